@@ -13,10 +13,10 @@ from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.paged import attention, attention_fp8, attention_plan, quantises
 
 WORKSPACE_TOKENS = 4096
-"""Tokens × KV splits that the workspace holds, at 4 · Hq · (D + 2) bytes each: 68 MB at 32 heads of 128."""
+"""Capacity of the workspace, in tokens × KV splits of 4 · Hq · (D + 2) bytes: 68 MB at 32 heads of 128."""
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Attention programs that a multiprocessor runs at a time."""
+"""Attention programs per multiprocessor at a time."""
 
 
 class TritonAttention:
@@ -68,7 +68,7 @@ class TritonAttention:
         positions: torch.Tensor,
         width: int | None = None,
     ) -> torch.Tensor:
-        """One extend pass, or a round of this width, as the engine would run it."""
+        """Run one extend pass, or a round of this width, as the engine does."""
         rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
         inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, width, query_start)
         self.plan(inputs)
@@ -82,7 +82,7 @@ class TritonAttention:
         return self._attend(q, k, v, page_table, kv_len, None, positions, width)
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
-        """Fill ``inputs.plan``: which program walks what. One launch, no host sync."""
+        """Fill ``inputs.plan`` with the work list. One launch, no host sync."""
         if (inputs.width is None) == (inputs.query_start is None):
             raise ValueError(f"Set width or query_start, not both: got {inputs.width} and {inputs.query_start}.")
         tokens = inputs.positions.shape[0]
@@ -103,7 +103,7 @@ class TritonAttention:
         )
 
     def _tile_tokens(self, tokens: int) -> int:
-        """The largest query tile (16 … 128 rows) that still gives each multiprocessor one."""
+        """Choose the largest query tile (16 … 128 rows) that still gives each multiprocessor one."""
         rows = 128
         while rows > 16 and tokens * self.num_heads < rows * self.processors:
             rows //= 2
@@ -125,7 +125,7 @@ class TritonAttention:
 
 
 def _settled(suits: bool, proves: Callable[[], bool], otherwise: str) -> tuple[str, str]:
-    """Which kernel serves, and why; otherwise: why none for Hopper can."""
+    """Choose a kernel: (kernel, reason). otherwise: the reason if no kernel for Hopper applies."""
     if not suits:
         return "as all attention", otherwise
     if proves():
@@ -134,6 +134,6 @@ def _settled(suits: bool, proves: Callable[[], bool], otherwise: str) -> tuple[s
 
 
 def _given(kv: KV, inputs: AttentionInputs, o: AttentionOptions) -> tuple[Any, ...]:
-    """What the ops take beside the queries."""
+    """Arguments of the ops after the queries."""
     where = kv.k, kv.v, inputs.page_table, inputs.positions, inputs.plan
     return *where, o.scale, o.window, o.first, o.soft_cap, o.sinks, kv.k_scales, kv.v_scales

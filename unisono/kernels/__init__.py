@@ -1,7 +1,7 @@
 """Ops of the ``unisono`` torch.library namespace: each a Triton kernel with a CPU twin.
 
-``layers`` and everything above call the wrappers below; attention, sampling and round ops are imported
-from their own modules. See :mod:`unisono.kernels.library` for how an op is declared.
+``layers`` and rooms above it call the functions below; attention, sampling and round ops are imported from their own
+modules. :mod:`unisono.kernels.library` declares ops.
 """
 
 from unisono.kernels.cache.rotary import rope_and_cache

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.runtime.jit import DependenciesFinder
 
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether kernels are machine code; else Triton's interpreter runs them, and rounds a fused multiply-add twice."""
+"""True if kernels are compiled; False in Triton's interpreter, which rounds a fused multiply-add twice."""
 
 _update_hash = DependenciesFinder._update_hash
 
@@ -40,7 +40,7 @@ def _hash_callee_first(self: DependenciesFinder, func: Any) -> None:
 DependenciesFinder._update_hash = _hash_callee_first
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""By Triton's names."""
+"""Dtypes by Triton's names."""
 
 _library = torch.library.Library("unisono", "DEF")
 
@@ -120,7 +120,7 @@ def op(
 
 
 def schema_of(function: Callable[..., object]) -> str:
-    """The schema of an annotated function, e.g. ``"scale(Tensor(a!) x, float by=1.0) -> ()"``.
+    """Derive the schema of an annotated function, e.g. ``"scale(Tensor(a!) x, float by=1.0) -> ()"``.
 
     Raises TypeError for an argument or a result without an annotation, or with one that schemas have no type for.
     """
@@ -143,7 +143,7 @@ def schema_of(function: Callable[..., object]) -> str:
 
 
 def _schema_type(function: Callable[..., object], name: str, kind: Any, letters: Iterator[str]) -> str:
-    """The schema's type of one annotation. letters: names of the aliases of mutated arguments."""
+    """Convert one annotation to the schema's type. letters: names of the aliases of mutated arguments."""
     parts = get_args(kind)
     if get_origin(kind) is Annotated and parts[1] == "mutated":
         return _schema_type(function, name, parts[0], letters).replace("Tensor", f"Tensor({next(letters)}!)")
@@ -156,7 +156,9 @@ def _schema_type(function: Callable[..., object], name: str, kind: Any, letters:
 
 
 def _like_first(shape: Callable[..., Sequence[int]] | None) -> Callable[..., Tensor]:
-    """A shape function of an op with one output, of the first argument's dtype; shape None: of its shape, too."""
+    """Make the fake implementation of an op with one output of the first argument's dtype; shape None: of its shape,
+    too.
+    """
 
     def fake(*args: Any) -> Tensor:
         return empty_like(args[0]) if shape is None else args[0].new_empty(shape(*args))
@@ -165,7 +167,7 @@ def _like_first(shape: Callable[..., Sequence[int]] | None) -> Callable[..., Ten
 
 
 def _with_gradient(overload: Any, gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """The op's implementation for autograd; see :func:`op`."""
+    """Make the op's implementation for autograd; see :func:`op`."""
 
     def dispatch(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
@@ -177,7 +179,7 @@ def _with_gradient(overload: Any, gradient: Callable[..., Any]) -> Callable[...,
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """``torch.empty_like(x)``, for shape functions.
+    """Return ``torch.empty_like(x)``, for shape functions.
 
     torch's own imports sympy, 0.8 s, when it first sees a tensor of the meta device.
     """
@@ -189,7 +191,7 @@ class AotCase:
     """One configuration of a Triton kernel for the ahead-of-time sm_90a gate.
 
     ``signature`` maps argument names to Triton types (``"*bf16"``, ``"i32"``, ``"fp32"``);
-    ``constexprs`` maps the compile-time arguments to values. ``maxnreg``: registers of a thread at most.
+    ``constexprs`` maps the compile-time arguments to values. ``maxnreg``: maximum registers per thread.
     """
 
     kernel: Any
@@ -201,12 +203,12 @@ class AotCase:
 
 
 def ints(pointers: str, scalars: str) -> dict[str, str]:
-    """The signature of an AotCase's int32 arguments, from their names: tensors, then numbers."""
+    """Signature of an AotCase's int32 arguments, from their names: tensors, then numbers."""
     return dict.fromkeys(pointers.split(), "*i32") | dict.fromkeys(scalars.split(), "i32")
 
 
 def one_stride(*fields: torch.Tensor) -> int:
-    """The stride that all slot fields share, which kernels take once. Raises ValueError where strides differ."""
+    """Return the stride that all slot fields share, which kernels take once. Raises ValueError if strides differ."""
     stride = fields[0].stride(0)
     if any(field.stride(0) != stride for field in fields):
         raise ValueError(f"slot fields have strides {[f.stride(0) for f in fields]}: make them views of one arena")

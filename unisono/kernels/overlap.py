@@ -23,11 +23,11 @@ from unisono.kernels.library import COMPILED
 READ_EARLY: set[str] = set()
 """Names of kernels that read, and only read, before they wait.
 
-They read memory that the kernel before them does not write, and that was written before that kernel: it has itself
-waited for the writer before it allowed the next one to start (or leads: see :data:`LEADING`). Attention of rounds reads
-the keys and values of tokens before the pass so, which rotary's kernel just before it does not write. Attention also
-reads the plan, which the kernel just before it may have written, and which ends with :func:`publish`; such reads bypass
-L1.
+They read memory that the kernel before them does not write, and that was written before that kernel started: it has
+itself waited for the writer before it allowed the next one to start (or leads: see :data:`LEADING`). For example,
+attention of rounds reads the keys and values of tokens before the pass, which the rotary kernel just before it does not
+write. Attention also reads the plan, which the kernel just before it may have written, and which ends with
+:func:`publish`; such reads bypass L1.
 """
 
 BESIDE: set[str] = set()
@@ -39,17 +39,17 @@ The kernel before them has waited before it allowed them to start, and they wait
 LEADING: set[str] = set()
 """Names of kernels that may allow the next one to start before they have waited, so before the kernel ahead has ended.
 
-Those of attention do, others where they quantise: the product that follows then loads the first parts of its weight
-while the last programs of the product before it still run. Several such kernels may follow each other, but none is a
-product, and products come between all others: a kernel that begins early begins when all has ended that is ahead of the
-last product. What kernels read early is older than that, or is a weight.
+Those of attention do, others if they quantise: the product that follows then loads the first parts of its weight while
+the last programs of the product before it still run. Several such kernels may follow each other, but none is a product,
+and products come between all others: when a kernel begins early, everything ahead of the last product has ended. Early
+reads are of memory older than that, or of weights.
 """
 
 Kernel = TypeVar("Kernel")
 
 
 def overlapping(reads_early: bool = False, leads: bool = False, beside: bool = False) -> Callable[[Kernel], Kernel]:
-    """Declare how a kernel departs from waiting before it touches memory. Goes above ``@triton.jit``.
+    """Declare a kernel's exceptions from waiting before it accesses memory. Goes above ``@triton.jit``.
 
     The compiled code is checked for it (``tests/kernels/test_aot.py``). reads_early: see :data:`READ_EARLY`. leads: see
     :data:`LEADING`. beside: see :data:`BESIDE`.

@@ -28,7 +28,7 @@ Attend = Callable[..., torch.Tensor]
 
 
 def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel can serve such heads on this device at all."""
+    """Return True if the kernel can serve such heads on this device."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
@@ -39,7 +39,7 @@ def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: 
 
 
 def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int, window: int, first: int) -> bool:
-    """Whether a pass whose tiles are walked whole runs here. q [T, Hq, D]; k_cache [NP, Hkv, P, D]."""
+    """Return True if the kernel serves a pass whose tiles are walked whole. q [T, Hq, D]; k_cache [NP, Hkv, P, D]."""
     heads, kv_heads = q.shape[1], k_cache.shape[1]
     return (
         exact_prompt_attention.serves((heads, kv_heads, q.shape[2], q.dtype, q.device))
@@ -52,7 +52,7 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int, window: int
 
 
 def _sizes(heads: int, kv_heads: int, head_dim: int, keys: int) -> dict[str, int]:
-    """The kernel's compile-time sizes."""
+    """Compile-time sizes of the kernel."""
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "PAGE": PAGE, "KEYS": keys, "SPLIT": SPLIT}
     wide = head_dim == WIDE_DIM
     return sizes | (wide_sizes(ROWS // 2) if wide else {"ROWS": ROWS, "HALF": HALF, "STAGES": STAGES})
@@ -70,9 +70,9 @@ def launch_prompt_attention(
     keys: int,
     **tuning: int,
 ) -> torch.Tensor:
-    """See ``attention.launch_attention``; ``scale`` is for powers of two. Returns [T, Hq · D].
+    """Launch the kernel: see ``paged.launch_attention``. Returns [T, Hq · D].
 
-    tuning: compile-time sizes in place of those that serve.
+    scale: for powers of two. tuning: compile-time sizes that override the defaults.
     """
     (tokens, heads, dim), kv_heads = q.shape, k_cache.shape[1]
     out = q.new_empty(tokens, heads * dim)
@@ -86,7 +86,7 @@ def launch_prompt_attention(
 
 
 def proof_lengths(heads: int) -> tuple[int, int]:
-    """Tokens of the requests that kernels are compared on: enough for tiles of ROWS rows on every multiprocessor."""
+    """Tokens of the requests in the comparison: enough for tiles of ROWS rows on every multiprocessor."""
     more = max(1, 16 // heads)
     return 1500 * more, 391 * more
 
@@ -94,7 +94,7 @@ def proof_lengths(heads: int) -> tuple[int, int]:
 def proof_pages(
     lengths: Sequence[int], kv_heads: int, head_dim: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(k_cache, v_cache, page_table) of requests that kernels are compared on; what no token may see is NaN."""
+    """Make (k_cache, v_cache, page_table) of the requests in the comparison. Places that no token may see are NaN."""
     device = generator.device
     pages = [-(-n // PAGE) for n in lengths]
     order = torch.randperm(sum(pages), generator=generator, device=device).int()
@@ -112,7 +112,7 @@ def proof_pages(
 def _same_bits(
     attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Two requests, whole and after a prefix."""
+    """Compare two requests, whole and after a prefix."""
     lengths, key = proof_lengths(heads), (heads, kv_heads, head_dim, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
     pages = proof_pages(lengths, kv_heads, head_dim, dtype, generator)
@@ -132,7 +132,7 @@ def _same_bits(
 exact_prompt_attention = ExactKernel(
     "attention of long prompts", lambda attend, *heads: (heads,) if suits(*heads) else (), _same_bits
 )
-"""The kernel here, against the Triton kernel, by (query heads, KV heads, head size, dtype, device).
+"""The Gluon kernels, against the Triton kernel, by (query heads, KV heads, head size, dtype, device).
 
 attend(q, k_cache, v_cache, page_table, kv_len, query_start, positions) runs one pass.
 """

@@ -25,10 +25,12 @@ from unisono.kernels.overlap import overlapped
 from unisono.kernels.proofs import ExactKernel
 
 MOST_ROWS = 32
-"""Rows of a tile at most: more would not fit into registers."""
+"""Maximum rows of a tile: more would not fit into registers."""
 
 REGISTERS = 128
-"""Of each thread when a program begins, so that two fit on a multiprocessor; the group that computes then gets 232."""
+"""Registers per thread when a program begins, so that two fit on a multiprocessor. The group that computes then gets
+232.
+"""
 
 PROGRAMS_PER_PROCESSOR = 2
 
@@ -36,7 +38,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 
 def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel can serve such heads on this device at all, and is not turned off."""
+    """Return True if the kernel can serve such heads on this device and is not disabled."""
     return (
         os.environ.get("UNISONO_HOPPER_ROUNDS") != "0"
         and device.type == "cuda"
@@ -48,7 +50,7 @@ def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: 
 
 
 def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int) -> bool:
-    """Whether a pass that is cut runs here. q [T, Hq, D]; k_cache [NP, Hkv, P, D]."""
+    """Return True if the kernel serves a pass whose tiles may be cut. q [T, Hq, D]; k_cache [NP, Hkv, P, D]."""
     heads, kv_heads = q.shape[1], k_cache.shape[1]
     return (
         exact_round_attention.serves((heads, kv_heads, q.shape[2], q.dtype, q.device))
@@ -59,7 +61,7 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int) -> bool:
 
 
 def _sizes(heads: int, kv_heads: int, tile_tokens: int, keys: int, first: int) -> dict[str, int]:
-    """The kernel's compile-time sizes."""
+    """Compile-time sizes of the kernel."""
     rows = max(8, triton.next_power_of_2(tile_tokens * heads // kv_heads))
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "PAGE": PAGE, "TOKENS": tile_tokens, "ROWS": rows, "HALF": HALF}
     return sizes | {"KEYS": keys, "SPLIT": SPLIT, "FIRST": first, "AT_ONCE": min(4, 32 // rows), "STAGES": STAGES}
@@ -84,10 +86,10 @@ def launch_round_attention(
     registers: int = REGISTERS,
     **tuning: int,
 ) -> None:
-    """Attend into out [T', Hq · D]; see ``attention.launch_attention``. ``scale`` is for powers of two.
+    """Attend into out [T', Hq · D]; see ``paged.launch_attention``.
 
-    scales: of e4m3 outputs, whose T' rows are padded. workspace: states and values of splits. tuning: compile-time
-    sizes in place of those that serve.
+    scales: scales of e4m3 outputs, whose T' rows are padded. workspace: states and values of splits. scale: for powers
+    of two. tuning: compile-time sizes that override the defaults.
     """
     heads, dim = q.shape[1:]
     capacity, tile_tokens, kv_heads = arrivals.shape
@@ -104,7 +106,7 @@ def launch_round_attention(
 def _same_bits(
     attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Rounds of one token and of four, or as many as a tile holds, over requests of many lengths."""
+    """Compare rounds of one token and of four, or as many as a tile holds, over requests of many lengths."""
     lengths, key = (37, 64, 255, 256, 257, 700, 1100, 2500), (heads, kv_heads, head_dim, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
     pages = proof_pages(lengths, kv_heads, head_dim, dtype, generator)
@@ -119,7 +121,7 @@ def _same_bits(
 exact_round_attention = ExactKernel(
     "attention of rounds", lambda attend, *heads: (heads,) if suits(*heads) else (), _same_bits
 )
-"""The kernel here, against the Triton kernel, by (query heads, KV heads, head size, dtype, device).
+"""The Gluon kernel, against the Triton kernel, by (query heads, KV heads, head size, dtype, device).
 
 attend(q, k_cache, v_cache, page_table, kv_len, width) runs one round.
 """

@@ -1,8 +1,8 @@
-"""Page tables on the device: pages that a round adds, and KV slot mappings of further page tables.
+"""Page tables on the device: pages added in a round, and KV slot mappings for further page tables.
 
 Owns the ops ``grow_pages`` and ``group_slot_mapping``. The engine calls them inside a round or an extend pass.
 
-Shapes: R rows, T tokens, S page-table rows, MP pages per row, P page size, G pages added to a row at most.
+Shapes: R rows, T tokens, S page-table rows, MP pages per row, P page size, G maximum pages added to a row.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def group_slot_mapping(
     page_table: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
     query_start: torch.Tensor | None, page_size: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Where the tokens of a pass write in another page table: its slot mapping [T], page · P + offset.
+    """Slot mapping [T] of a pass's tokens for another page table: page · P + offset.
 
-    page_table [S, MP]: the other table. tables [R]: the row of it that each row of the pass uses. positions and
-    slot_mapping [T]: what ``round_inputs``, ``extend_inputs``, ``draft_inputs``, ``draft_extend_inputs``, ``catch_up``
-    or ``catch_up_extend`` returned for the first table, whose page size is the same. query_start [R + 1]: where each
-    row's tokens begin; None for rows of equal width. All int32.
+    page_table [S, MP]: the other table. tables [R]: row of it for each row of the pass. positions, slot_mapping [T]:
+    outputs of ``round_inputs``, ``extend_inputs``, ``draft_inputs``, ``draft_extend_inputs``, ``catch_up`` or
+    ``catch_up_extend`` for the first table, whose page size is the same. query_start [R + 1]: first token of each row;
+    None for rows of equal width. All int32.
 
     A token that writes to padding page 0 in the first table (padding, or at or beyond ``max_length``) stays there.
     """

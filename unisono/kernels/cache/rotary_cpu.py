@@ -1,4 +1,4 @@
-"""CPU twin of the op in ``kernels/cache/rotary.py``: query and key heads are normed and rotated together.
+"""CPU twin of the op in ``kernels/cache/rotary.py``. Query and key heads are normed and rotated together.
 
 Shapes: T tokens, H heads, D head dimension.
 """
@@ -68,7 +68,7 @@ def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(slot_mapping: torch.Tensor, heads: int, page: int) -> torch.Tensor:
-    """Rows of a cache [NP, H, P, D] seen as [NP · H · P, D], where the heads of tokens are stored: [T · H]."""
+    """Rows of the tokens' heads [T · H] in a cache [NP, H, P, D] viewed as [NP · H · P, D]."""
     slots = slot_mapping.long()
     first = slots if heads == 1 else slots.floor_divide(page).mul_((heads - 1) * page).add_(slots)
     return (first[:, None] + _head_offsets(heads, page)).view(-1)

@@ -1,14 +1,15 @@
-"""Products of activations and e4m3 weights whose bits do not depend on the batch. Owns the ops ``fp8_linear`` and
-``fp8_product``, which takes activations that are quantised already.
+"""Products of activations and e4m3 weights whose bits do not depend on the batch.
+
+Owns the ops ``fp8_linear`` and ``fp8_product``, which takes activations that are quantised already.
 
 Activations are quantised first (``kernels/gemm/fp8_quantize.py``): by row and 128 columns where the weight has a scale
 for each block of 128 × 128, by row where it has one for each output. The product walks K in steps of 128. Each step is
-a product of e4m3 values with fresh fp32 accumulators, and steps are added in order, so a row's bits are fixed by the
-weight alone.
+a product of e4m3 values with fresh fp32 accumulators, and steps are added in order, so a row's bits depend on the
+row and the weight alone.
 
 The Triton kernel has the weight as the tile's rows and the tokens as its columns, so that it is e4m3 ``wgmma`` at any
-number of tokens. The other way round, Triton widens tiles of 16 rows to fp16 ``mma``, with other bits (measured on an
-H200). Where :func:`prove_fp8` found its bits in them on the present GPU, faster kernels run: up to FEW_ROWS rows the
+number of tokens. With swapped operands Triton would widen tiles of 16 rows to fp16 ``mma``, with other bits (measured
+on an H200). Faster kernels run where :func:`prove_fp8` found equal bits on the present GPU: up to FEW_ROWS rows the
 Gluon kernel of ``kernels/gemm/fp8_gluon.py``, above them torch's ``scaled_mm``.
 
 Shapes: M rows, K inputs, N outputs, G = ceil(K / 128).
@@ -33,19 +34,19 @@ from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
 FEW_ROWS = 64
-"""Up to this number of rows the Gluon kernel runs, above it ``scaled_mm``; each where it is proven exact."""
+"""Up to this number of rows the Gluon kernel runs, above it ``scaled_mm``, if they are proven exact."""
 
 PROOF_ROWS = (65, 96, 128, 192, 256, 512, 1024, 2048)
 """Numbers of rows at which ``scaled_mm`` is compared with the Triton kernel."""
 FEW_PROOF_ROWS = (1, 3, 16, 17, 32, 33, 64)
-"""The same for the Gluon kernel."""
+"""Numbers of rows at which the Gluon kernel is compared with it."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Blocking of the Triton kernel: tokens, outputs, warps, stages. It decides about speed and changes no bit.
+    """Blocking of the Triton kernel: tokens, outputs, warps, stages. It affects speed only.
 
-    ahead: whether an iteration takes four steps of K, and reads the scales of the next four.
+    ahead: an iteration takes four steps of K and prefetches the scales of the next four.
     """
 
     m: int
@@ -64,20 +65,22 @@ def _tile(rows: int) -> Tile:
 
 
 def multiplies_e4m3(device: torch.device) -> bool:
-    """Whether the device is a GPU with products of e4m3: from compute capability 8.9 on."""
+    """Return True if the device is a GPU with e4m3 products: compute capability 8.9 and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @triton.jit
 def _scales(x_scales, x_ok, w_scales, step, last, PADDED):
-    """The activations' scales [tokens] and the weight's, [outputs] or one, of a step, ``last`` at most."""
+    """Load a step's scales: of activations [tokens] and of the weight, [outputs] or one. Steps are clamped to
+    ``last``.
+    """
     at = tl.minimum(step, last)
     return tl.load(x_scales + at * PADDED, mask=x_ok, other=0.0), tl.load(w_scales + at)
 
 
 @triton.jit
 def _four_scales(x_scales, x_ok, w_scales, step, last, PADDED):
-    """:func:`_scales` of four steps from ``step`` on: the activations' four, then the weight's."""
+    """Load the scales of four steps from ``step`` on: the activations' four, then the weight's."""
     x0, w0 = _scales(x_scales, x_ok, w_scales, step, last, PADDED)
     x1, w1 = _scales(x_scales, x_ok, w_scales, step + 1, last, PADDED)
     x2, w2 = _scales(x_scales, x_ok, w_scales, step + 2, last, PADDED)
@@ -87,7 +90,7 @@ def _four_scales(x_scales, x_ok, w_scales, step, last, PADDED):
 
 @triton.jit
 def _scaled(product, xs, ws, BY_OUTPUT: tl.constexpr):
-    """A step's product [outputs, tokens] times its scales."""
+    """Multiply a step's product [outputs, tokens] by its scales."""
     if BY_OUTPUT:
         return product * (xs[None, :] * ws[:, None])
     else:
@@ -96,7 +99,7 @@ def _scaled(product, xs, ws, BY_OUTPUT: tl.constexpr):
 
 @triton.jit
 def _step_product(x_ptrs, w_ptrs, step, x_ok, K, EVEN_K: tl.constexpr):
-    """The product over the 128 inputs of a step, [outputs, tokens]."""
+    """Compute the product over the 128 inputs of a step, [outputs, tokens]."""
     if EVEN_K:
         x_tile = tl.load(x_ptrs + step * 128, mask=x_ok[:, None], other=0.0)
         w_tile = tl.load(w_ptrs + step * 128)
@@ -111,12 +114,12 @@ def _step_product(x_ptrs, w_ptrs, step, x_ok, K, EVEN_K: tl.constexpr):
 def e4m3_product(x_ptrs, x_ok, x_scales, w_ptrs, w_scales, K, PADDED,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
                  BY_OUTPUT: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
-    """The product of e4m3 tiles over K, with their scales: fp32 [outputs, tokens].
+    """Compute the product of e4m3 tiles over K, with their scales: fp32 [outputs, tokens].
 
     x_ptrs [BLOCK_M, 128], w_ptrs [BLOCK_N, 128]: the first step's values; rows of x that are not ``x_ok`` count as 0.
-    x_scales [BLOCK_M]: of the first step; those of the next lie PADDED further. w_scales: with BY_BLOCK of the first
-    step, [BLOCK_N] with BY_OUTPUT, otherwise one for all outputs, followed by the next ones; without BY_BLOCK of the
-    outputs, [BLOCK_N].
+    x_scales [BLOCK_M]: scales of the first step; those of the next lie PADDED further. w_scales: with BY_BLOCK of the
+    first step, [BLOCK_N] with BY_OUTPUT, otherwise one for all outputs, followed by the next ones; without BY_BLOCK of
+    the outputs, [BLOCK_N].
     """
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     steps = tl.cdiv(K, 128)
@@ -175,7 +178,7 @@ def launch_fp8_product(
     dtype: torch.dtype,
     tile: Tile | None = None,
 ) -> Tensor:
-    """The Triton product of what :func:`launch_quantize` returned for ``rows`` rows; ``tile`` changes speed only."""
+    """Launch the Triton product of outputs of :func:`launch_quantize` for ``rows`` rows. tile: speed only."""
     residual = None if residual is None else residual.contiguous()
     (n, k), tile = weight.shape, tile or _tile(rows)
     out = x8.new_empty(rows, n, dtype=dtype)
@@ -191,10 +194,10 @@ def launch_fp8_product(
 
 
 def _scaled_mm(x8: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """torch's product of all rows of ``x8``, padding included: [M', N].
+    """Compute torch's product of all rows of ``x8``, padding included: [M', N].
 
-    Scales by block are taken as torch.nn.functional.scaled_mm wants them: those of x [M', G] with rows side by side,
-    those of the weight [G, N / 128] with G side by side, in strides of a multiple of four.
+    Scales by block are in the layout of torch.nn.functional.scaled_mm: those of x [M', G] with adjacent rows, those of
+    the weight [G, N / 128] with adjacent G, in strides of a multiple of four.
     """
     from torch.nn.functional import ScalingType, scaled_mm
 
@@ -210,7 +213,7 @@ def _scaled_mm(x8: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, d
 
 
 def _group(w_scales: Tensor) -> int | None:
-    """The columns of activations that share a scale, by the kind of the weight's scales."""
+    """Columns of activations that share a scale, by the kind of the weight's scales. None: all."""
     return GROUP if w_scales.dim() == 2 else None
 
 
@@ -249,7 +252,7 @@ def _key(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Hashable:
 
 
 def _compared(product: Callable[..., Tensor | None], counts: tuple[int, ...]) -> Callable[..., bool]:
-    """A comparison of ``product`` with the Triton kernel, on random inputs of each number of rows."""
+    """Make a comparison of ``product`` with the Triton kernel, on random inputs of each number of rows."""
 
     def same_bits(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> bool:
         for rows in counts:
@@ -293,7 +296,7 @@ def fp8_product_cuda(
     x8: Tensor, x_scales: Tensor, rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor,
     bias: Tensor | None, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The product of what :func:`launch_quantize` returned for ``rows`` rows."""
+    """Compute the product of outputs of :func:`launch_quantize` for ``rows`` rows."""
     if runs_on_torch(rows, dtype, weight, w_scales):
         y = _scaled_mm(x8, x_scales, weight, w_scales, dtype)[:rows]
         return y if bias is None and residual is None else launch_add(y, bias, residual)
@@ -310,7 +313,7 @@ def fp8_linear_cuda(
 
 
 def widened_weight(weight: Tensor, w_scales: Tensor) -> Tensor:
-    """What an e4m3 weight [N, K] with its scales ([ceil(N / 128), G] or [N]) stands for, in fp32."""
+    """Dequantise an e4m3 weight [N, K] with scales [ceil(N / 128), G] or [N] to fp32."""
     if w_scales.dim() == 1:
         return weight.float() * w_scales[:, None]
     n, k = weight.shape
@@ -367,7 +370,7 @@ def fp8_product_op(
 def fp8_product(
     x: Quantised, weight: Tensor, w_scales: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """:func:`fp8_linear` of activations that are quantised as the weight's scales ask: the same bits."""
+    """Compute :func:`fp8_linear` of activations already quantised for the weight's scales: the same bits."""
     return fp8_product_op(x.x8, x.scales, x.rows, x.dtype, weight, w_scales, bias, residual)
 
 

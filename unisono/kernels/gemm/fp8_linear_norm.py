@@ -1,7 +1,7 @@
-"""An fp8 product, the addition of the residual and the norm of the sum, quantised where the next product wants it so.
+"""An fp8 product, the addition of the residual and the norm of the sum, quantised if the next product needs that.
 
-Owns the ``fp8_linear_norm`` op. As ``kernels/gemm/linear_norm.py``: where a kernel of ours computes the product, it
-adds the residual; where torch does, the norm adds it. Called by ``layers``.
+Owns the ``fp8_linear_norm`` op. As in ``kernels/gemm/linear_norm.py``, a kernel of ours adds the residual to its
+product; for torch's product the norm adds it. Called by ``layers``.
 
 Shapes: as in ``kernels/gemm/fp8.py``, with H outputs.
 """
@@ -67,10 +67,10 @@ def fp8_linear_norm(
     group: int | None = None,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor | Quantised]:
-    """``total = fp8_product(x, weight, w_scales, bias, residual [M, H])`` and its ``rms_norm``.
+    """Compute ``total = fp8_product(x, weight, w_scales, bias, residual [M, H])`` and its ``rms_norm``.
 
-    norm_weight [H], eps: as ``rms_norm`` takes them. group, keep: the norm is quantised as ``rms_norm_fp8`` does it;
-    group None: it is not. Returns (total [M, H], normed), with the bits of the ops one after the other.
+    norm_weight [H], eps: as in ``rms_norm``. group, keep: as in ``rms_norm_fp8``, which quantises the norm; group None:
+    it is not quantised. Returns (total [M, H], normed), with the bits of the ops one after the other.
     """
     total, *normed = fp8_linear_norm_op(x.x8, x.scales, weight, w_scales, bias, residual, norm_weight, eps, group, keep)
     return total, normed[0] if group is None else quantised_norm(normed, total, group, keep)

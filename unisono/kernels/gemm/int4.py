@@ -3,7 +3,7 @@
 A weight is ``(q - zero) * scale``, computed in fp32 and rounded to the activations' dtype; activations are not
 quantised. The product of rounded weights accumulates K in one sequence in fp32, exactly as ``kernels/gemm/linear.py``
 does. Up to FEW_ROWS rows one Triton kernel unpacks weights in registers. Above, the weight is unpacked into a buffer
-and the plain product runs on it, where :func:`prove_int4` found the same bits on the present GPU; where not, the Triton
+and the plain product runs on it, if :func:`prove_int4` found the same bits on the present GPU; otherwise the Triton
 kernel runs at every M.
 
 The kernel's products have swapped operands, outputs as M and rows as N, so that they always run on wgmma. For tiles of
@@ -36,18 +36,18 @@ from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
 FEW_ROWS = 64
-"""Up to this many rows weights are unpacked in registers."""
+"""Maximum rows for which weights are unpacked in registers."""
 
 PROOF_ROWS = (1, 16, 33, 64)
 """Numbers of rows at which the product of packed weights is compared with the plain one of unpacked weights."""
 
 MIDDLE = 8
-"""The zero of a weight that has no zeros of its own."""
+"""Zero point of a weight without stored zeros."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Blocking of the Triton kernel: rows, outputs (64 at least, for wgmma), warps, stages. It changes no bit."""
+    """Blocking of the Triton kernel: rows, outputs (at least 64, for wgmma), warps, stages. It affects speed only."""
 
     m: int
     n: int
@@ -66,14 +66,14 @@ def _tile(rows: int, dtype: torch.dtype) -> Tile:
 
 
 def int4_steps(group: int) -> tuple[int, int]:
-    """(inputs of a step, which share a scale; steps of an iteration)."""
+    """(inputs of a step, which share a scale; steps per iteration)."""
     width = 128 if group % 128 == 0 else 64 if group % 64 == 0 else 32
     return width, 256 // width
 
 
 @triton.jit
 def _unpacked(packed, zero, scale, dtype: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
-    """Weights [outputs, inputs] of a packed tile [outputs, inputs / 2]; zero and scale [outputs]."""
+    """Unpack a tile [outputs, inputs / 2] to weights [outputs, inputs]. zero, scale [outputs]."""
     values = tl.reshape(tl.join(packed & 15, packed >> 4), (BLOCK_N, WIDTH)).to(tl.float32)
     return ((values - zero[:, None]) * scale[:, None]).to(dtype)
 
@@ -82,7 +82,7 @@ def _unpacked(packed, zero, scale, dtype: tl.constexpr, BLOCK_N: tl.constexpr, W
 def int4_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
                  EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr):  # fmt: skip
-    """The product over K of x and of a packed weight, unpacked in registers: fp32 [rows, outputs].
+    """Compute the product over K of x and a packed weight, unpacked in registers: fp32 [rows, outputs].
 
     x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / 2]: the first step's; rows of x that are not ``x_ok`` count as 0.
     s_ptrs, z_ptrs [BLOCK_N]: of the first group, followed by the next ones.
@@ -132,7 +132,7 @@ def _int4_linear_kernel(x, weight, scales, zeros, bias, residual, out, M, N, K, 
 @triton.jit
 def _unpack_kernel(weight, scales, zeros, out, K, group, WIDTH: tl.constexpr, HAS_ZEROS: tl.constexpr,
                    OVERLAP: tl.constexpr):  # fmt: skip
-    """One program unpacks WIDTH inputs of one output."""
+    """Unpack WIDTH inputs of one output per program."""
     follow(OVERLAP)
     row, ks = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     bytes_ = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
@@ -157,7 +157,7 @@ def launch_int4_linear(
     residual: torch.Tensor | None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """The Triton product of packed weights at any M; ``tile`` overrides the blocking (speed only)."""
+    """Launch the Triton product of packed weights at any M. tile: overrides the blocking (speed only)."""
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
@@ -175,7 +175,7 @@ def launch_int4_linear(
 def launch_unpack(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight [N, K] in ``dtype``."""
+    """Unpack the weight to [N, K] in ``dtype``."""
     n, k = weight.shape[0], 2 * weight.shape[1]
     out = scales.new_empty(n, k, dtype=dtype)
     _unpack_kernel[(n, triton.cdiv(k, 2048))](
@@ -187,7 +187,7 @@ def launch_unpack(
 def unpack_cpu(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """:func:`launch_unpack` in plain torch."""
+    """Unpack the weight in plain torch; CPU twin of :func:`launch_unpack`."""
     n, k = weight.shape[0], 2 * weight.shape[1]
     values = torch.stack((weight & 15, weight >> 4), 2).view(n, k).float()
     of = torch.arange(k, device=weight.device) // group
@@ -277,7 +277,7 @@ def int4_linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x [M, K] @ ((weight - zeros) * scales)^T (+ bias [N]) (+ residual [M, N])`` -> [M, N] in x's dtype.
+    """Compute ``x [M, K] @ ((weight - zeros) * scales)^T (+ bias [N]) (+ residual [M, N])``: [M, N] in x's dtype.
 
     weight [N, K / 2] uint8, packed as the module says; scales fp32 and zeros int8 [N, G], one for each output and
     ``group`` inputs, a multiple of 32 or at least K; without zeros 8 is subtracted. Weights are rounded to x's dtype,

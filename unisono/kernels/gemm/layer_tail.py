@@ -1,14 +1,14 @@
-"""All products of a decoder layer after its mixer, for few rows, in one launch on Hopper. Owns the ``layer_tail`` op.
+"""Fused layer tail: all products of a decoder layer after its mixer, for few rows, in one launch on Hopper.
 
-They are the output projection, the gated MLP's two products and, where the next layer begins with one, its input
-projection; with them go the sums with the residual, both norms and SiLU. For few rows this takes as long as the
-weights take to be read, and between two launches the memory would be idle for some 4 µs, four times a layer. The
-kernel (``kernels/gemm/layer_tail_gluon.py``) has one program for each multiprocessor, which stays for the whole layer
-and never ceases to load weights.
+Owns the ``layer_tail`` op. It computes the output projection, the gated MLP's two products and, if the next layer
+begins with one, its input projection, with the sums with the residual, both norms and SiLU. For few rows reading the
+weights bounds the time, and between two launches the memory would be idle for about 4 µs, four times a layer. The
+kernel (``kernels/gemm/layer_tail_gluon.py``) has one persistent program per multiprocessor, which never stops loading
+weights.
 
-Bits are those of the separate ops (``linear_norm``, ``linear``, ``silu_mul``): every product has K in one sequence, and
-a norm's row is summed by as many warps in the same order. :data:`exact_layer_tail` compares them on the present GPU.
-Called by ``models``; where it does not serve, the separate ops do.
+Bits are those of the separate ops (``linear_norm``, ``linear``, ``silu_mul``): every product sums K in one sequence,
+and a norm's row is summed by as many warps in the same order. :data:`exact_layer_tail` compares them on the present
+GPU. Called by ``models``; elsewhere the separate ops serve.
 
 Shapes: M rows, H features, I intermediate features, Q inputs of the output projection, F outputs of the input
 projection that follows.
@@ -35,7 +35,7 @@ from unisono.kernels.overlap import overlapped
 from unisono.kernels.proofs import ExactKernel
 
 _SHARED_BYTES = 216 * 1024
-"""Of a multiprocessor, for weights and rows that are loaded or waiting."""
+"""Shared memory of a multiprocessor for weights and rows, in bytes."""
 
 PROOF_ROWS = (1, 3, 8, 13, 16, MOST_ROWS)
 
@@ -44,8 +44,8 @@ PROOF_ROWS = (1, 3, 8, 13, 16, MOST_ROWS)
 class Tail:
     """The weights of a layer after its mixer, all of one 16-bit dtype; norms [H] of that dtype or fp32.
 
-    o [H, Q], gate_up [2 I, H], down [H, I]; o_norm is of the sum after o. next_norm: of the sum after down; None: it is
-    not normalised. following [F, H] and its bias [F]: of the next layer's input projection; None: there is none.
+    o [H, Q], gate_up [2 I, H], down [H, I]. o_norm: norm of the sum after o. next_norm: norm of the sum after down;
+    None: no norm. following [F, H] and its bias [F]: the next layer's input projection; None: there is none.
     """
 
     o: torch.Tensor
@@ -60,7 +60,7 @@ class Tail:
 
     @property
     def products(self) -> list[torch.Tensor]:
-        """Their weights."""
+        """Weights of the products, in order."""
         return [w for w in (self.o, self.gate_up, self.down, self.following) if w is not None]
 
     @property
@@ -71,30 +71,32 @@ class Tail:
     def of(
         cls, products: list[torch.Tensor], norms: list[torch.Tensor], eps: list[float], bias: torch.Tensor | None
     ) -> Tail:
-        """From the op's arguments."""
+        """Build the weights from the op's arguments."""
         o, gate_up, down, *after = products
         next_norm, following = (each[0] if each else None for each in (norms[1:], after))
         return cls(o, gate_up, down, norms[0], eps[0], next_norm, eps[1], following, bias)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """(H, Q, I, F); F is 0 where nothing follows."""
+        """(H, Q, I, F); F is 0 if no projection follows."""
         return *self.o.shape, self.down.shape[1], 0 if self.following is None else self.following.shape[0]
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What the kernel's bits may depend on, beside the values."""
+        """Shapes and dtypes that the kernel's bits may depend on."""
         return (*(tuple(w.shape) for w in self.products), *(w.dtype for w in self.norms), self.o.dtype)
 
 
 Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""(sum [M, H], its norm [M, H], the next input projection [M, F]); what there is no weight for is empty."""
+"""(sum [M, H], its norm [M, H], next input projection [M, F]); outputs without a weight are empty."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocking of the kernel; it changes no bit. rows: of a tile. each: steps that are loaded together. stages: groups
-    of them that are held at once."""
+    """Blocking of the kernel. It affects speed only.
+
+    rows: rows of a tile. each: steps loaded together. stages: groups of steps in shared memory at once.
+    """
 
     rows: int
     each: int
@@ -102,14 +104,14 @@ class Blocks:
 
     @classmethod
     def of(cls, rows: int, each: int = EACH) -> Blocks:
-        """For this number of rows, at most :data:`MOST_ROWS`."""
+        """Choose the blocking for this number of rows, up to :data:`MOST_ROWS`."""
         tile = max(8, triton.next_power_of_2(rows))
         return cls(tile, each, _SHARED_BYTES // (each * (WIDE + tile) * STEP * 2))
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Outputs of a tile of each product: of H, of I and of F."""
+    """Outputs per tile of the products with H, I and F outputs."""
 
     h: int
     i: int
@@ -121,23 +123,25 @@ class Tiles:
 
     @property
     def of_products(self) -> tuple[int, int, int, int]:
-        """Of o, gate_up, down and following."""
+        """Tile widths of o, gate_up, down and following."""
         return self.h, self.i, self.h, self.f
 
     def boxes(self, tail: Tail) -> list[TensorDescriptor]:
-        """What the kernel loads the products' weights by; where nothing follows, down stands in."""
+        """TMA descriptors of the products' weights; without a following projection, down takes its place."""
         weights = tail.o, tail.gate_up, tail.down, tail.down if tail.following is None else tail.following
         return [boxes(w, box_of(n)) for w, n in zip(weights, self.of_products, strict=True)]
 
     def box_types(self, kind: str, rows: int) -> dict[str, str]:
-        """The same in an AotCase's signature, and of operands of ``rows`` rows. kind: their dtype by Triton's name."""
+        """Types of :meth:`boxes` in an AotCase's signature, and of operands of ``rows`` rows. kind: Triton's name of
+        the dtype.
+        """
         names = "o_desc", "gate_up_desc", "down_desc", "next_desc"
         weights = {name: box_type(kind, box_of(n)) for name, n in zip(names, self.of_products, strict=True)}
         return dict.fromkeys(("x_desc", "n1_desc", "act_desc", "n2_desc"), box_type(kind, rows)) | weights
 
 
 def launch_layer_tail(x: torch.Tensor, residual: torch.Tensor, tail: Tail, blocks: Blocks | None = None) -> Made:
-    """See :func:`layer_tail`; of what :func:`suits`. blocks: speed only."""
+    """Launch :func:`layer_tail`. :func:`suits` must hold. blocks: speed only."""
     x, residual = x.contiguous(), residual.contiguous()
     rows, (h, q, i, f) = x.shape[0], tail.sizes
     blocks, programs = blocks or Blocks.of(rows), processors(x.device)
@@ -175,7 +179,7 @@ def layer_tail_cpu(x: torch.Tensor, residual: torch.Tensor, t: Tail) -> Made:
 
 
 def _apart(x: torch.Tensor, residual: torch.Tensor, t: Tail) -> Made:
-    """:func:`layer_tail` by the separate kernels."""
+    """Compute :func:`layer_tail` with the separate kernels."""
     total, nothing = launch_linear(x, t.o, None, residual), x.new_empty(0)
     act = launch_silu_mul(launch_linear(launch_rms_norm(total, t.o_norm, t.eps), t.gate_up, None, None))
     out = launch_linear(act, t.down, None, total)
@@ -184,7 +188,7 @@ def _apart(x: torch.Tensor, residual: torch.Tensor, t: Tail) -> Made:
 
 
 def empty(residual: torch.Tensor, t: Tail) -> Made:
-    """For results."""
+    """Allocate the outputs."""
     nothing, rows = residual.new_empty(0), residual.shape[0]
     product = nothing if t.following is None else residual.new_empty(rows, t.following.shape[0])
     return empty_like(residual), nothing if t.next_norm is None else empty_like(residual), product
@@ -202,9 +206,9 @@ def layer_tail_op(
 
 
 def layer_tail(x: torch.Tensor, residual: torch.Tensor, tail: Tail) -> Made:
-    """What follows a mixer's outputs x [M, Q] and the residual sum [M, H]: see ``Made``.
+    """Compute a layer after its mixer from the mixer's outputs x [M, Q] and the residual [M, H]. Returns ``Made``.
 
-    Up to :data:`MOST_ROWS` rows on a GPU, and only where :data:`exact_layer_tail` is proven. The bits are those of
+    Up to :data:`MOST_ROWS` rows on a GPU, and only if :data:`exact_layer_tail` is proven. The bits are those of
     ``linear_norm(x, o, None, residual, o_norm)``, ``linear(…, gate_up)``, ``silu_mul``, ``linear_norm(…, down, …,
     next_norm)`` and ``linear(…, following, bias)``.
     """
@@ -247,7 +251,7 @@ exact_layer_tail = ExactKernel(
 
 
 def _case(dtype: str, norm: str, rows: int, h: int, q: int, i: int, f: int, normed: bool = True) -> AotCase:
-    """With a bias where the dtype is fp16."""
+    """Make the AotCase, with a bias for fp16."""
     blocks, tiles = Blocks.of(rows), Tiles.of(h, i, f, 132)
     signature = {
         **tiles.box_types(dtype, blocks.rows),

@@ -1,4 +1,4 @@
-"""The kernel of ``kernels/gemm/layer_tail.py`` for 16-bit weights (Gluon, Hopper).
+"""Kernel of ``kernels/gemm/layer_tail.py`` for 16-bit weights (Gluon, Hopper).
 
 Shapes: M rows, H features, I intermediate features, Q inputs of the output projection, F outputs of the input
 projection that follows.
@@ -21,27 +21,29 @@ from unisono.kernels.hopper import next_stage
 from unisono.kernels.overlap import overlapping
 
 WIDE = 64
-"""Rows of one ``wgmma``: outputs of a tile at most."""
+"""Rows of one ``wgmma``: the maximum outputs of a tile."""
 
 STEP = 64
-"""Inputs of a step: a row of them is the widest swizzle."""
+"""Inputs of a step: in bytes, a row of the widest swizzle."""
 
 EACH = 4
-"""Steps that are loaded together."""
+"""Steps loaded together."""
 
 MOST_ROWS = 32
 
 WARPS = 4
-"""That multiply; one more loads."""
+"""Warps that multiply; one more warp loads."""
 
 REGISTERS = 128
-"""Of a thread, on average: half of what there are, so that the kernels before and after have room beside this one."""
+"""Registers per thread, on average: half of what there are, so that the kernels before and after have room beside
+it.
+"""
 
 
 @gluon.jit
 def _sum(w, x, full, free, item, groups, STAGES: gl.constexpr, EACH: gl.constexpr, ROWS: gl.constexpr,
          WIDE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """The products [WIDE, ROWS] of a tile's groups from ``item`` on, added in one sequence."""
+    """Add the products [WIDE, ROWS] of a tile's groups from ``item`` on in one sequence."""
     acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
     stage, phase = item % STAGES, item // STAGES & 1
     for _ in range(groups):
@@ -60,7 +62,9 @@ def _sum(w, x, full, free, item, groups, STAGES: gl.constexpr, EACH: gl.constexp
 def _multiply(w, x, full, free, item, out, bias, residual, M, N, K, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
               HAS_RESIDUAL: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr,
               STEP: gl.constexpr, WIDE: gl.constexpr, OUTPUTS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """One product of the layer; returns the next item. GATED: with gates, the first half of a tile, and up; SiLU."""
+    """Compute one product of the layer; returns the next item. GATED: a tile's first half is gates, the second up;
+    SiLU.
+    """
     groups = (K + STEP * EACH - 1) // (STEP * EACH)
     for tile in range(gl.program_id(0), (N + OUTPUTS - 1) // OUTPUTS, gl.num_programs(0)):
         y = _sum(w, x, full, free, item, groups, STAGES, EACH, ROWS, WIDE, MMA)
@@ -78,7 +82,7 @@ def _compute(w, x, full, free, ready, residual, o_norm, next_norm, next_bias, to
              BLOCK_H: gl.constexpr, TILE_H: gl.constexpr, TILE_I: gl.constexpr,
              TILE_F: gl.constexpr, NORMED: gl.constexpr, FOLLOWED: gl.constexpr,
              OVERLAP: gl.constexpr):  # fmt: skip
-    """The other warps' part: products, sums, norms and SiLU."""
+    """Compute products, sums, norms and SiLU. The part of all warps but the loading one."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     if OVERLAP:
         gdc_wait()
@@ -112,9 +116,10 @@ def layer_tail_kernel(
     WIDE: gl.constexpr, LINE: gl.constexpr, BLOCK_H: gl.constexpr, TILE_H: gl.constexpr, TILE_I: gl.constexpr,
     TILE_F: gl.constexpr, NORMED: gl.constexpr, FOLLOWED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """One program for each multiprocessor. ``_compute`` runs on the launch's warps, ``_load`` on one more.
+    """Run the layer tail with one program per multiprocessor: ``_compute`` on the launch's warps, ``load_layer`` on one
+    more.
 
-    counters: how often programs have arrived, ever, at either meeting point. All programs must run at once.
+    counters: total arrivals of programs at either grid barrier. All programs must run at once.
     """
     DTYPE: gl.constexpr = o_desc.dtype
     SHARED: gl.constexpr = o_desc.layout

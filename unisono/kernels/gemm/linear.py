@@ -1,7 +1,7 @@
 """Matrix products whose bits do not depend on the batch, and their fused bias and residual.
 
-Owns the ``linear`` op. Every product accumulates K in one sequence in fp32, so a row's bits are fixed by
-the weight alone: never by the number of rows, the tile or the backend. Small M runs on one Triton
+Owns the ``linear`` op. Every product accumulates K in one sequence in fp32, so a row's bits depend on
+the row and the weight alone: never on the number of rows, the tile or the backend. Small M runs on one Triton
 kernel; large M runs on cuBLASLt with split-K forbidden, which sums in the same order (measured on an
 H200). :data:`exact_blas` checks this on the present GPU for a weight's shape; a shape without that
 proof stays on Triton. Called by ``layers``; the engine's start calls :func:`configure_exact_blas` and
@@ -28,15 +28,15 @@ from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
 TRITON_ROWS = 64
-"""Up to this many rows the Triton kernel runs; above it cuBLASLt does, where it is proven exact."""
+"""Up to this many rows the Triton kernel runs; above it cuBLASLt does, if it is proven exact."""
 
 PROOF_ROWS = (65, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
-"""Numbers of rows at which cuBLASLt is compared with the Triton kernel: it chooses an algorithm for each of them."""
+"""Numbers of rows at which cuBLASLt is compared with the Triton kernel: it chooses an algorithm for each."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Blocking of the Triton kernel. It decides about speed and changes no bit of the result."""
+    """Blocking of the Triton kernel. It affects speed only."""
 
     m: int
     n: int
@@ -44,13 +44,13 @@ class Tile:
     warps: int
     stages: int
     swapped: bool = False
-    """Whether the weight is the left operand: 64 outputs fill the rows of ``wgmma``, and rows of x are its columns."""
+    """True if the weight is the left operand: 64 outputs fill the rows of ``wgmma``, and rows of x are its columns."""
 
 
 _OUTPUTS = (2112, 4224, 8192, 16383)
-"""Outputs at most of the tiles below. The first: one program of 16 outputs for each of 132 multiprocessors."""
+"""Maximum outputs of the tiles below. The first: one program of 16 outputs for each of 132 multiprocessors."""
 
-_TILES = {  # by rows at most: a tile for each number of outputs, and one for more
+_TILES = {  # maximum rows -> a tile for each number of outputs, and one for more
     16: (
         Tile(16, 16, 512, 2, 4), Tile(16, 16, 512, 2, 4), Tile(16, 64, 256, 4, 4), Tile(16, 32, 128, 4, 4),
         Tile(16, 64, 128, 4, 4),
@@ -70,7 +70,7 @@ ROW_TILES = tuple(_TILES)
 
 
 def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
-    """The fastest known tile for ``rows`` and ``n`` outputs on an H200 (benchmarks/kernels.py, *tune*)."""
+    """Choose the fastest known tile for ``rows`` and ``n`` outputs on an H200 (benchmarks/kernels.py, *tune*)."""
     if dtype is torch.float32:
         return Tile(16, 32, 64, 4, 2) if rows <= 16 else Tile(64, 64, 32, 4, 2)
     for most, tiles in _TILES.items():
@@ -83,7 +83,7 @@ def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
 
 @triton.jit
 def residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL: tl.constexpr):
-    """The residual [rows, cols] that :func:`store_sums` adds, or nothing."""
+    """Load the residual [rows, cols] that :func:`store_sums` adds, if any."""
     if HAS_RESIDUAL:
         inside = (rows < M)[:, None] & (cols < N)[None, :]
         return tl.load(residual + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=inside, other=0.0)
@@ -95,7 +95,7 @@ def residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL: tl.constexpr):
 def store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
     """Store fp32 products [rows, cols] of out [M, N], plus the bias, plus the residual r.
 
-    They are rounded before every addition: these are the bits of the unfused path, which serves large M.
+    They are rounded before every addition, as in the unfused path, which serves large M.
     """
     row_ok, col_ok = rows < M, cols < N
     y = acc.to(out.dtype.element_ty)
@@ -112,9 +112,9 @@ def store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS: tl.constexpr, HAS_
 @triton.jit
 def tile_product(x_rows, w_rows, row_ok, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                  SWAPPED: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
-    """The product of rows of x and of the weight over K, in one sequence: fp32 [BLOCK_M, BLOCK_N].
+    """Multiply rows of x by rows of the weight over K, in one sequence: fp32 [BLOCK_M, BLOCK_N].
 
-    x_rows [BLOCK_M], w_rows [BLOCK_N]: where these begin. Rows of x that are not ``row_ok`` [BLOCK_M] are 0.
+    x_rows [BLOCK_M], w_rows [BLOCK_N]: pointers to the rows. Rows of x that are not ``row_ok`` [BLOCK_M] are 0.
     """
     ks = tl.arange(0, BLOCK_K)
     if SWAPPED:
@@ -183,7 +183,7 @@ def launch_linear(
     tile: Tile | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The Triton product at any M; ``tile`` overrides the blocking (speed only). out_dtype: None: that of x."""
+    """Launch the Triton product at any M. tile: overrides the blocking (speed only). out_dtype: None: that of x."""
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
@@ -212,7 +212,7 @@ def launch_add(y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tenso
 
 @functools.cache
 def configure_exact_blas() -> None:
-    """Tell torch's CUDA BLAS to sum K in one sequence: cuBLASLt, no split-K, no reduced precision.
+    """Configure torch's CUDA BLAS to sum K in one sequence: cuBLASLt, no split-K, no reduced precision.
 
     Process-wide; does nothing without a GPU. Call it before the first matrix product on one: cuBLASLt reads its
     workspace size once.
@@ -232,7 +232,7 @@ def configure_exact_blas() -> None:
 def blas_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """The cuBLASLt product at any M, with the same epilogue roundings."""
+    """Compute the cuBLASLt product at any M, with the same epilogue roundings."""
     configure_exact_blas()
     y = torch.mm(x, weight.t())
     return y if bias is None and residual is None else launch_add(y, bias, residual)
@@ -257,7 +257,7 @@ def _same_bits(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> bool
 
 
 exact_blas = ExactKernel("cuBLASLt products", _blas_keys, _same_bits)
-"""cuBLASLt's products above TRITON_ROWS rows. A shape whose bits differ runs on Triton at every M: slower, still exact.
+"""cuBLASLt's products above TRITON_ROWS rows. A shape with other bits runs on Triton at every M: slower, still exact.
 
 Drafter and target share the proof of a shape.
 """
@@ -279,7 +279,7 @@ def linear_cuda(
 def linear_formula(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """:func:`linear` with a gradient; under autocast dtypes may differ."""
+    """Compute :func:`linear` with a gradient; under autocast dtypes may differ."""
     y = torch.nn.functional.linear(x, weight, bias)
     return y if residual is None else y + residual
 
@@ -300,7 +300,7 @@ def linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x [M, K] @ weight [N, K]^T (+ bias [N]) (+ residual [M, N])`` -> [M, N], in the inputs' one dtype.
+    """Compute ``x [M, K] @ weight [N, K]^T (+ bias [N]) (+ residual [M, N])``: [M, N], in the inputs' one dtype.
 
     bf16, fp16 or fp32; fp32 accumulation over K in one sequence. The product is rounded to the dtype,
     then the bias is added and rounded, then the residual. A row's bits depend on that row, the weight,

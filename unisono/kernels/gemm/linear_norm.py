@@ -1,7 +1,7 @@
 """A matrix product, the addition of the residual and the norm of the sum. Owns the ``linear_norm`` op.
 
-There are two launches at any number of rows. Where the Triton kernel computes the product, it adds the residual; where
-cuBLASLt does, the norm adds it. Both round alike and give the same bits. Called by ``layers``.
+There are two launches at any number of rows. The Triton kernel adds the residual to its product; for cuBLASLt's product
+the norm adds it. Both round alike and give the same bits. Called by ``layers``.
 
 Shapes: M rows, K inputs, H features.
 """
@@ -46,7 +46,7 @@ def linear_norm_cuda(
 
 
 def _in_turn(product: Callable[..., torch.Tensor], norm: Callable[..., torch.Tensor]) -> Callable[..., Both]:
-    """:func:`linear_norm` by a product with bias and residual, and by a norm of its result."""
+    """Compose :func:`linear_norm` of a product with bias and residual and a norm of its result."""
 
     def both(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor,
@@ -76,9 +76,10 @@ def linear_norm(
     norm_weight: torch.Tensor,
     eps: float,
 ) -> Both:
-    """``total = linear(x [M, K], weight [H, K], bias, residual [M, H])`` and ``rms_norm(total, norm_weight, eps)``.
+    """Compute ``total = linear(x [M, K], weight [H, K], bias, residual [M, H])`` and ``rms_norm(total, norm_weight,
+    eps)``.
 
-    norm_weight [H]: of x's dtype or fp32, as ``rms_norm`` takes it. Returns (total, normed), each [M, H]; the bits are
+    norm_weight [H]: of x's dtype or fp32, as in ``rms_norm``. Returns (total, normed), each [M, H]; the bits are
     those of the two ops one after the other.
     """
     return linear_norm_cpu(x, weight, bias, residual, norm_weight, eps)

@@ -2,14 +2,14 @@
 
 The first programs of the grid compute ``x · A[e]ᵀ``: each has 16 of the low-rank columns of one adapter, and all of K.
 All others compute a tile of the base product as ``kernels/gemm/linear.py`` does. While they read weights, the first
-ones finish; each then counts itself in. A tile that is done waits until all are counted, and adds ``· B[e]ᵀ`` before it
-is stored. So adapters cost the reading of their weights and the end of a tile, and no launch.
+ones finish and increment a counter. A finished tile waits for the counter and adds ``· B[e]ᵀ`` before it is stored. So
+adapters cost the reading of their weights and the end of a tile, but no launch.
 
-Nobody waits for a program after it in the grid, and the first ones wait for nobody: programs start in the grid's
-order, so all that are waited for have started. The wait is bounded all the same: a tile that gives up stores NaN in
-rows with an adapter. :data:`exact_adapted` compares the bits with those of separate launches when an engine starts.
+No program waits for a later one in the grid, and the first ones wait for none: programs start in the grid's order, so
+all awaited programs have started. The wait is bounded nevertheless: a tile that gives up stores NaN in rows with an
+adapter. :data:`exact_adapted` compares the bits with those of separate launches when an engine starts.
 
-The sums and their roundings are those of ``kernels/lora/adapters.py``, and so are the letters.
+Sums, roundings and shapes are those of ``kernels/lora/adapters.py``.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ COLUMNS = 16
 """Low-rank columns of a program."""
 
 MOST_ROWS = 32
-"""Rows of a pass at most. With 64 the first programs of eight adapters begin a wave of their own: launches of their own
-take half the time then."""
+"""Maximum rows of a pass. With 64 the first programs of eight adapters begin a wave of their own, and separate launches
+take half the time."""
 
 TILE_ROWS = tuple(rows for rows in ROW_TILES if rows <= MOST_ROWS)
 """Numbers of rows that exactly fill a tile."""
 
 LOOKS = 1 << 22
-"""Looks at the count before a tile gives up: seconds."""
+"""Reads of the counter before a tile gives up: seconds."""
 
 
 @triton.jit
 def _low_columns(x, a, h, has, program, M, K, C, L, SPLIT: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The program's 16 columns of a [L · C, K], which are one adapter's, into h [M, P · L · RANK].
+    """Shrink by the program's 16 columns of a [L · C, K], those of one adapter, into h [M, P · L · RANK].
 
-    Rows with another adapter than that, by ``has`` [BLOCK_M], get zeros.
+    has [BLOCK_M]: rows with this adapter; the others get zeros.
     """
     rows, ks, low_ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, COLUMNS)
     e = program * COLUMNS // C
@@ -87,7 +87,7 @@ def _low_columns(x, a, h, has, program, M, K, C, L, SPLIT: tl.constexpr, RANK: t
 
 @triton.jit
 def _b_tile(b, has, cols, first, N, L, RANK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """b [L, N, RANK] of CHUNK // RANK adapters from ``first`` on, 0 for those that no row has: [CHUNK, BLOCK_N]."""
+    """Load b [L, N, RANK] of CHUNK // RANK adapters from ``first`` on, 0 for those without a row: [CHUNK, BLOCK_N]."""
     e, r = first + tl.arange(0, CHUNK // RANK), tl.arange(0, RANK)
     wanted = (tl.max((has[:, None] == e[None, :]).to(tl.int32), 0) > 0) & (e < L)
     at = (e.to(tl.int64) * N * RANK)[:, None, None] + r[None, :, None] + (cols * RANK)[None, None, :]
@@ -103,9 +103,10 @@ def _projection_of(col, n0, n1, n2):
 @triton.jit
 def _expanded(b_tile, b, h, has, cols, begin, last, M, N, C, L, n0, n1, n2, RANK: tl.constexpr,
               CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """What adapters add to outputs ``cols``, ``begin`` … ``last``: [BLOCK_M, BLOCK_N] fp32. b_tile: the first one.
+    """Compute the adapters' contribution to outputs ``cols``, ``begin`` … ``last``: [BLOCK_M, BLOCK_N] fp32. b_tile:
+    the first one.
 
-    Adapters lie one after the other along the sum, where a row has zeros but for its own: these change no bit.
+    Adapters lie one after the other along the sum. A row is zero except for its own adapter; zeros change no bit.
     """
     rows, j = tl.arange(0, BLOCK_M), tl.arange(0, CHUNK)
     part = _projection_of(cols, n0, n1, n2)
@@ -124,9 +125,9 @@ def _expanded(b_tile, b, h, has, cols, begin, last, M, N, C, L, n0, n1, n2, RANK
 
 @triton.jit
 def _count(arrived, LOADS: tl.constexpr):
-    """How many of the first programs are done; what they stored is seen after it.
+    """Read the number of first programs that are done; their stores are visible afterwards.
 
-    LOADS: every thread loads it by itself. That needs no turn in the L2 and no barrier, as an atomic addition does.
+    LOADS: every thread loads it. This needs no serialisation in the L2 and no barrier, unlike an atomic addition.
     """
     if LOADS:
         return tl.inline_asm_elementwise(
@@ -143,9 +144,12 @@ def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K,
                            CHUNK: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr, LOW_K: tl.constexpr,
                            EARLY: tl.constexpr, LOOKS: tl.constexpr, LOADS: tl.constexpr,
                            OVERLAP: tl.constexpr):  # fmt: skip
-    """M up to BLOCK_M. arrived: how many of the first programs are done, 0 at the launch. n0, n1, n2: outputs of the
-    first projections. CHUNK: along the sum of the expansion, a multiple of RANK. LOW_K: inputs that the first programs
-    load together. EARLY: read b before the weights.
+    """Multiply and add adapters, M up to BLOCK_M.
+
+    arrived: number of first programs that are done, 0 at the launch. n0, n1, n2: outputs of the first projections.
+    CHUNK: block of the expansion's sum, a multiple of RANK. LOW_K: inputs that the first programs load together.
+    EARLY: read b before the weights.
+
     """
     follow(OVERLAP)
     rows = tl.arange(0, BLOCK_M)
@@ -177,7 +181,7 @@ def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K,
         while (seen < first) & (looks < LOOKS):
             looks += 1
             seen = _count(arrived, LOADS)
-        tl.debug_barrier()  # all threads have seen it before any of them reads what was stored
+        tl.debug_barrier()  # all threads have seen the count before any of them reads the stored values
         last = tl.minimum(begin + BLOCK_N, N) - 1
         delta = _expanded(b_tile, b, h, has, cols, begin, last, M, N, C, L, n0, n1, n2, RANK, CHUNK, BLOCK_M, BLOCK_N)
         delta = tl.where(seen < first, float("nan"), delta)
@@ -187,7 +191,7 @@ def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K,
 
 
 class _Blocks(NamedTuple):
-    """What decides about speed beside the tile, and changes no bit: see the kernel."""
+    """Blocking beside the tile; it affects speed only. See the kernel."""
 
     chunk: int
     low_k: int
@@ -195,8 +199,10 @@ class _Blocks(NamedTuple):
 
     @staticmethod
     def of(tile: Tile, rank: int, dtype: torch.dtype) -> _Blocks:
-        """As measured on an H200: the first programs load many inputs together, so that they are done before the
-        others; a tile of 16 rows has registers for a part of b while it reads weights.
+        """Choose the blocking as measured on an H200.
+
+        The first programs load many inputs together, so that they finish before the others; a tile of 16 rows has
+        registers for a part of b while it reads weights.
         """
         if dtype is torch.float32:
             return _Blocks(rank, tile.k, True)
@@ -240,9 +246,10 @@ def adapted_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
     projections: Sequence[int], plan: AdapterPlan,
 ) -> torch.Tensor | None:  # fmt: skip
-    """``linear(x [M, K], weight, bias)`` and each row's adapter: [M, N]; None where separate launches have to do.
+    """Compute ``linear(x [M, K], weight, bias)`` plus each row's adapter: [M, N]. Returns None if separate launches
+    must.
 
-    a [L, C, K], b [L, N, R], projections: as ``shrink`` and ``expand`` take them. The bits are theirs.
+    a [L, C, K], b [L, N, R], projections: as in ``shrink`` and ``expand``, with the same bits.
     """
     if x.shape[0] > MOST_ROWS or b.shape[2] > SMALL_RANK or not exact_adapted.serves(_key(weight, a, b)):
         return None

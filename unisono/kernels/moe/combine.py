@@ -1,6 +1,6 @@
-"""The sum of what a token's experts said, the residual, and the norm of both. Owns the ``combine_experts`` op.
+"""Weighted sum of a token's expert outputs, plus the residual, and its norm. Owns the ``combine_experts`` op.
 
-One program takes one row, in one launch at any number of rows. It adds in the order of the token's choices, the shared
+One program takes one row, in one launch at any number of rows. It adds in the order of the token's experts, the shared
 expert last, so a row's bits do not depend on the batch. Called by ``layers``.
 
 Shapes: M rows, H features.
@@ -28,7 +28,7 @@ from unisono.kernels.overlap import follow, overlapped, overlapping
 
 @triton.jit
 def _weight(pointer, real, SOME: tl.constexpr):
-    """A number, or 0 in a row of padding, of which there are SOME."""
+    """Load a number per row; 0 in rows of padding. SOME: there are such rows."""
     if SOME:
         return tl.load(pointer, mask=real, other=0.0)
     else:
@@ -41,7 +41,9 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
                     TOP_K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
                     BLOCK_H: tl.constexpr, KEEP: tl.constexpr, COLUMNS: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
-    """KEEP: the norm is stored. COLUMNS: columns that share a scale in x8, where it is quantised; 0: it is not."""
+    """Combine one row per program. KEEP: the norm is stored. COLUMNS: columns that share a scale in x8; 0: not
+    quantised.
+    """
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     inside = cols < H
     if NORM:
@@ -73,7 +75,7 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
 
 
 Combined = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""(total, norm, its e4m3 values, their scales); what nobody wants is empty."""
+"""(total, norm, its e4m3 values, their scales); outputs without a consumer are empty."""
 
 
 def launch_combine(
@@ -147,11 +149,11 @@ def combine_experts(
     gates: torch.Tensor | None,
     residual: torch.Tensor,
 ) -> torch.Tensor:
-    """``residual + sum of weights * y (+ gates * shared)`` -> [M, H] in residual's dtype.
+    """Compute ``residual + sum of weights * y (+ gates * shared)``: [M, H] in residual's dtype.
 
-    y [M * top_k, H]: a token's rows are neighbours, those of weight 0 are not read; weights [M, top_k] fp32; shared [M,
-    H], whose gates [M] fp32 are 1 where None; residual [M, H]. The sum is fp32 in the order of the slots and rounded
-    once, then the residual is added.
+    y [M * top_k, H]: adjacent rows of a token; those of weight 0 are not read. weights [M, top_k] fp32. shared [M, H].
+    gates [M] fp32; None: 1. residual [M, H]. The sum is fp32 in the order of the slots and rounded once, then the
+    residual is added.
     """
     return combine_experts_op(y, weights, shared, gates, residual, None, 0.0)[0]
 
@@ -165,7 +167,7 @@ def combine_experts_norm(
     norm_weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total, normed), each [M, H]: :func:`combine_experts`, and ``rms_norm(total, norm_weight, eps)``."""
+    """Compute :func:`combine_experts` and ``rms_norm(total, norm_weight, eps)``: (total, normed), each [M, H]."""
     return combine_experts_op(y, weights, shared, gates, residual, norm_weight, eps)[:2]
 
 
@@ -180,8 +182,8 @@ def combine_experts_norm_fp8(
     group: int,
     keep: bool,
 ) -> tuple[torch.Tensor, Quantised]:
-    """:func:`combine_experts_norm` whose norm is quantised, as :func:`unisono.kernels.norm.rms_norm.rms_norm_fp8` does
-    it.
+    """Compute :func:`combine_experts_norm` and quantise the norm as
+    :func:`unisono.kernels.norm.rms_norm.rms_norm_fp8`.
     """
     total, *normed = combine_experts_op(y, weights, shared, gates, residual, norm_weight, eps, group, keep)
     return total, quantised_norm(normed, residual, group, keep)

@@ -1,13 +1,12 @@
-"""The matrix products of experts: each pair of a token and an expert gets its row. Owns ``expert_gate_up`` and
-``expert_down``; called by ``layers``.
+"""Matrix products of experts, one row per pair of a token and an expert.
 
-A stack of weights [E, N, K] is multiplied tile by tile: a tile is some rows of one expert, as a :class:`Plan` divides
-them. K is summed in one sequence in fp32, so a row's bits are fixed by that row and its expert's weight: never by the
-tile, the plan or the other rows. On Hopper prompts' products with 16-bit weights run on ``experts_gluon``'s kernel,
-where :data:`exact_experts` found the same bits in it.
+Owns the ops ``expert_gate_up`` and ``expert_down``; called by ``layers``. A stack of weights [E, N, K] is multiplied
+tile by tile: a tile is some rows of one expert, divided by a :class:`Plan`. K is summed in one sequence in fp32, so a
+row's bits depend on that row and its expert's weight: never on the tile, the plan or the other rows. On Hopper,
+prompts' products with 16-bit weights run on the kernel of ``gluon.py`` if :data:`exact_experts` found the same bits.
 
-Shapes: M tokens, H features, I of an expert, P = M * top_k pairs; with a shared expert that rides along as the stack's
-last, M more pairs after those.
+Shapes: M tokens, H features, I intermediate features, P = M * top_k pairs; with a fused shared expert, the last one of
+the stack, M more pairs after those.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from unisono.kernels.proofs import ExactKernel
 
 @dataclass(frozen=True)
 class Tile:
-    """Blocking of a product. It decides about speed and changes no bit of the result.
+    """Blocking of a product. It affects speed only.
 
     n, k: outputs and inputs of a step. across: neighbours in the grid share rows and take the next outputs; otherwise
     they share outputs and take the next tile of rows.
@@ -58,24 +57,24 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """rows: of a tile, the same in both products, for both follow one plan."""
+    """Blocking of both products. rows: rows of a tile, the same in both products, which share a plan."""
 
     rows: int
     up: Tile
     down: Tile
 
 
-TILES: dict[float, Tiles] = {  # below this average number of pairs per expert
+TILES: dict[float, Tiles] = {  # upper bound of the average number of pairs per expert
     0.5: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 256, 4, 2, True)),
     2: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 128, 4, 4, True)),
     16: Tiles(16, Tile(64, 128, 4, 4, True), Tile(128, 128, 4, 4, True)),
     64: Tiles(32, Tile(64, 64, 4, 4, False), Tile(128, 64, 4, 4, False)),
     float("inf"): Tiles(128, Tile(128, 64, 8, 4, True), Tile(256, 64, 8, 4, True)),
 }
-"""For 16-bit weights on an H200 (benchmarks/experts.py, *tune*); the first in a whole layer, on an H100."""
+"""Fastest blocking of 16-bit weights on an H200 (benchmarks/experts.py, *tune*); the first one in a layer, on an H100."""
 
 _PROOF_TOKENS = 300
-"""Tokens that kernels are compared on: some 150 pairs for each expert that has any."""
+"""Tokens in the comparison of kernels: about 150 pairs for each expert that has any."""
 
 _FP32: dict[float, Tiles] = {
     16: Tiles(16, Tile(32, 64, 4, 2, True), Tile(32, 64, 4, 2, True)),
@@ -84,7 +83,9 @@ _FP32: dict[float, Tiles] = {
 
 
 def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """The fastest known tiles for this number of pairs; from shapes alone, so that a captured pass has one plan."""
+    """Choose the fastest known tiles for this number of pairs, from shapes alone, so that a captured pass has one
+    plan.
+    """
     table: dict[float, Tiles] = _FP32 if dtype is torch.float32 else TILES
     return next(tiles for most, tiles in table.items() if pairs < most * experts)
 
@@ -92,7 +93,7 @@ def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
 def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = True) -> int:
     """Rows of a tile in both products of a pass with this number of pairs.
 
-    weight: the stack of gate and up. plain: without biases, and the gate is SiLU's.
+    weight: the stack of gate and up. plain: no biases, and the gate is SiLU.
     """
     if plain and pairs >= experts_gluon.FEWEST * experts and exact_experts.serves((weight.shape, weight.dtype)):
         return experts_gluon.TILE_PAIRS
@@ -100,14 +101,14 @@ def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = Tr
 
 
 def _is_fast(weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None, gate: Gate) -> bool:
-    """Whether ``experts_gluon`` computes this product."""
+    """Return True if the kernel of ``gluon.py`` computes this product."""
     fits = plan.tile == experts_gluon.TILE_PAIRS and plan.tiles is not None and bias is None and gate == SILU
     return fits and exact_experts.serves((weight.shape, weight.dtype)) and experts_gluon.suits(weight)
 
 
 @triton.jit
 def biased(y, bias, e, first, cols, OF: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr):
-    """fp32 products [rows, cols], rounded to ``dtype``, plus expert e's bias. bias [E, OF], N from ``first`` on."""
+    """Round fp32 products [rows, cols] to ``dtype`` and add expert e's bias. bias [E, OF], N from ``first`` on."""
     b = tl.load(bias + e.to(tl.int64) * OF + first + tl.minimum(cols, N - 1))
     return y.to(dtype).to(tl.float32) + b.to(tl.float32)[None, :]
 
@@ -128,7 +129,7 @@ def _gate_up_kernel(x, weight, bias, h, ids, order, tiles, M, count,
                     ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
                     BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
-    """h [pairs, I]; weight [E, 2 I, H]: an expert's gate rows, then its up rows; bias [E, 2 I] with BIAS."""
+    """Compute h [pairs, I]. weight [E, 2 I, H]: an expert's gate rows, then its up rows; bias [E, 2 I] with BIAS."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(I, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -162,7 +163,7 @@ def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
                  ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
                  BIAS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """y [pairs, H]; weight [E, H, I]; bias [E, H] with BIAS."""
+    """Compute y [pairs, H]. weight [E, H, I]; bias [E, H] with BIAS."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -187,7 +188,7 @@ def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
 
 
 def _blocking(tile: Tile) -> dict[str, int]:
-    """The compile-time arguments that are the tile's."""
+    """Compile-time arguments of the tile."""
     return {"BLOCK_N": tile.n, "BLOCK_K": tile.k, "STAGES": tile.stages, "num_warps": tile.warps}
 
 
@@ -199,7 +200,7 @@ def launch_gate_up(
     bias: torch.Tensor | None = None,
     gate: Gate = SILU,
 ) -> torch.Tensor:
-    """The kernel of :func:`expert_gate_up`; ``tile`` overrides the blocking (speed only)."""
+    """Launch the kernel of :func:`expert_gate_up`. tile: overrides the blocking (speed only)."""
     x, weight, inner = x.contiguous(), weight.contiguous(), weight.shape[1] // 2
     tile = tile or expert_tiles(plan.ids.numel(), plan.experts, x.dtype).up
     parts = triton.cdiv(inner, tile.n)
@@ -215,7 +216,7 @@ def launch_gate_up(
 def launch_down(
     h: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | None = None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The kernel of :func:`expert_down`; ``tile`` overrides the blocking (speed only)."""
+    """Launch the kernel of :func:`expert_down`. tile: overrides the blocking (speed only)."""
     h, weight, hidden = h.contiguous(), weight.contiguous(), weight.shape[1]
     tile = tile or expert_tiles(plan.ids.numel(), plan.experts, h.dtype).down
     parts = triton.cdiv(hidden, tile.n)
@@ -229,7 +230,7 @@ def launch_down(
 
 
 def pairs_by_expert(ids: torch.Tensor, experts: int, stack: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(expert, its pairs, their tokens) of each expert that has some, the shared one last. For CPU twins."""
+    """(expert, its pairs, their tokens) of each expert with pairs, the shared one last. For CPU twins."""
     (rows, top_k), flat = ids.shape, ids.flatten().long()
     counts = torch.bincount(flat, minlength=experts + 1)
     for expert, pairs in enumerate(flat.argsort(stable=True).split(counts.tolist())[:experts]):
@@ -243,12 +244,14 @@ def pairs_by_expert(ids: torch.Tensor, experts: int, stack: int) -> Iterator[tup
 def gate_up_rows(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, *_: object, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Empty rows h [P (+ M), I] for the product of x and gate_up's weight [E (+ 1), 2 I, …]. dtype: None: that of x."""
+    """Allocate rows h [P (+ M), I] for the product of x and gate_up's weight [E (+ 1), 2 I, …]. dtype: None: that of
+    x.
+    """
     return x.new_empty(ids.numel() + (weight.shape[0] - experts) * ids.shape[0], weight.shape[1] // 2, dtype=dtype)
 
 
 def down_rows(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
-    """Empty rows y [P (+ M), H] for the product of h and down's weight [E (+ 1), H, …], in h's dtype."""
+    """Allocate rows y [P (+ M), H] for the product of h and down's weight [E (+ 1), H, …], in h's dtype."""
     return h.new_empty(h.shape[0], weight.shape[1])
 
 
@@ -293,7 +296,7 @@ def _stack_keys(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: 
 
 
 def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
-    """gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E."""
+    """Compare both kernels. gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E."""
     if not (experts_gluon.suits(gate_up) and experts_gluon.suits(down)):
         return False
     ours = Products(
@@ -310,11 +313,11 @@ def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: i
 
 
 exact_experts = ExactKernel("experts of prompts", _stack_keys, _same_bits)
-"""``experts_gluon``'s kernel for prompts, against the kernels here, by stacks."""
+"""The kernel of ``gluon.py`` for prompts, against the kernels here, by stacks."""
 
 
 class Products(NamedTuple):
-    """Both products by some kernels: (rows of a plan's tile, x and the plan -> h, h and the plan -> y)."""
+    """Both products of one implementation: (rows of a plan's tile, (x, plan) -> h, (h, plan) -> y)."""
 
     tile: int
     gate_up: Callable[[torch.Tensor, Plan], torch.Tensor]
@@ -325,10 +328,10 @@ def same_products(
     one: Products, other: Products, gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype, experts: int,
     top_k: int,
 ) -> bool:  # fmt: skip
-    """Whether both give random rows the same bits: in full tiles, and in others with few pairs and with none.
+    """Compare two implementations on random rows: in full tiles, and in tiles with few pairs and with none.
 
-    gate_up, down: the stacks' weights. dtype: of the rows. A rank makes a part of what ``down`` reads: its rows are
-    made up, too.
+    gate_up, down: the stacks' weights. dtype: dtype of the rows. The input of ``down`` is random too, since a rank
+    computes only a part of it.
     """
     device = gate_up.device
     generator = torch.Generator(device).manual_seed(0)
@@ -364,9 +367,9 @@ def expert_down_op(
 def expert_gate_up(
     x: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None, gate: Gate = SILU
 ) -> torch.Tensor:
-    """x [M, H] -> ``silu(x @ gate^T) * (x @ up^T)`` of each pair, or what ``gate`` says, [P, I] in x's dtype.
+    """Compute ``silu(x @ gate^T) * (x @ up^T)`` of each pair, or another ``gate``, for x [M, H]: [P, I] in x's dtype.
 
-    weight [E, 2 I, H], gate rows first; [E + 1, 2 I, H] with a shared expert that rides along, and the result then has
+    weight [E, 2 I, H], gate rows first; [E + 1, 2 I, H] with a fused shared expert, and the result then has
     M rows more. bias [E (+ 1), 2 I] is added to the products. Rows of pairs without an expert are not written. Rounded
     after the products, after the bias, after SiLU and after its product, as :func:`~unisono.kernels.silu_mul`.
     """
@@ -374,7 +377,7 @@ def expert_gate_up(
 
 
 def expert_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """h [P (+ M), I] -> ``h @ weight^T`` with each row's own expert, [P (+ M), H]; weight [E (+ 1), H, I].
+    """Multiply each row of h [P (+ M), I] by its expert's weight [E (+ 1), H, I]: [P (+ M), H].
 
     bias [E (+ 1), H] is added to the rounded product.
     """
@@ -382,7 +385,7 @@ def expert_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.T
 
 
 def _aot(dtype: str, shapes: Shapes, gate: Gate | None = None) -> list[AotCase]:
-    """Both products. gate: of experts with biases; None: SiLU without."""
+    """AotCases of both products. gate: gate of experts with biases; None: SiLU without biases."""
     chosen = expert_tiles(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
     cases = []
     for kernel, (x, out), tile, more in (

@@ -1,13 +1,14 @@
-"""The matrix products of experts whose weights are e4m3. Owns ``expert_fp8_gate_up``, the same with a quantised
-result, ``expert_fp8_gate_up_fp8``, and ``expert_fp8_down``.
+"""Matrix products of experts with e4m3 weights.
 
-They are ``kernels/moe/experts.py`` with the arithmetic of ``kernels/gemm/fp8.py``: a token's activations are quantised
-once, by 128 columns or by row as the weight's scales are, and a pair's row is the product of e4m3 values over K in
-steps of 128 and in order. So a row's bits are fixed by that row and its expert's weight. Weights are the tile's rows,
-tokens its columns. The inner activations are quantised the same way before ``down``. On Hopper prompts' products run on
-``experts_gluon``'s kernel, where :data:`exact_fp8_experts` found the same bits in it.
+Owns the ops ``expert_fp8_gate_up``, ``expert_fp8_gate_up_fp8`` (with a quantised result) and ``expert_fp8_down``. They
+are ``kernels/moe/experts.py`` with the arithmetic of ``kernels/gemm/fp8.py``: a token's activations are quantised once,
+by 128 columns or by row like the weight's scales, and a pair's row is the product of e4m3 values over K in steps of 128
+and in order. So a row's bits depend on that row and its expert's weight. Weights are the tile's rows, tokens its
+columns. The inner activations are quantised the same way before ``down``. On Hopper, prompts' products run on the
+kernel of ``gluon.py`` if :data:`exact_fp8_experts` found the same bits.
 
-Shapes: M tokens, H features, I of an expert, E experts in the stack with one that rides along, P = M * top_k pairs,
+Shapes: M tokens, H features, I intermediate features, E experts in the stack with a fused shared one, P = M * top_k
+pairs,
 B(n) = ceil(n / 128). Scales: w_scales of gate and up fp32 [E, 2 B(I), B(H)], gate's rows first, or [E, 2 I]; of down
 [E, B(H), B(I)] or [E, H].
 """
@@ -57,7 +58,7 @@ from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
 Operands = tuple[torch.Tensor, torch.Tensor]
-"""A stack's weight and its scales."""
+"""(weight, scales) of a stack."""
 
 _Key = tuple[torch.Size, int, torch.dtype]
 """(shape of a stack, dimensions of its scales, dtype of activations)."""
@@ -65,7 +66,7 @@ _Key = tuple[torch.Size, int, torch.dtype]
 
 @dataclass(frozen=True)
 class Tile:
-    """Blocking of a product: outputs (of gate and up together), warps, stages; ahead: see ``kernels/gemm/fp8.py``."""
+    """Blocking of a product: outputs (of gate and up together), warps, stages. ahead: see ``kernels/gemm/fp8.py``."""
 
     n: int
     warps: int
@@ -82,12 +83,12 @@ class Tiles:
     across: bool
 
 
-_TILES = {  # by rows of a plan's tile
+_TILES = {  # rows of a plan's tile -> blocking
     16: Tiles(Tile(64, 4, 6, False), Tile(128, 4, 3, False), True),
     32: Tiles(Tile(64, 4, 4, False), Tile(64, 4, 4, False), True),
     64: Tiles(Tile(128, 4, 3, False), Tile(128, 4, 3, False), True),
 }
-"""For an H200: the best of those tried at 1, 16, 64, 2048 and 8192 tokens of 35B-A3B. Larger tiles were slower."""
+"""Fastest tiles on an H200 at 1, 16, 64, 2048 and 8192 tokens of 35B-A3B. Larger tiles were slower."""
 
 
 @triton.jit
@@ -96,7 +97,7 @@ def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M,
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
-    """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
+    """Compute h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
     t, part = program_place(tl.cdiv(I, HALF), ACROSS)
@@ -128,7 +129,7 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
                  OVERLAP: tl.constexpr):  # fmt: skip
-    """y [pairs, H]."""
+    """Compute y [pairs, H]."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -150,14 +151,14 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
 
 
 def fp8_tile_rows(pairs: int, experts: int) -> int:
-    """Rows of a tile of a pass with this number of pairs, for the kernels here."""
+    """Choose the rows of a tile for this number of pairs, for the kernels here."""
     return min(tile_of(pairs, experts), max(_TILES))
 
 
 def fp8_expert_tile(pairs: int, experts: int, gate_up: Operands, dtype: torch.dtype) -> int:
-    """Rows of a tile in both products of a pass: those of ``experts_gluon`` if it serves this one, which is sorted.
+    """Choose the rows of a tile in both products of a pass: those of ``gluon.py`` if its kernel serves this one.
 
-    gate_up: that stack; dtype: of activations.
+    gate_up: the stack of gate and up. dtype: dtype of activations.
     """
     if (
         pairs > LEAD_PAIRS
@@ -174,7 +175,7 @@ def _key(operands: Operands, dtype: torch.dtype) -> _Key:
 
 
 def _same_bits(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: int, top_k: int) -> bool:
-    """Of both products, and with scales by block of the first one's quantised result, too."""
+    """Compare both products, and with scales by block also the quantised result of the first one."""
     if not (experts_gluon.suits(gate_up[0]) and experts_gluon.suits(down[0])):
         return False
 
@@ -201,11 +202,11 @@ exact_fp8_experts = ExactKernel(
     lambda gate_up, down, dtype, experts, top_k: (_key(gate_up, dtype), _key(down, dtype)),
     _same_bits,
 )
-"""``experts_gluon``'s kernel for prompts, against the kernels here, by e4m3 stacks and dtype of activations."""
+"""The kernel of ``gluon.py`` for prompts, against the kernels here, by e4m3 stacks and dtype of activations."""
 
 
 def _blocking(tile: Tile, by_block: bool) -> dict[str, int]:
-    """The compile-time arguments that are the tile's and the scales'."""
+    """Compile-time arguments of the tile and the scales."""
     return {
         "BLOCK_N": tile.n, "AHEAD": tile.ahead, "BY_BLOCK": by_block, "num_warps": tile.warps,
         "num_stages": tile.stages,
@@ -218,14 +219,14 @@ def _group(w_scales: torch.Tensor) -> int:
 
 
 def _launched(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in e4m3 and its scales; they are made here if x is not quantised yet."""
+    """Return x in e4m3 and its scales, quantised here if x is not."""
     return launch_quantize(x, _group(w_scales) or None) if isinstance(x, torch.Tensor) else x[:2]
 
 
 def launch_fp8_gate_up(
     x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
 ) -> torch.Tensor:
-    """The kernels of :func:`expert_fp8_gate_up`."""
+    """Launch the kernels of :func:`expert_fp8_gate_up`."""
     inner, by_block = weight.shape[1] // 2, w_scales.dim() == 3
     x8, x_scales = _launched(x, w_scales)
     if plan.tile == experts_gluon.TILE_PAIRS:
@@ -244,7 +245,7 @@ def launch_fp8_gate_up(
 def launch_fp8_down(
     h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
 ) -> torch.Tensor:
-    """The kernels of :func:`expert_fp8_down`."""
+    """Launch the kernels of :func:`expert_fp8_down`."""
     hidden, by_block = weight.shape[1], w_scales.dim() == 3
     h8, h_scales = _launched(h, w_scales)
     if plan.tile == experts_gluon.TILE_PAIRS:
@@ -328,16 +329,16 @@ def expert_fp8_down_op(
 
 
 def _operand(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> Quantised:
-    """x quantised as the weight's scales ask, if it is not yet."""
+    """Quantise x for the weight's scales, if it is not quantised."""
     return quantize(x, _group(w_scales)) if isinstance(x, torch.Tensor) else x
 
 
 def expert_fp8_gate_up(
     x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
 ) -> torch.Tensor:
-    """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, [P (+ M), I] in x's dtype; weight e4m3 [E, 2 I, H].
+    """Compute ``silu(gate(x)) * up(x)`` of each pair for x [M, H]: [P (+ M), I] in x's dtype. weight e4m3 [E, 2 I, H].
 
-    x may be quantised already, as the weight's scales ask.
+    x may be quantised already, for the weight's scales.
 
     Rounded after the products, after SiLU and after its product. Rows of pairs without an expert are not written.
     """
@@ -348,9 +349,9 @@ def expert_fp8_gate_up(
 def expert_fp8_gate_up_fp8(
     x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
 ) -> Quantised:
-    """:func:`expert_fp8_gate_up` of a weight with scales by block, quantised for :func:`expert_fp8_down`.
+    """Compute :func:`expert_fp8_gate_up` of a weight with scales by block, quantised for :func:`expert_fp8_down`.
 
-    Rows of padding, and of pairs without an expert, may hold anything.
+    Rows of padding and of pairs without an expert are undefined.
     """
     x = _operand(x, w_scales)
     h8, scales = expert_fp8_gate_up_fp8_op(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
@@ -360,16 +361,16 @@ def expert_fp8_gate_up_fp8(
 def expert_fp8_down(
     h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
 ) -> torch.Tensor:
-    """h [P (+ M), I] -> each row times its own expert's weight, [P (+ M), H] in h's dtype; weight e4m3 [E, H, I].
+    """Multiply each row of h [P (+ M), I] by its expert's weight, e4m3 [E, H, I]: [P (+ M), H] in h's dtype.
 
-    h may be quantised already, as the weight's scales ask.
+    h may be quantised already, for the weight's scales.
     """
     h = _operand(h, w_scales)
     return expert_fp8_down_op(h.x8, h.scales, h.dtype, weight, w_scales, *plan)
 
 
 def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:
-    """Both products."""
+    """AotCases of both products."""
     tile_m, cases = fp8_tile_rows(shapes.rows * shapes.top_k, shapes.experts), []
     chosen = _TILES[tile_m]
     for kernel, names, tile in (

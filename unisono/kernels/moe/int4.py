@@ -1,10 +1,10 @@
-"""The matrix products of experts with 4-bit weights. Owns ``expert_int4_gate_up`` and ``expert_int4_down``.
+"""Matrix products of experts with 4-bit weights. Owns the ops ``expert_int4_gate_up`` and ``expert_int4_down``.
 
 They are ``kernels/moe/experts.py`` with weights that are unpacked in registers (``kernels/gemm/int4.py``) and rounded
 to the activations' dtype: the same product of the same values in the same order, at any number of tokens.
 
-Shapes: M tokens, H features, I of an expert, E experts in the stack with one that rides along, P = M * top_k pairs,
-G(k) = ceil(k / group). Packed weights uint8 [E, 2 I, H / 2] and [E, H, I / 2]; scales fp32 and zeros int8
+Shapes: M tokens, H features, I intermediate features, E experts in the stack with a fused shared one, P = M * top_k
+pairs, G(k) = ceil(k / group). Packed weights uint8 [E, 2 I, H / 2] and [E, H, I / 2]; scales fp32 and zeros int8
 [E, 2 I, G(H)] and [E, H, G(I)].
 """
 
@@ -37,7 +37,9 @@ from unisono.kernels.overlap import follow, overlapped
 
 @dataclass(frozen=True)
 class Tile:
-    """Blocking of both products: outputs (of gate and up together; of down), warps, stages, as ``Tile`` of experts."""
+    """Blocking of both products: outputs (of gate and up together; of down), warps, stages, across as for 16-bit
+    experts.
+    """
 
     up: int
     down: int
@@ -52,11 +54,11 @@ TILES = {
     64: Tile(128, 128, 8, 3, False),
     128: Tile(128, 128, 8, 2, False),
 }
-"""By rows of a plan's tile; of MXFP4 weights too, whose own are not measured."""
+"""Blocking by rows of a plan's tile. Also used for MXFP4 weights, for which it was not tuned."""
 
 
 def packed_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
-    """Rows of a tile in both products of a pass with this number of pairs, from shapes alone."""
+    """Choose the rows of a tile in both products for this number of pairs, from shapes alone."""
     return 16 if dtype is torch.float32 else tile_of(pairs, experts)
 
 
@@ -66,7 +68,7 @@ def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, coun
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
                     HAS_ZEROS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
+    """Compute h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
     t, part = program_place(tl.cdiv(I, HALF), ACROSS)
@@ -91,7 +93,7 @@ def _int4_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, 
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
                  HAS_ZEROS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """y [pairs, H]."""
+    """Compute y [pairs, H]."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -109,7 +111,7 @@ def _int4_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, 
 
 
 def _blocking(tile: Tile, block: int, group: int, has_zeros: bool) -> dict[str, int]:
-    """The compile-time arguments that are the tile's and the weight's. block: outputs."""
+    """Compile-time arguments of the tile and the weight. block: outputs."""
     width, steps = int4_steps(group)
     return {
         "BLOCK_N": block, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": has_zeros, "num_warps": tile.warps,
@@ -120,7 +122,7 @@ def _blocking(tile: Tile, block: int, group: int, has_zeros: bool) -> dict[str, 
 def launch_int4_gate_up(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
-    """The kernel of :func:`expert_int4_gate_up`."""
+    """Launch the kernel of :func:`expert_int4_gate_up`."""
     x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile]
     parts = triton.cdiv(inner, tile.up // 2)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
@@ -135,7 +137,7 @@ def launch_int4_gate_up(
 def launch_int4_down(
     h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
-    """The kernel of :func:`expert_int4_down`."""
+    """Launch the kernel of :func:`expert_int4_down`."""
     h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile]
     parts = triton.cdiv(hidden, tile.down)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
@@ -158,7 +160,7 @@ def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles
 def _unpacked(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
 ) -> Callable[[int], torch.Tensor]:
-    """Gives an expert's weight."""
+    """Make a function that unpacks one expert's weight."""
     return lambda e: unpack_cpu(weight[e], scales[e], None if zeros is None else zeros[e], group, dtype)
 
 
@@ -187,9 +189,10 @@ def expert_int4_down_op(
 def expert_int4_gate_up(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
-    """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, [P (+ M), I] in x's dtype; gate's rows first in the weight.
+    """Compute ``silu(gate(x)) * up(x)`` of each pair for x [M, H]: [P (+ M), I] in x's dtype; gate's rows first in the
+    weight.
 
-    group: inputs that share a scale, as ``int4_linear`` takes it. Rounded after the products, after SiLU and after its
+    group: inputs that share a scale, as in ``int4_linear``. Rounded after the products, after SiLU and after its
     product. Rows of pairs without an expert are not written.
     """
     return expert_int4_gate_up_op(x, weight, scales, zeros, group, *plan)
@@ -198,12 +201,12 @@ def expert_int4_gate_up(
 def expert_int4_down(
     h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
-    """h [P (+ M), I] -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
+    """Multiply each row of h [P (+ M), I] by its expert's weight: [P (+ M), H] in h's dtype."""
     return expert_int4_down_op(h, weight, scales, zeros, group, *plan)
 
 
 def _aot(dtype: str, shapes: Shapes, group: int) -> list[AotCase]:
-    """Both products. There are zeros where a shared expert rides along."""
+    """AotCases of both products. With a fused shared expert there are zeros."""
     tile_m, zeros, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), shapes.rides, []
     tile = TILES[tile_m]
     for kernel, (x, out), outputs in ((_int4_gate_up_kernel, "xh", tile.up), (_int4_down_kernel, "hy", tile.down)):

@@ -1,14 +1,13 @@
-"""The matrix products of experts with MXFP4 weights. Owns ``expert_mxfp4_gate_up`` and ``expert_mxfp4_down``.
+"""Matrix products of experts with MXFP4 weights. Owns the ops ``expert_mxfp4_gate_up`` and ``expert_mxfp4_down``.
 
 A weight is an e2m1 value (± 0, 0.5, 1, 1.5, 2, 3, 4, 6) times a power of two that 32 inputs share (OCP Microscaling
-Formats 1.0). It is decoded in registers, in fp32, and then converted to the activations' dtype, which rounds nothing in
-bfloat16. So a product is that of ``kernels/moe/experts.py`` on the decoded weights: the same values in the same order,
-at any number of tokens. As in ``kernels/gemm/int4.py`` outputs are the instruction's M and tokens its N, so that it
-always is wgmma.
+Formats 1.0). It is decoded in registers, in fp32, and then converted to the activations' dtype, exactly in bfloat16. So
+a product is that of ``kernels/moe/experts.py`` on the decoded weights: the same values in the same order, at any number
+of tokens. As in ``kernels/gemm/int4.py`` outputs are the instruction's M and tokens its N, so that it is always wgmma.
 
-Shapes: M tokens, H features, I of an expert, E experts in the stack, P = M * top_k pairs. Weights uint8 [E, 2 I, H / 2]
-and [E, H, I / 2], a byte holds inputs 2 i (low bits) and 2 i + 1; scales uint8 [E, 2 I, H / 32] and [E, H, I / 32],
-the power of two plus 127.
+Shapes: M tokens, H features, I intermediate features, E experts in the stack, P = M * top_k pairs. Weights uint8 [E, 2
+I, H / 2] and [E, H, I / 2], a byte holds inputs 2 i (low bits) and 2 i + 1; scales uint8 [E, 2 I, H / 32] and [E, H, I
+/ 32], the power of two plus 127.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ GROUP = 32
 """Inputs that share a scale."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What four bits stand for."""
+"""Values of e2m1 by their four bits."""
 
 WIDTH = 64
 """Inputs of a step."""
 
 
 def _steps(inputs: int) -> int:
-    """Steps of an iteration: as many as leave none over, up to four."""
+    """Steps of an iteration: the largest divisor of their number, up to four."""
     return next((steps for steps in (4, 3, 2, 1) if inputs % (WIDTH * steps) == 0), 4)
 
 
 @triton.jit
 def _decoded(packed, scale, dtype: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
-    """Weights [BLOCK_N, WIDTH] in ``dtype`` of bytes [BLOCK_N, WIDTH / 2] and scales [BLOCK_N, WIDTH / 32].
+    """Decode bytes [BLOCK_N, WIDTH / 2] with scales [BLOCK_N, WIDTH / 32] to weights [BLOCK_N, WIDTH] in ``dtype``.
 
     Exponent and mantissa of e2m1 in the places of those of fp32 are the value times 2 ** -126, subnormals too.
     """
@@ -70,7 +69,7 @@ def _decoded(packed, scale, dtype: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: t
 @triton.jit
 def _product(x_ptrs, x_ok, w_ptrs, s_ptrs, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
              WIDTH: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    """The product over K of x and of a packed weight: fp32 [BLOCK_M, BLOCK_N].
+    """Compute the product over K of x and a packed weight: fp32 [BLOCK_M, BLOCK_N].
 
     x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / 2], s_ptrs [BLOCK_N, WIDTH / 32]: the first step's; rows of x that
     are not ``x_ok`` count as 0.
@@ -99,7 +98,7 @@ def _mxfp4_gate_up_kernel(x, weight, scales, bias, h, ids, order, tiles, M, coun
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
                     BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
-    """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
+    """Compute h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
     t, part = program_place(tl.cdiv(I, HALF), ACROSS)
@@ -127,7 +126,7 @@ def _mxfp4_down_kernel(h, weight, scales, bias, y, ids, order, tiles, M, count,
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
                  BIAS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """y [pairs, H]."""
+    """Compute y [pairs, H]."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -145,7 +144,7 @@ def _mxfp4_down_kernel(h, weight, scales, bias, y, ids, order, tiles, M, count,
 
 
 def _blocking(tile: Tile, block: int, inputs: int) -> dict[str, int]:
-    """The compile-time arguments that are the tile's and the weight's. block: outputs."""
+    """Compile-time arguments of the tile and the weight. block: outputs."""
     return {
         "BLOCK_N": block, "WIDTH": WIDTH, "STEPS": _steps(inputs), "num_warps": tile.warps, "num_stages": tile.stages
     }  # fmt: skip
@@ -154,7 +153,7 @@ def _blocking(tile: Tile, block: int, inputs: int) -> dict[str, int]:
 def launch_mxfp4_gate_up(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None, gate: Gate
 ) -> torch.Tensor:
-    """The kernel of :func:`expert_mxfp4_gate_up`."""
+    """Launch the kernel of :func:`expert_mxfp4_gate_up`."""
     x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile]
     parts = triton.cdiv(inner, tile.up // 2)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
@@ -170,7 +169,7 @@ def launch_mxfp4_gate_up(
 def launch_mxfp4_down(
     h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The kernel of :func:`expert_mxfp4_down`."""
+    """Launch the kernel of :func:`expert_mxfp4_down`."""
     h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile]
     parts = triton.cdiv(hidden, tile.down)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
@@ -187,7 +186,7 @@ _POWERS = torch.tensor([2.0 ** (exponent - 127) for exponent in range(255)] + [f
 
 
 def decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Weights [..., N, K] in ``dtype`` of bytes [..., N, K / 2] and scales [..., N, K / 32], in plain torch."""
+    """Decode bytes [..., N, K / 2] with scales [..., N, K / 32] to weights [..., N, K] in ``dtype``, in plain torch."""
     pairs, powers = (table.to(weight.device) for table in (_PAIRS, _POWERS))
     values = pairs.index_select(0, weight.flatten().int()).view(*scales.shape, GROUP)
     scaled = values * powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1)
@@ -203,7 +202,7 @@ def _down_cuda(h, weight, scales, ids, experts, tile, order, tiles, bias):
 
 
 def _decoded_expert(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> Callable[[int], torch.Tensor]:
-    """Gives an expert's weight."""
+    """Make a function that decodes one expert's weight."""
     return lambda expert: decode(weight[expert], scales[expert], dtype)
 
 
@@ -237,19 +236,21 @@ def expert_mxfp4_gate_up(
     bias: torch.Tensor | None = None,
     gate: Gate = SILU,
 ) -> torch.Tensor:
-    """``expert_gate_up`` of ``kernels/moe/experts.py`` on the decoded weights, gate's rows first, bit for bit."""
+    """Compute ``expert_gate_up`` of ``kernels/moe/experts.py`` on the decoded weights, gate's rows first, with equal
+    bits.
+    """
     return expert_mxfp4_gate_up_op(x, weight, scales, *plan, bias, *gate)
 
 
 def expert_mxfp4_down(
     h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``expert_down`` of ``kernels/moe/experts.py`` on the decoded weights, bit for bit."""
+    """Compute ``expert_down`` of ``kernels/moe/experts.py`` on the decoded weights, with equal bits."""
     return expert_mxfp4_down_op(h, weight, scales, *plan, bias)
 
 
 def _aot(dtype: str, shapes: Shapes, gate: Gate | None) -> list[AotCase]:
-    """Both products. gate: of experts with biases; None: SiLU without."""
+    """AotCases of both products. gate: gate of experts with biases; None: SiLU without biases."""
     tile_m, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), []
     tile, of_bias = TILES[tile_m], f"*{dtype}" if gate else None
     for kernel, (x, out), outputs, inputs, more in (

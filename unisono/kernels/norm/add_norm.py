@@ -1,7 +1,7 @@
-"""The sum of two rows and its norm, for products whose parts were gathered first. Owns the ``add_rms_norm`` ops.
+"""The sum of two rows and its norm, for products whose parts are gathered first. Owns the ``add_rms_norm`` ops.
 
-One launch of the norm's kernel (``kernels/norm/rms_norm.py``), which rounds the sum before it reads it, with the bits
-of ``linear_norm``. Called by ``layers``.
+One launch of the norm's kernel (``kernels/norm/rms_norm.py``), which rounds the sum first, with the bits of
+``linear_norm``. Called by ``layers``.
 
 Shapes: M rows, H features.
 """
@@ -33,7 +33,7 @@ def _meta(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(``x + residual`` [M, H] rounded, ``rms_norm`` of it); weight [H] and eps as ``rms_norm`` takes them."""
+    """Compute (``x + residual`` [M, H] rounded, its ``rms_norm``). weight [H], eps: as in ``rms_norm``."""
     total = x + residual
     return total, rms_norm.cpu(total, weight, eps)
 
@@ -55,6 +55,6 @@ def add_rms_norm_fp8_op(
 def add_rms_norm_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool
 ) -> tuple[torch.Tensor, Quantised]:
-    """:func:`add_rms_norm` whose norm is quantised as ``rms_norm_fp8`` does it."""
+    """Compute :func:`add_rms_norm` and quantise the norm as ``rms_norm_fp8``."""
     total, *normed = add_rms_norm_fp8_op(x, residual, weight, eps, group, keep)
     return total, quantised_norm(normed, total, group, keep)

@@ -1,4 +1,4 @@
-"""The input of a draft module: a token's normed embedding and a normed hidden state. Owns the ``concat_norm`` op.
+"""Input of a draft module: a token's normed embedding and a normed hidden state. Owns the ``concat_norm`` op.
 
 One launch instead of a gather, two norms and a concatenation, with the bits of ``rms_norm``. Draft heads call it.
 
@@ -64,10 +64,10 @@ def _concat_norm_formula(
 def concat_norm(
     token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
-    """``[rms_norm(table[token_ids]), rms_norm(hidden)]``, concatenated.
+    """Concatenate ``rms_norm(table[token_ids])`` and ``rms_norm(hidden)``: [T, 2 H].
 
-    token_ids [T] int32, in range; table [V, H] and hidden [T, H]; their norms' weights [H]; all but the ids of one
-    dtype. Returns [T, 2 H]. H up to 16384.
+    token_ids [T] int32, in range; table [V, H]; hidden [T, H]; weights of the norms [H]; all but the ids of one dtype.
+    H up to 16384.
     """
     embedding = table[token_ids.long()]
     return torch.cat((rms_norm.cpu(embedding, table_weight, eps), rms_norm.cpu(hidden, hidden_weight, eps)), 1)

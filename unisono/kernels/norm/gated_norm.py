@@ -1,10 +1,9 @@
 """A head's RMSNorm times a gate. Owns the ``gated_norm`` op; called by ``models``.
 
-One program takes whole heads, and the head's size alone fixes the order of its sum, so a row's bits do not depend on
+One program takes whole heads, and the order of a head's sum depends on its size only, so a row's bits do not depend on
 the batch.
 
-``gated_norm_fp8`` stores the result quantised (``kernels/gemm/fp8_quantize.py``) instead, for products with e4m3
-weights.
+``gated_norm_fp8`` stores the result quantised (``kernels/gemm/fp8_quantize.py``), for products with e4m3 weights.
 
 Shapes: M rows, Hv heads, V elements of a head.
 """
@@ -38,7 +37,7 @@ def _gated_norm_kernel(
     o, z, weight, out, scales, eps, z_stride, HEADS, M, PADDED, V: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS: out is e4m3, and that many columns share one of ``scales``; 0: out is of o's dtype."""
+    """Compute ``gated_norm``. COLUMNS: columns that share a scale of an e4m3 out; 0: out has o's dtype."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, V)
@@ -74,7 +73,9 @@ def launch_gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def quantises(size: int, group: int) -> bool:
-    """Whether the kernel can quantise groups of this many columns, for heads of ``size``: it has 8 heads of a row."""
+    """Return True if the kernel can quantise groups of this many columns, for heads of ``size``: it has 8 heads of a
+    row.
+    """
     return 0 < group <= _HEADS * size and _HEADS * size % group == 0
 
 
@@ -93,7 +94,8 @@ def launch_gated_norm_fp8(o: Tensor, z: Tensor, weight: Tensor, eps: float, grou
 
 @op(cuda=launch_gated_norm)
 def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``o * rsqrt(mean(o^2) + eps) * weight * silu(z)`` by heads, for o, z [M, Hv V], weight [V] fp32 -> [M, Hv V].
+    """Compute ``o * rsqrt(mean(o^2) + eps) * weight * silu(z)`` by head, for o, z [M, Hv V], weight [V] fp32: [M, Hv
+    V].
 
     z's rows may have any stride. V is a power of two. Computed in fp32 with one rounding, to o's dtype.
     """
@@ -109,7 +111,7 @@ def gated_norm_fp8_op(o: Tensor, z: Tensor, weight: Tensor, eps: float, group: i
 
 
 def gated_norm_fp8(o: Tensor, z: Tensor, weight: Tensor, eps: float, group: int) -> Quantised:
-    """:func:`gated_norm` in e4m3, with the bits of ``quantize(gated_norm(o, z, weight, eps), group)``.
+    """Compute :func:`gated_norm` in e4m3, with the bits of ``quantize(gated_norm(o, z, weight, eps), group)``.
 
     For groups that :func:`quantises` accepts.
     """

@@ -1,4 +1,4 @@
-"""The best few tokens of each row of logits, in order, by the rule of ``sample``.
+"""Top-C tokens of each row of logits, in order, by the rule of ``sample``.
 
 Owns the op ``candidates``. Drafters that try several continuations call it through `sampling/pipeline.py`. The first
 candidate of a row is the token that ``sample`` returns; its second is the one that ``sample`` would return if the first
@@ -22,7 +22,7 @@ from unisono.types import FinishReason
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
 LEAST = tl.constexpr(-(2**63))
 NONE = tl.constexpr(-1)
-"""No draft: the filters keep fewer tokens."""
+"""Value of absent candidates: the filters keep fewer tokens."""
 
 BLOCK, BLOCK_WARPS = 4096, 8
 
@@ -103,11 +103,11 @@ def candidates(
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int, ids: Tensor | None, edits: Tensor,
     edited: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The ``count`` best tokens of each row for position length + offset, best first: [N, count] int32.
+    """Select the ``count`` best tokens of each row for position length + offset, best first: [N, count] int32.
 
-    logits [N, V], slots [N], ids, edited and the slot fields are as :func:`unisono.kernels.sampling.sampler.sample`
-    takes them, with a width of 1. Column 0 is the token of ``sample``. Later ones are -1 where the filters keep no
-    more. Rows of inactive slots are 0.
+    logits [N, V], slots [N], ids, edited and the slot fields are those of
+    :func:`unisono.kernels.sampling.sampler.sample`, with a width of 1. Column 0 is the token of ``sample``. Later ones
+    are -1 if the filters keep no more. Rows of inactive slots are 0.
     """
     scores, running = scores_cpu(
         logits, slots, 1, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits, edited

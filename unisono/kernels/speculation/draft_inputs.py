@@ -1,12 +1,12 @@
-"""Inputs of a draft model's passes: token ids from the history on the device, positions and KV slot mappings.
+"""Inputs of a draft model's passes: token ids from the device's history, positions and KV slot mappings.
 
 Owns the ops ``draft_inputs`` (a pass inside a round, at positions before, at and after the last committed token) and
 ``draft_extend_inputs`` (a pass over prompt chunks, each of which begins one token early). Drafters with a KV cache of
 their own call them, once per pass, inside the graph. Both only read slots.
 
-Why one token early: a draft model reads a round's last draft only in the next round, and a request may end between the
-two. Its last page then reaches the prefix cache without the draft model's key of the page's last position. A request
-that continues from that page computes this key again.
+Chunks begin one token early because a draft model reads a round's last draft only in the next round, and a request may
+end between the two. Its last page then reaches the prefix cache without the draft model's key of the page's last
+position. A request that continues from that page computes this key again.
 
 Shapes: R rows, k drafts, W width, T tokens, S slots, N tokens of history, MP pages per slot, P page size.
 """
@@ -32,7 +32,7 @@ DraftExtendInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @triton.jit
 def _slot_mapping(page_table, slot, max_pages, at, written, spare, PAGE: tl.constexpr):
-    """Where position ``at`` is written: in its page, or at offset ``spare`` of the padding page."""
+    """Cache slot of position ``at``: in its page, or at offset ``spare`` of the padding page."""
     page = tl.load(page_table + slot.to(tl.int64) * max_pages + at // PAGE, mask=written, other=0)
     return tl.where(written, page * PAGE + at % PAGE, spare % PAGE)
 
@@ -152,14 +152,14 @@ def draft_inputs(
     slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
 ) -> DraftInputs:  # fmt: skip
-    """The inputs of a draft model at positions ``length + first … length + first + width - 1`` of each row.
+    """Compute the inputs of a draft model at positions ``length + first … length + first + width - 1`` of each row.
 
-    slots [R], drafts [R, k], history [S, N]; length, max_length, status [S]; page_table [S, MP]; tables [R]: the row
-    of it that each row reads (None: its slot's); all int32. The token at position p is history[p] below ``length`` and
-    drafts[p - length] from there on, so first + width ≤ k. An id of ``vocab_size`` or more reads as 0. Returns int32
-    (token_ids [R * width], positions [R * width], slot_mapping [R * width], kv_len [R]).
+    slots [R], drafts [R, k], history [S, N]; length, max_length, status [S]; page_table [S, MP]; tables [R]: row of
+    the page table that each row reads (None: its slot's); all int32. The token at position p is history[p] below
+    ``length`` and drafts[p - length] from there on, so first + width ≤ k. An id of ``vocab_size`` or more reads as 0.
+    Returns int32 (token_ids [R * width], positions [R * width], slot_mapping [R * width], kv_len [R]).
 
-    At and beyond ``max_length``, where no page is reserved, a token keeps the last position and writes to padding
+    At and beyond ``max_length``, for which no page is reserved, a token keeps the last position and writes to padding
     page 0. Negative positions and inactive rows have position -1 and token 0; an inactive row has kv_len 0.
     """
     slot = slots.long()[:, None]
@@ -184,15 +184,15 @@ def draft_extend_inputs(
     slots: Tensor, query_start: Tensor, start: Tensor, history: Tensor, page_table: Tensor, page_size: int,
     vocab_size: int, num_tokens: SymbolicInt,
 ) -> DraftExtendInputs:  # fmt: skip
-    """The tokens of an extend pass for a draft model: each row's own, and the one before them.
+    """Compute the tokens of an extend pass for a draft model: each row's own, and the one before them.
 
     slots [R], query_start [R + 1] and start [R] describe the target's pass of ``num_tokens`` tokens, as in
     :func:`unisono.kernels.speculation.rounds.extend_inputs`; history [S, N], page_table [S, MP]; all int32. Returns
     int32 (token_ids [T], positions [T], slot_mapping [T], kv_len [R], query_start [R + 1]) of T = num_tokens + R.
 
-    Row r owns tokens query_start[r] + r … query_start[r + 1] + r + 1, from position start[r] - 1 on; where that
-    is -1, it is padding, as are tokens of no row: position -1, token 0, KV into padding page 0. A token that
-    is no id below ``vocab_size`` reads as 0.
+    Row r owns tokens query_start[r] + r … query_start[r + 1] + r + 1, from position start[r] - 1 on. A token at
+    position -1 is padding, as are tokens of no row: position -1, token 0, KV into padding page 0. A token that is not
+    an id below ``vocab_size`` reads as 0.
     """
     rows = slots.shape[0]
     draft_start = query_start + torch.arange(rows + 1, dtype=torch.int32)

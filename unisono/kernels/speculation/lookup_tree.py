@@ -3,10 +3,10 @@
 Owns the op ``lookup_path``. A drafter that drafts a tree from text calls it once for each path, in order. Matches are
 those of ``kernels/speculation/lookup.py`` in the request's own text, without a vote. Path 0 copies the tokens after the
 longest match, the latest of equally long ones. Path l copies the tokens after the best match whose first ``size``
-tokens differ from those of all paths before it. There is one launch for each path, spread over blocks of the text as in
+tokens differ from those of all paths before it. There is one launch per path, spread over blocks of the text as in
 ``lookup``.
 
-Shapes: R rows, P paths, S slots, K drafts a path.
+Shapes: R rows, P paths, S slots, K drafts per path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit
 def _token_after(own, last, at, i):
-    """Token ``i`` after position ``at``. A copy that reaches the end of the text repeats what it has copied."""
+    """Read token ``i`` after position ``at``. A copy that reaches the end of the text repeats its own tokens."""
     return tl.load(own + at + 1 + i % tl.maximum(last - at, 1), mask=at < last, other=END)
 
 
@@ -91,11 +91,11 @@ def lookup_path(
 ) -> None:  # fmt: skip
     """Write into drafts[:, path] the tokens after the best match that no earlier path, 0 … path - 1, has taken.
 
-    drafts [R, P, K] int32, contiguous, those paths filled in; size: tokens that this path drafts, 1 … K; slots [R],
-    history [S, max tokens], length [S] (a strided slot field): int32; scratch: of
+    drafts [R, P, K] int32, contiguous, with earlier paths filled in; size: tokens of this path, 1 … K; slots [R],
+    history [S, max tokens], length [S] (a strided slot field): int32; scratch: from
     :func:`unisono.kernels.speculation.lookup.lookup_scratch` with one voter. ``longest`` and ``shortest`` bound a match
     as they do in :func:`unisono.kernels.speculation.lookup.lookup`. A path has taken a match when its first ``size``
-    drafts are the tokens after it. After ``size`` drafts, and where no match is left, -1 is written.
+    drafts are the tokens after it. After ``size`` drafts, and if no match is left, -1 is written.
     """
     drafts[:, path] = END.value
     for row, (slot, count) in enumerate(zip(slots.tolist(), length[slots.long()].tolist(), strict=True)):

@@ -1,8 +1,8 @@
-"""The device's part around a forward pass: its inputs before it, acceptance and commit after it.
+"""Device work around a forward pass: inputs before it, acceptance and commit after it.
 
 Owns the ops ``round_inputs``, ``extend_inputs`` and ``commit``. They are the only kernels that know the
 life cycle of a slot. The engine's programs call them, once per pass, inside the graph. ``commit`` is the only op
-that writes slots: lengths, last tokens and statuses change here and nowhere else on the device.
+that writes slots: lengths, last tokens and statuses change nowhere else on the device.
 
 Slot fields are views ``[S]`` of one int32 arena and share a stride. A row is active while its slot's status
 is RUNNING; the padding slot is always FREE.
@@ -205,7 +205,7 @@ def launch_limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor, draft
 
 
 def force_drafts(drafts: Tensor, sampled: Tensor, slots: Tensor, length: Tensor, mean: float) -> None:
-    """Benchmarks only: overwrite drafts [R, k] so that ``mean`` tokens a round are committed on average.
+    """Overwrite drafts [R, k] so that ``mean`` tokens per round are committed on average. For benchmarks only.
 
     The accepted count of a row is floor or ceil of ``mean`` - 1, by a hash of its length: no host value, so
     that it can be captured. sampled [R, 1 + k], slots [R], length [S]; all int32.
@@ -219,9 +219,10 @@ def force_drafts(drafts: Tensor, sampled: Tensor, slots: Tensor, length: Tensor,
 
 @op(cuda=launch_limit_drafts)
 def limit_drafts(drafts: Mutated[Tensor], slots: Tensor, max_drafts: Tensor, drafted: Mutated[Tensor]) -> None:
-    """Make drafts [R, k] beyond each request's own ``max_drafts [S]`` -1, which never matches.
+    """Set drafts [R, k] beyond each request's own ``max_drafts [S]`` to -1, which never matches.
 
-    Writes into drafted [R] how many drafts of each row are left. drafts (contiguous), drafted and slots [R]: int32.
+    Writes the number of remaining drafts of each row into drafted [R]. drafts (contiguous), drafted and slots [R]:
+    int32.
     """
     column = torch.arange(drafts.shape[1], dtype=torch.int32)
     drafts.masked_fill_(column >= max_drafts[slots.long()][:, None], -1)
@@ -233,14 +234,14 @@ def round_inputs(
     slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
-    """The target's inputs in a round of W = 1 + drafts tokens per row.
+    """Compute the target's inputs in a round of W = 1 + drafts tokens per row.
 
     slots [R], drafts [R, W - 1] (-1: none); length, max_length, status, last_token [S]; page_table [S, MP]; tables [R]:
-    each row's row of it (None: its slot's); all int32. Returns int32 (token_ids [R * W], positions [R * W],
-    slot_mapping [R * W], kv_len [R]).
+    row of the page table of each row (None: its slot's); all int32. Returns int32 (token_ids [R * W], positions [R *
+    W], slot_mapping [R * W], kv_len [R]).
 
     Row r, column j is the token at position length - 1 + j: the last committed one, then the drafts. At and
-    beyond ``max_length``, where no page is reserved, a token keeps the last position and writes to padding page
+    beyond ``max_length``, for which no page is reserved, a token keeps the last position and writes to padding page
     0; ``commit`` never accepts its result. An inactive row has position -1, kv_len 0 and token 0, which
     also stands in for a missing draft.
     """
@@ -273,7 +274,7 @@ def extend_inputs(
     slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
     page_size: int, num_tokens: SymbolicInt,
 ) -> ExtendInputs:  # fmt: skip
-    """The positions and the KV slot mapping of an extend pass.
+    """Compute the positions and the KV slot mapping of an extend pass.
 
     slots [R], query_start [R + 1] (row r owns tokens query_start[r] … query_start[r + 1]), start [R]
     (position of the row's first token in this pass), page_table [S, MP]; all int32. Returns int32

@@ -34,7 +34,7 @@ from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
 REACH = tl.constexpr(2)
-"""A path may write from this many positions before ``length`` on."""
+"""Number of positions before ``length`` that a path may rewrite."""
 
 COLUMNS_PER_STEP = 256
 SPAN_BLOCK = 16
@@ -56,8 +56,11 @@ class Fork(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The path of each row with the most accepted drafts: rows [R] (indices into M), tables [R]; its sampled [R, W] and
-    drafts [R, W - 1]; and drafted [R]: how many tokens all paths draft, a shared prefix counted once. All int32."""
+    """Path of each row with the most accepted drafts. All int32.
+
+    rows [R]: indices into M. tables [R]. sampled [R, W], drafts [R, W - 1]: those of the path. drafted [R]: number of
+    tokens that all paths draft, a shared prefix counted once.
+    """
 
     rows: Tensor
     tables: Tensor
@@ -67,7 +70,7 @@ class Best(NamedTuple):
 
 
 def span_pages(drafts: int, page_size: int) -> int:
-    """Pages that the positions a path may write can touch, for this number of drafts."""
+    """Maximum number of pages that a path with this number of drafts writes."""
     return (drafts + REACH.value - 2) // page_size + 2
 
 
@@ -207,12 +210,12 @@ def fork_paths(
     page_table: Mutated[Tensor], slots: Tensor, length: Tensor, status: Tensor, paths: int, pages: int, first_page: int,
     page_size: int,
 ) -> Fork:  # fmt: skip
-    """Give each path of the requests in ``slots [R]`` its page-table row, and return the positions to copy to it.
+    """Fill the page-table row of each path of the requests in ``slots [R]``, and return the positions to copy to it.
 
     length, status [S]: slot fields; page_table [S + S · (paths - 1), MP]: row S + s · (paths - 1) + l - 1 is path l's
-    of slot s, l ≥ 1; all int32. Such a row gets the pages of its slot up to the one with position length - 2, and from
-    there on ``pages`` private ones, of those from page ``first_page`` on, ``pages`` to a path in the order of rows.
-    Paths of an inactive slot, the padding slot's among them, are left as they were.
+    of slot s, l ≥ 1; all int32. Such a row gets the pages of its slot up to the one with position length - 2, then
+    ``pages`` private ones, allocated from page ``first_page`` on, ``pages`` per path in the order of rows. Paths of
+    inactive slots, including the padding slot, do not change.
     """
     owners = slots.repeat_interleave(paths)
     path = torch.arange(paths, dtype=torch.int32).repeat(slots.shape[0])
@@ -236,7 +239,7 @@ def copy_span(
     """Copy positions first[m] … last[m] - 1 of paged state from one page-table row to another, in all layers.
 
     kv [L, NP, H, PAGE, D], pages contiguous, of any L, H and D; page_table [rows, MP]; sources, tables, first, last
-    [M]; all of these int32. Where sources[m] is tables[m], nothing is copied. No page that is written may be read, or
+    [M]; all of these int32. If sources[m] is tables[m], nothing is copied. No page that is written may be read or
     written twice.
     """
     page_size = kv.shape[3]
@@ -249,7 +252,8 @@ def copy_span(
 
 @op(cuda=launch_best_path, meta=_best_meta)
 def best_path(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Best:
-    """The path of each row whose drafts equal its sampled tokens for the longest prefix; ties go to the lowest path.
+    """Find the path of each row whose drafts equal its sampled tokens for the longest prefix; ties go to the lowest
+    path.
 
     sampled [R · paths, W], drafts [R · paths, W - 1], tables [R · paths]; all int32.
     """
@@ -257,7 +261,7 @@ def best_path(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Be
     rows = (accepted.argmax(1) + torch.arange(len(accepted)) * paths).int()
     best = rows.long()
     same = (drafts.view(-1, paths, 1, drafts.shape[1]) == drafts.view(-1, 1, paths, drafts.shape[1])).cumprod(-1)
-    before = torch.ones(paths, paths).tril(-1).bool()[:, :, None]  # of each path, those before it
+    before = torch.ones(paths, paths).tril(-1).bool()[:, :, None]  # for each path, the paths before it
     new = ~(same.bool() & before).any(2) & (drafts.view(-1, paths, drafts.shape[1]) >= 0)
     return Best(rows, tables[best], sampled[best], drafts[best], new.sum((1, 2)).int())
 

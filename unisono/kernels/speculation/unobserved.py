@@ -1,9 +1,9 @@
-"""Tokens that a draft model has not read yet, and the hidden states that are kept until it reads them.
+"""Tokens that a draft model has not read yet, and their stored hidden states.
 
 A draft model does not run while rounds draft nothing: the tokens that it would have read are *unobserved*. Owns the ops
 ``mark_observed`` (no token is unobserved), ``stash`` (keep the target's hidden state of the newest token) and
-``take_unobserved`` (the tokens and hidden states to catch up with, as a round would have left them). Drafters call them
-inside graphs.
+``take_unobserved`` (the tokens and hidden states to catch up with, in the form of a round's results). Drafters call
+them inside graphs.
 
 ``observed [S]`` is the length up to which a draft model has read each slot's text; positions observed … length - 1 are
 unobserved. Hidden states lie in a ring of W rows for each slot: that of the token at p at row p % W.
@@ -97,18 +97,18 @@ def launch_take_unobserved(
 
 @op(cuda=launch_mark_observed)
 def mark_observed(observed: Mutated[Tensor], slots: Tensor, length: Tensor) -> None:
-    """``observed[slots] = length[slots]``: observed [S], slots [R], length [S], all int32."""
+    """Set ``observed[slots] = length[slots]``: observed [S], slots [R], length [S], all int32."""
     slot = slots.long()
     observed[slot] = length[slot]
 
 
 @op(cuda=launch_stash)
 def stash(ring: Mutated[Tensor], slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
-    """Keep hidden states ``source [R, d]`` of rounds that committed one token each, in ``ring [S, W, d]``, of the same
+    """Store hidden states ``source [R, d]`` of rounds that committed one token each in ``ring [S, W, d]``, of one
     dtype.
 
-    slots [R], result [R, 3] as ``kernels.rounds.commit`` returns it, length [S] already with the token; all int32.
-    A row that committed nothing keeps nothing.
+    slots [R], result [R, 3] of ``rounds.commit``, length [S] including the token; all int32. A row that committed
+    nothing stores nothing.
     """
     moved = result[:, 0] > 0
     slot = slots[moved].long()
@@ -119,13 +119,13 @@ def stash(ring: Mutated[Tensor], slots: Tensor, result: Tensor, length: Tensor, 
 def take_unobserved(
     observed: Mutated[Tensor], slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first ``width`` unobserved tokens of each row, W = width, which count as observed from now on.
+    """Take the first ``width`` unobserved tokens of each row, W = width; they count as observed from now on.
 
     observed [S], slots [R], length [S], history [S, N]; all int32. lag: the returned tokens are those ``lag`` positions
     earlier, for draft models that begin a round with the last tokens they know. An embedding's token, -1, reads as 0.
-    Returns int32 (result [R, W + 2], sampled [R, W], rows [R · W]): result and sampled tokens as of a round that
-    committed these tokens, and the row of the ring, seen as [S · W, d], where each token's hidden state was stashed;
-    after a row's tokens it is any valid row. Slots that occur twice must have no unobserved tokens.
+    Returns int32 (result [R, W + 2], sampled [R, W], rows [R · W]): result and sampled tokens like those of a round
+    that committed these tokens, and the row of the ring, seen as [S · W, d], where each token's hidden state was
+    stashed; after a row's tokens any valid row. Slots that occur twice must have no unobserved tokens.
     """
     slot = slots.long()
     first = observed[slot][:, None]

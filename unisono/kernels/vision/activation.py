@@ -1,4 +1,4 @@
-"""GELU, which vision towers' MLPs use. Owns the ``gelu`` op; called by ``models/vision``.
+"""GELU of vision towers' MLPs. Owns the ``gelu`` op; called by ``models/vision``.
 
 Shapes: M rows, I features.
 """
@@ -16,7 +16,7 @@ from unisono.kernels.overlap import follow, overlapped
 
 _BLOCK = 1024
 _TANH = 2 * math.sqrt(2 / math.pi)
-"""gelu(x) by tanh is x · sigmoid(_TANH · (x + _CUBE · x³)): tanh(u) = 2 sigmoid(2 u) - 1."""
+"""Constants of gelu(x) by tanh, x · sigmoid(_TANH · (x + _CUBE · x³)): tanh(u) = 2 sigmoid(2 u) - 1."""
 _CUBE = 0.044715
 
 
@@ -45,9 +45,9 @@ def launch_gelu(x: torch.Tensor, exact: bool) -> torch.Tensor:
 
 @op(cuda=launch_gelu)
 def gelu(x: torch.Tensor, exact: bool) -> torch.Tensor:
-    """GELU of x [M, I] in x's dtype, computed in fp32 (Hendrycks and Gimpel, arXiv 1606.08415).
+    """Compute GELU of x [M, I] in x's dtype, in fp32 (Hendrycks and Gimpel, arXiv 1606.08415).
 
-    exact: by the error function; otherwise by tanh (``gelu_pytorch_tanh`` of config.json).
+    exact: with the error function; otherwise with tanh (``gelu_pytorch_tanh`` of config.json).
     """
     value = x.contiguous().float()
     if exact:

@@ -1,6 +1,6 @@
 """LayerNorm over the last dimension. Owns the ``layer_norm`` op; called by ``layers`` for vision towers.
 
-One program takes one row, and the shape of the row alone fixes the order of its sums, so a row's bits do not depend on
+One program takes one row, and the order of its sums depends on the row's length only, so a row's bits do not depend on
 the batch.
 
 Shapes: M rows, H features.
@@ -43,7 +43,7 @@ def launch_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
 
 @op(cuda=launch_layer_norm)
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """``(x - mean(x)) * rsqrt(var(x) + eps) * weight + bias`` for x [M, H], weight and bias [H] -> [M, H].
+    """Compute ``(x - mean(x)) * rsqrt(var(x) + eps) * weight + bias`` for x [M, H], weight and bias [H]: [M, H].
 
     Computed in fp32 and rounded once to x's dtype (Ba, Kiros and Hinton, arXiv 1607.06450). H up to 16384.
     """

@@ -47,7 +47,7 @@ def launch_add_positions(
 
 @op(cuda=launch_add_positions)
 def add_positions(x: torch.Tensor, table: torch.Tensor, sources: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``x + sum of weights[:, j] * table[sources[:, j]]`` over four points -> [P, W] in x's dtype.
+    """Compute ``x + sum of weights[:, j] * table[sources[:, j]]`` over four points: [P, W] in x's dtype.
 
     x [P, W], table [S, W] of x's dtype; sources [P, 4] i32, in range; weights [P, 4] fp32. The sum is computed in fp32
     and rounded before it is added.

@@ -18,7 +18,7 @@ from unisono.kernels.overlap import follow, overlapped
 @triton.jit
 def _axial_rotary_kernel(qkv, cos_sin, positions, HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
                          BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    # Queries and keys of a patch are 2 * HEADS heads, one after the other; a program turns GROUP of them.
+    # Queries and keys of a patch are 2 * HEADS heads, one after the other; a program rotates GROUP of them.
     follow(OVERLAP)
     HALF: tl.constexpr = D // 2
     QUARTER: tl.constexpr = D // 4
@@ -53,11 +53,11 @@ def launch_axial_rotary(qkv: torch.Tensor, cos_sin: torch.Tensor, positions: tor
 
 @op(cuda=launch_axial_rotary)
 def axial_rotary(qkv: Mutated[torch.Tensor], cos_sin: torch.Tensor, positions: torch.Tensor, num_heads: int) -> None:
-    """Turn the queries and keys in qkv [P, 3 · A · D], in place, by each patch's row and column.
+    """Rotate the queries and keys in qkv [P, 3 · A · D], in place, by each patch's row and column.
 
     cos_sin [S, D / 2] fp32: cosines, then sines, of D / 4 planes. positions [P, 2] i32, in range. Element i < D / 2 of
-    a head turns with element i + D / 2: the first D / 4 of them by the row, the others by the column. Computed in fp32.
-    D is a multiple of 4; qkv is contiguous.
+    a head rotates with element i + D / 2: the first D / 4 of them by the row, the others by the column. Computed in
+    fp32. D is a multiple of 4; qkv is contiguous.
     """
     patches, dim = len(qkv), qkv.shape[1] // (3 * num_heads)
     angles = cos_sin[positions.long()].view(patches, 2, 2, dim // 4).transpose(1, 2).reshape(patches, 2, 1, dim // 2)
