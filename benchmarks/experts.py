@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
+from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.moe.combine import combine_experts_norm
 from unisono.kernels.moe.experts import (
     TILES,
-    Tile,
     expert_down,
     expert_gate_up,
     expert_tiles,
@@ -179,7 +179,7 @@ def candidates(rows: int) -> Iterator[Tile]:
             for stages in (3, 4):
                 in_flight, warps = (rows + n) * k * 2 * stages, 8 if rows * n >= 16384 else 4
                 if 24 * 2**10 <= in_flight <= 200 * 2**10 and rows * n <= 32768:
-                    yield Tile(n, k, warps, stages, rows <= 16)
+                    yield Tile(rows, n, k, warps, stages, across=rows <= 16)
 
 
 def tune(layer: Layer, count: int) -> list[str]:

@@ -20,7 +20,8 @@ import triton
 
 from benchmarks.experts import graph_us
 from unisono.kernels import configure_exact_blas, exact_blas, linear, rms_norm, rope_and_cache, silu_mul
-from unisono.kernels.gemm.linear import Tile, _config, blas_linear, launch_linear
+from unisono.kernels.gemm.linear import blas_linear, launch_linear, linear_tile
+from unisono.kernels.gemm.tile import Tile
 
 QWEN3_8B = {
     "qkv": (6144, 4096),
@@ -185,7 +186,7 @@ def tune(rows: tuple[int, ...], ranks: int) -> Table:
         best = sorted(results, key=lambda pair: pair[0])[:3]
         now = cold(lambda w, x=x: launch_linear(x, w, None, None), weight)
         cells = [f"{us:.1f}: {t.n}×{t.k}, {t.warps} w, {t.stages} s{', swapped' * t.swapped}" for us, t in best]
-        table.append([f"{name} {n}×{k}", str(m), f"{now:.1f}: {_config(m, n, weight.dtype)}", *cells])
+        table.append([f"{name} {n}×{k}", str(m), f"{now:.1f}: {linear_tile(m, n, weight.dtype)}", *cells])
     return table
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from unisono.kernels.moe.experts import Tile, expert_down_op, expert_gate_up_op
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.moe.experts import expert_down_op, expert_gate_up_op
 from unisono.kernels.moe.plan import Plan, launch_sort_pairs, sort_pairs_op
 from unisono.kernels.norm.activation import SILU
 
-SMALL = Tile(16, 16, 1, 2, True)
+SMALL = Tile(16, 16, 16, 1, 2, across=True)
 
 
 def choice(rows: int, experts: int, top_k: int) -> torch.Tensor:

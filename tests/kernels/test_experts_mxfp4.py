@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.kernels.expert_cases import SMALL, all_pairs, choice, inputs, plans
-from unisono.kernels.moe.experts import Tile, expert_down, expert_gate_up, launch_down, launch_gate_up
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.moe.experts import expert_down, expert_gate_up, launch_down, launch_gate_up
 from unisono.kernels.moe.mxfp4 import (
     WIDTH,
     decode,
@@ -19,7 +20,7 @@ from unisono.kernels.moe.plan import Plan
 from unisono.kernels.norm.activation import SILU, Gate
 
 GATE = Gate(1.702, 0.7)
-STEP = Tile(16, WIDTH, 1, 2, True)
+STEP = Tile(16, 16, WIDTH, 1, 2, across=True)
 """The interpreter adds a step's products first, so steps have to be as long."""
 
 Packed = tuple[torch.Tensor, torch.Tensor]

@@ -11,13 +11,13 @@ from tests.kernels.gluon_threads import Descriptor, Machine
 from unisono.kernels import hopper
 from unisono.kernels.gemm import fp8, fp8_gluon, fp8_quantize
 from unisono.kernels.gemm.fp8 import (
-    Tile,
     fp8_linear,
     fp8_linear_cuda,
     fp8_linear_op,
     launch_fp8_product,
 )
 from unisono.kernels.gemm.fp8_quantize import E4M3, launch_quantize, quantised_cpu, quantize_cpu
+from unisono.kernels.gemm.tile import Tile
 
 SHAPES = [(1, 64, 128), (5, 130, 200), (20, 40, 640)]  # M, N, K
 KINDS = ["by block", "by output", "fixed"]
@@ -127,7 +127,8 @@ def test_the_tile_changes_no_bit(kind, k, device):
     weight, scales, _ = on(device, *weight_of(130, k, kind))
     x = torch.randn(18, k, device=device).to(torch.float16)
     x8, x_scales = launch_quantize(x, 128 if kind == "by block" else None)
-    tiles = [Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(16, 128, 4, 2), Tile(128, 128, 8, 4, ahead=False)]
+    sizes = ((16, 64, 4, 3), (32, 64, 4, 3), (16, 128, 4, 2))
+    tiles = [*(Tile(m, n, 128, *rest, ahead=True) for m, n, *rest in sizes), Tile(128, 128, 128, 8, 4)]
     outs = [launch_fp8_product(x8, x_scales, weight, scales, None, None, 18, x.dtype, tile) for tile in tiles]
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
@@ -173,11 +174,11 @@ def test_programs_of_few_rows_compute_the_product(case: tuple[int, ...], kind: s
     weight, scales, _ = weight_of(n, k, kind)
     x8, x_scales = quantised_cpu(torch.randn(rows, k).half(), 128 if kind == "by block" else 0)
     residual = torch.randn(rows, n).half()
-    tile = fp8_gluon.Tile(16, 32, 4, 2, 64)
+    tile = Tile(16, 32, 128, 4, 2, registers=64)
     out = torch.full((rows, n), float("nan")).half()
     Machine((fp8_gluon, hopper), programs).run(
         fp8_gluon.fp8_rows_kernel,
-        x_desc=Descriptor(x8, [tile.rows, fp8_gluon.STEP]), w_desc=Descriptor(weight, [tile.outputs, fp8_gluon.STEP]),
+        x_desc=Descriptor(x8, [tile.m, fp8_gluon.STEP]), w_desc=Descriptor(weight, [tile.n, fp8_gluon.STEP]),
         x_scales=x_scales, w_scales=scales, bias=out, residual=residual, out=out, M=rows, N=n, K=k, PADDED=len(x8),
         BY_BLOCK=kind == "by block", HAS_BIAS=False, HAS_RESIDUAL=True, OVERLAP=True, **fp8_gluon._sizes(tile),
     )  # fmt: skip
@@ -194,7 +195,7 @@ def test_the_kernel_of_few_rows_has_the_tritons_bits(size, kind, device):
     bias, residual = (torch.randn(shape, device=device).bfloat16() for shape in (size[0], (64, size[0])))
     for rows in (1, 3, 16, 17, 33, 64):
         x8, x_scales = fp8.launch_quantize(torch.randn(rows, size[1], device=device).bfloat16(), fp8._group(scales))
-        for tile in (None, *(fp8_gluon.Tile(r, o, 4, 2, 112) for r in (16, 32) for o in (16, 32, 64))):
+        for tile in (None, *(Tile(r, o, 128, 4, 2, registers=112) for r in (16, 32) for o in (16, 32, 64))):
             for given in ((None, None), (bias, residual[:rows])):
                 operands = x8, x_scales, weight, scales, *given, rows, torch.bfloat16
                 assert torch.equal(fp8_gluon.launch_fp8_rows(*operands, tile), fp8.launch_fp8_product(*operands))

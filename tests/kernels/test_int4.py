@@ -9,7 +9,6 @@ import torch
 
 from unisono.kernels.gemm import int4
 from unisono.kernels.gemm.int4 import (
-    Tile,
     int4_linear,
     int4_linear_cuda,
     int4_linear_op,
@@ -18,6 +17,7 @@ from unisono.kernels.gemm.int4 import (
     unpack_cpu,
 )
 from unisono.kernels.gemm.linear import launch_linear
+from unisono.kernels.gemm.tile import Tile
 
 linear = importlib.import_module("unisono.kernels.gemm.linear")  # the package's attribute of that name is the function
 
@@ -75,7 +75,7 @@ def test_unpacking_is_one_rounding_and_both_products_agree(shape, zeros, dtype, 
     x = torch.randn(rows, k, device=device).to(dtype)
     packed = launch_int4_linear(x, *on(device, *stored), group, None, None)
     # The interpreter adds up each tile of K before it adds tiles, a GPU does not: there it has the same tiles of K.
-    tile = None if device.type == "cuda" else linear.Tile(16, 32, int4.int4_steps(group)[0], 4, 2)
+    tile = None if device.type == "cuda" else Tile(16, 32, int4.int4_steps(group)[0], 4, 2)
     assert torch.equal(packed, launch_linear(x, unpacked, None, None, tile)), "the plain product has other bits"
 
 
@@ -91,7 +91,7 @@ def test_rows_are_exact(run, dtype, device, assert_rows_exact):
 def test_the_tile_changes_no_bit(device):
     stored = on(device, *weight_of(70, 384, 128, True))
     x = torch.randn(20, 384, device=device).to(torch.float16)
-    tiles = [Tile(16, 64, 4, 4), Tile(32, 64, 4, 3), Tile(128, 64, 4, 3)]
+    tiles = [Tile(16, 64, 0, 4, 4), Tile(32, 64, 0, 4, 3), Tile(128, 64, 0, 4, 3)]
     outs = [launch_int4_linear(x, *stored, 128, None, None, tile) for tile in tiles]
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from unisono.kernels import exact_blas, linear
-from unisono.kernels.gemm.linear import Tile, launch_add, launch_linear, linear_op
+from unisono.kernels.gemm.linear import launch_add, launch_linear, linear_op
+from unisono.kernels.gemm.tile import Tile
 
 kernel = importlib.import_module("unisono.kernels.gemm.linear")  # the package's attribute of that name is the function
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from unisono.kernels.vision.activation import gelu, launch_gelu
-from unisono.kernels.vision.attention import KEYS, Tile, launch_segment_attention, segment_attention
+from unisono.kernels.vision.attention import KEYS, QueryTile, launch_segment_attention, segment_attention
 from unisono.kernels.vision.norm import launch_layer_norm, layer_norm
 from unisono.kernels.vision.positions import add_positions, launch_add_positions
 from unisono.kernels.vision.rotary import axial_rotary, launch_axial_rotary
@@ -75,7 +75,7 @@ def test_attention_depends_on_its_segment_alone(run, dim, dtype, device):
 def test_attention_has_the_same_bits_at_any_tile(rows, dtype, device):
     qkv = torch.randn(sum(SEGMENTS), 3 * HEADS * 20).to(device, dtype)
     expected = attend(launch_segment_attention, qkv, bounds_of(SEGMENTS))
-    tile = Tile(rows, 4, 2)
+    tile = QueryTile(rows, 4, 2)
     assert torch.equal(attend(launch_segment_attention, qkv, bounds_of(SEGMENTS), tile=tile), expected)
 
 

@@ -18,7 +18,6 @@ Shapes: M rows, K inputs, N outputs, G = ceil(K / 128).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -29,6 +28,7 @@ from unisono.kernels.gemm.cpu import row_exact_product
 from unisono.kernels.gemm.fp8_gluon import launch_fp8_rows, suits
 from unisono.kernels.gemm.fp8_quantize import GROUP, Quantised, launch_quantize, quantize_cpu, widened_activations
 from unisono.kernels.gemm.linear import launch_add, residual_tile, store_sums
+from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
@@ -42,22 +42,8 @@ FEW_PROOF_ROWS = (1, 3, 16, 17, 32, 33, 64)
 """Numbers of rows at which the Gluon kernel is compared with it."""
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of the Triton kernel: tokens, outputs, warps, stages. It affects speed only.
-
-    ahead: an iteration takes four steps of K and prefetches the scales of the next four.
-    """
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-    ahead: bool = True
-
-
-_TILES = {16: Tile(16, 64, 4, 3), 64: Tile(32, 64, 4, 3)}
-_LARGE = Tile(128, 128, 8, 4, ahead=False)
+_TILES = {16: Tile(16, 64, 128, 4, 3, ahead=True), 64: Tile(32, 64, 128, 4, 3, ahead=True)}
+_LARGE = Tile(128, 128, 128, 8, 4)
 
 
 def _tile(rows: int) -> Tile:

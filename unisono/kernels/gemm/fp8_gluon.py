@@ -13,8 +13,6 @@ Shapes: M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.experimental.gluon as gluon
@@ -30,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from unisono.kernels.gemm.persistent import processors
+from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.hopper import block_barrier, box_type, boxes, next_group, next_stage, stage_barriers
 from unisono.kernels.library import AotCase
 from unisono.kernels.overlap import overlapped, overlapping
@@ -49,29 +48,14 @@ _SHARED_BYTES = 220 * 1024
 """Shared memory of a multiprocessor for tiles."""
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of the kernel. It affects speed only.
-
-    rows, outputs: size of a program's tile. warps: warps that multiply. stages: groups of steps in shared memory.
-    registers: registers per thread, on average. They leave room for the kernels before and after this one.
-    """
-
-    rows: int
-    outputs: int
-    warps: int
-    stages: int
-    registers: int
-
-
 def tile_of(rows: int, n: int) -> Tile:
-    """Choose the fastest known tile for this number of rows and outputs, on an H200."""
+    """Choose the fastest known tile for this number of rows and outputs, on an H200. stages: groups of EACH steps."""
     outputs = 32 if n <= 4096 else 64
     if rows <= 16:
-        return Tile(16, outputs, 4, 4, 64)
+        return Tile(16, outputs, STEP, 4, 4, registers=64)
     if rows <= 32:
-        return Tile(32, outputs, 4, 3, 112)
-    return Tile(64, 64, 8, 3, 128) if n >= 6144 else Tile(32, 64, 4, 3, 112)
+        return Tile(32, outputs, STEP, 4, 3, registers=112)
+    return Tile(64, 64, STEP, 8, 3, registers=128) if n >= 6144 else Tile(32, 64, STEP, 4, 3, registers=112)
 
 
 @gluon.jit
@@ -304,10 +288,10 @@ def launch_fp8_rows(
     residual = None if residual is None else residual.contiguous()
     (n, k), tile = weight.shape, tile or tile_of(rows, weight.shape[0])
     out = x8.new_empty(rows, n, dtype=dtype)
-    tiles = triton.cdiv(n, tile.outputs) * triton.cdiv(rows, tile.rows)
-    at_once = max(1, _SHARED_BYTES // (tile.stages * EACH * (WIDE + tile.rows) * STEP)) * processors(x8.device)
+    tiles = triton.cdiv(n, tile.n) * triton.cdiv(rows, tile.m)
+    at_once = max(1, _SHARED_BYTES // (tile.stages * EACH * (WIDE + tile.m) * STEP)) * processors(x8.device)
     fp8_rows_kernel[(min(tiles, at_once),)](
-        boxes(x8, tile.rows), boxes(weight, tile.outputs), x_scales, w_scales, bias, residual, out, rows, n, k,
+        boxes(x8, tile.m), boxes(weight, tile.n), x_scales, w_scales, bias, residual, out, rows, n, k,
         x8.shape[0], BY_BLOCK=w_scales.dim() == 2, **_sizes(tile),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, num_warps=tile.warps,
         maxnreg=tile.registers, **overlapped(x8.device),
@@ -316,13 +300,13 @@ def launch_fp8_rows(
 
 
 def _sizes(tile: Tile) -> dict[str, int]:
-    sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "WIDE": WIDE, "STEP": STEP}
+    sizes = {"ROWS": tile.m, "OUTPUTS": tile.n, "WIDE": WIDE, "STEP": STEP}
     return sizes | {"STAGES": tile.stages, "EACH": EACH}
 
 
 def _case(dtype: str, tile: Tile, by_block: bool, bias: bool) -> AotCase:
     signature = {
-        "x_desc": box_type("fp8e4nv", tile.rows), "w_desc": box_type("fp8e4nv", tile.outputs),
+        "x_desc": box_type("fp8e4nv", tile.m), "w_desc": box_type("fp8e4nv", tile.n),
         **dict.fromkeys(("x_scales", "w_scales"), "*fp32"),
         **dict.fromkeys(("bias", "residual", "out"), f"*{dtype}"),
         **dict.fromkeys(("M", "N", "K", "PADDED"), "i32"),

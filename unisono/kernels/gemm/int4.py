@@ -17,7 +17,6 @@ bits) and 2 i + 1 (high bits) as 0 … 15.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -31,6 +30,7 @@ from unisono.kernels.gemm.linear import (
     residual_tile,
     store_sums,
 )
+from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
@@ -45,23 +45,14 @@ MIDDLE = 8
 """Zero point of a weight without stored zeros."""
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of the Triton kernel: rows, outputs (at least 64, for wgmma), warps, stages. It affects speed only."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-
-
-_TILES = {16: Tile(16, 64, 4, 4), 32: Tile(32, 64, 4, 3), 64: Tile(64, 64, 4, 3)}
-_LARGE = Tile(128, 64, 4, 3)
+_TILES = {16: Tile(16, 64, 0, 4, 4), 32: Tile(32, 64, 0, 4, 3), 64: Tile(64, 64, 0, 4, 3)}
+_LARGE = Tile(128, 64, 0, 4, 3)
+"""At least 64 outputs, for wgmma."""
 
 
 def _tile(rows: int, dtype: torch.dtype) -> Tile:
     if dtype is torch.float32:
-        return Tile(16, 32, 4, 2)
+        return Tile(16, 32, 0, 4, 2)
     return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
 
 

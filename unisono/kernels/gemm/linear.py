@@ -16,13 +16,13 @@ import bisect
 import functools
 import os
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.cpu import row_exact_product
+from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
@@ -34,19 +34,6 @@ PROOF_ROWS = (65, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768,
 """Numbers of rows at which cuBLASLt is compared with the Triton kernel: it chooses an algorithm for each."""
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of the Triton kernel. It affects speed only."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    swapped: bool = False
-    """True if the weight is the left operand: 64 outputs fill the rows of ``wgmma``, and rows of x are its columns."""
-
-
 _OUTPUTS = (2112, 4224, 8192, 16383)
 """Maximum outputs of the tiles below. The first: one program of 16 outputs for each of 132 multiprocessors."""
 
@@ -56,8 +43,8 @@ _TILES = {  # maximum rows -> a tile for each number of outputs, and one for mor
         Tile(16, 64, 128, 4, 4),
     ),
     32: (
-        Tile(32, 16, 512, 2, 4), Tile(32, 64, 128, 4, 6, True), Tile(32, 64, 128, 4, 4, True),
-        Tile(32, 64, 128, 4, 4, True), Tile(32, 64, 128, 4, 3, True),
+        Tile(32, 16, 512, 2, 4), Tile(32, 64, 128, 4, 6, swapped=True), Tile(32, 64, 128, 4, 4, swapped=True),
+        Tile(32, 64, 128, 4, 4, swapped=True), Tile(32, 64, 128, 4, 3, swapped=True),
     ),
     64: (
         Tile(64, 16, 256, 4, 4), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(64, 32, 64, 4, 5),
@@ -69,7 +56,7 @@ ROW_TILES = tuple(_TILES)
 """Numbers of rows that exactly fill a tile of the Triton kernel."""
 
 
-def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
+def linear_tile(rows: int, n: int, dtype: torch.dtype) -> Tile:
     """Choose the fastest known tile for ``rows`` and ``n`` outputs on an H200 (benchmarks/kernels.py, *tune*)."""
     if dtype is torch.float32:
         return Tile(16, 32, 64, 4, 2) if rows <= 16 else Tile(64, 64, 32, 4, 2)
@@ -187,7 +174,7 @@ def launch_linear(
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    tile = tile or _config(rows, n, x.dtype)
+    tile = tile or linear_tile(rows, n, x.dtype)
     out = x.new_empty(rows, n, dtype=out_dtype)
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))
     _linear_kernel[grid](
@@ -247,7 +234,7 @@ def _blas_keys(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> tupl
 
 def _same_bits(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> bool:
     """Compare both products of ``weight [N, K]`` with random inputs of each number of rows."""
-    tile = _config(1, weight.shape[0], weight.dtype)
+    tile = linear_tile(1, weight.shape[0], weight.dtype)
     for count in rows:
         generator = torch.Generator(weight.device).manual_seed(count)
         x = torch.randn(count, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
@@ -310,7 +297,7 @@ def linear(
 
 
 def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residual: bool) -> AotCase:
-    tile = _config(rows, n, DTYPES[dtype])
+    tile = linear_tile(rows, n, DTYPES[dtype])
     pointers = {name: f"*{dtype}" for name in ("x", "weight", "bias", "residual", "out")}
     return AotCase(
         _linear_kernel,

@@ -22,7 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.linear import ROW_TILES, Tile, _config, linear, linear_op, tile_product
+from unisono.kernels.gemm.linear import ROW_TILES, linear, linear_op, linear_tile, tile_product
+from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, Mutated, ints, op
 from unisono.kernels.lora.adapters import (
     SMALL_RANK,
@@ -217,7 +218,7 @@ def adapted_linear_cuda(
     x = x.contiguous()
     (rows, k), n, (adapters, low, _), rank = x.shape, weight.shape[0], a.shape, b.shape[2]
     out, h = x.new_empty(rows, n), x.new_empty(rows, adapters * low)
-    tile = _config(rows, n, x.dtype)
+    tile = linear_tile(rows, n, x.dtype)
     blocks = _Blocks.of(tile, rank, x.dtype)
     _adapted_linear_kernel[(adapters * low // COLUMNS + triton.cdiv(n, tile.n),)](
         x, weight, bias, out, a, b, h, ids, arrived, rows, n, k, low, adapters, *first_sizes(projections),
@@ -299,7 +300,7 @@ exact_adapted = ExactKernel("products with adapters in one launch", _keys, _same
 
 def _aot(rows: int, dtype: str, n: int, rank: int, even_k: bool, bias: bool) -> AotCase:
     kind = DTYPES[dtype]
-    tile: Tile = _config(rows, n, kind)
+    tile: Tile = linear_tile(rows, n, kind)
     blocks = _Blocks.of(tile, rank, kind)
     tensors = dict.fromkeys(("x", "weight", "bias", "out", "a", "b", "h"), f"*{dtype}")
     return AotCase(

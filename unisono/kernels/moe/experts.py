@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.cpu import row_exact_product, slice_of
+from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe import gluon as experts_gluon
 from unisono.kernels.moe.plan import (
@@ -39,54 +39,37 @@ from unisono.kernels.norm.activation import SILU, Gate, gated_cpu, gated_product
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
-
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of a product. It affects speed only.
-
-    n, k: outputs and inputs of a step. across: neighbours in the grid share rows and take the next outputs; otherwise
-    they share outputs and take the next tile of rows.
-    """
-
-    n: int
-    k: int
-    warps: int
-    stages: int
-    across: bool
+Step = tuple[int, int, int, int]
+"""(n, k, warps, stages) of a tile."""
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Blocking of both products. rows: rows of a tile, the same in both products, which share a plan."""
-
-    rows: int
-    up: Tile
-    down: Tile
+def _tiles(rows: int, up: Step, down: Step, across: bool) -> ExpertTiles:
+    return ExpertTiles(Tile(rows, *up, across=across), Tile(rows, *down, across=across))
 
 
-TILES: dict[float, Tiles] = {  # upper bound of the average number of pairs per expert
-    0.5: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 256, 4, 2, True)),
-    2: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 128, 4, 4, True)),
-    16: Tiles(16, Tile(64, 128, 4, 4, True), Tile(128, 128, 4, 4, True)),
-    64: Tiles(32, Tile(64, 64, 4, 4, False), Tile(128, 64, 4, 4, False)),
-    float("inf"): Tiles(128, Tile(128, 64, 8, 4, True), Tile(256, 64, 8, 4, True)),
+TILES: dict[float, ExpertTiles] = {  # upper bound of the average number of pairs per expert
+    0.5: _tiles(16, (32, 128, 4, 4), (64, 256, 4, 2), across=True),
+    2: _tiles(16, (32, 128, 4, 4), (64, 128, 4, 4), across=True),
+    16: _tiles(16, (64, 128, 4, 4), (128, 128, 4, 4), across=True),
+    64: _tiles(32, (64, 64, 4, 4), (128, 64, 4, 4), across=False),
+    float("inf"): _tiles(128, (128, 64, 8, 4), (256, 64, 8, 4), across=True),
 }
-"""Fastest blocking of 16-bit weights on an H200 (benchmarks/experts.py, *tune*); the first one in a layer, on an H100."""
+"""Fastest blocking of 16-bit weights on an H200 (benchmarks/experts.py, *tune*); the first in a layer, on an H100."""
 
 _PROOF_TOKENS = 300
 """Tokens in the comparison of kernels: about 150 pairs for each expert that has any."""
 
-_FP32: dict[float, Tiles] = {
-    16: Tiles(16, Tile(32, 64, 4, 2, True), Tile(32, 64, 4, 2, True)),
-    float("inf"): Tiles(64, Tile(32, 32, 4, 2, False), Tile(64, 32, 4, 2, False)),
+_FP32: dict[float, ExpertTiles] = {
+    16: _tiles(16, (32, 64, 4, 2), (32, 64, 4, 2), across=True),
+    float("inf"): _tiles(64, (32, 32, 4, 2), (64, 32, 4, 2), across=False),
 }
 
 
-def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
+def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiles:
     """Choose the fastest known tiles for this number of pairs, from shapes alone, so that a captured pass has one
     plan.
     """
-    table: dict[float, Tiles] = _FP32 if dtype is torch.float32 else TILES
+    table: dict[float, ExpertTiles] = _FP32 if dtype is torch.float32 else TILES
     return next(tiles for most, tiles in table.items() if pairs < most * experts)
 
 

@@ -15,8 +15,6 @@ B(n) = ceil(n / 128). Scales: w_scales of gate and up fp32 [E, 2 B(I), B(H)], ga
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +29,7 @@ from unisono.kernels.gemm.fp8_quantize import (
     quantize,
     widened_activations,
 )
+from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.moe import gluon as experts_gluon
 from unisono.kernels.moe.experts import (
@@ -64,29 +63,10 @@ _Key = tuple[torch.Size, int, torch.dtype]
 """(shape of a stack, dimensions of its scales, dtype of activations)."""
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of a product: outputs (of gate and up together), warps, stages. ahead: see ``kernels/gemm/fp8.py``."""
-
-    n: int
-    warps: int
-    stages: int
-    ahead: bool
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Blocking of both products. across: as in ``kernels/moe/experts.py``."""
-
-    up: Tile
-    down: Tile
-    across: bool
-
-
 _TILES = {  # rows of a plan's tile -> blocking
-    16: Tiles(Tile(64, 4, 6, False), Tile(128, 4, 3, False), True),
-    32: Tiles(Tile(64, 4, 4, False), Tile(64, 4, 4, False), True),
-    64: Tiles(Tile(128, 4, 3, False), Tile(128, 4, 3, False), True),
+    16: ExpertTiles(Tile(16, 64, 128, 4, 6, across=True), Tile(16, 128, 128, 4, 3, across=True)),
+    32: ExpertTiles(Tile(32, 64, 128, 4, 4, across=True), Tile(32, 64, 128, 4, 4, across=True)),
+    64: ExpertTiles(Tile(64, 128, 128, 4, 3, across=True), Tile(64, 128, 128, 4, 3, across=True)),
 }
 """Fastest tiles on an H200 at 1, 16, 64, 2048 and 8192 tokens of 35B-A3B. Larger tiles were slower."""
 
@@ -233,7 +213,7 @@ def launch_fp8_gate_up(
         return experts_gluon.launch_expert_rows(x8, weight, plan, True, x_scales, w_scales, x.dtype)
     tiles = _TILES[plan.tile]
     parts = triton.cdiv(inner, tiles.up.n // 2)
-    grid, results, options = product_launch(plan, len(weight), x8.shape[1], inner, parts, tiles.across)
+    grid, results, options = product_launch(plan, len(weight), x8.shape[1], inner, parts, tiles.up.across)
     h = x8.new_empty(results, inner, dtype=x.dtype)
     _fp8_gate_up_kernel[grid](
         x8, x_scales, weight, w_scales, h, *plan.operands,
@@ -252,7 +232,7 @@ def launch_fp8_down(
         return experts_gluon.launch_expert_rows(h8, weight, plan, False, h_scales, w_scales, h.dtype)
     tiles = _TILES[plan.tile]
     parts = triton.cdiv(hidden, tiles.down.n)
-    grid, results, options = product_launch(plan, len(weight), hidden, h8.shape[1], parts, tiles.across)
+    grid, results, options = product_launch(plan, len(weight), hidden, h8.shape[1], parts, tiles.up.across)
     y = h8.new_empty(results, hidden, dtype=h.dtype)
     _fp8_down_kernel[grid](
         h8, h_scales, weight, w_scales, y, *plan.operands,
@@ -380,7 +360,7 @@ def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:
         x, scales, out = names.split()
         tensors = {x: "*fp8e4nv", "weight": "*fp8e4nv", scales: "*fp32", "w_scales": "*fp32", out: "*bf16"}
         options = _blocking(tile, by_block)
-        cases.append(product_case(kernel, tensors, shapes, tile_m, chosen.across, options, "PADDED"))
+        cases.append(product_case(kernel, tensors, shapes, tile_m, chosen.up.across, options, "PADDED"))
     return cases
 
 

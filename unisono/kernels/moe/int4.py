@@ -11,13 +11,13 @@ pairs, G(k) = ceil(k / group). Packed weights uint8 [E, 2 I, H / 2] and [E, H, I
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.int4 import int4_product, int4_steps, unpack_cpu
+from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import down_cpu, down_rows, gate_up_cpu, gate_up_rows, store_gated
 from unisono.kernels.moe.plan import (
@@ -34,25 +34,11 @@ from unisono.kernels.moe.plan import (
 )
 from unisono.kernels.overlap import follow, overlapped
 
-
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of both products: outputs (of gate and up together; of down), warps, stages, across as for 16-bit
-    experts.
-    """
-
-    up: int
-    down: int
-    warps: int
-    stages: int
-    across: bool
-
-
 TILES = {
-    16: Tile(64, 64, 4, 4, True),
-    32: Tile(128, 64, 4, 3, False),
-    64: Tile(128, 128, 8, 3, False),
-    128: Tile(128, 128, 8, 2, False),
+    16: ExpertTiles(Tile(16, 64, 0, 4, 4, across=True), Tile(16, 64, 0, 4, 4, across=True)),
+    32: ExpertTiles(Tile(32, 128, 0, 4, 3), Tile(32, 64, 0, 4, 3)),
+    64: ExpertTiles(Tile(64, 128, 0, 8, 3), Tile(64, 128, 0, 8, 3)),
+    128: ExpertTiles(Tile(128, 128, 0, 8, 2), Tile(128, 128, 0, 8, 2)),
 }
 """Blocking by rows of a plan's tile. Also used for MXFP4 weights, for which it was not tuned."""
 
@@ -110,11 +96,11 @@ def _int4_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, 
         store_pairs(y, acc, pair, valid, cols, H)
 
 
-def _blocking(tile: Tile, block: int, group: int, has_zeros: bool) -> dict[str, int]:
-    """Compile-time arguments of the tile and the weight. block: outputs."""
+def _blocking(tile: Tile, group: int, has_zeros: bool) -> dict[str, int]:
+    """Compile-time arguments of the tile and the weight."""
     width, steps = int4_steps(group)
     return {
-        "BLOCK_N": block, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": has_zeros, "num_warps": tile.warps,
+        "BLOCK_N": tile.n, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": has_zeros, "num_warps": tile.warps,
         "num_stages": tile.stages,
     }  # fmt: skip
 
@@ -123,13 +109,13 @@ def launch_int4_gate_up(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_int4_gate_up`."""
-    x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile]
-    parts = triton.cdiv(inner, tile.up // 2)
+    x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile].up
+    parts = triton.cdiv(inner, tile.n // 2)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
     _int4_gate_up_kernel[grid](
         x, weight, scales, zeros, h, *plan.operands, group,
-        **options, **_blocking(tile, tile.up, group, zeros is not None), **overlapped(x.device),
+        **options, **_blocking(tile, group, zeros is not None), **overlapped(x.device),
     )  # fmt: skip
     return h
 
@@ -138,13 +124,13 @@ def launch_int4_down(
     h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_int4_down`."""
-    h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile]
-    parts = triton.cdiv(hidden, tile.down)
+    h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile].down
+    parts = triton.cdiv(hidden, tile.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
     _int4_down_kernel[grid](
         h, weight, scales, zeros, y, *plan.operands, group,
-        **options, **_blocking(tile, tile.down, group, zeros is not None), **overlapped(h.device),
+        **options, **_blocking(tile, group, zeros is not None), **overlapped(h.device),
     )  # fmt: skip
     return y
 
@@ -208,10 +194,10 @@ def expert_int4_down(
 def _aot(dtype: str, shapes: Shapes, group: int) -> list[AotCase]:
     """AotCases of both products. With a fused shared expert there are zeros."""
     tile_m, zeros, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), shapes.rides, []
-    tile = TILES[tile_m]
-    for kernel, (x, out), outputs in ((_int4_gate_up_kernel, "xh", tile.up), (_int4_down_kernel, "hy", tile.down)):
+    tiles = TILES[tile_m]
+    for kernel, (x, out), tile in ((_int4_gate_up_kernel, "xh", tiles.up), (_int4_down_kernel, "hy", tiles.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": "*i8", out: f"*{dtype}"}
-        options = _blocking(tile, outputs, group, zeros)
+        options = _blocking(tile, group, zeros)
         cases.append(product_case(kernel, tensors, shapes, tile_m, tile.across, options, "group"))
     return cases
 

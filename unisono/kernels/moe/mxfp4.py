@@ -18,9 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import GPT_OSS, biased, down_cpu, down_rows, gate_up_cpu, gate_up_rows
-from unisono.kernels.moe.int4 import TILES, Tile, packed_tile_rows
+from unisono.kernels.moe.int4 import TILES, packed_tile_rows
 from unisono.kernels.moe.plan import (
     Plan,
     Shapes,
@@ -143,10 +144,10 @@ def _mxfp4_down_kernel(h, weight, scales, bias, y, ids, order, tiles, M, count,
         store_pairs(y, acc, pair, valid, cols, H)
 
 
-def _blocking(tile: Tile, block: int, inputs: int) -> dict[str, int]:
-    """Compile-time arguments of the tile and the weight. block: outputs."""
+def _blocking(tile: Tile, inputs: int) -> dict[str, int]:
+    """Compile-time arguments of the tile and the weight."""
     return {
-        "BLOCK_N": block, "WIDTH": WIDTH, "STEPS": _steps(inputs), "num_warps": tile.warps, "num_stages": tile.stages
+        "BLOCK_N": tile.n, "WIDTH": WIDTH, "STEPS": _steps(inputs), "num_warps": tile.warps, "num_stages": tile.stages
     }  # fmt: skip
 
 
@@ -154,13 +155,13 @@ def launch_mxfp4_gate_up(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None, gate: Gate
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_mxfp4_gate_up`."""
-    x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile]
-    parts = triton.cdiv(inner, tile.up // 2)
+    x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile].up
+    parts = triton.cdiv(inner, tile.n // 2)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
     _mxfp4_gate_up_kernel[grid](
         x, weight, scales, bias, h, *plan.operands, **options,
-        **_blocking(tile, tile.up, x.shape[1]), BIAS=bias is not None, **gate.constants,
+        **_blocking(tile, x.shape[1]), BIAS=bias is not None, **gate.constants,
         **overlapped(x.device),
     )  # fmt: skip
     return h
@@ -170,13 +171,13 @@ def launch_mxfp4_down(
     h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_mxfp4_down`."""
-    h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile]
-    parts = triton.cdiv(hidden, tile.down)
+    h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile].down
+    parts = triton.cdiv(hidden, tile.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
     _mxfp4_down_kernel[grid](
         h, weight, scales, bias, y, *plan.operands, **options,
-        **_blocking(tile, tile.down, h.shape[1]), BIAS=bias is not None, **overlapped(h.device),
+        **_blocking(tile, h.shape[1]), BIAS=bias is not None, **overlapped(h.device),
     )  # fmt: skip
     return y
 
@@ -252,13 +253,13 @@ def expert_mxfp4_down(
 def _aot(dtype: str, shapes: Shapes, gate: Gate | None) -> list[AotCase]:
     """AotCases of both products. gate: gate of experts with biases; None: SiLU without biases."""
     tile_m, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), []
-    tile, of_bias = TILES[tile_m], f"*{dtype}" if gate else None
-    for kernel, (x, out), outputs, inputs, more in (
-        (_mxfp4_gate_up_kernel, "xh", tile.up, shapes.hidden, (gate or SILU).constants),
-        (_mxfp4_down_kernel, "hy", tile.down, shapes.inner, {}),
+    tiles, of_bias = TILES[tile_m], f"*{dtype}" if gate else None
+    for kernel, (x, out), tile, inputs, more in (
+        (_mxfp4_gate_up_kernel, "xh", tiles.up, shapes.hidden, (gate or SILU).constants),
+        (_mxfp4_down_kernel, "hy", tiles.down, shapes.inner, {}),
     ):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*u8", "bias": of_bias, out: f"*{dtype}"}
-        options = _blocking(tile, outputs, inputs) | more | {"BIAS": gate is not None}
+        options = _blocking(tile, inputs) | more | {"BIAS": gate is not None}
         cases.append(product_case(kernel, tensors, shapes, tile_m, tile.across, options))
     return cases
 

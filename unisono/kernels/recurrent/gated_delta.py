@@ -32,20 +32,20 @@ _ELEMENTS, _ROWS = 512, 32
 """Keys and values of a program that stores them. Maximum rows of a prompt pass for one choice of kernels."""
 
 
-class Tile(NamedTuple):
+class StateTile(NamedTuple):
     """Blocking of the state: its rows in a program, warps, maximum registers per thread."""
 
     size: int
     warps: int
     registers: int | None = None
 
-    def of(self, value_dim: int) -> Tile:
+    def of(self, value_dim: int) -> StateTile:
         """Choose the tile for heads of this size."""
         size = min(self.size, value_dim)
         return self._replace(size=size, warps=max(1, self.warps * size // self.size))
 
 
-PROMPT_TILE, ROUND_TILE = Tile(SIZE.value, 1), Tile(64, 4, registers=128)
+PROMPT_TILE, ROUND_TILE = StateTile(SIZE.value, 1), StateTile(64, 4, registers=128)
 """Blocking of both walks over prompts, and the fastest for rounds of those measured on an H200. They affect speed
 only.
 """
@@ -89,7 +89,7 @@ class Sizes(NamedTuple):
 def launch_gated_delta(
     qkv: Tensor, gates: Tensor, state: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, since: Tensor,
     first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
-    round_tile: Tile = ROUND_TILE, fast_walk: bool = True,
+    round_tile: StateTile = ROUND_TILE, fast_walk: bool = True,
 ) -> Tensor:  # fmt: skip
     """Launch :func:`gated_delta`. fast_walk: use the faster walk for prompts in 16 bits on a GPU (speed only)."""
     out = _gated_delta_meta(qkv, gates, state)

@@ -29,7 +29,7 @@ CPU_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Tile:
+class QueryTile:
     """Query rows of a program. It affects speed only."""
 
     rows: int
@@ -41,10 +41,10 @@ MANY_ROWS = 2048
 """Minimum rows for the larger tile, which reads fewer keys: programs then occupy all multiprocessors."""
 
 
-def _tile(patches: int, dtype: torch.dtype) -> Tile:
+def _tile(patches: int, dtype: torch.dtype) -> QueryTile:
     if dtype is torch.float32:
-        return Tile(32, 4, 2)
-    return Tile(128, 8, 3) if patches >= MANY_ROWS else Tile(64, 4, 3)
+        return QueryTile(32, 4, 2)
+    return QueryTile(128, 8, 3) if patches >= MANY_ROWS else QueryTile(64, 4, 3)
 
 
 def _parts(dim: int) -> dict[str, int]:
@@ -120,7 +120,7 @@ def _segment_attention_kernel(
 
 
 def launch_segment_attention(
-    qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float, tile: Tile | None = None
+    qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float, tile: QueryTile | None = None
 ) -> torch.Tensor:
     """Launch the kernel. tile: overrides the rows of a program (speed only)."""
     qkv = qkv.contiguous()
