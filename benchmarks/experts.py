@@ -29,7 +29,7 @@ from unisono.kernels.moe.experts import (
     launch_down,
     launch_gate_up,
 )
-from unisono.kernels.moe.plan import LEAD_PAIRS, Plan, plan_experts
+from unisono.kernels.moe.plan import LEAD_PAIRS, ExpertPlan, plan_experts
 from unisono.kernels.moe.router import route
 
 BYTES_PER_US = 4.68e6
@@ -75,7 +75,7 @@ class Layer:
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return route(x, self.router, None, None, self.shape.experts, self.shape.top_k, True)
 
-    def plan(self, ids: torch.Tensor, tile: int | None = None) -> Plan:
+    def plan(self, ids: torch.Tensor, tile: int | None = None) -> ExpertPlan:
         pairs, experts = ids.numel(), self.shape.experts
         return plan_experts(ids, experts, tile or expert_tiles(pairs, experts, torch.bfloat16).rows)
 
@@ -93,7 +93,7 @@ class Layer:
     def sorted(self, x: torch.Tensor, rows: int, up: Tile, down: Tile) -> torch.Tensor:
         """The same by the sorted plan, whatever the number of tokens, in these tiles."""
         ids, weights, gates = self.route(x)
-        plan = Plan(ids, self.shape.experts, rows, *torch.ops.unisono.sort_pairs(ids, self.shape.experts, rows))
+        plan = ExpertPlan(ids, self.shape.experts, rows, *torch.ops.unisono.sort_pairs(ids, self.shape.experts, rows))
         y = launch_down(launch_gate_up(x, self.gate_up, plan, up), self.down, plan, down)
         return self.combine(y, weights, gates, x)
 

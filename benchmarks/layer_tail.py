@@ -53,12 +53,12 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def made(h: int, q: int, i: int, f: int, fp32: bool) -> plain.Tail:
+def made(h: int, q: int, i: int, f: int, fp32: bool) -> plain.LayerTailWeights:
     """A layer's weights."""
     sizes = (h, q), (2 * i, h), (h, i), (f, h)
     norms = [random(h, dtype=torch.float32 if fp32 else torch.bfloat16) for _ in range(2)]
     weights = [random(n, k) * k**-0.5 for n, k in sizes]
-    return plain.Tail(*weights[:3], norms[0], 1e-6, norms[1], 1e-6, weights[3])
+    return plain.LayerTailWeights(*weights[:3], norms[0], 1e-6, norms[1], 1e-6, weights[3])
 
 
 def kernels(shapes: list[str], rows: tuple[int, ...]) -> Iterator[list[object]]:
@@ -75,7 +75,7 @@ def kernels(shapes: list[str], rows: tuple[int, ...]) -> Iterator[list[object]]:
             yield [shape, count, f"{floor:.1f}", *compared(tails, x, residual)]
 
 
-def compared(tails: list[plain.Tail], x: torch.Tensor, residual: torch.Tensor) -> list[object]:
+def compared(tails: list[plain.LayerTailWeights], x: torch.Tensor, residual: torch.Tensor) -> list[object]:
     before = graph_us([partial(plain._apart, x, residual, tail) for tail in tails])
     expected, found, same = plain._apart(x, residual, tails[0]), [], True
     for each in (2, 4, 8):

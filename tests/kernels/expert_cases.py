@@ -6,7 +6,7 @@ import torch
 
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.moe.experts import expert_down_op, expert_gate_up_op
-from unisono.kernels.moe.plan import Plan, launch_sort_pairs, sort_pairs_op
+from unisono.kernels.moe.plan import ExpertPlan, launch_sort_pairs, sort_pairs_op
 from unisono.kernels.norm.activation import SILU
 
 SMALL = Tile(16, 16, 16, 1, 2, across=True)
@@ -25,10 +25,10 @@ def inputs(rows, hidden, inner, experts, rides, dtype, device):
     return [t.to(device, dtype) for t in (x, gate_up, down)]
 
 
-def plans(ids: torch.Tensor, experts: int, tile: int) -> dict[str, Plan]:
+def plans(ids: torch.Tensor, experts: int, tile: int) -> dict[str, ExpertPlan]:
     """Both, of which a number of pairs has one."""
     sort = launch_sort_pairs if ids.is_cuda or torch.cuda.is_available() else sort_pairs_op.cpu
-    return {"lead": Plan(ids, experts, tile), "sorted": Plan(ids, experts, tile, *sort(ids, experts, tile))}
+    return {"lead": ExpertPlan(ids, experts, tile), "sorted": ExpertPlan(ids, experts, tile, *sort(ids, experts, tile))}
 
 
 def all_pairs(ids: torch.Tensor, experts: int, rides: int) -> list[tuple[int, int]]:

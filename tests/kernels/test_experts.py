@@ -27,7 +27,7 @@ from unisono.kernels.moe.experts import (
 )
 from unisono.kernels.moe.plan import (
     LEAD_PAIRS,
-    Plan,
+    ExpertPlan,
     Shapes,
     launch_sort_pairs,
     num_tiles,
@@ -176,7 +176,7 @@ def test_the_kernel_of_prompts_waits_for_what_it_reads(rides, hidden, inner, pro
     ids = torch.cat((torch.tensor([[0, 1, 2]]).repeat(rows - 4, 1), choice(4, experts - 1, top_k))).int()
     ids[-1] = experts  # a row of padding
     ids[:30, 1] = 0  # 96 pairs and more
-    plan = Plan(ids, experts, 128, *sort_pairs_op.cpu(ids, experts, 128))
+    plan = ExpertPlan(ids, experts, 128, *sort_pairs_op.cpu(ids, experts, 128))
     assert {(n > 0) + (n > 64) for n in plan.tiles[2].tolist()} == {0, 1, 2}  # groups that have pairs
     h = expert_gate_up_cpu(x, gate_up, ids, experts)
     inside = h.nan_to_num()  # rows of padding are not written

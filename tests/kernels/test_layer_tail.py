@@ -28,7 +28,7 @@ def made(rows: int, h: int, q: int, i: int, f: int, dtype: torch.dtype, device: 
     weights = weight(h, q), weight(2 * i, h), weight(h, i), random(h)
     end = (random(h), 1e-5) if normed else ()
     after = {"following": weight(f, h), "bias": random(f) if bias else None} if f else {}
-    return random(rows, q), random(rows, h), tail.Tail(*weights, 1e-6, *end, **after)
+    return random(rows, q), random(rows, h), tail.LayerTailWeights(*weights, 1e-6, *end, **after)
 
 
 SIZES = {  # rows, h, q, i, f, programs, EACH, STAGES
@@ -61,7 +61,7 @@ def on_threads(x, residual, weights, programs, each, stages, counters, seed):
     f = 0 if weights.following is None else weights.following.shape[0]
     widths = (h, h, i, h, h if weights.next_norm is not None else 0, f)
     total, n1, act, out, n2, product = (torch.full((rows, n), float("nan")).to(x.dtype) for n in widths)
-    tiles = tail.Tiles.of(h, i, f, programs)
+    tiles = tail.LayerTailTiles.of(h, i, f, programs)
 
     def boxes(tensor: torch.Tensor, tile: int) -> Descriptor:
         return Descriptor(tensor, [tail.box_of(tile), tail.STEP])
@@ -98,7 +98,7 @@ def test_bits_on_the_gpu(size: tuple[int, ...], norm: torch.dtype, device: str) 
 
 def test_tiles_of_an_8b_model_on_an_h200() -> None:
     """Outputs of a program at most: 97 % of the work is even."""
-    assert tail.Tiles.of(4096, 12288, 6144, 132) == tail.Tiles(h=32, i=32, f=48)
+    assert tail.LayerTailTiles.of(4096, 12288, 6144, 132) == tail.LayerTailTiles(h=32, i=32, f=48)
 
 
 def test_one_engine_of_a_process_has_launches_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from unisono.distributed.gather import Ranks
 from unisono.kernels.comm.gather import PROGRAMS, buffer_words, launch_gather
 from unisono.kernels.comm.gather_fused import (
-    Peers,
+    PeerBuffers,
     has_bits_of_parts,
     launch_gather_add_rms_norm,
     launch_silu_gather,
@@ -124,7 +124,7 @@ class Near:
         pointers = [*self._handle.buffer_ptrs, self._given_up.data_ptr()]
         self._addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
         self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-        self.peers = Peers(self._addresses, self._turns, ranks.index, ranks.count)
+        self.peers = PeerBuffers(self._addresses, self._turns, ranks.index, ranks.count)
         torch.cuda.synchronize()
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from unisono.distributed.gather import ALONE, Ranks
 from unisono.kernels.moe.combine import combine_experts, combine_experts_norm, combine_experts_norm_fp8
 from unisono.kernels.moe.plan import plan_experts
 from unisono.kernels.moe.router import route
-from unisono.kernels.norm.activation import SILU, Gate
+from unisono.kernels.norm.activation import SILU, ExpertGate
 from unisono.layers.activations import Activations, Wish, fitting, plain
 from unisono.layers.formats.base import FLOATS, WHOLE, PartOf, Place, Runs, Share, Slice, Slices, Stored
 from unisono.layers.formats.experts import ExpertFormat
@@ -35,7 +35,7 @@ class ExpertKind:
     rows of gate and up by turns, otherwise gate's first. turned: its fused plain weights are [E, inputs, outputs].
     """
 
-    gate: Gate = SILU
+    gate: ExpertGate = SILU
     bias: bool = False
     interleaved: bool = False
     turned: bool = False

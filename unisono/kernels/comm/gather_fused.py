@@ -28,7 +28,7 @@ SILU_CHUNK = 512
 """Maximum words of a SiLU program."""
 
 
-class Peers(NamedTuple):
+class PeerBuffers(NamedTuple):
     """Peer memory of a rank: see ``kernels/comm/gather.py``. rank: this one, of ``ranks``."""
 
     addresses: torch.Tensor
@@ -100,7 +100,7 @@ def norm_parts(rows: int, words: int) -> int:
 
 def launch_gather_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
-    summed: bool, peers: Peers,
+    summed: bool, peers: PeerBuffers,
 ) -> SumNormed:  # fmt: skip
     """Gather x and compute (sum, norm, x8, scales) of ``add_rms_norm_fp8``, for rows that :func:`norm_parts` allows.
 
@@ -173,7 +173,7 @@ def silu_parts(rows: int, words: int) -> int:
     return parts if rows * parts <= PROGRAMS else 0
 
 
-def launch_silu_gather(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+def launch_silu_gather(x: torch.Tensor, peers: PeerBuffers) -> torch.Tensor:
     """Compute ``silu(gate) * up`` and gather it: [M, N · n]. x [M, 2 n], contiguous: this rank's gate, then up.
 
     M must be such that :func:`silu_parts` is not 0.
@@ -203,7 +203,10 @@ TRIALS = ((1, 4096), (5, 1280), (64, 4096))
 
 
 def has_bits_of_parts(
-    peers: Peers, device: torch.device, trials: Sequence[tuple[int, int]] = TRIALS, dtype: torch.dtype = torch.bfloat16
+    peers: PeerBuffers,
+    device: torch.device,
+    trials: Sequence[tuple[int, int]] = TRIALS,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
     """Compare both fused kernels with the separate kernels on this device; True if the bits are equal.
 

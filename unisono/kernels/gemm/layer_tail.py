@@ -41,7 +41,7 @@ PROOF_ROWS = (1, 3, 8, 13, 16, MOST_ROWS)
 
 
 @dataclass(frozen=True)
-class Tail:
+class LayerTailWeights:
     """The weights of a layer after its mixer, all of one 16-bit dtype; norms [H] of that dtype or fp32.
 
     o [H, Q], gate_up [2 I, H], down [H, I]. o_norm: norm of the sum after o. next_norm: norm of the sum after down;
@@ -70,7 +70,7 @@ class Tail:
     @classmethod
     def of(
         cls, products: list[torch.Tensor], norms: list[torch.Tensor], eps: list[float], bias: torch.Tensor | None
-    ) -> Tail:
+    ) -> LayerTailWeights:
         """Build the weights from the op's arguments."""
         o, gate_up, down, *after = products
         next_norm, following = (each[0] if each else None for each in (norms[1:], after))
@@ -110,7 +110,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class LayerTailTiles:
     """Outputs per tile of the products with H, I and F outputs."""
 
     h: int
@@ -118,7 +118,7 @@ class Tiles:
     f: int
 
     @classmethod
-    def of(cls, h: int, i: int, f: int, programs: int) -> Tiles:
+    def of(cls, h: int, i: int, f: int, programs: int) -> LayerTailTiles:
         return cls(tile_of(h, programs, WIDE), tile_of(i, programs, WIDE // 2), tile_of(f or h, programs, WIDE))
 
     @property
@@ -126,7 +126,7 @@ class Tiles:
         """Tile widths of o, gate_up, down and following."""
         return self.h, self.i, self.h, self.f
 
-    def boxes(self, tail: Tail) -> list[TensorDescriptor]:
+    def boxes(self, tail: LayerTailWeights) -> list[TensorDescriptor]:
         """TMA descriptors of the products' weights; without a following projection, down takes its place."""
         weights = tail.o, tail.gate_up, tail.down, tail.down if tail.following is None else tail.following
         return [boxes(w, box_of(n)) for w, n in zip(weights, self.of_products, strict=True)]
@@ -140,14 +140,16 @@ class Tiles:
         return dict.fromkeys(("x_desc", "n1_desc", "act_desc", "n2_desc"), box_type(kind, rows)) | weights
 
 
-def launch_layer_tail(x: torch.Tensor, residual: torch.Tensor, tail: Tail, blocks: Blocks | None = None) -> Made:
+def launch_layer_tail(
+    x: torch.Tensor, residual: torch.Tensor, tail: LayerTailWeights, blocks: Blocks | None = None
+) -> Made:
     """Launch :func:`layer_tail`. :func:`suits` must hold. blocks: speed only."""
     x, residual = x.contiguous(), residual.contiguous()
     rows, (h, q, i, f) = x.shape[0], tail.sizes
     blocks, programs = blocks or Blocks.of(rows), processors(x.device)
     total, n1, act = (x.new_empty(rows, width) for width in (h, h, i))
     out, n2, product = empty(residual, tail)
-    tiles = Tiles.of(h, i, f, programs)
+    tiles = LayerTailTiles.of(h, i, f, programs)
     layer_tail_kernel[(programs,)](
         *(boxes(each, blocks.rows) for each in (x, n1, act, n2 if f else n1)), *tiles.boxes(tail), residual,
         tail.o_norm, tail.o_norm if tail.next_norm is None else tail.next_norm,
@@ -158,14 +160,14 @@ def launch_layer_tail(x: torch.Tensor, residual: torch.Tensor, tail: Tail, block
     return out, n2, product
 
 
-def _constants(blocks: Blocks, tiles: Tiles, h: int) -> dict[str, Any]:
+def _constants(blocks: Blocks, tiles: LayerTailTiles, h: int) -> dict[str, Any]:
     """Compile-time sizes of the kernel."""
     of_tiles = {"TILE_H": tiles.h, "TILE_I": tiles.i, "TILE_F": tiles.f}
     of_blocks = {"ROWS": blocks.rows, "STAGES": blocks.stages, "EACH": blocks.each, "STEP": STEP, "WIDE": WIDE}
     return of_tiles | of_blocks | {"LINE": LINE, "BLOCK_H": triton.next_power_of_2(h)}
 
 
-def layer_tail_cpu(x: torch.Tensor, residual: torch.Tensor, t: Tail) -> Made:
+def layer_tail_cpu(x: torch.Tensor, residual: torch.Tensor, t: LayerTailWeights) -> Made:
     rows = x.shape[0]
     if 0 < rows < LEAST_ROWS:  # each product would add rows
         x, residual = (torch.nn.functional.pad(each, (0, 0, 0, LEAST_ROWS - rows)) for each in (x, residual))
@@ -178,7 +180,7 @@ def layer_tail_cpu(x: torch.Tensor, residual: torch.Tensor, t: Tail) -> Made:
     return out, normed, nothing if t.following is None else linear_op.cpu(normed, t.following, t.bias, None)
 
 
-def _apart(x: torch.Tensor, residual: torch.Tensor, t: Tail) -> Made:
+def _apart(x: torch.Tensor, residual: torch.Tensor, t: LayerTailWeights) -> Made:
     """Compute :func:`layer_tail` with the separate kernels."""
     total, nothing = launch_linear(x, t.o, None, residual), x.new_empty(0)
     act = launch_silu_mul(launch_linear(launch_rms_norm(total, t.o_norm, t.eps), t.gate_up, None, None))
@@ -187,7 +189,7 @@ def _apart(x: torch.Tensor, residual: torch.Tensor, t: Tail) -> Made:
     return out, normed, nothing if t.following is None else launch_linear(normed, t.following, t.bias, None)
 
 
-def empty(residual: torch.Tensor, t: Tail) -> Made:
+def empty(residual: torch.Tensor, t: LayerTailWeights) -> Made:
     """Allocate the outputs."""
     nothing, rows = residual.new_empty(0), residual.shape[0]
     product = nothing if t.following is None else residual.new_empty(rows, t.following.shape[0])
@@ -195,17 +197,17 @@ def empty(residual: torch.Tensor, t: Tail) -> Made:
 
 
 @op(
-    cuda=lambda x, residual, *weights: launch_layer_tail(x, residual, Tail.of(*weights)),
-    meta=lambda x, residual, *weights: empty(residual, Tail.of(*weights)),
+    cuda=lambda x, residual, *weights: launch_layer_tail(x, residual, LayerTailWeights.of(*weights)),
+    meta=lambda x, residual, *weights: empty(residual, LayerTailWeights.of(*weights)),
 )
 def layer_tail_op(
     x: torch.Tensor, residual: torch.Tensor, products: list[torch.Tensor], norms: list[torch.Tensor], eps: list[float],
     bias: torch.Tensor | None,
 ) -> Made:  # fmt: skip
-    return layer_tail_cpu(x, residual, Tail.of(products, norms, eps, bias))
+    return layer_tail_cpu(x, residual, LayerTailWeights.of(products, norms, eps, bias))
 
 
-def layer_tail(x: torch.Tensor, residual: torch.Tensor, tail: Tail) -> Made:
+def layer_tail(x: torch.Tensor, residual: torch.Tensor, tail: LayerTailWeights) -> Made:
     """Compute a layer after its mixer from the mixer's outputs x [M, Q] and the residual [M, H]. Returns ``Made``.
 
     Up to :data:`MOST_ROWS` rows on a GPU, and only if :data:`exact_layer_tail` is proven. The bits are those of
@@ -216,7 +218,7 @@ def layer_tail(x: torch.Tensor, residual: torch.Tensor, tail: Tail) -> Made:
     return layer_tail_op(x, residual, tail.products, tail.norms, eps, tail.bias)
 
 
-def suits(tail: Tail) -> bool:
+def suits(tail: LayerTailWeights) -> bool:
     """True if the kernel takes these weights: a Hopper GPU, 16 bits, shapes and rows that TMA can load.
 
     Always True on a CPU, where the op runs the separate ops' formulas.
@@ -231,7 +233,7 @@ def suits(tail: Tail) -> bool:
     return aligned and warps == WARPS and processors(tail.o.device) >= MOST_ROWS
 
 
-def _same_bits(tail: Tail) -> bool:
+def _same_bits(tail: LayerTailWeights) -> bool:
     """Compare the kernel's outputs with the separate kernels', on random inputs of each number of rows."""
     if not suits(tail):
         return False
@@ -252,7 +254,7 @@ exact_layer_tail = ExactKernel(
 
 def _case(dtype: str, norm: str, rows: int, h: int, q: int, i: int, f: int, normed: bool = True) -> AotCase:
     """Make the AotCase, with a bias for fp16."""
-    blocks, tiles = Blocks.of(rows), Tiles.of(h, i, f, 132)
+    blocks, tiles = Blocks.of(rows), LayerTailTiles.of(h, i, f, 132)
     signature = {
         **tiles.box_types(dtype, blocks.rows),
         **dict.fromkeys(("residual", "next_bias", "total", "n1", "act", "out", "n2", "product"), f"*{dtype}"),

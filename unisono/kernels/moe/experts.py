@@ -1,8 +1,8 @@
 """Matrix products of experts, one row per pair of a token and an expert.
 
 Owns the ops ``expert_gate_up`` and ``expert_down``; called by ``layers``. A stack of weights [E, N, K] is multiplied
-tile by tile: a tile is some rows of one expert, divided by a :class:`Plan`. K is summed in one sequence in fp32, so a
-row's bits depend on that row and its expert's weight: never on the tile, the plan or the other rows. On Hopper,
+tile by tile: a tile is some rows of one expert, divided by a :class:`ExpertPlan`. K is summed in one sequence in fp32,
+so a row's bits depend on that row and its expert's weight: never on the tile, the plan or the other rows. On Hopper,
 prompts' products with 16-bit weights run on the kernel of ``gluon.py`` if :data:`exact_experts` found the same bits.
 
 Shapes: M tokens, H features, I intermediate features, P = M * top_k pairs; with a fused shared expert, the last one of
@@ -24,7 +24,7 @@ from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe import gluon as experts_gluon
 from unisono.kernels.moe.plan import (
-    Plan,
+    ExpertPlan,
     Shapes,
     plan_experts,
     product_case,
@@ -35,7 +35,7 @@ from unisono.kernels.moe.plan import (
     tile_rows,
     tokens_of,
 )
-from unisono.kernels.norm.activation import SILU, Gate, gated_cpu, gated_product, silu_product
+from unisono.kernels.norm.activation import SILU, ExpertGate, gated_cpu, gated_product, silu_product
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
@@ -83,7 +83,7 @@ def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = Tr
     return expert_tiles(pairs, experts, weight.dtype).rows
 
 
-def _is_fast(weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None, gate: Gate) -> bool:
+def _is_fast(weight: torch.Tensor, plan: ExpertPlan, bias: torch.Tensor | None, gate: ExpertGate) -> bool:
     """Return True if the kernel of ``gluon.py`` computes this product."""
     fits = plan.tile == experts_gluon.TILE_PAIRS and plan.tiles is not None and bias is None and gate == SILU
     return fits and exact_experts.serves((weight.shape, weight.dtype)) and experts_gluon.suits(weight)
@@ -178,10 +178,10 @@ def _blocking(tile: Tile) -> dict[str, int]:
 def launch_gate_up(
     x: torch.Tensor,
     weight: torch.Tensor,
-    plan: Plan,
+    plan: ExpertPlan,
     tile: Tile | None = None,
     bias: torch.Tensor | None = None,
-    gate: Gate = SILU,
+    gate: ExpertGate = SILU,
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_gate_up`. tile: overrides the blocking (speed only)."""
     x, weight, inner = x.contiguous(), weight.contiguous(), weight.shape[1] // 2
@@ -197,7 +197,7 @@ def launch_gate_up(
 
 
 def launch_down(
-    h: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | None = None, bias: torch.Tensor | None = None
+    h: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, tile: Tile | None = None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_down`. tile: overrides the blocking (speed only)."""
     h, weight, hidden = h.contiguous(), weight.contiguous(), weight.shape[1]
@@ -261,14 +261,14 @@ def down_cpu(
 
 
 def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit):
-    plan, gate = Plan(ids, experts, tile, order, tiles), Gate(alpha, limit)
+    plan, gate = ExpertPlan(ids, experts, tile, order, tiles), ExpertGate(alpha, limit)
     if _is_fast(weight, plan, bias, gate):
         return experts_gluon.launch_expert_rows(x, weight, plan, gated=True)
     return launch_gate_up(x, weight, plan, None, bias, gate)
 
 
 def _down_cuda(h, weight, ids, experts, tile, order, tiles, bias):
-    plan = Plan(ids, experts, tile, order, tiles)
+    plan = ExpertPlan(ids, experts, tile, order, tiles)
     if _is_fast(weight, plan, bias, SILU):
         return experts_gluon.launch_expert_rows(h, weight, plan, gated=False)
     return launch_down(h, weight, plan, None, bias)
@@ -303,8 +303,8 @@ class Products(NamedTuple):
     """Both products of one implementation: (rows of a plan's tile, (x, plan) -> h, (h, plan) -> y)."""
 
     tile: int
-    gate_up: Callable[[torch.Tensor, Plan], torch.Tensor]
-    down: Callable[[torch.Tensor, Plan], torch.Tensor]
+    gate_up: Callable[[torch.Tensor, ExpertPlan], torch.Tensor]
+    down: Callable[[torch.Tensor, ExpertPlan], torch.Tensor]
 
 
 def same_products(
@@ -348,7 +348,7 @@ def expert_down_op(
 
 
 def expert_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None, gate: Gate = SILU
+    x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, bias: torch.Tensor | None = None, gate: ExpertGate = SILU
 ) -> torch.Tensor:
     """Compute ``silu(x @ gate^T) * (x @ up^T)`` of each pair, or another ``gate``, for x [M, H]: [P, I] in x's dtype.
 
@@ -359,7 +359,9 @@ def expert_gate_up(
     return expert_gate_up_op(x, weight, *plan, bias, *gate)
 
 
-def expert_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None) -> torch.Tensor:
+def expert_down(
+    h: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Multiply each row of h [P (+ M), I] by its expert's weight [E (+ 1), H, I]: [P (+ M), H].
 
     bias [E (+ 1), H] is added to the rounded product.
@@ -367,7 +369,7 @@ def expert_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.T
     return expert_down_op(h, weight, *plan, bias)
 
 
-def _aot(dtype: str, shapes: Shapes, gate: Gate | None = None) -> list[AotCase]:
+def _aot(dtype: str, shapes: Shapes, gate: ExpertGate | None = None) -> list[AotCase]:
     """AotCases of both products. gate: gate of experts with biases; None: SiLU without biases."""
     chosen = expert_tiles(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
     cases = []
@@ -381,7 +383,7 @@ def _aot(dtype: str, shapes: Shapes, gate: Gate | None = None) -> list[AotCase]:
     return cases
 
 
-GPT_OSS = Gate(1.702, 7.0)
+GPT_OSS = ExpertGate(1.702, 7.0)
 
 AOT: list[AotCase] = [
     *(case for rows in (1, 16, 64, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True))),

@@ -42,7 +42,7 @@ from unisono.kernels.moe.experts import (
 )
 from unisono.kernels.moe.plan import (
     LEAD_PAIRS,
-    Plan,
+    ExpertPlan,
     Shapes,
     product_case,
     product_launch,
@@ -160,7 +160,7 @@ def _same_bits(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: i
         return False
 
     def products(tile: int, quantises: bool) -> Products:
-        def first(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        def first(x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
             if not quantises:
                 return launch_fp8_gate_up(x, *gate_up, plan)
             x8, x_scales = launch_quantize(x, GROUP)
@@ -204,7 +204,7 @@ def _launched(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> tuple[torc
 
 
 def launch_fp8_gate_up(
-    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
 ) -> torch.Tensor:
     """Launch the kernels of :func:`expert_fp8_gate_up`."""
     inner, by_block = weight.shape[1] // 2, w_scales.dim() == 3
@@ -223,7 +223,7 @@ def launch_fp8_gate_up(
 
 
 def launch_fp8_down(
-    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
 ) -> torch.Tensor:
     """Launch the kernels of :func:`expert_fp8_down`."""
     hidden, by_block = weight.shape[1], w_scales.dim() == 3
@@ -247,11 +247,11 @@ def _given(x8, x_scales, dtype, w_scales, rows):
 
 def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
     x = _given(x8, x_scales, dtype, w_scales, len(ids))
-    return launch_fp8_gate_up(x, weight, w_scales, Plan(ids, experts, tile, order, tiles))
+    return launch_fp8_gate_up(x, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles))
 
 
 def _gate_up_fp8_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
-    plan = Plan(ids, experts, tile, order, tiles)
+    plan = ExpertPlan(ids, experts, tile, order, tiles)
     if tile == experts_gluon.TILE_PAIRS:
         return experts_gluon.launch_quantised_rows(x8, x_scales, weight, w_scales, plan, dtype)
     x = _given(x8, x_scales, dtype, w_scales, len(ids))
@@ -260,7 +260,7 @@ def _gate_up_fp8_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile,
 
 def _down_cuda(h8, h_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
     h = _given(h8, h_scales, dtype, w_scales, 0)
-    return launch_fp8_down(h, weight, w_scales, Plan(ids, experts, tile, order, tiles))
+    return launch_fp8_down(h, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles))
 
 
 def _gate_up_meta(x8, x_scales, dtype, weight, w_scales, *plan):
@@ -273,7 +273,7 @@ def _gate_up_fp8_meta(*args):
 
 
 def _down_meta(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
-    return h8.new_empty(experts_gluon.result_rows(weight, Plan(ids, experts, 0)), weight.shape[1], dtype=dtype)
+    return h8.new_empty(experts_gluon.result_rows(weight, ExpertPlan(ids, experts, 0)), weight.shape[1], dtype=dtype)
 
 
 @op(cuda=_gate_up_cuda, meta=_gate_up_meta)
@@ -314,7 +314,7 @@ def _operand(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> Quantised:
 
 
 def expert_fp8_gate_up(
-    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
 ) -> torch.Tensor:
     """Compute ``silu(gate(x)) * up(x)`` of each pair for x [M, H]: [P (+ M), I] in x's dtype. weight e4m3 [E, 2 I, H].
 
@@ -327,7 +327,7 @@ def expert_fp8_gate_up(
 
 
 def expert_fp8_gate_up_fp8(
-    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
 ) -> Quantised:
     """Compute :func:`expert_fp8_gate_up` of a weight with scales by block, quantised for :func:`expert_fp8_down`.
 
@@ -339,7 +339,7 @@ def expert_fp8_gate_up_fp8(
 
 
 def expert_fp8_down(
-    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
 ) -> torch.Tensor:
     """Multiply each row of h [P (+ M), I] by its expert's weight, e4m3 [E, H, I]: [P (+ M), H] in h's dtype.
 

@@ -35,7 +35,7 @@ from unisono.kernels.gemm.fp8_quantize import GROUP, empty_quantised, scaled_by,
 from unisono.kernels.gemm.persistent import processors
 from unisono.kernels.hopper import WIDTH, block_barrier, box_type, boxes, stage_barriers
 from unisono.kernels.library import AotCase, ints
-from unisono.kernels.moe.plan import Plan, Shapes
+from unisono.kernels.moe.plan import ExpertPlan, Shapes
 
 PAIRS = gl.constexpr(64)
 """Pairs of a warp group: the rows of a ``wgmma``."""
@@ -311,8 +311,8 @@ def expert_rows_kernel(x, w_desc, x_scales, w_scales, out, out8, out_scales, ord
                        QUANTISED: gl.constexpr):  # fmt: skip
     """Multiply by experts: x [tokens, K] and out [pairs, N] with GATED, else x [pairs, K].
 
-    order, tiles, count: fields of a :class:`Plan`. PARTS: blocks of outputs, adjacent in the order of tiles, so that
-    they share rows. SCALES: dimensions of an expert's e4m3 scales; 0: the weight has 16 bits. x_scales
+    order, tiles, count: fields of a :class:`ExpertPlan`. PARTS: blocks of outputs, adjacent in the order of tiles, so
+    that they share rows. SCALES: dimensions of an expert's e4m3 scales; 0: the weight has 16 bits. x_scales
     [K / STEP or 1, PADDED]. QUANTISED: with GATED, the results are out8 [pairs, N] and out_scales [PARTS, padded], and
     only the dtype of out is used.
     """
@@ -352,7 +352,7 @@ def suits(weight: torch.Tensor) -> bool:
 def launch_expert_rows(
     x: torch.Tensor,
     weight: torch.Tensor,
-    plan: Plan,
+    plan: ExpertPlan,
     gated: bool,
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
@@ -369,7 +369,7 @@ def launch_expert_rows(
 
 
 def launch_quantised_rows(
-    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan,
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute gated ``launch_expert_rows`` quantised by GROUP columns: (e4m3, scales). The padding is not written."""
@@ -378,13 +378,13 @@ def launch_quantised_rows(
     return out8, out_scales
 
 
-def result_rows(weight: torch.Tensor, plan: Plan) -> int:
+def result_rows(weight: torch.Tensor, plan: ExpertPlan) -> int:
     """Rows of a product's result: one per pair, and one per token if the stack has a fused shared expert."""
     return plan.ids.numel() + (len(weight) - plan.experts) * len(plan.ids)
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, plan: Plan, gated: bool, x_scales: torch.Tensor | None,
+    x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gated: bool, x_scales: torch.Tensor | None,
     w_scales: torch.Tensor | None, out: torch.Tensor, out8: torch.Tensor | None = None,
     out_scales: torch.Tensor | None = None,
 ) -> None:  # fmt: skip

@@ -21,7 +21,7 @@ from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import down_cpu, down_rows, gate_up_cpu, gate_up_rows, store_gated
 from unisono.kernels.moe.plan import (
-    Plan,
+    ExpertPlan,
     Shapes,
     product_case,
     product_launch,
@@ -106,7 +106,12 @@ def _blocking(tile: Tile, group: int, has_zeros: bool) -> dict[str, int]:
 
 
 def launch_int4_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    plan: ExpertPlan,
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_int4_gate_up`."""
     x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile].up
@@ -121,7 +126,12 @@ def launch_int4_gate_up(
 
 
 def launch_int4_down(
-    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    plan: ExpertPlan,
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_int4_down`."""
     h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile].down
@@ -136,11 +146,11 @@ def launch_int4_down(
 
 
 def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles):
-    return launch_int4_gate_up(x, weight, scales, zeros, group, Plan(ids, experts, tile, order, tiles))
+    return launch_int4_gate_up(x, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles))
 
 
 def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles):
-    return launch_int4_down(h, weight, scales, zeros, group, Plan(ids, experts, tile, order, tiles))
+    return launch_int4_down(h, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles))
 
 
 def _unpacked(
@@ -173,7 +183,12 @@ def expert_int4_down_op(
 
 
 def expert_int4_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    plan: ExpertPlan,
 ) -> torch.Tensor:
     """Compute ``silu(gate(x)) * up(x)`` of each pair for x [M, H]: [P (+ M), I] in x's dtype; gate's rows first in the
     weight.
@@ -185,7 +200,12 @@ def expert_int4_gate_up(
 
 
 def expert_int4_down(
-    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    plan: ExpertPlan,
 ) -> torch.Tensor:
     """Multiply each row of h [P (+ M), I] by its expert's weight: [P (+ M), H] in h's dtype."""
     return expert_int4_down_op(h, weight, scales, zeros, group, *plan)

@@ -23,7 +23,7 @@ from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import GPT_OSS, biased, down_cpu, down_rows, gate_up_cpu, gate_up_rows
 from unisono.kernels.moe.int4 import TILES, packed_tile_rows
 from unisono.kernels.moe.plan import (
-    Plan,
+    ExpertPlan,
     Shapes,
     product_case,
     product_launch,
@@ -33,7 +33,7 @@ from unisono.kernels.moe.plan import (
     tile_rows,
     tokens_of,
 )
-from unisono.kernels.norm.activation import SILU, Gate, gated_product
+from unisono.kernels.norm.activation import SILU, ExpertGate, gated_product
 from unisono.kernels.overlap import follow, overlapped
 
 GROUP = 32
@@ -152,7 +152,12 @@ def _blocking(tile: Tile, inputs: int) -> dict[str, int]:
 
 
 def launch_mxfp4_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None, gate: Gate
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    plan: ExpertPlan,
+    bias: torch.Tensor | None,
+    gate: ExpertGate,
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_mxfp4_gate_up`."""
     x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile].up
@@ -168,7 +173,7 @@ def launch_mxfp4_gate_up(
 
 
 def launch_mxfp4_down(
-    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None
+    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: ExpertPlan, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_mxfp4_down`."""
     h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile].down
@@ -195,11 +200,13 @@ def decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def _gate_up_cuda(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit):
-    return launch_mxfp4_gate_up(x, weight, scales, Plan(ids, experts, tile, order, tiles), bias, Gate(alpha, limit))
+    return launch_mxfp4_gate_up(
+        x, weight, scales, ExpertPlan(ids, experts, tile, order, tiles), bias, ExpertGate(alpha, limit)
+    )
 
 
 def _down_cuda(h, weight, scales, ids, experts, tile, order, tiles, bias):
-    return launch_mxfp4_down(h, weight, scales, Plan(ids, experts, tile, order, tiles), bias)
+    return launch_mxfp4_down(h, weight, scales, ExpertPlan(ids, experts, tile, order, tiles), bias)
 
 
 def _decoded_expert(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> Callable[[int], torch.Tensor]:
@@ -233,9 +240,9 @@ def expert_mxfp4_gate_up(
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
-    plan: Plan,
+    plan: ExpertPlan,
     bias: torch.Tensor | None = None,
-    gate: Gate = SILU,
+    gate: ExpertGate = SILU,
 ) -> torch.Tensor:
     """Compute ``expert_gate_up`` of ``kernels/moe/experts.py`` on the decoded weights, gate's rows first, with equal
     bits.
@@ -244,13 +251,13 @@ def expert_mxfp4_gate_up(
 
 
 def expert_mxfp4_down(
-    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None
+    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: ExpertPlan, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Compute ``expert_down`` of ``kernels/moe/experts.py`` on the decoded weights, with equal bits."""
     return expert_mxfp4_down_op(h, weight, scales, *plan, bias)
 
 
-def _aot(dtype: str, shapes: Shapes, gate: Gate | None) -> list[AotCase]:
+def _aot(dtype: str, shapes: Shapes, gate: ExpertGate | None) -> list[AotCase]:
     """AotCases of both products. gate: gate of experts with biases; None: SiLU without biases."""
     tile_m, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), []
     tiles, of_bias = TILES[tile_m], f"*{dtype}" if gate else None

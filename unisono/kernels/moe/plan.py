@@ -38,7 +38,7 @@ _TILE_ROWS = {4: 16, 32: 32, 96: 64, float("inf"): 128}
 """Maximum average number of pairs per expert -> rows of a tile."""
 
 
-class Plan(NamedTuple):
+class ExpertPlan(NamedTuple):
     """Division of a pass's pairs into tiles.
 
     ids [M, top_k] i32: experts of each token; E: none. experts: E, the number of experts. tile: rows of a tile. order
@@ -76,7 +76,7 @@ class Shapes(NamedTuple):
 
 
 def product_launch(
-    plan: Plan, stack: int, hidden: int, inner: int, parts: int, across: bool
+    plan: ExpertPlan, stack: int, hidden: int, inner: int, parts: int, across: bool
 ) -> tuple[tuple[int], int, dict[str, Any]]:
     """(grid, rows of the result, compile-time arguments), shared by the products of all weight formats.
 
@@ -309,14 +309,14 @@ def sort_pairs_op(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Ten
     return flat.argsort(stable=True).to(torch.int32), tiles
 
 
-def plan_experts(ids: torch.Tensor, experts: int, tile: int) -> Plan:
-    """Plan a pass whose tokens go to experts ``ids [M, top_k]`` of ``experts``, for tiles of ``tile`` rows.
+def plan_experts(ids: torch.Tensor, experts: int, tile: int) -> ExpertPlan:
+    """ExpertPlan a pass whose tokens go to experts ``ids [M, top_k]`` of ``experts``, for tiles of ``tile`` rows.
 
     Rows of padding have id ``experts``: nothing is computed for them, and their rows of the products are not written.
     """
     if ids.numel() <= LEAD_PAIRS:
-        return Plan(ids, experts, tile)
-    return Plan(ids, experts, tile, *sort_pairs_op(ids, experts, tile))
+        return ExpertPlan(ids, experts, tile)
+    return ExpertPlan(ids, experts, tile, *sort_pairs_op(ids, experts, tile))
 
 
 AOT: list[AotCase] = [

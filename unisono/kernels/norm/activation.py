@@ -29,7 +29,7 @@ from unisono.kernels.overlap import follow, overlapped, overlapping
 _BLOCK = 1024
 
 
-class Gate(NamedTuple):
+class ExpertGate(NamedTuple):
     """Gating function of experts: ``silu(gate) * up`` by default.
 
     limit > 0: gpt-oss's clamped SwiGLU ``(up' + 1) * gate' * sigmoid(alpha * gate')``, with gate' at most ``limit`` and
@@ -45,7 +45,7 @@ class Gate(NamedTuple):
         return {"ALPHA": self.alpha, "LIMIT": self.limit}
 
 
-SILU = Gate()
+SILU = ExpertGate()
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def silu_product(gate, up, dtype: tl.constexpr):
 
 @triton.jit
 def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Apply a :class:`Gate` to fp32 products, in ``dtype``. Both are rounded first."""
+    """Apply a :class:`ExpertGate` to fp32 products, in ``dtype``. Both are rounded first."""
     if LIMIT > 0:
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
@@ -121,7 +121,7 @@ def launch_silu_mul_fp8(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torc
 
 
 def gated_cpu(x: torch.Tensor, bias: torch.Tensor | None, alpha: float, limit: float) -> torch.Tensor:
-    """Apply a :class:`Gate` to rounded products x [M, 2 I], gate, then up, and a bias [2 I]."""
+    """Apply a :class:`ExpertGate` to rounded products x [M, 2 I], gate, then up, and a bias [2 I]."""
     x = x if bias is None else x + bias
     if limit == 0:
         return silu_mul.cpu(x)

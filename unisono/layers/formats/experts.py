@@ -31,8 +31,8 @@ from unisono.kernels.moe.experts import (
     expert_gate_up,
     expert_tile,
 )
-from unisono.kernels.moe.plan import Plan
-from unisono.kernels.norm.activation import SILU, Gate
+from unisono.kernels.moe.plan import ExpertPlan
+from unisono.kernels.norm.activation import SILU, ExpertGate
 from unisono.layers.activations import Operand
 from unisono.layers.formats.base import FLOATS, PLAIN, Share, Stored, WeightFormat
 from unisono.types import CheckpointError
@@ -48,7 +48,7 @@ class Stack(Protocol):
     dtype: torch.dtype
     inputs: int
     outputs: int
-    gate: Gate
+    gate: ExpertGate
     rows: Share
 
     @property
@@ -62,9 +62,9 @@ class ExpertFormat(Protocol):
     """How a stack of weights [E, N, K] is stored and applied. One object serves all stacks of its kind.
 
     A pair's result may depend on its token's row and its expert's weight only: never on other rows, on their number, on
-    the plan or its tile. A format whose products add biases and compute every :class:`Gate` has an attribute ``biases``
-    that is true; the others get neither. One that has several kernels for a product has ``prove`` and ``rehearse``, as
-    :class:`PlainExperts`: the first compares their bits when an engine starts.
+    the plan or its tile. A format whose products add biases and compute every :class:`ExpertGate` has an attribute
+    ``biases`` that is true; the others get neither. One that has several kernels for a product has ``prove`` and
+    ``rehearse``, as :class:`PlainExperts`: the first compares their bits when an engine starts.
     """
 
     @property
@@ -82,7 +82,7 @@ class ExpertFormat(Protocol):
         """Rows of a tile, in both products of a pass with this number of pairs. stack: of gate and up."""
         ...
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> Operand:
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: ExpertPlan) -> Operand:
         """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, in x's dtype: [P, I], or [P + M, I] with a shared expert.
 
         Rounded after each product, after SiLU and after its product with the other half. Where a rank has all of
@@ -90,7 +90,7 @@ class ExpertFormat(Protocol):
         """
         ...
 
-    def down(self, stack: Stack, h: Any, plan: Plan) -> torch.Tensor:
+    def down(self, stack: Stack, h: Any, plan: ExpertPlan) -> torch.Tensor:
         """What :meth:`gate_up` returned -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
         ...
 
@@ -119,10 +119,10 @@ class PlainExperts:
         if _is_plain(gate_up):
             exact_experts.rehearse(gate_up.weight, down.weight, experts, top_k)
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_gate_up(x, stack.weight, plan, stack.bias, stack.gate)
 
-    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: Stack, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_down(h, stack.weight, plan, stack.bias)
 
 

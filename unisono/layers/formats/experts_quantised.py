@@ -19,7 +19,7 @@ from unisono.kernels.moe.fp8 import (
 from unisono.kernels.moe.gluon import TILE_PAIRS
 from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
 from unisono.kernels.moe.mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
-from unisono.kernels.moe.plan import Plan
+from unisono.kernels.moe.plan import ExpertPlan
 from unisono.layers.activations import Operand, Wish
 from unisono.layers.formats.base import WHOLE, Stored
 from unisono.layers.formats.experts import Stack
@@ -91,14 +91,14 @@ class Fp8Experts(_Stacks):
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
         exact_fp8_experts.rehearse(*stacks, gate_up.dtype, experts, top_k)
 
-    def gate_up(self, stack: Stack, x: Operand, plan: Plan) -> Operand:
+    def gate_up(self, stack: Stack, x: Operand, plan: ExpertPlan) -> Operand:
         """Quantised where the kernel of prompts can, and the ranks' parts are not gathered."""
         weight, scales = self.weights.operands(stack)
         if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
             return expert_fp8_gate_up_fp8(x, weight, scales, plan)
         return expert_fp8_gate_up(x, weight, scales, plan)
 
-    def down(self, stack: Stack, h: Operand, plan: Plan) -> torch.Tensor:
+    def down(self, stack: Stack, h: Operand, plan: ExpertPlan) -> torch.Tensor:
         return expert_fp8_down(h, *self.weights.operands(stack), plan)
 
 
@@ -111,10 +111,10 @@ class Int4Experts(_Stacks):
     def tile(self, stack: Stack, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_int4_gate_up(x, *self.weights.operands(stack), plan)
 
-    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: Stack, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_int4_down(h, *self.weights.operands(stack), plan)
 
 
@@ -128,8 +128,8 @@ class MXFP4Experts(_Stacks):
     def tile(self, stack: Stack, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_mxfp4_gate_up(x, *self.weights.operands(stack), plan, stack.bias, stack.gate)
 
-    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: Stack, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_mxfp4_down(h, *self.weights.operands(stack), plan, stack.bias)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from unisono.kernels.gemm import layer_tail
-from unisono.kernels.gemm.layer_tail import Tail
+from unisono.kernels.gemm.layer_tail import LayerTailWeights
 from unisono.kernels.gemm.layer_tail_gluon import MOST_ROWS
 from unisono.kernels.gemm.persistent import may_stay
 from unisono.layers.activations import Activations, Projected, plain, readers_of
@@ -41,7 +41,7 @@ class FusedTail:
     adapters: of the layers that it computes; passes with adapters go on without it.
     """
 
-    weights: Tail
+    weights: LayerTailWeights
     reader: Linear | None
     adapters: tuple[LinearAdapter, ...] = ()
 
@@ -120,7 +120,7 @@ def _is_plain(layer: Any) -> bool:
 def _plain_tail(layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, reader: Linear | None) -> FusedTail | None:
     if norm.wish is not None or (next_norm is not None and next_norm.wish is not None):
         return None
-    weights = Tail(
+    weights = LayerTailWeights(
         o=layers[0].weight,
         gate_up=layers[1].weight,
         down=layers[2].weight,

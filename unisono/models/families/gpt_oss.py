@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.kernels.norm.activation import Gate
+from unisono.kernels.norm.activation import ExpertGate
 from unisono.layers.experts import ExpertKind
 from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.layers import LayerSpec
@@ -34,7 +34,7 @@ NAMES: dict[str, Name] = {
 
 def read(hf_config: Any) -> DecoderConfig:
     """``attention_bias`` gives biases to q, k, v and o; ``layer_types`` says which layers slide."""
-    gate = Gate(hf_config.swiglu_alpha, hf_config.swiglu_limit)
+    gate = ExpertGate(hf_config.swiglu_alpha, hf_config.swiglu_limit)
     experts = ExpertsSpec(
         num_experts=hf_config.num_local_experts,
         top_k=hf_config.num_experts_per_tok,
