@@ -246,7 +246,7 @@ def test_long_prompts_on_hopper_have_the_same_bits(heads, kv_heads, dim, dtype, 
     forget(monkeypatch, hopper.exact_prompt_attention)
     want = case.extend(spans, tile, partials=0, padding=7)
     launched = watched(monkeypatch)
-    assert backend.prove(dim, dtype)[PROMPTS][0] == "the kernel for Hopper"
+    assert backend.prove(dim, dtype)[PROMPTS][0] == "gluon-sm90"
     launched.clear()
     assert torch.equal(case.extend(spans, tile, partials=0, padding=7), want)
     assert launched, "it was not the kernel for Hopper"
@@ -257,7 +257,7 @@ def test_other_bits_are_not_served(monkeypatch):
     forget(monkeypatch, hopper.exact_prompt_attention)
     launched = watched(monkeypatch, error=1.0)
     backend = TritonAttention(32, 8, "cuda")
-    assert backend.prove(128, torch.bfloat16)[PROMPTS][0] == "as all attention"
+    assert backend.prove(128, torch.bfloat16)[PROMPTS][0] == "triton"
     assert launched
     launched.clear()
     Requests([2000], True, torch.bfloat16, 32, 8, 128).extend([(0, 0, 2000)], 32, partials=0)
@@ -278,7 +278,7 @@ def watched(monkeypatch, error: float = 0.0) -> list[int]:
 
 def test_without_hopper_all_attention_is_one_kernel():
     settled = TritonAttention(32, 8, "cpu").prove(128, torch.bfloat16)
-    assert {what for what, _ in settled.values()} == {"as all attention"}
+    assert {what for what, _ in settled.values()} == {"triton"}
     assert not hopper.suits(32, 8, 128, torch.bfloat16, torch.device("cpu"))
 
 

@@ -106,19 +106,19 @@ def test_one_engine_of_a_process_has_launches_that_stay(monkeypatch: pytest.Monk
 
     device, first, second = torch.device("cuda", 7), Owner(), Owner()
     monkeypatch.delenv("UNISONO_STAYING_LAUNCHES", raising=False)
-    assert staying.may_stay(device)
+    assert staying.claim_device(device)
     monkeypatch.setenv("UNISONO_STAYING_LAUNCHES", "0")
-    assert not staying.may_stay(device)
+    assert not staying.claim_device(device)
     monkeypatch.delenv("UNISONO_STAYING_LAUNCHES")
     for owner, may in ((first, True), (second, False), (first, True)):
         with staying.claimed_by(owner):
-            assert staying.may_stay(device) is may
+            assert staying.claim_device(device) is may
     staying.release(first)
     with staying.claimed_by(second):
-        assert staying.may_stay(device)
+        assert staying.claim_device(device)
     del owner, second
     with staying.claimed_by(first):
-        assert staying.may_stay(device), "an owner that is gone has nothing"
+        assert staying.claim_device(device), "an owner that is gone has nothing"
     staying.release(first)
 
 

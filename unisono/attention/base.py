@@ -240,8 +240,8 @@ class BreakingAttention:
             return torch.cat((self.forward(q[:n], kv, single, options), self.forward(q[n:], kv, rest, options)))
         return cast(torch.Tensor, self._run(self.backend.forward, q, kv, inputs, options))
 
-    def _run(self, forward: Callable[..., Any], *given: Any) -> Any:
-        return (_attend_where_split if self.capturable else _attend)(forward, *given)
+    def _run(self, forward: Callable[..., Any], *args: Any) -> Any:
+        return (_attend_where_split if self.capturable else _attend)(forward, *args)
 
     def quantises(self, head_dim: int, group: int) -> bool:
         """See :class:`QuantisingAttention`."""

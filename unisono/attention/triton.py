@@ -45,12 +45,12 @@ class TritonAttention:
         """See :class:`unisono.attention.base.ProvingAttention`."""
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
         return {
-            "attention of long prompts": _settled(
+            "attention of long prompts": _choose_kernel(
                 attention_hopper.suits(*heads),
                 lambda: attention_hopper.exact_prompt_attention.prove(self._attend, *heads),
                 "the kernels for Hopper have 16-bit heads of 128 and 256 only",
             ),
-            "attention of rounds": _settled(
+            "attention of rounds": _choose_kernel(
                 attention_hopper_rounds.suits(*heads),
                 lambda: attention_hopper_rounds.exact_round_attention.prove(self._attend_round, *heads),
                 "the kernel for Hopper has 16-bit heads of 128 only; UNISONO_HOPPER_ROUNDS=0 turns it off",
@@ -111,7 +111,7 @@ class TritonAttention:
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`."""
-        return attention(q, *_given(kv, inputs, options))
+        return attention(q, *_arguments(kv, inputs, options))
 
     def quantises(self, head_dim: int, group: int) -> bool:
         """See :class:`unisono.attention.base.QuantisingAttention`."""
@@ -121,19 +121,19 @@ class TritonAttention:
         self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`unisono.attention.base.QuantisingAttention`."""
-        return attention_fp8(q, *_given(kv, inputs, options))
+        return attention_fp8(q, *_arguments(kv, inputs, options))
 
 
-def _settled(suits: bool, proves: Callable[[], bool], otherwise: str) -> tuple[str, str]:
+def _choose_kernel(suits: bool, proves: Callable[[], bool], otherwise: str) -> tuple[str, str]:
     """Choose a kernel: (kernel, reason). otherwise: the reason if no kernel for Hopper applies."""
     if not suits:
-        return "as all attention", otherwise
+        return "triton", otherwise
     if proves():
-        return "the kernel for Hopper", "its bits are those of all attention, compared here"
-    return "as all attention", "the bits of the kernel for Hopper differ here"
+        return "gluon-sm90", "its bits are those of the Triton kernel, compared on this GPU"
+    return "triton", "the bits of the kernel for Hopper differ on this GPU"
 
 
-def _given(kv: KV, inputs: AttentionInputs, o: AttentionOptions) -> tuple[Any, ...]:
+def _arguments(kv: KV, inputs: AttentionInputs, o: AttentionOptions) -> tuple[Any, ...]:
     """Arguments of the ops after the queries."""
     where = kv.k, kv.v, inputs.page_table, inputs.positions, inputs.plan
     return *where, o.scale, o.window, o.first, o.soft_cap, o.sinks, kv.k_scales, kv.v_scales

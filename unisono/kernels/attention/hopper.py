@@ -77,10 +77,10 @@ def launch_prompt_attention(
     (tokens, heads, dim), kv_heads = q.shape, k_cache.shape[1]
     out = q.new_empty(tokens, heads * dim)
     cached = [boxes(c.view(-1, dim), PAGE) for c in (k_cache, v_cache)]
-    given = q, *cached, page_table, positions, work, count, out, page_table.stride(0), scale
+    operands = q, *cached, page_table, positions, work, count, out, page_table.stride(0), scale
     kernel, parts = (wide_attention_kernel, 2) if dim == WIDE_DIM else (prompt_attention_kernel, 1)
     kernel[(work.shape[0] * kv_heads * parts,)](
-        *given, **(_sizes(heads, kv_heads, dim, keys) | tuning), num_warps=WARPS
+        *operands, **(_sizes(heads, kv_heads, dim, keys) | tuning), num_warps=WARPS
     )
     return out
 

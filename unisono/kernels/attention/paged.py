@@ -136,7 +136,7 @@ def _attended(q: torch.Tensor, *_: object) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
-class _Given(NamedTuple):
+class _Arguments(NamedTuple):
     """Arguments of the ops after the queries; see :func:`attention`."""
 
     k_cache: torch.Tensor
@@ -156,9 +156,9 @@ class _Given(NamedTuple):
     v_scales: torch.Tensor | None = None
 
 
-def launch_attention(q: torch.Tensor, *given: Any, **options: int) -> torch.Tensor:
+def launch_attention(q: torch.Tensor, *args: Any, **options: int) -> torch.Tensor:
     """Launch :func:`attention`. options: launch options that override the defaults (for tuning)."""
-    g = _Given(*given)
+    g = _Arguments(*args)
     if not options and (out := _by_hopper(q, g)) is not None:
         return out
     out = _attended(q)
@@ -166,9 +166,9 @@ def launch_attention(q: torch.Tensor, *given: Any, **options: int) -> torch.Tens
     return out
 
 
-def launch_attention_fp8(q: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_attention_fp8(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`attention_fp8`."""
-    g, (tokens, heads, head_dim) = _Given(*given), q.shape
+    g, (tokens, heads, head_dim) = _Arguments(*args), q.shape
     if (out := _by_hopper(q, g)) is not None:
         return launch_quantize(out, head_dim)
     x8, scales = empty_quantised(q, tokens, heads * head_dim, head_dim)
@@ -176,7 +176,7 @@ def launch_attention_fp8(q: torch.Tensor, *given: Any) -> tuple[torch.Tensor, to
     return x8, scales
 
 
-def _by_hopper(q: torch.Tensor, g: _Given) -> torch.Tensor | None:
+def _by_hopper(q: torch.Tensor, g: _Arguments) -> torch.Tensor | None:
     """Attend with the kernel for Hopper. Returns None if it does not serve such a pass."""
     plain = g.partials == 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None
     if not plain or not attention_hopper.serves(q, g.k_cache, g.arrivals.shape[1], g.window, g.first):
@@ -186,7 +186,7 @@ def _by_hopper(q: torch.Tensor, g: _Given) -> torch.Tensor | None:
 
 
 def _launch(
-    out: torch.Tensor, scales: torch.Tensor | None, q: torch.Tensor, g: _Given, options: dict[str, int]
+    out: torch.Tensor, scales: torch.Tensor | None, q: torch.Tensor, g: _Arguments, options: dict[str, int]
 ) -> None:
     """Attend into ``out``. scales: scales of e4m3 outputs."""
     (tokens, heads, head_dim), (_, tile_tokens, kv_heads) = q.shape, g.arrivals.shape
@@ -331,14 +331,14 @@ def attention_fp8(
     page_table: torch.Tensor,
     positions: torch.Tensor,
     plan: AttentionPlan,
-    *given: Any,
+    *args: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend and quantise to e4m3, with a scale per token and head: the bits of ``quantize_fp8(attention(…), D)``.
 
     D: a power of two (:func:`quantises`). The other arguments are those of :func:`attention`. Returns (values e4m3 [T',
     Hq · D], scales fp32 [Hq, T']), T' = T padded to a multiple of four with zeros.
     """
-    return attention_fp8_op(q, k_cache, v_cache, page_table, positions, *plan, *given)
+    return attention_fp8_op(q, k_cache, v_cache, page_table, positions, *plan, *args)
 
 
 def _case(

@@ -228,8 +228,8 @@ def has_bits_of_parts(
                 continue  # the features are not divisible by the number of ranks
             if summed:
                 whole = ordered_sum(whole, peers.ranks)
-            given = parts[peers.rank], residual, weight, 1e-6, None, True, summed, peers
-            found = launch_gather_add_rms_norm(*given)[:2]
+            arguments = parts[peers.rank], residual, weight, 1e-6, None, True, summed, peers
+            found = launch_gather_add_rms_norm(*arguments)[:2]
             expected = launch_add_rms_norm(whole, residual, weight, 1e-6)
             right &= all(map(torch.equal, found, expected))
         parts = [drawn(rows, 2 * width) for _ in range(peers.ranks)]

@@ -62,7 +62,7 @@ def claimed_by(owner: object) -> Iterator[None]:
         _claimant = before
 
 
-def may_stay(device: torch.device) -> bool:
+def claim_device(device: torch.device) -> bool:
     """Claim the device for persistent launches. True if no other owner holds it, or if there is no claimant.
 
     ``UNISONO_STAYING_LAUNCHES=0`` disables them, as for processes that share a GPU's multiprocessors.

@@ -374,10 +374,10 @@ def adapter_shrink_op(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor, til
     cuts = x.shape[1] // SPLIT + (x.shape[1] % SPLIT > 0)
     h = x.new_zeros(cuts, x.shape[0], a.shape[1], dtype=torch.float32)
     for e, rows in _tiles(order, tiles, len(a)):
-        given, weight = x[rows].float(), a[e].float()
+        inputs, weight = x[rows].float(), a[e].float()
         for cut in range(cuts):
             part = slice(cut * SPLIT, (cut + 1) * SPLIT)
-            h[cut, rows] = row_exact_product(given[:, part], weight[:, part])
+            h[cut, rows] = row_exact_product(inputs[:, part], weight[:, part])
     return _summed(h).to(x.dtype)[None] if _sums_first(x.shape[0], rank) else h
 
 
@@ -391,8 +391,8 @@ def adapter_expand_op(
     for e, rows in _tiles(order, tiles, len(b)):
         done = 0
         for part, outputs in enumerate(projections):
-            given = low[rows, part * rank : (part + 1) * rank]
-            delta = row_exact_product(given, b[e, done : done + outputs].float())
+            inputs = low[rows, part * rank : (part + 1) * rank]
+            delta = row_exact_product(inputs, b[e, done : done + outputs].float())
             y[rows, done : done + outputs] = (y[rows, done : done + outputs].float() + delta).to(y.dtype)
             done += outputs
 
@@ -439,7 +439,7 @@ def _aot(rows: int, dtype: str, low: int, outputs: int, rank: int, cuts: int) ->
     gate_n, gate_strip = _silu_blocks(rows, kind)
     summed = _sums_first(rows, rank)
     pointers = {"x": f"*{dtype}", "a": f"*{dtype}", "h": "*fp32"}
-    given = {"y": f"*{dtype}", "h": f"*{dtype}" if summed else "*fp32", "b": f"*{dtype}", **plan}
+    tensors = {"y": f"*{dtype}", "h": f"*{dtype}" if summed else "*fp32", "b": f"*{dtype}", **plan}
     sizes = {"SPLITS": 1 if summed else cuts, "RANK": rank, "BLOCK_M": tile, "OVERLAP": True}
     return [
         AotCase(
@@ -455,13 +455,13 @@ def _aot(rows: int, dtype: str, low: int, outputs: int, rank: int, cuts: int) ->
         ),
         AotCase(
             _adapter_expand_kernel,
-            given | ints("", "M N C L count n0 n1 n2"),
+            tensors | ints("", "M N C L count n0 n1 n2"),
             sizes | {"BLOCK_N": block_n, "BLOCK_R": min(rank, 64), "STRIP": strip},
         ),
         *[
             AotCase(
                 _adapter_silu_kernel,
-                given | {"out": f"*{dtype}"} | ints("", "M I L count"),
+                tensors | {"out": f"*{dtype}"} | ints("", "M I L count"),
                 sizes | {"BLOCK_N": gate_n, "STRIP": gate_strip},
             )
         ]
@@ -471,11 +471,11 @@ def _aot(rows: int, dtype: str, low: int, outputs: int, rank: int, cuts: int) ->
 
 AOT: list[AotCase] = [
     case
-    for given in (
+    for sizes in (
         (16, "bf16", 48, 6144, 16, 8), (16, "bf16", 32, 24576, 16, 8), (16, "bf16", 16, 4096, 16, 24),
         (64, "fp16", 64, 4096, 64, 8), (2048, "bf16", 48, 6144, 16, 8), (2048, "bf16", 512, 4096, 512, 24),
         (2048, "bf16", 32, 24576, 16, 8), (2048, "bf16", 64, 4096, 64, 24),
         (16, "bf16", 256, 4096, 256, 8), (16, "fp32", 48, 6144, 16, 8), (2048, "fp32", 48, 6144, 16, 8),
     )
-    for case in _aot(*given)
+    for case in _aot(*sizes)
 ]  # fmt: skip

@@ -241,12 +241,12 @@ def launch_fp8_down(
     return y
 
 
-def _given(x8, x_scales, dtype, w_scales, rows):
+def _as_quantised(x8, x_scales, dtype, w_scales, rows):
     return Quantised(x8, x_scales, _group(w_scales), rows, dtype)
 
 
 def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
-    x = _given(x8, x_scales, dtype, w_scales, len(ids))
+    x = _as_quantised(x8, x_scales, dtype, w_scales, len(ids))
     return launch_fp8_gate_up(x, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles))
 
 
@@ -254,12 +254,12 @@ def _gate_up_fp8_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile,
     plan = ExpertPlan(ids, experts, tile, order, tiles)
     if tile == experts_gluon.TILE_PAIRS:
         return experts_gluon.launch_quantised_rows(x8, x_scales, weight, w_scales, plan, dtype)
-    x = _given(x8, x_scales, dtype, w_scales, len(ids))
+    x = _as_quantised(x8, x_scales, dtype, w_scales, len(ids))
     return launch_quantize(launch_fp8_gate_up(x, weight, w_scales, plan), GROUP)
 
 
 def _down_cuda(h8, h_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
-    h = _given(h8, h_scales, dtype, w_scales, 0)
+    h = _as_quantised(h8, h_scales, dtype, w_scales, 0)
     return launch_fp8_down(h, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles))
 
 

@@ -413,11 +413,11 @@ def _case(dtype: str, shapes: Shapes, gated: bool, scales: int = 0, quantised: b
     signature = {"x": f"*{kind}", "w_desc": box_type(kind, COLUMNS.value), "out": f"*{dtype}"}
     signature |= ints("order tiles", "M count PADDED padded")
     sizes: dict[str, object] = dict(_sizes(shapes, k, n, gated, scales, quantised))
-    for name, given, of in (
+    for name, present, of in (
         ("x_scales", scales, "fp32"), ("w_scales", scales, "fp32"), ("out8", quantised, "fp8e4nv"),
         ("out_scales", quantised, "fp32"),
     ):  # fmt: skip
-        if given:
+        if present:
             signature[name] = f"*{of}"
         else:
             sizes[name] = None

@@ -117,12 +117,12 @@ def launch_gated_delta(
             **overlapped(device),
         )  # fmt: skip
     elif not is_round and fast_walk and walks(qkv, sizes.key_dim):
-        given: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "num_warps": WARPS.value}
+        launch: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "num_warps": WARPS.value}
         beside = overlaps(device)
-        walk_kernel[(*grid[:2], 1)](*inputs, starts, tokens, count, OTHERS=False, OVERLAP=beside, **given)
+        walk_kernel[(*grid[:2], 1)](*inputs, starts, tokens, count, OTHERS=False, OVERLAP=beside, **launch)
         if count > 1:
             walk_kernel[(*grid[:2], count - 1)](
-                *inputs, starts, tokens, count, OTHERS=True, **given, **overlapped(device)
+                *inputs, starts, tokens, count, OTHERS=True, **launch, **overlapped(device)
             )  # fmt: skip
     else:
         _walk_kernel[grid](

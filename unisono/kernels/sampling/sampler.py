@@ -340,8 +340,8 @@ def scores_cpu(
     """
     slot = slots.long().repeat_interleave(width)
     logits = logits.float()
-    if edits is not None and edited is not None and (asks := edits[slot] != 0).any():
-        logits = torch.where(asks[:, None], edited, logits)
+    if edits is not None and edited is not None and (edited_rows := edits[slot] != 0).any():
+        logits = torch.where(edited_rows[:, None], edited, logits)
     scores = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf)
     running = status[slot] == RUNNING.value
 
@@ -409,8 +409,8 @@ def _signature(logits: str, *, floats: str, ints: str, longs: str, scalars: str)
 def _case(kernel: Any, signature: dict[str, str], sizes: dict[str, Any], edits: bool, warps: int) -> AotCase:
     """Without ``edits`` their fields are None, as in a launch."""
     absent = {} if edits else {"edits": None, "edited": None}
-    given = {name: kind for name, kind in signature.items() if name not in absent}
-    return AotCase(kernel, given, sizes | absent | {"HAS_EDITS": edits}, num_warps=warps)
+    present = {name: kind for name, kind in signature.items() if name not in absent}
+    return AotCase(kernel, present, sizes | absent | {"HAS_EDITS": edits}, num_warps=warps)
 
 
 AOT: list[AotCase] = [

@@ -188,11 +188,11 @@ def launch_catch_up_extend(
     page_table: Tensor, page_size: int,
 ) -> CatchUpExtend:  # fmt: skip
     """Triton implementation of :func:`catch_up_extend`."""
-    given = (slots, query_start, start, token_ids, next_ids, positions, page_table)
-    out = _catch_up_extend_meta(*given, page_size)
+    inputs = (slots, query_start, start, token_ids, next_ids, positions, page_table)
+    out = _catch_up_extend_meta(*inputs, page_size)
     rows, tokens = slots.shape[0], token_ids.shape[0]
     _catch_up_extend_kernel[(max(triton.cdiv(tokens, ENTRIES_PER_PROGRAM), 1),)](
-        *given, *out, page_table.stride(0), rows, tokens,
+        *inputs, *out, page_table.stride(0), rows, tokens,
         PAGE=page_size, BLOCK_T=ENTRIES_PER_PROGRAM, BLOCK_E=triton.next_power_of_2(rows),
     )  # fmt: skip
     return out

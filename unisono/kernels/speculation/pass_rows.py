@@ -54,10 +54,10 @@ class SharedPlan(Generic[Plan]):
         self, fields: tuple[torch.Tensor, ...], query_start: torch.Tensor | None, tokens: int, *sizes: int
     ) -> Plan:
         """Look up or make the plan. fields: those of :class:`PassRows`, of any integer dtype."""
-        given = fields if query_start is None else (*fields, query_start)
-        numbers, last = (len(given), tokens, *sizes), self._last
-        if last is not None and last[0] == numbers and all(map(torch.equal, last[1], given)):
+        inputs = fields if query_start is None else (*fields, query_start)
+        numbers, last = (len(inputs), tokens, *sizes), self._last
+        if last is not None and last[0] == numbers and all(map(torch.equal, last[1], inputs)):
             return last[2]
         plan = self._make(PassRows(*(field.long() for field in fields)), query_start, tokens, *sizes)
-        self._last = numbers, tuple(field.clone() for field in given), plan
+        self._last = numbers, tuple(field.clone() for field in inputs), plan
         return plan

@@ -311,8 +311,8 @@ def commit(
     slot, width = slots.long(), tokens.shape[1]
     fields = (field.index_select(0, slot).tolist() for field in (length, max_length, status, stop_ids))
     result, changed, kept = list[list[int]](), list[tuple[int, int, int, int]](), list[tuple[int, int, int]]()
-    given = slots.tolist(), tokens.tolist(), drafts.tolist()
-    for at, picked, drafted, before, end, state, stops in zip(*given, *fields, strict=True):
+    lists = slots.tolist(), tokens.tolist(), drafts.tolist()
+    for at, picked, drafted, before, end, state, stops in zip(*lists, *fields, strict=True):
         if state != RUNNING.value:
             result.append([0, state, *[-1] * width])
             continue

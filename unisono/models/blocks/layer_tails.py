@@ -20,7 +20,7 @@ from torch import nn
 from unisono.kernels.gemm import layer_tail
 from unisono.kernels.gemm.layer_tail import LayerTailWeights
 from unisono.kernels.gemm.layer_tail_gluon import MOST_ROWS
-from unisono.kernels.gemm.persistent import may_stay
+from unisono.kernels.gemm.persistent import claim_device
 from unisono.layers.activations import Activations, Projected, plain, readers_of
 from unisono.layers.adapters import LinearAdapter
 from unisono.layers.experts import prove_experts
@@ -106,7 +106,7 @@ def _tail(layer: DecoderLayer) -> FusedTail | None:
         return None
     reader: Any = None if layer.next_mixer is None else readers_of(layer.next_mixer)[0]
     layers: list[Any] = [getattr(mixer, "o", None), mlp.gate_up, mlp.down]
-    if not (all(_is_plain(each) and each.bias is None for each in layers) and may_stay(norm.weight.device)):
+    if not (all(_is_plain(each) and each.bias is None for each in layers) and claim_device(norm.weight.device)):
         return None
     return _plain_tail(layers, norm, cast("RMSNorm | None", next_norm), reader if _is_plain(reader) else None)
 
