@@ -79,7 +79,7 @@ class AttentionInputs:
         )
 
     def parts(self) -> tuple[AttentionInputs, AttentionInputs]:
-        """Split what :meth:`joined` joined: (round of width 1, extend pass)."""
+        """Split the result of :meth:`joined`: (round of width 1, extend pass)."""
         n, starts, table = self.singles, self.query_start, self.page_table
         assert starts is not None
         slots, positions, mapping, kv_len = self.slots, self.positions, self.slot_mapping, self.kv_len

@@ -23,7 +23,8 @@ EXACT_KERNELS: dict[str, ExactKernel[Any]] = {}
 class ExactKernel(Generic[P]):
     """A kernel that serves where a comparison found the reference kernel's bits.
 
-    keys: maps the arguments of a comparison to the keys that it proves: shapes, dtypes, whatever bits may depend on.
+    keys: maps the arguments of a comparison to the keys that it proves: everything that bits may depend on, such as
+    shapes and dtypes.
         An empty tuple: there is nothing to compare, as on a CPU.
     same_bits: runs both kernels on inputs of its own, with the same arguments, and compares the results.
     trusted: the kernel serves keys that were not compared.

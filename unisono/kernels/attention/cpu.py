@@ -225,7 +225,7 @@ def _in_order(parts_BCHMX: torch.Tensor) -> torch.Tensor:
 def _merged(total: tuple[torch.Tensor, ...], split: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Merge one more split into (max, sum, acc) of the splits so far. ``total`` is empty before the first."""
     split_max, split_sum, split_acc = split
-    if not total:  # what merging with nothing gives: only a negative zero changes its bits
+    if not total:  # the result of merging with nothing: only a negative zero changes its bits
         return split_max, split_sum, split_acc.add_(0.0)
     total_max, total_sum, total_acc = total
     new_max = torch.maximum(total_max, split_max)

@@ -94,7 +94,7 @@ def _value(step, p, shrink, v, ones, z, o0, o1, at: gl.constexpr, PARTS: gl.cons
            MMA: gl.constexpr):  # fmt: skip
     """Start to add ``p``'s row sums to z and ``p``-weighted values to parts ``at`` and at + 1: three in flight.
 
-    z [ROWS, 8] holds each sum eight times: the tensor core adds in the same order whatever computes the rest.
+    z [ROWS, 8] holds each sum eight times: the tensor core adds in the same order in every layout.
     """
     place = step % STAGES * PARTS + at
     old = z * gl.convert_layout(shrink, gl.SliceLayout(1, z.type.layout))[:, None]

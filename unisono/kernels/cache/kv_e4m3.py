@@ -51,7 +51,7 @@ def largest_bits(x):
 def exponent_of(bits):
     """Biased exponent int32 of a row whose largest magnitude has these ``bits``.
 
-    A magnitude m · 2^E is at most 448 = 1.75 · 2^8 over 2^(E - 8) where m ≤ 1.75, else over 2^(E - 7): what is above
+    A magnitude m · 2^E is at most 448 = 1.75 · 2^8 over 2^(E - 8) where m ≤ 1.75, else over 2^(E - 7): the part above
     1.75 carries into the exponent.
     """
     power = ((tl.minimum(bits, 0x7F800000) + 0x1FFFFF) >> 23) - 135

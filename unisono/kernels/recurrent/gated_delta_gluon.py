@@ -208,7 +208,7 @@ def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, 
     for early in gl.static_range(STAGES):
         _fetch(gl.minimum(early, chunks - 1), early, inputs, where, qkv, kv_ring, squares, factors, h, dv,
                HK, HV, K, V, RING, False)  # fmt: skip
-    # The first loop has no branch: what it fetches are whole chunks of the pass, and no state is stored.
+    # The first loop has no branch: it fetches whole chunks of the pass only and stores no state.
     smooth = gl.minimum((stop - start) // CHUNK - STAGES, keep - 1)
     smooth = gl.where(at - start > STAGES * CHUNK, 0, gl.maximum(smooth, 0))
     stage = smooth * 0

@@ -145,7 +145,7 @@ def _remember_kernel(
             token = tl.load(text + i, mask=i < size - 1, other=END)
             tl.store(ring + _wrap(at + i, N), token, mask=i < size)
         at = _wrap(at + size, N)
-        tl.debug_barrier()  # the next row may write over what this one wrote
+        tl.debug_barrier()  # the next row may overwrite this row's tokens
         row = tl.min(tl.where(ended & (r > row), r, R))
     tl.store(head, at)
 
