@@ -226,6 +226,8 @@ def test_the_proof_multiplies_what_the_weights_read(ranks, monkeypatch):
     monkeypatch.setattr("unisono.kernels.moe.experts.launch_gate_up", lambda *given: by_either(*given, True))
     monkeypatch.setattr("unisono.kernels.moe.experts.launch_down", lambda *given: by_either(*given, False))
     monkeypatch.setattr(experts_gluon, "launch_expert_rows", by_either)
+    assert not _same_bits(gate_up, down, experts, 2), "this is no Hopper GPU"
+    monkeypatch.setattr(experts_gluon, "suits", lambda weight: True)
     assert _same_bits(gate_up, down, experts, 2)
     assert seen == [True, True, False, False]
 
