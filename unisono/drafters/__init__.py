@@ -1,1 +1,1 @@
-"""Drafters propose what the target verifies. One file each, chosen by name from the catalog."""
+"""Drafters propose tokens that the target verifies. One folder per method; the catalog lists them by name."""
