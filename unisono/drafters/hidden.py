@@ -8,7 +8,7 @@ With n committed tokens, and entry p joining the token at p with the hidden stat
 
     kept from before      draft 0, and the hidden state that led to it
     propose, step j ≥ 1   entry n + j - 1: draft j - 1 with the module's own last hidden state  →  draft j
-    observe               entries n …: the committed tokens with the target's hidden states     →  state for the next round
+    observe               entries n …: the committed tokens with the target's hidden states     →  next round's start
 
 Entries of drafts are provisional: ``observe`` writes every entry that outlives the round from the target's hidden
 states, and no entry depends on k, on the batch or on which drafts were tried. If a tree has several candidates for

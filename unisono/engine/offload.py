@@ -16,7 +16,7 @@ from unisono.kv.offload.host_index import HostIndex, Part
 from unisono.kv.offload.host_pages import STAGING_BYTES, HostPages, Move, kind_bytes, make_host_pages
 from unisono.kv.offload.offloader import PAUSE_SECONDS, Offload
 from unisono.kv.offload.page_files import PageFiles
-from unisono.kv.offload.part_files import PartResult, PartFiles
+from unisono.kv.offload.part_files import PartFiles, PartResult
 from unisono.kv.specs import ALL, SNAPSHOTS
 from unisono.passes.features.base import Metric
 from unisono.types import ConfigError

@@ -21,11 +21,11 @@ class GatedMLP(nn.Module):
 
     @property
     def consumers(self) -> tuple[object, ...]:
-        """What reads the block's input."""
+        """Consumers of the block's input."""
         return (self.gate_up,)
 
     def forward(self, x: Activations, positions: torch.Tensor | None = None) -> Activations:
-        """What ``down`` reads: [M, hidden] -> [M, intermediate]. The same is done for every position."""
+        """[M, hidden] -> [M, intermediate], the input of ``down``. Positions are ignored."""
         y, low = self.gate_up.product(x)
         if low is not None:
             return low.silu(y)
@@ -36,5 +36,5 @@ class GatedMLP(nn.Module):
     def project(
         self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
     ) -> tuple[torch.Tensor, Activations]:
-        """What ``forward`` returned -> (residual + down(y), ``norm`` of it); without a norm the sum twice."""
+        """Result of ``forward`` -> (residual + down(y), ``norm`` of it); without a norm, the sum twice."""
         return self.down.then_norm(y, residual, norm)

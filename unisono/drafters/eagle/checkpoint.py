@@ -361,8 +361,8 @@ def _aux_layers(
         layers, why, sure = infer_aux_layers(layer_ids, num_layers, convention, speculators)
     if max(layers) > num_layers:
         raise CheckpointError(
-            f"{directory}: eagle_aux_hidden_state_layer_ids={layer_ids} name the inputs of layers {list(layers)} ({why}); "
-            f"the target has {num_layers} layers."
+            f"{directory}: eagle_aux_hidden_state_layer_ids={layer_ids} name the inputs of layers {list(layers)} "
+            f"({why}); the target has {num_layers} layers."
         )
     message = "%s reads the inputs of the target's layers %s: %s."
     if sure:

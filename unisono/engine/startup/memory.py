@@ -31,8 +31,8 @@ class PageDemand:
     """What the KV cache's size depends on.
 
     page_bytes: by window group, of one page of target and drafter. windows: by window group, pages that are of use at
-    most. snapshot_bytes: of one snapshot of the recurrent states. path_pages: pages that a tree's ``paths`` need beside the
-    pool's.
+    most. snapshot_bytes: of one snapshot of the recurrent state. path_pages: pages that a tree's ``paths`` need beside
+    the pool's.
     logits_bytes: fp32 logits of the largest round, where no measured pass contains them. staging_bytes: that pages pass
     through on their way to host memory and back.
     """
@@ -66,7 +66,7 @@ class PageDemand:
 def fit_pages(
     config: ResolvedConfig, demand: PageDemand, peak_bytes: Callable[[], int]
 ) -> tuple[dict[int, int], int, ResolvedConfig]:
-    """The pages of the pool by window group, how many snapshots fit, and the configuration with the decisions on the way.
+    """The pages of the pool by window group, how many snapshots fit, and the configuration with these decisions.
 
     peak_bytes: measures the bytes in use at the peak of the largest pass; called on a GPU only.
     Raises ConfigError where not even one request fits.

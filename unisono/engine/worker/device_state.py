@@ -89,7 +89,7 @@ class DeviceState:
         self._unsaved = chunks
 
     def before_pass(self) -> None:
-        """Take the snapshots after the prompt pass that was launched last, before another pass changes the recurrent states."""
+        """Take the snapshots after the last launched prompt pass, before another pass changes the recurrent state."""
         chunks, self._unsaved = self._unsaved, ()
         if self._pool.snapshots is None:
             return
@@ -130,7 +130,8 @@ class DeviceState:
         """The request is about to give its pages and its slot back, and the tree has its committed ones: keep its last
         snapshot.
 
-        A request that the host ended while a pass was on its way may have recurrent states that went on, so they are not kept.
+        If the host ended a request while a pass was in flight, its recurrent state may have advanced further, so it is
+        not kept.
         """
         pool = self._pool.snapshots
         if pool is None:

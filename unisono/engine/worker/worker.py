@@ -57,7 +57,7 @@ class Worker:
 
     tower: what encodes pictures for the model; None where it sees nothing.
     num_pages: pages of the pool by window group; path_pages: of each window group beside these, for the paths of trees.
-    snapshots: how many snapshots of recurrent states there is room for. host_pages: where evicted pages wait; None: nowhere.
+    snapshots: how many recurrent snapshots there is room for. host_pages: where evicted pages wait; None: nowhere.
     files: what they are written to; None: nothing. file_sizes: bytes of this rank's files of the parts that all ranks
     had at the start, least recently used first.
     adapters: what may be put into the model's room for adapters; None: it has none. page_bytes: what reads and writes
