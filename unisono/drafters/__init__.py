@@ -1,1 +1,6 @@
-"""Drafters propose tokens that the target verifies. One folder per method; the catalog lists them by name."""
+"""Drafters propose tokens that the target verifies. The catalog lists them by name.
+
+``base.py`` is the protocol. ``none.py``, ``standalone.py`` (a draft model), ``lookup/`` (n-gram and suffix), ``eagle/``
+and ``mtp/`` are the methods, each with its checkpoint reader. The other files are shared: ``hidden.py`` (drafters over
+the target's hidden states), ``unobserved.py`` (catching up after a pause), ``quantization.py`` and ``options.py``.
+"""

@@ -2,7 +2,8 @@
 
 A layer with e4m3 weights reads quantised inputs. When the model is built, the producer's format is set by
 :func:`common_input_format` of its consumers, and the producer's own launch then emits it. A format is a request, not a
-guarantee: a producer without such a kernel emits plain rows, and the consumer quantises them itself, with the same
+guarantee: where the kernel of the present pass cannot emit it (attention of mixed passes and of some prompts, a fused
+layer tail, rows with adapters), the producer emits plain rows, and the consumer quantises them itself, with the same
 bits.
 """
 

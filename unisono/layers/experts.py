@@ -340,6 +340,32 @@ class Experts(nn.Module):
             shared = self._columns(self.shared.down(self.shared(x)))
         return Mixed(y[:pairs], weights, shared, gates if self.gated else None)
 
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain formula in x's dtype, [M, H] -> [M, H], one expert after the other: the tests' oracle."""
+        experts, bias = self.stacks[0].experts, None if self.router_bias is None else self.router_bias.to(x.dtype)
+        scores = nn.functional.linear(x, self.router.to(x.dtype), bias)
+        weights, ids = scores[:, :experts].softmax(-1).topk(self.top_k)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for expert in range(experts):
+            token, choice = (ids == expert).nonzero(as_tuple=True)
+            out[token] += weights[token, choice, None] * self._expert(x[token], expert)
+        if self.shared is None and not self.stacks[0].rides:
+            return out
+        shared = self._expert(x, experts) if self.shared is None else self.shared.reference(x)
+        return out + (scores[:, experts:].sigmoid() * shared if self.gated else shared)
+
+    def _expert(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """One expert's MLP for :meth:`reference`, x [n, H] -> [n, H]."""
+        gate_up, down = self.stacks
+        biases = [None if stack.bias is None else stack.bias[number].to(x.dtype) for stack in self.stacks]
+        gate, up = nn.functional.linear(x, gate_up.weight[number].to(x.dtype), biases[0]).chunk(2, dim=-1)
+        alpha, limit = gate_up.gate
+        if limit:  # gpt-oss's clamped SwiGLU
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+        return nn.functional.linear(gate * (alpha * gate).sigmoid() * up, down.weight[number].to(x.dtype), biases[1])
+
     def _own(self, ids: torch.Tensor, held: int) -> torch.Tensor:
         """ids [M, top_k] as indices of this rank's ``held`` experts; ``held``, the index of padding, for other ranks'
         experts."""

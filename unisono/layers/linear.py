@@ -110,6 +110,13 @@ class Linear(nn.Module):
             return y if residual is None else y + residual
         return self.format.linear(self, in_format(x, self.input_format), residual)  # type: ignore[arg-type]
 
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain product in x's dtype, for a plain weight held whole: the tests' oracle. Raises TypeError for others."""
+        if self.format is not PLAIN or self.divided or self.sums:
+            raise TypeError(f"a {self.format.name} layer, or a rank's part of one, has no reference")
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
     def _apart(self, x: Activations) -> torch.Tensor | None:
         """The product if another step comes between it and the residual's sum; otherwise None."""
         if not (self.joins or self.sums or self.split_inputs):

@@ -33,6 +33,11 @@ class GatedMLP(nn.Module):
             OfAllRanks(self.down.ranks.silu(y)) if self.down.split_inputs else silu_product(y, self.down.input_format)
         )
 
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain formula in x's dtype, [M, hidden] -> [M, hidden]: the tests' oracle."""
+        gate, up = self.gate_up.reference(x).chunk(2, dim=-1)
+        return self.down.reference(nn.functional.silu(gate) * up)
+
     def project(
         self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
     ) -> tuple[torch.Tensor, Activations]:

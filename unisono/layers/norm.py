@@ -40,6 +40,10 @@ class RMSNorm(nn.Module):
             return rms_norm(x, self.weight, self.eps)
         return rms_norm_fp8(x, self.weight, self.eps, self.input_format.group, self.input_format.keep)
 
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain formula in x's dtype, [..., size] -> [..., size]: the tests' oracle."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(x.dtype)
+
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, Activations]:
         """(x + residual [M, size], its norm as from :meth:`forward`), in one launch."""
         if self.input_format is None:

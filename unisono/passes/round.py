@@ -84,7 +84,7 @@ def round_program(context: PassContext) -> Program:
 
 
 def draft_program(context: PassContext) -> Program:
-    """First pass of a split round: propose. Output: ``drafts [rows, P, k]`` int32, -1 for none."""
+    """First pass of a draft-verify round: propose. Output: ``drafts [rows, P, k]`` int32, -1 for none."""
     drafts = Field("drafts", torch.int32, ("rows", context.paths, "drafts"), output=True)
 
     def run(b: Buffers) -> None:
@@ -99,7 +99,7 @@ def draft_program(context: PassContext) -> Program:
 
 
 def verify_program(context: PassContext) -> Program:
-    """Second pass of a split round: verify ``drafts [rows, P, k]`` int32 from the host, -1 for none.
+    """Second pass of a draft-verify round: verify ``drafts [rows, P, k]`` int32 from the host, -1 for none.
 
     The drafts come from :func:`draft_program`, or from a feature that knows the next tokens (``RequestState.forced``).
     The host waits for this pass, so its outputs are published before the drafter catches up. Other rounds are read one

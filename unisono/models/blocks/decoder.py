@@ -95,6 +95,13 @@ class Decoder(nn.Module):
         aux = torch.cat([seen[number] for number in aux_layers], dim=1) if aux_layers else None
         return plain(stream.normed), aux
 
+    def reference(self, token_ids: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Plain forward of one text from its start in ``dtype``, token_ids [T] -> logits [T, V]: the tests' oracle."""
+        x = self.embed(token_ids).to(dtype)
+        for layer in self.layers:
+            x = cast(DecoderLayer, layer).reference(x)
+        return self.lm_head.reference(self.norm.reference(x))
+
     def _add_levels(
         self, stream: Stream, number: int, overriding: Sequence[Overriding], context: ForwardContext
     ) -> Stream:

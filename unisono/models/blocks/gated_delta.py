@@ -135,6 +135,31 @@ class GatedDelta(nn.Module):
             out, z = context.last_tokens.select(out), context.last_tokens.select(z)
         return gated_norm(out, z, self.norm.weight, self.eps, self.o.input_format)
 
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain recurrence in x's dtype over one text from its start, x [T, H] -> [T, H]: the tests' oracle."""
+        spec, (keys, values), tokens = self.spec, self.spec.channels, len(x)
+        inputs = self.in_proj.reference(x)
+        if self.gates is not None:
+            inputs = torch.cat((inputs, self.gates.reference(x)), dim=1)
+        heads = spec.num_value_heads
+        u, z, b, a = inputs.split((2 * keys + values, values, heads, heads), dim=1)
+        conv = nn.functional.conv1d(u.T, self.conv.weight.to(x.dtype), padding=spec.conv_size - 1, groups=u.shape[1]).T[
+            :tokens
+        ]
+        q, k, v = nn.functional.silu(conv).split((keys, keys, values), dim=1)
+        shared = heads // spec.num_key_heads
+        q, k = (_unit(each.unflatten(1, (-1, spec.key_head_dim))).repeat_interleave(shared, 1) for each in (q, k))
+        v, q = v.unflatten(1, (heads, -1)), q * spec.key_head_dim**-0.5
+        decay = (-self.A_log.to(x.dtype).exp() * nn.functional.softplus(a + self.dt_bias.to(x.dtype))).exp()
+        state, out = x.new_zeros(heads, spec.value_head_dim, spec.key_head_dim), torch.empty_like(v)
+        for t in range(tokens):
+            state = state * decay[t, :, None, None]
+            error = (v[t] - torch.einsum("hvk,hk->hv", state, k[t])) * b[t, :, None].sigmoid()
+            state = state + error[:, :, None] * k[t, :, None, :]
+            out[t] = torch.einsum("hvk,hk->hv", state, q[t])
+        normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + self.eps) * self.norm.weight.to(x.dtype)
+        return self.o.reference(normed.flatten(1) * nn.functional.silu(z))
+
     def advance(self, context: ForwardContext, state: RecurrentView) -> None:
         """Advance the state in a pass without tokens; see :class:`unisono.models.blocks.layers.AdvancesSnapshot`."""
         new = self.conv.weight.new_empty
@@ -154,6 +179,11 @@ class GatedDelta(nn.Module):
     ) -> tuple[torch.Tensor, Activations]:
         """(residual + ``o(y)``, ``norm`` of it); without a norm, the sum twice."""
         return self.o.then_norm(y, residual, norm)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] divided by its norm."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 class _Weight(nn.Module):

@@ -218,6 +218,26 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, Activations]:
         return self.o.then_norm(y, residual, norm)
 
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain attention in x's dtype over one text from its start, x [T, H] -> [T, H]: the tests' oracle."""
+        spec, tokens = self.spec, torch.arange(len(x))
+        heads = self.qkv.reference(x).unflatten(1, (-1, spec.head_dim))
+        q, k, v = heads.split((spec.num_heads * (1 + spec.output_gate), spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        q, gate = (q[:, ::2], q[:, 1::2]) if spec.output_gate else (q, None)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.reference(q), self.k_norm.reference(k)
+        q, k = (_rotated(each, self.cos_sin[: len(x)].to(x.dtype)) for each in (q, k))
+        k, v = (each.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for each in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
+        if spec.soft_cap:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        ago = tokens[:, None] - tokens
+        scores = scores.masked_fill((ago < 0) | ((ago >= spec.window) if spec.window else False), -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat((self.sinks.to(x.dtype)[:, None, None].expand(-1, len(x), 1), scores), dim=2)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(2)[:, :, -len(x) :], v)
+        return self.o.reference((out if gate is None else out * gate.sigmoid()).flatten(1))
+
     def _rotate(self, qkv: torch.Tensor, context: ForwardContext, kv: KV) -> torch.Tensor:
         """Norm and rotate the heads, write keys and values; return the queries [T, Hq, D]."""
         inputs, q_norm = context.inputs(self.spec.window_group), self.q_norm.weight if self.q_norm else None
@@ -232,6 +252,13 @@ class Attention(nn.Module):
         inputs = context.plan(self.backend, self.spec.window_group, self.spec.window)
         options = AttentionOptions(self.scale, self.spec.window, soft_cap=self.spec.soft_cap, sinks=self.sinks)
         return attended(self.backend, input_format, q, kv, inputs, options)
+
+
+def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D] rotated by cos_sin [T, rot_dim] (cosines, then sines); the other elements stay."""
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    first, second, rest = x.split((cos.shape[-1], cos.shape[-1], x.shape[-1] - cos_sin.shape[-1]), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -367,6 +394,12 @@ class DecoderLayer(nn.Module):
             return after
         x, normed = mixer.project(mixed, x, self.feed_forward_norm)
         return Stream(*feed_forward.project(feed_forward(normed, context.queries.positions), x, self.next_norm))
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain formula in x's dtype over one text from its start, x [T, H] -> [T, H]: the tests' oracle."""
+        mixer, feed_forward = cast(Any, self.mixer), cast(Any, self.feed_forward)
+        x = x + mixer.reference(cast(RMSNorm, self.mixer_norm).reference(x))
+        return x + feed_forward.reference(cast(RMSNorm, self.feed_forward_norm).reference(x))
 
     def state_specs(self) -> Tree:
         """The mixer's specs."""

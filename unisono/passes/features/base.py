@@ -44,7 +44,7 @@ from unisono.sampling.pipeline import EditFields, Sampled
 from unisono.types import EngineRequest, SamplingParams, TokenDelta
 
 PassKind = Literal["extend", "mixed", "round", "verify"]
-"""Prompt passes; mixed passes; rounds in one pass; the second pass of a split round (``Feature.reads_drafts``)."""
+"""Prompt passes; mixed passes; rounds in one pass; second passes of draft-verify rounds (``Feature.reads_drafts``)."""
 
 
 Metric = tuple[str, str, dict[str, str], float, str]
