@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models.harness import Session
-from tests.models.test_blocks import HIDDEN, SPEC, TOKENS, builder, filled, one_pass, rotary, state_of
+from tests.models.one_block import HIDDEN, SPEC, TOKENS, builder, filled, one_pass, rotary, state_of
 from unisono.attention.context import ForwardContext
 from unisono.kernels.norm.activation import Gate
 from unisono.kv.recurrent_state import RecurrentPass

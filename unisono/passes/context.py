@@ -74,7 +74,7 @@ class PassContext:
         rows: torch.Tensor,
         token_ids: torch.Tensor,
         inputs: AttentionInputs,
-        overriding: Sequence[Overriding] = (),
+        replaced: Sequence[Overriding] = (),
         last_tokens: LastTokens | None = None,
         rotary: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -93,7 +93,7 @@ class PassContext:
                 if (held := feature.around_target(b, tokens)) is not None:
                     around.enter_context(held)
             state = self.store.view("target").tree
-            hidden, aux = self.model(token_ids, context, state, features.aux_layers, overriding)
+            hidden, aux = self.model(token_ids, context, state, features.aux_layers, replaced)
         if context.recurrent is not None:
             context.recurrent.advance(self.store.snapshot_positions)
         return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(features.hidden, hidden)

@@ -58,9 +58,9 @@ def extend_program(context: PassContext, max_rows: int, name: str = "extend") ->
         inputs = _prompt_inputs(context, b)
         last_tokens = inputs.last_tokens(b.last)
         only = last_tokens if b.shape.rows > max_rows and _reads_last_tokens_only(context, b) else None
-        overriding, rotary = _feature_inputs(context, b, inputs.positions)
+        replaced, rotary = _feature_inputs(context, b, inputs.positions)
         rotary_positions = None if rotary is None else rotary.positions
-        hidden, seen = context.forward(b, b.slots, b.token_ids, inputs, overriding, only, rotary_positions)
+        hidden, seen = context.forward(b, b.slots, b.token_ids, inputs, replaced, only, rotary_positions)
         last = hidden if only else last_tokens.select(hidden)
         drafts = torch.empty((max_rows, 0), dtype=torch.int32, device=b.device)
         sampled = context.sample(b, hidden, last, b.sample_slots, drafts, Outputs(b))
@@ -68,7 +68,7 @@ def extend_program(context: PassContext, max_rows: int, name: str = "extend") ->
         if context.width > 1:
             b.outputs_ready()  # the first token does not wait for the drafter
             seen = last if context.drafter.features.hidden is Hidden.LAST else seen
-            _observe_prompts(context, b, inputs.positions, sampled, seen, overriding, rotary)
+            _observe_prompts(context, b, inputs.positions, sampled, seen, replaced, rotary)
 
     return context.program(name, schema, run)
 
@@ -128,23 +128,23 @@ def _observe_prompts(
     positions: torch.Tensor,
     sampled: torch.Tensor,
     seen: torch.Tensor | None,
-    overriding: tuple[Overriding, ...] = (),
+    replaced: tuple[Overriding, ...] = (),
     rotary: Rotary | None = None,
 ) -> None:
     """Let the drafter catch up with the prompt tokens. sampled [E, 1]; seen: the hidden states read by the drafter."""
     next_ids = _with_sampled(b.next_ids, b.last, sampled[:, 0], b.sample_slots != context.slots.padding)
     context.drafter.observe_prompt(
-        PromptPass(b.slots, b.query_start, b.start, b.token_ids, next_ids, positions, b.last, seen, overriding, rotary)
+        PromptPass(b.slots, b.query_start, b.start, b.token_ids, next_ids, positions, b.last, seen, replaced, rotary)
     )
 
 
 def _feature_inputs(
     context: PassContext, b: Buffers, positions: torch.Tensor
 ) -> tuple[tuple[Overriding, ...], Rotary | None]:
-    """Embedding overrides and rotary positions contributed by the features."""
-    overriding = (feature.override_embeddings(b) for feature in context.features)
+    """Vectors that replace those of token ids, and rotary positions, as contributed by the features."""
+    replaced = (feature.override_embeddings(b) for feature in context.features)
     rotary = (feature.rotary(b, positions) for feature in context.features)
-    return tuple(g for g in overriding if g is not None), next((r for r in rotary if r is not None), None)
+    return tuple(g for g in replaced if g is not None), next((r for r in rotary if r is not None), None)
 
 
 def _reads_last_tokens_only(context: PassContext, b: Buffers) -> bool:

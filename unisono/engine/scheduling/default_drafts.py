@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unisono.config import ResolvedConfig, catalog
-from unisono.drafters.mtp.from_checkpoint import carried_speculation
+from unisono.drafters.from_checkpoint import carried_speculation
 from unisono.models.load.checkpoint import Checkpoint
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, catalog, resolve
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.drafters.mtp.from_checkpoint import carried_bytes
+from unisono.drafters.from_checkpoint import carried_bytes
 from unisono.engine.scheduling.default_drafts import with_default_drafts
 from unisono.engine.startup.memory import CPU_KV_BYTES, GPU_SLACK
 from unisono.kv.specs import PAGE_SIZE, Paged, PerSlot, Recurrent, leaves
