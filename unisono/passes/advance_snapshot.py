@@ -27,9 +27,9 @@ def advance_snapshots(model: Decoder, store: StateStore, slot: int, position: in
     row, at = (torch.full((1,), number, dtype=torch.int32, device=store.device) for number in (slot, position))
     no_tokens = torch.zeros(2, dtype=torch.int32, device=store.device)
     inputs = AttentionInputs(row, row[:0], row[:0], at, store.page_tables[ALL], None, no_tokens)
-    tails = RecurrentPass(row, store.snapshot_positions.index_select(0, row), at, at, at)
-    context = ForwardContext({ALL: inputs}, recurrent=tails)
+    recurrent = RecurrentPass(row, store.snapshot_positions.index_select(0, row), at, at, at)
+    context = ForwardContext({ALL: inputs}, recurrent=recurrent)
     for layer, state in zip(model.layers, store.view("target").tree, strict=True):
         if isinstance(layer.mixer, AdvancesSnapshot):
             layer.mixer.advance(context, state)
-    tails.advance(store.snapshot_positions)
+    recurrent.advance(store.snapshot_positions)

@@ -32,7 +32,7 @@ class Eagle3Drafter(HiddenDrafter):
         self.draft_quantization, self.shares_head = options["draft_quantization"], not opened.own_head
         self.features = Features(Hidden.AUX, opened.config.aux_layers)
         causes = (
-            f"{OTHER_TARGET}; or its layer ids number something else: it is given the inputs of layers "
+            f"{OTHER_TARGET}; or its layer ids number something else: it reads the inputs of layers "
             f'{list(opened.config.aux_layers)} ({opened.why}); set "aux_layers" to "input" or "output" in the '
             "speculative config"
         )

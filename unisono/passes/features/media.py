@@ -281,11 +281,11 @@ class Media(Feature):
         shift, after = buffers.find("rotary_shift"), buffers.find("rotary_shift_after")
         if shift is None:
             return None
-        turned = positions[:, None] + shift
+        rotary_positions = positions[:, None] + shift
         if after is None:
-            return Rotary(turned)
+            return Rotary(rotary_positions)
         following = buffers.start + buffers.query_start.diff()
-        return Rotary(turned, following[:, None] + after)
+        return Rotary(rotary_positions, following[:, None] + after)
 
 
 class MediaState(RequestState):
