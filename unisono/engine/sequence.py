@@ -16,7 +16,7 @@ import numpy as np
 from unisono.graphs import NO_FEATURES, Features
 from unisono.kv.pages import Reservation
 from unisono.kv.prefix_tree import Token
-from unisono.passes.features.base import Ahead, Feature, RequestState, Row
+from unisono.passes.features.base import Feature, PrePass, RequestState, Row
 from unisono.types import EngineRequest, FinishReason
 
 Growth = tuple[int, list[int]]
@@ -271,17 +271,17 @@ class Extend:
 
 
 @dataclass(frozen=True)
-class Preparation:
+class FeaturePass:
     """A pass of a feature's own program, which prompt passes wait for. Nothing is read of it."""
 
-    ahead: Ahead
+    ahead: PrePass
     committing: Rows = NO_ROWS
     places: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.intp))
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round. growth: by page lifetime, the page tables that grow. drafts: of each sequence, at most.
+    """A round. growth: by window group, the page tables that grow. drafts: of each sequence, at most.
 
     catching_up: those whose drafter catches up before it. reads_drafts: whether the host reads the drafts before they
     are verified, which takes two passes. forced [rows, drafts] int32: tokens that features know to come next, -1 after
@@ -309,7 +309,7 @@ class Round:
     @cached_property
     def plain(self) -> bool:
         """Whether it is one pass of the program whose graphs' times are known, and no other pass."""
-        asks: Features = functools.reduce(operator.or_, (feature.asks for feature in self.rows.asked), NO_FEATURES)
+        asks: Features = functools.reduce(operator.or_, (feature.needs for feature in self.rows.asked), NO_FEATURES)
         return asks == NO_FEATURES and not self.reads_drafts and not self.catching_up
 
 
@@ -358,4 +358,4 @@ def _together(keys: list[list[int | bytes]]) -> list[int | bytes] | None:
     return [next((key for key in each if isinstance(key, bytes)), each[0]) for each in zip(*keys, strict=True)]
 
 
-Pass = Extend | Preparation | Round | Verify
+Pass = Extend | FeaturePass | Round | Verify

@@ -17,7 +17,7 @@ import numpy as np
 
 from unisono.engine.scheduling.adaptive import Acceptance, AdaptiveK, RoundCosts
 from unisono.engine.scheduling.forced_drafts import ForcedDrafts
-from unisono.engine.sequence import Extend, Pass, Preparation, Round, Rows, Sequence
+from unisono.engine.sequence import Extend, FeaturePass, Pass, Round, Rows, Sequence
 from unisono.engine.startup.buckets import CPU_COST
 from unisono.engine.worker.progress import NOBODY, Progress
 from unisono.types import FinishReason
@@ -177,7 +177,7 @@ class DraftController:
 
     # ---- after a pass -------------------------------------------------------------------------
 
-    def read(self, work: Extend | Preparation | Round, result: np.ndarray) -> None:
+    def read(self, work: Extend | FeaturePass | Round, result: np.ndarray) -> None:
         """A pass was read. result [rows, …] int32: of each row how many tokens it committed, and its status."""
         now, before, after = time.perf_counter(), self._read_at, self._launched
         # Of prompts and rounds whose drafts the host reads the outputs come before the drafter has caught up

@@ -10,7 +10,7 @@ import torch
 
 from unisono.config import ResolvedConfig
 from unisono.engine.startup.buckets import CPU_GRAPH_BYTES, gpu_graph_bytes, with_graph_bytes
-from unisono.graphs import Buffers, Program, Shape
+from unisono.graphs import Buffers, PassShape, Program
 from unisono.kv.pages import pages_for
 from unisono.kv.specs import ALL, PAGE_SIZE
 from unisono.types import ConfigError
@@ -30,9 +30,9 @@ MOST_SNAPSHOTS = 4096
 class PageDemand:
     """What the KV cache's size depends on.
 
-    page_bytes: by lifetime, of one page of target and drafter. windows: by window lifetime, pages that are of use at
-    most. snapshot_bytes: of one snapshot of the tails. path_pages: pages that a tree's ``paths`` need beside the
-    pool's.
+    page_bytes: by window group, of one page of target and drafter. windows: by window group, pages that are of use at
+    most. snapshot_bytes: of one snapshot of the recurrent state. path_pages: pages that a tree's ``paths`` need beside
+    the pool's.
     logits_bytes: fp32 logits of the largest round, where no measured pass contains them. staging_bytes: that pages pass
     through on their way to host memory and back.
     """
@@ -46,16 +46,16 @@ class PageDemand:
     staging_bytes: int = 0
 
     def bytes(self, pages: int) -> int:
-        """Bytes of the KV cache with this number of pages of lifetime ALL, those of tree paths included."""
+        """Bytes of the KV cache with this number of pages of window group ALL, those of tree paths included."""
         counts = self.counts(pages)
         return sum((counts[w] + self.path_pages) * size for w, size in self.page_bytes.items())
 
     def counts(self, pages: int) -> dict[int, int]:
-        """Pages of each lifetime, given those of ALL."""
+        """Pages of each window group, given those of ALL."""
         return {ALL: pages, **{w: min(pages, most) for w, most in self.windows.items()}}
 
     def fit(self, free: int, most: int) -> int:
-        """Pages of lifetime ALL, up to ``most``, that fit ``free`` bytes."""
+        """Pages of window group ALL, up to ``most``, that fit ``free`` bytes."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -66,7 +66,7 @@ class PageDemand:
 def fit_pages(
     config: ResolvedConfig, demand: PageDemand, peak_bytes: Callable[[], int]
 ) -> tuple[dict[int, int], int, ResolvedConfig]:
-    """The pages of the pool by lifetime, how many snapshots fit, and the configuration with the decisions on the way.
+    """The pages of the pool by window group, how many snapshots fit, and the configuration with these decisions.
 
     peak_bytes: measures the bytes in use at the peak of the largest pass; called on a GPU only.
     Raises ConfigError where not even one request fits.
@@ -122,7 +122,7 @@ def _within_context(config: ResolvedConfig, pages: int, why: str) -> ResolvedCon
     return config.decide("max_model_len", capacity, reason, max_model_len=capacity)
 
 
-def peak_bytes(passes: Sequence[tuple[Program, Shape]], device: torch.device) -> int:
+def peak_bytes(passes: Sequence[tuple[Program, PassShape]], device: torch.device) -> int:
     """Bytes of the GPU in use at the peak of the largest of these passes, those of other processes included.
 
     The passes run on padding tokens. These compute everything but attention, which keeps no activations.

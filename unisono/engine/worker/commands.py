@@ -22,7 +22,7 @@ __all__ = [
     "FileOutcomes",
     "KeepAdapters",
     "Launch",
-    "LoadTail",
+    "LoadSnapshot",
     "Measure",
     "MoveIn",
     "MoveOut",
@@ -32,8 +32,8 @@ __all__ = [
     "Release",
     "RemoveFiles",
     "ResetSlots",
-    "ResetTail",
-    "SaveTail",
+    "ResetRecurrent",
+    "SaveSnapshot",
     "UnpackPages",
     "WriteAdapter",
     "WriteFile",
@@ -59,21 +59,21 @@ class WriteSlot(msgspec.Struct, frozen=True, tag=True):
 
 
 class WritePages(msgspec.Struct, frozen=True, tag=True):
-    """Write pages of a window lifetime into a slot's page table, from ``column`` on. pages: int32."""
+    """Write pages of a window group into a slot's page table, from ``column`` on. pages: int32."""
 
     slot: int
-    lifetime: int
+    window_group: int
     column: int
     pages: np.ndarray
 
 
-class ResetTail(msgspec.Struct, frozen=True, tag=True):
+class ResetRecurrent(msgspec.Struct, frozen=True, tag=True):
     """Begin a slot's recurrences at position 0."""
 
     slot: int
 
 
-class SaveTail(msgspec.Struct, frozen=True, tag=True):
+class SaveSnapshot(msgspec.Struct, frozen=True, tag=True):
     """Keep the snapshots of a slot's recurrences under an id.
 
     position: tokens after which the snapshots are to be, from remembered inputs; 0: where they are.
@@ -84,7 +84,7 @@ class SaveTail(msgspec.Struct, frozen=True, tag=True):
     position: int = 0
 
 
-class LoadTail(msgspec.Struct, frozen=True, tag=True):
+class LoadSnapshot(msgspec.Struct, frozen=True, tag=True):
     """Give a slot's recurrences the snapshots of an id, which were taken after ``position`` tokens."""
 
     slot: int
@@ -170,9 +170,9 @@ Command = (
     GraphCommand
     | WriteSlot
     | WritePages
-    | ResetTail
-    | SaveTail
-    | LoadTail
+    | ResetRecurrent
+    | SaveSnapshot
+    | LoadSnapshot
     | ResetSlots
     | OffloadCommand
     | FileCommand

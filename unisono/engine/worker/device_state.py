@@ -1,7 +1,7 @@
-"""Page tables of window lifetimes and tails on the device, kept in step with what requests hold of the pool.
+"""Page tables of window groups and recurrent states on the device, kept in step with what requests hold of the pool.
 
 The scheduler calls it at each turn of a request's life; it sends the worker's commands. For a model whose state all has
-lifetime ALL and no recurrence it does nothing.
+window group ALL and no recurrence it does nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from unisono.engine.sequence import Chunk, Growth
 from unisono.engine.sequence import Sequence as Request
-from unisono.engine.worker.commands import LoadTail, ResetTail, SaveTail, WritePages
+from unisono.engine.worker.commands import LoadSnapshot, ResetRecurrent, SaveSnapshot, WritePages
 from unisono.engine.worker.progress import Progress
 from unisono.kv.pages import PagePool, Reservation
 from unisono.kv.specs import PAGE_SIZE
@@ -30,12 +30,12 @@ class StateSizes:
     max_model_len: int
 
     def quota(self, windows: Mapping[int, WindowPool], prompt: bool) -> dict[int, int]:
-        """Pages of each window lifetime that a request may need at once, while its prompt runs and after.
+        """Pages of each window group that a request may need at once, while its prompt runs and after.
 
         Two passes may be on their way beyond what the host knows.
         """
         tokens = 2 * (self.max_batched_tokens if prompt else self.width)
-        return {lifetime: window.quota(tokens, self.max_model_len) for lifetime, window in windows.items()}
+        return {window_group: window.quota(tokens, self.max_model_len) for window_group, window in windows.items()}
 
 
 class DeviceState:
@@ -55,17 +55,17 @@ class DeviceState:
         return self._pool.open(request.keys[: request.reusable + 1], quotas)
 
     def begin(self, request: Request, pages: Reservation) -> None:
-        """The request has its slot: write the windows of its cached prefix, load or reset its tails."""
-        for lifetime, window in pages.windows.items():
-            self._write(request, lifetime, (window.first, [page for page, _ in window.entries]))
+        """The request has its slot: write the windows of its cached prefix, load or reset its recurrent states."""
+        for window_group, window in pages.windows.items():
+            self._write(request, window_group, (window.first, [page for page, _ in window.entries]))
         if self._pool.snapshots is None:
             return
         if pages.snapshot_coming:
             self._coming.append(request)
         elif pages.snapshot >= 0:
-            self._send(LoadTail(request.slot, pages.snapshot, pages.cached_tokens))
+            self._send(LoadSnapshot(request.slot, pages.snapshot, pages.cached_tokens))
         else:
-            self._send(ResetTail(request.slot))
+            self._send(ResetRecurrent(request.slot))
 
     def arrive(self) -> None:
         """Let requests go on whose prefixes have come back from host memory."""
@@ -74,7 +74,7 @@ class DeviceState:
         for request in [one for one in self._coming if one.pages is not None and not one.pages.snapshot_coming]:
             assert request.pages is not None
             self._coming.remove(request)
-            self._send(LoadTail(request.slot, request.pages.snapshot, request.pages.cached_tokens))
+            self._send(LoadSnapshot(request.slot, request.pages.snapshot, request.pages.cached_tokens))
 
     def flush(self) -> None:
         """Passes may overwrite, from now on, what was evicted."""
@@ -84,12 +84,12 @@ class DeviceState:
         """A prompt pass is about to be launched: its tokens get window pages."""
         for chunk in chunks:
             assert chunk.sequence.pages is not None
-            for lifetime, window in chunk.sequence.pages.windows.items():
-                self._write(chunk.sequence, lifetime, window.grow(chunk.end))
+            for window_group, window in chunk.sequence.pages.windows.items():
+                self._write(chunk.sequence, window_group, window.grow(chunk.end))
         self._unsaved = chunks
 
     def before_pass(self) -> None:
-        """Take the snapshots after the prompt pass that was launched last, before another pass changes the tails."""
+        """Take the snapshots after the last launched prompt pass, before another pass changes the recurrent state."""
         chunks, self._unsaved = self._unsaved, ()
         if self._pool.snapshots is None:
             return
@@ -100,7 +100,7 @@ class DeviceState:
             snapshot = self._pool.snapshots.take()
             if snapshot >= 0:
                 self._pool.flush()
-                self._send(SaveTail(sequence.slot, snapshot))
+                self._send(SaveSnapshot(sequence.slot, snapshot))
                 sequence.snapshots.append((position, snapshot))
 
     def prompt_committed(self, chunk: Chunk) -> None:
@@ -112,25 +112,26 @@ class DeviceState:
         for window in pages.windows.values():
             window.free_before(chunk.end)
         if chunk.last:
-            for lifetime, quota in self._sizes.quota(self._pool.windows, prompt=False).items():
-                pages.windows[lifetime].set_quota(quota)
+            for window_group, quota in self._sizes.quota(self._pool.windows, prompt=False).items():
+                pages.windows[window_group].set_quota(quota)
 
     def grow(self, request: Request, tokens: int) -> dict[int, Growth]:
         """Hold window pages for ``tokens`` tokens in all; returns what the page tables of each window grow by."""
         assert request.pages is not None
         growth = {}
         offered = request.pages.committed_tokens >= _aligned(request.extended)  # the prompt's pages, to the prefix tree
-        for lifetime, window in request.pages.windows.items():
+        for window_group, window in request.pages.windows.items():
             if offered:
                 window.free_before(len(request.tokens) - 1)
-            growth[lifetime] = window.grow(tokens)
+            growth[window_group] = window.grow(tokens)
         return growth
 
     def end(self, request: Request, pages: Reservation, progress: Progress) -> None:
         """The request is about to give its pages and its slot back, and the tree has its committed ones: keep its last
         snapshot.
 
-        A request that the host ended while a pass was on its way may have tails that went on, so they are not kept.
+        If the host ended a request while a pass was in flight, its recurrent state may have advanced further, so it is
+        not kept.
         """
         pool = self._pool.snapshots
         if pool is None:
@@ -150,7 +151,7 @@ class DeviceState:
         snapshot = pool.take()
         if snapshot >= 0:
             self._pool.flush()
-            self._send(SaveTail(request.slot, snapshot, position if position > seen else 0))
+            self._send(SaveSnapshot(request.slot, snapshot, position if position > seen else 0))
             pool.attach(node, snapshot)
 
     def _attach(self, pages: Reservation, position: int, snapshot: int) -> None:
@@ -161,10 +162,10 @@ class DeviceState:
         else:
             self._pool.snapshots.attach(node, snapshot)
 
-    def _write(self, request: Request, lifetime: int, growth: Growth) -> None:
+    def _write(self, request: Request, window_group: int, growth: Growth) -> None:
         column, pages = growth
         if pages:
-            self._send(WritePages(request.slot, lifetime, column, np.asarray(pages, dtype=np.int32)))
+            self._send(WritePages(request.slot, window_group, column, np.asarray(pages, dtype=np.int32)))
 
 
 def _aligned(tokens: int) -> int:
