@@ -6,7 +6,7 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -57,7 +57,7 @@ class HeapTrimmer:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._requested = self._running = False
-        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+        self._malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 
     def request(self) -> None:
         """Trim the heap soon. Call it after large objects were freed, from any thread."""
@@ -67,9 +67,9 @@ class HeapTrimmer:
             self._requested = True
             start, self._running = not self._running, True
         if start:
-            threading.Thread(target=self._trim, name="trim-heap", daemon=True).start()
+            threading.Thread(target=self._run, args=(self._malloc_trim,), name="trim-heap", daemon=True).start()
 
-    def _trim(self) -> None:
+    def _run(self, malloc_trim: Callable[[int], int]) -> None:
         while True:
             time.sleep(self._seconds)
             with self._lock:
@@ -77,7 +77,7 @@ class HeapTrimmer:
                     self._running = False
                     return
                 self._requested = False
-            self._malloc_trim(0)
+            malloc_trim(0)
 
 
 TRIMMER = HeapTrimmer()
