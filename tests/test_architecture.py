@@ -42,7 +42,7 @@ ALLOWED = {
         "types", "config", "graphs", "sandbox", "kv", "kernels", "distributed", "layers", "attention", "models",
         "drafters", "sampling", "passes", "transport",
     },
-    "cluster": {"types"},
+    "cluster": {"types", "engine"},
     "http": {"types", "config", "text", "media", "frontend", "cluster"},
     "entrypoints": {"types", "config", "text", "media", "frontend", "engine", "cluster", "http"},
     "console": {"types", "config", "entrypoints"},

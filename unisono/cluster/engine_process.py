@@ -12,10 +12,10 @@ import multiprocessing
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
@@ -24,6 +24,7 @@ from unisono.cluster import curve, heartbeat, ipc
 from unisono.cluster.commands import CommandError, Commands
 from unisono.cluster.heap import freeze_heap
 from unisono.cluster.ledger import Ledger
+from unisono.engine.loop import EngineLike, EngineLoop
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta, UnisonoError
 
 IDLE_MS = 1000
@@ -32,27 +33,6 @@ PREPARED_MS = 2
 """Milliseconds between two looks of an idle engine at the grammars that threads compile."""
 PARENT_GONE_MS = 1000
 """Milliseconds after which an unread message means that the API process is gone."""
-
-
-class EngineLike(Protocol):
-    """What this process needs of an engine: ``unisono.engine.engine.Engine``, or a fake in tests."""
-
-    admitted: Callable[[list[str]], None]
-    """Called with ids of requests that have got slots, before the first pass that may compute them."""
-
-    def prepare(self, request: EngineRequest) -> Future[Any] | None: ...
-    def add(self, request: EngineRequest) -> None: ...
-    def abort(self, request_id: str) -> None: ...
-    def step(self) -> list[TokenDelta]: ...
-    def has_work(self) -> bool: ...
-    def info(self) -> dict[str, Any]: ...
-    def metrics(self) -> list[tuple[str, str, dict[str, str], float, str]]: ...
-    def check_integrity(self) -> None: ...
-    def capture_missing(self) -> int: ...
-    def reset_prefix_cache(self) -> int: ...
-    def check_ranks(self) -> None: ...
-    def command(self, command: str, arguments: Mapping[str, Any]) -> Any: ...
-    def shutdown(self) -> None: ...
 
 
 Factory = Callable[[Any, Callable[[str, float], None]], EngineLike]
@@ -87,7 +67,7 @@ def main(address: str, factory: str, config: Any, heartbeats: str | None = None,
         try:
             engine = load_factory(factory)(config, lambda stage, share: _send(socket, ipc.Loading(stage, share)))
             freeze_heap()
-            _Loop(engine, socket, ledger).run()
+            EngineServer(engine, socket, ledger).run()
             engine.shutdown()
         except BaseException as error:  # whatever it is, the API process must learn of it
             if not isinstance(error, UnisonoError):
@@ -105,7 +85,9 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-class _Loop:
+class EngineServer:
+    """Serves ``engine`` on ``socket``: handles messages between its steps, and sends each step's deltas."""
+
     def __init__(self, engine: EngineLike, socket: zmq.Socket, ledger: Ledger | None = None) -> None:
         self.engine = engine
         self.socket = socket
@@ -116,44 +98,57 @@ class _Loop:
         engine.admitted = self.admitted
         self.poller = zmq.Poller()
         self.poller.register(socket, zmq.POLLIN)
-        wakes = getattr(engine, "wakes", None)  # of an engine that other engines ask for something
-        if wakes is not None:
-            self.poller.register(wakes.fileno(), zmq.POLLIN)
-        self.wakes = wakes.fileno() if wakes is not None else None
+        wakes = getattr(engine, "wakes", None)  # of an engine that serves other engines
+        self.wakes = self.watch(wakes.fileno() if wakes is not None else None)
         parent = multiprocessing.parent_process()
-        self.parent = parent.sentinel if parent is not None else None
-        if self.parent is not None:
-            self.poller.register(self.parent, zmq.POLLIN)
-        self.failing = getattr(engine, "failing", None)
-        if self.failing is not None:
-            self.poller.register(self.failing, zmq.POLLIN)
+        self.parent = self.watch(parent.sentinel if parent is not None else None)
+        self.failing = self.watch(getattr(engine, "failing", None))
+        self.idle_ms: int | None = None
+        """Milliseconds of idleness until the next idle work; None: there is none until the next step."""
+        self.unchecked = False
+        """True from a step until the idle engine has checked its bookkeeping."""
+
+    def watch(self, descriptor: int | None) -> int | None:
+        """Poll a file descriptor, too."""
+        if descriptor is not None:
+            self.poller.register(descriptor, zmq.POLLIN)
+        return descriptor
 
     def run(self) -> None:
+        """Serve until the API process says Shutdown or dies. Raises the error of a step."""
         self.send(ipc.Ready(self.engine.info()))
-        checked, quiet = True, None  # milliseconds without work after which there is something to do
+        EngineLoop(self.engine, deliver=self.send_deltas).own(ended=self.wait_for_work)
+
+    def wait_for_work(self) -> bool:
+        """Handle messages until the engine has work. Return True if the process is to end."""
         while True:
             working = self.engine.has_work()
-            events = dict(self.poller.poll(0 if working else PREPARED_MS if self.preparing else quiet))
+            timeout = 0 if working else PREPARED_MS if self.preparing else self.idle_ms
+            events = dict(self.poller.poll(timeout))
             self.add_prepared()
-            if quiet is not None and not working and not events and not self.preparing:
-                if not checked:  # prove that nothing has leaked
-                    self.engine.check_integrity()
-                    checked = True
-                # One at a time, so that a request that comes meanwhile waits for one capture at most.
-                quiet = 0 if self.engine.capture_missing() else None
+            if self.idle_ms is not None and not working and not events and not self.preparing:
+                self.work_idly()
             if self.parent in events:
-                return
+                return True
             if self.failing in events:
                 self.engine.check_ranks()
             if self.socket in events:
                 self.receive()
             if self.stopping:
-                return
+                return True
             if self.engine.has_work() or self.wakes in events:
-                deltas = self.engine.step()
-                checked, quiet = False, IDLE_MS
-                if deltas:
-                    self.send_deltas(deltas)
+                self.unchecked, self.idle_ms = True, IDLE_MS
+                return False
+
+    def work_idly(self) -> None:
+        """Check the bookkeeping once after the last step, then capture missing graphs.
+
+        One graph at a time: a request that arrives meanwhile waits for one capture at most.
+        """
+        if self.unchecked:
+            self.engine.check_integrity()
+            self.unchecked = False
+        self.idle_ms = 0 if self.engine.capture_missing() else None
 
     def admitted(self, request_ids: list[str]) -> None:
         """Tell the API process of requests that are about to begin."""
@@ -161,7 +156,9 @@ class _Loop:
         self.send(ipc.Started(request_ids))
 
     def send_deltas(self, deltas: list[TokenDelta]) -> None:
-        """Send what a step brought. A delta that no message can carry ends its request."""
+        """Send the deltas of a step in one message. A delta that cannot be encoded ends its request."""
+        if not deltas:
+            return
         try:
             data = ipc.encode(ipc.Deltas(deltas))
         except (TypeError, ValueError, OverflowError):

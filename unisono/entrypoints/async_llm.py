@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import threading
-import weakref
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from unisono.engine.loop import Bell, EngineLoop, Inbox
+from unisono.engine.loop import EngineThread, Inbox
 from unisono.entrypoints.llm import LLM, Metric
 from unisono.entrypoints.llm_calls import as_ids, as_params, as_prompt, check_kind
 from unisono.frontend.collector import Collector
@@ -44,7 +41,7 @@ class AsyncLLM:
             raise BadRequest(f"AsyncLLM(llm=…) uses the engine of that LLM; leave out {', '.join(sorted(flags))}.")
         self._owns = llm is None
         self.llm = llm or LLM(model, **flags)
-        self._driver = _Driver(self.llm.loop)
+        self._thread = EngineThread(self.llm.loop)
         self._active: dict[str, list[Inbox]] = {}
 
     def __repr__(self) -> str:
@@ -103,7 +100,7 @@ class AsyncLLM:
                 raise
             inbox = box
             self._active[request_id].append(box)
-            self._driver.wake()
+            self._thread.wake()
             async for output in self._outputs(collector, box, news, params.output_kind):
                 yield output
         finally:
@@ -155,7 +152,7 @@ class AsyncLLM:
             self.llm.shutdown()
         else:
             self.llm.loop.abort(*(name for boxes in self._active.values() for box in boxes for name in box.open))
-        self._driver.stop()
+        self._thread.stop()
 
     def __enter__(self) -> AsyncLLM:
         return self
@@ -187,45 +184,6 @@ class AsyncLLM:
         """The caller was cancelled while its request was being added."""
         if not begun.cancelled() and begun.exception() is None:
             self.llm.loop.abort(*begun.result()[1].open)
-
-
-class _Driver:
-    """The thread that steps the engine for those who wait in an event loop. It sleeps while there are no requests."""
-
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
-        self._work, self._stopping = threading.Event(), False
-        self._thread: threading.Thread | None = None
-        weak = weakref.ref(self)
-
-        def at_exit() -> None:
-            if (driver := weak()) is not None:
-                driver.stop()
-
-        self._at_exit = at_exit
-        atexit.register(at_exit)  # a thread that steps while the interpreter ends would crash it
-
-    def wake(self) -> None:
-        """There are requests."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="unisono-async", daemon=True)
-            self._thread.start()
-        self._work.set()
-
-    def stop(self) -> None:
-        """End the thread after its step."""
-        atexit.unregister(self._at_exit)
-        self._stopping = True
-        self._work.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        own = Bell()
-        while not self._stopping:
-            self._work.wait()
-            self._work.clear()
-            self._loop.wait(lambda: self._stopping or not self._loop.busy, own)
 
 
 AsyncLLMEngine = AsyncLLM

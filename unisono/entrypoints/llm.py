@@ -103,7 +103,7 @@ class LLM:
             raise
         if template is not None and self.tokenizer is not None:
             self.tokenizer.backend.chat_template = template
-        self.loop = EngineLoop(engine)
+        self.loop = EngineLoop(engine, engine.config.device)
         self._model, self._facts = model, _facts(engine)
         facts, directory = ModelFacts.of(engine.info(), self.tokenizer), engine.checkpoint.path
         loader = MediaLoader(facts.vision, Path(directory), media, facts.dtype, facts.max_model_len - 1)
