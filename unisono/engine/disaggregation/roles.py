@@ -1,4 +1,4 @@
-"""Prefill and decode apart: what an engine of a role has beside the usual, and what it tells."""
+"""Roles of an engine in prefill/decode disaggregation: their services and reports."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from unisono.transport.backends import usable_backends
 from unisono.types import ConfigError, EngineRequest
 
 KEY = "UNISONO_TRANSFER_KEY"
-"""The environment variable with the key that engines share."""
+"""Environment variable with the key that engines share."""
 
 
 class Roles:
-    """service: of a prefill engine that listens. client: of a decode engine that has peers. Either may be None.
+    """Services of an engine's role. service: of a prefill engine that listens, or None. client: of a decode engine with
+    peers, or None.
 
     wakes: a socket that becomes readable when the service has news for an engine that sleeps.
     """
@@ -60,7 +61,7 @@ class Roles:
             self._wake.send(b"!")
 
     def poll(self, add: Callable[[EngineRequest], None], abort: Callable[[str], None]) -> None:
-        """Take what other engines ask and send."""
+        """Process the messages of other engines."""
         if self.service is not None:
             self._awake()
             self.service.poll(add, abort)
@@ -68,20 +69,20 @@ class Roles:
             self.client.poll()
 
     def _awake(self) -> None:
-        """The engine looks at everything now."""
+        """Drain :attr:`wakes`: the engine now looks at all messages."""
         with contextlib.suppress(OSError):
             while self.wakes is not None and self.wakes.recv(4096):
                 pass
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Hang up on all peers."""
         for part in (self.service, self.client, self._pages):
             if part is not None:
                 part.close()
 
 
 def info(roles: Roles) -> dict[str, object]:
-    """For ``explain`` and ``/server_info``."""
+    """Return the state of both roles for ``explain`` and ``/server_info``."""
     told: dict[str, object] = {}
     if (service := roles.service) is not None:
         told["service"] = {
@@ -107,7 +108,7 @@ def info(roles: Roles) -> dict[str, object]:
 
 
 def metrics(roles: Roles) -> list[Metric]:
-    """For ``/metrics``."""
+    """Return the samples of both roles for ``/metrics``."""
     samples: list[Metric] = []
     if (service := roles.service) is not None:
         samples += [

@@ -1,7 +1,7 @@
-"""A rank that is not the first: it builds its part of the model, then executes what rank 0 sends.
+"""Process of a rank other than 0: build a part of the model, then execute rank 0's commands.
 
-``engine/worker/ranks.py`` starts it, as a process. It decides nothing: numbers that its build needs come from rank 0 or
-are agreed on (``distributed/group.py``), and afterwards it only executes commands.
+``engine/worker/ranks.py`` starts it. It decides nothing: numbers of its build come from rank 0 or are agreed on
+(``distributed/group.py``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from unisono.types import UnisonoError
 
 
 def main(socket: int, memory: int) -> None:
-    """Serve as a rank; the arguments are descriptors that rank 0 made."""
-    logging.disable(logging.WARNING)  # rank 0 says the same
+    """Serve as a rank; the arguments are descriptors made by rank 0."""
+    logging.disable(logging.WARNING)  # rank 0 reports the same
     with suppress(Gone):
         rank = Rank(socket, memory)
         try:
@@ -72,7 +72,7 @@ def _serve(rank: Rank) -> None:
 
 
 def _attempted(worker: Worker, command: Command) -> bool | Refused:
-    """Execute a command that may fail: whether there was room for what it makes, or why it cannot be done."""
+    """Execute a command that may fail. Return True if its memory fits, or the reason of the failure."""
     try:
         worker.execute(command)
     except torch.OutOfMemoryError:
