@@ -1,8 +1,9 @@
-"""The engine process: one engine, one socket, one loop.
+"""The engine process: one engine and one socket.
 
-Started by :class:`unisono.cluster.engine_handle.EngineHandle`, which alone talks to it. While the engine has work the
-loop reads new messages, steps, and sends the step's deltas in one message. Without work it sleeps in ``poll``. It ends
-on ``Shutdown``, with its parent, or with the engine's first unexpected error.
+Started by :class:`unisono.cluster.engine_handle.EngineHandle`, which alone talks to it. Its main thread owns the engine
+(:meth:`unisono.engine.loop.EngineLoop.own`). Between two steps it handles new messages, and it sends a step's deltas in
+one message. Without work it sleeps in ``poll``. It ends on ``Shutdown``, with its parent, or with the engine's first
+unexpected error.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta, U
 IDLE_MS = 1000
 """Milliseconds without work after which the engine checks its bookkeeping, once, and captures missing graphs."""
 PREPARED_MS = 2
-"""Milliseconds between two looks of an idle engine at the grammars that threads compile."""
+"""Milliseconds between two checks of grammars that threads compile, while the engine is idle."""
 PARENT_GONE_MS = 1000
 """Milliseconds after which an unread message means that the API process is gone."""
 
 
 Factory = Callable[[Any, Callable[[str, float], None]], EngineLike]
-"""Makes an engine of its config; calls the second argument with a stage and its share done while it loads."""
+"""Makes an engine of its config; calls the second argument with a stage and its completed fraction while it loads."""
 
 
 def load_factory(name: str) -> Factory:
-    """The factory that ``"module:Class"`` names."""
+    """Return the factory that ``"module:Class"`` names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def main(address: str, factory: str, config: Any, heartbeats: str | None = None, key: bytes = b"") -> None:
-    """Make an engine of ``config`` and serve it on the socket at ``address``; exits 1 after an error.
+    """Make an engine of ``config`` and serve it on the socket at ``address``; exit with status 1 after an error.
 
-    heartbeats: address of a socket to answer heartbeats on. key: the API process's public key, where the connections
-    are encrypted.
+    heartbeats: address of a socket to answer heartbeats on. key: the API process's public key, if the connections are
+    encrypted.
     """
     # The terminal sends Ctrl-C to both processes; the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -69,7 +70,7 @@ def main(address: str, factory: str, config: Any, heartbeats: str | None = None,
             freeze_heap()
             EngineServer(engine, socket, ledger).run()
             engine.shutdown()
-        except BaseException as error:  # whatever it is, the API process must learn of it
+        except BaseException as error:  # the API process must learn of any error
             if not isinstance(error, UnisonoError):
                 traceback.print_exc()
             with suppress(zmq.Again):
@@ -86,7 +87,7 @@ def _one_line(error: BaseException) -> str:
 
 
 class EngineServer:
-    """Serves ``engine`` on ``socket``: handles messages between its steps, and sends each step's deltas."""
+    """Serve ``engine`` on ``socket``: handle messages between its steps, and send each step's deltas."""
 
     def __init__(self, engine: EngineLike, socket: zmq.Socket, ledger: Ledger | None = None) -> None:
         self.engine = engine
@@ -104,18 +105,18 @@ class EngineServer:
         self.parent = self.watch(parent.sentinel if parent is not None else None)
         self.failing = self.watch(getattr(engine, "failing", None))
         self.idle_ms: int | None = None
-        """Milliseconds of idleness until the next idle work; None: there is none until the next step."""
+        """Milliseconds of idleness before the next idle work; None: no idle work before the next step."""
         self.unchecked = False
         """True from a step until the idle engine has checked its bookkeeping."""
 
     def watch(self, descriptor: int | None) -> int | None:
-        """Poll a file descriptor, too."""
+        """Add a file descriptor to the poll set."""
         if descriptor is not None:
             self.poller.register(descriptor, zmq.POLLIN)
         return descriptor
 
     def run(self) -> None:
-        """Serve until the API process says Shutdown or dies. Raises the error of a step."""
+        """Serve until Shutdown or the API process's death. Raises the error of a step."""
         self.send(ipc.Ready(self.engine.info()))
         EngineLoop(self.engine, deliver=self.send_deltas).own(ended=self.wait_for_work)
 
@@ -151,7 +152,7 @@ class EngineServer:
         self.idle_ms = 0 if self.engine.capture_missing() else None
 
     def admitted(self, request_ids: list[str]) -> None:
-        """Tell the API process of requests that are about to begin."""
+        """Report requests that are about to begin to the API process."""
         self.ledger.write(request_ids)
         self.send(ipc.Started(request_ids))
 
@@ -176,7 +177,7 @@ class EngineServer:
         return delta
 
     def receive(self) -> None:
-        """Handle every message that is waiting."""
+        """Handle every waiting message."""
         inspect = False
         while True:
             try:
@@ -193,7 +194,7 @@ class EngineServer:
                     self.add(request)
                 case ipc.Abort(request_id):
                     if (preparing := self.preparing.pop(request_id, None)) is not None:
-                        preparing[1].cancel()  # what nobody waits for any more is not compiled any further
+                        preparing[1].cancel()  # stop the compilation of an aborted request
                     self.engine.abort(request_id)
                 case ipc.Inspect():
                     inspect = True
@@ -201,12 +202,12 @@ class EngineServer:
                     self.call(number, command, arguments)
                 case ipc.Shutdown():
                     self.stopping = True
-        if inspect:  # one answer for all that wait
+        if inspect:  # one answer for all waiting queries
             samples = [ipc.MetricSample(*sample) for sample in self.engine.metrics()]
             self.send(ipc.Stats(self.engine.info(), samples))
 
     def add(self, request: EngineRequest) -> None:
-        """Answer at once; for a request whose grammar is being compiled, answer when that is done."""
+        """Add a request and answer; if its grammar is being compiled, answer once that is done."""
         try:
             prepared = self.engine.prepare(request)
         except Exception as error:
@@ -232,14 +233,14 @@ class EngineServer:
             self.send(ipc.Accepted(request.request_id))
 
     def call(self, number: int, command: str, arguments: dict[str, Any]) -> None:
-        """Run an operator's command. One that cannot run is answered so."""
+        """Run an operator's command and answer, with its error if it fails."""
         try:
             self.send(ipc.Called(number, self.commands.run(command, arguments)))
         except CommandError as error:
             self.send(ipc.Called(number, None, str(error)))
 
     def refuse(self, request_id: str | None, error: Exception) -> None:
-        """Tell the client that its request cannot run. What fails for one request ends that request alone."""
+        """Report that a request cannot run. An error of one request ends that request alone."""
         if not isinstance(error, BadRequest):
             traceback.print_exception(error)
         if request_id is None:

@@ -1,8 +1,8 @@
-"""Gathers between the GPUs of one host: by a kernel over memory that peers reach, or by NCCL.
+"""Gathers between the GPUs of one host: by a kernel over peer memory, or by NCCL.
 
-Both are captured in graphs like any other launch. The kernel (``kernels/comm/gather.py``) carries what is small, which
-is all that rounds gather; NCCL carries long prompts, and everything where torch cannot map peers' memory. Nothing uses
-NVLink's multicast.
+Both are captured in graphs like any other launch. The kernel (``kernels/comm/gather.py``) carries small gathers, which
+are all that rounds need; NCCL carries long prompts, and all gathers if torch cannot map peers' memory. NVLink multicast
+is not used.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from unisono.kernels.comm.gather_fused import (
 from unisono.kernels.norm.rms_norm import Normed
 
 NEAR_BYTES = 4 << 20
-"""Bytes of a rank that the kernel carries, at most."""
+"""Largest part of a rank, in bytes, that the kernel carries."""
 
 START = timedelta(minutes=10)
-"""How long ranks wait for each other at the start: their processes import and load at different speeds."""
+"""Time that ranks wait for each other at the start: their processes import and load at different speeds."""
 
 
 class Nccl:
-    """What carries the gathers of one rank. store: path of a file where the ranks meet. near: whether the kernel may
-    serve; by default unless ``UNISONO_GATHER=nccl``."""
+    """Transport of one rank's gathers on GPUs. store: path of a file where the ranks meet. near: True to allow the
+    kernel; None: unless ``UNISONO_GATHER=nccl``.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device, store: str, near: bool | None = None) -> None:
         self.ranks = ranks
@@ -55,7 +56,7 @@ class Nccl:
 
     @property
     def name(self) -> str:
-        """What carries small gathers."""
+        """Name of the transport of small gathers."""
         return "NCCL" if self._near is None else "a kernel over peers' memory"
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +72,7 @@ class Nccl:
         return parts.transpose(0, 1).reshape(rows, count * columns)
 
     def _near_for(self, x: torch.Tensor, parts: int) -> Near | None:
-        """The peers' memory, where it carries rows like these, each of ``parts`` runs of columns."""
+        """Return the peers' memory if it carries rows like these, each of ``parts`` runs of columns."""
         whole_words = x.shape[1] // parts * x.itemsize % 4 == 0
         return self._near if x.numel() and x.nbytes // parts <= NEAR_BYTES and whole_words else None
 
@@ -93,7 +94,7 @@ class Nccl:
         return launch_silu_gather(x, near.peers)
 
     def give_up(self) -> None:
-        """Have the kernels of this rank stop waiting, and NCCL's too; from any thread."""
+        """End the waiting of this rank's kernels, and of NCCL's; from any thread."""
         if self._near is not None:
             self._near.give_up()
         self._group.abort()
@@ -106,9 +107,9 @@ class Nccl:
 
 
 class Near:
-    """A buffer that peers write to, and the addresses of theirs.
+    """Buffer that peers write to, and the addresses of theirs.
 
-    fuses: whether norms and SiLU may be computed by the kernels that gather: their bits were compared on every rank.
+    fuses: True if the gathering kernels may compute norms and SiLU: their bits were compared on every rank.
     """
 
     fuses = False
@@ -132,12 +133,12 @@ class Near:
         return launch_gather(x, self._addresses, self._turns, self._index, self._count)
 
     def give_up(self) -> None:
-        """Let waiting kernels go on; what they then read is void."""
+        """Release waiting kernels; their results are void."""
         self._given_up.fill_(1)
 
 
 def _near_of_all(ranks: Ranks, device: torch.device, store: Any) -> tuple[Near | None, str]:
-    """The buffers, where every rank could make them and a gather through them is right; and why not."""
+    """Return the buffers if every rank could allocate them and a test gather is right; and the reason if not."""
     near, why = None, "torch maps the memory of peers, and a trial was right on every rank"
     try:
         near = Near(ranks, device)
@@ -155,13 +156,13 @@ def _near_of_all(ranks: Ranks, device: torch.device, store: Any) -> tuple[Near |
 
 
 def _all(store: Any, ranks: Ranks, question: str, answer: bool) -> bool:
-    """Whether every rank says yes; all ask."""
+    """Return True if every rank answers yes; all call it."""
     store.set(f"{question}/{ranks.index}", b"1" if answer else b"0")
     return all(store.get(f"{question}/{index}") == b"1" for index in range(ranks.count))
 
 
 def _is_right(near: Near, ranks: Ranks, device: torch.device) -> bool:
-    """Whether gathers of small and large rows, several in a row, bring what the ranks said."""
+    """Test gathers of small and large rows, several in a row."""
     right = True
     for turn, (rows, width) in enumerate([(1, 64), (3, 700), (64, 1024), (200, 2048), (1, 8), (5, 33)] * 3):
         parts = [(torch.arange(rows * width, device=device).int() + 7 * rank + turn) for rank in range(ranks.count)]

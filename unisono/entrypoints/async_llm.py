@@ -1,4 +1,4 @@
-"""``AsyncLLM``: requests as async iterators, in the names of vLLM's class. It shares its engine with an ``LLM``."""
+"""``AsyncLLM``: requests as async iterators, with the names of vLLM's class. It shares its engine with an ``LLM``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.types.lora import LoRARequest, one_each
 
 
 class AsyncEngineArgs:
-    """vLLM's way to name an engine's settings: ``AsyncLLM.from_engine_args(AsyncEngineArgs(model=…))``."""
+    """Engine settings in vLLM's form: ``AsyncLLM.from_engine_args(AsyncEngineArgs(model=…))``."""
 
     def __init__(self, model: str = "tiny", **flags: Any) -> None:
         self.model, self.flags = model, flags
@@ -28,12 +28,12 @@ class AsyncEngineArgs:
 
 
 class AsyncLLM:
-    """A model for asyncio programs. Takes what :class:`unisono.entrypoints.llm.LLM` takes; ``llm`` shares the engine of
-    an LLM.
+    """A model for asyncio programs. Takes the arguments of :class:`unisono.entrypoints.llm.LLM`; ``llm`` shares the
+    engine of an existing LLM.
 
-    A thread of its own steps the engine while there are requests, so the event loop never waits for the device.
-    Requests of several event loops, and of the LLM, run together. Use as a context manager or call :meth:`shutdown`.
-    Raises CheckpointError and ConfigError.
+    A thread steps the engine while there are requests, so the event loop never waits for the device. Requests of
+    several event loops, and of the LLM, run together. Use as a context manager or call :meth:`shutdown`. Raises
+    CheckpointError and ConfigError.
     """
 
     def __init__(self, model: str = "tiny", *, llm: LLM | None = None, **flags: Any) -> None:
@@ -49,7 +49,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs, **ignored: Any) -> AsyncLLM:
-        """An engine with these settings."""
+        """Make an engine with these settings."""
         return cls(engine_args.model, **engine_args.flags)
 
     async def generate(
@@ -62,11 +62,11 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the request's output as it grows; ``sampling_params.output_kind`` says what each one holds.
+        """Yield the request's output as it grows; ``sampling_params.output_kind`` selects the content of each output.
 
         prompt: as of ``LLM.generate``. request_id: None picks one. Cancelling the task, or leaving the loop and closing
-        the iterator, aborts the request. trace_headers are not used. priority: as of ``LLM.generate``.
-        lora_request: the adapter to generate with.
+        the iterator, aborts the request. trace_headers are not used. priority: as of ``LLM.generate``. lora_request:
+        the adapter to generate with.
 
         Raises BadRequest for a wrong request or an id that is running, EngineDead.
         """
@@ -115,11 +115,11 @@ class AsyncLLM:
                 self.llm.loop.abort(*inbox.open)
 
     async def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, as transformers has it."""
+        """Return the checkpoint's tokenizer, of transformers."""
         return self.llm.get_tokenizer()
 
     async def get_metrics(self) -> list[Metric]:
-        """As ``LLM.get_metrics``."""
+        """See ``LLM.get_metrics``."""
         return await asyncio.to_thread(self.llm.get_metrics)
 
     async def reset_prefix_cache(self) -> bool:
@@ -133,17 +133,17 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests can be served."""
+        """True if requests can be served."""
         return self.llm.loop.error is None
 
     @property
     def errored(self) -> bool:
-        """Whether the engine failed or was shut down."""
+        """True if the engine failed or was shut down."""
         return self.llm.loop.error is not None
 
     @property
     def dead_error(self) -> BaseException:
-        """What every call raises once the engine failed."""
+        """Error that every call raises once the engine failed."""
         return self.llm.loop.error or EngineDead("the engine lives.")
 
     def shutdown(self) -> None:
@@ -181,10 +181,10 @@ class AsyncLLM:
                 news.set()
 
     def _abort_begun(self, begun: asyncio.Future[tuple[Collector, Inbox]]) -> None:
-        """The caller was cancelled while its request was being added."""
+        """Abort a request whose caller was cancelled while it was being added."""
         if not begun.cancelled() and begun.exception() is None:
             self.llm.loop.abort(*begun.result()[1].open)
 
 
 AsyncLLMEngine = AsyncLLM
-"""vLLM's other name of it."""
+"""vLLM's other name of the class."""

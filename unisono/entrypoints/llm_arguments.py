@@ -1,4 +1,6 @@
-"""``LLM``'s keywords to the fields of ``EngineConfig``: our names, vLLM's, and SGLang's through ``flag_table``."""
+"""Mapping from ``LLM``'s keywords to the fields of ``EngineConfig``: our names, vLLM's, and SGLang's
+(``flag_table``).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ MEDIA = {
     "media_io_kwargs", "media_max_mb", "media_max_pixels", "media_max_frames", "media_timeout",
     "mm_processor_cache_gb", "media_processes",
 }  # fmt: skip
-"""Keywords that say what pictures may be: the fields of ``frontend.media.settings.MediaSettings``."""
+"""Keywords that limit media: the fields of ``media.settings.MediaSettings``."""
 
 SPECULATIVE = {
     "speculative_method": "method", "speculative_algorithm": "method", "speculative_model": "model",
@@ -44,14 +46,14 @@ SPECULATIVE = {
     "speculative_tree_nodes": "num_draft_tokens", "speculative_num_draft_tokens": "num_draft_tokens",
     "speculative_draft_quantization": "draft_quantization",
 }  # fmt: skip
-"""Flags of the command line that are parts of ``speculative_config`` here, and their names in it."""
+"""Command-line flags that are parts of ``speculative_config`` here, and their names in it."""
 
 SERVER_ONLY = {"served_model_name", "api_key", "host", "port", "log_level"}
-"""Keywords that other engines' offline classes take and that only a server uses; any value is fine."""
+"""Keywords of other engines' offline classes that only a server uses; any value is accepted."""
 
 
 def check_constructor(model: Any, revision: Any, chat_template: Any, progress: Any) -> None:
-    """Raise ConfigError for arguments of ``LLM`` of a wrong kind that no field of ``EngineConfig`` checks."""
+    """Raise ConfigError for arguments of ``LLM`` of a wrong type that no field of ``EngineConfig`` checks."""
     for name, value, ok, words in (
         ("model", model, isinstance(model, (str, Path)), "a directory, a bundled name or a hub id"),
         ("revision", revision, revision is None or isinstance(revision, str), "a string"),
@@ -63,13 +65,13 @@ def check_constructor(model: Any, revision: Any, chat_template: Any, progress: A
 
 
 def media_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Take the keywords for pictures out of those of ``LLM``."""
+    """Remove and return the keywords for media."""
     names = {name: _name(RENAMED.get(_flag(name), _flag(name))) for name in given}
     return {renamed: given.pop(name) for name, renamed in names.items() if renamed in MEDIA}
 
 
 def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of EngineConfig that these keywords stand for. Raises ConfigError naming the keyword."""
+    """Return the EngineConfig fields for these keywords. Raises ConfigError naming the keyword."""
     fields: dict[str, Any] = {}
     for name, value in given.items():
         renamed = _name(RENAMED.get(_flag(name), _flag(name)))
@@ -98,12 +100,12 @@ def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_given(field: str, given: Mapping[str, Any]) -> bool:
-    """Whether another keyword sets this field."""
+    """True if another keyword sets this field."""
     return any(_name(RENAMED.get(_flag(name), _flag(name))) == field for name in given)
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Whether this keyword changes nothing, with this value. Raises ConfigError for one that cannot be honoured."""
+    """True if this keyword has no effect with this value. Raises ConfigError for an unsupported one."""
     flag = _flag(name)
     flag = long if (long := RENAMED.get(flag)) in ACCEPTED else flag
     known = flag in ACCEPTED or flag in REFUSED or flag in SWITCHES or flag in NOTED_VALUES or flag in NOTED_SWITCHES
@@ -118,7 +120,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Values as vLLM's callers write them: a torch.dtype for its name, None for "auto"."""
+    """Normalise values of vLLM's callers: a torch.dtype to its name, None to "auto"."""
     if name == "dtype":
         return str(value).removeprefix("torch.")
     if name == "load_format" and value == "safetensors":
@@ -139,12 +141,12 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda value: isinstance(value, bool)),
     str: ("a string", lambda value: isinstance(value, str)),
 }
-"""What a field of this type takes, and how it is told."""
+"""By type: a description of the accepted values, and their check."""
 
 
 @functools.cache
 def _hints() -> dict[str, tuple[Any, ...]]:
-    """The plain types that each field takes; none where ``EngineConfig`` checks the values itself."""
+    """Return the plain types of each field; none if ``EngineConfig`` checks the values itself."""
     hints = typing.get_type_hints(EngineConfig)
     unions = {name: typing.get_args(hint) for name, hint in hints.items() if isinstance(hint, types.UnionType)}
     return {name: (hint,) if isinstance(hint, type) else () for name, hint in hints.items()} | unions

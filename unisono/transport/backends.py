@@ -1,8 +1,8 @@
-"""What carries the pages of a connection: both ends agree on it after the handshake.
+"""Negotiation of the backend that carries the pages of a connection, after the handshake.
 
-Over a Unix socket it is shared memory. Over TCP the connecting end says what it takes, the listening end chooses: NIXL
-where both have it, else TCP where both take that. Before NIXL is used the connecting end reads a few bytes through it,
-for the network that NIXL needs may be closed where TCP is open.
+Over a Unix socket it is shared memory. Over TCP the connecting end offers its backends and the listening end chooses:
+NIXL if both have it, else TCP if both take that. Before NIXL is used the connecting end reads a few bytes through it,
+since the network that NIXL needs may be closed where TCP is open.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from unisono.types import ConfigError
 logger = logging.getLogger(__name__)
 
 BACKENDS = {"tcp": ("tcp",), "nixl": ("nixl",), "auto": ("nixl", "tcp")}
-"""Values of --transfer-backend, and what an engine with that takes, the best first."""
+"""Values of --transfer-backend, and the backends each allows, the best first."""
 PROBE_SECONDS = 10.0
 PROBE_BYTES = 32
 
 
 class Offer(msgspec.Struct, tag=True):
-    """What the connecting end takes."""
+    """Backends that the connecting end supports."""
 
     backends: list[str]
 
 
 class Choice(msgspec.Struct, tag=True):
-    """What the listening end chose; empty: nothing, for this reason. area: of nixl; it begins with ``probe``."""
+    """Backend that the listening end chose; empty: none, for this reason. area: of nixl; it begins with ``probe``."""
 
     backend: str
     reason: str = ""
@@ -46,7 +46,7 @@ class Choice(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True):
-    """What the connecting end made of the choice of nixl. reason: why it is not that."""
+    """The connecting end's decision about the choice of nixl. reason: why not nixl."""
 
     backend: str
     reason: str = ""
@@ -59,7 +59,7 @@ _encode = msgspec.msgpack.encode
 
 
 def usable_backends(asked: str) -> tuple[str, ...]:
-    """What --transfer-backend comes to on this machine. Raises ConfigError for nixl where that is not usable."""
+    """Resolve --transfer-backend on this machine. Raises ConfigError for nixl if that is not usable."""
     backends = BACKENDS[asked]
     if "nixl" in backends and (reason := why_not()):
         if "tcp" not in backends:
@@ -70,7 +70,9 @@ def usable_backends(asked: str) -> tuple[str, ...]:
 
 
 def agree_to_listen(channel: Channel, backends: Sequence[str]) -> Channel:
-    """The listening end, which sends pages. Returns the channel to go on with. Raises ChannelError and Refused."""
+    """Negotiate as the listening end, which sends pages. Return the channel to use. Raises ChannelError and
+    PeerRefused.
+    """
     if isinstance(channel, SharedMemoryChannel):
         return channel
     offered = _receive(channel, Offer).backends
@@ -97,7 +99,7 @@ def agree_to_listen(channel: Channel, backends: Sequence[str]) -> Channel:
 
 
 def _offer(staging: StagingChannel) -> Answer:
-    """Let the peer read through NIXL. Returns what it makes of that. Raises ChannelError."""
+    """Let the peer read through NIXL; return its decision. Raises ChannelError."""
     try:
         probe = os.urandom(PROBE_BYTES)
         staging.agent.memory[:PROBE_BYTES] = np.frombuffer(probe, np.uint8)
@@ -114,7 +116,9 @@ def _offer(staging: StagingChannel) -> Answer:
 
 
 def agree_to_connect(channel: Channel, backends: Sequence[str], peer: str) -> Channel:
-    """The connecting end, which receives pages. peer: its address, for the log. As :func:`agree_to_listen`."""
+    """Negotiate as the connecting end, which receives pages. peer: its address, for the log. See
+    :func:`agree_to_listen`.
+    """
     if isinstance(channel, SharedMemoryChannel):
         return channel
     channel.send(_encode(Offer(list(backends))))
@@ -134,7 +138,7 @@ def agree_to_connect(channel: Channel, backends: Sequence[str], peer: str) -> Ch
 
 
 def _connect(channel: Channel, area: Area, probe: bytes) -> tuple[LandingChannel | None, str]:
-    """The channel to a sender's memory, or why there is none."""
+    """Return the channel to a sender's memory, or the reason why there is none."""
     try:
         landing = LandingChannel(channel, area)
     except ChannelError as error:

@@ -1,8 +1,7 @@
-"""How two engines prove to each other that they share a key and serve the same model, before anything else is said.
+"""Handshake: two engines prove that they share a key and serve the same model.
 
 Each end sends a nonce, and the HMAC-SHA256 of a label, its identity and both nonces under the key. The labels differ,
-so an answer cannot be sent back to its author. What follows is neither encrypted nor signed: use a network that you
-trust.
+so an answer cannot be sent back to its author. Later messages are neither encrypted nor signed: use a trusted network.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Proof(msgspec.Struct, tag=True):
 
 
 class Refusal(msgspec.Struct, tag=True):
-    """Why the listening end hangs up."""
+    """The reason why the listening end hangs up."""
 
     reason: str
 
@@ -53,7 +52,7 @@ _encode = msgspec.msgpack.encode
 
 
 def accept(channel: Channel, key: bytes, identity: bytes) -> None:
-    """The listening end. Raises Refused and ChannelError."""
+    """Shake hands as the listening end. Raises PeerRefused and ChannelError."""
     nonce = os.urandom(NONCE_BYTES)
     channel.send(_encode(Challenge(VERSION, nonce)))
     proof = _receive(channel, Proof)
@@ -66,7 +65,7 @@ def accept(channel: Channel, key: bytes, identity: bytes) -> None:
 
 
 def introduce(channel: Channel, key: bytes, identity: bytes) -> None:
-    """The connecting end. Raises Refused and ChannelError."""
+    """Shake hands as the connecting end. Raises PeerRefused and ChannelError."""
     challenge = _receive(channel, Challenge)
     if challenge.version != VERSION:
         raise Refused(f"the peer speaks version {challenge.version}, this engine {VERSION}")

@@ -1,10 +1,10 @@
-"""Which replica runs a request: the one where its tokens cost least, on top of what the replica has to do already.
+"""Router: sends a request to the replica with the least work, including the request's own cost there.
 
-Costs are counted in prompt tokens. A request costs its prompt's tokens that the replica has not cached, the tokens that
-it is expected to generate, and a constant for its row in every round. A replica's *work* is what its open requests
-still cost. A request goes to the replica with the least work plus own cost, so a cached prefix draws requests until
-the queue that it saves is shorter than the queue that it causes. What must run together, or on one replica for a
-session, comes first. Runs in the API process's event loop; ``replicas.client`` alone calls it.
+Costs are counted in prompt tokens. A request costs its prompt's uncached tokens, the tokens that it is expected to
+generate, and a constant for its row in every round. A replica's *work* is the remaining cost of its open requests. A
+cached prefix therefore attracts requests until the queue that it saves is shorter than the queue that it causes.
+Requests that must run together, or on one replica for a session, take precedence. Runs in the API process's event loop;
+``replicas.client`` alone calls it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from unisono.cluster.replicas.prefixes import PAGE_SIZE, PrefixIndex, page_hashe
 from unisono.types import BadRequest, EngineDead, EngineRequest, EngineUnavailable
 
 ROW_COST = 16
-"""What an open request costs a replica beyond its tokens, in prompt tokens: a page."""
+"""Cost of an open request beyond its tokens, in prompt tokens: a page."""
 TOKEN_COST = 2
-"""What a token to be generated costs, in prompt tokens: what one more row adds to a round, not a round of its own.
+"""Cost of a token to be generated, in prompt tokens: the increase of a round by one row, not a round of its own.
 
-Qwen3-8B in bf16 on an H200: 63 more rows add 3.07 ms to a round, 0.049 ms each; 8,192 prompt tokens take 223 ms,
-0.027 ms each.
+Qwen3-8B in bf16 on an H200: 63 more rows add 3.07 ms to a round, 0.049 ms each; 8,192 prompt tokens take 223 ms, 0.027
+ms each.
 """
 FIRST_GUESS = 128.0
-"""Tokens of an answer, before any has ended."""
+"""Expected tokens of an answer before any has ended."""
 LEARNING = 0.05
-"""Weight of the last answer's length in the mean that is expected of the next."""
+"""Weight of the last answer's length in the expected length."""
 SESSIONS = 1 << 16
-"""Sessions, and groups, that are remembered; of more, those that were silent for longest are forgotten."""
+"""Remembered sessions and groups; beyond it the least recently used are forgotten."""
 MAX_NAME = 256
-"""Characters of a session's name that count."""
+"""Significant characters of a session's name."""
 
 
 @dataclass
 class Load:
-    """One replica. serves: it takes requests. prompt, tokens, requests: what its open requests still cost."""
+    """Load of one replica. serves: it takes requests. prompt, tokens, requests: remaining cost of its open requests."""
 
     serves: bool = True
     prompt: int = 0
@@ -47,13 +47,13 @@ class Load:
 
     @property
     def work(self) -> int:
-        """In prompt tokens."""
+        """Work in prompt tokens."""
         return self.prompt + TOKEN_COST * self.tokens + ROW_COST * self.requests
 
 
 @dataclass
 class Entry:
-    """An open request on a replica: what it still costs there."""
+    """An open request on a replica, with its remaining cost there."""
 
     request: EngineRequest
     wish: Wish
@@ -62,7 +62,7 @@ class Entry:
 
 
 class Sticky:
-    """Names and the replicas that they stick to."""
+    """Map from names (sessions, groups) to their replicas."""
 
     def __init__(self, limit: int = SESSIONS) -> None:
         self._limit = limit
@@ -72,7 +72,7 @@ class Sticky:
         return self._places.get(name[:MAX_NAME])
 
     def set(self, name: str, replica: int) -> None:
-        """The name sticks to ``replica`` from now on."""
+        """Assign the name to ``replica``."""
         if not name:
             return
         self._places[name[:MAX_NAME]] = replica
@@ -82,9 +82,9 @@ class Sticky:
 
 
 class Router:
-    """Places requests on ``count`` replicas and counts what they cost.
+    """Place requests on ``count`` replicas and count their costs.
 
-    ``routed``: requests by replica and reason. ``matched``: prompt tokens that were thought to be cached, by replica.
+    ``routed``: requests by replica and reason. ``matched``: prompt tokens that were expected to be cached, by replica.
     """
 
     def __init__(self, count: int, page_size: int = PAGE_SIZE) -> None:
@@ -98,25 +98,25 @@ class Router:
         self._turn = 0
 
     def sized(self, replica: int, pages: int, page_size: int) -> None:
-        """A replica has started: it has this number of pages, all empty, and takes requests."""
+        """Record a started replica: it has this number of pages, all empty, and takes requests."""
         self.page_size = page_size
         self.loads[replica].pages = PrefixIndex(pages)
         self.loads[replica].serves = True
 
     def lost(self, replica: int) -> None:
-        """A replica has died: it takes no request, and its cache is gone."""
+        """Record a replica's death: it takes no request, and its cache is gone."""
         self.loads[replica].serves = False
         self.loads[replica].pages.clear()
 
     def forget(self, replica: int) -> None:
-        """A replica's prefix cache was reset."""
+        """Record a reset of a replica's prefix cache."""
         self.loads[replica].pages.clear()
 
     def choose(self, request: EngineRequest, wish: Wish, waiting: Collection[int] = ()) -> int:
-        """The replica that is to run ``request``, which counts there from now on until :meth:`close`.
+        """Choose a replica for ``request``, which counts there until :meth:`close`.
 
-        waiting: replicas that are being started again; they are chosen from where none serves. Raises BadRequest for a
-        rank that there is not, ApiError (503) for one that does not serve, EngineDead where no replica is left.
+        waiting: replicas that are being restarted; candidates if none serves. Raises BadRequest for an unknown rank,
+        ApiError (503) for a rank that does not serve, EngineDead if no replica is left.
         """
         group = wish.group or request.shares_with or request.request_id
         hashes = page_hashes(request, request.prompt_token_ids, self.page_size)
@@ -129,7 +129,7 @@ class Router:
         return replica
 
     def wish(self, replica: int, request_id: str) -> Wish:
-        """What an open request on ``replica`` came with."""
+        """Return the placement hints of an open request on ``replica``."""
         entry = self._entries.get((replica, request_id))
         return ANYWHERE if entry is None else entry.wish
 
@@ -155,7 +155,7 @@ class Router:
         return self._cheapest(request, serving, hashes)
 
     def _cheapest(self, request: EngineRequest, serving: Sequence[int], hashes: Sequence[int]) -> tuple[int, str]:
-        """The replica with the least work, this request's included; of equal ones each in turn."""
+        """Return the replica with the least work, including this request's; equal ones take turns."""
         self._turn += 1
         length, count = len(request.prompt_token_ids), len(self.loads)
         matches = {i: self.loads[i].pages.match(hashes) for i in serving}
@@ -182,7 +182,7 @@ class Router:
         load.requests += 1
 
     def progress(self, replica: int, request_id: str, tokens: int) -> None:
-        """This many tokens have come; with the first ones the prompt is done."""
+        """Count new tokens of a request; with the first ones its prompt is done."""
         if (entry := self._entries.get((replica, request_id))) is None:
             return
         load = self.loads[replica]
@@ -193,7 +193,7 @@ class Router:
         entry.tokens -= done
 
     def close(self, replica: int, request_id: str, tokens: Sequence[int], ended: bool) -> None:
-        """A request is not on this replica any more. tokens: of its answer. ended: it came to its own end there."""
+        """Remove a request from this replica. tokens: of its answer. ended: it was not aborted."""
         if (entry := self._entries.pop((replica, request_id), None)) is None:
             return
         load = self.loads[replica]
@@ -203,7 +203,7 @@ class Router:
         if not ended:
             return
         limit = entry.request.params.max_tokens
-        if limit is None or limit >= self._length:  # a shorter limit says nothing of answers without one
+        if limit is None or limit >= self._length:  # an answer that a limit cut short does not count
             self._length += LEARNING * (len(tokens) - self._length)
         if load.serves and len(tokens) >= self.page_size:  # the next turn of a conversation begins with the answer
             whole = [*entry.request.prompt_token_ids, *tokens]
