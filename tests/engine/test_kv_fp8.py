@@ -114,14 +114,14 @@ def test_same_bytes_with_trees(method: str, tree: str, checkpoints_of: Any, alon
 def test_same_bytes_of_a_model_with_windows_and_a_recurrence(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two page lifetimes and two head sizes. The recurrence's state has its own dtypes."""
+    """Two window groups and two head sizes. The recurrence's state has its own dtypes."""
     monkeypatch.setitem(catalog.models.entries, ARCHITECTURE, "tests.kv.mixed_model:MIXED")  # type: ignore[arg-type]
     model = make_mixed(tmp_path / "model")
     batch, params = prompts(6, VOCAB, low=20, high=70, seed=2), mixed_params(6, max_tokens=8)
     with engine(model, **FP8, **flags, max_num_seqs=1, enforce_eager=True, enable_prefix_caching=False) as llm:
         expected = tokens(llm, batch, params)
         store = llm.engine.runner.worker.store
-        assert set(store.lifetimes) == {ALL, WINDOW}
+        assert set(store.window_groups) == {ALL, WINDOW}
     spec = SpeculativeConfig("ngram", num_speculative_tokens=2)
     for more in ({"max_num_batched_tokens": 16}, {"speculative": spec}):
         with engine(model, **FP8, **flags, **more) as llm:

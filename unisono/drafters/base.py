@@ -50,7 +50,7 @@ class DrafterContext:
     state: the drafter's own state, the tree of its ``state_specs()`` with tensors in place of specs; from the first
     pass on.
     target_state: the same of the target, one entry for each layer; only to be read.
-    page_tables: by page lifetime, the page table of the state with that lifetime, as ``slots.page_table`` is of ALL.
+    page_tables: by window group, the page table of the state with that window group, as ``slots.page_table`` is of ALL.
     dtype, device: of weights and KV. max_model_len, page_size: of the cache that page tables index.
     progress: called with the share of the drafter's weights that is loaded, 0 … 1.
     decide: called with (name, value, reason) of each choice that the drafter made by itself; ``explain`` shows them.

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from unisono.attention.base import KV, AttentionBackend, AttentionInputs, AttentionOptions
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
@@ -79,7 +79,7 @@ class DraftModule(Protocol):
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
-        context: PassContext,
+        context: ForwardContext,
         state: Sequence[torch.Tensor],
         given: Sequence[Overriding] = (),
     ) -> torch.Tensor: ...
@@ -198,7 +198,7 @@ class HiddenDrafter(CatchesUp):
                 step - 1, 1, tables,
             )  # fmt: skip
             inputs = AttentionInputs(rows, positions, slot_mapping, kv_len, s.page_table, width=1)
-            pass_context = PassContext.of(inputs, None, context.rotary(slots, positions))
+            pass_context = ForwardContext.of(inputs, None, context.rotary(slots, positions))
             out = self.module(token_ids, hidden, pass_context, context.state["kv"])
             hidden, logits = self.module.finish(out)
             drafts[:, step].copy_(context.sample(logits, slots, step, self.module.ids))
@@ -212,7 +212,7 @@ class HiddenDrafter(CatchesUp):
         keep_rows(self._context.state["page_hidden"], new.pages, hidden)
         inputs = AttentionInputs(slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, width)
         rotary = self._context.rotary(slots, new.positions)
-        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last), rotary)
+        pass_context = ForwardContext.of(inputs, inputs.last_tokens(new.last), rotary)
         out = self.module(new.token_ids, hidden, pass_context, self._context.state["kv"])
         self._keep(out, slots, new.owners)
 
@@ -236,7 +236,7 @@ class HiddenDrafter(CatchesUp):
             query_start=new.query_start,
         )
         given, rotary = prompt.of_entries()
-        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last), rotary)
+        pass_context = ForwardContext.of(inputs, inputs.last_tokens(new.last), rotary)
         out = self.module(new.token_ids, torch.cat((before, hidden)), pass_context, self._context.state["kv"], given)
         self._keep(out, prompt.slots, new.owners)
         self._unobserved.mark_observed(prompt.slots)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
@@ -26,7 +26,7 @@ from unisono.drafters.unobserved import NAME, Unobserved
 from unisono.graphs import Features
 from unisono.kernels.speculation.catch_up import catch_up
 from unisono.kernels.speculation.draft_inputs import draft_extend_inputs, draft_inputs
-from unisono.kv.specs import Tail, Tree, leaves, whole_requests
+from unisono.kv.specs import Recurrent, Tree, leaves, whole_requests
 from unisono.models.blocks.layer_tails import prove_products
 from unisono.models.config import DecoderConfig
 from unisono.models.load import vocabulary
@@ -92,7 +92,7 @@ class StandaloneDrafter:
 
     def state_specs(self) -> Tree:
         layers = whole_requests(self._model.state_specs())
-        if any(isinstance(spec, Tail) for spec in leaves(layers)):
+        if any(isinstance(spec, Recurrent) for spec in leaves(layers)):
             raise ConfigError(
                 f"the draft model in {self._checkpoint.path} has recurrent layers, which drafts cannot roll back; "
                 "give a draft model with attention only."
@@ -109,7 +109,7 @@ class StandaloneDrafter:
                 first, width, tables,
             )  # fmt: skip
             inputs = AttentionInputs(rows, positions, slot_mapping, kv_len, s.page_table, width)
-            hidden, _ = self._model(token_ids, PassContext.of(inputs), self._context.state["layers"])
+            hidden, _ = self._model(token_ids, ForwardContext.of(inputs), self._context.state["layers"])
             newest = hidden.view(-1, width, hidden.shape[1])[:, -1].contiguous()
             logits = self._model.logits(newest)[:, : self._shared_ids]
             drafts[:, step].copy_(context.sample(logits, slots, step, None))
@@ -131,7 +131,7 @@ class StandaloneDrafter:
             slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, missing.sampled.shape[1]
         )
         known = new.token_ids < self._checkpoint.config.vocab_size
-        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last))
+        pass_context = ForwardContext.of(inputs, inputs.last_tokens(new.last))
         self._model(new.token_ids.where(known, 0), pass_context, self._context.state["layers"])
 
     def observe_prompt(self, prompt: PromptPass) -> None:
@@ -143,7 +143,7 @@ class StandaloneDrafter:
         )  # fmt: skip
         inputs = AttentionInputs(prompt.slots, positions, slot_mapping, kv_len, s.page_table, None, query_start)
         last_tokens = inputs.last_tokens((query_start[1:] - 1).clamp_min(0))  # nothing is read of them either
-        self._model(token_ids, PassContext.of(inputs, last_tokens), self._context.state["layers"])
+        self._model(token_ids, ForwardContext.of(inputs, last_tokens), self._context.state["layers"])
         self._unobserved.mark_observed(prompt.slots)
 
 

@@ -97,8 +97,8 @@ class Engine:
     def _begin(self) -> None:
         """Reset: no requests, no cached prefixes, zero counters."""
         runner, worker = self.runner, self.worker
-        windows = {lifetime: count for lifetime, count in worker.num_pages.items() if lifetime != ALL}
-        snapshots = worker.snapshots if worker.store.tails else None
+        windows = {window_group: count for window_group, count in worker.num_pages.items() if window_group != ALL}
+        snapshots = worker.snapshots if worker.store.recurrent else None
         hits = self.config.asked.enable_prefix_caching
         self._offload = make_offload(self.config, worker, runner.send, runner.ask, self._offload)
         self.pool = PagePool(worker.num_pages[ALL], windows, snapshots, hits, self._offload)

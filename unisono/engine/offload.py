@@ -16,8 +16,8 @@ from unisono.kv.offload.host_index import HostIndex, Part
 from unisono.kv.offload.host_pages import STAGING_BYTES, HostPages, Move, kind_bytes, make_host_pages
 from unisono.kv.offload.offloader import PAUSE_SECONDS, Offload
 from unisono.kv.offload.page_files import PageFiles
-from unisono.kv.offload.part_files import Done, PartFiles
-from unisono.kv.specs import ALL, TAILS
+from unisono.kv.offload.part_files import PartFiles, PartResult
+from unisono.kv.specs import ALL, SNAPSHOTS
 from unisono.passes.features.base import Metric
 from unisono.types import ConfigError
 
@@ -60,7 +60,7 @@ class CommandFiles:
     def remove(self, parts: Sequence[Part]) -> None:
         self._send(RemoveFiles(list(parts)))
 
-    def poll(self) -> Iterator[Done]:
+    def poll(self) -> Iterator[PartResult]:
         return self._own.poll()
 
     def outcomes(self, asked: Sequence[tuple[Part, bool]]) -> list[list[int]]:
@@ -237,9 +237,9 @@ def _files(files: PageFiles | None) -> dict[str, object]:
 
 def _counts(worker: Worker) -> dict[int, int]:
     """Return the device's capacity by kind of state."""
-    snapshots = {TAILS: worker.snapshots} if worker.store.tails else {}
+    snapshots = {SNAPSHOTS: worker.snapshots} if worker.store.recurrent else {}
     return {**worker.num_pages, **snapshots}
 
 
 def _name(kind: int) -> str:
-    return {ALL: "pages", TAILS: "snapshots"}.get(kind, f"window {kind}")
+    return {ALL: "pages", SNAPSHOTS: "snapshots"}.get(kind, f"window {kind}")

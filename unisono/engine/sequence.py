@@ -16,7 +16,7 @@ import numpy as np
 from unisono.graphs import NO_FEATURES, Features
 from unisono.kv.pages import Reservation
 from unisono.kv.prefix_tree import Token
-from unisono.passes.features.base import Ahead, Feature, RequestState, Row
+from unisono.passes.features.base import Feature, PrePass, RequestState, Row
 from unisono.types import EngineRequest, FinishReason
 
 Growth = tuple[int, list[int]]
@@ -47,9 +47,7 @@ class Sequence:
     slot: int = -1
     pages: Reservation | None = None
     extended: int = 0  # tokens whose KV is written, or being written by launched prompt passes
-    snapshots: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (tokens, id) of snapshots taken, not in the tree yet
+    snapshots: list[tuple[int, int]] = field(default_factory=list)  # (tokens, id) taken, not in the tree yet
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
     preemptions: int = 0
@@ -275,10 +273,10 @@ class Extend:
 
 
 @dataclass(frozen=True)
-class Preparation:
+class FeaturePass:
     """A pre-pass: a feature's own program, which prompt passes wait for. The host reads no output of it."""
 
-    ahead: Ahead
+    ahead: PrePass
     committing: Rows = NO_ROWS
     places: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.intp))
 
@@ -313,7 +311,7 @@ class Round:
     @cached_property
     def plain(self) -> bool:
         """True if it is a single pass of the program whose graphs' times are known."""
-        asks: Features = functools.reduce(operator.or_, (feature.asks for feature in self.rows.asked), NO_FEATURES)
+        asks: Features = functools.reduce(operator.or_, (feature.needs for feature in self.rows.asked), NO_FEATURES)
         return asks == NO_FEATURES and not self.reads_drafts and not self.catching_up
 
 
@@ -362,4 +360,4 @@ def _together(keys: list[list[int | bytes]]) -> list[int | bytes] | None:
     return [next((key for key in each if isinstance(key, bytes)), each[0]) for each in zip(*keys, strict=True)]
 
 
-Pass = Extend | Preparation | Round | Verify
+Pass = Extend | FeaturePass | Round | Verify

@@ -20,8 +20,8 @@ from unisono.kernels.moe.combine import combine_experts, combine_experts_norm, c
 from unisono.kernels.moe.plan import plan_experts
 from unisono.kernels.moe.router import route
 from unisono.kernels.norm.activation import SILU, Gate
-from unisono.layers.activations import Activations, Wish, fitting, plain
-from unisono.layers.formats.base import FLOATS, WHOLE, PartOf, Place, Runs, Share, Slice, Slices, Stored
+from unisono.layers.activations import Activations, InputFormat, in_format, plain
+from unisono.layers.formats.base import FLOATS, WHOLE, LoadTarget, PartOf, Runs, Share, Slice, Slices, StoredTensor
 from unisono.layers.formats.experts import ExpertFormat
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import RMSNorm
@@ -32,19 +32,19 @@ class ExpertKind:
     """What else a mixture's experts are.
 
     gate: how gate and up become one. bias: each product adds one. interleaved: a checkpoint's fused tensors have the
-    rows of gate and up by turns, otherwise gate's first. turned: its fused plain weights are [E, inputs, outputs].
+    rows of gate and up by turns, otherwise gate's first. transposed: its fused plain weights are [E, inputs, outputs].
     """
 
     gate: Gate = SILU
     bias: bool = False
     interleaved: bool = False
-    turned: bool = False
+    transposed: bool = False
 
 
 SILU_EXPERTS = ExpertKind()
 
 
-class Stack(nn.Module):
+class ExpertStack(nn.Module):
     """E weights [N, K] of one kind, and with ``rides`` a shared expert's after them; parameters are uninitialised.
 
     projections: the outputs of each, by name ("gate", "up"); one of no name is the whole. share: which experts a rank
@@ -74,12 +74,12 @@ class Stack(nn.Module):
         self.held = {name: rows.size(outputs) for name, outputs in projections.items()}
         self.outputs = sum(self.held.values())
         self.register_parameter("bias", None)
-        tensors = {**format.tensors(dtype), **({"bias": Stored(dtype, FLOATS, inputs=0)} if kind.bias else {})}
+        tensors = {**format.tensors(dtype), **({"bias": StoredTensor(dtype, FLOATS, inputs=0)} if kind.bias else {})}
         for name, stored in tensors.items():
             if stored.dtype is not None:
                 self.register_parameter(name, self._made(stored, device))
 
-    def _made(self, stored: Stored, device: torch.device | str) -> nn.Parameter:
+    def _made(self, stored: StoredTensor, device: torch.device | str) -> nn.Parameter:
         """A parameter, knowing what of the whole one it is."""
         first, end = self.share.part(self.experts)
         of_one = stored.shape(self.outputs, self.inputs)[1:]
@@ -90,7 +90,7 @@ class Stack(nn.Module):
             made.part_of = self._part_of(stored, shape)  # type: ignore[attr-defined]
         return made
 
-    def _part_of(self, stored: Stored, shape: tuple[int, ...]) -> PartOf:
+    def _part_of(self, stored: StoredTensor, shape: tuple[int, ...]) -> PartOf:
         """What of the whole stack's tensor the parameter is."""
         count, (first, end) = self.experts + self.rides, self.share.part(self.experts)
         if self.share != WHOLE:
@@ -99,7 +99,7 @@ class Stack(nn.Module):
         whole, runs = self._runs(stored)
         return PartOf((count, whole, *shape[2:]), 1, runs)
 
-    def _runs(self, stored: Stored) -> tuple[int, Runs]:
+    def _runs(self, stored: StoredTensor) -> tuple[int, Runs]:
         """(rows of a whole weight's tensor, those that this rank holds)."""
         found, at = list[tuple[int, int]](), 0
         for outputs in self.projections.values():
@@ -116,12 +116,12 @@ class Stack(nn.Module):
         return end - first
 
     @property
-    def wish(self) -> Wish | None:
+    def input_format(self) -> InputFormat | None:
         """What the stack's product with a pass's tokens wants of them: see ``layers/activations.py``."""
-        wish = getattr(self.format, "wish", None)
-        return wish(self) if wish else None
+        input_format = getattr(self.format, "input_format", None)
+        return input_format(self) if input_format else None
 
-    def fused(self) -> Iterator[tuple[str, Place]]:
+    def fused(self) -> Iterator[tuple[str, LoadTarget]]:
         """What a checkpoint stores of the stack where it stores it as a whole: (end of its name, where it goes).
 
         Nothing where it cannot be told which rows are of which projection.
@@ -135,11 +135,11 @@ class Stack(nn.Module):
                 each = [[place for _, of, place in expert if of == kind] for expert in experts]
                 yield kind.removeprefix("weight"), self._fused(kind, stored, each)
         if self.bias is not None:
-            stored = Stored(self.dtype, FLOATS, inputs=0)
-            each = [[Place(rows, rows.shape) for rows in expert] for expert in self._rows_of("bias", stored)]
+            stored = StoredTensor(self.dtype, FLOATS, inputs=0)
+            each = [[LoadTarget(rows, rows.shape) for rows in expert] for expert in self._rows_of("bias", stored)]
             yield "_bias", self._fused("bias", stored, each[: end - first])
 
-    def _fused(self, kind: str, stored: Stored, each: Sequence[Sequence[Place]]) -> Fused:
+    def _fused(self, kind: str, stored: StoredTensor, each: Sequence[Sequence[LoadTarget]]) -> Fused:
         """Where the tensor of all experts goes; each: where an expert's projections would go."""
         first, end = self.share.part(self.experts)
         part = None if self.share == WHOLE else Slice(0, first, end)
@@ -147,7 +147,7 @@ class Stack(nn.Module):
         (_, *of_one), *_ = stored.stored_shapes(self.outputs, self.inputs)
         shape = (self.experts, whole, *of_one)
         also = ((shape[0], shape[2], shape[1]),) if len(shape) == 3 and stored.layout is None else ()
-        if self.kind.turned and also and kind == "weight":
+        if self.kind.transposed and also and kind == "weight":
             shape, also = also[0], ()
         if self.kind.interleaved and len(self.projections) > 1:
             count = len(self.projections)
@@ -162,10 +162,10 @@ class Stack(nn.Module):
             each=each,
             runs=runs if self.rows != WHOLE else None,
             interleaved=self.kind.interleaved,
-            turned=self.kind.turned and kind == "weight",
+            transposed=self.kind.transposed and kind == "weight",
         )
 
-    def single(self) -> Iterator[tuple[int, str, str, Place]]:
+    def single(self) -> Iterator[tuple[int, str, str, LoadTarget]]:
         """(expert, projection, kind, place) of each tensor where experts are stored one by one, those of this rank.
 
         Nothing where they have biases: no family stores these so.
@@ -176,16 +176,16 @@ class Stack(nn.Module):
             for each in places:
                 yield expert, *each
 
-    def riding(self) -> Iterator[tuple[str, str, Place]]:
+    def riding(self) -> Iterator[tuple[str, str, LoadTarget]]:
         """(projection, kind, place) of the shared expert that rides along."""
         return iter(self._places()[-1])
 
-    def _places(self, form: str = "") -> list[list[tuple[str, str, Place]]]:
+    def _places(self, form: str = "") -> list[list[tuple[str, str, LoadTarget]]]:
         """(projection, kind, place) of each weight of the stack: there may be tens of thousands in a model."""
         tensors = self.format.tensors(self.dtype)
         rows = {kind: self._rows_of(kind, stored) for kind, stored in tensors.items()}
         made = [kind for kind, stored in tensors.items() if not stored.accepts]
-        found: list[list[tuple[str, str, Place]]] = [[] for _ in next(iter(rows.values()))]
+        found: list[list[tuple[str, str, LoadTarget]]] = [[] for _ in next(iter(rows.values()))]
         for kind, stored in tensors.items():
             for number, (projection, outputs) in enumerate(self.projections.items() if stored.accepts else ()):
                 shape, *also = stored.stored_shapes(outputs, self.inputs)
@@ -193,10 +193,12 @@ class Stack(nn.Module):
                 common = shape, stored.accepts, part, self.format, kind, form
                 for index, places in enumerate(found):
                     others = {other: rows[other][index][number] for other in made}
-                    places.append((projection, kind, Place(rows[kind][index][number], *common, others, tuple(also))))
+                    places.append(
+                        (projection, kind, LoadTarget(rows[kind][index][number], *common, others, tuple(also)))
+                    )
         return found
 
-    def _rows_of(self, kind: str, stored: Stored) -> list[Sequence[torch.Tensor]]:
+    def _rows_of(self, kind: str, stored: StoredTensor) -> list[Sequence[torch.Tensor]]:
         """Of each weight, the rows of each projection in a parameter; empty tensors where there is no parameter."""
         first, end = self.share.part(self.experts)
         weights, each = end - first + self.rides, len(self.projections)
@@ -205,44 +207,44 @@ class Stack(nn.Module):
         parts = getattr(self, kind).flatten(0, 1).split(self._rows(stored) * weights)
         return [parts[start : start + each] for start in range(0, len(parts), each)]
 
-    def _rows(self, stored: Stored) -> list[int]:
+    def _rows(self, stored: StoredTensor) -> list[int]:
         """Rows of each projection in a tensor."""
         return [stored.shape(outputs, self.inputs)[0] for outputs in self.held.values()]
 
 
 @dataclass(frozen=True)
-class Fused(Place):
+class Fused(LoadTarget):
     """Where a tensor [E, rows, columns] of a whole stack goes; ``each``: where an expert's projections would go.
 
     Some checkpoints (Qwen3-VL's) store [E, columns, rows]; a tensor that fits as it is stays so, as in transformers.
     runs: the rows that are read of each expert; None: all. interleaved: the rows of an expert's projections lie by
-    turns. turned: [E, columns, rows] is the only shape.
+    turns. transposed: [E, columns, rows] is the only shape.
     """
 
-    each: Sequence[Sequence[Place]] = ()
+    each: Sequence[Sequence[LoadTarget]] = ()
     runs: Runs | None = None
     interleaved: bool = False
-    turned: bool = False
+    transposed: bool = False
 
-    def lies_turned(self, shape: tuple[int, ...]) -> bool:
+    def lies_transposed(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape has its rows last."""
-        return self.turned or shape[1:] != self.shape[1:]
+        return self.transposed or shape[1:] != self.shape[1:]
 
     def part_of(self, shape: tuple[int, ...]) -> Slice | Slices | None:
         """The rows that this rank holds, whichever way they lie."""
         if self.runs is None:
             return self.part
-        turned = self.lies_turned(shape)
-        return Slices(2 if turned else 1, self.runs, turned)
+        transposed = self.lies_transposed(shape)
+        return Slices(2 if transposed else 1, self.runs, transposed)
 
     def fill(self, stored: torch.Tensor) -> None:
-        if self.runs is None and self.lies_turned(tuple(stored.shape)):
+        if self.runs is None and self.lies_transposed(tuple(stored.shape)):
             stored = stored.mT
         for places, expert in zip(self.each, stored, strict=True):
             for place, rows in zip(places, self._projections(expert, places), strict=True):
                 place.fill(rows)
 
-    def _projections(self, expert: torch.Tensor, places: Sequence[Place]) -> Sequence[torch.Tensor]:
+    def _projections(self, expert: torch.Tensor, places: Sequence[LoadTarget]) -> Sequence[torch.Tensor]:
         """The rows of each projection of one expert."""
         if self.interleaved:
             return [expert[first :: len(places)] for first in range(len(places))]
@@ -276,8 +278,8 @@ class Experts(nn.Module):
 
     def __init__(
         self,
-        gate_up: Stack,
-        down: Stack,
+        gate_up: ExpertStack,
+        down: ExpertStack,
         top_k: int,
         normalize: bool,
         shared: GatedMLP | None = None,
@@ -296,13 +298,13 @@ class Experts(nn.Module):
         self.experts, self.shared = nn.ModuleDict({"gate_up": gate_up, "down": down}), shared
 
     @property
-    def stacks(self) -> tuple[Stack, Stack]:
+    def stacks(self) -> tuple[ExpertStack, ExpertStack]:
         return self.experts["gate_up"], self.experts["down"]  # type: ignore[return-value]
 
     @property
-    def readers(self) -> tuple[object, ...]:
+    def consumers(self) -> tuple[object, ...]:
         """What reads the block's input: the experts, the shared one, and the router, which takes plain rows."""
-        shared = () if self.shared is None else self.shared.readers
+        shared = () if self.shared is None else self.shared.consumers
         return self.stacks[0], *shared, None
 
     def forward(self, x: Activations, positions: torch.Tensor | None = None) -> Mixed:
@@ -316,7 +318,7 @@ class Experts(nn.Module):
         pairs, format, held = ids.numel(), gate_up.format, gate_up.holds_all
         own = ids if held == gate_up.experts else self._own(ids, held)
         plan = plan_experts(own, held, format.tile(gate_up, pairs, held))
-        h = format.gate_up(gate_up, fitting(x, gate_up.wish), plan)  # type: ignore[arg-type]
+        h = format.gate_up(gate_up, in_format(x, gate_up.input_format), plan)  # type: ignore[arg-type]
         if gate_up.rows != WHOLE:
             h = self.ranks.gather(plain(h))
         y = format.down(down, h, plan)
@@ -351,9 +353,9 @@ class Experts(nn.Module):
         if self.stacks[1].rows != WHOLE:  # a sum is over choices, column by column: what is gathered is the sum
             total = self.ranks.gather(combine_experts(*y, self._columns(residual)))
             return total, total if norm is None else norm(total)
-        if isinstance(norm, RMSNorm) and norm.wish is not None:
-            wish = norm.wish
-            return combine_experts_norm_fp8(*y, residual, norm.weight, norm.eps, wish.group, wish.keep)
+        if isinstance(norm, RMSNorm) and norm.input_format is not None:
+            input_format = norm.input_format
+            return combine_experts_norm_fp8(*y, residual, norm.weight, norm.eps, input_format.group, input_format.keep)
         if isinstance(norm, RMSNorm):
             return combine_experts_norm(*y, residual, norm.weight, norm.eps)
         total = combine_experts(*y, residual)
@@ -365,16 +367,16 @@ class Experts(nn.Module):
         gate_up = self.stacks[0]
         return 1 - (self.top_k + gate_up.rides) / (gate_up.experts + gate_up.rides)  # of a rank on average, too
 
-    def places(self) -> Iterator[tuple[str, Place]]:
+    def places(self) -> Iterator[tuple[str, LoadTarget]]:
         """What a checkpoint stores: (name inside the layer, where it goes). Experts come fused or one by one."""
         count = self.stacks[0].experts
         for name, rows in (("router", self.router[:count]), ("shared_gate", self.router[count:])):
             if len(rows):
-                yield f"{name}.weight", Place(rows, tuple(rows.shape))
+                yield f"{name}.weight", LoadTarget(rows, tuple(rows.shape))
         if self.router_bias is not None:
-            yield "router.bias", Place(self.router_bias[:count], (count,))
+            yield "router.bias", LoadTarget(self.router_bias[:count], (count,))
         for name, stack in self.experts.items():
-            assert isinstance(stack, Stack)
+            assert isinstance(stack, ExpertStack)
             for kind, place in stack.fused():
                 yield f"experts.{name}.{kind}", place
             for expert, projection, kind, place in stack.single():

@@ -15,9 +15,20 @@ from torch import nn
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.kernels.lora.adapters import AdapterPlan
-from unisono.layers.activations import Activations, OfAllRanks, Projected, Wish, fitting, plain
+from unisono.layers.activations import Activations, InputFormat, OfAllRanks, Projected, in_format, plain
 from unisono.layers.adapters import LinearAdapter, LowRank
-from unisono.layers.formats.base import FLOATS, PLAIN, WHOLE, PartOf, Place, Plain, Share, Slices, Stored, WeightFormat
+from unisono.layers.formats.base import (
+    FLOATS,
+    PLAIN,
+    WHOLE,
+    LoadTarget,
+    PartOf,
+    Plain,
+    Share,
+    Slices,
+    StoredTensor,
+    WeightFormat,
+)
 from unisono.layers.norm import RMSNorm
 
 
@@ -65,7 +76,7 @@ class Linear(nn.Module):
                 self.register_parameter(kind, self._made(_parameter(shape, stored.dtype, device), stored))
         self.bias = _parameter((self.outputs,), dtype, device) if bias else None
         if self.bias is not None:
-            self._made(self.bias, Stored(dtype, FLOATS, inputs=0))
+            self._made(self.bias, StoredTensor(dtype, FLOATS, inputs=0))
 
     def joined(self, ranks: Ranks, split_inputs: bool) -> Linear:
         """Gather the outputs, and with ``split_inputs`` the inputs, among ``ranks``; returns the layer."""
@@ -83,19 +94,19 @@ class Linear(nn.Module):
         return any(share != WHOLE for share in self.shares.values())
 
     @property
-    def wish(self) -> Wish | None:
+    def input_format(self) -> InputFormat | None:
         """What the layer wants of its inputs: see ``layers/activations.py``. Plain rows where it gathers them."""
-        wish = getattr(self.format, "wish", None)
-        wished: Wish | None = wish(self) if wish and not self.split_inputs else None
+        input_format = getattr(self.format, "input_format", None)
+        wished: InputFormat | None = input_format(self) if input_format and not self.split_inputs else None
         return wished and replace(wished, keep=wished.keep or self.adapter is not None)  # adapters read plain rows
 
     def forward(self, x: Activations, residual: torch.Tensor | None = None) -> torch.Tensor:
         """``residual [M, outputs]`` is added to the rounded product."""
-        if isinstance(x, Projected) and x.reader is self and residual is None:
+        if isinstance(x, Projected) and x.consumer is self and residual is None:
             return x.product
         if (y := self._apart(x)) is not None:
             return y if residual is None else y + residual
-        return self.format.linear(self, fitting(x, self.wish), residual)  # type: ignore[arg-type]
+        return self.format.linear(self, in_format(x, self.input_format), residual)  # type: ignore[arg-type]
 
     def _apart(self, x: Activations) -> torch.Tensor | None:
         """The product where something happens between it and the residual's sum; None elsewhere."""
@@ -113,11 +124,11 @@ class Linear(nn.Module):
         if self.split_inputs and given is x:
             given = self.ranks.gather(plain(x))
         if (y := self._adapted(given)) is None:
-            y = self.format.linear(self, fitting(given, self.wish), None)  # type: ignore[arg-type]
+            y = self.format.linear(self, in_format(given, self.input_format), None)  # type: ignore[arg-type]
         return y
 
     def columns(self, x: Activations) -> torch.Tensor | Columns:
-        """``self(x)`` for a reader that may need less than all outputs of divided ones, which are not gathered."""
+        """``self(x)`` for a consumer that may need less than all outputs of divided ones, which are not gathered."""
         if not self.joins:
             product: torch.Tensor = self(x)
             return product
@@ -128,7 +139,7 @@ class Linear(nn.Module):
     ) -> tuple[torch.Tensor, Activations]:
         """(sum, norm(sum)) for the sum of the product and ``residual``; without a norm the sum twice.
 
-        The norm is quantised where its readers want that and the format has such a kernel.
+        The norm is quantised where its consumers want that and the format has such a kernel.
         """
         if (self.joins or self.sums) and isinstance(norm, RMSNorm):
             return norm.of_parts(self._part(x), residual, self.ranks, self.sums)
@@ -138,10 +149,10 @@ class Linear(nn.Module):
             total = y + residual
             return total, total if norm is None else norm(total)
         if isinstance(norm, RMSNorm):
-            fused = getattr(self.format, "linear_norm_fp8", None) if norm.wish else None
-            given: Any = fitting(x, self.wish)
+            fused = getattr(self.format, "linear_norm_fp8", None) if norm.input_format else None
+            given: Any = in_format(x, self.input_format)
             if fused is not None:
-                return fused(self, given, residual, norm.weight, norm.eps, norm.wish)
+                return fused(self, given, residual, norm.weight, norm.eps, norm.input_format)
             return self.format.linear_norm(self, given, residual, norm.weight, norm.eps)
         total = self(x, residual)
         return total, total if norm is None else norm(total)
@@ -154,7 +165,7 @@ class Linear(nn.Module):
         return y if low is None else low.added(y)
 
     def product(self, x: Activations) -> tuple[torch.Tensor, LowRank | None]:
-        """(``self(x)``, None); or without what adapters have still to add, and that, for a reader that can add it."""
+        """(``self(x)``, None); or without what adapters have still to add, and that, for a consumer that can add it."""
         if self.joins or self.sums or self.split_inputs or (plan := self._plan(x)) is None:
             return self(x), None
         return self._with_adapters(x, plan)
@@ -168,14 +179,14 @@ class Linear(nn.Module):
             if y is not None:
                 return y, None
         plan.sort()  # before the product: what follows it reads the plan before its turn
-        y = self.format.linear(self, fitting(x, self.wish), None)  # type: ignore[arg-type]
+        y = self.format.linear(self, in_format(x, self.input_format), None)  # type: ignore[arg-type]
         return y, self.adapter.shrunk(rows, plan)
 
     def _plan(self, x: Activations) -> AdapterPlan | None:
         """Which row has which adapter; None in a pass without any."""
         return None if self.adapter is None else self.adapter.plan(plain(x).shape[0])
 
-    def places(self) -> Iterator[tuple[str, Place]]:
+    def places(self) -> Iterator[tuple[str, LoadTarget]]:
         """What a checkpoint stores of the layer: (name inside the layer, where it goes)."""
         tensors = self.format.tensors(self.dtype)
         made = {kind: stored for kind, stored in tensors.items() if not stored.accepts}
@@ -185,9 +196,9 @@ class Linear(nn.Module):
                 for number, (name, place) in enumerate(self._places(kind, stored, self.format)):
                     yield name, replace(place, others={other: rows[other][number] for other in made})
         if self.bias is not None:
-            yield from self._places("bias", Stored(self.dtype, FLOATS, inputs=0), None)
+            yield from self._places("bias", StoredTensor(self.dtype, FLOATS, inputs=0), None)
 
-    def _places(self, kind: str, stored: Stored, format: WeightFormat | None) -> Iterator[tuple[str, Place]]:
+    def _places(self, kind: str, stored: StoredTensor, format: WeightFormat | None) -> Iterator[tuple[str, LoadTarget]]:
         """The places of one tensor, one for each projection."""
         for (projection, outputs), into in zip(self.projections.items(), self._rows(kind, stored), strict=True):
             share = self.shares[projection]
@@ -195,10 +206,10 @@ class Linear(nn.Module):
             if self.input_share != WHOLE and stored.inputs:
                 part = Slices(1, stored.columns(self.input_share.runs(self.inputs)))
             shape, *also = stored.stored_shapes(outputs, self.inputs)
-            place = Place(into, shape, stored.accepts, part, format, kind, also=tuple(also))
+            place = LoadTarget(into, shape, stored.accepts, part, format, kind, also=tuple(also))
             yield f"{projection}.{kind}" if projection else kind, place
 
-    def _made(self, parameter: nn.Parameter, stored: Stored) -> nn.Parameter:
+    def _made(self, parameter: nn.Parameter, stored: StoredTensor) -> nn.Parameter:
         """The parameter, knowing what of the whole one it is."""
         if self.input_share != WHOLE and stored.inputs:
             columns = stored.columns(self.input_share.runs(self.inputs))
@@ -214,7 +225,7 @@ class Linear(nn.Module):
             parameter.part_of = PartOf(shape, 0, tuple(runs))  # type: ignore[attr-defined]
         return parameter
 
-    def _rows(self, kind: str, stored: Stored) -> list[torch.Tensor]:
+    def _rows(self, kind: str, stored: StoredTensor) -> list[torch.Tensor]:
         """The rows of a parameter that serve each projection; empty tensors where there is no parameter."""
         if stored.dtype is None:
             return [torch.empty(0) for _ in self.held]

@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
         self.gate_up, self.down = gate_up, down
 
     @property
-    def readers(self) -> tuple[object, ...]:
+    def consumers(self) -> tuple[object, ...]:
         """What reads the block's input."""
         return (self.gate_up,)
 
@@ -29,7 +29,9 @@ class GatedMLP(nn.Module):
         y, low = self.gate_up.product(x)
         if low is not None:
             return low.silu(y)
-        return OfAllRanks(self.down.ranks.silu(y)) if self.down.split_inputs else silu_product(y, self.down.wish)
+        return (
+            OfAllRanks(self.down.ranks.silu(y)) if self.down.split_inputs else silu_product(y, self.down.input_format)
+        )
 
     def project(
         self, y: Activations, residual: torch.Tensor, norm: nn.Module | None

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from unisono.attention.base import AttentionInputs, LastTokens
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import whole
 from unisono.drafters.base import Drafter
-from unisono.graphs import Buffers, Hidden, Program, Schema
+from unisono.graphs import Buffers, BufferSchema, Hidden, Program
 from unisono.kernels.cache.pages import group_slot_mapping
 from unisono.kernels.speculation.rounds import commit
-from unisono.kv.recurrent_state import TailPass
+from unisono.kv.recurrent_state import RecurrentPass
 from unisono.kv.specs import ALL, PAGE_SIZE
 from unisono.kv.store import StateStore
 from unisono.models.blocks.decoder import Decoder
@@ -28,7 +28,7 @@ from unisono.sampling.pipeline import DraftSampler, edit_and_sample
 
 
 @dataclass(frozen=True)
-class Modules:
+class PassContext:
     """The modules and tensors of one engine's passes.
 
     store: the state of requests. sampler: ``context.sample`` of drafters. features: what requests may ask for.
@@ -53,7 +53,7 @@ class Modules:
     def paths(self) -> int:
         return 1 if self.tree is None else len(self.tree.paths)
 
-    def program(self, name: str, schema: Schema, run: Callable[[Buffers], None]) -> Program:
+    def program(self, name: str, schema: BufferSchema, run: Callable[[Buffers], None]) -> Program:
         """A program whose drafter, too, needs whole rows of logits only where its key says so.
 
         In other programs a drafter always has them, since their keys do not say what requests ask for.
@@ -76,9 +76,9 @@ class Modules:
         rotary: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The target's final hidden states [T, H], or those of ``last_tokens``, and those that the drafter asked
-        for. rows [N]: each row's slot. rotary: see ``PassContext.rotary_positions``."""
+        for. rows [N]: each row's slot. rotary: see ``ForwardContext.rotary_positions``."""
         features = self.drafter.features
-        context = PassContext(self._groups(inputs), rotary, last_tokens, self._tails(inputs))
+        context = ForwardContext(self._groups(inputs), rotary, last_tokens, self._recurrent_pass(inputs))
         last = None if last_tokens is None else last_tokens.last
         tokens = TargetTokens(rows, token_ids.shape[0], inputs.width, inputs.query_start, last)
         with ExitStack() as around:
@@ -86,25 +86,25 @@ class Modules:
                 if (held := feature.around_target(b, tokens)) is not None:
                     around.enter_context(held)
             hidden, aux = self.model(token_ids, context, self.store.view("target").tree, features.aux_layers, given)
-        if context.tails is not None:
-            context.tails.advance(self.store.tail_positions)
+        if context.recurrent is not None:
+            context.recurrent.advance(self.store.snapshot_positions)
         return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(features.hidden, hidden)
 
     def _groups(self, inputs: AttentionInputs) -> dict[int, AttentionInputs]:
-        """The inputs of a pass for each page lifetime; ``inputs`` are those of ALL."""
+        """The inputs of a pass for each window group; ``inputs`` are those of ALL."""
         groups, first = {ALL: inputs}, inputs.slot_mapping
-        for lifetime in self.store.lifetimes[1:]:
-            table = self.store.page_tables[lifetime]
+        for window_group in self.store.window_groups[1:]:
+            table = self.store.page_tables[window_group]
             mapping = group_slot_mapping(table, inputs.slots, inputs.positions, first, inputs.query_start, PAGE_SIZE)
-            groups[lifetime] = replace(inputs, page_table=table, slot_mapping=mapping)
+            groups[window_group] = replace(inputs, page_table=table, slot_mapping=mapping)
         return groups
 
-    def _tails(self, inputs: AttentionInputs) -> TailPass | None:
+    def _recurrent_pass(self, inputs: AttentionInputs) -> RecurrentPass | None:
         """Where the recurrences of a pass's rows begin; None where the model has none."""
-        if not self.store.tails:
+        if not self.store.recurrent:
             return None
         i = inputs
-        return TailPass.of(i.slots, i.positions, i.kv_len, i.query_start, self.store.tail_positions, i.singles)
+        return RecurrentPass.of(i.slots, i.positions, i.kv_len, i.query_start, self.store.snapshot_positions, i.singles)
 
     def sample(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from unisono.graphs import Buffers, Field, Program, Schema
+from unisono.graphs import Buffers, BufferSchema, Field, Program
 from unisono.kernels.speculation.catch_up import keep_rows
 from unisono.passes.features.base import words_of
 
@@ -25,7 +25,7 @@ def encode_program(tower: Any, cache: torch.Tensor) -> Program:
     to, -1 for padding.
     """
     own, config = tower.fields(), tower.config
-    schema = Schema(
+    schema = BufferSchema(
         (
             Field("pixels", torch.int32, ("rows", words_of(config.patch_elements, cache.dtype))),
             Field("cache_rows", torch.int32, ("rows",), pad=-1),  # a token is several patches: only the first are used

@@ -15,7 +15,7 @@ import numpy as np
 
 
 @dataclass
-class Entry:
+class EncoderEntry:
     """rows [n] int32: of its tokens in the cache. holders: requests that hold it."""
 
     rows: np.ndarray
@@ -41,7 +41,7 @@ class EncoderCache:
         self.capacity = capacity
         self.queries = self.hits = self.evictions = 0
         self._free = list(range(capacity - 1, -1, -1))
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, EncoderEntry] = OrderedDict()
         self._claims: dict[int, _Claim] = {}
 
     def __contains__(self, key: bytes) -> bool:
@@ -73,7 +73,7 @@ class EncoderCache:
         self.queries += 1
         self.hits += entry is not None
         if entry is None:
-            entry = self._entries[key] = Entry(self._take(tokens))
+            entry = self._entries[key] = EncoderEntry(self._take(tokens))
         self._entries.move_to_end(key)
         entry.holders += 1
         self._claims.setdefault(owner, _Claim(0, reserve)).held += tokens

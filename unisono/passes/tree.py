@@ -32,7 +32,7 @@ class Tree:
     drafter: TreeDrafter
     slots: SlotTensors
     store: StateStore
-    num_pages: Mapping[int, int]  # by lifetime, without those of the paths
+    num_pages: Mapping[int, int]  # by window group, without those of the paths
     unused: torch.Tensor  # bool [P, k]: after each path's end
 
     @staticmethod
@@ -48,22 +48,22 @@ class Tree:
 
     def fork(self, slots: torch.Tensor) -> Fork:
         """The R · P rows of a round over ``slots [R]``, with the state that they begin with."""
-        for lifetime in self.store.lifetimes[1:]:
-            fork = self._fork(lifetime, slots)
-            self.store.copy_span(lifetime, fork.sources, fork.tables, fork.first, fork.last)
+        for window_group in self.store.window_groups[1:]:
+            fork = self._fork(window_group, slots)
+            self.store.copy_span(window_group, fork.sources, fork.tables, fork.first, fork.last)
         fork = self.rows(slots)
         self.store.copy_span(ALL, fork.sources, fork.tables, fork.first, fork.last)
-        if self.store.tails:
-            self.store.copy_tails(fork.slots, fork.tables)
+        if self.store.recurrent:
+            self.store.copy_recurrent(fork.slots, fork.tables)
         return fork
 
     def rows(self, slots: torch.Tensor) -> Fork:
         """The rows alone: within a round, whose paths have what they begin with, they are the same again."""
         return self._fork(ALL, slots)
 
-    def _fork(self, lifetime: int, slots: torch.Tensor) -> Fork:
-        """The rows in the page table of a lifetime; they have the same numbers in each."""
-        s, table, first = self.slots, self.store.page_tables[lifetime], self.num_pages[lifetime]
+    def _fork(self, window_group: int, slots: torch.Tensor) -> Fork:
+        """The rows in the page table of a window group; they have the same numbers in each."""
+        s, table, first = self.slots, self.store.page_tables[window_group], self.num_pages[window_group]
         pages = span_pages(self.drafter.num_drafts, PAGE_SIZE)
         return fork_paths(table, slots, s.length, s.status, len(self.paths), pages, first, PAGE_SIZE)
 
@@ -77,12 +77,12 @@ class Tree:
         return best_path(sampled, drafts, fork.tables, len(self.paths))
 
     def adopt(self, slots: torch.Tensor, best: Best, result: torch.Tensor) -> None:
-        """Copy the state of the best paths' accepted drafts to the requests' own pages and tails.
+        """Copy the state of the best paths' accepted drafts to the requests' own pages and recurrent states.
 
         slots [R], result [R, W + 2] as committed: ``slots.length`` has moved on by the count.
         """
         length = self.slots.length.index_select(0, slots)
-        for lifetime in self.store.lifetimes:
-            self.store.copy_span(lifetime, best.tables, slots, length - result[:, 0], length - 1)
-        if self.store.tails:
-            self.store.copy_tails(best.tables, slots)
+        for window_group in self.store.window_groups:
+            self.store.copy_span(window_group, best.tables, slots, length - result[:, 0], length - 1)
+        if self.store.recurrent:
+            self.store.copy_recurrent(best.tables, slots)

@@ -10,56 +10,56 @@ from unisono.graphs import Buffers
 from unisono.kernels.speculation.rounds import round_inputs
 from unisono.kernels.speculation.tree_paths import Fork
 from unisono.kv.specs import PAGE_SIZE
-from unisono.passes.context import Modules
+from unisono.passes.context import PassContext
 from unisono.passes.features.base import Outputs
 from unisono.passes.slot_tensors import SlotTensors, rotary_positions
 from unisono.passes.tree import Tree
 
 
-def verify_chain(modules: Modules, b: Buffers, drafts: torch.Tensor, early: bool = False) -> None:
+def verify_chain(context: PassContext, b: Buffers, drafts: torch.Tensor, early: bool = False) -> None:
     """Verify and commit ``drafts [R, k]``, and let the drafter catch up.
 
     early: the host waits for the outputs, so let it have them before the drafter catches up.
     """
     width = b.shape.width
-    sampled, seen = _target_pass(modules, b, b.slots, b.slots, drafts, Outputs(b))
-    accepted = modules.acceptance.accepted(drafts, sampled, b.slots, 1)
-    modules.acceptance.count(b.drafted, width - 1)
-    b.result.copy_(modules.commit(sampled, accepted, b.slots))
-    if early and modules.width > 1:
+    sampled, seen = _target_pass(context, b, b.slots, b.slots, drafts, Outputs(b))
+    accepted = context.acceptance.accepted(drafts, sampled, b.slots, 1)
+    context.acceptance.count(b.drafted, width - 1)
+    b.result.copy_(context.commit(sampled, accepted, b.slots))
+    if early and context.width > 1:
         b.outputs_ready()
-    catch_up(modules, Verified(b.slots, b.result, sampled, seen))
+    catch_up(context, Verified(b.slots, b.result, sampled, seen))
 
 
-def catch_up(modules: Modules, verified: Verified) -> None:
+def catch_up(context: PassContext, verified: Verified) -> None:
     """Let the drafter observe a chain's round; one that drafted nothing it may observe later."""
-    if verified.sampled.shape[1] == 1 and isinstance(modules.drafter, PausableDrafter):
-        modules.drafter.remember(verified)
-    elif modules.width > 1:
-        modules.drafter.observe(verified)
+    if verified.sampled.shape[1] == 1 and isinstance(context.drafter, PausableDrafter):
+        context.drafter.remember(verified)
+    elif context.width > 1:
+        context.drafter.observe(verified)
 
 
 def verify_tree(
-    modules: Modules, tree: Tree, b: Buffers, fork: Fork, drafts: torch.Tensor, early: bool = False
+    context: PassContext, tree: Tree, b: Buffers, fork: Fork, drafts: torch.Tensor, early: bool = False
 ) -> None:
     """Verify every path of ``drafts [R · P, k]``, commit the best one, and let the drafter catch up."""
-    outputs = Outputs(b, modules.paths)
-    sampled, seen = _target_pass(modules, b, fork.slots, fork.tables, drafts, outputs)
-    drafts = modules.acceptance.accepted(drafts, sampled, fork.slots, modules.paths)
+    outputs = Outputs(b, context.paths)
+    sampled, seen = _target_pass(context, b, fork.slots, fork.tables, drafts, outputs)
+    drafts = context.acceptance.accepted(drafts, sampled, fork.slots, context.paths)
     best = tree.best(fork, sampled, drafts)
     outputs.choose(best.rows)
     b.drafted.copy_(best.drafted)
-    modules.acceptance.count(b.drafted, b.shape.width - 1)
-    b.result.copy_(modules.commit(best.sampled, best.drafts, b.slots))
+    context.acceptance.count(b.drafted, b.shape.width - 1)
+    b.result.copy_(context.commit(best.sampled, best.drafts, b.slots))
     tree.adopt(b.slots, best, b.result)
     if early:
         b.outputs_ready()
     seen = None if seen is None else _rows_of(seen, len(fork.slots), best.rows)
-    modules.drafter.observe(Verified(b.slots, b.result, best.sampled, seen))
+    context.drafter.observe(Verified(b.slots, b.result, best.sampled, seen))
 
 
 def _target_pass(
-    modules: Modules,
+    context: PassContext,
     b: Buffers,
     rows: torch.Tensor,
     tables: torch.Tensor,
@@ -70,10 +70,10 @@ def _target_pass(
 
     rows [N]: each row's slot; tables [N]: its row of the page table.
     """
-    token_ids, inputs = target_inputs(modules.slots, rows, tables, drafts)
-    rotary = rotary_positions(modules.slots, rows, inputs.positions)
-    hidden, seen = modules.forward(b, rows, token_ids, inputs, rotary=rotary)
-    return modules.sample(b, hidden, hidden, rows, drafts, outputs), seen
+    token_ids, inputs = target_inputs(context.slots, rows, tables, drafts)
+    rotary = rotary_positions(context.slots, rows, inputs.positions)
+    hidden, seen = context.forward(b, rows, token_ids, inputs, rotary=rotary)
+    return context.sample(b, hidden, hidden, rows, drafts, outputs), seen
 
 
 def target_inputs(

@@ -25,7 +25,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.kernels.norm.concat_norm import concat_norm
 from unisono.kv.specs import Tree
@@ -91,7 +91,7 @@ class DraftBlock(nn.Module):
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
-        context: PassContext,
+        context: ForwardContext,
         state: Sequence[torch.Tensor],
         given: Sequence[Overriding] = (),
     ) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from unisono.config import catalog
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.mtp.model import MTPModule
-from unisono.layers.formats.base import PLAIN, Place, WeightFormat
+from unisono.layers.formats.base import PLAIN, LoadTarget, WeightFormat
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.layers import BlockSpec, LayerSpec, MLPSpec
@@ -44,7 +44,7 @@ SHARED = ("embed", "lm_head")
 
 
 @dataclass(frozen=True)
-class Layout:
+class MTPLayout:
     """Where a family of checkpoints keeps its modules; ``*`` is a module's number in ``block`` and ``names``.
 
     block: what a decoder block's names begin with. names: the rest of the module, and what the block renames. root:
@@ -64,7 +64,7 @@ class Layout:
 
     def targets(
         self, module: MTPModule, number: int, shared: Sequence[str] = SHARED, tensors: Container[str] = ()
-    ) -> dict[str, Place]:
+    ) -> dict[str, LoadTarget]:
         """The checkpoint's names of a module's tensors -> where they go, but for those of ``shared`` parts.
 
         tensors: what the checkpoint holds.
@@ -86,10 +86,10 @@ class Layout:
         return sorted(n for n in found if self.name("project", n) + ".weight" in tensors)
 
 
-def _nextn(block: str, **names: str) -> Layout:
+def _nextn(block: str, **names: str) -> MTPLayout:
     """A layout whose projection and norms lie in the module, named as DeepSeek's unless ``names`` say otherwise."""
     inside = {"embed_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "final_layernorm"}
-    return Layout(block, {ours: block + theirs for ours, theirs in {**inside, **names}.items()})
+    return MTPLayout(block, {ours: block + theirs for ours, theirs in {**inside, **names}.items()})
 
 
 QWEN = "Qwen3-Next, Qwen3.5"
@@ -98,7 +98,7 @@ LAYOUTS = {
     "DeepSeek-V3, GLM": _nextn(
         "model.layers.*.", norm="shared_head.norm", embed="embed_tokens", lm_head="shared_head.head"
     ),
-    QWEN: Layout(
+    QWEN: MTPLayout(
         "mtp.layers.*.",
         {
             "embed_norm": "mtp.pre_fc_norm_embedding",
@@ -141,7 +141,7 @@ class MTPCheckpoint:
     """
 
     path: Path
-    layout: Layout = field(repr=False)
+    layout: MTPLayout = field(repr=False)
     config: DecoderConfig
     numbers: tuple[int, ...]
     tensors: Mapping[str, TensorInfo] | None = field(repr=False)
@@ -251,7 +251,7 @@ class MTPCheckpoint:
         shared = module in SHARED and not self._stores(module, number)
         return PLAIN if shared else self.formats(self.layout.name(module, number))
 
-    def _targets(self, module: MTPModule, number: int) -> dict[str, Place]:
+    def _targets(self, module: MTPModule, number: int) -> dict[str, LoadTarget]:
         shared = [part for part in SHARED if not self._stores(part, number)]
         return self.layout.targets(module, number, shared, self.tensors or {})
 
@@ -263,11 +263,11 @@ class MTPCheckpoint:
             c.hidden_size, c.rms_eps, torch.float32, "meta", no_attention, 1, zero_centered_norms=zero_centered
         )
         for number in self.numbers:
-            wanted = self._targets(self._module(number, builder), number)
-            weights.check(wanted, self.tensors or {}, self.path, partial(_unexpected, layout, number))
+            targets = self._targets(self._module(number, builder), number)
+            weights.check(targets, self.tensors or {}, self.path, partial(_unexpected, layout, number))
 
 
-def _unexpected(layout: Layout, number: int, name: str) -> str | None:
+def _unexpected(layout: MTPLayout, number: int, name: str) -> str | None:
     """Why a tensor of module ``number`` has no place; None for other modules' and the target's tensors."""
     own, of_blocks = layout.block.replace("*", str(number)), layout.block.partition("*")[0]
     common = layout.root and name.startswith(layout.root) and not name.startswith(of_blocks)
@@ -276,7 +276,7 @@ def _unexpected(layout: Layout, number: int, name: str) -> str | None:
 
 def _block_config(
     directory: Path,
-    layout: Layout,
+    layout: MTPLayout,
     number: int,
     tensors: Mapping[str, TensorInfo],
     target: DecoderConfig,

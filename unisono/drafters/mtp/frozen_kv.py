@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET
 from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
@@ -59,7 +59,7 @@ class FrozenMTPDrafter:
         tables = context.page_tables.items()
         groups = {g: AttentionInputs(slots, seen, slot_mapping, known, table, width=1) for g, table in tables}
         rotary = context.rotary(slots, positions)
-        pass_context = PassContext(groups, rotary_positions=positions if rotary is None else rotary)
+        pass_context = ForwardContext(groups, rotary_positions=positions if rotary is None else rotary)
         hidden, kv = context.state["hidden"].index_select(0, slots), context.target_state.tree
         for step in range(drafts.shape[1]):
             hidden, logits = head(token_ids, hidden, pass_context, kv)

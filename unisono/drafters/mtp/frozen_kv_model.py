@@ -26,11 +26,11 @@ from typing import cast
 import torch
 from torch import nn
 
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.config import catalog
 from unisono.kv.specs import Tree
 from unisono.layers.embedding import Embedding
-from unisono.layers.formats.base import Place
+from unisono.layers.formats.base import LoadTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec, QuerySpec, build_layers
 from unisono.models.config import DecoderConfig, attention_of, checkpoint_name
@@ -81,7 +81,11 @@ class FrozenHead(nn.Module):
         return ()
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, context: PassContext, kv: Sequence[Sequence[torch.Tensor]]
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        kv: Sequence[Sequence[torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One step: token_ids [R] i32, hidden [R, Ht] -> (the next step's hidden [R, Ht], logits [R, V]).
 
@@ -146,10 +150,10 @@ class FrozenCheckpoint:
         builder = Builder(self.config.hidden_size, self.config.rms_eps, torch.float32, "meta", no_attention, 1)
         embed = Embedding(target.vocab_size, target.hidden_size, torch.float32, "meta")
         reason = "it has no place in this drafter"
-        wanted = self._targets(FrozenHead(self.config, self.reads, embed, builder))
-        weights.check(wanted, self.tensors, self.path, lambda name: None if name == EMBED else reason)
+        targets = self._targets(FrozenHead(self.config, self.reads, embed, builder))
+        weights.check(targets, self.tensors, self.path, lambda name: None if name == EMBED else reason)
 
-    def _targets(self, head: FrozenHead) -> dict[str, Place]:
+    def _targets(self, head: FrozenHead) -> dict[str, LoadTarget]:
         """The checkpoint's names of the head's own tensors -> where they go."""
         targets = {
             f"{checkpoint_name(NAMES, path)}.{kind}": place
@@ -201,7 +205,7 @@ def _config(
             qk_norm=f"{layer}self_attn.q_norm.weight" in tensors,
             qkv_bias=f"{layer}self_attn.q_proj.bias" in tensors,
             o_bias=f"{layer}self_attn.o_proj.bias" in tensors,
-            pages=theirs.lifetime,
+            pages=theirs.window_group,
         )
         down = f"{layer}mlp.down_proj"
         layers.append(LayerSpec(mixer, MLPSpec(shape(f"{down}.weight")[1], f"{down}.bias" in tensors)))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry, seen_size
@@ -74,7 +74,7 @@ class _Stage:
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
-        context: PassContext,
+        context: ForwardContext,
         given: Sequence[Overriding] = (),
     ) -> torch.Tensor:
         """Entries [T] -> their states [T, H], or with ``context.last_tokens`` theirs [E, H]."""
@@ -138,7 +138,7 @@ class MultiMTPDrafter(CatchesUp):
                 step - width, width,
             )  # fmt: skip
             inputs = AttentionInputs(slots, positions, slot_mapping, kv_len, s.page_table, width)
-            pass_context = PassContext.of(inputs, None, context.rotary(slots, positions))
+            pass_context = ForwardContext.of(inputs, None, context.rotary(slots, positions))
             states = stage.run(token_ids, hidden.flatten(0, 1), pass_context).view_as(hidden)
             last = states[:, -1].contiguous()
             drafts[:, step].copy_(context.sample(stage.module.lm_head.columns(last), slots, step, None))
@@ -152,7 +152,7 @@ class MultiMTPDrafter(CatchesUp):
         new = catch_up(slots, verified.result, verified.sampled, s.length, s.page_table, self._context.page_size)
         inputs = AttentionInputs(slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, width)
         last_tokens, hidden = inputs.last_tokens(new.last), verified.hidden
-        context = PassContext.of(inputs, last_tokens, self._context.rotary(slots, new.positions))
+        context = ForwardContext.of(inputs, last_tokens, self._context.rotary(slots, new.positions))
         for stage in self._stages[:-1]:
             keep_rows(stage.page_hidden, new.pages, hidden)
             states = stage.run(new.token_ids, hidden, context.all_tokens)
@@ -176,7 +176,7 @@ class MultiMTPDrafter(CatchesUp):
         )
         given, rotary = prompt.of_entries()
         last_tokens = inputs.last_tokens(new.last)
-        context = PassContext.of(inputs, last_tokens, rotary)
+        context = ForwardContext.of(inputs, last_tokens, rotary)
         for stage, following in itertools.pairwise(self._stages):
             keep_rows(stage.page_hidden, new.pages, hidden[len(new.sources) :])
             states = stage.run(new.token_ids, hidden, context.all_tokens, given)
@@ -192,7 +192,7 @@ class MultiMTPDrafter(CatchesUp):
         self,
         new: CatchUp | CatchUpExtend,
         hidden: torch.Tensor,
-        context: PassContext,
+        context: ForwardContext,
         given: Sequence[Overriding] = (),
     ) -> None:
         """The last module's entries, of which only each row's last state is kept. hidden: [N, H], what they join."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from unisono.config import ResolvedConfig
 from unisono.engine.worker.worker import Worker
-from unisono.kv.specs import PAGE_SIZE, TAILS
+from unisono.kv.specs import PAGE_SIZE, SNAPSHOTS
 
 SAMPLES = 64
 """Sampled values of each weight."""
@@ -28,7 +28,7 @@ def engine_identity(config: ResolvedConfig, worker: Worker) -> bytes:
     device = config.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     store = worker.store
-    kinds = [*store.lifetimes, *([TAILS] if store.tails else [])]
+    kinds = [*store.window_groups, *([SNAPSHOTS] if store.recurrent else [])]
     shapes = [(kind, [(tuple(part.shape[1:]), str(part.dtype)) for part in store.parts(kind)]) for kind in kinds]
     facts = (
         _code(),

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from unisono.engine.sequence import Sequence
-from unisono.kv.specs import PAGE_SIZE, TAILS
+from unisono.kv.specs import PAGE_SIZE, SNAPSHOTS
 from unisono.kv.transfer import Bytes, Packing, pack_pages
 from unisono.kv.window_pages import first_live_column
 from unisono.transport.addresses import Address
@@ -136,9 +136,9 @@ class PrefillService:
             return
         wanted: dict[int, range] = {}
         if last:  # state for a request that goes on from here; it does not need earlier windows and snapshots
-            for lifetime in sequence.pages.windows:
-                wanted[lifetime] = range(first_live_column(job.pages * PAGE_SIZE, lifetime), job.pages)
-            wanted[TAILS] = range(job.pages - 1, job.pages)
+            for window_group in sequence.pages.windows:
+                wanted[window_group] = range(first_live_column(job.pages * PAGE_SIZE, window_group), job.pages)
+            wanted[SNAPSHOTS] = range(job.pages - 1, job.pages)
         first = min([job.sent, *(pages.start for pages in wanted.values())])
         if nodes[first:]:
             packed = pack_pages(self._pages, nodes, first, wanted)

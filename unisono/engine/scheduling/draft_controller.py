@@ -17,7 +17,7 @@ import numpy as np
 
 from unisono.engine.scheduling.adaptive import Acceptance, AdaptiveK, RoundCosts
 from unisono.engine.scheduling.forced_drafts import ForcedDrafts
-from unisono.engine.sequence import Extend, Pass, Preparation, Round, Rows, Sequence
+from unisono.engine.sequence import Extend, FeaturePass, Pass, Round, Rows, Sequence
 from unisono.engine.startup.buckets import CPU_COST
 from unisono.engine.worker.progress import NOBODY, Progress
 from unisono.types import FinishReason
@@ -183,7 +183,7 @@ class DraftController:
 
     # ---- after a pass -------------------------------------------------------------------------
 
-    def read(self, work: Extend | Preparation | Round, result: np.ndarray) -> None:
+    def read(self, work: Extend | FeaturePass | Round, result: np.ndarray) -> None:
         """Learn from a pass that was read. result [rows, …] int32: committed tokens and status of each row."""
         now, before, after = time.perf_counter(), self._read_at, self._launched
         # Outputs of prompts, and of rounds whose drafts the host reads, arrive before the drafter has caught up

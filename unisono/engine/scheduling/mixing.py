@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.sequence import Sequence, tokens_left
 from unisono.engine.startup.buckets import LEAST_TOKENS
-from unisono.graphs import Key, Shape
+from unisono.graphs import GraphKey, PassShape
 
 if TYPE_CHECKING:
     from unisono.engine.worker.runner import Runner
@@ -77,6 +77,6 @@ class Mixing:
         """True if one mixed pass is expected to take less time than a prompt pass and a round."""
         runner, planner = self._runner, self._runner.planner
         together = planner.launched_ms(runner.mixed_key(tokens, room))
-        prompts = planner.launched_ms(Key("extend", Shape(tokens), runner.features))
+        prompts = planner.launched_ms(GraphKey("extend", PassShape(tokens), runner.features))
         self.expected_ms = together, prompts, self._controller.round_ms(running)
         return together <= prompts + self.expected_ms[-1]

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Requests
 
 from unisono.engine.scheduling.adaptive import MOST_CORRECTION
-from unisono.engine.sequence import Extend, Preparation, Round, Sequence
+from unisono.engine.sequence import Extend, FeaturePass, Round, Sequence
 from unisono.engine.startup.buckets import LEAST_TOKENS
-from unisono.graphs import Key
+from unisono.graphs import GraphKey
 from unisono.passes.features.base import Room
 
 GUESSED_MS = 0.005
@@ -89,7 +89,7 @@ class PromptBudget:
         longest = max((work.tokens for work in self._extended), default=0)
         return sizes[fitting - 1] if sizes[fitting - 1] >= WORTH * longest else 0
 
-    def room(self, running: Collection[Sequence], ms: Callable[[Key], float]) -> Room:
+    def room(self, running: Collection[Sequence], ms: Callable[[GraphKey], float]) -> Room:
         """Return the time that pre-passes may take now; see :meth:`tokens`. ms: the time of such a pass."""
         if not running:
             return Room(ms, math.inf, True)
@@ -114,7 +114,7 @@ class PromptBudget:
         """Milliseconds of the passes since the last round. Computed on demand, which is rare."""
         return self._prepared + self._correction * sum(map(self._expected, self._extended))
 
-    def read(self, work: Extend | Preparation | Round, took: Took) -> None:
+    def read(self, work: Extend | FeaturePass | Round, took: Took) -> None:
         """Queue a pass whose outputs were read, to learn from its time once that is known.
 
         Shorter passes teach nothing: they are ends of prompts, few and of other sizes.

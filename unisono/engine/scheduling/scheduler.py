@@ -29,8 +29,8 @@ from unisono.engine.sequence import (
     NO_ROWS,
     Chunk,
     Extend,
+    FeaturePass,
     Pass,
-    Preparation,
     Round,
     RoundWidths,
     RowGrowth,
@@ -43,10 +43,10 @@ from unisono.engine.sequence import (
 from unisono.engine.worker.device_state import DeviceState
 from unisono.engine.worker.progress import NOBODY
 from unisono.engine.worker.slots import SlotPool
-from unisono.graphs import Key
+from unisono.graphs import GraphKey
 from unisono.kv.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.kv.specs import ALL
-from unisono.passes.features.base import Ahead, Feature, Room, Row
+from unisono.passes.features.base import Feature, PrePass, Room, Row
 from unisono.types import FinishReason
 
 MAX_PASSED = 64
@@ -73,7 +73,7 @@ class Scheduler:
         max_extend_rows: int,
         budget: PromptBudget,
         by_priority: bool = False,
-        pass_ms: Callable[[Key], float] = lambda key: 0.0,
+        pass_ms: Callable[[GraphKey], float] = lambda key: 0.0,
         mixing: Mixing | None = None,
         filling: Callable[[int, int], int] = lambda tokens, decodes: tokens,
         failed: Callable[[Sequence, str, Exception], None] = _raise,
@@ -120,7 +120,7 @@ class Scheduler:
     def _choose(self) -> Pass | None:
         """Return the next pass of the requests that have slots."""
         if self.extending and (tokens := self.budget.tokens(self.running, self.extending[: self.max_extend_rows])):
-            if (preparation := self._preparation(tokens)) is not None:
+            if (preparation := self._feature_pass(tokens)) is not None:
                 return preparation
             if (extend := self._next_extend(*self._with_decodes(tokens))) is not None:
                 self.budget.extended(extend)
@@ -292,7 +292,7 @@ class Scheduler:
         self.extending.append(sequence)
         self.extending.sort(key=self.waiting.rank)
 
-    def _preparation(self, budget: int) -> Preparation | None:
+    def _feature_pass(self, budget: int) -> FeaturePass | None:
         """Return a pre-pass that a feature needs before a prompt pass of at most ``budget`` tokens; None if none
         does.
         """
@@ -308,24 +308,24 @@ class Scheduler:
             budget -= end - start
         room = self.budget.room(self.running, self._pass_ms)
         for feature, rows in wanted.items():
-            if (ahead := self._pass_ahead(feature, [row for row in rows if row.start < row.end], room)) is not None:
+            if (ahead := self._pre_pass(feature, [row for row in rows if row.start < row.end], room)) is not None:
                 self.budget.prepared(self._pass_ms(ahead.key))
-                return Preparation(ahead)
+                return FeaturePass(ahead)
         return None
 
-    def _pass_ahead(self, feature: Feature, rows: list[Row], room: Room) -> Ahead | None:
+    def _pre_pass(self, feature: Feature, rows: list[Row], room: Room) -> PrePass | None:
         """Return the pre-pass that the feature needs before these prompts can go on. If it fails, try them one by
         one.
         """
         try:
-            return feature.pass_ahead(rows, room)
+            return feature.pre_pass(rows, room)
         except Exception as error:
             if is_engine_error(error):
                 raise
         owners = {id(state): sequence for sequence in self.extending for state in sequence.states.values()}
         for row in rows:
             try:
-                if (ahead := feature.pass_ahead([row], room)) is not None:
+                if (ahead := feature.pre_pass([row], room)) is not None:
                     return ahead
             except Exception as error:
                 self.fail(owners[id(row.state)], "batch", error)
@@ -425,7 +425,7 @@ class Scheduler:
         """
         progress = self.progress
         worst = progress.worst(rows.slots, width)
-        growth: dict[int, list[RowGrowth]] = {lifetime: [] for lifetime in (ALL, *self.pool.windows)}
+        growth: dict[int, list[RowGrowth]] = {window_group: [] for window_group in (ALL, *self.pool.windows)}
         for row in progress.outgrown(rows.slots, worst):
             sequence = rows.sequences[row]
             assert sequence.pages is not None
@@ -435,9 +435,9 @@ class Scheduler:
             growth[ALL].append((row, first, pages))
         if self.pool.windows:
             for row, (sequence, tokens) in enumerate(zip(rows.sequences, worst.tolist(), strict=True)):
-                for lifetime, (first, pages) in self.device.grow(sequence, tokens).items():
+                for window_group, (first, pages) in self.device.grow(sequence, tokens).items():
                     if pages:
-                        growth[lifetime].append((row, first, pages))
+                        growth[window_group].append((row, first, pages))
         return growth
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from unisono.attention.base import AttentionBackend
 from unisono.config import GRAPH_PROGRAMS, ResolvedConfig, parse_graphs
 from unisono.engine.scheduling.forced_drafts import forced_rows
-from unisono.graphs import NO_FEATURES, Features, Graph, Logits, Program, Shape
+from unisono.graphs import NO_FEATURES, Features, Graph, Logits, PassShape, Program
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost, candidates
 from unisono.kernels.gemm.linear import ROW_TILES
@@ -221,7 +221,7 @@ def captured_lazily(buckets: Buckets, config: ResolvedConfig) -> Buckets:
     )
     if config.device.type != "cuda":
         return lazy
-    shapes: list[Shape] = []
+    shapes: list[PassShape] = []
     for shape in buckets.shapes:
         if not shapes or shape.rows >= 2 * shapes[-1].rows or shape is buckets.shapes[-1]:
             shapes.append(shape)
@@ -267,7 +267,7 @@ def mixed_buckets(
         tokens = candidates(config.max_num_batched_tokens - size, LEAST_TOKENS)
         yield Buckets(
             program,
-            tuple(Shape(size + each, 1 + size) for each in tokens),
+            tuple(PassShape(size + each, 1 + size) for each in tokens),
             features,
             mode=config.graphs[asked_as(program.name)],
             passes=GPU_PASSES["mixed"] if gpu else CPU_PASSES["mixed"] / len(sizes),
@@ -306,7 +306,7 @@ def own_buckets(own: OwnProgram, config: ResolvedConfig) -> Buckets:
     gpu = config.device.type == "cuda"
     return Buckets(
         own.program,
-        tuple(Shape(own.multiple * n) for n in candidates(own.most // own.multiple, own.least // own.multiple)),
+        tuple(PassShape(own.multiple * n) for n in candidates(own.most // own.multiple, own.least // own.multiple)),
         mode=config.graphs[asked_as(own.program.name)],
         passes=own.passes * (GPU_PASSES if gpu else CPU_PASSES)["extend"],
         cost=None if gpu else PassCost.linear(fixed_ms=15.0, row_ms=own.ms, capture_ms=20.0),
@@ -334,7 +334,7 @@ def round_buckets(
 def catch_up_buckets(program: Program, config: ResolvedConfig, width: int) -> Buckets:
     """Return the buckets of passes in which a paused drafter catches up with ``width`` tokens per request."""
     gpu = config.device.type == "cuda"
-    shapes = tuple(Shape(rows, width) for rows in candidates(config.max_num_seqs))
+    shapes = tuple(PassShape(rows, width) for rows in candidates(config.max_num_seqs))
     buckets = Buckets(
         program,
         shapes,
@@ -371,7 +371,7 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, features: F
     passes = part * (GPU_PASSES if gpu else CPU_PASSES)[name]
     if config.asked.role == "decode" and name not in ROUNDS:
         passes *= DECODE_PROMPTS
-    shapes = tuple(Shape(rows, each) for rows in sorted({*candidates(limit, least), *edges}))
+    shapes = tuple(PassShape(rows, each) for rows in sorted({*candidates(limit, least), *edges}))
     buckets = Buckets(
         program,
         shapes,

@@ -19,7 +19,7 @@ from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.from_checkpoint import carried_bytes
 from unisono.engine.scheduling.default_drafts import with_default_drafts
 from unisono.engine.startup.memory import CPU_KV_BYTES, GPU_SLACK
-from unisono.kv.specs import PAGE_SIZE, Paged, PerSlot, Tail, leaves
+from unisono.kv.specs import PAGE_SIZE, Paged, PerSlot, Recurrent, leaves
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.load.build import Builder, no_attention
 from unisono.models.load.checkpoint import Checkpoint, read_tensors
@@ -44,7 +44,7 @@ class StateBytes:
         found = list(leaves(specs))
         pages = sum(each.page_bytes for each in found if isinstance(each, Paged))
         slots = sum(each.slot_bytes for each in found if isinstance(each, PerSlot))
-        tails = sum(each.row_bytes(width) for each in found if isinstance(each, Tail))
+        tails = sum(each.row_bytes(width) for each in found if isinstance(each, Recurrent))
         return cls(pages // PAGE_SIZE, slots + tails)
 
 

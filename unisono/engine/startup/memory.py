@@ -10,7 +10,7 @@ import torch
 
 from unisono.config import ResolvedConfig
 from unisono.engine.startup.buckets import CPU_GRAPH_BYTES, gpu_graph_bytes, with_graph_bytes
-from unisono.graphs import Buffers, Program, Shape
+from unisono.graphs import Buffers, PassShape, Program
 from unisono.kv.pages import pages_for
 from unisono.kv.specs import ALL, PAGE_SIZE
 from unisono.types import ConfigError
@@ -121,7 +121,7 @@ def _within_context(config: ResolvedConfig, pages: int, why: str) -> ResolvedCon
     return config.decide("max_model_len", capacity, reason, max_model_len=capacity)
 
 
-def peak_bytes(passes: Sequence[tuple[Program, Shape]], device: torch.device) -> int:
+def peak_bytes(passes: Sequence[tuple[Program, PassShape]], device: torch.device) -> int:
     """Bytes of the GPU in use at the peak of the largest of these passes, including other processes.
 
     The passes run on padding tokens: they compute everything but attention, which keeps no activations.

@@ -20,7 +20,7 @@ from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active
 from triton.runtime.jit import KernelInterface
 
 from unisono.engine.startup.compile_processes import CompileProcesses
-from unisono.graphs import Buffers, Features, Program, Shape
+from unisono.graphs import Buffers, Features, PassShape, Program
 from unisono.graphs.buckets import Buckets
 
 SMALL = 128
@@ -77,7 +77,7 @@ def compiling_only(device: torch.device, processes: CompileProcesses) -> Iterato
             loaded.result()
 
 
-def size_classes(shapes: Sequence[Shape]) -> list[Shape]:
+def size_classes(shapes: Sequence[PassShape]) -> list[PassShape]:
     """Return every shape of up to SMALL tokens, since their kernels differ, and one shape of each larger octave."""
     small = [shape for shape in shapes if shape.rows * shape.width <= SMALL]
     large = {(shape.rows * shape.width).bit_length(): shape for shape in shapes if shape not in small}
@@ -86,13 +86,13 @@ def size_classes(shapes: Sequence[Shape]) -> list[Shape]:
 
 def warmup_passes(
     plan: Sequence[Buckets], features: Collection[Features], own: Collection[str] = ()
-) -> list[tuple[Program, Shape]]:
+) -> list[tuple[Program, PassShape]]:
     """Return the passes that together need every kernel: each program's small shapes and one of each larger size class.
 
     features: those of most passes. One pass suffices for others, since only one kernel has a variant for masks. own:
     names of programs that features bring along.
     """
-    passes: list[tuple[Program, Shape]] = []
+    passes: list[tuple[Program, PassShape]] = []
     for b in plan:
         common = b.features in features and b.program.name in ("round", "extend", "catch_up")
         common = common or b.program.name in own
@@ -102,7 +102,7 @@ def warmup_passes(
 
 
 @torch.inference_mode()
-def run_on_padding(passes: Sequence[tuple[Program, Shape]], device: torch.device) -> None:
+def run_on_padding(passes: Sequence[tuple[Program, PassShape]], device: torch.device) -> None:
     """Run each pass once on padding rows, which change only the padding page and the padding slot."""
     for program, shape in passes:
         program.run(Buffers(program.schema, shape, device))

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from unisono.engine.failures import RequestErrors, culprits, is_engine_error, kept
-from unisono.engine.sequence import Chunk, Extend, Pass, Preparation, Round, RowGrowth, Rows, Verify
+from unisono.engine.sequence import Chunk, Extend, FeaturePass, Pass, Round, RowGrowth, Rows, Verify
 from unisono.engine.worker.progress import Progress
-from unisono.graphs import NO_FEATURES, Features, Key, PendingOutputs, Shape
+from unisono.graphs import NO_FEATURES, Features, GraphKey, PassShape, PendingOutputs
 from unisono.passes.extend import prompt_program
 from unisono.passes.features.base import Feature, HostPass, PassKind, Row
 from unisono.passes.round import growth_names
@@ -32,7 +32,7 @@ LaunchedKind = PassKind | Literal["draft", "preparation"]
 class Launched:
     """A pass in flight: its requests, row by row, and its outputs on their way to the host."""
 
-    work: Extend | Preparation | Round
+    work: Extend | FeaturePass | Round
     kind: LaunchedKind
     outputs: PendingOutputs
     dropped: frozenset[int] = frozenset()
@@ -66,7 +66,7 @@ class Launcher:
     def _launched(self, work: Pass) -> Launched:
         if isinstance(work, Extend):
             return Launched(work, "mixed" if work.decodes else "extend", self._extend(work))
-        if isinstance(work, Preparation):
+        if isinstance(work, FeaturePass):
             return Launched(work, "preparation", self._launch(work.ahead.key, dict(work.ahead.batch)))
         if isinstance(work, Verify):
             return Launched(work.round, "verify", self._verify(work.round, work.drafts))
@@ -80,10 +80,10 @@ class Launcher:
             return Launched(work, "verify", self._verify(work, np.empty((rows, paths, 0), dtype=np.int32)))
         if work.forced is not None and not work.proposes:
             return Launched(work, "verify", self._verify(work, work.forced[:, None]))
-        key = Key("draft", Shape(rows, 1 + work.drafts), self._runner.features)
+        key = GraphKey("draft", PassShape(rows, 1 + work.drafts), self._runner.features)
         return Launched(work, "draft", self._launch(key, self._round_batch(work)))
 
-    def _launch(self, key: Key, batch: Batch, waited: bool = False, timed: bool = False) -> PendingOutputs:
+    def _launch(self, key: GraphKey, batch: Batch, waited: bool = False, timed: bool = False) -> PendingOutputs:
         return self._runner.planner.launch(key, batch, waited=waited, timed=timed)
 
     def _round(self, work: Round) -> PendingOutputs:
@@ -95,7 +95,7 @@ class Launcher:
     def _verify(self, work: Round, drafts: np.ndarray) -> PendingOutputs:
         rows, features = len(work.rows), self._runner.features
         more, fields = self._asked(work.rows.asked, "verify", rows, drafts=drafts)
-        key = Key("verify", Shape(rows, 1 + work.drafts), features | more)
+        key = GraphKey("verify", PassShape(rows, 1 + work.drafts), features | more)
         return self._launch(key, self._round_batch(work) | {"drafts": drafts} | fields)
 
     def _round_batch(self, work: Round) -> Batch:
@@ -108,7 +108,7 @@ class Launcher:
         live = self._progress.owned(slots, work.rows.owners)
         if not live.all():
             slots = self._live(work.rows)
-            growth = {lifetime: [each for each in grown if live[each[0]]] for lifetime, grown in growth.items()}
+            growth = {window_group: [each for each in grown if live[each[0]]] for window_group, grown in growth.items()}
         return {"slots": slots, **_growth_batch(growth, rows)}
 
     def _live(self, rows: Rows) -> np.ndarray:
@@ -134,7 +134,9 @@ class Launcher:
         }
         if work.decodes:
             live = self._progress.owned(work.decodes.slots, work.decodes.owners)
-            growth = {lifetime: [each for each in grown if live[each[0]]] for lifetime, grown in work.growth.items()}
+            growth = {
+                window_group: [each for each in grown if live[each[0]]] for window_group, grown in work.growth.items()
+            }
             batch |= {"decode_slots": self._live(work.decodes), **_growth_batch(growth, len(work.decodes))}
             features, fields = self._asked(work.asked, "mixed", len(work.decodes) + len(chunks), total)
             mixed = runner.mixed_key(total, work.room)
@@ -142,7 +144,7 @@ class Launcher:
         else:
             features, fields = self._asked(work.asked, "extend", len(chunks), total)
             features = features | runner.features if work.asked else runner.features
-            key = Key(prompt_program(features), Shape(total), features)
+            key = GraphKey(prompt_program(features), PassShape(total), features)
         # The prompt budget learns from the times of full passes.
         return self._launch(key, batch | fields, work.waited, timed=work.full)
 
@@ -181,14 +183,14 @@ def _growth_batch(growth: Mapping[int, list[RowGrowth]], rows: int) -> Batch:
     -1.
     """
     batch = Batch()
-    for lifetime, grown in growth.items():
+    for window_group, grown in growth.items():
         most = max((len(added) for _, _, added in grown), default=0)
         columns = np.full((rows, most), -1, dtype=np.int32)
         pages = np.zeros_like(columns)
         for row, first, added in grown:
             columns[row, : len(added)] = range(first, first + len(added))
             pages[row, : len(added)] = added
-        batch |= zip(growth_names(lifetime), (columns, pages), strict=True)
+        batch |= zip(growth_names(window_group), (columns, pages), strict=True)
     return batch
 
 

@@ -42,7 +42,7 @@ from unisono.engine.startup.warmup import compiling_only, run_on_padding, warmup
 from unisono.engine.worker.device_state import StateSizes
 from unisono.engine.worker.slots import Slots, slot_schema
 from unisono.engine.worker.worker import Worker
-from unisono.graphs import NO_FEATURES, Features, Hidden, Program, Shape
+from unisono.graphs import NO_FEATURES, Features, Hidden, PassShape, Program
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.graph_set import GraphSet
 from unisono.kernels.gemm.layer_tail_gluon import MOST_ROWS
@@ -51,7 +51,7 @@ from unisono.kernels.gemm.persistent import claimed_by
 from unisono.kernels.overlap import overlaps
 from unisono.kernels.proofs import agreeing
 from unisono.kernels.sampling.column_keys import key_bytes
-from unisono.kv.specs import ALL, PAGE_SIZE, has_tails
+from unisono.kv.specs import ALL, PAGE_SIZE, has_recurrent_state
 from unisono.kv.store import StateStore
 from unisono.kv.window_pages import WindowPool
 from unisono.layers.experts import prove_experts, rehearse_experts
@@ -65,7 +65,7 @@ from unisono.models.load.splits import split_decisions
 from unisono.models.lora.adapters import AdapterLimits, attach_adapters
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.tower import VisionTower
-from unisono.passes.context import Modules
+from unisono.passes.context import PassContext
 from unisono.passes.extend import extend_program, mixed_program
 from unisono.passes.features.base import Feature, FeatureContext, OwnProgram
 from unisono.passes.round import catch_up_program, draft_program, round_program, verify_program
@@ -113,7 +113,9 @@ class Build:
         model, tower = self._load(checkpoint, make_attention, progress)
         self.paths, k = max(1, len(spec.paths)), drafter.num_drafts
         specs = model.state_specs()
-        self.config = config = with_forced_drafts(self.config, drafter, self.paths, recurrent=has_tails(specs))
+        self.config = config = with_forced_drafts(
+            self.config, drafter, self.paths, recurrent=has_recurrent_state(specs)
+        )
         self.widths = RoundWidths(1 + k, 1 + max(k, *config.forced_drafts, 0))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         self.decode_sizes = decode_sizes(config)
@@ -134,7 +136,7 @@ class Build:
         with agreeing(agreement(self._group)), claimed_by(self.worker):
             drafter.bind(self._context(sampler, progress))
         store.declare("drafter", drafter.state_specs())
-        few = dict.fromkeys(store.lifetimes, 2)  # for padding, until the number of pages is known
+        few = dict.fromkeys(store.window_groups, 2)  # for padding, until the number of pages is known
         self.worker.hold_pages(few, snapshots=1)
         self.request_features = self._load_features(listed, checkpoint)
         self._modules = self._lent(spec, sampler)
@@ -304,16 +306,16 @@ class Build:
         """Return the programs of the features."""
         return [own for feature in self.request_features for own in feature.programs()]
 
-    def _lent(self, spec: SpeculativeConfig, sampler: DraftSampler) -> Callable[[], Modules]:
+    def _lent(self, spec: SpeculativeConfig, sampler: DraftSampler) -> Callable[[], PassContext]:
         """Return a function that makes pass modules over the pages that the worker holds at the time of the call."""
         w, config = self.worker, self.config
         rule = acceptance_rule(config.asked, w.slots)
 
-        def modules() -> Modules:
+        def modules() -> PassContext:
             tree = None
             if isinstance(w.drafter, TreeDrafter) and spec.paths:
                 tree = Tree.of(spec.paths, w.drafter, w.slots, w.store, w.num_pages)
-            return Modules(w.model, w.drafter, w.slots, sampler, w.store, self.request_features, rule, tree)
+            return PassContext(w.model, w.drafter, w.slots, sampler, w.store, self.request_features, rule, tree)
 
         return modules
 
@@ -360,25 +362,25 @@ class Build:
         with compiling_only(config.device, self._processes):
             run_on_padding(self._needing_every_kernel(programs), config.device)
 
-    def _needing_every_kernel(self, programs: dict[str, Program]) -> list[tuple[Program, Shape]]:
+    def _needing_every_kernel(self, programs: dict[str, Program]) -> list[tuple[Program, PassShape]]:
         """Return passes that together need the kernels of all passes, including those that are measured next."""
         own, features = {own.program.name for own in self._own_programs}, self.worker.drafter.features
         usual = warmup_passes(self.buckets(programs), (features, features | self._whole), own)
         return [*usual, *self._largest(programs)]
 
-    def _largest(self, programs: dict[str, Program]) -> list[tuple[Program, Shape]]:
+    def _largest(self, programs: dict[str, Program]) -> list[tuple[Program, PassShape]]:
         """Return the passes that take most memory, with all features."""
         config, masked = self.config, replace(self.worker.drafter.features | self._whole, masks=True)
         prompts = functools.reduce(operator.or_, self._expected, masked)
-        largest = [(programs["extend"].of(prompts), Shape(config.max_num_batched_tokens))]
+        largest = [(programs["extend"].of(prompts), PassShape(config.max_num_batched_tokens))]
         if self.paths > 1:  # the rounds of a tree may be larger than any prompt pass
-            largest.append((programs["round"].of(masked), Shape(config.max_num_seqs, self.widths.plain)))
+            largest.append((programs["round"].of(masked), PassShape(config.max_num_seqs, self.widths.plain)))
         if self.decode_sizes:
             rows = self.decode_sizes[-1]
             mixed = programs["mixed"]  # with all fields
             mixed = replace(mixed, schema=replace(mixed.schema, features=masked))
-            largest.append((mixed, Shape(config.max_num_batched_tokens, 1 + rows)))
-        return [*largest, *((own.program, Shape(own.most)) for own in self._own_programs)]
+            largest.append((mixed, PassShape(config.max_num_batched_tokens, 1 + rows)))
+        return [*largest, *((own.program, PassShape(own.most)) for own in self._own_programs)]
 
     def _prove_exact(self) -> None:
         """Check, for each GEMM shape, that the BLAS of long passes gives the same bits as the Triton kernel."""
@@ -410,14 +412,16 @@ class Build:
         sampled = max(config.max_num_seqs * self.widths.plain, MAX_VERIFIED)
         logits = 4 * sampled * worker.model.config.vocab_size
         demand = PageDemand(
-            page_bytes={lifetime: worker.store.page_bytes(lifetime) for lifetime in worker.store.lifetimes},
+            page_bytes={
+                window_group: worker.store.page_bytes(window_group) for window_group in worker.store.window_groups
+            },
             windows=self._window_pages(),
             snapshot_bytes=worker.store.snapshot_bytes(),
             paths=self.paths,
             path_pages=reserved,
             logits_bytes=logits if self.paths == 1 else 0,  # the rounds of a tree are measured
             staging_bytes=staging_bytes(
-                config, max(worker.store.snapshot_bytes(), *map(worker.store.page_bytes, worker.store.lifetimes))
+                config, max(worker.store.snapshot_bytes(), *map(worker.store.page_bytes, worker.store.window_groups))
             ),
         )
 
@@ -435,7 +439,7 @@ class Build:
         """
         config, worker = self.config, self.worker
         sizes = StateSizes(self.widths.reading, config.max_num_batched_tokens, config.max_model_len)
-        windows = {w: WindowPool(w, 1) for w in worker.store.lifetimes if w != ALL}
+        windows = {w: WindowPool(w, 1) for w in worker.store.window_groups if w != ALL}
         prompt, after = (sizes.quota(windows, prompt=each) for each in (True, False))
         return {w: 1 + prompt[w] + 2 * config.max_num_seqs * after[w] for w in windows}
 

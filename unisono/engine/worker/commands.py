@@ -22,7 +22,7 @@ __all__ = [
     "FileOutcomes",
     "KeepAdapters",
     "Launch",
-    "LoadTail",
+    "LoadSnapshot",
     "Measure",
     "MoveIn",
     "MoveOut",
@@ -32,8 +32,8 @@ __all__ = [
     "Release",
     "RemoveFiles",
     "ResetSlots",
-    "ResetTail",
-    "SaveTail",
+    "ResetRecurrent",
+    "SaveSnapshot",
     "UnpackPages",
     "WriteAdapter",
     "WriteFile",
@@ -62,18 +62,18 @@ class WritePages(msgspec.Struct, frozen=True, tag=True):
     """Write pages of a window group into a slot's page table, from ``column`` on. pages: int32."""
 
     slot: int
-    lifetime: int
+    window_group: int
     column: int
     pages: np.ndarray
 
 
-class ResetTail(msgspec.Struct, frozen=True, tag=True):
+class ResetRecurrent(msgspec.Struct, frozen=True, tag=True):
     """Reset a slot's recurrent state to position 0."""
 
     slot: int
 
 
-class SaveTail(msgspec.Struct, frozen=True, tag=True):
+class SaveSnapshot(msgspec.Struct, frozen=True, tag=True):
     """Save the snapshots of a slot's recurrent state under an id.
 
     position: tokens after which the snapshots are taken, computed from the remembered inputs; 0: the current position.
@@ -84,7 +84,7 @@ class SaveTail(msgspec.Struct, frozen=True, tag=True):
     position: int = 0
 
 
-class LoadTail(msgspec.Struct, frozen=True, tag=True):
+class LoadSnapshot(msgspec.Struct, frozen=True, tag=True):
     """Load the snapshots of an id, taken after ``position`` tokens, into a slot's recurrent state."""
 
     slot: int
@@ -173,9 +173,9 @@ Command = (
     GraphCommand
     | WriteSlot
     | WritePages
-    | ResetTail
-    | SaveTail
-    | LoadTail
+    | ResetRecurrent
+    | SaveSnapshot
+    | LoadSnapshot
     | ResetSlots
     | OffloadCommand
     | FileCommand

@@ -13,7 +13,7 @@ import numpy as np
 
 from unisono.engine.sequence import Chunk, Growth
 from unisono.engine.sequence import Sequence as Request
-from unisono.engine.worker.commands import LoadTail, ResetTail, SaveTail, WritePages
+from unisono.engine.worker.commands import LoadSnapshot, ResetRecurrent, SaveSnapshot, WritePages
 from unisono.engine.worker.progress import Progress
 from unisono.kv.pages import PagePool, Reservation
 from unisono.kv.specs import PAGE_SIZE
@@ -35,7 +35,7 @@ class StateSizes:
         Two passes may be in flight beyond the host's knowledge.
         """
         tokens = 2 * (self.max_batched_tokens if prompt else self.width)
-        return {lifetime: window.quota(tokens, self.max_model_len) for lifetime, window in windows.items()}
+        return {window_group: window.quota(tokens, self.max_model_len) for window_group, window in windows.items()}
 
 
 class DeviceState:
@@ -58,16 +58,16 @@ class DeviceState:
         """Start a request in its slot: write the window pages of its cached prefix, load or reset its recurrent
         state.
         """
-        for lifetime, window in pages.windows.items():
-            self._write(request, lifetime, (window.first, [page for page, _ in window.entries]))
+        for window_group, window in pages.windows.items():
+            self._write(request, window_group, (window.first, [page for page, _ in window.entries]))
         if self._pool.snapshots is None:
             return
         if pages.snapshot_coming:
             self._coming.append(request)
         elif pages.snapshot >= 0:
-            self._send(LoadTail(request.slot, pages.snapshot, pages.cached_tokens))
+            self._send(LoadSnapshot(request.slot, pages.snapshot, pages.cached_tokens))
         else:
-            self._send(ResetTail(request.slot))
+            self._send(ResetRecurrent(request.slot))
 
     def arrive(self) -> None:
         """Resume requests whose prefixes have arrived from host memory."""
@@ -76,7 +76,7 @@ class DeviceState:
         for request in [one for one in self._coming if one.pages is not None and not one.pages.snapshot_coming]:
             assert request.pages is not None
             self._coming.remove(request)
-            self._send(LoadTail(request.slot, request.pages.snapshot, request.pages.cached_tokens))
+            self._send(LoadSnapshot(request.slot, request.pages.snapshot, request.pages.cached_tokens))
 
     def flush(self) -> None:
         """Flush evictions: later passes may overwrite the evicted pages."""
@@ -86,8 +86,8 @@ class DeviceState:
         """Assign window pages to the tokens of a prompt pass that is about to be launched."""
         for chunk in chunks:
             assert chunk.sequence.pages is not None
-            for lifetime, window in chunk.sequence.pages.windows.items():
-                self._write(chunk.sequence, lifetime, window.grow(chunk.end))
+            for window_group, window in chunk.sequence.pages.windows.items():
+                self._write(chunk.sequence, window_group, window.grow(chunk.end))
         self._unsaved = chunks
 
     def before_pass(self) -> None:
@@ -102,7 +102,7 @@ class DeviceState:
             snapshot = self._pool.snapshots.take()
             if snapshot >= 0:
                 self._pool.flush()
-                self._send(SaveTail(sequence.slot, snapshot))
+                self._send(SaveSnapshot(sequence.slot, snapshot))
                 sequence.snapshots.append((position, snapshot))
 
     def prompt_committed(self, chunk: Chunk) -> None:
@@ -114,18 +114,18 @@ class DeviceState:
         for window in pages.windows.values():
             window.free_before(chunk.end)
         if chunk.last:
-            for lifetime, quota in self._sizes.quota(self._pool.windows, prompt=False).items():
-                pages.windows[lifetime].set_quota(quota)
+            for window_group, quota in self._sizes.quota(self._pool.windows, prompt=False).items():
+                pages.windows[window_group].set_quota(quota)
 
     def grow(self, request: Request, tokens: int) -> dict[int, Growth]:
         """Hold window pages for ``tokens`` tokens in all; return the growth of each window's page tables."""
         assert request.pages is not None
         growth = {}
         offered = request.pages.committed_tokens >= _aligned(request.extended)  # the prompt's pages, to the prefix tree
-        for lifetime, window in request.pages.windows.items():
+        for window_group, window in request.pages.windows.items():
             if offered:
                 window.free_before(len(request.tokens) - 1)
-            growth[lifetime] = window.grow(tokens)
+            growth[window_group] = window.grow(tokens)
         return growth
 
     def end(self, request: Request, pages: Reservation, progress: Progress) -> None:
@@ -152,7 +152,7 @@ class DeviceState:
         snapshot = pool.take()
         if snapshot >= 0:
             self._pool.flush()
-            self._send(SaveTail(request.slot, snapshot, position if position > seen else 0))
+            self._send(SaveSnapshot(request.slot, snapshot, position if position > seen else 0))
             pool.attach(node, snapshot)
 
     def _attach(self, pages: Reservation, position: int, snapshot: int) -> None:
@@ -163,10 +163,10 @@ class DeviceState:
         else:
             self._pool.snapshots.attach(node, snapshot)
 
-    def _write(self, request: Request, lifetime: int, growth: Growth) -> None:
+    def _write(self, request: Request, window_group: int, growth: Growth) -> None:
         column, pages = growth
         if pages:
-            self._send(WritePages(request.slot, lifetime, column, np.asarray(pages, dtype=np.int32)))
+            self._send(WritePages(request.slot, window_group, column, np.asarray(pages, dtype=np.int32)))
 
 
 def _aligned(tokens: int) -> int:

@@ -14,7 +14,7 @@ from unisono.engine.startup.buckets import CPU_COST, check_full
 from unisono.engine.worker.build import Build
 from unisono.engine.worker.commands import Command, FileOutcomes, ResetSlots
 from unisono.engine.worker.ranks import Team, ranks_of
-from unisono.graphs import Key, PendingOutputs, Shape
+from unisono.graphs import GraphKey, PassShape, PendingOutputs
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.planner import Planner
 from unisono.layers.experts import products_per_token
@@ -99,20 +99,20 @@ class Runner:
         self.send(ResetSlots())
         self.planner.forget()
 
-    def round_key(self, rows: int, drafts: int) -> Key:
+    def round_key(self, rows: int, drafts: int) -> GraphKey:
         """Return the key of a round with this number of requests, and of drafts for each."""
-        return Key("round", Shape(rows, 1 + drafts), self.features)
+        return GraphKey("round", PassShape(rows, 1 + drafts), self.features)
 
-    def mixed_key(self, tokens: int, decodes: int) -> Key:
+    def mixed_key(self, tokens: int, decodes: int) -> GraphKey:
         """Return the key of a mixed pass with this number of prompt tokens and this decode capacity."""
-        return Key("mixed", Shape(tokens + decodes, 1 + decodes), self.features)
+        return GraphKey("mixed", PassShape(tokens + decodes, 1 + decodes), self.features)
 
     def filling(self, tokens: int, decodes: int) -> int:
         """Return the prompt tokens, at most ``tokens``, that fill a graph; ``tokens`` if that would leave out many.
 
         decodes: decode capacity of the graph; 0 for prompt passes.
         """
-        key = self.mixed_key(tokens, decodes) if decodes else Key("extend", Shape(tokens), self.features)
+        key = self.mixed_key(tokens, decodes) if decodes else GraphKey("extend", PassShape(tokens), self.features)
         filled = self.planner.filled(key) - decodes
         return filled if filled >= FILLED_SHARE * tokens else tokens
 
@@ -124,15 +124,15 @@ class Runner:
         heads //= model.builder.ranks.count
         return ATTENTION_RATE * 2 * heads / max(1, products_per_token(model.layers))
 
-    def catch_up_key(self, rows: int) -> Key:
+    def catch_up_key(self, rows: int) -> GraphKey:
         """Return the key of a catch-up pass of the drafter for this number of requests."""
-        return Key("catch_up", Shape(rows, self.max_unobserved))
+        return GraphKey("catch_up", PassShape(rows, self.max_unobserved))
 
     def extend_ms(self, tokens: int) -> float:
         """Milliseconds of a prompt pass of this size on padding; a fixed figure on a CPU, so that runs repeat."""
         if self.config.device.type == "cpu":
             return CPU_COST.replay(tokens)
-        return self.planner.expected_ms(Key("extend", Shape(tokens), self.features))
+        return self.planner.expected_ms(GraphKey("extend", PassShape(tokens), self.features))
 
     def launched_ms(self, work: Extend) -> float:
         """Milliseconds of this prompt pass on padding, with the rows of the graph that it replays; see extend_ms."""
@@ -140,9 +140,9 @@ class Runner:
             return CPU_COST.replay(work.tokens)
         prompts = work.tokens - len(work.decodes)
         mixed = self.mixed_key(prompts, work.room) if work.decodes else None
-        return self.planner.launched_ms(mixed or Key("extend", Shape(prompts), self.features))
+        return self.planner.launched_ms(mixed or GraphKey("extend", PassShape(prompts), self.features))
 
-    def pass_ms(self, key: Key) -> float:
+    def pass_ms(self, key: GraphKey) -> float:
         """Milliseconds of a pass of a feature's own program, on padding; fixed figures on a CPU."""
         return self.planner.expected_ms(key)
 

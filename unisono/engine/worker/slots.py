@@ -15,13 +15,13 @@ import torch
 
 from unisono.engine.worker.commands import WritePages, WriteSlot
 from unisono.engine.worker.progress import Progress
-from unisono.graphs import Field, Schema
+from unisono.graphs import BufferSchema, Field
 from unisono.kv.specs import ALL, PADDING_PAGE, PerSlot
 from unisono.kv.store import StateStore
 from unisono.sampling.edits import pack_edits, row_words
 from unisono.types import MAX_DRAFTS, MAX_STOP_IDS, EngineRequest, FinishReason
 
-SLOT_SCHEMA = Schema(
+SLOT_SCHEMA = BufferSchema(
     (
         Field("length", torch.int32, ()),  # committed tokens; the last one's KV is not written yet
         Field("max_length", torch.int32, ()),  # total length at which the request ends
@@ -42,9 +42,9 @@ SLOT_SCHEMA = Schema(
 )
 
 
-def slot_schema(more: Sequence[Field] = ()) -> Schema:
+def slot_schema(more: Sequence[Field] = ()) -> BufferSchema:
     """Return the fields of a slot, including those that features declare for this engine's model."""
-    return Schema((*SLOT_SCHEMA.fields, *more)) if more else SLOT_SCHEMA
+    return BufferSchema((*SLOT_SCHEMA.fields, *more)) if more else SLOT_SCHEMA
 
 
 class Slots:
@@ -75,7 +75,7 @@ class Slots:
     rotary_delta: torch.Tensor | None = None
 
     def __init__(
-        self, num_slots: int, max_model_len: int, vocab_size: int, store: StateStore, schema: Schema = SLOT_SCHEMA
+        self, num_slots: int, max_model_len: int, vocab_size: int, store: StateStore, schema: BufferSchema = SLOT_SCHEMA
     ) -> None:
         self.padding, self.schema = num_slots, schema
         self._device = store.device
@@ -116,7 +116,7 @@ class Slots:
     def write_pages(self, command: WritePages) -> None:
         """Write pages of a window group into a slot's page table."""
         end = command.column + len(command.pages)
-        self._upload([(self._tables[command.lifetime][command.slot, command.column : end], command.pages)])
+        self._upload([(self._tables[command.window_group][command.slot, command.column : end], command.pages)])
 
     def _upload(self, parts: Sequence[tuple[torch.Tensor, np.ndarray]]) -> None:
         """Copy int32 arrays ``[n]`` to these places ``[n]`` of the device, through one piece of pinned memory."""
@@ -135,7 +135,7 @@ class SlotPool:
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, send: Callable[[WriteSlot], object], schema: Schema = SLOT_SCHEMA
+        self, num_slots: int, vocab_size: int, send: Callable[[WriteSlot], object], schema: BufferSchema = SLOT_SCHEMA
     ) -> None:
         self.progress = Progress(num_slots)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -173,7 +173,7 @@ def slot_write(
     max_length: int,
     pages: Sequence[int],
     vocab_size: int,
-    schema: Schema,
+    schema: BufferSchema,
     more: Mapping[str, int],
 ) -> WriteSlot:
     """Return the command that writes a request's slot.
@@ -210,7 +210,7 @@ def slot_write(
     return WriteSlot(slot, row, history, table, edits)
 
 
-def _row(values: Mapping[str, Any], schema: Schema) -> np.ndarray:
+def _row(values: Mapping[str, Any], schema: BufferSchema) -> np.ndarray:
     """Return a row of the schema with these values, int32 [words]. A number fills a field of several."""
     words: list[Any] = []
     for field, size in zip(schema, schema.row_words, strict=True):

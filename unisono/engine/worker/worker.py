@@ -21,16 +21,16 @@ from unisono.engine.worker.commands import (
     FileCommand,
     FileOutcomes,
     KeepAdapters,
-    LoadTail,
+    LoadSnapshot,
     MoveIn,
     MoveOut,
     PackPages,
     ReadAdapter,
     ReadFile,
     RemoveFiles,
+    ResetRecurrent,
     ResetSlots,
-    ResetTail,
-    SaveTail,
+    SaveSnapshot,
     UnpackPages,
     WriteAdapter,
     WriteFile,
@@ -49,7 +49,7 @@ from unisono.layers.experts import reset_expert_counts
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.tower import VisionTower
-from unisono.passes.advance_snapshot import settle_tails
+from unisono.passes.advance_snapshot import advance_snapshots
 
 
 class Worker:
@@ -85,7 +85,7 @@ class Worker:
     def hold_pages(self, num_pages: Mapping[int, int], path_pages: int = 0, snapshots: int = 0) -> None:
         """Allocate the pages of target and drafter, in place of fewer ones."""
         self.num_pages, self.path_pages, self.snapshots = num_pages, path_pages, snapshots
-        self.store.allocate({lifetime: n + path_pages for lifetime, n in num_pages.items()}, snapshots)
+        self.store.allocate({window_group: n + path_pages for window_group, n in num_pages.items()}, snapshots)
 
     def execute(self, command: Command) -> PendingOutputs | None:
         """Execute a command and return at once, with the outputs of a launched pass on their way to the host.
@@ -97,14 +97,14 @@ class Worker:
             self.slots.write(command)
         elif isinstance(command, WritePages):
             self.slots.write_pages(command)
-        elif isinstance(command, SaveTail):
+        elif isinstance(command, SaveSnapshot):
             if command.position:
-                settle_tails(self.model, self.store, command.slot, command.position)
-            self.store.save_tail(command.slot, command.snapshot)
-        elif isinstance(command, LoadTail):
-            self.store.load_tail(command.slot, command.snapshot, command.position)
-        elif isinstance(command, ResetTail):
-            self.store.reset_tail(command.slot)
+                advance_snapshots(self.model, self.store, command.slot, command.position)
+            self.store.save_snapshot(command.slot, command.snapshot)
+        elif isinstance(command, LoadSnapshot):
+            self.store.load_snapshot(command.slot, command.snapshot, command.position)
+        elif isinstance(command, ResetRecurrent):
+            self.store.reset_recurrent(command.slot)
         elif isinstance(command, MoveOut | MoveIn | Arrived):
             self._move(command)
         elif isinstance(command, WriteFile | ReadFile | RemoveFiles):

@@ -1,7 +1,7 @@
 """Weight formats: how a linear layer's weight is stored, read from a checkpoint, applied, and proven exact.
 
 A :class:`WeightFormat` is what ``Linear`` is composed of; ``Plain`` is the one for weights that are not quantised. A
-:class:`Place` says where a checkpoint's tensor goes; the loader (``models/load/weights.py``) fills places.
+:class:`LoadTarget` says where a checkpoint's tensor goes; the loader (``models/load/weights.py``) fills places.
 docs/adding-a-weight-format.md shows a format of one's own.
 
 Shapes: N outputs, K inputs of a linear layer.
@@ -52,17 +52,17 @@ class Slice:
 
 @dataclass(frozen=True)
 class Slices:
-    """Several runs of elements along ``dim``, one after the other. turned: the last two dimensions are swapped then."""
+    """Several runs of elements along ``dim``, one after the other. transposed: the last two dimensions are swapped then."""
 
     dim: int
     runs: tuple[tuple[int, int], ...]
-    turned: bool = False
+    transposed: bool = False
 
     def of(self, tensor: Any) -> Any:
         """As :meth:`Slice.of`."""
         parts = [Slice(self.dim, *run).of(tensor) for run in self.runs]
         found = parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
-        return found.mT if self.turned else found
+        return found.mT if self.transposed else found
 
 
 Runs = tuple[tuple[int, int], ...]
@@ -134,7 +134,7 @@ def part_of(parameter: torch.Tensor) -> PartOf | None:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How a checkpoint stores a tensor that has another shape there than in its parameter.
 
     shapes: the shapes that mean this layout, from a projection's outputs and inputs. dim: along which dimension the
@@ -148,12 +148,12 @@ class Layout:
     stacked: bool = False
 
 
-ONE_VALUE = Layout(lambda outputs, inputs: ((), (1,), (1, 1)))
+ONE_VALUE = TensorLayout(lambda outputs, inputs: ((), (1,), (1, 1)))
 """One number for a whole projection."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a weight format.
 
     dtype: of the parameter; None: there is no parameter, the tensor is only looked at by the format's ``read``.
@@ -167,7 +167,7 @@ class Stored:
     accepts: tuple[str, ...]
     outputs: int = 1
     inputs: int = 1
-    layout: Layout | None = None
+    layout: TensorLayout | None = None
     drawn: tuple[int, int] | None = None
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
@@ -212,8 +212,8 @@ class Stored:
                 raise ConfigError(f"output {bound} lies within a block of {each}: the layer cannot be divided there.")
 
 
-class Reader(Protocol):
-    """What a :class:`Place` asks of a format."""
+class TensorReader(Protocol):
+    """What a :class:`LoadTarget` asks of a format."""
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
         """See :meth:`WeightFormat.read`."""
@@ -221,7 +221,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class LoadTarget:
     """Where a checkpoint's tensor goes.
 
     parameter: what is filled, a parameter or some rows of one. shape: of the checkpoint's whole tensor. accepts:
@@ -235,7 +235,7 @@ class Place:
     shape: tuple[int, ...]
     accepts: tuple[str, ...] = FLOATS
     part: Slice | Slices | None = None
-    format: Reader | None = None
+    format: TensorReader | None = None
     kind: str = ""
     form: str = ""
     others: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -265,7 +265,7 @@ class WeightFormat(Protocol):
     @property
     def name(self) -> str: ...
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         """The weight's tensors by the last part of their names in a checkpoint; dtype: of activations.
 
         Each becomes a parameter of that name.
@@ -308,8 +308,8 @@ class Plain:
 
     name: str = "plain"
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        return {"weight": Stored(dtype, FLOATS)}
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        return {"weight": StoredTensor(dtype, FLOATS)}
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
         return stored

@@ -4,7 +4,7 @@ An :class:`ExpertFormat` is what ``layers/experts.py`` is composed of, as a ``We
 stacks of a layer, gate with up and down, have the same format. A weight format says in its attribute ``experts`` how
 it stores stacks; :func:`expert_format` finds it.
 
-* **Stored**: :meth:`ExpertFormat.tensors` names what is stored of *one* weight [N, K] (``Stored``: a dtype and how many
+* **StoredTensor**: :meth:`ExpertFormat.tensors` names what is stored of *one* weight [N, K] (``StoredTensor``: a dtype and how many
   outputs and inputs a value serves). A stack's parameter of that kind is [E (+ 1), rows, columns], the rows of gate
   before those of up; the extra weight is a shared expert that rides along.
 * **Read**: from single tensors (``experts.7.gate_proj.<kind>``), each into its rows, or from a fused one
@@ -35,11 +35,11 @@ from unisono.kernels.moe.experts import (
 from unisono.kernels.moe.plan import Plan
 from unisono.kernels.norm.activation import SILU, Gate
 from unisono.layers.activations import Operand
-from unisono.layers.formats.base import FLOATS, PLAIN, Share, Stored, WeightFormat
+from unisono.layers.formats.base import FLOATS, PLAIN, Share, StoredTensor, WeightFormat
 from unisono.types import CheckpointError
 
 
-class Stack(Protocol):
+class ExpertWeights(Protocol):
     """What a format reads of a stack, beside the other parameters that it named.
 
     dtype: of activations. inputs: K. outputs: N, of gate and up together. bias: [E (+ 1), N], where the experts have
@@ -71,7 +71,7 @@ class ExpertFormat(Protocol):
     @property
     def name(self) -> str: ...
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         """The tensors of one weight by the last part of their names in a checkpoint; dtype: of activations."""
         ...
 
@@ -79,11 +79,11 @@ class ExpertFormat(Protocol):
         """What is copied into the parameter's rows, from one projection of one expert. See ``WeightFormat.read``."""
         ...
 
-    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         """Rows of a tile, in both products of a pass with this number of pairs. stack: of gate and up."""
         ...
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> Operand:
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: Plan) -> Operand:
         """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, in x's dtype: [P, I], or [P + M, I] with a shared expert.
 
         Rounded after each product, after SiLU and after its product with the other half. Where a rank has all of
@@ -91,7 +91,7 @@ class ExpertFormat(Protocol):
         """
         ...
 
-    def down(self, stack: Stack, h: Any, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: Any, plan: Plan) -> torch.Tensor:
         """What :meth:`gate_up` returned -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
         ...
 
@@ -103,31 +103,31 @@ class PlainExperts:
     name: str = "plain"
     biases = True
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        return {"weight": Stored(dtype, FLOATS)}
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        return {"weight": StoredTensor(dtype, FLOATS)}
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
         return stored
 
-    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return expert_tile(pairs, experts, stack.weight, plain=_is_plain(stack))
 
-    def prove(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> bool:
+    def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
         """See :func:`unisono.kernels.moe.experts.prove_experts`; False where the experts have more than weights."""
         return _is_plain(gate_up) and prove_experts(gate_up.weight, down.weight, experts, top_k)
 
-    def rehearse(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> None:
+    def rehearse(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> None:
         if _is_plain(gate_up):
             rehearse_experts_proof(gate_up.weight, down.weight, experts, top_k)
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_gate_up(x, stack.weight, plan, stack.bias, stack.gate)
 
-    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_down(h, stack.weight, plan, stack.bias)
 
 
-def _is_plain(stack: Stack) -> bool:
+def _is_plain(stack: ExpertWeights) -> bool:
     """Whether a stack of gate and up has no biases and SiLU's gate."""
     return stack.bias is None and stack.gate == SILU
 

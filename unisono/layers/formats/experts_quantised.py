@@ -21,9 +21,9 @@ from unisono.kernels.moe.gluon import TILE_PAIRS
 from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
 from unisono.kernels.moe.mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
 from unisono.kernels.moe.plan import Plan
-from unisono.layers.activations import Operand, Wish
-from unisono.layers.formats.base import WHOLE, Stored
-from unisono.layers.formats.experts import Stack
+from unisono.layers.activations import InputFormat, Operand
+from unisono.layers.formats.base import WHOLE, StoredTensor
+from unisono.layers.formats.experts import ExpertWeights
 
 
 class Weights(Protocol):
@@ -31,7 +31,7 @@ class Weights(Protocol):
 
     @property
     def name(self) -> str: ...
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]: ...
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]: ...
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]: ...
 
 
@@ -63,7 +63,7 @@ class _Stacks:
     def name(self) -> str:
         return self.weights.name
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         return self.weights.tensors(dtype)
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
@@ -76,30 +76,30 @@ class Fp8Experts(_Stacks):
 
     weights: Fp8Weights
 
-    def wish(self, stack: Stack) -> Wish:
+    def input_format(self, stack: ExpertWeights) -> InputFormat:
         """What the product with a pass's tokens wants of them: see ``layers/activations.py``."""
-        return Wish(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
+        return InputFormat(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
 
-    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return fp8_expert_tile(pairs, experts, self.weights.operands(stack), stack.dtype)
 
-    def prove(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> bool:
+    def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
         """See :func:`unisono.kernels.moe.fp8.prove_fp8_experts`."""
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
         return prove_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
 
-    def rehearse(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> None:
+    def rehearse(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> None:
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
         rehearse_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
 
-    def gate_up(self, stack: Stack, x: Operand, plan: Plan) -> Operand:
+    def gate_up(self, stack: ExpertWeights, x: Operand, plan: Plan) -> Operand:
         """Quantised where the kernel of prompts can, and the ranks' parts are not gathered."""
         weight, scales = self.weights.operands(stack)
         if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
             return expert_fp8_gate_up_fp8(x, weight, scales, plan)
         return expert_fp8_gate_up(x, weight, scales, plan)
 
-    def down(self, stack: Stack, h: Operand, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: Operand, plan: Plan) -> torch.Tensor:
         return expert_fp8_down(h, *self.weights.operands(stack), plan)
 
 
@@ -109,13 +109,13 @@ class Int4Experts(_Stacks):
 
     weights: Int4Weights
 
-    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_int4_gate_up(x, *self.weights.operands(stack), plan)
 
-    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_int4_down(h, *self.weights.operands(stack), plan)
 
 
@@ -126,11 +126,11 @@ class MXFP4Experts(_Stacks):
     weights: MXFP4Weights
     biases = True
 
-    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_mxfp4_gate_up(x, *self.weights.operands(stack), plan, stack.bias, stack.gate)
 
-    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_mxfp4_down(h, *self.weights.operands(stack), plan, stack.bias)

@@ -23,14 +23,14 @@ from unisono.kernels import rms_norm
 from unisono.kernels.gemm.fp8 import fp8_linear, fp8_product, prove_fp8, rehearse_fp8_proof
 from unisono.kernels.gemm.fp8_linear_norm import fp8_linear_norm
 from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST, Quantised, quantize
-from unisono.layers.activations import Activations, Operand, Wish
-from unisono.layers.formats.base import FLOATS, ONE_VALUE, PLAIN, Layout, LinearLayer, Stored, WeightFormat
+from unisono.layers.activations import Activations, InputFormat, Operand
+from unisono.layers.formats.base import FLOATS, ONE_VALUE, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import Fp8Experts
 from unisono.layers.formats.quantization_config import named
 
-STORED_E4M3 = Stored(E4M3, ("F8_E4M3",))
+STORED_E4M3 = StoredTensor(E4M3, ("F8_E4M3",))
 
-BY_OUTPUT = Layout(lambda outputs, inputs: ((outputs, 1), (outputs,)), dim=0)
+BY_OUTPUT = TensorLayout(lambda outputs, inputs: ((outputs, 1), (outputs,)), dim=0)
 """A number for each output."""
 
 PART = 64 * GROUP
@@ -46,11 +46,11 @@ class _Fp8:
     scale_kind: str
     fixed_kind: str | None
 
-    def wish(self, layer: LinearLayer) -> Wish | None:
+    def input_format(self, layer: LinearLayer) -> InputFormat | None:
         """What a layer wants of its inputs, e4m3 rows, unless its products are several or their scales fixed."""
         if self.fixed_kind or not self._is_one_product(layer):
             return None
-        return Wish(self._group(layer))
+        return InputFormat(self._group(layer))
 
     def linear(self, layer: LinearLayer, x: Operand, residual: torch.Tensor | None) -> torch.Tensor:
         weight, scales = self.operands(layer)
@@ -70,15 +70,15 @@ class _Fp8:
 
     def linear_norm_fp8(
         self, layer: LinearLayer, x: Operand, residual: torch.Tensor, weight: torch.Tensor, eps: float,
-        wish: Wish | None,
+        input_format: InputFormat | None,
     ) -> tuple[torch.Tensor, Activations]:  # fmt: skip
-        """``linear_norm`` whose norm is made as ``wish`` says."""
+        """``linear_norm`` whose norm is made as ``input_format`` says."""
         if not self._is_one_product(layer):
             total = self.linear(layer, x, residual)
             return total, rms_norm(total, weight, eps)
         if isinstance(x, torch.Tensor):
             x = quantize(x, self._group(layer), self._fixed(layer))
-        how = (None, True) if wish is None else (wish.group, wish.keep)
+        how = (None, True) if input_format is None else (input_format.group, input_format.keep)
         return fp8_linear_norm(x, *self.operands(layer), layer.bias, residual, weight, eps, *how)
 
     def _group(self, layer: LinearLayer) -> int:
@@ -131,8 +131,11 @@ class BlockFp8(_Fp8):
     name: str = "fp8 with scales of 128x128 blocks"
     fixed_kind: str | None = None
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        return {"weight": STORED_E4M3, self.scale_kind: Stored(torch.float32, FLOATS, outputs=GROUP, inputs=GROUP)}
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        return {
+            "weight": STORED_E4M3,
+            self.scale_kind: StoredTensor(torch.float32, FLOATS, outputs=GROUP, inputs=GROUP),
+        }
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
         return stored
@@ -146,9 +149,9 @@ class OnlineFp8(_Fp8):
     scale_kind: str = "weight_scale_inv"
     fixed_kind: str | None = None
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        scales = Stored(torch.float32, (), outputs=GROUP, inputs=GROUP)
-        return {"weight": Stored(E4M3, FLOATS), self.scale_kind: scales}
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        scales = StoredTensor(torch.float32, (), outputs=GROUP, inputs=GROUP)
+        return {"weight": StoredTensor(E4M3, FLOATS), self.scale_kind: scales}
 
     def read(self, kind: str, stored: torch.Tensor) -> Mapping[str, torch.Tensor]:
         weight, scales = quantize_blocks(stored)
@@ -169,11 +172,11 @@ class RowFp8(_Fp8):
     name: str = "fp8 with scales of outputs"
     scale_kind: str = "weight_scale"
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         layout = ONE_VALUE if self.by_projection else BY_OUTPUT
-        found = {"weight": STORED_E4M3, self.scale_kind: Stored(torch.float32, FLOATS, inputs=0, layout=layout)}
+        found = {"weight": STORED_E4M3, self.scale_kind: StoredTensor(torch.float32, FLOATS, inputs=0, layout=layout)}
         if self.fixed_kind:
-            found[self.fixed_kind] = Stored(torch.float32, FLOATS, WHOLE_PROJECTION, inputs=0, layout=ONE_VALUE)
+            found[self.fixed_kind] = StoredTensor(torch.float32, FLOATS, WHOLE_PROJECTION, inputs=0, layout=ONE_VALUE)
         return found
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ import torch
 from unisono.config.preflight.quantization import check_awq, check_gptq
 from unisono.kernels import rms_norm
 from unisono.kernels.gemm.int4 import int4_linear, prove_int4, rehearse_int4_proof
-from unisono.layers.formats.base import FLOATS, PLAIN, Layout, LinearLayer, Stored, WeightFormat
+from unisono.layers.formats.base import FLOATS, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import Int4Experts
 from unisono.layers.formats.quantization_config import named
 from unisono.types import CheckpointError
@@ -101,15 +101,15 @@ class Int4:
         inputs = 2 * packed.shape[-1]
         return packed, getattr(layer, self.scale_kind), zeros, inputs if self.group == -1 else self.group
 
-    def _stored(self, weight: Layout, scales: Layout, zeros: Layout) -> dict[str, Stored]:
+    def _stored(self, weight: TensorLayout, scales: TensorLayout, zeros: TensorLayout) -> dict[str, StoredTensor]:
         """The three tensors, stored as these layouts say."""
         inputs = 2**62 if self.group == -1 else self.group
         found = {
-            self.weight_kind: Stored(torch.uint8, ("I32",), inputs=2, layout=weight),
-            self.scale_kind: Stored(torch.float32, FLOATS, inputs=inputs, layout=scales),
+            self.weight_kind: StoredTensor(torch.uint8, ("I32",), inputs=2, layout=weight),
+            self.scale_kind: StoredTensor(torch.float32, FLOATS, inputs=inputs, layout=scales),
         }
         if kind := self.zero_kind():
-            found[kind] = Stored(torch.int8, ("I32",), inputs=inputs, layout=zeros)
+            found[kind] = StoredTensor(torch.int8, ("I32",), inputs=inputs, layout=zeros)
         return found
 
     def _groups(self, inputs: int) -> int:
@@ -122,10 +122,10 @@ class AWQ(Int4):
 
     name: str = "AWQ, 4 bits"
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        weight = Layout(lambda outputs, inputs: ((inputs, outputs // EACH),), dim=1, packed=EACH)
-        zeros = Layout(lambda outputs, inputs: ((self._groups(inputs), outputs // EACH),), dim=1, packed=EACH)
-        scales = Layout(lambda outputs, inputs: ((self._groups(inputs), outputs),), dim=1)
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        weight = TensorLayout(lambda outputs, inputs: ((inputs, outputs // EACH),), dim=1, packed=EACH)
+        zeros = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs // EACH),), dim=1, packed=EACH)
+        scales = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs),), dim=1)
         return self._stored(weight, scales, zeros)
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
@@ -145,12 +145,12 @@ class GPTQ(Int4):
     name: str = "GPTQ, 4 bits"
     zero_offset: int = 1
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        weight = Layout(lambda outputs, inputs: ((inputs // EACH, outputs),), dim=1)
-        zeros = Layout(lambda outputs, inputs: ((self._groups(inputs), outputs // EACH),), dim=1, packed=EACH)
-        scales = Layout(lambda outputs, inputs: ((self._groups(inputs), outputs),), dim=1)
-        order = Layout(lambda outputs, inputs: ((inputs,),))
-        return {**self._stored(weight, scales, zeros), "g_idx": Stored(None, ("I32",), layout=order)}
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        weight = TensorLayout(lambda outputs, inputs: ((inputs // EACH, outputs),), dim=1)
+        zeros = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs // EACH),), dim=1, packed=EACH)
+        scales = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs),), dim=1)
+        order = TensorLayout(lambda outputs, inputs: ((inputs,),))
+        return {**self._stored(weight, scales, zeros), "g_idx": StoredTensor(None, ("I32",), layout=order)}
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
         if kind == "scales":
@@ -181,12 +181,12 @@ class PackedInt4(Int4):
     def zero_kind(self) -> str | None:
         return None if self.symmetric else "weight_zero_point"
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        weight = Layout(lambda outputs, inputs: ((outputs, inputs // EACH),), dim=0)
-        zeros = Layout(lambda outputs, inputs: ((outputs // EACH, self._groups(inputs)),), dim=0, packed=EACH)
-        scales = Layout(self._scale_shapes, dim=0)
-        size = Layout(lambda outputs, inputs: ((2,),))
-        return {**self._stored(weight, scales, zeros), "weight_shape": Stored(None, ("I64", "I32"), layout=size)}
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        weight = TensorLayout(lambda outputs, inputs: ((outputs, inputs // EACH),), dim=0)
+        zeros = TensorLayout(lambda outputs, inputs: ((outputs // EACH, self._groups(inputs)),), dim=0, packed=EACH)
+        scales = TensorLayout(self._scale_shapes, dim=0)
+        size = TensorLayout(lambda outputs, inputs: ((2,),))
+        return {**self._stored(weight, scales, zeros), "weight_shape": StoredTensor(None, ("I64", "I32"), layout=size)}
 
     def _scale_shapes(self, outputs: int, inputs: int) -> tuple[tuple[int, ...], ...]:
         groups = self._groups(inputs)

@@ -15,7 +15,7 @@ import torch
 
 from unisono.kernels import linear, prove_exact, rehearse_proof, rms_norm
 from unisono.kernels.moe.mxfp4 import GROUP, decode
-from unisono.layers.formats.base import PLAIN, Layout, LinearLayer, Stored, WeightFormat
+from unisono.layers.formats.base import PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import MXFP4Experts
 from unisono.layers.formats.quantization_config import named
 from unisono.types import CheckpointError
@@ -40,12 +40,12 @@ class MXFP4:
 
     name: str = "MXFP4"
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        blocks = Layout(lambda n, k: ((n, _groups(k), GROUP // 2),), dim=0, stacked=True)
-        scales = Layout(lambda n, k: ((n, _groups(k)),), dim=0, stacked=True)
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        blocks = TensorLayout(lambda n, k: ((n, _groups(k), GROUP // 2),), dim=0, stacked=True)
+        scales = TensorLayout(lambda n, k: ((n, _groups(k)),), dim=0, stacked=True)
         return {
-            "weight_blocks": Stored(torch.uint8, ("U8",), inputs=2, layout=blocks),
-            "weight_scales": Stored(torch.uint8, ("U8",), inputs=GROUP, layout=scales, drawn=DUMMY_SCALES),
+            "weight_blocks": StoredTensor(torch.uint8, ("U8",), inputs=2, layout=blocks),
+            "weight_scales": StoredTensor(torch.uint8, ("U8",), inputs=GROUP, layout=scales, drawn=DUMMY_SCALES),
         }
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.kv.specs import Tree
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         token_ids: torch.Tensor,
-        context: PassContext,
+        context: ForwardContext,
         state: Sequence[object],
         aux_layers: Sequence[int] = (),
         overriding: Sequence[Overriding] = (),
@@ -95,7 +95,7 @@ class Decoder(nn.Module):
         return plain(stream.normed), aux
 
     def _add_levels(
-        self, stream: Stream, number: int, overriding: Sequence[Overriding], context: PassContext
+        self, stream: Stream, number: int, overriding: Sequence[Overriding], context: ForwardContext
     ) -> Stream:
         """The residual stream after layer ``number`` with that level of the embeddings that have levels."""
         x = stream.x

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unisono.distributed.gather import Ranks
-from unisono.layers.experts import SILU_EXPERTS, ExpertKind, Experts, Stack
+from unisono.layers.experts import SILU_EXPERTS, ExpertKind, Experts, ExpertStack
 from unisono.layers.formats.base import WHOLE, Share, WeightFormat
 from unisono.layers.formats.experts import expert_format
 from unisono.models.blocks.layers import MLPSpec
@@ -65,8 +65,8 @@ class ExpertsSpec:
         elif ranks.count > 1 and each.can_divide(sizes):
             rows = builder.share
         return Experts(
-            Stack(self.num_experts, hidden, {"gate": size, "up": size}, *common, share, rows, self.kind),
-            Stack(self.num_experts, size, {"": hidden}, *common, share, rows, self.kind),
+            ExpertStack(self.num_experts, hidden, {"gate": size, "up": size}, *common, share, rows, self.kind),
+            ExpertStack(self.num_experts, size, {"": hidden}, *common, share, rows, self.kind),
             self.top_k,
             self.normalize,
             MLPSpec(shared).build(apart) if shared and not rides else None,

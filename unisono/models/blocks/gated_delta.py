@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.config.preflight.ranks import check_recurrent_heads
 from unisono.distributed.gather import Ranks
 from unisono.kernels.recurrent.causal_conv import causal_conv
 from unisono.kernels.recurrent.gated_delta import gated_delta
-from unisono.kv.specs import Remembered, Tail
-from unisono.kv.store import TailView
+from unisono.kv.specs import Recurrent, Remembered
+from unisono.kv.store import RecurrentView
 from unisono.layers.activations import Activations, gated_norm
 from unisono.layers.formats.base import PLAIN, WHOLE, PartOf, Share
 from unisono.models.load.build import Builder, require
@@ -108,11 +108,11 @@ class GatedDelta(nn.Module):
         widths = dict(zip(self.in_proj.projections, self.in_proj.held, strict=True))
         self._widths = [widths["qkv"], widths["z"]] if apart else [widths["qkv"], widths["z"], 2 * widths["b"]]
 
-    def state_specs(self) -> Tail:
+    def state_specs(self) -> Recurrent:
         """S and the convolution's last raw inputs; since then keys, values and gates, and the latest raw inputs."""
         spec, (keys, values) = self.spec, self.spec.channels
         state, taps = (spec.num_value_heads, spec.value_head_dim, spec.key_head_dim), spec.conv_size - 1
-        return Tail(
+        return Recurrent(
             {"state": (state, torch.float32), "conv": ((taps, 2 * keys + values), self.dtype)},
             {
                 "conv": Remembered((2 * keys + values,), self.dtype, last=taps),
@@ -122,27 +122,27 @@ class GatedDelta(nn.Module):
         )
 
     @property
-    def readers(self) -> tuple[object, ...]:
+    def consumers(self) -> tuple[object, ...]:
         """What reads the block's input."""
         return (self.in_proj,) if self.gates is None else (self.in_proj, self.gates)
 
-    def forward(self, x: Activations, context: PassContext, state: TailView) -> Activations:
+    def forward(self, x: Activations, context: ForwardContext, state: RecurrentView) -> Activations:
         """x [T, H] -> [T, Hv · V], which ``o`` reads, or with last tokens [E, Hv · V]; moves the state on."""
         u, z, *gates = self.in_proj(x).split(self._widths, 1)
         out = self._recur(u, gates[0] if self.gates is None else self.gates(x), context, state)
         if context.last_tokens is not None:
             out, z = context.last_tokens.select(out), context.last_tokens.select(z)
-        return gated_norm(out, z, self.norm.weight, self.eps, self.o.wish)
+        return gated_norm(out, z, self.norm.weight, self.eps, self.o.input_format)
 
-    def settle(self, context: PassContext, state: TailView) -> None:
-        """Move the state on as a pass without tokens says; see :class:`unisono.models.blocks.layers.Settles`."""
+    def advance(self, context: ForwardContext, state: RecurrentView) -> None:
+        """Move the state on as a pass without tokens says; see :class:`unisono.models.blocks.layers.AdvancesSnapshot`."""
         new = self.conv.weight.new_empty
         self._recur(new((0, self.conv.weight.shape[0])), new((0, 2 * self.spec.num_value_heads)), context, state)
 
-    def _recur(self, u: torch.Tensor, ba: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
+    def _recur(self, u: torch.Tensor, ba: torch.Tensor, context: ForwardContext, state: RecurrentView) -> torch.Tensor:
         """u [T, 2 Hk · K + Hv · V], ba [T, 2 Hv] -> [T, Hv · V]."""
-        assert context.tails is not None
-        where, starts = context.tails.fields, context.query_start
+        assert context.recurrent is not None
+        where, starts = context.recurrent.fields, context.query_start
         conv = state.snapshot["conv"], state.inputs["conv"]
         qkv, gates = causal_conv(u, self.conv.weight, ba, self.A_log, self.dt_bias, *conv, *where, starts)
         kept = state.snapshot["state"], state.inputs["kv"], state.inputs["gates"]

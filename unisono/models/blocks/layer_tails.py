@@ -24,7 +24,7 @@ from unisono.kernels.gemm.layer_tail import Tail
 from unisono.kernels.gemm.layer_tail_fp8 import Fp8Tail
 from unisono.kernels.gemm.layer_tail_gluon import MOST_ROWS
 from unisono.kernels.gemm.persistent import may_stay
-from unisono.layers.activations import Activations, Operand, Projected, Wish, plain, readers_of
+from unisono.layers.activations import Activations, InputFormat, Operand, Projected, consumers_of, plain
 from unisono.layers.adapters import LinearAdapter
 from unisono.layers.experts import prove_experts
 from unisono.layers.formats.base import PLAIN
@@ -39,13 +39,13 @@ MANY = 8
 
 @dataclass(frozen=True)
 class FusedTail:
-    """What a layer does after its mixer. reader: the next layer's input projection, where it is computed here.
+    """What a layer does after its mixer. consumer: the next layer's input projection, where it is computed here.
 
     adapters: of the layers that it computes; passes with adapters go on without it.
     """
 
     weights: Tail
-    reader: Linear | None
+    consumer: Linear | None
     adapters: tuple[LinearAdapter, ...] = ()
 
     def __call__(self, mixed: Activations, x: torch.Tensor) -> Stream | None:
@@ -60,7 +60,7 @@ class FusedTail:
         if self.weights.next_norm is None:
             return Stream(total, total)
         kept = normed if len(normed) else None
-        return Stream(total, normed if self.reader is None else Projected(kept, self.reader, product))
+        return Stream(total, normed if self.consumer is None else Projected(kept, self.consumer, product))
 
     def prove(self) -> bool:
         """Whether the kernel gives the separate ops' bits on the present device."""
@@ -112,7 +112,7 @@ def _possible(modules: Iterable[nn.Module]) -> tuple[list[DecoderLayer], dict[in
     """
     layers = [m for m in modules if isinstance(m, DecoderLayer)]
     possible = {id(layer): tail for layer in layers if (tail := _tail(layer)) is not None}
-    followed = {at: tail for at, tail in possible.items() if tail.reader is not None}
+    followed = {at: tail for at, tail in possible.items() if tail.consumer is not None}
     return layers, followed if len(followed) >= MANY else possible
 
 
@@ -123,11 +123,11 @@ def _tail(layer: DecoderLayer) -> FusedTail | None:
         return None
     if type(norm) is not RMSNorm or type(next_norm) not in (RMSNorm, NoneType):
         return None
-    reader: Any = None if layer.next_mixer is None else readers_of(layer.next_mixer)[0]
+    consumer: Any = None if layer.next_mixer is None else consumers_of(layer.next_mixer)[0]
     layers: list[Any] = [getattr(mixer, "o", None), mlp.gate_up, mlp.down]
     for fitting, make, faster in ((_is_plain, _plain_tail, True), (_is_fp8, _fp8_tail, False)):
         if all(fitting(each) and each.bias is None for each in layers) and may_stay(norm.weight.device, faster):
-            return make(layers, norm, cast("RMSNorm | None", next_norm), reader if fitting(reader) else None)
+            return make(layers, norm, cast("RMSNorm | None", next_norm), consumer if fitting(consumer) else None)
     return None
 
 
@@ -143,35 +143,39 @@ def _is_plain(layer: Any) -> bool:
 
 def _is_fp8(layer: Any) -> bool:
     """Whether its weight is in e4m3 and one, with a scale for each block; adapters would read plain rows."""
-    return _alone(layer) and layer.wish == Wish(GROUP)
+    return _alone(layer) and layer.input_format == InputFormat(GROUP)
 
 
-def _plain_tail(layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, reader: Linear | None) -> FusedTail | None:
-    if norm.wish is not None or (next_norm is not None and next_norm.wish is not None):
+def _plain_tail(
+    layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, consumer: Linear | None
+) -> FusedTail | None:
+    if norm.input_format is not None or (next_norm is not None and next_norm.input_format is not None):
         return None
-    weights = Tail(*_weights(layers, norm, next_norm, reader))
-    return _fused(weights, layers, reader) if layer_tail.suits(weights) else None
+    weights = Tail(*_weights(layers, norm, next_norm, consumer))
+    return _fused(weights, layers, consumer) if layer_tail.suits(weights) else None
 
 
-def _fp8_tail(layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, reader: Any) -> FusedTail | None:
-    wish = None if next_norm is None else next_norm.wish
-    if norm.wish != Wish(GROUP) or (wish is not None and (wish.group != GROUP or reader is None)):
+def _fp8_tail(layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, consumer: Any) -> FusedTail | None:
+    input_format = None if next_norm is None else next_norm.input_format
+    if norm.input_format != InputFormat(GROUP) or (
+        input_format is not None and (input_format.group != GROUP or consumer is None)
+    ):
         return None
-    reader = None if wish is None else reader
-    products = layers if reader is None else [*layers, reader]
+    consumer = None if input_format is None else consumer
+    products = layers if consumer is None else [*layers, consumer]
     scales = tuple(each.format.operands(each)[1] for each in products)
-    how = {"scales": scales, "dtype": layers[0].dtype, "keep": wish is None or wish.keep}
-    weights = Fp8Tail(*_weights(layers, norm, next_norm, reader), **how)
-    return _fused(weights, layers, reader) if layer_tail_fp8.suits(weights) else None
+    how = {"scales": scales, "dtype": layers[0].dtype, "keep": input_format is None or input_format.keep}
+    weights = Fp8Tail(*_weights(layers, norm, next_norm, consumer), **how)
+    return _fused(weights, layers, consumer) if layer_tail_fp8.suits(weights) else None
 
 
-def _fused(weights: Tail, layers: list[Any], reader: Any) -> FusedTail:
-    every = layers if reader is None else [*layers, reader]
-    return FusedTail(weights, reader, tuple(each.adapter for each in every if each.adapter is not None))
+def _fused(weights: Tail, layers: list[Any], consumer: Any) -> FusedTail:
+    every = layers if consumer is None else [*layers, consumer]
+    return FusedTail(weights, consumer, tuple(each.adapter for each in every if each.adapter is not None))
 
 
-def _weights(layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, reader: Linear | None) -> tuple[Any, ...]:
+def _weights(layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, consumer: Linear | None) -> tuple[Any, ...]:
     """The fields of a tail, in their order."""
     of_next = (None, 0.0) if next_norm is None else (next_norm.weight, next_norm.eps)
-    after = (None, None) if reader is None or next_norm is None else (reader.weight, reader.bias)
+    after = (None, None) if consumer is None or next_norm is None else (consumer.weight, consumer.bias)
     return *(each.weight for each in layers), norm.weight, norm.eps, *of_next, *after

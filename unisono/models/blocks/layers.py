@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from unisono.attention.base import KV, AttentionOptions, attended
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.config.preflight.ranks import check_attention_heads
 from unisono.distributed.gather import Ranks
 from unisono.kernels import rope_and_cache
 from unisono.kernels.gemm.fp8_quantize import E4M3
 from unisono.kv.specs import ALL, PAGE_SIZE, Paged, Tree
-from unisono.layers.activations import Activations, Wish, plain, readers_of, sigmoid_gated, wanted
+from unisono.layers.activations import Activations, InputFormat, common_input_format, consumers_of, plain, sigmoid_gated
 from unisono.layers.formats.base import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import RMSNorm
@@ -45,7 +45,7 @@ class Stream(NamedTuple):
 class FeedForward(Protocol):
     """The second half of a layer.
 
-    It may have ``readers``, the layers that read its input: the norm before it then makes what they want.
+    It may have ``consumers``, the layers that read its input: the norm before it then makes what they want.
     """
 
     def __call__(self, x: Activations, positions: torch.Tensor | None = None) -> Any:
@@ -58,9 +58,9 @@ class FeedForward(Protocol):
 
 
 class Mixer(Protocol):
-    """The first half of a layer: what lets a token read others. It may have ``readers``, as a feed-forward."""
+    """The first half of a layer: what lets a token read others. It may have ``consumers``, as a feed-forward."""
 
-    def __call__(self, x: Activations, context: PassContext, state: Any) -> Any:
+    def __call__(self, x: Activations, context: ForwardContext, state: Any) -> Any:
         """x [T, H] -> what :meth:`project` reads, of T tokens or of ``context.last_tokens``; updates the state."""
         ...
 
@@ -74,11 +74,11 @@ class Mixer(Protocol):
 
 
 @runtime_checkable
-class Settles(Protocol):
-    """A mixer whose state is a tail (:class:`unisono.kv.specs.Tail`)."""
+class AdvancesSnapshot(Protocol):
+    """A mixer whose state is a tail (:class:`unisono.kv.specs.Recurrent`)."""
 
-    def settle(self, context: PassContext, state: Any) -> None:
-        """Move the snapshot on to ``context.tails.until`` from remembered inputs, in a pass of rows without tokens."""
+    def advance(self, context: ForwardContext, state: Any) -> None:
+        """Move the snapshot on to ``context.recurrent.until`` from remembered inputs, in a pass of rows without tokens."""
         ...
 
 
@@ -125,7 +125,7 @@ class AttentionSpec:
         require(dim >= 2 and dim % 2 == 0, "head_dim", dim, "rotary needs an even head size")
 
     @property
-    def lifetime(self) -> int:
+    def window_group(self) -> int:
         """How long the layer's keys are read: see :class:`unisono.kv.specs.Paged`."""
         return self.window or ALL
 
@@ -187,57 +187,59 @@ class Attention(nn.Module):
     def state_specs(self) -> Tree:
         """Keys and values, and the scales of e4m3 ones: the fields of :class:`KV`."""
         spec = self.spec
-        rows = Paged((spec.num_kv_heads, PAGE_SIZE, spec.head_dim), self.kv_dtype, spec.lifetime)
-        scales = Paged((spec.num_kv_heads, PAGE_SIZE, 1), torch.uint8, spec.lifetime)
+        rows = Paged((spec.num_kv_heads, PAGE_SIZE, spec.head_dim), self.kv_dtype, spec.window_group)
+        scales = Paged((spec.num_kv_heads, PAGE_SIZE, 1), torch.uint8, spec.window_group)
         return (rows, rows, scales, scales) if self.kv_dtype == E4M3 else (rows, rows)
 
     @property
-    def readers(self) -> tuple[object, ...]:
+    def consumers(self) -> tuple[object, ...]:
         """What reads the block's input."""
         return (self.qkv,)
 
-    def forward(self, x: Activations, context: PassContext, state: Sequence[torch.Tensor]) -> Activations:
+    def forward(self, x: Activations, context: ForwardContext, state: Sequence[torch.Tensor]) -> Activations:
         """x [T, H] -> [T, Hq · D], which ``o`` reads, or with last tokens [E, Hq · D]; writes T keys and values."""
         qkv, kv = self.qkv(x), KV(*state)
         q = self._turn(qkv, context, kv)
         if context.last_tokens is not None:
             q = context.last_tokens.select(q)
         if not self.spec.output_gate:
-            return self._attend(q, context.queries, kv, self.o.wish)
+            return self._attend(q, context.queries, kv, self.o.input_format)
         out = plain(self._attend(q, context.queries, kv))
         gates = qkv if context.last_tokens is None else context.last_tokens.select(qkv)
-        return sigmoid_gated(out, gates, q.shape[1], self.o.wish)
+        return sigmoid_gated(out, gates, q.shape[1], self.o.input_format)
 
     def project(
         self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
     ) -> tuple[torch.Tensor, Activations]:
         return self.o.then_norm(y, residual, norm)
 
-    def _turn(self, qkv: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
+    def _turn(self, qkv: torch.Tensor, context: ForwardContext, kv: KV) -> torch.Tensor:
         """Norm and rotate the heads, write keys and values; returns the queries [T, Hq, D]."""
-        inputs, q_norm = context.inputs(self.spec.lifetime), self.q_norm.weight if self.q_norm else None
+        inputs, q_norm = context.inputs(self.spec.window_group), self.q_norm.weight if self.q_norm else None
         k_norm = self.k_norm.weight if self.k_norm else q_norm  # without keys of its own the op wants both all the same
-        table, positions = context.rotary(self.cos_sin, self.axes, self.spec.lifetime)
+        table, positions = context.rotary(self.cos_sin, self.axes, self.spec.window_group)
         where, heads = (positions, inputs.slot_mapping, kv.k, kv.v), (self.spec.num_heads, self.kv_heads)
         return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales)
 
-    def _attend(self, q: torch.Tensor, context: PassContext, kv: KV, wish: Wish | None = None) -> Activations:
-        inputs = context.plan(self.backend, self.spec.lifetime, self.spec.window)
+    def _attend(
+        self, q: torch.Tensor, context: ForwardContext, kv: KV, input_format: InputFormat | None = None
+    ) -> Activations:
+        inputs = context.plan(self.backend, self.spec.window_group, self.spec.window)
         options = AttentionOptions(self.scale, self.spec.window, soft_cap=self.spec.soft_cap, sinks=self.sinks)
-        return attended(self.backend, wish, q, kv, inputs, options)
+        return attended(self.backend, input_format, q, kv, inputs, options)
 
 
 @dataclass(frozen=True)
 class QuerySpec(AttentionSpec):
     """Attention of new queries over keys and values that another layer wrote.
 
-    num_kv_heads: that layer's. pages: the lifetime of its pages.
+    num_kv_heads: that layer's. pages: the window group of its pages.
     """
 
     pages: int = ALL
 
     @property
-    def lifetime(self) -> int:
+    def window_group(self) -> int:
         return self.pages
 
     def build(self, builder: Builder) -> QueryAttention:
@@ -255,7 +257,7 @@ class QueryAttention(Attention):
         """Nothing of its own."""
         return ()
 
-    def _turn(self, qkv: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
+    def _turn(self, qkv: torch.Tensor, context: ForwardContext, kv: KV) -> torch.Tensor:
         nothing = kv.k[:, :0]  # a cache of no heads
         return super()._turn(qkv, context, KV(nothing, nothing))
 
@@ -310,7 +312,7 @@ class DecoderLayer(nn.Module):
     product before it.
 
     next_norm: what reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for none.
-    next_mixer: whose input that norm is; None: another reader's. The model that owns them sets both (:meth:`then`).
+    next_mixer: whose input that norm is; None: another consumer's. The model that owns them sets both (:meth:`then`).
     tail: everything after the mixer in one launch, for few rows; None: separate launches
     (``models/blocks/layer_tails.py``).
     """
@@ -327,10 +329,10 @@ class DecoderLayer(nn.Module):
         self.ask_readers()
 
     def ask_readers(self) -> None:
-        """Have each norm make what its readers want; again where that has changed."""
+        """Have each norm make what its consumers want; again where that has changed."""
         for norm, block in ((self.mixer_norm, self.mixer), (self.feed_forward_norm, self.feed_forward)):
             if isinstance(norm, RMSNorm):
-                norm.wish = wanted(readers_of(block))
+                norm.input_format = common_input_format(consumers_of(block))
 
     def begin(self, x: torch.Tensor) -> Stream:
         """What a pass's first layer reads: x [T, H] and its norm."""
@@ -348,7 +350,7 @@ class DecoderLayer(nn.Module):
         """Set the norm that reads the layer's sum, and the mixer that reads the norm, if it is one."""
         self._next = (norm, mixer)
 
-    def forward(self, stream: Stream, context: PassContext, state: Any) -> Stream:
+    def forward(self, stream: Stream, context: ForwardContext, state: Any) -> Stream:
         """The residual stream after the layer, of T tokens or of ``context.last_tokens``; state: the mixer's."""
         mixer, feed_forward = cast(Mixer, self.mixer), cast(FeedForward, self.feed_forward)
         mixed = mixer(stream.normed, context, state)

@@ -40,7 +40,7 @@ def read(hf_config: Any) -> DecoderConfig:
         top_k=hf_config.num_experts_per_tok,
         intermediate_size=hf_config.intermediate_size,
         activation=hf_config.hidden_act,
-        kind=ExpertKind(gate, bias=True, interleaved=True, turned=True),
+        kind=ExpertKind(gate, bias=True, interleaved=True, transposed=True),
         router_bias=True,
     )
     biases = {"qkv_bias": hf_config.attention_bias, "o_bias": hf_config.attention_bias}

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.layers.experts import Stack
-from unisono.layers.formats.base import PLAIN, Place, Slice, Slices, WeightFormat, part_of
+from unisono.layers.experts import ExpertStack
+from unisono.layers.formats.base import PLAIN, LoadTarget, Slice, Slices, WeightFormat, part_of
 from unisono.layers.norm import LayerNorm, RMSNorm
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
@@ -123,7 +123,7 @@ def load_tower(
         builder = Builder(config.tower.width, NORM_EPS, dtype, device, no_attention, 0, format)
         return _made(checkpoint, lambda: VisionTower(config, builder))
 
-    def named(tower: VisionTower, prefix: str) -> dict[str, Place]:
+    def named(tower: VisionTower, prefix: str) -> dict[str, LoadTarget]:
         names = ((prefix + checkpoint_name(family.tower, module), kind, p) for module, kind, p in places(tower))
         return {tensor_name(name, kind): place for name, kind, place in names}
 
@@ -136,8 +136,8 @@ def load_tower(
         raise CheckpointError(
             f"{checkpoint.path}: vision_config asks for {config.tower.depth} blocks; there are {len(tensors)} tensors."
         )
-    wanted = named(made_on("meta"), prefix)  # checked before memory is taken
-    check(wanted, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
+    targets = named(made_on("meta"), prefix)  # checked before memory is taken
+    check(targets, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
     tower = made_on(device)
     fill(named(tower, prefix), tensors, device, lambda share: progress("load tower", share))
     _check_finite(tower, checkpoint)
@@ -154,7 +154,7 @@ def _made(checkpoint: Checkpoint, make: Callable[[], Built]) -> Built:
         raise CheckpointError(f"{checkpoint.path}: a model of this config.json cannot be made: {error}") from None
 
 
-def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] = ()) -> dict[str, Place]:
+def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] = ()) -> dict[str, LoadTarget]:
     """What a checkpoint must hold: each tensor's name there -> where it goes. tensors: what it holds."""
     layers = decoder.config.layers
 
@@ -164,7 +164,7 @@ def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] =
         except KeyError:  # the family does not store it so
             return False
 
-    found: dict[str, Place] = {}
+    found: dict[str, LoadTarget] = {}
     for module, kind, place in places(decoder, held):
         if not (module == "lm_head" and decoder.config.tie_embeddings):
             name, rows = tensor_name(family.name(module, layers), kind), family.rows_of(module, layers)
@@ -173,13 +173,13 @@ def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] =
 
 
 @dataclass(frozen=True)
-class Shared(Place):
+class Shared(LoadTarget):
     """A checkpoint's tensor whose rows belong to several projections. parts: (place, its rows of the tensor)."""
 
-    parts: tuple[tuple[Place, torch.Tensor], ...] = ()
+    parts: tuple[tuple[LoadTarget, torch.Tensor], ...] = ()
 
     @classmethod
-    def of(cls, name: str, place: Place, rows: torch.Tensor, others: Place | None) -> Shared:
+    def of(cls, name: str, place: LoadTarget, rows: torch.Tensor, others: LoadTarget | None) -> Shared:
         """``others``, or an empty one, with one more place. rows: of a weight with one row for each output.
 
         Raises CheckpointError where the format stores blocks of outputs that the rows cut or mix.
@@ -198,7 +198,7 @@ class Shared(Place):
         return cls(place.parameter, shape, place.accepts, parts=parts)
 
     def part_of(self, shape: tuple[int, ...]) -> Slice | Slices | None:
-        """The rows from the first to the last that is wanted."""
+        """The rows from the first to the last that is targets."""
         if all(place.part is None for place, _ in self.parts):
             return None
         return Slice(0, self._first, 1 + max(int(rows.max()) for _, rows in self.parts))
@@ -236,7 +236,7 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
 
 
 def draw_held(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None) -> None:
-    """:func:`draw`; what is a part of a whole tensor, or turned, gets the values that it has there."""
+    """:func:`draw`; what is a part of a whole tensor, or transposed, gets the values that it has there."""
     whole = part_of(parameter)
     if whole is None and parameter.is_contiguous():
         draw(parameter, generator, between)
@@ -267,20 +267,20 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
     tensors = _as_named(checkpoint.tensors(), checkpoint.family)
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied, ranks = decoder.config.tie_embeddings, decoder.builder.ranks
-    wanted = checkpoint_names(decoder, checkpoint.family, tensors)
+    targets = checkpoint_names(decoder, checkpoint.family, tensors)
     unread = _apart(tensors, checkpoint.family)
 
     def unexpected(name: str) -> str | None:
         if name.startswith(unread) or (tied and name == head):
             return None
-        if ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in wanted:
+        if ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in targets:
             return None  # another rank has it
         if checkpoint.quantization.method is not None and name.endswith(".bias") and not tensor(name, tensors).any():
             return None  # GPTQ's tools give every layer a bias, of zeros where the model has none
         return f"a {checkpoint.config.architecture} with this config.json has no place for it"
 
-    check(wanted, tensors, checkpoint.path, unexpected)
-    fill(wanted, tensors, decoder.embed.weight.device, lambda share: progress("load", share))
+    check(targets, tensors, checkpoint.path, unexpected)
+    fill(targets, tensors, decoder.embed.weight.device, lambda share: progress("load", share))
     if tied and head in tensors:
         _check_tied_head(decoder, head, tensors)
     _check_finite(decoder, checkpoint)
@@ -288,7 +288,7 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
 
 def experts_of(decoder: Decoder) -> int:
     """How many experts a layer of the model has; 0: it has none."""
-    return next((m.experts for m in decoder.modules() if isinstance(m, Stack)), 0)
+    return next((m.experts for m in decoder.modules() if isinstance(m, ExpertStack)), 0)
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:

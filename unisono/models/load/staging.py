@@ -21,7 +21,7 @@ ALIGN = 256
 """Bytes at a multiple of which a tensor begins on the device, if its bytes do not follow those of the one before it."""
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Bytes that are copied as they are."""
 
     @property
@@ -40,13 +40,13 @@ class FileBytes:
     start: int
     nbytes: int
 
-    def ends_before(self, source: Source) -> bool:
+    def ends_before(self, source: ByteSource) -> bool:
         """Whether the source is what follows in the same file."""
         after = self.start + self.nbytes
         return isinstance(source, FileBytes) and (source.opened, source.start) == (self.opened, after)
 
     def copy(self, at: int, into: np.ndarray) -> None:
-        """See :class:`Source`. Raises OSError where the file ends before them."""
+        """See :class:`ByteSource`. Raises OSError where the file ends before them."""
         left, start = into.data, self.start + at
         while left:
             count = os.preadv(self.opened, [left], start)
@@ -63,11 +63,11 @@ class HostBytes:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`Source`."""
+        """See :class:`ByteSource`."""
         return len(self.array)
 
     def copy(self, at: int, into: np.ndarray) -> None:
-        """See :class:`Source`."""
+        """See :class:`ByteSource`."""
         np.copyto(into, self.array[at : at + len(into)])  # without the interpreter's lock
 
 
@@ -77,7 +77,7 @@ class Passing:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    sources: Sequence[Source]
+    sources: Sequence[ByteSource]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Passing:
@@ -103,7 +103,7 @@ class Staging:
 
     def to_device(self, tensors: Sequence[Passing]) -> list[torch.Tensor]:
         """Tensors -> the same on the device, parts of one allocation there."""
-        placed: list[tuple[int, Source]] = []
+        placed: list[tuple[int, ByteSource]] = []
         starts, total, before = [], 0, None
         for tensor in tensors:
             follows = isinstance(before, FileBytes) and bool(tensor.sources) and before.ends_before(tensor.sources[0])
@@ -120,7 +120,7 @@ class Staging:
             for start, tensor in zip(starts, tensors, strict=True)
         ]
 
-    def _fill(self, buffer: torch.Tensor, sources: Iterable[tuple[int, Source]]) -> None:
+    def _fill(self, buffer: torch.Tensor, sources: Iterable[tuple[int, ByteSource]]) -> None:
         """Copy each source to its first byte in ``buffer``; they come in the order of these."""
         sent, into = 0, self._next()
         for start, source in sources:
@@ -152,9 +152,9 @@ class Staging:
             copied.record(torch.cuda.current_stream(self._device))  # this thread's current device may be another
 
 
-def _joined(sources: Iterable[tuple[int, Source]]) -> Iterator[tuple[int, Source]]:
+def _joined(sources: Iterable[tuple[int, ByteSource]]) -> Iterator[tuple[int, ByteSource]]:
     """The same bytes at the same places; those of a file that follow each other here and there are one source."""
-    held: tuple[int, Source] | None = None
+    held: tuple[int, ByteSource] | None = None
     for start, source in sources:
         if held is not None:
             at, last = held

@@ -213,7 +213,7 @@ def _staged(
 
 def _passing(opened: int, part: Part, info: TensorInfo) -> Passing | None:
     """Where the bytes are, if they are runs of whole rows in the file; else None."""
-    if not info.readable or (part is not None and (part.dim != 0 or getattr(part, "turned", False))):
+    if not info.readable or (part is not None and (part.dim != 0 or getattr(part, "transposed", False))):
         return None
     dtype, size = DTYPES[info.dtype], nbytes(info)
     if part is None:

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from unisono.layers.formats.base import Place, part_of
+from unisono.layers.formats.base import LoadTarget, part_of
 from unisono.models.load.tensor_files import TensorInfo, pieces, read, read_ahead
 from unisono.types import CheckpointError
 
@@ -30,7 +30,7 @@ READERS, GPU_READERS = 4, 8
 SHOWN = 1e-3
 """The share of a checkpoint after which progress is told again: there may be tens of thousands of tensors."""
 
-Places = Mapping[str, Place]
+LoadTargets = Mapping[str, LoadTarget]
 """By a checkpoint's tensor names."""
 
 
@@ -38,14 +38,14 @@ Places = Mapping[str, Place]
 class Placed(Protocol):
     """A module that names its places itself, and those of all that is in it."""
 
-    def places(self) -> Iterator[tuple[str, Place]]:
+    def places(self) -> Iterator[tuple[str, LoadTarget]]:
         """(name inside the module, where it goes) of each tensor that a checkpoint may hold."""
         ...
 
 
 def places(
     root: nn.Module, held: Callable[[str, str], bool] = lambda module, kind: False
-) -> Iterator[tuple[str, str, Place]]:
+) -> Iterator[tuple[str, str, LoadTarget]]:
     """``(module, kind, place)`` of all that a checkpoint stores of ``root``; :func:`tensor_name` makes names of them.
 
     What a module's own ``places()`` yields counts as modules in it: the projections of a merged linear layer, single
@@ -67,12 +67,12 @@ def places(
         yield from (each for each in found if each[2].form in ("", form))
 
 
-def place_of(parameter: torch.Tensor) -> Place:
+def place_of(parameter: torch.Tensor) -> LoadTarget:
     """Where a tensor goes that is stored as it is used, or of which a rank reads a part."""
     whole = part_of(parameter)
     if whole is None:
-        return Place(parameter, tuple(parameter.shape))
-    return Place(parameter, whole.shape, part=whole.slices)
+        return LoadTarget(parameter, tuple(parameter.shape))
+    return LoadTarget(parameter, whole.shape, part=whole.slices)
 
 
 def _owners(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -92,28 +92,28 @@ def tensor_name(module: str, kind: str) -> str:
 
 
 def check(
-    wanted: Places, tensors: Mapping[str, TensorInfo], where: Path | str, unexpected: Callable[[str], str | None]
+    targets: LoadTargets, tensors: Mapping[str, TensorInfo], where: Path | str, unexpected: Callable[[str], str | None]
 ) -> None:
     """Raise CheckpointError naming the first tensor that is missing, misshapen, of another dtype or has no place.
 
     where: the checkpoint, for messages. unexpected: why a tensor that nothing wants has no place; None ignores it.
     """
-    missing = [name for name in wanted if name not in tensors]
+    missing = [name for name in targets if name not in tensors]
     if missing:
         files = {info.file for info in tensors.values()}
         where = files.pop() if len(files) == 1 else f"{where} ({len(files)} files)"
         raise CheckpointError(
-            f"{where}: tensor {missing[0]} {list(wanted[missing[0]].shape)} is missing, and {len(missing) - 1} more of "
-            f"the {len(wanted)} that are needed."
+            f"{where}: tensor {missing[0]} {list(targets[missing[0]].shape)} is missing, and {len(missing) - 1} more of "
+            f"the {len(targets)} that are needed."
         )
     for name, info in tensors.items():
-        if name in wanted:
-            check_tensor(name, info, wanted[name])
+        if name in targets:
+            check_tensor(name, info, targets[name])
         elif not IGNORED.search(name) and (reason := unexpected(name)) is not None:
             raise CheckpointError(f"{info.file}: tensor {name} {list(info.shape)} is unexpected: {reason}.")
 
 
-def check_tensor(name: str, info: TensorInfo, place: Place) -> None:
+def check_tensor(name: str, info: TensorInfo, place: LoadTarget) -> None:
     """Raise CheckpointError unless a tensor has the shape and a dtype that its place accepts."""
     if info.shape not in (place.shape, *place.also):
         raise CheckpointError(
@@ -126,19 +126,19 @@ def check_tensor(name: str, info: TensorInfo, place: Place) -> None:
 
 
 def fill(
-    wanted: Places,
+    targets: LoadTargets,
     tensors: Mapping[str, TensorInfo],
     device: torch.device | str,
     progress: Callable[[float], None] = lambda share: None,
 ) -> None:
-    """Read what ``wanted`` names, only the parts that it asks for, into its parameters.
+    """Read what ``targets`` names, only the parts that it asks for, into its parameters.
 
     Several threads read at once where there is much: a checkpoint may have tens of thousands of experts' tensors.
     device: where tensors are read to. progress: called with the share of the elements that is in place, 0 … 1, after
     each tensor, or after several small ones.
     """
-    sizes = {name: place.parameter.numel() for name, place in wanted.items()}
-    parts = {name: place.part_of(tensors[name].shape) for name, place in wanted.items()}
+    sizes = {name: place.parameter.numel() for name, place in targets.items()}
+    parts = {name: place.part_of(tensors[name].shape) for name, place in targets.items()}
     total, done, shown, lock = sum(sizes.values()), 0, 0.0, threading.Lock()
     inference = torch.is_inference_mode_enabled()  # which other threads do not inherit
 
@@ -146,7 +146,7 @@ def fill(
         nonlocal done, shown
         with torch.inference_mode(inference), torch.no_grad():
             for name, tensor in found:
-                wanted[name].fill(tensor)
+                targets[name].fill(tensor)
                 with lock:
                     done += sizes[name]
                     if done == total or done / total >= shown + SHOWN:

@@ -90,7 +90,7 @@ class AdapterLimits:
 
 
 @dataclass(frozen=True)
-class Target:
+class AdapterTarget:
     """A projection that can have adapters. layer: its linear layer's path; number: which of the layer's projections.
 
     inputs, outputs: of the whole projection. Which rows of the checkpoint's tensor this rank computes of it: ``rows``,
@@ -135,7 +135,7 @@ class AdapterLayers:
 
     rows: AdapterRows
     layers: Mapping[str, LinearAdapter]
-    targets: Mapping[str, Sequence[Target]]
+    targets: Mapping[str, Sequence[AdapterTarget]]
     dtype: torch.dtype
     limits: AdapterLimits
 
@@ -156,7 +156,7 @@ def attach_adapters(model: Decoder, family: Family, limits: AdapterLimits) -> Ad
 
     Raises ConfigError for a layer with more projections than kernels have room for.
     """
-    rows, layers, targets = AdapterRows(), dict[str, LinearAdapter](), dict[str, list[Target]]()
+    rows, layers, targets = AdapterRows(), dict[str, LinearAdapter](), dict[str, list[AdapterTarget]]()
     specs = model.config.layers
     for path, module in model.named_modules():
         if not isinstance(module, Linear) or not path.startswith("layers."):
@@ -178,14 +178,14 @@ def attach_adapters(model: Decoder, family: Family, limits: AdapterLimits) -> Ad
     return AdapterLayers(rows, layers, targets, model.embed.weight.dtype, limits)
 
 
-def _target(path: str, number: int, module: Linear, rows: torch.Tensor | None) -> Target:
+def _target(path: str, number: int, module: Linear, rows: torch.Tensor | None) -> AdapterTarget:
     """A projection of a layer. rows: of the checkpoint's tensor that are the whole projection's; None: all."""
     (name, outputs) = list(module.projections.items())[number]
     share = module.shares[name]
     part = None if share == WHOLE else Slices(0, share.runs(outputs))
     if rows is not None and part is not None:
         rows, part = part.of(rows), None
-    return Target(path, number, module.inputs, outputs, rows, part)
+    return AdapterTarget(path, number, module.inputs, outputs, rows, part)
 
 
 # ---- reading ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What a tower reads of each patch beside its pixels, from the grids of a pass alone. Pure numpy; called by the tower.
 
 Patches arrive as processors write them: frame by frame, and within a frame the ``merge · merge`` patches of a token one
-after the other, tokens in rows. A tower with windows wants them in another order (:attr:`Layout.order`).
+after the other, tokens in rows. A tower with windows wants them in another order (:attr:`GridLayout.order`).
 
 Shapes: n patches of an item, P of a pass, u = merge² patches of a token.
 """
@@ -24,7 +24,7 @@ GRIDS = 256
 
 
 @dataclass(frozen=True)
-class Layout:
+class GridLayout:
     """One item's patches, in the order that the tower wants.
 
     axes [n, 2] i32: the patch's row and column. frames, windows [n, 2] i32: the first patch, and the one after the
@@ -43,7 +43,7 @@ class Layout:
 
 
 @lru_cache(GRIDS)
-def layout(grid: Grid, config: VisionConfig) -> Layout:
+def layout(grid: Grid, config: VisionConfig) -> GridLayout:
     """The layout of an item. Raises ValueError for a grid that the tower does not compute."""
     check(grid, config)
     (frames, rows, columns), merge, tower = grid, config.merge, config.tower
@@ -61,7 +61,7 @@ def layout(grid: Grid, config: VisionConfig) -> Layout:
         order = (tokens[:, None] * config.unit + np.arange(config.unit)).reshape(-1)
         axes, sources, weights = axes[order], sources[order], weights[order]
         restore = np.argsort(tokens)
-    return Layout(axes, whole, windows, order, restore.astype(np.int32), sources, weights)
+    return GridLayout(axes, whole, windows, order, restore.astype(np.int32), sources, weights)
 
 
 def check(grid: Grid, config: VisionConfig) -> None:

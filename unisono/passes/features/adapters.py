@@ -66,7 +66,7 @@ class Counts:
 
 
 @dataclass(eq=False)
-class Loaded:
+class LoadedAdapter:
     """An adapter that requests may name. number: vLLM's ``lora_int_id``, counted here."""
 
     name: str
@@ -78,32 +78,32 @@ class Loaded:
 
 
 @dataclass(eq=False)
-class Place:
+class AdapterPlace:
     """Room for one adapter on the device. users: requests that hold slots and have it. used: when it was last taken."""
 
     number: int
-    loaded: Loaded | None = None
+    loaded: LoadedAdapter | None = None
     users: int = 0
     used: int = 0
 
 
-class Places:
+class AdapterPlaces:
     """Which adapters are on the device. A place is written when no request has it; passes in flight come before.
 
     write: puts the adapter of a digest, which is held, into the place of a number.
     """
 
     def __init__(self, count: int, write: Callable[[int, bytes], object]) -> None:
-        self._write, self.all = write, [Place(number) for number in range(count)]
+        self._write, self.all = write, [AdapterPlace(number) for number in range(count)]
         self._clock = self.writes = 0
 
-    def of(self, loaded: Loaded) -> Place | None:
+    def of(self, loaded: LoadedAdapter) -> AdapterPlace | None:
         """The place that has the adapter, or could take it; None where requests hold them all."""
         own = next((place for place in self.all if place.loaded is loaded), None)
         free = (place for place in self.all if not place.users)
         return own or min(free, key=lambda place: (place.loaded is not None, place.used), default=None)
 
-    def take(self, loaded: Loaded) -> Place:
+    def take(self, loaded: LoadedAdapter) -> AdapterPlace:
         """A place for one more request, with the adapter in it."""
         place = self.of(loaded)
         assert place is not None, "the scheduler asks first"
@@ -116,26 +116,26 @@ class Places:
         place.users, place.used = place.users + 1, self._clock
         return place
 
-    def forget(self, loaded: Loaded) -> None:
+    def forget(self, loaded: LoadedAdapter) -> None:
         """The adapter is no longer served: its place is the first to be written again."""
         for place in self.all:
             if place.loaded is loaded and not place.users:
                 place.loaded = None
 
 
-class Adapters(Feature):
+class AdapterFeature(Feature):
     """Field: ``adapters``, how many requests of the pass have one. Only passes with some have it."""
 
     name = "adapters"
-    asks_by = ("adapter",)
+    requested_by = ("adapter",)
     mixes = True
-    asks = ADAPTED
+    needs = ADAPTED
     _send: Callable[[AdapterCommand], object]
 
     def __init__(self, context: FeatureContext) -> None:
         super().__init__(context)
         self.limits: AdapterLimits | None = None
-        self.loaded: dict[str, Loaded] = {}
+        self.loaded: dict[str, LoadedAdapter] = {}
         self._numbers = 0
         if context.adapters is None:
             return
@@ -143,7 +143,7 @@ class Adapters(Feature):
         self.held: HeldAdapters = context.adapters
         self.layers = layers = self.held.layers
         self.limits = limits = layers.limits
-        self.places = Places(limits.loaded, lambda place, digest: self._send(WriteAdapter(place, digest)))
+        self.places = AdapterPlaces(limits.loaded, lambda place, digest: self._send(WriteAdapter(place, digest)))
         self._kept: OrderedDict[bytes, None] = OrderedDict()  # digests, the latest used last
         self._states: WeakSet[Adapted] = WeakSet()
         why = f"{limits.loaded} adapters of rank {limits.rank} at most, on {len(layers.layers)} layers"
@@ -187,7 +187,7 @@ class Adapters(Feature):
             )
         weights = self._read(Path(directory))
         self._numbers += 1
-        loaded = Loaded(name, weights.directory, self._numbers, weights.digest, weights.rank)
+        loaded = LoadedAdapter(name, weights.directory, self._numbers, weights.digest, weights.rank)
         if known is not None:
             loaded.counts = known.counts
             self.places.forget(known)
@@ -206,10 +206,10 @@ class Adapters(Feature):
         """The adapters that requests may name, as JSON-ready data."""
         return [self._told(loaded) for loaded in self.loaded.values()]
 
-    def _told(self, loaded: Loaded) -> dict[str, Any]:
+    def _told(self, loaded: LoadedAdapter) -> dict[str, Any]:
         return {"name": loaded.name, "path": str(loaded.directory), "id": loaded.number, "rank": loaded.rank}
 
-    def _read(self, directory: Path, known: Loaded | None = None) -> AdapterWeights:
+    def _read(self, directory: Path, known: LoadedAdapter | None = None) -> AdapterWeights:
         """Have all ranks read and hold an adapter, this one first. Raises CheckpointError, having changed nothing.
 
         known: which one it has to be still.
@@ -240,7 +240,7 @@ class Adapters(Feature):
         if self.held.digests - wanted:
             self._send(KeepAdapters(sorted(wanted)))
 
-    def _hold(self, loaded: Loaded) -> None:
+    def _hold(self, loaded: LoadedAdapter) -> None:
         """Have all ranks hold an adapter, read again where it was forgotten. Raises CheckpointError."""
         self._forget_unwanted()  # of requests that have ended
         if loaded.digest in self.held.digests:
@@ -326,9 +326,9 @@ class Adapters(Feature):
 class Adapted(RequestState):
     """A request with an adapter. As long as it is there, its adapter is held in memory of the host."""
 
-    def __init__(self, feature: Adapters, loaded: Loaded) -> None:
+    def __init__(self, feature: AdapterFeature, loaded: LoadedAdapter) -> None:
         self._feature, self._loaded = feature, loaded
-        self._place: Place | None = None
+        self._place: AdapterPlace | None = None
 
     @property
     def prefix_root(self) -> bytes:  # type: ignore[override]

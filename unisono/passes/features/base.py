@@ -7,7 +7,7 @@ A :class:`Feature` exists once for each engine, a :class:`RequestState` for each
     the engine starts     Feature.start            what all ranks have to do        (host)
     a request arrives     Feature.begin            checks it, makes its state       (host)
     it is to get a slot   RequestState.ready       whether it can; then admitted    (host)
-    prompts are due       Feature.pass_ahead       a pass that has to run before    (host)
+    prompts are due       Feature.pre_pass       a pass that has to run before    (host)
     a pass is built       Feature.fill             fields of the batch, graph key   (host)
     the pass runs         override_embeddings, rotary, around_target,
                           allowed_tokens, report                                    (device, captured in graphs)
@@ -34,7 +34,7 @@ import torch
 
 from unisono.attention.context import Rotary
 from unisono.distributed.columns import Columns, whole
-from unisono.graphs import NO_FEATURES, Buffers, Dimension, Features, Field, Key, Program
+from unisono.graphs import NO_FEATURES, Buffers, Dimension, Features, Field, GraphKey, Program
 from unisono.models.blocks.embedding_overrides import Overriding
 from unisono.models.config import DecoderConfig
 from unisono.models.lora.host_adapters import HeldAdapters
@@ -71,10 +71,10 @@ class OwnProgram:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class PrePass:
     """A pass of a feature's own program that has to run before a prompt pass can."""
 
-    key: Key
+    key: GraphKey
     batch: Mapping[str, Any]
 
 
@@ -83,11 +83,11 @@ class Room:
     """How long passes ahead of prompts may take now. ms: what a pass takes. left: milliseconds; least: whether the
     smallest useful pass may run though it takes longer."""
 
-    ms: Callable[[Key], float]
+    ms: Callable[[GraphKey], float]
     left: float
     least: bool
 
-    def has(self, key: Key) -> bool:
+    def has(self, key: GraphKey) -> bool:
         """Whether there is time for this pass."""
         return self.ms(key) <= self.left
 
@@ -323,20 +323,20 @@ class Feature:
     so that their graphs are captured at start; expected_rounds: the same of rounds. reads_all_tokens: a prompt pass
     with this feature's fields computes the final hidden states of all its tokens, not of last tokens only.
     reads_drafts: :meth:`fill` needs a round's drafts on the host, and the tokens before them: such rounds are two
-    passes. mixes: requests that ask for it may be in a mixed pass, which has its fields of that kind. asks_by: the
+    passes. mixes: requests that ask for it may be in a mixed pass, which has its fields of that kind. requested_by: the
     request's fields ("media", "params.logprobs") of which one is not its default where a request asks for this; None:
     :meth:`begin` is called for every request.
     """
 
     name = ""
     extra_args: tuple[str, ...] = ()
-    asks: Features = NO_FEATURES
+    needs: Features = NO_FEATURES
     expected: Features = NO_FEATURES
     expected_rounds: Features = NO_FEATURES
     reads_all_tokens = False
     reads_drafts = False
     mixes = False
-    asks_by: tuple[str, ...] | None = None
+    requested_by: tuple[str, ...] | None = None
 
     def __init__(self, context: FeatureContext) -> None:
         self.context = context
@@ -353,7 +353,7 @@ class Feature:
         return ()
 
     def programs(self) -> Sequence[OwnProgram]:
-        """The programs of passes that this feature wants run ahead (:meth:`pass_ahead`)."""
+        """The programs of passes that this feature wants run ahead (:meth:`pre_pass`)."""
         return ()
 
     # ---- host -----------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ class Feature:
         """
         return None
 
-    def pass_ahead(self, wanted: Sequence[Row], room: Room) -> Ahead | None:
+    def pre_pass(self, wanted: Sequence[Row], room: Room) -> PrePass | None:
         """A pass that has to run before prompt passes of these positions can; None where none can or has to.
 
         Called until it returns None before each prompt pass with requests that asked for the feature, in order.
@@ -385,7 +385,7 @@ class Feature:
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         """What this pass needs, and the input fields for it. Called only where a request of the pass has a state."""
-        return self.asks, {}
+        return self.needs, {}
 
     def read_prompt(self, rows: Sequence[Row], outputs: Mapping[str, np.ndarray]) -> None:
         """A prompt pass with these requests was read; :meth:`RequestState.deliver` of those that sampled follows."""
@@ -438,8 +438,8 @@ def words_of(size: int, dtype: torch.dtype) -> int:
 
 def plain_requests(features: Sequence[Feature]) -> Callable[[EngineRequest], bool]:
     """A function that tells a request that asks for none of these, in one comparison; it may miss one that does not."""
-    names = {name for feature in features for name in feature.asks_by or ()}
-    if not names or any(feature.asks_by is None for feature in features):
+    names = {name for feature in features for name in feature.requested_by or ()}
+    if not names or any(feature.requested_by is None for feature in features):
         return lambda request: not features
     read = operator.attrgetter(*names)
     plain = read(EngineRequest("", [0], SamplingParams()))

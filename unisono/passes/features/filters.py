@@ -24,7 +24,7 @@ class Filters(Feature):
     def __init__(self, context: FeatureContext) -> None:
         super().__init__(context)
         self._divided = context.whole_logits != NO_FEATURES
-        self.asks_by = ("params.top_k", "params.top_p", "params.min_p") if self._divided else ()
+        self.requested_by = ("params.top_k", "params.top_p", "params.min_p") if self._divided else ()
 
     def begin(self, request: EngineRequest) -> RequestState | None:
         p = request.params

@@ -28,8 +28,8 @@ class Grammar(Feature):
     """Field: ``mask`` [R, P, W, words]: bit i % 32 of word i // 32 allows token i. Padding allows all."""
 
     name = "grammar"
-    asks_by = ("params.structured_outputs", "params.thinking")
-    asks = MASKS
+    requested_by = ("params.structured_outputs", "params.thinking")
+    needs = MASKS
     reads_drafts = True
 
     def __init__(self, context: FeatureContext) -> None:
@@ -67,9 +67,11 @@ class Grammar(Feature):
         compiled = None if asked is None else self._grammars.get(asked)
         if thinking is None:
             assert compiled is not None
-            return _State(Matcher(compiled, params), compiled.eos)
+            return GrammarState(Matcher(compiled, params), compiled.eos)
         marks = self._thoughts.prepare(thinking).result()
-        return _State(ThinkingMatcher(thinking, marks, compiled, params), () if compiled is None else compiled.eos)
+        return GrammarState(
+            ThinkingMatcher(thinking, marks, compiled, params), () if compiled is None else compiled.eos
+        )
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         rows = [row for row in host.rows if row.samples]
@@ -106,7 +108,7 @@ def both(marks: Future[Any], grammar: Future[Any]) -> Future[None]:
     return done
 
 
-class _State(RequestState):
+class GrammarState(RequestState):
     """Follows the request's output. EOS always ends it: masks forbid it as long as the grammar can go on without."""
 
     def __init__(self, matcher: Follower, eos: tuple[int, ...]) -> None:

@@ -29,14 +29,14 @@ class ReturnedHiddenStates(Feature):
     """Field: ``hidden``, of all tokens of a prompt pass, and of all positions of a round."""
 
     name = "hidden_states"
-    asks_by = ("params.return_hidden_states",)
-    asks = Features(returned=True)
+    requested_by = ("params.return_hidden_states",)
+    needs = Features(returned=True)
     reads_all_tokens = True
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
         words = words_of(self.context.hidden_size, self.context.dtype)
         rows = ("rows",) if kind == "extend" else ("rows", "width")
-        return (Field("hidden", torch.int32, (*rows, words), output=True, feature=self.asks),)
+        return (Field("hidden", torch.int32, (*rows, words), output=True, feature=self.needs),)
 
     def begin(self, request: EngineRequest) -> RequestState | None:
         if not request.params.return_hidden_states:
@@ -48,7 +48,7 @@ class ReturnedHiddenStates(Feature):
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         wanted = host.kind != "extend" or any(row.end > row.state.known for row in host.rows)
-        return self.asks if wanted else NO_FEATURES, {}
+        return self.needs if wanted else NO_FEATURES, {}
 
     def report(self, computed: Computed) -> None:
         out = computed.outputs.find("hidden")

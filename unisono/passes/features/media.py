@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from unisono.attention.context import Rotary
-from unisono.graphs import NO_FEATURES, Buffers, Features, Field, Key, Shape
+from unisono.graphs import NO_FEATURES, Buffers, Features, Field, GraphKey, PassShape
 from unisono.models.blocks.embedding_overrides import Overriding
 from unisono.models.blocks.rotary_positions import rotary_positions
 from unisono.models.config import DecoderConfig
@@ -26,13 +26,13 @@ from unisono.models.vision.config import VisionConfig
 from unisono.passes.encode import NAME, encode_program
 from unisono.passes.encoder_cache import EncoderCache
 from unisono.passes.features.base import (
-    Ahead,
     Feature,
     FeatureContext,
     HostPass,
     Metric,
     OwnProgram,
     PassKind,
+    PrePass,
     RequestState,
     Room,
     Row,
@@ -101,7 +101,7 @@ class Media(Feature):
     """
 
     name = "media"
-    asks_by = ("media",)
+    requested_by = ("media",)
 
     def __init__(self, context: FeatureContext) -> None:
         super().__init__(context)
@@ -185,7 +185,7 @@ class Media(Feature):
         frames = frames_of(request.media, c.vision)
         return Pictures(frames, request.prompt_token_ids, positions.T, delta, self.cache, self._ahead)
 
-    def pass_ahead(self, wanted: Sequence[Row], room: Room) -> Ahead | None:
+    def pre_pass(self, wanted: Sequence[Row], room: Room) -> PrePass | None:
         frames: list[Frame] = []
         cache_rows: list[np.ndarray] = []
         patches = 0
@@ -196,7 +196,10 @@ class Media(Feature):
                 if not state.may_hold(frame):
                     break
                 if frame.key not in self.cache:
-                    key, full = Key(NAME, Shape(patches + frame.patches)), patches + frame.patches > self.most_patches
+                    key, full = (
+                        GraphKey(NAME, PassShape(patches + frame.patches)),
+                        patches + frame.patches > self.most_patches,
+                    )
                     if (full and frames) or not (room.has(key) or (room.least and not frames)):
                         return self._pass(frames, cache_rows)
                     frames.append(frame)
@@ -206,7 +209,7 @@ class Media(Feature):
                     state.hold(number)
         return self._pass(frames, cache_rows)
 
-    def _pass(self, frames: Sequence[Frame], cache_rows: Sequence[np.ndarray]) -> Ahead | None:
+    def _pass(self, frames: Sequence[Frame], cache_rows: Sequence[np.ndarray]) -> PrePass | None:
         """The pass that encodes these frames into these rows of the cache."""
         tower, dtype = self.context.tower, self.context.dtype
         if not frames or tower is None:
@@ -219,7 +222,7 @@ class Media(Feature):
             "cache_rows": np.concatenate(cache_rows),
             **tower.host_inputs(grids),
         }
-        return Ahead(Key(NAME, Shape(len(pixels))), batch)
+        return PrePass(GraphKey(NAME, PassShape(len(pixels))), batch)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         if host.kind != "extend":

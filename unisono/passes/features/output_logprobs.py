@@ -18,7 +18,7 @@ class OutputLogprobs(Feature):
     serves all. Without ranks that divide the logits these are all passes that sample."""
 
     name = "output_logprobs"
-    asks_by = ("params.logprobs", "params.logprob_token_ids")
+    requested_by = ("params.logprobs", "params.logprob_token_ids")
     mixes = True
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
@@ -27,7 +27,7 @@ class OutputLogprobs(Feature):
 
     def begin(self, request: EngineRequest) -> RequestState | None:
         wanted = request.params.found_logprobs
-        return None if wanted is None else _State(wanted)
+        return None if wanted is None else OutputLogprobsState(wanted)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         return self.context.whole_logits, {}
@@ -40,7 +40,7 @@ class OutputLogprobs(Feature):
         report_logprobs(c.logits, c.rows, c.width, c.sampled, self.context.slots, processed, out)
 
 
-class _State(RequestState):
+class OutputLogprobsState(RequestState):
     """wanted: alternatives at each position."""
 
     def __init__(self, wanted: int) -> None:

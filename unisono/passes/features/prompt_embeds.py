@@ -32,7 +32,7 @@ class PromptEmbeds(Feature):
     """
 
     name = "prompt_embeds"
-    asks_by = ("overrides",)
+    requested_by = ("overrides",)
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
         if kind != "extend":

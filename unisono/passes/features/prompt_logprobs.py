@@ -37,7 +37,7 @@ class PromptLogprobs(Feature):
     """
 
     name = "prompt_logprobs"
-    asks_by = ("params.prompt_logprobs",)
+    requested_by = ("params.prompt_logprobs",)
     reads_all_tokens = True
 
     def __init__(self, context: FeatureContext) -> None:
@@ -53,15 +53,15 @@ class PromptLogprobs(Feature):
         )
 
     def begin(self, request: EngineRequest) -> RequestState | None:
-        return None if request.params.prompt_logprobs is None else _State(request)
+        return None if request.params.prompt_logprobs is None else PromptLogprobsState(request)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         if host.kind != "extend":
-            return self.asks, {}
+            return self.needs, {}
         parts = [row.first - row.start + np.array(row.state.scored_by(row)) for row in host.rows]
         rows = np.concatenate(parts).astype(np.int32)
         if not len(rows):
-            return self.asks, {}
+            return self.needs, {}
         logits = Logits.SELECTED if len(rows) <= selected_rows(host.tokens) else Logits.ALL
         return Features(logits=logits), {"score_rows": rows}
 
@@ -88,7 +88,7 @@ class PromptLogprobs(Feature):
                 at += len(scored)
 
 
-class _State(RequestState):
+class PromptLogprobsState(RequestState):
     """What is read so far, by position. positions: prompt positions to report; none once the first tokens are there."""
 
     def __init__(self, request: EngineRequest) -> None:

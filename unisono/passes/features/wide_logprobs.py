@@ -24,9 +24,9 @@ class WideLogprobs(Feature):
     """Field: ``wide_logits``. :class:`OutputLogprobs` comes before it and reports the tokens' own."""
 
     name = "wide_logprobs"
-    asks_by = ("params.logprobs", "params.logprob_token_ids")
+    requested_by = ("params.logprobs", "params.logprob_token_ids")
     mixes = True
-    asks = WIDE
+    needs = WIDE
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
         dims = (*self.context.sampled(kind), self.context.vocab_size)
@@ -37,7 +37,7 @@ class WideLogprobs(Feature):
         if not params.wants_wide_logprobs:
             return None
         assert params.logprobs is not None
-        return _State(params.logprobs, params.logprob_token_ids)
+        return WideLogprobsState(params.logprobs, params.logprob_token_ids)
 
     def report(self, computed: Computed) -> None:
         out = computed.outputs.find("wide_logits")
@@ -63,7 +63,7 @@ class WideLogprobs(Feature):
         return torch.where(drawn, scaled, value)
 
 
-class _State(RequestState):
+class WideLogprobsState(RequestState):
     """wanted: how many likely tokens, -1 for all. named: these tokens instead."""
 
     def __init__(self, wanted: int, named: Sequence[int] | None) -> None:

@@ -22,7 +22,7 @@ from unisono.kv.specs import ALL
 from unisono.models.blocks.layers import DecoderLayer
 from unisono.types import SamplingParams
 
-Place = tuple[str, str, int]
+LoadTarget = tuple[str, str, int]
 """Where an op's result comes from: module or parameter, op, number."""
 
 
@@ -35,7 +35,7 @@ class PassRecord:
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     last: dict[int, int] = field(default_factory=dict)
-    ops: dict[Place, list[torch.Tensor]] = field(default_factory=dict)
+    ops: dict[LoadTarget, list[torch.Tensor]] = field(default_factory=dict)
 
     def row(self, tensor: torch.Tensor, token: int) -> torch.Tensor | None:
         """The row of a result that belongs to the pass's token of this index; None where none does."""
