@@ -18,7 +18,7 @@ import zmq
 from unisono.cluster import ipc
 from unisono.cluster.commands import CommandError
 from unisono.cluster.engine_handle import EngineHandle, Handle, Launcher, Progress
-from unisono.cluster.engines import ANYWHERE, Observer, Wish
+from unisono.cluster.engines import ANYWHERE, Observer, Placement
 from unisono.cluster.restarts import BACKOFF, Restarts
 from unisono.cluster.token_stream import TokenStream
 from unisono.types import BadRequest, EngineDead, EngineRequest, FinishReason, TokenDelta, UnisonoError
@@ -119,7 +119,7 @@ class EngineClient:
         )
         return [*self._samples, *(ipc.MetricSample(name, kind, {}, value, text) for name, kind, value, text in own)]
 
-    async def submit(self, request: EngineRequest, wish: Wish = ANYWHERE) -> TokenStream:
+    async def submit(self, request: EngineRequest, placement: Placement = ANYWHERE) -> TokenStream:
         """Send ``request`` to the engine. Raises BadRequest if it refuses, EngineDead if it is dead for good.
 
         placement: ignored, since there is one engine.
@@ -170,7 +170,7 @@ class EngineClient:
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
-        self._send(ipc.Call(number, command, arguments))
+        self._send(ipc.OperatorCall(number, command, arguments))
         try:
             return await asyncio.wait_for(answer, limit)
         finally:

@@ -20,17 +20,17 @@ class CommandError(Exception):
     """A command cannot run now."""
 
 
-class Caching(Protocol):
+class CommandTarget(Protocol):
     """Engine interface that commands use."""
 
     def reset_prefix_cache(self) -> int: ...
     def command(self, command: str, arguments: Mapping[str, Any]) -> Any: ...
 
 
-class Commands:
+class OperatorCommands:
     """Commands by name; other names are features' commands (``Engine.command``)."""
 
-    def __init__(self, engine: Caching) -> None:
+    def __init__(self, engine: CommandTarget) -> None:
         self._engine = engine
         self._profiler: Any = None
         self._directory = Path()

@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from unisono.cluster import curve, heartbeat, ipc
-from unisono.cluster.commands import CommandError, Commands
+from unisono.cluster.commands import CommandError, OperatorCommands
 from unisono.cluster.heap import freeze_heap
 from unisono.cluster.ledger import Ledger
 from unisono.engine.loop import EngineLike, EngineLoop
@@ -92,7 +92,7 @@ class EngineServer:
     def __init__(self, engine: EngineLike, socket: zmq.Socket, ledger: Ledger | None = None) -> None:
         self.engine = engine
         self.socket = socket
-        self.commands = Commands(engine)
+        self.commands = OperatorCommands(engine)
         self.stopping = False
         self.preparing: dict[str, tuple[EngineRequest, Future[Any]]] = {}
         self.ledger = ledger or Ledger("")
@@ -198,7 +198,7 @@ class EngineServer:
                     self.engine.abort(request_id)
                 case ipc.Inspect():
                     inspect = True
-                case ipc.Call(number, command, arguments):
+                case ipc.OperatorCall(number, command, arguments):
                     self.call(number, command, arguments)
                 case ipc.Shutdown():
                     self.stopping = True

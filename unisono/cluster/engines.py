@@ -16,7 +16,7 @@ from unisono.types import EngineRequest, TokenDelta, UnisonoError
 
 
 @dataclass(frozen=True)
-class Wish:
+class Placement:
     """Placement hints of a request. They do not affect the output.
 
     session: requests of one session run on one replica while it serves; empty: no session. group: requests that must
@@ -29,7 +29,7 @@ class Wish:
     rank: int | None = None
 
 
-ANYWHERE = Wish()
+ANYWHERE = Placement()
 
 
 class Engines(Protocol):
@@ -55,7 +55,7 @@ class Engines(Protocol):
     def infos(self) -> Sequence[dict[str, Any]]: ...
     def start(self) -> None: ...
     async def ready(self) -> dict[str, Any]: ...
-    async def submit(self, request: EngineRequest, wish: Wish = ANYWHERE) -> TokenStream: ...
+    async def submit(self, request: EngineRequest, placement: Placement = ANYWHERE) -> TokenStream: ...
     async def inspect(self, limit: float) -> ipc.Stats: ...
     async def call(self, command: str, limit: float, **arguments: Any) -> Any: ...
     def replicas(self) -> list[dict[str, Any]]: ...

@@ -42,7 +42,7 @@ class Inspect(msgspec.Struct, tag="inspect"):
     """Request info and metrics. Answered by Stats after the current step."""
 
 
-class Call(msgspec.Struct, tag="call"):
+class OperatorCall(msgspec.Struct, tag="call"):
     """Run an operator's command between two steps. Answered by Called."""
 
     number: int
@@ -113,7 +113,7 @@ class Fatal(msgspec.Struct, tag="fatal"):
     message: str
 
 
-ToEngine = Add | Abort | Inspect | Call | Shutdown
+ToEngine = Add | Abort | Inspect | OperatorCall | Shutdown
 FromEngine = Loading | Ready | Accepted | Rejected | Started | Deltas | Stats | Called | Fatal
 
 _encoder = msgspec.msgpack.Encoder()

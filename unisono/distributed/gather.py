@@ -96,16 +96,16 @@ class Ranks:
 
         x [M, H / N] of each rank; summed: [M, H], a term of each rank (:meth:`sum`).
         """
-        given = x, residual, weight, eps, None, True, summed, self.transport, self.count
-        return torch.ops.unisono.gather_add_rms_norm(*given)[:2]
+        arguments = x, residual, weight, eps, None, True, summed, self.transport, self.count
+        return torch.ops.unisono.gather_add_rms_norm(*arguments)[:2]
 
     def add_rms_norm_fp8(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool,
         summed: bool,
     ) -> tuple[torch.Tensor, Quantised]:  # fmt: skip
         """:meth:`add_rms_norm` whose norm is quantised as by ``rms_norm_fp8``."""
-        given = x, residual, weight, eps, group, keep, summed, self.transport, self.count
-        total, *normed = torch.ops.unisono.gather_add_rms_norm(*given)
+        arguments = x, residual, weight, eps, group, keep, summed, self.transport, self.count
+        total, *normed = torch.ops.unisono.gather_add_rms_norm(*arguments)
         return total, quantised_norm(normed, total, group, keep)
 
     def part(self, size: int) -> tuple[int, int]:

@@ -45,14 +45,14 @@ def agreement(group: Group) -> Callable[[bool], bool] | None:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RankError:
     """Error of a rank in place of a value: the error's class and text."""
 
     kind: str
     text: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Refused:
+    def of(cls, error: BaseException) -> RankError:
         """Make the report of an error of this rank."""
         return cls(type(error).__name__, " ".join(str(error).split()))
 
@@ -66,4 +66,4 @@ class Refused:
 
 def first_error(values: Sequence[Any]) -> Exception | None:
     """Return the error of the first rank that failed; None if none did."""
-    return next((value.error(index) for index, value in enumerate(values) if isinstance(value, Refused)), None)
+    return next((value.error(index) for index, value in enumerate(values) if isinstance(value, RankError)), None)

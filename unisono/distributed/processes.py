@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.distributed.gather import Ranks
-from unisono.distributed.group import Refused, first_error
+from unisono.distributed.group import RankError, first_error
 from unisono.distributed.shared_memory import SharedMemory, make_memory
-from unisono.sandbox.channel import Channel, pair
+from unisono.sandbox.channel import ForkChannel, pair
 from unisono.sandbox.channel import Gone as Gone
 from unisono.types import EngineDead
 
@@ -55,7 +55,7 @@ _CODE = (
 )
 
 
-class Peer:
+class RankProcess:
     """Process of another rank. first: its first message, pickled. pages: a socket for bytes of pages."""
 
     def __init__(self, module: str, index: int, memory: int, first: Any) -> None:
@@ -103,7 +103,7 @@ class Peer:
         self.pages.close()
 
 
-class Still:
+class IdleTime:
     """Idle time of a rank."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Still:
         return 0.0
 
 
-class Peers:
+class RankProcesses:
     """All other ranks, seen from rank 0: a :class:`unisono.distributed.group.Group`.
 
     module: their code, called as ``module.main(socket, memory)``. first: each one's first message, by its index,
@@ -140,7 +140,7 @@ class Peers:
         self.lag: float | None = None
         descriptor = make_memory(ranks.count)
         self.memory = SharedMemory(descriptor, 0, ranks.count)
-        self._peers = [Peer(module, index, descriptor, told) for index, told in first.items()]
+        self._peers = [RankProcess(module, index, descriptor, message) for index, message in first.items()]
         os.close(descriptor)
         self._closing = threading.Event()
         self._on_failure: list[Any] = []
@@ -187,7 +187,7 @@ class Peers:
                 self._fail(peer, peer.stopped() or "ended")
                 raise EngineDead(self.failure or "") from None
 
-    def _hear(self, peer: Peer) -> Any:
+    def _hear(self, peer: RankProcess) -> Any:
         try:
             return pickle.loads(peer.channel.receive()[0])
         except Gone:
@@ -199,7 +199,7 @@ class Peers:
     # ---- supervision ---------------------------------------------------------------------------
 
     def _look_after(self) -> None:
-        still = {peer.index: Still() for peer in self._peers}
+        still = {peer.index: IdleTime() for peer in self._peers}
         while not self._closing.wait(LOOK) and self.failure is None:
             progress = self.memory.progress()
             for peer in self._peers:
@@ -212,7 +212,7 @@ class Peers:
                     self._fail(peer, why)
                     return
 
-    def _fail(self, peer: Peer, why: str) -> None:
+    def _fail(self, peer: RankProcess, why: str) -> None:
         if self.failure is not None or self._closing.is_set():
             return
         self.failure = f"rank {peer.index} of the model (process {peer.process.pid}) {why}."
@@ -256,7 +256,7 @@ class Rank:
     """One of the other ranks, in its own process: the other end of a :class:`RankProcess`. pages: see there."""
 
     def __init__(self, socket: int, memory: int) -> None:
-        self.channel = Channel.of(socket)
+        self.channel = ForkChannel.of(socket)
         first, (pages,) = self.channel.receive()
         self.first, self.pages = pickle.loads(first), sockets.socket(fileno=pages)
         self.ranks: Ranks = self.first["ranks"]
@@ -277,7 +277,7 @@ class Rank:
     def refuse(self, error: BaseException) -> None:
         """Report the error that ends this rank to rank 0."""
         with suppress(Gone):
-            self.answer(Refused.of(error))
+            self.answer(RankError.of(error))
 
     def commands(self) -> Any:
         """Iterate over encoded commands until the end."""

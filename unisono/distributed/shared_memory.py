@@ -60,7 +60,7 @@ class SharedMemory:
         self.counters = whole[: 8 * COUNTERS * count].view(np.int64).reshape(count, COUNTERS)
         places = whole[8 * COUNTERS * count :].reshape(count, 2, PLACE)
         self._places = torch.from_numpy(places)
-        self._said = self.counters[:, SAID]
+        self._written = self.counters[:, SAID]
         self._fence = threading.Lock()
 
     def progress(self) -> list[tuple[int, int]]:
@@ -89,12 +89,12 @@ class SharedMemory:
 
     def _exchange(self, mine: torch.Tensor, parts: torch.Tensor) -> None:
         """Write ``mine`` [bytes] and read all parts [N, bytes]."""
-        turn, size = int(self._said[self.index]) + 1, mine.numel()
-        places = self._places[:, turn % 2, :size]
+        number, size = int(self._written[self.index]) + 1, mine.numel()
+        places = self._places[:, number % 2, :size]
         places[self.index].copy_(mine)
         self._order()
-        self._said[self.index] = turn
-        self._wait(turn)
+        self._written[self.index] = number
+        self._wait(number)
         self._order()
         parts.copy_(places)
 
@@ -103,9 +103,9 @@ class SharedMemory:
         with self._fence:
             pass
 
-    def _wait(self, turn: int) -> None:
-        said, looks = self._said, 0
-        while int(said.min()) < turn:
+    def _wait(self, number: int) -> None:
+        written, looks = self._written, 0
+        while int(written.min()) < number:
             looks += 1
             if looks < SPINS:
                 continue
@@ -116,4 +116,4 @@ class SharedMemory:
     def close(self) -> None:
         """Forget the memory; it is freed with the last process that has it."""
         self._places = torch.empty(0)
-        self._said = self.counters = np.zeros((self.count, COUNTERS), np.int64)
+        self._written = self.counters = np.zeros((self.count, COUNTERS), np.int64)

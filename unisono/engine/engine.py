@@ -26,7 +26,7 @@ from unisono.engine.disaggregation.prefill_client import RemotePrompt
 from unisono.engine.disaggregation.roles import Roles
 from unisono.engine.failures import Failures, RequestErrors, is_engine_error, kept
 from unisono.engine.offload import make_offload
-from unisono.engine.scheduling.arrivals import Arrivals, Gate
+from unisono.engine.scheduling.arrivals import ArrivalGate, Arrivals
 from unisono.engine.scheduling.default_drafts import with_default_drafts
 from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.scheduling.mixing import Mixing
@@ -34,7 +34,7 @@ from unisono.engine.scheduling.prompt_budget import PromptBudget
 from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import Extend, Pass, Round, Sequence, States
 from unisono.engine.startup.self_test import run_self_test
-from unisono.engine.worker.batch import Launched, Launcher
+from unisono.engine.worker.batch import BatchBuilder, Launched
 from unisono.engine.worker.device_state import DeviceState, StateSizes
 from unisono.engine.worker.runner import Runner
 from unisono.engine.worker.slots import SlotPool
@@ -99,11 +99,11 @@ class Engine:
         runner, worker = self.runner, self.worker
         windows = {window_group: count for window_group, count in worker.num_pages.items() if window_group != ALL}
         snapshots = worker.snapshots if worker.store.recurrent else None
-        hits = self.config.asked.enable_prefix_caching
+        hits = self.config.requested.enable_prefix_caching
         self._offload = make_offload(self.config, worker, runner.send, runner.ask, self._offload)
         self.pool = PagePool(worker.num_pages[ALL], windows, snapshots, hits, self._offload)
         budget = PromptBudget(
-            self.config.asked.max_stall_ms,
+            self.config.requested.max_stall_ms,
             self.config.max_num_batched_tokens,
             runner.extend_ms,
             runner.attention_share,
@@ -114,7 +114,7 @@ class Engine:
         self.draft_controller = DraftController(runner, slots.progress)
         sizes = StateSizes(runner.widths.reading, self.config.max_num_batched_tokens, self.config.max_model_len)
         device = DeviceState(self.pool, sizes, runner.send)
-        by_priority = self.config.asked.scheduling_policy == "priority"
+        by_priority = self.config.requested.scheduling_policy == "priority"
         self.scheduler = Scheduler(
             self.pool,
             slots,
@@ -130,7 +130,7 @@ class Engine:
         )
         self.arrivals = Arrivals()
         self.failures = Failures()
-        self._launcher = Launcher(self.runner, slots.progress)
+        self._batches = BatchBuilder(self.runner, slots.progress)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
         self._order = itertools.count()
@@ -159,11 +159,11 @@ class Engine:
 
     def _arrive(self, sequence: Sequence) -> None:
         """Queue a request, or hold it until its files and remote pages have arrived."""
-        gates: list[Gate] = []
+        gates: list[ArrivalGate] = []
         if self._offload is not None and (read := self._offload.read_ahead(self.pool, sequence.keys)) is not None:
             gates.append(read)
         client = self.roles.client
-        if client is not None and (prompt := client.ask(sequence, self.pool)) is not None:
+        if client is not None and (prompt := client.request(sequence, self.pool)) is not None:
             gates.append(prompt)
         if gates:
             self.arrivals.add(sequence, gates)
@@ -204,9 +204,9 @@ class Engine:
     def _begin_features(self, request: EngineRequest) -> States:
         """Return the state of each feature that the request uses."""
         features = self.runner.request_features
-        if asked := request.params.extra_args.keys():
+        if names := request.params.extra_args.keys():
             known = {name for feature in features for name in feature.extra_args}
-            if unknown := sorted(asked - known):
+            if unknown := sorted(names - known):
                 raise BadRequest(
                     f"extra_args (vllm_xargs) has {unknown}; the features here read {sorted(known)}.", "extra_args"
                 )
@@ -243,8 +243,8 @@ class Engine:
         return calls[command](**arguments)
 
     def has_work(self) -> bool:
-        asked = self.roles.service is not None and self.roles.service.has_news
-        return self.scheduler.has_work or self._in_flight is not None or bool(self.arrivals) or asked
+        peers_wait = self.roles.service is not None and self.roles.service.has_news
+        return self.scheduler.has_work or self._in_flight is not None or bool(self.arrivals) or peers_wait
 
     @property
     def wakes(self) -> socket.socket | None:
@@ -305,7 +305,7 @@ class Engine:
         dropped: frozenset[int] = frozenset()
         while True:
             try:
-                launched = self._launcher.launch(work, dropped)
+                launched = self._batches.launch(work, dropped)
                 break
             except RequestErrors as error:
                 failing = self._owners(error.states)
@@ -325,8 +325,8 @@ class Engine:
 
     def _owners(self, states: Iterable[Any]) -> list[Sequence]:
         """Return the requests that have slots and one of these states."""
-        wanted = {id(state) for state in states}
-        return [one for one in self.scheduler.active if any(id(state) in wanted for state in one.states.values())]
+        ids = {id(state) for state in states}
+        return [one for one in self.scheduler.active if any(id(state) in ids for state in one.states.values())]
 
     def _read_in_flight(self) -> list[TokenDelta]:
         """Read the pass in flight, if there is one."""
@@ -352,7 +352,7 @@ class Engine:
                 self.scheduler.commit_prompt(chunk)
                 if self.roles.service is not None:
                     self.roles.service.committed(chunk.sequence)
-        for feature, every in work.asked.items():
+        for feature, every in work.feature_rows.items():
             rows = kept(every, dropped)
             try:
                 feature.read_prompt(rows, outputs)
@@ -374,8 +374,8 @@ class Engine:
         drafted = outputs["drafted"][committed] if drafts else NO_DRAFTS
         self.counters.generation_tokens += int(counts.sum())
         if drafts:
-            asked = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
-            self.counters.count_round(drafts, drafted[asked], counts[asked] - 1)
+            drafting = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
+            self.counters.count_round(drafts, drafted[drafting], counts[drafting] - 1)
             if isinstance(work, Round) and work.forced is not None:
                 self.counters.count_forced((work.forced[committed] >= 0).sum(1), counts - 1)
         sequences = rows.sequences if every else [rows.sequences[row] for row in committed.tolist()]
@@ -433,13 +433,13 @@ class Engine:
 
     @cached_property
     def _generation_defaults(self) -> dict[str, float]:
-        g, asked = self.checkpoint.generation, self.config.asked.generation_config
-        if asked == "vllm":
+        g, source = self.checkpoint.generation, self.config.requested.generation_config
+        if source == "vllm":
             return {}
-        if asked != "auto":
-            g = generation_defaults(Path(asked) / "generation_config.json")
-        given = {"temperature": g.temperature, "top_p": g.top_p, "top_k": g.top_k, "min_p": g.min_p}
-        return {name: value for name, value in given.items() if value is not None}
+        if source != "auto":
+            g = generation_defaults(Path(source) / "generation_config.json")
+        defaults = {"temperature": g.temperature, "top_p": g.top_p, "top_k": g.top_k, "min_p": g.min_p}
+        return {name: value for name, value in defaults.items() if value is not None}
 
     def default_params(self) -> SamplingParams:
         """Return the default sampling parameters."""

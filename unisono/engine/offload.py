@@ -63,8 +63,8 @@ class CommandFiles:
     def poll(self) -> Iterator[PartResult]:
         return self._own.poll()
 
-    def outcomes(self, asked: Sequence[tuple[Part, bool]]) -> list[list[int]]:
-        return self._ask(FileOutcomes(list(asked)))
+    def outcomes(self, requests: Sequence[tuple[Part, bool]]) -> list[list[int]]:
+        return self._ask(FileOutcomes(list(requests)))
 
 
 def hold_host_pages(config: ResolvedConfig, worker: Worker, group: Group) -> ResolvedConfig:
@@ -73,17 +73,17 @@ def hold_host_pages(config: ResolvedConfig, worker: Worker, group: Group) -> Res
     All ranks call it together. Host memory holds the same multiple of the device's capacity for each kind of state.
     Raises ConfigError if it holds nothing, or if the memory cannot be allocated.
     """
-    asked = config.asked
-    if not asked.offloads:
+    requested = config.requested
+    if not requested.offloads:
         return config
     on_device = {kind: (count, kind_bytes(worker.store, kind)) for kind, count in _counts(worker).items()}
-    total = config.asked.tensor_parallel_size * sum(count * size for count, size in on_device.values())
-    ratio = asked.cpu_offload_gb * (1 << 30) / total if asked.cpu_offload_gb else asked.cpu_offload_ratio
+    total = config.requested.tensor_parallel_size * sum(count * size for count, size in on_device.values())
+    ratio = requested.cpu_offload_gb * (1 << 30) / total if requested.cpu_offload_gb else requested.cpu_offload_ratio
     counts = {kind: int(ratio * count) for kind, (count, _) in on_device.items()}
     if not all(counts.values()):
         least = max(total / count for count, _ in on_device.values()) / (1 << 30)
         raise ConfigError(
-            f"--cpu-offload-gb {asked.cpu_offload_gb:g} holds no page of every kind of state: give at least "
+            f"--cpu-offload-gb {requested.cpu_offload_gb:g} holds no page of every kind of state: give at least "
             f"{least:.3g}, or 0 for none."
         )
     size = sum(counts[kind] * each for kind, (_, each) in on_device.items())
@@ -98,7 +98,7 @@ def hold_host_pages(config: ResolvedConfig, worker: Worker, group: Group) -> Res
 
 def _hold_files(config: ResolvedConfig, worker: Worker, group: Group) -> None:
     """Give a worker the files of its rank for its host memory. Raises ConfigError if they cannot be opened."""
-    if (directory := config.asked.kv_offload_dir) is None:
+    if (directory := config.requested.kv_offload_dir) is None:
         return
     assert worker.host_pages is not None
     identity, rank = engine_identity(config, worker), group.ranks.index
@@ -116,7 +116,7 @@ def _hold_files(config: ResolvedConfig, worker: Worker, group: Group) -> None:
 
 def staging_bytes(config: ResolvedConfig, largest: int) -> int:
     """Bytes of the device's buffer for moving pages. largest: bytes of the largest page or snapshot."""
-    return 3 * max(STAGING_BYTES, largest) if config.asked.offloads and config.device.type == "cuda" else 0
+    return 3 * max(STAGING_BYTES, largest) if config.requested.offloads and config.device.type == "cuda" else 0
 
 
 def make_offload(
@@ -137,7 +137,7 @@ def make_offload(
         before.close()
     index, files = HostIndex(counts), None
     if worker.files is not None:
-        budget, ranks = int(config.asked.kv_offload_dir_gb * (1 << 30)), config.asked.tensor_parallel_size
+        budget, ranks = int(config.requested.kv_offload_dir_gb * (1 << 30)), config.requested.tensor_parallel_size
         known = worker.file_sizes if before is None or before.files is None else before.files.sizes
         files = PageFiles(CommandFiles(worker.files, ranks, send, ask), known, budget, index)
     offload = Offload(index, sizes, CommandMover(send, host), files)

@@ -52,8 +52,8 @@ class Counters:
         accepted, rounds, drafts = ([0] * num_drafts for _ in range(3))
         return cls(accepted_per_position=accepted, rounds_per_position=rounds, drafts_per_position=drafts)
 
-    def count_round(self, asked: int, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Count a round of up to ``asked`` drafts. drafted, accepted [requests]: drafts of each request, and accepted
+    def count_round(self, drafts: int, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Count a round of up to ``drafts`` drafts. drafted, accepted [requests]: drafts of each request, and accepted
         ones.
         """
         requests, drafting = len(drafted), int(np.count_nonzero(drafted))
@@ -61,8 +61,8 @@ class Counters:
         self.drafts += drafting
         self.drafted_tokens += int(drafted.sum())
         self.accepted_tokens += int(accepted.sum())
-        longer = np.bincount(accepted, minlength=asked + 1)[::-1].cumsum()[::-1]  # requests that accepted i or more
-        for place in range(asked):
+        longer = np.bincount(accepted, minlength=drafts + 1)[::-1].cumsum()[::-1]  # requests that accepted i or more
+        for place in range(drafts):
             self.rounds_per_position[place] += requests
             self.drafts_per_position[place] += drafting
             self.accepted_per_position[place] += int(longer[place + 1])
@@ -165,7 +165,7 @@ def info(engine: Reported) -> dict[str, object]:
         "experts": expert_load(engine),
         "start_seconds": {**runner.seconds, "total": round(engine.start_seconds, 3)},
         "requests": {"running": len(scheduler.active), "waiting": len(scheduler.waiting) + len(engine.arrivals)},
-        **{name: told for feature in runner.request_features for name, told in feature.info().items()},
+        **{name: value for feature in runner.request_features for name, value in feature.info().items()},
     }
 
 

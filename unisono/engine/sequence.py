@@ -60,8 +60,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt_token_ids)
         self.reads_drafts = any(feature.reads_drafts for feature in self.states)
-        given = [state.prompt_keys for state in self.states.values()]
-        self._prompt_keys = _together([keys for keys in given if keys is not None])
+        prompt_keys = [state.prompt_keys for state in self.states.values()]
+        self._prompt_keys = _together([keys for keys in prompt_keys if keys is not None])
         for root in [state.prefix_root for state in self.states.values() if state.prefix_root is not None]:
             first, *others = self._prompt_keys or self.request.prompt_token_ids
             self._prompt_keys = [rooted(first, root), *others]
@@ -154,13 +154,13 @@ class Rows:
         return Rows(sequences, self.slots[chosen], self.owners[chosen])
 
     @cached_property
-    def asked(self) -> dict[Feature, list[Row]]:
+    def feature_rows(self) -> dict[Feature, list[Row]]:
         """Rows of the requests that use each feature."""
-        asked: dict[Feature, list[Row]] = {}
+        feature_rows: dict[Feature, list[Row]] = {}
         for index, sequence in enumerate(self.sequences):
             for feature, state in sequence.states.items():
-                asked.setdefault(feature, []).append(Row(index, state))
-        return asked
+                feature_rows.setdefault(feature, []).append(Row(index, state))
+        return feature_rows
 
 
 NO_ROWS = Rows.of(())
@@ -248,16 +248,16 @@ class Extend:
         return sum(chunk.end - chunk.start for chunk in self.chunks) + len(self.decodes)
 
     @cached_property
-    def asked(self) -> dict[Feature, list[Row]]:
+    def feature_rows(self) -> dict[Feature, list[Row]]:
         """Rows of the requests that use each feature."""
-        asked = {feature: list(rows) for feature, rows in self.decodes.asked.items()}
+        feature_rows = {feature: list(rows) for feature, rows in self.decodes.feature_rows.items()}
         first = 0
         for index, chunk in enumerate(self.chunks, self.room):
             for feature, state in chunk.sequence.states.items():
                 row = Row(index, state, chunk.start, chunk.end, first, chunk.last)
-                asked.setdefault(feature, []).append(row)
+                feature_rows.setdefault(feature, []).append(row)
             first += chunk.end - chunk.start
-        return asked
+        return feature_rows
 
     @cached_property
     def committing(self) -> Rows:
@@ -311,8 +311,10 @@ class Round:
     @cached_property
     def plain(self) -> bool:
         """True if it is a single pass of the program whose graphs' times are known."""
-        asks: Features = functools.reduce(operator.or_, (feature.needs for feature in self.rows.asked), NO_FEATURES)
-        return asks == NO_FEATURES and not self.reads_drafts and not self.catching_up
+        needs: Features = functools.reduce(
+            operator.or_, (feature.needs for feature in self.rows.feature_rows), NO_FEATURES
+        )
+        return needs == NO_FEATURES and not self.reads_drafts and not self.catching_up
 
 
 @dataclass(frozen=True)

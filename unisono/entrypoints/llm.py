@@ -252,8 +252,8 @@ class LLM:
         """
         check_kind("params", params, BeamSearchParams, "BeamSearchParams(beam_width=…, max_tokens=…)")
         searches = []
-        for given in as_prompts(prompts):
-            prompt, sampling = self._inputs.prompt(given), params.sampling()
+        for each in as_prompts(prompts):
+            prompt, sampling = self._inputs.prompt(each), params.sampling()
             check_beams(sampling, self._inputs.model.max_logprobs)
             request = self._inputs.request(self.next_id(), prompt, sampling)
             self.loop.engine.check(request.sequences()[0])
@@ -334,7 +334,7 @@ class LLM:
 
     def prepare(
         self,
-        given: PromptType,
+        prompt: PromptType,
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
@@ -343,37 +343,37 @@ class LLM:
         """Check a prompt and its parameters, and collect its ``params.n`` sequences. Raises BadRequest."""
         own_id = self.next_id()
         _ = self.loop.engine  # raises before anything is done
-        prompt = self._inputs.prompt(given, truncates=params.truncate_prompt_tokens is not None)
-        request = self._inputs.request(own_id, prompt, params, priority)
+        prepared = self._inputs.prompt(prompt, truncates=params.truncate_prompt_tokens is not None)
+        request = self._inputs.request(own_id, prepared, params, priority)
         if lora_request is not None:
             request = replace(request, adapter=self._adapter(lora_request))
         requests = request.sequences()
         self.loop.check(requests[0])
-        return Collector(request_id or own_id, requests, self.tokenizer, prompt.text, self.eos_token_ids)
+        return Collector(request_id or own_id, requests, self.tokenizer, prepared.text, self.eos_token_ids)
 
-    def _adapter(self, asked: LoRARequest) -> str:
+    def _adapter(self, adapter: LoRARequest) -> str:
         """Return the name of an adapter; load it on first use. Raises BadRequest."""
         with self._loading:
-            known = self._adapters.get(asked.lora_name)
+            known = self._adapters.get(adapter.lora_name)
             if known is None:
-                if taken := [one for one in self._adapters.values() if one.lora_int_id == asked.lora_int_id]:
+                if taken := [one for one in self._adapters.values() if one.lora_int_id == adapter.lora_int_id]:
                     raise BadRequest(
-                        f"lora_int_id={asked.lora_int_id} is the adapter {taken[0].lora_name!r} already; give "
-                        f"{asked.lora_name!r} another number.",
+                        f"lora_int_id={adapter.lora_int_id} is the adapter {taken[0].lora_name!r} already; give "
+                        f"{adapter.lora_name!r} another number.",
                         "lora_request",
                     )
-                self._load_adapter(asked)
-                self._adapters[asked.lora_name] = asked
-            elif known != asked:
+                self._load_adapter(adapter)
+                self._adapters[adapter.lora_name] = adapter
+            elif known != adapter:
                 raise BadRequest(
-                    f"the adapter {asked.lora_name!r} is number {known.lora_int_id}, of {known.lora_path}; give "
+                    f"the adapter {adapter.lora_name!r} is number {known.lora_int_id}, of {known.lora_path}; give "
                     "another one another name.",
                     "lora_request",
                 )
-        return asked.lora_name
+        return adapter.lora_name
 
-    def _load_adapter(self, asked: LoRARequest) -> None:
-        arguments = {"name": asked.lora_name, "directory": str(asked.lora_path)}
+    def _load_adapter(self, adapter: LoRARequest) -> None:
+        arguments = {"name": adapter.lora_name, "directory": str(adapter.lora_path)}
         try:
             self.loop.call(lambda engine: engine.command("load_adapter", arguments))
         except (CheckpointError, ConfigError) as error:

@@ -64,16 +64,16 @@ def check_constructor(model: Any, revision: Any, chat_template: Any, progress: A
             raise ConfigError(f"{name}={value!r}: give {words}.")
 
 
-def media_arguments(given: dict[str, Any]) -> dict[str, Any]:
+def media_arguments(keywords: dict[str, Any]) -> dict[str, Any]:
     """Remove and return the keywords for media."""
-    names = {name: _name(RENAMED.get(_flag(name), _flag(name))) for name in given}
-    return {renamed: given.pop(name) for name, renamed in names.items() if renamed in MEDIA}
+    names = {name: _name(RENAMED.get(_flag(name), _flag(name))) for name in keywords}
+    return {renamed: keywords.pop(name) for name, renamed in names.items() if renamed in MEDIA}
 
 
-def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def engine_arguments(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the EngineConfig fields for these keywords. Raises ConfigError naming the keyword."""
     fields: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in keywords.items():
         renamed = _name(RENAMED.get(_flag(name), _flag(name)))
         if renamed == "lora_modules":
             if value is not None and not isinstance(value, (list, tuple, Mapping)):
@@ -88,20 +88,20 @@ def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         if (switch := SWITCHES.get(_flag(name))) is not None:
             name_of, equals, preset = switch.partition("=")
             renamed = _name(name_of.replace("--no-", "--"))
-            if equals and _is_given(renamed, given):
+            if equals and _is_set(renamed, keywords):
                 continue
             value = float(preset) if equals else not switch.startswith("--no-")
         if renamed not in FIELDS:
-            raise ConfigError(f"LLM takes no keyword {name}. {_instead(name, given)}")
+            raise ConfigError(f"LLM takes no keyword {name}. {_instead(name, keywords)}")
         if renamed in fields:
             raise ConfigError(f"{name}={value!r}: {renamed} is given twice; leave one of them out.")
         fields[renamed] = _plain(renamed, value)
     return fields
 
 
-def _is_given(field: str, given: Mapping[str, Any]) -> bool:
+def _is_set(field: str, keywords: Mapping[str, Any]) -> bool:
     """True if another keyword sets this field."""
-    return any(_name(RENAMED.get(_flag(name), _flag(name))) == field for name in given)
+    return any(_name(RENAMED.get(_flag(name), _flag(name))) == field for name in keywords)
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -152,23 +152,23 @@ def _hints() -> dict[str, tuple[Any, ...]]:
     return {name: (hint,) if isinstance(hint, type) else () for name, hint in hints.items()} | unions
 
 
-def _speculative(given: Any) -> SpeculativeConfig | None:
-    if given is None or isinstance(given, SpeculativeConfig):
-        return given
+def _speculative(config: Any) -> SpeculativeConfig | None:
+    if config is None or isinstance(config, SpeculativeConfig):
+        return config
     try:
-        given = json.loads(given) if isinstance(given, str) else given
+        config = json.loads(config) if isinstance(config, str) else config
     except ValueError as error:
         raise ConfigError(f"speculative_config is not valid JSON: {error}.") from None
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"speculative_config={given!r}: give a dict.")
-    return SpeculativeConfig.parse(given)
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"speculative_config={config!r}: give a dict.")
+    return SpeculativeConfig.parse(config)
 
 
-def _instead(name: str, given: Mapping[str, Any]) -> str:
+def _instead(name: str, keywords: Mapping[str, Any]) -> str:
     """Return the advice about keyword ``name``: the form to write instead."""
     if name not in SPECULATIVE:
         return _nearest(name)
-    parts = {SPECULATIVE[key]: value for key, value in given.items() if key in SPECULATIVE and value is not None}
+    parts = {SPECULATIVE[key]: value for key, value in keywords.items() if key in SPECULATIVE and value is not None}
     method = parts.get("method")
     if isinstance(method, str):
         parts["method"] = ALGORITHMS.get(method.upper(), method)

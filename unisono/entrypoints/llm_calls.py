@@ -16,15 +16,15 @@ def as_prompts(prompts: Any) -> list[Any]:
     """Return one prompt or many as a list; a list of ints is one prompt of token ids. Raises BadRequest."""
     if isinstance(prompts, (str, Mapping)):
         return [_checked(prompts, "prompts")]
-    given = _as_list(prompts)
-    if given is None:
+    values = _as_list(prompts)
+    if values is None:
         raise BadRequest(f"prompts is {_kind(prompts)}; give {PROMPT}, or a list of these.", "prompts")
-    if given and all(_is_id(each) for each in given):
-        return [given]
-    for number, one in enumerate(given):
+    if values and all(_is_id(each) for each in values):
+        return [values]
+    for number, one in enumerate(values):
         if not isinstance(one, (str, Mapping)) and _token_ids(one) is None:
             raise BadRequest(f"prompts[{number}] is {_kind(one)}; give {PROMPT}.", "prompts")
-    return [_checked(one, f"prompts[{number}]") for number, one in enumerate(given)]
+    return [_checked(one, f"prompts[{number}]") for number, one in enumerate(values)]
 
 
 def as_prompt(prompt: Any) -> Any:
@@ -50,8 +50,8 @@ def _checked(prompt: Any, where: str) -> Any:
         return prompt
     ids = _token_ids(prompt["prompt_token_ids"])
     if ids is None:
-        given = _kind(prompt["prompt_token_ids"])
-        raise BadRequest(f"{where}: prompt_token_ids is {given}; give a list of token ids.", "prompt")
+        kind = _kind(prompt["prompt_token_ids"])
+        raise BadRequest(f"{where}: prompt_token_ids is {kind}; give a list of token ids.", "prompt")
     return {**prompt, "prompt_token_ids": ids}
 
 
@@ -138,11 +138,11 @@ def check_bar(use_tqdm: Any) -> None:
         raise BadRequest(f"use_tqdm is {_kind(use_tqdm)}; give True, False or a function like tqdm.", "use_tqdm")
 
 
-def as_ids(given: Any) -> list[str]:
+def as_ids(values: Any) -> list[str]:
     """Return request ids of ``AsyncLLM.abort``, one or several, as a list. Raises BadRequest."""
-    ids = [given] if isinstance(given, str) else _as_list(given)
+    ids = [values] if isinstance(values, str) else _as_list(values)
     if ids is None or not all(isinstance(one, str) for one in ids):
-        raise BadRequest(f"request_id is {_kind(given)}; give a request's id, or a list of them.", "request_id")
+        raise BadRequest(f"request_id is {_kind(values)}; give a request's id, or a list of them.", "request_id")
     return ids
 
 
@@ -158,8 +158,8 @@ def _is_id(value: Any) -> bool:
 
 def _token_ids(value: Any) -> list[int] | None:
     """Return a prompt of token ids as a list; None for anything else. An empty list is refused later."""
-    given = _as_list(value)
-    return given if given is not None and all(_is_id(each) for each in given) else None
+    values = _as_list(value)
+    return values if values is not None and all(_is_id(each) for each in values) else None
 
 
 def _as_list(value: Any) -> list[Any] | None:

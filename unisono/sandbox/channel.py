@@ -23,14 +23,14 @@ class Gone(Exception):
     """The other side has ended."""
 
 
-class Channel:
+class ForkChannel:
     """One end of a socket pair. ``send`` and ``receive`` raise Gone, and TimeoutError where a timeout is set."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
 
     @classmethod
-    def of(cls, descriptor: int) -> Channel:
+    def of(cls, descriptor: int) -> ForkChannel:
         return cls(socket.socket(fileno=descriptor))
 
     def fileno(self) -> int:
@@ -91,7 +91,7 @@ class Channel:
         return bytes(data)
 
 
-def pair() -> tuple[Channel, socket.socket]:
+def pair() -> tuple[ForkChannel, socket.socket]:
     """Return one end of a new socket pair, and the other end, to be passed on and closed."""
     ours, theirs = socket.socketpair()
-    return Channel(ours), theirs
+    return ForkChannel(ours), theirs

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.sandbox.channel import Channel, Gone, pair
+from unisono.sandbox.channel import ForkChannel, Gone, pair
 
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -60,7 +60,7 @@ class Template:
             self._channel.receive()
             self._ready = True
 
-    def fork(self, message: Any = None) -> tuple[Channel, int]:
+    def fork(self, message: Any = None) -> tuple[ForkChannel, int]:
         """Return a channel to a new fork, and its process id; wait until the template can fork. Raises Gone."""
         self.wait()
         ours, theirs = pair()
@@ -84,7 +84,7 @@ def run(module: str, descriptor: str) -> None:
     importlib.import_module(module).main(int(descriptor))
 
 
-def serve(descriptor: int, begin: Callable[[list[Any]], Callable[[Channel, Any], None]]) -> None:
+def serve(descriptor: int, begin: Callable[[list[Any]], Callable[[ForkChannel, Any], None]]) -> None:
     """Serve as a template: prepare by ``begin(first message)``, then fork for each message; end with the channel.
 
     The function that ``begin`` returns is called in each fork, with its channel and the message.
@@ -93,7 +93,7 @@ def serve(descriptor: int, begin: Callable[[list[Any]], Callable[[Channel, Any],
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    channel = Channel.of(descriptor)
+    channel = ForkChannel.of(descriptor)
     with suppress(Gone):
         first, _ = channel.receive()
         work = begin(first)
@@ -103,12 +103,12 @@ def serve(descriptor: int, begin: Callable[[list[Any]], Callable[[Channel, Any],
             child = os.fork()
             if not child:
                 channel.close()
-                in_child(work, Channel.of(end), message)
+                in_child(work, ForkChannel.of(end), message)
             os.close(end)
             channel.send(child)
 
 
-def in_child(work: Callable[..., None], *given: Any) -> None:
+def in_child(work: Callable[..., None], *arguments: Any) -> None:
     """Call ``work`` and exit, even after an error: the parent's stack must not run in its child."""
     status = 1
     try:
@@ -116,7 +116,7 @@ def in_child(work: Callable[..., None], *given: Any) -> None:
         os.dup2(quiet, 2)  # hide the C++ runtime's message about std::bad_alloc
         os.close(quiet)
         with suppress(Gone):
-            work(*given)
+            work(*arguments)
         status = 0
     finally:
         os._exit(status)

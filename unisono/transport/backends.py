@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from unisono.transport.channel import Channel, ChannelError, SharedMemoryChannel
-from unisono.transport.handshake import HANDSHAKE_SECONDS, Refused
+from unisono.transport.handshake import HANDSHAKE_SECONDS, PeerRefused
 from unisono.transport.nixl_agent import NixlError, why_not
 from unisono.transport.nixl_channel import POLL_SECONDS, Area, LandingChannel, StagingChannel
 from unisono.types import ConfigError
@@ -45,25 +45,25 @@ class Choice(msgspec.Struct, tag=True):
     probe: bytes = b""
 
 
-class Answer(msgspec.Struct, tag=True):
+class BackendAnswer(msgspec.Struct, tag=True):
     """The connecting end's decision about the choice of nixl. reason: why not nixl."""
 
     backend: str
     reason: str = ""
 
 
-M = TypeVar("M", Offer, Choice, Answer)
+M = TypeVar("M", Offer, Choice, BackendAnswer)
 
-_decoder = msgspec.msgpack.Decoder(Offer | Choice | Answer)
+_decoder = msgspec.msgpack.Decoder(Offer | Choice | BackendAnswer)
 _encode = msgspec.msgpack.encode
 
 
-def usable_backends(asked: str) -> tuple[str, ...]:
+def usable_backends(setting: str) -> tuple[str, ...]:
     """Resolve --transfer-backend on this machine. Raises ConfigError for nixl if that is not usable."""
-    backends = BACKENDS[asked]
+    backends = BACKENDS[setting]
     if "nixl" in backends and (reason := why_not()):
         if "tcp" not in backends:
-            raise ConfigError(f"--transfer-backend {asked}: {reason}.")
+            raise ConfigError(f"--transfer-backend {setting}: {reason}.")
         logger.warning("Pages go over TCP: %s.", reason)
         return ("tcp",)
     return backends
@@ -89,16 +89,16 @@ def agree_to_listen(channel: Channel, backends: Sequence[str]) -> Channel:
                 return staging
             staging.release()
             if not tcp or answer.backend != tcp:
-                raise Refused(answer.reason)
+                raise PeerRefused(answer.reason)
             logger.warning("Pages of a peer go over TCP: %s.", answer.reason)
             return channel
     channel.send(_encode(Choice(tcp, reason)))
     if not tcp:
-        raise Refused(reason)
+        raise PeerRefused(reason)
     return channel
 
 
-def _offer(staging: StagingChannel) -> Answer:
+def _offer(staging: StagingChannel) -> BackendAnswer:
     """Let the peer read through NIXL; return its decision. Raises ChannelError."""
     try:
         probe = os.urandom(PROBE_BYTES)
@@ -109,7 +109,7 @@ def _offer(staging: StagingChannel) -> Answer:
             staging.agent.progress()
             if time.monotonic() > limit:
                 raise ChannelError("the peer is silent")
-        return _receive(staging, Answer)
+        return _receive(staging, BackendAnswer)
     except ChannelError:
         staging.release()
         raise
@@ -126,12 +126,12 @@ def agree_to_connect(channel: Channel, backends: Sequence[str], peer: str) -> Ch
     if choice.backend == "nixl" and choice.area is not None and "nixl" in backends:
         landing, reason = _connect(channel, choice.area, choice.probe)
         fallback = "" if landing is not None or "tcp" not in backends else "tcp"
-        channel.send(_encode(Answer("nixl" if landing is not None else fallback, reason)))
+        channel.send(_encode(BackendAnswer("nixl" if landing is not None else fallback, reason)))
         if landing is not None:
             return landing
         choice = Choice(fallback, reason)
     if not choice.backend or choice.backend not in backends:
-        raise Refused(choice.reason or f"the peer chose {choice.backend!r}")
+        raise PeerRefused(choice.reason or f"the peer chose {choice.backend!r}")
     if "nixl" in backends:
         logger.warning("Pages of %s come over TCP: %s.", peer, choice.reason)
     return channel

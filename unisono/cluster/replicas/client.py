@@ -15,7 +15,7 @@ from typing import Any
 from unisono.cluster import ipc
 from unisono.cluster.client import HEARTBEAT_TIMEOUT, EngineClient
 from unisono.cluster.engine_handle import Launcher, Progress
-from unisono.cluster.engines import ANYWHERE, Observer, Wish
+from unisono.cluster.engines import ANYWHERE, Observer, Placement
 from unisono.cluster.replicas.prefixes import PAGE_SIZE
 from unisono.cluster.replicas.router import Router
 from unisono.cluster.restarts import Restarts
@@ -133,25 +133,25 @@ class ReplicaClient:
             ipc.MetricSample("router_matched_tokens", "counter", {}, float(router.matched[replica]), matched),
         ]
 
-    async def submit(self, request: EngineRequest, wish: Wish = ANYWHERE) -> TokenStream:
+    async def submit(self, request: EngineRequest, placement: Placement = ANYWHERE) -> TokenStream:
         """Send ``request`` to the chosen replica. Raises BadRequest, and EngineDead if none is left."""
         if request.request_id in self._homes:
             raise BadRequest(f"request_id={request.request_id!r} is running already; give another.", "request_id")
         waiting = [i for i, client in enumerate(self.clients) if client.restarting]
-        home = self.router.choose(request, wish, waiting)
+        home = self.router.choose(request, placement, waiting)
         self._homes[request.request_id] = home
         try:
-            return await self.clients[home].submit(request, wish)
+            return await self.clients[home].submit(request, placement)
         except BaseException:
             self._close(self._homes.get(request.request_id, home), request.request_id)
             raise
 
     async def inspect(self, limit: float) -> ipc.Stats:
         """Return fresh metrics of all serving replicas, and the info of the first one. Raises as EngineClient's."""
-        asked = [client.inspect(limit) for client in self.clients if client.death is None]
-        if not asked:
+        queries = [client.inspect(limit) for client in self.clients if client.death is None]
+        if not queries:
             raise EngineDead(str(self.death))
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*queries, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, ipc.Stats):
                 return answer
@@ -226,7 +226,7 @@ class ReplicaClient:
         if not any(load.serves for load in self.router.loads):
             return False
         stream.retry()
-        home = self.router.choose(request, replace(self.router.wish(dead, request.request_id), rank=None))
+        home = self.router.choose(request, replace(self.router.placement(dead, request.request_id), rank=None))
         self._homes[request.request_id] = home
         self.clients[home].adopt(stream)
         return True

@@ -44,6 +44,6 @@ def visible_gpus(variables: Mapping[str, str] = os.environ) -> list[str]:
 
     if not torch.cuda.is_available():
         return []
-    if given := variables.get(GPUS):
-        return [name.strip() for name in given.split(",") if name.strip()]
+    if listed := variables.get(GPUS):
+        return [name.strip() for name in listed.split(",") if name.strip()]
     return [str(i) for i in range(torch.cuda.device_count())]

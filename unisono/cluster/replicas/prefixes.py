@@ -27,14 +27,14 @@ def page_hashes(request: EngineRequest, tokens: Sequence[int], page_size: int) -
     ids = array("q", tokens)
     whole = len(ids) // page_size
     data, size = ids[: whole * page_size].tobytes(), page_size * ids.itemsize
-    pictures: dict[int, tuple[bytes, ...]] = {}
+    images: dict[int, tuple[bytes, ...]] = {}
     for one in request.media:
         page = one.positions[0] // page_size if one.positions else 0
-        pictures[page] = (*pictures.get(page, ()), one.digest)
+        images[page] = (*images.get(page, ()), one.digest)
     last = hash(request.cache_salt)
     hashes = []
     for page in range(whole):
-        last = hash((last, data[page * size : (page + 1) * size], pictures.get(page)))
+        last = hash((last, data[page * size : (page + 1) * size], images.get(page)))
         hashes.append(last)
     return hashes
 

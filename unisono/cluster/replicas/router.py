@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from unisono.cluster.engines import ANYWHERE, Wish
+from unisono.cluster.engines import ANYWHERE, Placement
 from unisono.cluster.replicas.prefixes import PAGE_SIZE, PrefixIndex, page_hashes
 from unisono.types import BadRequest, EngineDead, EngineRequest, EngineUnavailable
 
@@ -36,7 +36,7 @@ MAX_NAME = 256
 
 
 @dataclass
-class Load:
+class ReplicaLoad:
     """Load of one replica. serves: it takes requests. prompt, tokens, requests: remaining cost of its open requests."""
 
     serves: bool = True
@@ -52,11 +52,11 @@ class Load:
 
 
 @dataclass
-class Entry:
+class OpenRequest:
     """An open request on a replica, with its remaining cost there."""
 
     request: EngineRequest
-    wish: Wish
+    placement: Placement
     prompt: int
     tokens: int
 
@@ -88,11 +88,11 @@ class Router:
     """
 
     def __init__(self, count: int, page_size: int = PAGE_SIZE) -> None:
-        self.loads = [Load() for _ in range(count)]
+        self.loads = [ReplicaLoad() for _ in range(count)]
         self.page_size = page_size
         self.routed: Counter[tuple[int, str]] = Counter()
         self.matched: Counter[int] = Counter()
-        self._entries: dict[tuple[int, str], Entry] = {}
+        self._entries: dict[tuple[int, str], OpenRequest] = {}
         self._sessions, self._groups = Sticky(), Sticky()
         self._length = FIRST_GUESS
         self._turn = 0
@@ -112,43 +112,45 @@ class Router:
         """Record a reset of a replica's prefix cache."""
         self.loads[replica].pages.clear()
 
-    def choose(self, request: EngineRequest, wish: Wish, waiting: Collection[int] = ()) -> int:
+    def choose(self, request: EngineRequest, placement: Placement, waiting: Collection[int] = ()) -> int:
         """Choose a replica for ``request``, which counts there until :meth:`close`.
 
         waiting: replicas that are being restarted; candidates if none serves. Raises BadRequest for an unknown rank,
-        ApiError (503) for a rank that does not serve, EngineDead if no replica is left.
+        EngineUnavailable for a rank that does not serve, EngineDead if no replica is left.
         """
-        group = wish.group or request.shares_with or request.request_id
+        group = placement.group or request.shares_with or request.request_id
         hashes = page_hashes(request, request.prompt_token_ids, self.page_size)
         serving = [i for i, load in enumerate(self.loads) if load.serves] or sorted(waiting)
-        replica, reason = self._place(request, wish, group, serving, hashes)
+        replica, reason = self._place(request, placement, group, serving, hashes)
         self._groups.set(group, replica)
-        self._sessions.set(wish.session, replica)
+        self._sessions.set(placement.session, replica)
         self.routed[replica, reason] += 1
-        self._open(replica, request, wish, hashes)
+        self._open(replica, request, placement, hashes)
         return replica
 
-    def wish(self, replica: int, request_id: str) -> Wish:
+    def placement(self, replica: int, request_id: str) -> Placement:
         """Return the placement hints of an open request on ``replica``."""
         entry = self._entries.get((replica, request_id))
-        return ANYWHERE if entry is None else entry.wish
+        return ANYWHERE if entry is None else entry.placement
 
     def _place(
-        self, request: EngineRequest, wish: Wish, group: str, serving: Sequence[int], hashes: Sequence[int]
+        self, request: EngineRequest, placement: Placement, group: str, serving: Sequence[int], hashes: Sequence[int]
     ) -> tuple[int, str]:
-        if wish.rank is not None:
-            if not 0 <= wish.rank < len(self.loads):
+        if placement.rank is not None:
+            if not 0 <= placement.rank < len(self.loads):
                 raise BadRequest(
-                    f"X-data-parallel-rank={wish.rank} is not valid: this server has the engines 0 to "
+                    f"X-data-parallel-rank={placement.rank} is not valid: this server has the engines 0 to "
                     f"{len(self.loads) - 1}.",
                     "X-data-parallel-rank",
                 )
-            if wish.rank not in serving:
-                raise EngineUnavailable(f"Engine {wish.rank}, which X-data-parallel-rank asks for, does not serve now.")
-            return wish.rank, "rank"
+            if placement.rank not in serving:
+                raise EngineUnavailable(
+                    f"Engine {placement.rank}, requested by X-data-parallel-rank, does not serve now."
+                )
+            return placement.rank, "rank"
         if not serving:
             raise EngineDead("no engine serves")
-        for places, name, reason in ((self._groups, group, "group"), (self._sessions, wish.session, "session")):
+        for places, name, reason in ((self._groups, group, "group"), (self._sessions, placement.session, "session")):
             if (place := places.get(name)) in serving:
                 assert place is not None
                 return place, reason
@@ -166,7 +168,7 @@ class Router:
         best = min(serving, key=cost)
         return best, "prefix" if matches[best] and matches[best] > min(matches.values()) else "least_work"
 
-    def _open(self, replica: int, request: EngineRequest, wish: Wish, hashes: Sequence[int]) -> None:
+    def _open(self, replica: int, request: EngineRequest, placement: Placement, hashes: Sequence[int]) -> None:
         load = self.loads[replica]
         cached = load.pages.match(hashes) * self.page_size
         load.pages.add(hashes)
@@ -176,7 +178,7 @@ class Router:
             prompt = 0  # it begins with the other one's pages
         limit = request.params.max_tokens
         tokens = round(self._length) if limit is None else min(limit, round(self._length))
-        self._entries[replica, request.request_id] = Entry(request, wish, prompt, tokens)
+        self._entries[replica, request.request_id] = OpenRequest(request, placement, prompt, tokens)
         load.prompt += prompt
         load.tokens += tokens
         load.requests += 1

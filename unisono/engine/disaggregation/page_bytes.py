@@ -29,7 +29,7 @@ NUMBER = struct.Struct("<Q")
 """Message header: the number of the command that its bytes belong to."""
 
 PATIENCE = 60.0
-"""Seconds within which a rank has to take its bytes; one that hangs is noticed sooner (``RankPeers``)."""
+"""Seconds within which a rank has to take its bytes; one that hangs is noticed sooner (``RankProcesses``)."""
 
 
 class PageBytes:
@@ -42,7 +42,7 @@ class PageBytes:
     def __init__(self, store: StateStore) -> None:
         self._store = store
         self.packed: dict[int, Packing] = {}
-        self.given: dict[int, Buffer] = {}
+        self.incoming: dict[int, Buffer] = {}
 
     def execute(self, command: PackPages | UnpackPages) -> None:
         """Read pages, or write them."""
@@ -55,7 +55,7 @@ class PageBytes:
         self.packed[number] = packing
 
     def _bytes_of(self, number: int) -> Buffer:
-        return self.given.pop(number)
+        return self.incoming.pop(number)
 
 
 class RankPages(PageBytes):
@@ -116,7 +116,7 @@ class SharedPages:
                 other.channel.send(NUMBER.pack(number), [whole[rank * each : (rank + 1) * each]])
             except ChannelError as error:
                 raise EngineDead(f"rank {rank} of the model takes no pages: {error}.") from None
-        self._own.given[number] = whole[:each]
+        self._own.incoming[number] = whole[:each]
         self._send(UnpackPages(number, parts))
 
     @property

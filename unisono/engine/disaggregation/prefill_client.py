@@ -26,7 +26,7 @@ from unisono.kv.transfer import Bytes, Incoming
 from unisono.transport.addresses import Address
 from unisono.transport.backends import agree_to_connect
 from unisono.transport.channel import Buffer, Channel, ChannelError, connect
-from unisono.transport.handshake import Refused, introduce
+from unisono.transport.handshake import PeerRefused, introduce
 from unisono.transport.messages import Cancel, Done, Message, Pages, Prefill, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class RemotePrompt:
     def __init__(self, number: int, incoming: Incoming, request: Prefill, timeout: float) -> None:
         self.number, self.incoming, self.request = number, incoming, request
         self.inbox: queue.SimpleQueue[News | str] = queue.SimpleQueue()  # str: the reason why nothing more comes
-        self.peer: _Peer | None = None
+        self.peer: _PrefillPeer | None = None
         self.result = ""
         self.pages = 0
         self.bytes: Counter[str] = Counter()
@@ -96,7 +96,7 @@ class PrefillClient:
         self, addresses: Ids[Address], key: bytes, identity: bytes, timeout: float, backends: Ids[str], pages: Bytes
     ) -> None:
         self._pages = pages
-        self._peers = [_Peer(address, key, identity, timeout, backends) for address in addresses]
+        self._peers = [_PrefillPeer(address, key, identity, timeout, backends) for address in addresses]
         self._timeout = timeout
         self._numbers = itertools.count()
         self._open: list[RemotePrompt] = []
@@ -104,7 +104,7 @@ class PrefillClient:
         self.pages = 0
         self.bytes: Counter[str] = Counter()  # by backend
 
-    def ask(self, sequence: Sequence, pool: PagePool) -> RemotePrompt | None:
+    def request(self, sequence: Sequence, pool: PagePool) -> RemotePrompt | None:
         """Send a prompt to a peer; None if nothing is gained, or if token ids do not describe it completely."""
         keys, salt = sequence.keys, sequence.request.cache_salt
         start: Token = sequence.request.prompt_token_ids[0]
@@ -130,7 +130,7 @@ class PrefillClient:
             prompt.incoming.close()
             self.results["no peer"] += 1
             return None
-        min(peers, key=lambda peer: len(peer.prompts)).ask(prompt)
+        min(peers, key=lambda peer: len(peer.prompts)).send(prompt)
         self._open.append(prompt)
         return prompt
 
@@ -151,7 +151,7 @@ class PrefillClient:
         self._open.remove(prompt)
         prompt.incoming.close()
         if prompt.peer is not None:
-            prompt.peer.forget(prompt, tell=prompt.result not in ("done", "failed"))
+            prompt.peer.forget(prompt, notify=prompt.result not in ("done", "failed"))
         self.results[prompt.result] += 1
         self.pages += prompt.pages
         self.bytes += prompt.bytes
@@ -167,7 +167,7 @@ class PrefillClient:
         return {str(peer.address): peer.transport for peer in self._peers}
 
 
-class _Peer:
+class _PrefillPeer:
     """One prefill engine, connected at the first prompt. A thread connects and reads."""
 
     def __init__(self, address: Address, key: bytes, identity: bytes, timeout: float, backends: Ids[str]) -> None:
@@ -185,7 +185,7 @@ class _Peer:
     def usable(self) -> bool:
         return time.monotonic() >= self._again
 
-    def ask(self, prompt: RemotePrompt) -> None:
+    def send(self, prompt: RemotePrompt) -> None:
         """Send a prompt, once there is a connection. Returns at once."""
         prompt.peer = self
         with self._lock:
@@ -195,10 +195,10 @@ class _Peer:
                 self._thread = threading.Thread(target=self._run, name="prefill-client", daemon=True)
                 self._thread.start()
 
-    def forget(self, prompt: RemotePrompt, tell: bool) -> None:
+    def forget(self, prompt: RemotePrompt, notify: bool) -> None:
         with self._lock:
             known = self.prompts.pop(prompt.number, None) is not None
-        if tell and known:
+        if notify and known:
             self._outbox.put(Cancel(prompt.number))
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class _Peer:
                 if prompt is not None and isinstance(message, (Pages, Done)):
                     prompt.inbox.put((message, payload, channel.transport))
         except (ChannelError, msgspec.MsgspecError) as error:
-            reason = "refused" if isinstance(error, Refused) else why
+            reason = "refused" if isinstance(error, PeerRefused) else why
             if self._again != float("inf"):
                 logger.warning("Prefill engine %s: %s (%s). Prompts are computed here.", self.address, reason, error)
                 self._again = time.monotonic() + RETRY_SECONDS

@@ -41,7 +41,7 @@ ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, seed=0, ignore_eos=Tru
 
 
 @dataclass(eq=False)
-class _Peer:
+class _DecodePeer:
     """A connection. outbox: (message, pages) to send; None ends ``sender``, the thread that sends them."""
 
     channel: Channel
@@ -53,10 +53,10 @@ class _Peer:
 
 
 @dataclass(eq=False)
-class _Job:
+class _PrefillJob:
     """A prompt that is being computed for a peer. pages: requested whole pages; sent: number of them that are sent."""
 
-    peer: _Peer
+    peer: _DecodePeer
     number: int
     pages: int
     sent: int
@@ -86,9 +86,9 @@ class PrefillService:
         self.address = address
         if address.scheme == "tcp":
             self.address = Address("tcp", address.host, self._listener.getsockname()[1])
-        self._inbox: queue.SimpleQueue[tuple[_Peer, Message | None]] = queue.SimpleQueue()
-        self._jobs: dict[str, _Job] = {}
-        self._peers: set[_Peer] = set()
+        self._inbox: queue.SimpleQueue[tuple[_DecodePeer, Message | None]] = queue.SimpleQueue()
+        self._jobs: dict[str, _PrefillJob] = {}
+        self._peers: set[_DecodePeer] = set()
         self._numbers = itertools.count()
         self.requests = self.failed = self.pages_sent = self.hung_up = 0
         self.bytes_sent: Counter[str] = Counter()  # by backend
@@ -114,14 +114,14 @@ class PrefillService:
                             del self._jobs[request_id]
                             abort(request_id)
 
-    def _begin(self, peer: _Peer, asked: Prefill, add: Callable[[EngineRequest], None]) -> None:
+    def _begin(self, peer: _DecodePeer, message: Prefill, add: Callable[[EngineRequest], None]) -> None:
         request_id = f"prefill-{next(self._numbers)}"
-        pages = (len(asked.tokens) - 1) // PAGE_SIZE
-        tokens = asked.tokens[: pages * PAGE_SIZE + 1]
+        pages = (len(message.tokens) - 1) // PAGE_SIZE
+        tokens = message.tokens[: pages * PAGE_SIZE + 1]
         self.requests += 1
-        self._jobs[request_id] = _Job(peer, asked.number, pages, asked.first)
+        self._jobs[request_id] = _PrefillJob(peer, message.number, pages, message.first)
         try:
-            add(EngineRequest(request_id, tokens, ONE_TOKEN, cache_salt=asked.salt))
+            add(EngineRequest(request_id, tokens, ONE_TOKEN, cache_salt=message.salt))
         except BadRequest as error:
             self._end(request_id, str(error))
 
@@ -134,14 +134,14 @@ class PrefillService:
         last = len(nodes) == job.pages
         if len(nodes) <= job.sent and not last:
             return
-        wanted: dict[int, range] = {}
+        columns: dict[int, range] = {}
         if last:  # state for a request that goes on from here; it does not need earlier windows and snapshots
             for window_group in sequence.pages.windows:
-                wanted[window_group] = range(first_live_column(job.pages * PAGE_SIZE, window_group), job.pages)
-            wanted[SNAPSHOTS] = range(job.pages - 1, job.pages)
-        first = min([job.sent, *(pages.start for pages in wanted.values())])
+                columns[window_group] = range(first_live_column(job.pages * PAGE_SIZE, window_group), job.pages)
+            columns[SNAPSHOTS] = range(job.pages - 1, job.pages)
+        first = min([job.sent, *(pages.start for pages in columns.values())])
         if nodes[first:]:
-            packed = pack_pages(self._pages, nodes, first, wanted)
+            packed = pack_pages(self._pages, nodes, first, columns)
             message = Pages(job.number, first, packed.complete, packed.parts)
             self.pages_sent += len(nodes) - first
             self.bytes_sent[job.peer.channel.transport] += packed.nbytes
@@ -163,7 +163,7 @@ class PrefillService:
         self.failed += bool(error)
         self._post(job.peer, Done(job.number, error), None)
 
-    def _post(self, peer: _Peer, message: Message, packed: Packing | None) -> None:
+    def _post(self, peer: _DecodePeer, message: Message, packed: Packing | None) -> None:
         try:
             peer.outbox.put_nowait((message, packed))
         except queue.Full:
@@ -206,7 +206,7 @@ class PrefillService:
             logger.warning("A peer was refused: %s.", error)
             channel.close()
             return
-        peer = _Peer(channel, str(self.address))
+        peer = _DecodePeer(channel, str(self.address))
         peer.sender = threading.Thread(target=self._send, args=(peer,), name="prefill-send", daemon=True)
         self._peers.add(peer)
         peer.sender.start()
@@ -221,7 +221,7 @@ class PrefillService:
         channel.close()
         self._peers.discard(peer)
 
-    def _send(self, peer: _Peer) -> None:
+    def _send(self, peer: _DecodePeer) -> None:
         try:
             while (item := peer.outbox.get()) is not None:
                 message, packed = item

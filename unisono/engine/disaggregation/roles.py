@@ -34,19 +34,19 @@ class Roles:
         self.client: PrefillClient | None = None
         self.wakes: socket.socket | None = None
         self._pages: SharedPages | None = None
-        if config is None or runner is None or not config.asked.exchanges_pages:
+        if config is None or runner is None or not config.requested.exchanges_pages:
             return
-        asked = config.asked
-        listens = [Address.parse(asked.transfer_listen, "--transfer-listen")] if asked.transfer_listen else []
-        urls = asked.prefill_urls.split(",") if asked.prefill_urls else []
+        requested = config.requested
+        listens = [Address.parse(requested.transfer_listen, "--transfer-listen")] if requested.transfer_listen else []
+        urls = requested.prefill_urls.split(",") if requested.prefill_urls else []
         peers = [Address.parse(text, "--prefill-url") for text in urls]
-        if asked.transfer_backend == "nixl" and any(address.scheme == "unix" for address in listens + peers):
+        if requested.transfer_backend == "nixl" and any(address.scheme == "unix" for address in listens + peers):
             raise ConfigError(
                 "--transfer-backend nixl: over a Unix socket pages go through shared memory; give tcp://HOST:PORT."
             )
-        backends = usable_backends(asked.transfer_backend)
+        backends = usable_backends(requested.transfer_backend)
         self._pages = pages = runner.share_pages()
-        identity, timeout = engine_identity(config, runner.worker), asked.transfer_timeout
+        identity, timeout = engine_identity(config, runner.worker), requested.transfer_timeout
         for address in listens:
             self.wakes, self._wake = socket.socketpair()
             self.wakes.setblocking(False)
@@ -83,9 +83,9 @@ class Roles:
 
 def info(roles: Roles) -> dict[str, object]:
     """Return the state of both roles for ``explain`` and ``/server_info``."""
-    told: dict[str, object] = {}
+    state: dict[str, object] = {}
     if (service := roles.service) is not None:
-        told["service"] = {
+        state["service"] = {
             "address": str(service.address),
             "requests": service.requests,
             "failed": service.failed,
@@ -97,14 +97,14 @@ def info(roles: Roles) -> dict[str, object]:
             "hung_up": service.hung_up,
         }
     if (client := roles.client) is not None:
-        told["client"] = {
+        state["client"] = {
             "results": dict(client.results),
             "pages": client.pages,
             "bytes": client.bytes.total(),
             "bytes_by_transport": dict(client.bytes),
             "peers": client.peers,
         }
-    return told
+    return state
 
 
 def metrics(roles: Roles) -> list[Metric]:

@@ -50,7 +50,7 @@ MOST_CORRECTION = 4.0
 """
 
 
-class Acceptance:
+class AcceptanceEstimate:
     """Acceptance estimates for S slots and K positions: moving averages per request, shrunk towards the shared
     average.
     """
@@ -65,12 +65,12 @@ class Acceptance:
         """Reset the estimates of slots that were assigned to other requests."""
         self._tried[slots] = self._taken[slots] = 0
 
-    def count(self, slots: np.ndarray, asked: np.ndarray, accepted: np.ndarray) -> None:
+    def count(self, slots: np.ndarray, requested: np.ndarray, accepted: np.ndarray) -> None:
         """Count a round: slots [R], requested drafts [R], accepted drafts [R]. A draft that was not found counts as
         rejected.
         """
         taken = self._places < accepted[:, None]
-        tried = (self._places <= accepted[:, None]) & (self._places < asked[:, None])
+        tried = (self._places <= accepted[:, None]) & (self._places < requested[:, None])
         fade = np.where(tried, OWN_DECAY, 1.0)
         self._tried[slots] = self._tried[slots] * fade + tried
         self._taken[slots] = self._taken[slots] * fade + (taken & tried)
@@ -177,7 +177,9 @@ class AdaptiveK:
     the text (a look-up) and shows only while it pauses.
     """
 
-    def __init__(self, choices: Sequence[int], acceptance: Acceptance, costs: RoundCosts, down: bool = False) -> None:
+    def __init__(
+        self, choices: Sequence[int], acceptance: AcceptanceEstimate, costs: RoundCosts, down: bool = False
+    ) -> None:
         self.choices, self.acceptance, self.costs, self.down = tuple(choices), acceptance, costs, down
         self.drafts = self.choices[-1]
         self._budget = 0.0  # milliseconds that probes may cost

@@ -7,7 +7,7 @@ from typing import Protocol
 from unisono.engine.sequence import Sequence
 
 
-class Gate(Protocol):
+class ArrivalGate(Protocol):
     """A condition that a request waits for."""
 
     @property
@@ -20,16 +20,16 @@ class Arrivals:
     """Hold requests in front of the queue; later requests do not wait for them."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[Sequence, list[Gate]]] = {}
+        self._waiting: dict[str, tuple[Sequence, list[ArrivalGate]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, sequence: Sequence, gates: list[Gate]) -> None:
+    def add(self, sequence: Sequence, gates: list[ArrivalGate]) -> None:
         """Hold a request until every gate is open."""
         self._waiting[sequence.request.request_id] = sequence, gates
 
-    def remove(self, request_id: str) -> list[Gate] | None:
+    def remove(self, request_id: str) -> list[ArrivalGate] | None:
         """Remove a request and return its gates; None if it is not held here."""
         return self._waiting.pop(request_id, (None, None))[1]
 

@@ -9,7 +9,7 @@ from unisono.models.load.checkpoint import Checkpoint
 
 def with_default_drafts(config: ResolvedConfig, checkpoint: Checkpoint) -> ResolvedConfig:
     """Return the configuration with default speculation, unless flags choose one or the weights are not read."""
-    if config.asked.speculative is not None or config.asked.load_format == "dummy":
+    if config.requested.speculative is not None or config.requested.load_format == "dummy":
         return config
     if (head := catalog.drafts_of(checkpoint.path)) is not None:
         value = f"{head.method} ({head.model}), k = {head.num_speculative_tokens}"

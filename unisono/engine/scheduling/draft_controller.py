@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unisono.engine.scheduling.adaptive import Acceptance, AdaptiveK, RoundCosts
+from unisono.engine.scheduling.adaptive import AcceptanceEstimate, AdaptiveK, RoundCosts
 from unisono.engine.scheduling.forced_drafts import ForcedDrafts
 from unisono.engine.sequence import Extend, FeaturePass, Pass, Round, Rows, Sequence
 from unisono.engine.startup.buckets import CPU_COST
@@ -40,7 +40,7 @@ class DraftController:
         self.pinned: int | None = choices[0] if len(choices) == 1 else None
         self.rounds: Counter[int] = Counter()
         drafter = runner.worker.drafter
-        acceptance = Acceptance(runner.worker.slots.padding + 1, drafter.num_drafts)
+        acceptance = AcceptanceEstimate(runner.worker.slots.padding + 1, drafter.num_drafts)
         self.policy = AdaptiveK(choices, acceptance, RoundCosts(self.padding_ms), down=not runner.max_unobserved)
         # Rounds whose drafts the host reads exist with 0 and k drafts only.
         self._reading_policy = AdaptiveK(sorted({choices[0], choices[-1]}), acceptance, self.policy.costs)
@@ -50,7 +50,7 @@ class DraftController:
         self._launched: Round | None = None  # the round launched last, unless another pass followed
         self._read_at: float | None = None  # end of the pass read last
         self._put_off: dict[bool, int] = {}  # by kind of round: drafts that wait for a catch-up pass
-        lazy = runner.config.asked.graph_capture == "lazy"
+        lazy = runner.config.requested.graph_capture == "lazy"
         self._until_next_choice = ROUNDS_PER_CHOICE if lazy else None
 
     def padding_ms(self, rows: int, drafts: int) -> float | None:
@@ -90,8 +90,8 @@ class DraftController:
                 self._undrafted(work.decodes)
             return work
         self._know(work.rows)
-        wanted = self._put_off.get(work.reads_drafts) if self.pinned is None else self.pinned
-        drafts = self._choose(work.rows) if wanted is None else wanted
+        fixed = self._put_off.get(work.reads_drafts) if self.pinned is None else self.pinned
+        drafts = self._choose(work.rows) if fixed is None else fixed
         if drafts and work.reads_drafts:
             drafts = self._runner.choices[-1]  # rounds that the host reads have no widths in between
         work = work if drafts == work.drafts else replace(work, drafts=drafts)
@@ -198,14 +198,14 @@ class DraftController:
             self._learn_cost(work, after, 1e3 * (now - before))
         if work.drafts:
             rows, result = work.rows, result[: len(work.rows)]
-            asked = np.minimum(work.drafts, self._progress.max_drafts[rows.slots])
+            requested = np.minimum(work.drafts, self._progress.max_drafts[rows.slots])
             # Skip ended requests: their last round was truncated, and another request may have their slots.
             going_on = (result[:, 1] == FinishReason.RUNNING) & self._progress.owned(rows.slots, rows.owners)
-            known = (asked > 0) & (result[:, 0] > 0) & going_on
+            known = (requested > 0) & (result[:, 0] > 0) & going_on
             if work.forced is not None:  # forced drafts say nothing about the drafter
                 known &= work.forced[:, 0] < 0
             if known.any():
-                self.policy.acceptance.count(rows.slots[known], asked[known], result[known, 0] - 1)
+                self.policy.acceptance.count(rows.slots[known], requested[known], result[known, 0] - 1)
 
     def _learn_cost(self, work: Round, after: Round, ms: float) -> None:
         """Learn the cost of ``work``, read ``ms`` after the pass before it. ``after``: the round launched next."""

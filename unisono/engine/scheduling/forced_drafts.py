@@ -30,9 +30,9 @@ def with_forced_drafts(config: ResolvedConfig, drafter: Drafter, paths: int, rec
     paths: paths of the draft tree; 1 for a chain. recurrent: True if the model has recurrent layers. Raises ConfigError
     for an unsupported value.
     """
-    requested, num_drafts, obstacle = config.asked.max_forced_tokens, drafter.num_drafts, None
+    requested, num_drafts, obstacle = config.requested.max_forced_tokens, drafter.num_drafts, None
     choices: tuple[int, ...] = ()
-    if config.asked.synthetic:
+    if config.requested.synthetic:
         obstacle = "synthetic acceptance accepts drafts unseen"
     elif paths > 1:
         obstacle = "a draft tree is verified on pages that its draft pass prepares"
@@ -68,7 +68,7 @@ class ForcedDrafts:
 
     def __init__(self, config: ResolvedConfig, num_drafts: int, progress: Progress) -> None:
         self._choices, self._num_drafts, self._progress = config.forced_drafts, num_drafts, progress
-        self._most = config.asked.max_forced_tokens or max(self._choices, default=0)
+        self._most = config.requested.max_forced_tokens or max(self._choices, default=0)
 
     def added(self, work: Round) -> Round:
         """Return ``work`` with the forced tokens of its requests; ``work`` itself if there are none."""

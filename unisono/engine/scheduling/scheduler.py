@@ -92,7 +92,7 @@ class Scheduler:
         self.prefix_hits = 0
         self._drafting: Round | None = None  # its drafts are not read yet
         self._verify: Verify | None = None  # its drafts are read
-        self._turn = False  # True if the next round is one whose drafts the host reads
+        self._host_drafts_next = False  # True if the next round is one whose drafts the host reads
 
     @property
     def active(self) -> list[Sequence]:
@@ -127,13 +127,13 @@ class Scheduler:
                 if extend.decodes:
                     self.budget.round_launched()  # it counts as a round, too
                 return extend
-        for reads_drafts in (self._turn, not self._turn):
+        for reads_drafts in (self._host_drafts_next, not self._host_drafts_next):
             try:
                 work = self._next_reading() if reads_drafts else self._next_round(self.running.others, False)
             except _Wait:
                 return self._take_verify()
             if work is not None:
-                self._turn = not reads_drafts
+                self._host_drafts_next = not reads_drafts
                 return work
         return None
 
@@ -296,7 +296,7 @@ class Scheduler:
         """Return a pre-pass that a feature needs before a prompt pass of at most ``budget`` tokens; None if none
         does.
         """
-        wanted: dict[Feature, list[Row]] = {}
+        feature_rows: dict[Feature, list[Row]] = {}
         prompts = self.extending[: self.max_extend_rows]
         if not any(sequence.states for sequence in prompts):
             return None
@@ -304,10 +304,10 @@ class Scheduler:
             start = sequence.extended
             end = min(len(sequence.tokens), start + budget)
             for feature, state in sequence.states.items():
-                wanted.setdefault(feature, []).append(Row(index, state, start, end))
+                feature_rows.setdefault(feature, []).append(Row(index, state, start, end))
             budget -= end - start
         room = self.budget.room(self.running, self._pass_ms)
-        for feature, rows in wanted.items():
+        for feature, rows in feature_rows.items():
             if (ahead := self._pre_pass(feature, [row for row in rows if row.start < row.end], room)) is not None:
                 self.budget.prepared(self._pass_ms(ahead.key))
                 return FeaturePass(ahead)

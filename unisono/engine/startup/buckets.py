@@ -84,7 +84,7 @@ def draft_choices(config: ResolvedConfig, most: int) -> tuple[tuple[int, ...], s
         return (most,), "nothing drafts"
     if not spec.adaptive:
         return (most,), "adaptive is off"
-    if config.asked.synthetic_acceptance_length is not None:
+    if config.requested.synthetic_acceptance_length is not None:
         return (most,), "a mean acceptance length is synthetic"
     if config.graphs["round"] == "off":
         return (most,), "without graphs nothing is known of what rounds cost"
@@ -111,10 +111,10 @@ def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> Resolved
     for program, mode in modes.items():
         if mode == "full" and not attention.capturable:
             raise ConfigError(
-                f"--graphs {config.asked.graphs} wants {program} passes captured whole, but attention backend {name!r} "
+                f"--graphs {config.requested.graphs}: {program} passes cannot be captured whole: attention backend {name!r} "
                 f"plans on the host: use --graphs auto or {program}=segmented, or --attention-backend triton."
             )
-    if config.asked.role == "prefill" and modes["round"] == "auto":
+    if config.requested.role == "prefill" and modes["round"] == "auto":
         modes["round"] = "off"
         config = config.decide("graphs of rounds", "none", "--role prefill: other engines run them", graphs=modes)
     kind, why = ("full", "can be captured") if attention.capturable else ("segmented", "runs between segments")
@@ -127,42 +127,42 @@ def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> Resolved
     )
 
 
-def asked_as(program: str) -> str:
+def mode_program(program: str) -> str:
     """Return the program whose mode in ``--graphs`` applies to this one; pre-passes use the mode of prompts."""
     return "round" if program in ROUNDS else program if program in GRAPH_PROGRAMS else "extend"
 
 
 def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
     """Raises ConfigError if ``--graphs full`` is set and a captured pass has eager breaks."""
-    asked = parse_graphs(config.asked.graphs)
+    modes = parse_graphs(config.requested.graphs)
     for graph in graphs:
-        program = asked_as(graph.key.program)
-        if graph.breaks and asked[program] == "full":
+        program = mode_program(graph.key.program)
+        if graph.breaks and modes[program] == "full":
             raise ConfigError(
-                f"--graphs {config.asked.graphs}: {graph.key.program} passes run {graph.breaks} functions eagerly, "
+                f"--graphs {config.requested.graphs}: {graph.key.program} passes run {graph.breaks} functions eagerly, "
                 f"so they cannot be captured whole. Use --graphs auto or {program}=segmented."
             )
 
 
 def with_graph_bytes(config: ResolvedConfig, default: int, why: str) -> ResolvedConfig:
     """Resolve ``--graph-memory``: the flag, else ``default`` bytes. why: the reason of the default."""
-    asked = config.asked.graph_memory
-    if asked is None:
+    limit = config.requested.graph_memory
+    if limit is None:
         return config.decide("graph_memory", f"{default / (1 << 30):.2f} GiB", why, graph_bytes=default)
-    return config.decide("graph_memory", f"{asked} GiB", "as asked", graph_bytes=int(asked * (1 << 30)))
+    return config.decide("graph_memory", f"{limit} GiB", "set by --graph-memory", graph_bytes=int(limit * (1 << 30)))
 
 
 def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
     """:func:`with_graph_bytes` on a GPU with ``free`` bytes for graphs and the KV cache."""
     if set(config.graphs.values()) == {"off"}:
         return config
-    most = GPU_GRAPH_BYTES if config.asked.tensor_parallel_size == 1 else RANK_GRAPH_BYTES
+    most = GPU_GRAPH_BYTES if config.requested.tensor_parallel_size == 1 else RANK_GRAPH_BYTES
     default = max(0, min(most, int(GPU_GRAPH_SHARE * free)))
     why = f"{GPU_GRAPH_SHARE:.0%} of {free >> 20} MiB free, {most >> 30} GiB at most"
     config = with_graph_bytes(config, default, why)
     if config.graph_bytes > free:
         raise ConfigError(
-            f"--graph-memory {config.asked.graph_memory}: {max(0, free) / (1 << 30):.2f} GiB are free for graphs "
+            f"--graph-memory {config.requested.graph_memory}: {max(0, free) / (1 << 30):.2f} GiB are free for graphs "
             "and the KV cache together. Lower it, or raise --gpu-memory-utilization."
         )
     return config
@@ -248,7 +248,7 @@ def decode_sizes(config: ResolvedConfig) -> tuple[int, ...]:
     """Decode capacities of mixed-pass graphs, ascending. Empty if mixed passes are disabled."""
     spec = config.speculative
     always_drafts = spec is not None and spec.method != "none" and not spec.adaptive
-    if not config.enable_mixed_chunk or config.asked.role == "prefill" or always_drafts:
+    if not config.enable_mixed_chunk or config.requested.role == "prefill" or always_drafts:
         return ()
     most = min(config.max_num_seqs, config.max_num_batched_tokens // 2)
     return (*(size for size in DECODE_SIZES if size < most), most)
@@ -269,14 +269,14 @@ def mixed_buckets(
             program,
             tuple(PassShape(size + each, 1 + size) for each in tokens),
             features,
-            mode=config.graphs[asked_as(program.name)],
+            mode=config.graphs[mode_program(program.name)],
             passes=GPU_PASSES["mixed"] if gpu else CPU_PASSES["mixed"] / len(sizes),
             cost=None if gpu else CPU_COST,
             like=("extend", 1) if gpu else None,
             on_demand=not gpu,
             later=gpu,
             kept_ms=_kept_ms(config),
-            always=config.asked.graphs != "auto",
+            always=config.requested.graphs != "auto",
             share=SHARES["mixed"],
         )
 
@@ -286,7 +286,7 @@ def _kept_ms(config: ResolvedConfig) -> tuple[float, float]:
     if config.device.type != "cuda":
         return 0.0, 0.0
     least, most = KEPT_SHARES
-    return least * config.asked.max_stall_ms, most * config.asked.max_stall_ms
+    return least * config.requested.max_stall_ms, most * config.requested.max_stall_ms
 
 
 def score_buckets(program: Program, config: ResolvedConfig, features: Features) -> Buckets:
@@ -307,12 +307,12 @@ def own_buckets(own: OwnProgram, config: ResolvedConfig) -> Buckets:
     return Buckets(
         own.program,
         tuple(PassShape(own.multiple * n) for n in candidates(own.most // own.multiple, own.least // own.multiple)),
-        mode=config.graphs[asked_as(own.program.name)],
+        mode=config.graphs[mode_program(own.program.name)],
         passes=own.passes * (GPU_PASSES if gpu else CPU_PASSES)["extend"],
         cost=None if gpu else PassCost.linear(fixed_ms=15.0, row_ms=own.ms, capture_ms=20.0),
         measured=gpu,
         on_demand=not gpu,
-        always=config.asked.graphs != "auto",
+        always=config.requested.graphs != "auto",
         share=own.share,
     )
 
@@ -338,7 +338,7 @@ def catch_up_buckets(program: Program, config: ResolvedConfig, width: int) -> Bu
     buckets = Buckets(
         program,
         shapes,
-        mode=config.graphs[asked_as(program.name)],
+        mode=config.graphs[mode_program(program.name)],
         passes=GPU_PASSES["catch_up"] if gpu else None,
         measured=gpu,
         share=SHARES["catch_up"],
@@ -369,14 +369,14 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, features: F
     edges = tile_edges(each, limit) if gpu and name in ("round", "extend") and not on_demand else frozenset()
     usual_prompts = gpu and name == "extend" and not on_demand
     passes = part * (GPU_PASSES if gpu else CPU_PASSES)[name]
-    if config.asked.role == "decode" and name not in ROUNDS:
+    if config.requested.role == "decode" and name not in ROUNDS:
         passes *= DECODE_PROMPTS
     shapes = tuple(PassShape(rows, each) for rows in sorted({*candidates(limit, least), *edges}))
     buckets = Buckets(
         program,
         shapes,
         features,
-        mode=config.graphs[asked_as(name)],
+        mode=config.graphs[mode_program(name)],
         passes=passes * (MASKED_SHARE if features.masks and name not in ROUNDS else 1.0),
         edges=edges,
         flat=ROW_TILES[-1] // each if gpu else 0,
@@ -386,7 +386,7 @@ def buckets_of(program: Program, config: ResolvedConfig, width: int, features: F
         kept_ms=_kept_ms(config) if usual_prompts else (0.0, 0.0),
         when_idle=frozenset({limit}) if usual_prompts else frozenset(),
         common=COMMON_TOKENS if usual_prompts else frozenset(),
-        always=name in ROUNDS or config.asked.graphs != "auto",
+        always=name in ROUNDS or config.requested.graphs != "auto",
         share=SHARES[name],
     )
     # graphs captured on demand are not measured

@@ -30,7 +30,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager
 
 from unisono import kernels
-from unisono.sandbox.channel import Channel, Gone
+from unisono.sandbox.channel import ForkChannel, Gone
 from unisono.sandbox.forks import Template, serve
 
 MOST = 16
@@ -45,9 +45,9 @@ VARIABLE = "UNISONO_COMPILE_PROCESSES"
 
 def forks_for(ranks: int) -> int:
     """Return the number of forks for this process, one of ``ranks`` on this machine: the number of other cores."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked.isdecimal():
-        return int(asked)
+    setting = os.environ.get(VARIABLE, "")
+    if setting.isdecimal():
+        return int(setting)
     return min(MOST, len(os.sched_getaffinity(0)) // ranks - 1)
 
 
@@ -63,7 +63,7 @@ class CompileProcesses:
     def __init__(self, count: int) -> None:
         self.compiled, self.count = 0, count
         self._template: Template | None = None
-        self._idle = queue.SimpleQueue[Channel]()
+        self._idle = queue.SimpleQueue[ForkChannel]()
         self._living, self._lock, self._at_home = 0, threading.Lock(), threading.Semaphore(AT_HOME)
         if count > 0 and nothing_is_cached():
             self._begin()
@@ -168,14 +168,14 @@ def main(descriptor: int) -> None:
     serve(descriptor, _import_kernels)
 
 
-def _import_kernels(first: list[Any]) -> Callable[[Channel, Any], None]:
+def _import_kernels(first: list[Any]) -> Callable[[ForkChannel, Any], None]:
     """Import the modules of kernels before forking; return the forks' main function. first: empty."""
     for module in walk_packages(kernels.__path__, f"{kernels.__name__}."):
         import_module(module.name)
     return _compile
 
 
-def _compile(channel: Channel, message: Any) -> None:
+def _compile(channel: ForkChannel, message: Any) -> None:
     """Compile jobs until the channel ends; answer each with True if it compiles. message: None."""
     while True:
         job, _ = channel.receive()

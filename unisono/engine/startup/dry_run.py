@@ -44,8 +44,8 @@ class StateBytes:
         found = list(leaves(specs))
         pages = sum(each.page_bytes for each in found if isinstance(each, Paged))
         slots = sum(each.slot_bytes for each in found if isinstance(each, PerSlot))
-        tails = sum(each.row_bytes(width) for each in found if isinstance(each, Recurrent))
-        return cls(pages // PAGE_SIZE, slots + tails)
+        recurrent = sum(each.row_bytes(width) for each in found if isinstance(each, Recurrent))
+        return cls(pages // PAGE_SIZE, slots + recurrent)
 
 
 def dry_run(config: EngineConfig, directory: Path, weight_bytes: int | None = None) -> dict[str, Any]:
@@ -86,10 +86,15 @@ def dry_run(config: EngineConfig, directory: Path, weight_bytes: int | None = No
 
 def _on_meta(checkpoint: Checkpoint, config: ResolvedConfig) -> Decoder:
     """Build one rank's part of the decoder on the meta device. Raises ConfigError if it cannot be divided."""
-    c, asked = checkpoint.config, config.asked
+    c, requested = checkpoint.config, config.requested
     ranks = ALONE
-    if asked.tensor_parallel_size > 1:
-        ranks = Ranks(0, asked.tensor_parallel_size, asked.enable_expert_parallel, ordered=asked.tp_reduce == "ordered")
+    if requested.tensor_parallel_size > 1:
+        ranks = Ranks(
+            0,
+            requested.tensor_parallel_size,
+            requested.enable_expert_parallel,
+            ordered=requested.tp_reduce == "ordered",
+        )
     c.check_divides(ranks)
     builder = Builder(
         c.hidden_size,
@@ -146,7 +151,7 @@ def _file_bytes(directory: Path) -> int:
 
 def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateBytes) -> dict[str, Any]:
     """Return the bytes of each part on one device, and the tokens of context that fit in the rest."""
-    asked = config.asked
+    requested = config.requested
     found: dict[str, Any] = {
         "weights": weights,
         "drafter": drafter,
@@ -161,14 +166,14 @@ def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateByte
     else:
         total = torch.cuda.get_device_properties(config.device).total_memory
         held = weights + drafter + found["states"] + GPU_SLACK
-        left = int(asked.gpu_memory_utilization * total) - held
+        left = int(requested.gpu_memory_utilization * total) - held
         why = "before activations and graphs, which a start measures"
     found |= {"device": total, "kv_left": max(0, left), "kv_left_why": why}
     found["kv_tokens"] = max(0, left) // max(1, found["kv_token"]) if state.token else 0
     if total is not None and left <= 0:
         raise ConfigError(
             f"the weights take {weights / GIB:.1f} GiB on each GPU, and --gpu-memory-utilization "
-            f"{asked.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no room for keys and values: use "
+            f"{requested.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no room for keys and values: use "
             "--tensor-parallel-size, --quantization fp8 or a larger GPU."
         )
     return found

@@ -70,7 +70,7 @@ def fit_pages(
     peak_bytes: measures the bytes in use at the peak of the largest pass; called on a GPU only. Raises ConfigError if
     not even one request fits.
     """
-    asked, path_pages = config.asked.num_pages, demand.path_pages
+    num_pages, path_pages = config.requested.num_pages, demand.path_pages
     whole = config.max_num_seqs * pages_for(config.max_model_len) + 1  # more can never be used
     if config.device.type == "cpu":
         free, why = CPU_KV_BYTES, f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
@@ -78,7 +78,7 @@ def fit_pages(
     else:
         used = peak_bytes()
         held = used + GPU_SLACK + demand.logits_bytes + demand.staging_bytes
-        free = int(config.asked.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - held
+        free = int(config.requested.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - held
         config = gpu_graph_bytes(config, free)
         free -= config.graph_bytes
         why = f"measured: weights and the largest pass take {used >> 20} MiB"
@@ -88,12 +88,12 @@ def fit_pages(
         config = config.decide("path_pages", path_pages, f"{path_bytes} bytes; {why}")
     snapshots = 0
     if demand.snapshot_bytes:
-        share = config.asked.snapshot_share
+        share = config.requested.snapshot_share
         snapshots = min(MOST_SNAPSHOTS, max(1, int(share * free) // demand.snapshot_bytes))
         free -= snapshots * demand.snapshot_bytes
         reason = f"--snapshot-share: {share:.0%} of the KV cache's bytes, for prefixes of a model with recurrent layers"
         config = config.decide("snapshots", snapshots, reason)
-    pages = asked or demand.fit(free, whole)
+    pages = num_pages or demand.fit(free, whole)
     if pages < 2:
         raise ConfigError(
             f"the model leaves room for {pages} KV pages of {sum(demand.page_bytes.values())} bytes ({why}): "
@@ -101,9 +101,9 @@ def fit_pages(
             f"{', or ask for fewer paths or a lower --max-num-seqs' if path_pages else ''}."
         )
     config = _within_context(config, pages, why)
-    if asked is None:
+    if num_pages is None:
         config = config.decide("num_pages", pages, f"{PAGE_SIZE} tokens each; {why}")
-    counts = {**demand.counts(pages), **demand.windows} if asked else demand.counts(pages)
+    counts = {**demand.counts(pages), **demand.windows} if num_pages else demand.counts(pages)
     return counts, snapshots, config
 
 
@@ -112,7 +112,7 @@ def _within_context(config: ResolvedConfig, pages: int, why: str) -> ResolvedCon
     capacity = (pages - 1) * PAGE_SIZE
     if capacity >= config.max_model_len:
         return config
-    if config.asked.max_model_len is not None:
+    if config.requested.max_model_len is not None:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} needs {pages_for(config.max_model_len)} KV pages, "
             f"{pages - 1} fit ({why}): lower it to {capacity}, or raise --gpu-memory-utilization."

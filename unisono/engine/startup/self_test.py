@@ -97,11 +97,11 @@ def _prompts(engine: Tested) -> list[list[int]] | str:
     config, test = engine.config, engine.runner.worker.drafter.self_test
     if test is not None and test.skip is not None:
         return test.skip
-    if config.asked.load_format == "dummy":
+    if config.requested.load_format == "dummy":
         return "the target's weights are random (--load-format dummy)"
-    if config.asked.synthetic:
+    if config.requested.synthetic:
         return "acceptance is synthetic"
-    if config.asked.graph_capture == "lazy":
+    if config.requested.graph_capture == "lazy":
         return "--graph-capture lazy starts without it"
     prompts = encode(engine.checkpoint.path, TEXTS)
     if prompts is None:

@@ -36,9 +36,9 @@ class _Forced:
         forced = self._forced(drafts, sampled, slots)
         if paths == 1:
             return forced
-        turn = self._slots.length.index_select(0, slots) % paths
+        accepted_path = self._slots.length.index_select(0, slots) % paths
         path = torch.arange(len(slots), dtype=torch.int32, device=drafts.device) % paths
-        return forced.masked_fill((path != turn)[:, None], -1)
+        return forced.masked_fill((path != accepted_path)[:, None], -1)
 
     def count(self, drafted: torch.Tensor, drafts: int) -> None:
         drafted.fill_(drafts)

@@ -47,7 +47,7 @@ class Launched:
         return self.outputs.wait()
 
 
-class Launcher:
+class BatchBuilder:
     """Build the batch of each pass and have the planner launch it."""
 
     def __init__(self, runner: Runner, progress: Progress) -> None:
@@ -88,13 +88,13 @@ class Launcher:
 
     def _round(self, work: Round) -> PendingOutputs:
         rows = len(work.rows)
-        features, fields = self._asked(work.rows.asked, "round", rows)
+        features, fields = self._feature_fields(work.rows.feature_rows, "round", rows)
         key = self._runner.round_key(rows, work.drafts)
         return self._launch(replace(key, features=key.features | features), self._round_batch(work) | fields)
 
     def _verify(self, work: Round, drafts: np.ndarray) -> PendingOutputs:
         rows, features = len(work.rows), self._runner.features
-        more, fields = self._asked(work.rows.asked, "verify", rows, drafts=drafts)
+        more, fields = self._feature_fields(work.rows.feature_rows, "verify", rows, drafts=drafts)
         key = GraphKey("verify", PassShape(rows, 1 + work.drafts), features | more)
         return self._launch(key, self._round_batch(work) | {"drafts": drafts} | fields)
 
@@ -138,19 +138,19 @@ class Launcher:
                 window_group: [each for each in grown if live[each[0]]] for window_group, grown in work.growth.items()
             }
             batch |= {"decode_slots": self._live(work.decodes), **_growth_batch(growth, len(work.decodes))}
-            features, fields = self._asked(work.asked, "mixed", len(work.decodes) + len(chunks), total)
+            features, fields = self._feature_fields(work.feature_rows, "mixed", len(work.decodes) + len(chunks), total)
             mixed = runner.mixed_key(total, work.room)
             key = replace(mixed, features=mixed.features | features)
         else:
-            features, fields = self._asked(work.asked, "extend", len(chunks), total)
-            features = features | runner.features if work.asked else runner.features
+            features, fields = self._feature_fields(work.feature_rows, "extend", len(chunks), total)
+            features = features | runner.features if work.feature_rows else runner.features
             key = GraphKey(prompt_program(features), PassShape(total), features)
         # The prompt budget learns from the times of full passes.
         return self._launch(key, batch | fields, work.waited, timed=work.full)
 
-    def _asked(
+    def _feature_fields(
         self,
-        asked: Mapping[Feature, Sequence[Row]],
+        feature_rows: Mapping[Feature, Sequence[Row]],
         kind: PassKind,
         count: int,
         tokens: int = 0,
@@ -158,7 +158,7 @@ class Launcher:
     ) -> tuple[Features, Batch]:
         """Return the features that the requests of a pass use, and their batch fields. Raises RequestErrors."""
         features, fields = NO_FEATURES, Batch()
-        for feature, every in asked.items():
+        for feature, every in feature_rows.items():
             if not (rows := kept(every, self._dropped)):
                 continue
             more, values = _filled(feature, HostPass(kind, rows, count, tokens, drafts))

@@ -126,7 +126,7 @@ class Build:
         schema = slot_schema([field for feature in listed for field in feature.slot_fields(c)])
         slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store, schema)
         store.declare("target", specs)
-        self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.asked.compile), tower)
+        self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.requested.compile), tower)
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
             self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
@@ -158,8 +158,8 @@ class Build:
         common: dict[str, Any] = {
             "dtype": config.dtype,
             "device": config.device,
-            "load_format": config.asked.load_format,
-            "seed": config.asked.seed,
+            "load_format": config.requested.load_format,
+            "seed": config.requested.seed,
         }
         own: dict[str, Any] = {
             "max_positions": config.max_model_len,
@@ -169,7 +169,7 @@ class Build:
         with self.stage("load"):
             model = load_model(checkpoint, attention=attention, progress=progress, **own, **common)
             tower = load_tower(checkpoint, progress=progress, **common)
-        for passed_over in checkpoint.unread() if config.asked.load_format == "auto" else ():
+        for passed_over in checkpoint.unread() if config.requested.load_format == "auto" else ():
             self.decide(*passed_over)
         self.decide("weights", *checkpoint.quantization.decision())
         self._tell_ranks(model)
@@ -198,7 +198,7 @@ class Build:
         sizes = self.choices, features, self.max_unobserved
         buckets = engine_buckets(programs, self.config, *sizes, self._expected, usual_rounds, self._whole)
         buckets += [own_buckets(own, self.config) for own in self._own_programs]
-        if self.config.asked.graph_capture == "lazy":
+        if self.config.requested.graph_capture == "lazy":
             buckets = [captured_lazily(each, self.config) for each in buckets]
         return buckets
 
@@ -259,27 +259,27 @@ class Build:
         spec, drafter, ranks = self.config.speculative, self.worker.drafter, self._group.ranks
         if spec is None or ranks.count == 1 or not isinstance(drafter, DivisibleDrafter):
             return ALONE
-        asked = spec.draft_tensor_parallel_size
-        divided = drafter.divides(ranks) if asked is None else asked > 1
+        size = spec.draft_tensor_parallel_size
+        divided = drafter.divides(ranks) if size is None else size > 1
         value = f"divided among {ranks.count} ranks" if divided else "whole on every rank"
-        self.decide("draft layers", value, "by default" if asked is None else f"draft_tensor_parallel_size={asked}")
+        self.decide("draft layers", value, "by default" if size is None else f"draft_tensor_parallel_size={size}")
         return ranks if divided else ALONE
 
     def _load_features(self, listed: Sequence[type[Feature]], checkpoint: Checkpoint) -> list[Feature]:
         """Load the features of passes."""
-        c, asked, worker = checkpoint.config, self.config.asked, self.worker
-        if (limits := adapter_limits(asked)) is not None:
+        c, requested, worker = checkpoint.config, self.config.requested, self.worker
+        if (limits := adapter_limits(requested)) is not None:
             worker.adapters = HeldAdapters(attach_adapters(worker.model, checkpoint.family, limits))
         context = FeatureContext(
-            directory=Path(asked.tokenizer) if asked.tokenizer else checkpoint.path,
+            directory=Path(requested.tokenizer) if requested.tokenizer else checkpoint.path,
             eos=checkpoint.eos_token_ids,
             vocab_size=c.vocab_size,
             hidden_size=c.hidden_size,
             dtype=self.config.dtype,
             max_rows=self.max_extend_rows,
             paths=self.paths,
-            processed_logprobs=asked.logprobs_mode == "processed_logprobs",
-            synthetic=asked.synthetic,
+            processed_logprobs=requested.logprobs_mode == "processed_logprobs",
+            synthetic=requested.synthetic,
             slots=worker.slots,
             logits=lambda hidden: worker.model.logits(hidden),
             vision=c.vision,
@@ -291,7 +291,7 @@ class Build:
             cache_bytes=self.config.encoder_cache_bytes,
             decide=self.decide,
             adapters=worker.adapters,
-            adapter_modules=asked.lora_modules,
+            adapter_modules=requested.lora_modules,
             whole_logits=self._whole,
         )
         return [feature(context) for feature in listed]
@@ -309,7 +309,7 @@ class Build:
     def _lent(self, spec: SpeculativeConfig, sampler: DraftSampler) -> Callable[[], PassContext]:
         """Return a function that makes pass modules over the pages that the worker holds at the time of the call."""
         w, config = self.worker, self.config
-        rule = acceptance_rule(config.asked, w.slots)
+        rule = acceptance_rule(config.requested, w.slots)
 
         def modules() -> PassContext:
             tree = None
@@ -444,11 +444,11 @@ class Build:
         return {w: 1 + prompt[w] + 2 * config.max_num_seqs * after[w] for w in windows}
 
 
-def adapter_limits(asked: EngineConfig) -> AdapterLimits | None:
+def adapter_limits(config: EngineConfig) -> AdapterLimits | None:
     """Return the room for adapters; None if they are off."""
-    if not asked.enable_lora:
+    if not config.enable_lora:
         return None
-    return AdapterLimits(asked.max_loras, asked.max_lora_rank, max(asked.max_loras, asked.max_cpu_loras or 0))
+    return AdapterLimits(config.max_loras, config.max_lora_rank, max(config.max_loras, config.max_cpu_loras or 0))
 
 
 def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
@@ -459,7 +459,7 @@ def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
     if spec.paths and not isinstance(drafter, TreeDrafter):
         raise ConfigError(
             f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "
-            "paths is asked for: leave out speculative_token_tree, or topk and num_draft_tokens."
+            "paths is configured: leave out speculative_token_tree, or topk and num_draft_tokens."
         )
     if (spec.draft_tensor_parallel_size or 1) > 1 and not isinstance(drafter, DivisibleDrafter):
         raise ConfigError(

@@ -144,7 +144,7 @@ class FileOutcomes(msgspec.Struct, frozen=True, tag=True):
     command.
     """
 
-    asked: list[tuple[tuple[int, bytes], bool]]
+    parts: list[tuple[tuple[int, bytes], bool]]
 
 
 FileCommand = WriteFile | ReadFile | RemoveFiles

@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 
 from unisono.config import ResolvedConfig
-from unisono.distributed.group import Refused
+from unisono.distributed.group import RankError
 from unisono.distributed.processes import Gone, Rank
 from unisono.engine.disaggregation.page_bytes import RankPages
 from unisono.engine.worker.build import Build
@@ -47,10 +47,10 @@ def main(socket: int, memory: int) -> None:
 def _serve(rank: Rank) -> None:
     config: ResolvedConfig = rank.first["config"]
     open_carrying(rank, rank.memory, config.device, rank.first["store"])
-    checkpoint = Checkpoint.open(config.asked.model, config.asked.quantization, config.asked.hf_overrides)
+    checkpoint = Checkpoint.open(config.requested.model, config.requested.quantization, config.requested.hf_overrides)
     build = Build(config, checkpoint, lambda stage, share: None, rank)
     worker = build.worker
-    if config.asked.exchanges_pages:
+    if config.requested.exchanges_pages:
         worker.page_bytes = RankPages(worker.store, rank.pages)
     gc.collect()
     gc.freeze()
@@ -71,12 +71,12 @@ def _serve(rank: Rank) -> None:
     close_carrying(rank)
 
 
-def _attempted(worker: Worker, command: Command) -> bool | Refused:
+def _attempted(worker: Worker, command: Command) -> bool | RankError:
     """Execute a command that may fail. Return True if its memory fits, or the reason of the failure."""
     try:
         worker.execute(command)
     except torch.OutOfMemoryError:
         return False
     except UnisonoError as error:
-        return Refused.of(error)
+        return RankError.of(error)
     return True

@@ -19,7 +19,7 @@ import torch
 from unisono.config import ResolvedConfig
 from unisono.distributed.gather import Ranks, close_transport, open_transport
 from unisono.distributed.group import Group, first_error
-from unisono.distributed.processes import CAPTURE_LAG, LAG, Peers
+from unisono.distributed.processes import CAPTURE_LAG, LAG, RankProcesses
 from unisono.distributed.shared_memory import SharedMemory
 from unisono.engine.worker.commands import ANSWERED, Command, FileOutcomes, Measure, encode
 from unisono.engine.worker.worker import Worker
@@ -32,11 +32,13 @@ MODULE = "unisono.engine.worker.rank"
 
 def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
     """Return rank 0's place among the configured ranks. Raises ConfigError if the model cannot be divided so."""
-    asked = config.asked
-    count = asked.tensor_parallel_size
-    if asked.enable_expert_parallel and not any(hasattr(layer.feed_forward, "num_experts") for layer in model.layers):
+    requested = config.requested
+    count = requested.tensor_parallel_size
+    if requested.enable_expert_parallel and not any(
+        hasattr(layer.feed_forward, "num_experts") for layer in model.layers
+    ):
         raise ConfigError(f"--enable-expert-parallel: a {model.architecture} has no experts; leave it out.")
-    if asked.tp_reduce == "ordered" and asked.enable_lora:
+    if requested.tp_reduce == "ordered" and requested.enable_lora:
         raise ConfigError("--tp-reduce ordered with --enable-lora: adapters read whole rows; leave one of them out.")
     divided = config.speculative.draft_tensor_parallel_size if config.speculative else None
     if divided not in (None, 1, count):
@@ -46,8 +48,8 @@ def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
         )
     together = count > 1
     ranks = Ranks(
-        0, count, whole_experts=asked.enable_expert_parallel and together,
-        ordered=asked.tp_reduce == "ordered" and together,
+        0, count, whole_experts=requested.enable_expert_parallel and together,
+        ordered=requested.tp_reduce == "ordered" and together,
     )  # fmt: skip
     model.check_divides(ranks)
     return ranks
@@ -63,7 +65,7 @@ class Team:
             index: {"config": _on(config, index), "ranks": replace(ranks, index=index), "store": store}
             for index in range(1, ranks.count)
         }
-        self._peers = Peers(MODULE, first, ranks)
+        self._peers = RankProcesses(MODULE, first, ranks)
         self.ranks = ranks
         try:
             open_carrying(self, self._peers.memory, config.device, store)

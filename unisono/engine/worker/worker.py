@@ -143,7 +143,7 @@ class Worker:
     def answer(self, command: FileOutcomes) -> list[int]:
         """Answer a query."""
         assert self.files is not None
-        return self.files.outcomes(command.asked)
+        return self.files.outcomes(command.parts)
 
     def modules(self) -> Iterator[nn.Module]:
         """Iterate over every module of the target."""
