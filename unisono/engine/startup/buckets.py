@@ -111,8 +111,8 @@ def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> Resolved
     for program, mode in modes.items():
         if mode == "full" and not attention.capturable:
             raise ConfigError(
-                f"--graphs {config.requested.graphs}: {program} passes cannot be captured whole: attention backend {name!r} "
-                f"plans on the host: use --graphs auto or {program}=segmented, or --attention-backend triton."
+                f"--graphs {config.requested.graphs}: {program} passes cannot be captured whole: attention backend "
+                f"{name!r} plans on the host: use --graphs auto or {program}=segmented, or --attention-backend triton."
             )
     if config.requested.role == "prefill" and modes["round"] == "auto":
         modes["round"] = "off"
