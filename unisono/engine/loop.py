@@ -8,9 +8,10 @@ One thread at a time owns the engine: it steps, hands out the deltas, and runs t
 * ``AsyncLLM``: an :class:`EngineThread`, while there are requests. An event loop must not block.
 * The engine process (``cluster/engine_process.py``): its main thread, for the life of the process.
 
-A lone ``LLM`` caller keeps stepping in its own thread for three reasons. A thread switch per token is not free (tiny on a
-CPU: step time 1.03 times the caller's own, quartiles 0.91 to 1.13 on a busy machine; CPU time 1.00). Streams that are
-read in turn would run ahead of their readers. A process that forks between two calls must not have a thread that steps.
+A lone ``LLM`` caller keeps stepping in its own thread for three reasons. A thread switch per token is not free (tiny on
+a CPU: step time 1.03 times the caller's own, quartiles 0.91 to 1.13 on a busy machine; CPU time 1.00). Streams that are
+read in turn would run ahead of their consumers. A process that forks between two calls must not have a thread that
+steps.
 
 This module does not import torch, because the engine process imports it before its engine.
 """
