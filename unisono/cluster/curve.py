@@ -6,6 +6,8 @@ never over the connection itself, and is required to connect: it is the shared s
 
 from __future__ import annotations
 
+from typing import Any
+
 import zmq
 
 
@@ -14,14 +16,14 @@ def keys() -> tuple[bytes, bytes]:
     return zmq.curve_keypair()
 
 
-def guard(socket: zmq.Socket, secret: bytes) -> None:
+def guard(socket: zmq.Socket[Any], secret: bytes) -> None:
     """Restrict ``socket``, before it is bound, to peers that know the public key. No secret: no restriction."""
     if secret:
         socket.curve_server = True
         socket.curve_secretkey = secret
 
 
-def join(socket: zmq.Socket, key: bytes) -> None:
+def join(socket: zmq.Socket[Any], key: bytes) -> None:
     """Encrypt ``socket``, before it connects, for the owner of this public key. No key: plain."""
     if key:
         socket.curve_serverkey = key

@@ -43,7 +43,8 @@ Factory = Callable[[Any, Callable[[str, float], None]], EngineLike]
 def load_factory(name: str) -> Factory:
     """Return the factory that ``"module:Class"`` names."""
     module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    factory: Factory = getattr(importlib.import_module(module), attribute)
+    return factory
 
 
 def main(address: str, factory: str, config: Any, heartbeats: str | None = None, key: bytes = b"") -> None:
@@ -78,7 +79,7 @@ def main(address: str, factory: str, config: Any, heartbeats: str | None = None,
             sys.exit(1)
 
 
-def _send(socket: zmq.Socket, message: ipc.FromEngine) -> None:
+def _send(socket: zmq.Socket[bytes], message: ipc.FromEngine) -> None:
     socket.send(ipc.encode(message))
 
 
@@ -89,7 +90,7 @@ def _one_line(error: BaseException) -> str:
 class EngineServer:
     """Serve ``engine`` on ``socket``: handle messages between its steps, and send each step's deltas."""
 
-    def __init__(self, engine: EngineLike, socket: zmq.Socket, ledger: Ledger | None = None) -> None:
+    def __init__(self, engine: EngineLike, socket: zmq.Socket[bytes], ledger: Ledger | None = None) -> None:
         self.engine = engine
         self.socket = socket
         self.commands = OperatorCommands(engine)

@@ -117,8 +117,8 @@ ToEngine = Add | Abort | Inspect | OperatorCall | Shutdown
 FromEngine = Loading | Ready | Accepted | Rejected | Started | Deltas | Stats | Called | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
-_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 encode = _encoder.encode
 

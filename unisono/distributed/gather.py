@@ -83,7 +83,8 @@ class Ranks:
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """Gather x [M, 2 n] of each rank, columns of gate and then of up -> ``silu(gate) * up`` of all, [M, N · n]."""
-        return torch.ops.unisono.gather_silu(x, self.transport, self.count)
+        result: torch.Tensor = torch.ops.unisono.gather_silu(x, self.transport, self.count)
+        return result
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x [M, H], a term of each rank, in fp32 in the order of ranks, rounded once."""
@@ -97,7 +98,8 @@ class Ranks:
         x [M, H / N] of each rank; summed: [M, H], a term of each rank (:meth:`sum`).
         """
         arguments = x, residual, weight, eps, None, True, summed, self.transport, self.count
-        return torch.ops.unisono.gather_add_rms_norm(*arguments)[:2]
+        total, normed, *_ = torch.ops.unisono.gather_add_rms_norm(*arguments)
+        return total, normed
 
     def add_rms_norm_fp8(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool,

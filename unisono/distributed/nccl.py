@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.config import env
 from unisono.distributed.gather import Ranks
 from unisono.kernels.comm.gather import PROGRAMS, buffer_words, launch_gather
 from unisono.kernels.comm.gather_fused import (
@@ -50,7 +51,7 @@ class Nccl:
         dist.all_reduce(torch.zeros(1, device=device))  # makes the communicator, which a capture must not do
         self.why = "UNISONO_GATHER=nccl"
         self._peer_memory: PeerMemory | None = None
-        enabled = os.environ.get("UNISONO_GATHER", "near") != "nccl" if peer_memory is None else peer_memory
+        enabled = not env.gathers_by_nccl() if peer_memory is None else peer_memory
         if enabled:
             self._peer_memory, self.why = _agreed_peer_memory(ranks, device, meeting)
 

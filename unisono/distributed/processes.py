@@ -268,7 +268,8 @@ class Rank:
     def exchange(self, value: Any) -> list[Any]:
         """See :class:`unisono.distributed.group.Group`."""
         self.answer(value)
-        return pickle.loads(self.channel.receive()[0])
+        values: list[Any] = pickle.loads(self.channel.receive()[0])
+        return values
 
     def answer(self, value: Any) -> None:
         """Send a value to rank 0."""

@@ -42,7 +42,7 @@ from unisono.kv.offload.offloader import PAUSE_SECONDS, Offload
 from unisono.kv.pages import PagePool
 from unisono.kv.specs import ALL
 from unisono.models.load.checkpoint import Checkpoint, generation_defaults
-from unisono.passes.features.base import Committed
+from unisono.passes.features.base import Committed, Metric
 from unisono.types import (
     BadRequest,
     ConfigError,
@@ -449,7 +449,7 @@ class Engine:
         """Return the resolved configuration, its reasons, the graphs and the eager passes, as JSON-ready data."""
         return report.info(self)
 
-    def metrics(self) -> list[report.Metric]:
+    def metrics(self) -> list[Metric]:
         """Return counters and gauges for ``/metrics``."""
         return report.metrics(self)
 

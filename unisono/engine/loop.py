@@ -192,7 +192,8 @@ class EngineLoop(Generic[E]):
         call = _EngineCall(work)
         self._calls.append(call)
         self.wait(lambda: call.done, call.wakeup)
-        return call.result()
+        result: T = call.result()
+        return result
 
     def submit(self, requests: Sequence[EngineRequest], notify: Callable[[], object] | None = None) -> Inbox:
         """Add requests to the engine, all or none. Raises BadRequest if the engine refuses one.
@@ -239,9 +240,10 @@ class EngineLoop(Generic[E]):
         """
         engine: Any = self.engine
         if request.adapter is None:
-            return engine.check(request)
-        self._prepare([request])
-        return self.call(lambda engine: engine.check(request))  # type: ignore[attr-defined]
+            engine.check(request)
+        else:
+            self._prepare([request])
+            self.call(lambda engine: engine.check(request))  # type: ignore[attr-defined]
 
     def read(self, inbox: Inbox) -> list[tuple[TokenDelta, float]]:
         """Wait for deltas of ``inbox``; step the engine if no other thread does. Empty once all its requests ended."""

@@ -42,7 +42,7 @@ class Done(msgspec.Struct, tag=True):
 
 
 Message = Prefill | Cancel | Pages | Done
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 encode = msgspec.msgpack.encode
 
 

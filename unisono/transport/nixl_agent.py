@@ -52,7 +52,8 @@ class Agent:
     def metadata(self) -> bytes:
         """Metadata with which a peer can read the registered memory."""
         with nixl_errors():
-            return self._agent.get_agent_metadata()
+            metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
 
     def connect(self, metadata: bytes) -> None:
         """Add the agent with this metadata as the peer, once. Raises NixlError."""

@@ -63,7 +63,8 @@ class EngineActor:
         """Return the id of the actor's node."""
         import ray
 
-        return ray.get_runtime_context().get_node_id()
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
     def serve(self, address: str, factory: str, config: Any, heartbeats: str | None, key: bytes) -> None:
         """Make the engine and serve it until Shutdown. Another error ends the actor's process."""
@@ -104,7 +105,8 @@ class EngineSlot:
         try:
             while True:
                 try:
-                    return await self.actor().ping.remote()
+                    node: str = await self.actor().ping.remote()
+                    return node
                 except ActorUnavailableError:
                     await asyncio.sleep(POLL_SECONDS)
                 except ActorDiedError as error:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Mapping
 
-from unisono.config import ResolvedConfig
+from unisono.config import ResolvedConfig, env
 from unisono.engine.disaggregation.identity import engine_identity
 from unisono.engine.disaggregation.page_bytes import SharedPages
 from unisono.engine.disaggregation.prefill_client import PrefillClient
@@ -17,9 +16,6 @@ from unisono.passes.features.base import Metric
 from unisono.transport.addresses import Address
 from unisono.transport.backends import usable_backends
 from unisono.types import ConfigError, EngineRequest
-
-KEY = "UNISONO_TRANSFER_KEY"
-"""Environment variable with the key that engines share."""
 
 
 class Roles:
@@ -136,7 +132,9 @@ def _bytes(name: str, counts: Mapping[str, int]) -> list[Metric]:
 
 
 def _key(addresses: list[Address]) -> bytes:
-    key = os.environ.get(KEY, "")
+    key = env.transfer_key()
     if not key and any(address.scheme == "tcp" for address in addresses):
-        raise ConfigError(f"Engines that exchange pages over TCP share a key: set {KEY} to the same secret for all.")
-    return key.encode()
+        raise ConfigError(
+            f"Engines that exchange pages over TCP share a key: set {env.TRANSFER_KEY.name} to the same secret for all."
+        )
+    return key

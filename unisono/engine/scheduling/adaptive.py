@@ -82,7 +82,8 @@ class AcceptanceEstimate:
     def conditional(self, slots: np.ndarray) -> np.ndarray:
         """Return [R, K]: the probability that each position is accepted if all before it were."""
         shared = SHARED_TRIALS * self._all_taken / self._all_tried
-        return (self._taken[slots] + shared) / (self._tried[slots] + SHARED_TRIALS)
+        rates: np.ndarray = (self._taken[slots] + shared) / (self._tried[slots] + SHARED_TRIALS)
+        return rates
 
     def expected(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
         """Return [K + 1]: expected tokens of a round of slots [R] with 0 … K drafts. ``most`` [R]: each row's limit."""

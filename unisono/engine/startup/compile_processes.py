@@ -30,6 +30,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager
 
 from unisono import kernels
+from unisono.config import env
 from unisono.sandbox.channel import ForkChannel, Gone
 from unisono.sandbox.forks import Template, serve
 
@@ -39,15 +40,11 @@ MOST = 16
 AT_HOME = 4
 """Kernels that this process compiles at once until the forks are ready. Its own passes need the GIL, too."""
 
-VARIABLE = "UNISONO_COMPILE_PROCESSES"
-"""How many forks there are, in place of as many as there are other cores; 0: none."""
-
 
 def forks_for(ranks: int) -> int:
     """Return the number of forks for this process, one of ``ranks`` on this machine: the number of other cores."""
-    setting = os.environ.get(VARIABLE, "")
-    if setting.isdecimal():
-        return int(setting)
+    if (count := env.compile_processes()) is not None:
+        return count
     return min(MOST, len(os.sched_getaffinity(0)) // ranks - 1)
 
 

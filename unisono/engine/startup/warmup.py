@@ -34,7 +34,7 @@ _ZEROED = {
 """Replace uninitialised memory by zeros, so that indices in it are valid for the ops that do run."""
 
 
-class _Ahead(AsyncCompileMode):
+class _Ahead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types
     """Send queued compilations to processes first."""
 
     def __init__(self, pool: ThreadPoolExecutor, processes: CompileProcesses) -> None:

@@ -426,7 +426,8 @@ class Build:
         )
 
         def measure() -> int:
-            return max(self._group.exchange(peak_bytes(self._largest(self._programs()), config.device)))
+            peaks: list[int] = self._group.exchange(peak_bytes(self._largest(self._programs()), config.device))
+            return max(peaks)
 
         pages, snapshots, self.config = fit_pages(config, demand, measure)
         pages, snapshots, of_first = decided(self._group, (pages, snapshots, self.config))
@@ -455,7 +456,7 @@ def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
     """Return the drafter of the configured method, without its weights. Raises ConfigError if it cannot draft the
     tree.
     """
-    drafter = catalog.drafters.load(spec.method)(spec, target)
+    drafter: Drafter = catalog.drafters.load(spec.method)(spec, target)
     if spec.paths and not isinstance(drafter, TreeDrafter):
         raise ConfigError(
             f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "

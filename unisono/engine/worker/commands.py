@@ -205,7 +205,9 @@ def _decode_array(code: int, data: memoryview) -> np.ndarray:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_decoder = msgspec.msgpack.Decoder(Command | FileOutcomes, ext_hook=_decode_array, dec_hook=lambda kind, value: value)
+_decoder: msgspec.msgpack.Decoder[Command | FileOutcomes] = msgspec.msgpack.Decoder(
+    Command | FileOutcomes, ext_hook=_decode_array, dec_hook=lambda kind, value: value
+)
 
 
 def encode(command: Command | FileOutcomes) -> bytes:

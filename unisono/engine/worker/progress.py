@@ -42,26 +42,31 @@ class Progress:
 
     def owned(self, slots: np.ndarray, owners: np.ndarray) -> np.ndarray:
         """bool [R]: True for the slots [R] that these requests still hold."""
-        return self.owner[slots] == owners
+        same: np.ndarray = self.owner[slots] == owners
+        return same
 
     def going_on(self, slots: np.ndarray) -> np.ndarray:
         """bool [R]: True for requests that may take part in another pass. A pass in flight commits at least one
         token.
         """
-        return self.length[slots] + self.in_flight[slots] < self.max_length[slots]
+        open_rows: np.ndarray = self.length[slots] + self.in_flight[slots] < self.max_length[slots]
+        return open_rows
 
     def worst(self, slots: np.ndarray, width: int) -> np.ndarray:
         """[R]: tokens after one more round of ``width`` tokens in which everything is accepted."""
-        return np.minimum(self.length[slots] + (self.in_flight[slots] + 1) * width, self.max_length[slots])
+        worst: np.ndarray = np.minimum(self.length[slots] + (self.in_flight[slots] + 1) * width, self.max_length[slots])
+        return worst
 
     def outgrown(self, slots: np.ndarray, worst: np.ndarray) -> list[int]:
         """Return the rows whose page table on the device is too short for ``worst`` [R] tokens."""
-        return np.flatnonzero(worst > PAGE_SIZE * self.mapped[slots]).tolist()
+        rows: list[int] = np.flatnonzero(worst > PAGE_SIZE * self.mapped[slots]).tolist()
+        return rows
 
     def most_drafts(self, slots: np.ndarray) -> np.ndarray:
         """[R]: drafts that each request may have in its next round."""
         left = self.max_length[slots] - self.length[slots] - 1
-        return np.minimum(self.max_drafts[slots], np.maximum(0, left))
+        most: np.ndarray = np.minimum(self.max_drafts[slots], np.maximum(0, left))
+        return most
 
     def launched(self, slots: np.ndarray) -> None:
         """Count a launched pass that commits tokens of these requests."""

@@ -10,7 +10,6 @@ Shapes: M rows, few enough for indices of 32 bits, K inputs, N outputs of a prod
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
+from unisono.config import env
 from unisono.kernels.gemm.fp8_quantize import scaled_by, scales_of
 from unisono.kernels.hopper import WIDTH, block_barrier, next_group, next_stage, order_loads, stage_barriers
 
@@ -67,10 +67,10 @@ def may_stay(device: torch.device, faster: bool = True) -> bool:
     """Claim the device; whether that succeeds: nobody else has it, or there is no claimant.
 
     faster: whether the launch is known to be faster on a GPU than those it replaces.
-    UNISONO_STAYING_LAUNCHES: "1": slower ones, too; "0": none, as for processes that share a GPU's multiprocessors.
+    UNISONO_STAYING_LAUNCHES may turn such launches off, or on where they are slower.
     """
-    asked = os.environ.get("UNISONO_STAYING_LAUNCHES", "")
-    if asked == "0" or (asked != "1" and device.type != "cpu" and not faster):
+    switch = env.persistent_launches()
+    if switch is False or (switch is None and device.type != "cpu" and not faster):
         return False
     if device.type == "cpu" or _claimant is None:
         return True
