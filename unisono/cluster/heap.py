@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 
 def freeze_heap() -> None:
-    """Collect garbage, and have later collections pass over what is left: a model's and its libraries' objects.
+    """Freeze the heap so that GC pauses do not delay tokens: collect, then exclude all living objects from collection.
 
-    A collection that goes through all of these takes 0.2 s, in which no request gets a token, at an unforeseeable time.
-    For processes of the project's own: objects that exist now are never collected.
+    A full collection over a model's and its libraries' objects takes 0.2 s, in which no request gets a token, at an
+    unpredictable time. For the project's own processes only: objects that exist now are never collected.
 
     The second collection resets Python's count of long-lived objects. A full collection runs only once the new ones are
     a quarter of that count; with the frozen objects in it, reference cycles of requests would stay for hours.
@@ -26,7 +26,7 @@ def freeze_heap() -> None:
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """:func:`freeze_heap` for a while."""
+    """Freeze the heap within a block."""
     freeze_heap()
     try:
         yield
@@ -36,7 +36,9 @@ def frozen_heap() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection inside: imports and loading make objects that stay, and collections would walk them."""
+    """Disable garbage collection within a block: imports and loading make objects that stay, and collections walk
+    them.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

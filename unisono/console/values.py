@@ -8,22 +8,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from unisono.config import catalog
+from unisono.config import catalog, env
 from unisono.types import ConfigError, SpeculativeConfig
-
-API_KEY = "UNISONO_API_KEY"
-"""The environment variable of ``--api-key``."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def checked_key(given: str | None) -> str | None:
     """The API key, or None where none is asked for. An empty one would serve everybody while it looks protected."""
-    named = os.environ.get(API_KEY)
+    named = env.api_key()
     if given is None and named is not None:  # the parser takes an empty variable for none
         given = named
     if given is not None and not given.strip():
-        source = f"The environment variable {API_KEY}" if given == named else "--api-key"
+        source = f"The environment variable {env.API_KEY.name}" if given == named else "--api-key"
         raise ConfigError(f"{source} is empty, which protects nothing: give a key, or leave it out to serve openly.")
     return given
 

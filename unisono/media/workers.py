@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.media.memory import memory_file
-from unisono.sandbox.channel import Channel, Gone
+from unisono.sandbox.channel import ForkChannel, Gone
 from unisono.sandbox.forks import Template
 
 SECONDS = 15.0
@@ -31,7 +31,7 @@ class Workers:
         self._place = threading.BoundedSemaphore(places)
         self._lock = threading.Lock()
         self._template: Template | None = None
-        self._idle: list[Channel] = []
+        self._idle: list[ForkChannel] = []
 
     def start(self) -> None:
         """Begin to start the template, which takes a second or two; the first item waits for it."""
@@ -51,7 +51,7 @@ class Workers:
             os.close(descriptor)
 
     def _ask(self, message: dict[str, Any], descriptor: int) -> tuple[str, Any, bytes]:
-        channel: Channel | None = None
+        channel: ForkChannel | None = None
         try:
             channel = self._connected()
             channel.send(message, [descriptor])
@@ -96,7 +96,7 @@ class Workers:
             self._template = Template("unisono.media.worker", [self._setup])
         return self._template
 
-    def _connected(self) -> Channel:
+    def _connected(self) -> ForkChannel:
         """A channel to a process that waits for an item."""
         with self._lock:
             while self._idle:
@@ -108,7 +108,7 @@ class Workers:
         channel.socket.settimeout(PATIENCE)
         return channel
 
-    def _end(self, channel: Channel | None) -> None:
+    def _end(self, channel: ForkChannel | None) -> None:
         """Leave a process; it ends with its channel, or after its processor time."""
         if channel is not None:
             channel.close()

@@ -109,7 +109,7 @@ class Generation:
         self._scores, self._style, self._echo = scores, style, echo
         self._reader = reader
         self._stream: TokenStream | BeamStream | None = None
-        self.wish = ANYWHERE  # which engine is to run it, of several
+        self.placement = ANYWHERE  # which engine is to run it, of several
         self.ended: str | None = None  # how, once it has
         self.client = ""  # whose it is, as ``auth.Client.label``
         self.key = ""  # the name of its key
@@ -177,7 +177,7 @@ class Generation:
         self._timer.submitted()
         try:
             request = replace(self._request, client=self.client)
-            self._stream = await self._client.submit(request, self.wish)
+            self._stream = await self._client.submit(request, self.placement)
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from unisono.cluster.engines import Wish
+from unisono.cluster.engines import Placement
 from unisono.http.answers.generation import Generation, start_all
 from unisono.http.answers.writer import EventStream, Reply, until_disconnect
 from unisono.http.errors import ApiError, show
@@ -153,11 +153,11 @@ async def answer(
 
     closed: called once the answer is sent, has failed, or has lost its client.
     """
-    wish = wish_of(request)
+    placement = placement_of(request)
     generations = await prepare()
     prepared(request, generations)
     for generation in generations:
-        generation.wish = wish
+        generation.placement = placement
         generation.arrived(note(request.scope).arrival)
     reply = reply_of(generations)
     if answer_id in service.running:
@@ -190,18 +190,18 @@ def prepared(request: Request, generations: list[Generation]) -> None:
         generation.client, generation.key = ticket.client.label, ticket.client.name
 
 
-def wish_of(request: Request) -> Wish:
+def placement_of(request: Request) -> Placement:
     """Where a request wants to run, by its headers. Raises ApiError for a rank that is none."""
     headers = request.headers
     named = next((name for name in SESSION_HEADERS if headers.get(name)), None)
     session = "" if named is None else _session(note(request.scope).key, named, headers[named])
     if (rank := headers.get(RANK_HEADER)) is None:
-        return Wish(session)
+        return Placement(session)
     if not (rank.isascii() and rank.isdecimal() and len(rank) < 9):
         raise ApiError(
             400, f"{RANK_HEADER}={show(rank)} is not valid: give the number of an engine.", param=RANK_HEADER
         )
-    return Wish(session, rank=int(rank))
+    return Placement(session, rank=int(rank))
 
 
 def _session(*parts: str) -> str:

@@ -318,13 +318,13 @@ class Offload:
             parts += [(window_group, self._digest(plan, column)) for column in columns]
         if plan.snapshot:
             parts.append((SNAPSHOTS, self._digest(plan, plan.pages - 1)))
-        parts = {}
+        pinned: dict[Part, HostEntry] = {}
         for part in reversed(parts):  # so that the end of a prefix is evicted first
             held = self.index.find(part)
             assert held is not None
             held.pins += 1
-            parts[part] = held
-        return parts
+            pinned[part] = held
+        return pinned
 
     def _digest(self, plan: FetchPlan, column: int) -> bytes:
         known = len(plan.path)
