@@ -1,9 +1,8 @@
-"""SGLang's and vLLM's names of flags, for the commands that start an engine; ``docs/cli.md`` has the table.
+"""Flag names of SGLang and vLLM for the commands that start an engine; ``docs/cli.md`` has the table.
 
-:func:`translate` rewrites a command line before it is parsed. An alias gives the same as the flag that it stands for,
-or is accepted with a note that says what happens instead. Nothing is ignored in silence: a value that cannot be
-honoured is an error, and so is an unknown flag, which names the nearest known one. ``cli`` calls it; no other module
-does.
+:func:`translate` rewrites a command line before it is parsed. An alias is replaced by its flag, or accepted with a note
+of what happens instead. No flag is ignored silently: a value that cannot be honoured is an error, and so is an unknown
+flag; its error names the nearest known one. Only ``cli`` calls it.
 """
 
 from __future__ import annotations
@@ -34,9 +33,10 @@ from unisono.types import ConfigError
 
 @dataclass
 class Translation:
-    """The rewritten command line as it grows. path: the model, where a flag named it. notes: for the user to read.
-    defaults: "flag=value" where nothing else sets that flag. more: where further values of a flag that takes several
-    stand.
+    """The rewritten command line while it is built.
+
+    path: the model, if a flag named it. notes: messages for the user. defaults: "flag=value" for flags that are not set
+    otherwise. more: positions of further values of a flag that takes several.
     """
 
     arguments: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Translation:
     more: dict[int, str] = field(default_factory=dict)
 
     def switch(self, flag: str) -> None:
-        """An alias without a value."""
+        """Rewrite an alias without a value."""
         if flag in NOTED_SWITCHES:
             self.notes.append(f"{flag}: nothing to do; {NOTED_SWITCHES[flag]}.")
         elif "=" in SWITCHES[flag]:
@@ -58,7 +58,7 @@ class Translation:
             self.arguments.append(SWITCHES[flag])
 
     def value(self, flag: str, value: str) -> None:
-        """An alias with a value."""
+        """Rewrite an alias with a value."""
         if flag == "--speculative-num-steps":
             self.steps = _whole(flag, value, "; --speculative-method none drafts nothing")
         if flag in RENAMED:
@@ -105,7 +105,7 @@ class Translation:
         self.notes.append(f"{flag}: the role is {ROLES[role]}; --transfer-listen and --prefill-url say where pages go.")
 
     def finish(self) -> None:
-        """What takes several flags: a chain of drafts, or a tree; and defaults."""
+        """Add the flags that depend on several aliases (a chain or a tree of drafts), and the defaults."""
         given = {argument.partition("=")[0] for argument in self.arguments}
         self.arguments += [each for each in self.defaults if each.partition("=")[0] not in given]
         drafts = self.draft_tokens
@@ -136,24 +136,24 @@ READ: dict[str, Callable[[Translation, str, str], None]] = {
     "--speculative-num-draft-tokens": Translation.num_draft_tokens,
     "--mamba-scheduler-strategy": Translation.mamba_strategy,
 }
-"""Flags with a value that more is to be said of."""
+"""Flags with a value that need more than a replacement."""
 
 ALIASES = tuple(
     flag
     for flag in (*SHORT, *RENAMED, *SWITCHES, *READ, *ACCEPTED, *NOTED_VALUES, *NOTED_SWITCHES, *REFUSED)
     if flag != "--load-format"
 )
-"""Every name that is not a flag of ours."""
+"""Every name that is not a flag of Unisono."""
 
 
 def translate(
     arguments: Sequence[str], known: Collection[str], switches: Collection[str], lists: Collection[str] = ()
 ) -> Translation:
-    """Rewrite a command line. known: every flag of the command; switches: those of them that take no value; lists:
-    those that take one value or several, as ``--served-model-name a b``.
+    """Rewrite a command line.
 
-    Raises ConfigError for a value that cannot be honoured, a missing value, a flag that is neither known nor an alias,
-    and a model that is named twice.
+    known: every flag of the command. switches: those without a value. lists: those with one value or several, such as
+    ``--served-model-name a b``. Raises ConfigError for a value that cannot be honoured, a missing value, a flag that is
+    neither known nor an alias, and a model that is named twice.
     """
     result, positional = Translation(), list[str]()
     rest = deque(arguments)
@@ -162,8 +162,8 @@ def translate(
         flag, equals, given = argument.partition("=")
         flag = SHORT.get(flag, flag)
         if flag.startswith("--"):
-            flag = flag.replace("_", "-")  # as vLLM takes names
-        if (long := RENAMED.get(flag)) in ACCEPTED:  # a flag of some commands only
+            flag = flag.replace("_", "-")  # vLLM accepts underscores, too
+        if (long := RENAMED.get(flag)) in ACCEPTED:  # only some commands have the flag
             flag = long
         if not flag.startswith("--") or flag == "--":
             positional.append(argument)

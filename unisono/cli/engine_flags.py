@@ -1,4 +1,4 @@
-"""Flags of every command that starts an engine, in groups. ``cli.py`` adds them to its commands."""
+"""Flags of every command that starts an engine, in groups. ``cli/main.py`` adds them to its commands."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def model_flags(
     ] = None,
     config: Annotated[str | None, typer.Option(help="YAML file of flags; the command line wins.")] = None,
 ) -> None:
-    """Flags of the model and its files: fields of ``EngineConfig``, and what they are read from."""
+    """Flags of the model and its files: fields of ``EngineConfig``, and the sources of their values."""
 
 
 def speculative_flags(

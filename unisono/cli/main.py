@@ -1,7 +1,7 @@
-"""The command line: ``unisono serve | generate | chat | explain | compare | bench``.
+"""The command line: ``unisono serve | generate | chat | explain | compare | eval | bench | train-draft``.
 
-Flags carry vLLM's and SGLang's names. This file parses and prints; the work is done by ``llm``, ``server`` and
-``tools``, imported inside the command that needs them so that ``unisono --help`` is quick. Exit status: 0, 1 for an
+Flags have vLLM's and SGLang's names. This file parses and prints; ``entrypoints``, ``http`` and ``tools`` do the work.
+They are imported inside the command that needs them, so that ``unisono --help`` is quick. Exit status: 0, 1 for an
 error, 2 for a flag that cannot be honoured.
 """
 
@@ -40,10 +40,10 @@ from unisono.types.lora import read_modules
 
 
 class _EngineCommand(HelpfulCommand):
-    """A command that starts an engine: it also takes a file of flags, and other engines' names of flags."""
+    """A command that starts an engine. It also takes a file of flags, and other engines' flag names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:  # a shell completes the line
+        if ctx.resilient_parsing:  # shell completion
             return super().parse_args(ctx, args)
         options = [p for p in self.get_params(ctx) if p.param_type_name == "option"]
         known = {name for p in options for name in (*p.opts, *p.secondary_opts)}
@@ -68,7 +68,7 @@ def _train_draft() -> typer.Typer:
 
 
 LAZY: Mapping[str, Callable[[], typer.Typer]] = {"bench": _bench, "train-draft": _train_draft}
-"""Commands that are imported when they run, or are completed."""
+"""Commands that are imported only when they run or are completed."""
 
 
 class _Root(Commands):
@@ -83,7 +83,7 @@ class _Root(Commands):
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    """The value of a flag among arguments that are not parsed yet; None without one."""
+    """The value of a flag in unparsed arguments; None without one."""
     for place, argument in enumerate(arguments):
         if argument == flag:
             return arguments[place + 1] if place + 1 < len(arguments) else None
@@ -106,10 +106,10 @@ def _parameters(*groups: Callable[..., None]) -> dict[str, inspect.Parameter]:
 
 
 NEED_TEXT = (generate, chat, evaluate)
-"""Commands that cannot do with token ids."""
+"""Commands that need a tokenizer."""
 
 ONE_REQUEST = {"graph_capture": "lazy", "max_num_seqs": 1}
-"""Defaults of commands that run one request at a time, and end soon."""
+"""Defaults of short-lived commands that run one request at a time."""
 
 
 def _engine_command(
@@ -118,10 +118,11 @@ def _engine_command(
     defaults: Mapping[str, Any] | None = None,
     **groups: Callable[..., None],
 ) -> Callable[..., None]:
-    """Adds the engine's flags to a command; it receives them, checked, as its first argument, a dict.
+    """Add the engine's flags to a command; it receives them, checked, as a dict in its first argument.
 
-    own_group: help group of the command's own flags. defaults: of flags, where they differ. groups: more flags; each
-    group is a dict that the command takes under the group's name.
+    own_group: help group of the command's own flags. defaults: values that differ from the flags' defaults. groups:
+    more
+    flags; the command takes each group as a dict under the group's name.
     """
     flags = _parameters(*ENGINE_FLAGS)
     flags |= {name: flags[name].replace(default=value) for name, value in (defaults or {}).items()}
@@ -152,7 +153,7 @@ def _engine_command(
 
 
 def _add_completion(parameter: inspect.Parameter) -> None:
-    """Let shells complete the values of a parameter, where they are known."""
+    """Let shells complete the values of a parameter, if they are known."""
     named = {
         "path": lambda: [name for name, home in catalog.bundled.items() if (home / "tokenizer.json").exists()],
         "speculative_method": lambda: catalog.drafters.names,
@@ -174,7 +175,7 @@ def _add_completion(parameter: inspect.Parameter) -> None:
 
 
 def _refuse_engine_flags(given: dict[str, Any], flags: Mapping[str, inspect.Parameter]) -> None:
-    """Flags of an engine mean nothing to a server that runs already. Raises ConfigError."""
+    """Refuse engine flags together with --url: the server runs already. Raises ConfigError."""
     for name, value in given.items():
         if value != flags[name].default and name != "config":
             flag = "--" + name.replace("_", "-")
@@ -182,10 +183,10 @@ def _refuse_engine_flags(given: dict[str, Any], flags: Mapping[str, inspect.Para
 
 
 def _engine_settings(given: dict[str, Any], path: str, needs_text: bool, weights: bool) -> str:
-    """Make the flags' values, in place, fields of ``EngineConfig``; returns PATH with its revision.
+    """Convert the flags' values, in place, to fields of ``EngineConfig``; returns PATH with its revision.
 
-    needs_text: the command needs a tokenizer. weights: a hub id's weights are downloaded. Checks what can be checked
-    before anything slow is imported. Raises ConfigError and CheckpointError.
+    needs_text: the command needs a tokenizer. weights: download the weights of a hub id. Runs every check that needs no
+    slow import. Raises ConfigError and CheckpointError.
     """
     given["speculative"] = _speculative(
         given.pop("speculative_config"),
@@ -199,7 +200,7 @@ def _engine_settings(given: dict[str, Any], path: str, needs_text: bool, weights
     given["lora_modules"] = read_modules(given["lora_modules"] or ())
     given["hf_overrides"] = read_overrides("--hf-overrides", given["hf_overrides"] or {})
     _check_names(given)
-    given.pop("config")  # it was read before the flags were
+    given.pop("config")  # with_config has read it
     if revision := given.pop("revision"):
         path = _with_revision(path, revision)
     _check_tokenizer(given)
@@ -223,7 +224,7 @@ def _check_names(given: dict[str, Any]) -> None:
 
 
 def _check_tokenizer(given: dict[str, Any]) -> None:
-    """Make --tokenizer a directory that exists. Raises CheckpointError."""
+    """Resolve --tokenizer to an existing directory. Raises CheckpointError."""
     if (tokenizer := given["tokenizer"]) is not None:
         if not catalog.resolve_name(tokenizer).exists():
             raise CheckpointError(f"--tokenizer {tokenizer} does not exist: give a directory.")
@@ -237,7 +238,7 @@ def _with_revision(path: str, revision: str) -> str:
 
 
 def _speculative(text: str | None, **short: Any) -> SpeculativeConfig | None:
-    """The speculative config of the JSON and of the short flags, which win. Raises ConfigError."""
+    """The speculative config of the JSON and of the short flags, which take precedence. Raises ConfigError."""
     given = speculative_dict(text) if text else {}
     given |= {name: value for name, value in short.items() if value is not None}
     return SpeculativeConfig.parse(given) if given else None
@@ -259,7 +260,7 @@ def _main(
 
 
 def _check_answers(answers: dict[str, Any]) -> None:
-    """Whether there are the parsers that flags name; keep what ``ServerSettings`` has. Raises ConfigError."""
+    """Check the parser names in flags, and remove flags that ``ServerSettings`` does not have. Raises ConfigError."""
     from unisono.text.reasoning import parser_named
     from unisono.text.tool_parsers.formats import format_named
 
@@ -269,7 +270,7 @@ def _check_answers(answers: dict[str, Any]) -> None:
 
 
 def _parts(http: dict[str, Any], load: dict[str, Any], scale: dict[str, Any]) -> dict[str, Any]:
-    """The parts of ``ServerSettings`` that these flags are fields of. Raises ConfigError."""
+    """The parts of ``ServerSettings`` with these flags as fields. Raises ConfigError."""
     from unisono.cluster.replicas.plan import ReplicaSettings
     from unisono.http.limits.overload import LoadLimits
     from unisono.http.settings import HttpSettings

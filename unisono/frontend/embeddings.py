@@ -1,4 +1,4 @@
-"""Embeddings of a caller, checked and packed for the engine: whole prompts of them, or some positions.
+"""Embeddings of a caller, checked and packed for the engine: whole prompts, or some positions.
 
 They are checked and converted to the model's dtype here, once. The engine only unpacks them.
 """
@@ -18,7 +18,7 @@ EMBEDS, OVERRIDES = "prompt_embeds", "embedding_overrides"
 
 
 def embedded_prompt(embeds: Any, dtype: str) -> tuple[list[int], Overrides]:
-    """Return token ids and overrides of a prompt of embeddings alone, [T, hidden] or [1, T, hidden].
+    """Token ids and overrides of a prompt that consists of embeddings, [T, hidden] or [1, T, hidden].
 
     dtype: the model's, by name. Raises BadRequest.
     """
@@ -30,7 +30,7 @@ def embedded_prompt(embeds: Any, dtype: str) -> tuple[list[int], Overrides]:
 
 
 def overridden(token_ids: Sequence[int], given: Any, dtype: str) -> tuple[list[int], Overrides | None]:
-    """Return token ids and overrides of a prompt with embeddings at some positions.
+    """Token ids and overrides of a prompt with embeddings at some positions.
 
     given: {position: vector}, or (positions, tensor [n, hidden]). dtype: the model's, by name. Raises BadRequest.
     """
@@ -86,7 +86,7 @@ def _check_positions(positions: Sequence[object], rows: int, prompt: int) -> Non
 
 
 def _rows(given: Any, param: str, dims: int = 2) -> torch.Tensor:
-    """Return ``given`` as [n, size]; one vector [size] is [1, size]. Raises BadRequest for what is no such tensor."""
+    """``given`` as a tensor [n, size]; one vector [size] becomes [1, size]. Raises BadRequest for another shape."""
     import torch
 
     try:

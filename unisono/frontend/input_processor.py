@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters to checked engine requests: the one preparation, for ``LLM`` and the server."""
+"""Prompts and sampling parameters to checked engine requests: the same preparation for ``LLM`` and the server."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, MediaItem, Ov
 from unisono.types.checks import check_request
 
 SEED_BITS = 53
-"""Bits of a seed that is chosen for a request: JavaScript reads such a number back exactly."""
+"""Bits of a random seed: JavaScript represents such a number exactly."""
 
 PromptType = str | Sequence[int] | Mapping[str, Any]
-"""A prompt as callers write it: text, token ids, or a mapping with some of PROMPT_KEYS."""
+"""A prompt as callers pass it: text, token ids, or a mapping with some of PROMPT_KEYS."""
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "prompt_embeds", "embedding_overrides", "cache_salt", *KEYS}
 MAX_TRUNCATED_CHARS = 1 << 20
-"""Characters of a text that is tokenized to be truncated."""
+"""Longest text that is tokenized to be truncated, characters."""
 MAX_SALT_CHARS = 1024
 """Characters of a cache_salt; vLLM's limit."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What preparing a request needs to know of the model, from the engine's ``info()``.
+    """The properties of the model that request preparation needs, from the engine's ``info()``.
 
-    dtype: the model's, by name. generation_defaults: sampling parameters that generation_config.json sets.
-    prompt_embeds, return_hidden_states: whether the server was started with the flags that allow them. max_logprobs:
-    what logprobs may ask for at each position, -1 for any number. priorities: whether the engine schedules by them.
-    vision: of a model that sees, what pictures become.
+    dtype: the model's, by name. generation_defaults: sampling parameters of generation_config.json. prompt_embeds,
+    return_hidden_states: the server's flags allow them. max_logprobs: largest ``logprobs``, -1 for no limit.
+    priorities:
+    the engine schedules by priority. vision: image settings of a vision model.
     """
 
     max_model_len: int
@@ -83,8 +83,9 @@ class ModelFacts:
 class Prompt:
     """A prompt in token ids, with embeddings in place of some of them.
 
-    text: the prompt's text where it was given as text. param: the caller's name of the prompt, which errors cite.
-    cache_salt, media: see ``EngineRequest``.
+    text: the prompt's text, if it was a text. param: the caller's name of the prompt, for errors. cache_salt, media:
+    see
+    ``EngineRequest``.
     """
 
     token_ids: list[int]
@@ -96,9 +97,11 @@ class Prompt:
 
 
 class InputProcessor:
-    """Prepares requests for one model. ``tokenizer`` is None for a checkpoint without one.
+    """Preparation of requests for one model.
 
-    media: loads pictures and videos; None for tests of a model that sees none.
+    ``tokenizer`` is None for a checkpoint without one.
+
+    media: loader of images and videos; None in tests of text models.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, model: ModelFacts, media: MediaLoader | None = None) -> None:
@@ -115,10 +118,13 @@ class InputProcessor:
         truncates: bool = False,
         media: Sequence[Loaded] = (),
     ) -> Prompt:
-        """Tokenize a prompt, pack its embeddings, load its pictures and videos. Raises BadRequest.
+        """Tokenize a prompt, pack its embeddings, load its images and videos.
 
-        suffix: what follows the answer. truncates: whether :meth:`truncated` follows, so that a text may be longer than
-        the context. media: those that were loaded before, in the order of their placeholders.
+        Raises BadRequest.
+
+        suffix: text after the answer. truncates: :meth:`truncated` follows, so a text may be longer than the context.
+        media:
+        items that are loaded already, in the order of their placeholders.
         """
         if isinstance(given, str):
             given = {"prompt": given}
@@ -149,16 +155,16 @@ class InputProcessor:
         return self._with_media(Prompt(ids, text, overrides, cache_salt=salt), loaded)
 
     def _offline_sources(self, given: Mapping[str, Any]) -> list[MediaSource]:
-        """The pictures and videos of a prompt's mapping. Raises BadRequest."""
+        """The images and videos of a prompt's mapping. Raises BadRequest."""
         return self.with_settings(with_request(sources_of(given), given.get(KWARGS), None))
 
     def with_settings(self, sources: list[MediaSource]) -> list[MediaSource]:
-        """Sources with what the flags say, where their requests do not."""
+        """The sources with the settings of flags; a request's own settings take precedence."""
         settings = self.media.settings
         return with_request(sources, settings.mm_processor_kwargs, settings.media_io_kwargs)
 
     def _with_media(self, prompt: Prompt, items: Sequence[Loaded]) -> Prompt:
-        """The prompt with the placeholders of ``items`` written out. Raises BadRequest."""
+        """The prompt with the placeholders of ``items`` expanded. Raises BadRequest."""
         vision = self.model.vision
         if not items or vision is None:
             return prompt
@@ -182,13 +188,17 @@ class InputProcessor:
         media: Sequence[Loaded] = (),
         **options: Any,
     ) -> Prompt:
-        """Write one conversation as a prompt. Raises BadRequest.
+        """Render one conversation as a prompt.
 
-        tools: definitions in OpenAI's form. Arguments of calls in ``messages`` are objects, or text: an object in JSON
-        is decoded. System messages at the beginning are written as one; :class:`RoleTemplate` says what is rewritten
-        for a template that cannot write it. truncates, media: see :meth:`prompt`. A picture or video stands in a list
-        of content parts as ``{"type": "image"}`` or ``{"type": "video"}``; without ``media`` its placeholder stays.
-        ``options``: see ``Tokenizer.apply_chat_template``.
+        Raises BadRequest.
+
+        tools: definitions in OpenAI's form. Arguments of calls in ``messages`` are objects, or text: JSON of an object
+        is
+        decoded. Leading system messages are merged; :class:`RoleTemplate` rewrites sequences of roles that a template
+        cannot
+        render. truncates, media: see :meth:`prompt`. An image or video is a content part ``{"type": "image"}`` or
+        ``{"type":
+        "video"}``; without ``media`` its placeholder stays. ``options``: see ``Tokenizer.apply_chat_template``.
         """
         tokenizer = self.require_tokenizer("messages")
         messages = merged_leading(messages)
@@ -204,7 +214,7 @@ class InputProcessor:
 
     @cached_property
     def media_template(self) -> MediaTemplate:
-        """How the chat template takes pictures."""
+        """The image support of the chat template."""
         tokenizer, vision = self.tokenizer, self.model.vision
         if tokenizer is None or vision is None:
             return MediaTemplate()
@@ -215,7 +225,7 @@ class InputProcessor:
 
     @cached_property
     def role_template(self) -> RoleTemplate:
-        """The sequences of roles that the chat template can write."""
+        """The sequences of roles that the chat template can render."""
         tokenizer = self.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             return RoleTemplate()
@@ -223,16 +233,18 @@ class InputProcessor:
 
     @cached_property
     def tool_template(self) -> ToolTemplate:
-        """What the chat template can write of tools."""
+        """The tool support of the chat template."""
         tokenizer = self.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             return NO_TOOLS
         return ToolTemplate.of(tokenizer.chat_template, lambda m, t: tokenizer.apply_chat_template(m, tools=t))
 
     def truncated(self, prompt: Prompt, params: SamplingParams, prompt_only: bool = False) -> Prompt:
-        """The part of a prompt that ``params.truncate_prompt_tokens`` keeps. Raises BadRequest.
+        """The part of a prompt that ``params.truncate_prompt_tokens`` keeps.
 
-        prompt_only: no token follows it.
+        Raises BadRequest.
+
+        prompt_only: no token is generated.
         """
         kept, name = params.truncate_prompt_tokens, "truncate_prompt_tokens"
         if kept is None:
@@ -263,10 +275,13 @@ class InputProcessor:
         wanted: str = "logprobs",
         prompt_only: bool = False,
     ) -> EngineRequest:
-        """Prepare and check a request. ``EngineRequest.sequences`` splits it where ``params.n`` is above 1.
+        """Prepare and check a request.
 
-        A request without a seed gets one. wanted: the caller's name of ``logprobs``. prompt_only: as in EngineRequest.
-        Raises BadRequest.
+        ``EngineRequest.sequences`` splits it if ``params.n`` is above 1.
+
+        A request without a seed gets one. wanted: the caller's name of ``logprobs``. prompt_only: see EngineRequest.
+        Raises
+        BadRequest.
         """
         prompt = self.truncated(prompt, params, prompt_only)
         if params.seed is None:
@@ -293,7 +308,7 @@ class InputProcessor:
         return request
 
     def _check_limits(self, params: SamplingParams, priority: int, name: str) -> None:
-        """Raise BadRequest for what this engine was not started to give."""
+        """Raise BadRequest for features that this engine was started without."""
         most = self.model.max_logprobs
         asked = self.model.vocab_size if params.logprobs == -1 else params.logprobs or 0
         if most != -1 and asked > most:
@@ -310,7 +325,7 @@ class InputProcessor:
             )
 
     def require_tokenizer(self, param: str) -> Tokenizer:
-        """Return the tokenizer. Raises BadRequest where there is none to read ``param`` with."""
+        """The tokenizer. Raises BadRequest, naming ``param``, if there is none."""
         if self.tokenizer is None:
             raise BadRequest(
                 f"The checkpoint has no tokenizer, so {param} cannot be text; give the prompt as token ids (on a "
@@ -326,7 +341,7 @@ class InputProcessor:
                 f"The prompt has {len(text)} characters; at most {MAX_TRUNCATED_CHARS} are tokenized to be truncated.",
                 param,
             )
-        if len(text) > context and not truncates:  # it may be megabytes, which take minutes to tokenize
+        if len(text) > context and not truncates:  # tokenizing megabytes takes minutes
             least = -(-len(text) // tokenizer.longest_token)
             if least > context:
                 raise BadRequest(
@@ -357,10 +372,12 @@ def checked_salt(salt: Any, param: str = "cache_salt") -> str | None:
 
 
 def combined_salt(cache_salt: Any, extra_key: Any) -> str | None:
-    """Return one salt for the pair (vLLM's cache_salt, SGLang's extra_key), None without both. Raises BadRequest.
+    """One salt for the pair (vLLM's cache_salt, SGLang's extra_key); None without both.
 
-    Different pairs give different salts. A cache_salt alone is its own salt, as in ``LLM``; a pair with an extra_key is
-    hashed as JSON, because joined strings would make ("a", "bc") and ("ab", "c") the same.
+    Raises BadRequest.
+
+    Different pairs give different salts. A cache_salt alone is its own salt, as in ``LLM``. A pair with an extra_key is
+    hashed as JSON, because concatenation would make ("a", "bc") and ("ab", "c") equal.
     """
     salt = checked_salt(cache_salt, "cache_salt")
     if checked_salt(extra_key, "extra_key") is None:

@@ -1,4 +1,4 @@
-"""Pictures and videos of offline prompts: vLLM's ``multi_modal_data`` and ``multi_modal_uuids``."""
+"""Images and videos of offline prompts: vLLM's ``multi_modal_data`` and ``multi_modal_uuids``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS = {DATA, UUIDS, KWARGS}
 
 
 def sources_of(given: Mapping[str, Any]) -> list[MediaSource]:
-    """The pictures and videos of a prompt's mapping, pictures first. Raises BadRequest."""
+    """The images and videos of a prompt's mapping, images first. Raises BadRequest."""
     data, uuids = given.get(DATA) or {}, given.get(UUIDS) or {}
     for name, value in ((DATA, data), (UUIDS, uuids)):
         if not isinstance(value, Mapping):
@@ -76,7 +76,7 @@ def _ndim(one: Any) -> int:
 
 
 def offline_mapping(sources: Sequence[MediaSource]) -> dict[str, Any]:
-    """The keys of a prompt's mapping that stand for these sources."""
+    """The keys of a prompt's mapping for these sources."""
     if not sources:
         return {}
     return {DATA: {kind: [one for one in sources if one.kind == kind] for kind in ("image", "video")}}

@@ -1,6 +1,6 @@
-"""Sources to loaded items: brings the bytes, has them decoded and preprocessed, keeps what may be asked for again.
+"""Loads sources: gets the bytes, has them decoded and preprocessed, caches items.
 
-Everything here blocks its thread. The server calls it in threads of its own, so its event loop waits for none of it.
+Every function blocks its thread. The server calls them in worker threads, never in its event loop.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from unisono.media.workers import Workers
 from unisono.types import BadRequest, CheckpointError, Vectors
 
 SEEING = "Qwen3-VL, Qwen2.5-VL and Qwen3.5 checkpoints with a vision tower see (docs/models.md)"
-"""Which models take pictures, for those who asked another one."""
+"""The models that take images, for the refusal by other models."""
 CHECKED = ("merge", "patch_size", "temporal_patch_size", "tokens_per_second")
-"""What the checkpoint's processors must agree with the tower on."""
+"""Settings in which the checkpoint's processors must agree with the tower."""
 FILM_TYPE = "video/jpeg"
-"""The media type of a data URL that has the frames of a video, base64 each, between commas: vLLM's form."""
+"""Media type of vLLM's data URL for the frames of a video: base64 each, separated by commas."""
 
 
 @dataclass(frozen=True)
 class Vision:
-    """What the frontend has to know of a vision tower, from the engine's ``info()["vision"]``.
+    """The properties of a vision tower that the frontend needs, from the engine's ``info()["vision"]``.
 
-    merge: merged patches on a side of an embedding. image_token_id, video_token_id: placeholders of a prompt.
-    tokens_per_second: 0 where text tells the times of a video's frames; None where nobody says.
-    max_frame_tokens: of a picture or of one frame of a video, at most.
+    merge: side of an embedding in patches. image_token_id, video_token_id: placeholders of a prompt. tokens_per_second:
+    0
+    if text gives the times of a video's frames; None if unknown. max_frame_tokens: most tokens of an image or of one
+    frame
+    of a video.
     """
 
     merge: int
@@ -59,10 +61,11 @@ class Vision:
 
 
 class MediaLoader:
-    """Loads the pictures and videos of one model's requests.
+    """Loader of the images and videos of one model's requests.
 
     vision: None refuses all. directory: the checkpoint's. dtype: the model's, by name. max_tokens: of one item.
-    fetcher: stands in for the one of ``settings`` in tests.
+    fetcher:
+    replaces that of ``settings`` in tests.
     """
 
     def __init__(
@@ -91,17 +94,17 @@ class MediaLoader:
 
     @cached_property
     def workers(self) -> Workers:
-        """The processes that decode."""
+        """The decoding processes."""
         return Workers(self.setup, self.settings.media_processes)
 
     @property
     def has_processor(self) -> bool:
-        """Whether the checkpoint says how pictures become patches."""
+        """True if the checkpoint has an image processor."""
         names = ("preprocessor_config.json", "processor_config.json")
         return self._directory is not None and any((self._directory / name).is_file() for name in names)
 
     def prepare(self) -> None:
-        """Start the process that decodes, where there will be something to decode.
+        """Start a decoding process, if the model takes images.
 
         Raises CheckpointError for an image processor that cannot be used.
         """
@@ -117,7 +120,7 @@ class MediaLoader:
             self.workers.close()
 
     def check(self, sources: Sequence[MediaSource]) -> None:
-        """Raise BadRequest where this model takes no pictures, or fewer, before any of them is looked at."""
+        """Raise BadRequest if this model takes no images, or fewer, before any of them is read."""
         if not sources:
             return
         first = sources[0]
@@ -257,12 +260,12 @@ class MediaLoader:
 
 
 def _name(source: MediaSource) -> tuple[str, ...]:
-    """Return the key of an item that a client has named."""
+    """The key of an item that a client has named."""
     return source.owner, source.kind, source.uuid or ""
 
 
 def _key(source: MediaSource, payloads: Sequence[Payload]) -> bytes:
-    """What a loaded item depends on."""
+    """A hash of everything that a loaded item depends on."""
     digest = hashlib.blake2b(digest_size=20)
     digest.update(repr((source.kind, source.options, [one.described() for one in payloads])).encode())
     for one in payloads:
@@ -271,7 +274,7 @@ def _key(source: MediaSource, payloads: Sequence[Payload]) -> bytes:
 
 
 class _Kept:
-    """Loaded items, those of the last use, in ``size`` bytes of pixels. Names stand for items that are still kept."""
+    """An LRU cache of loaded items, ``size`` bytes of pixels. Names refer to items in the cache."""
 
     def __init__(self, size: int) -> None:
         self._size, self._used = size, 0

@@ -1,7 +1,7 @@
-"""The process that decodes pictures and videos: Pillow, and the checkpoint's image processor on its PIL backend.
+"""The process that decodes images and videos: Pillow, and the checkpoint's image processor on its PIL backend.
 
-A fork of it serves one item after the other; the kernel ends it where an item takes more time than allowed, and what
-needs more memory than allowed fails (``forks.py``). Nothing of it is imported by the caller, and it imports no torch.
+A fork of it serves one item after the other. The kernel ends it after too much processor time, and allocations beyond
+the memory limit fail (``sandbox/forks.py``). The caller imports nothing of it, and it imports no torch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from unisono.sandbox.forks import keep_freed_memory, limit_memory, limit_time, s
 from unisono.types.media_item import DIGEST_BYTES
 
 LIST_FPS = 2.0
-"""Frames a second of a list of frames where nothing says how fast they follow each other: what Qwen's models saw."""
+"""Default rate of a list of frames, frames per second: Qwen's models were trained with it."""
 MAX_FILE_FRAMES = 10_000
-"""Frames of an animated file."""
+"""Most frames of an animated file."""
 
 
 def main(descriptor: int) -> None:
-    """Fork a process that decodes for each message."""
+    """Fork a decoding process for each message."""
     serve(descriptor, _begin)
 
 
@@ -43,7 +43,7 @@ def _begin(first: list[Any]) -> Any:
     (setup,) = first
     try:
         decoder: Decoder | str = Decoder.of(setup)
-    except Exception as error:  # transformers raises anything here
+    except Exception as error:  # transformers raises any exception here
         decoder = f"{type(error).__name__}: {error}"[:1000]
     return lambda channel, message: _serve_all(channel, decoder, setup)
 
@@ -68,7 +68,7 @@ def _serve_all(channel: Channel, decoder: Decoder | str, setup: dict[str, Any]) 
 def _answer(
     decoder: Decoder, message: dict[str, Any], descriptors: list[int], setup: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """What became of an item: a list for the message, and its pixels."""
+    """The result of an item: a list for the message, and its pixels."""
     if message["kind"] == "check":
         return ["item", {"videos": decoder.videos is not None}], None
     try:
@@ -98,7 +98,7 @@ def _send(channel: Channel, answer: list[Any], data: Any) -> None:
 
 
 def _payloads(described: list[dict[str, Any]], descriptors: list[int]) -> list[tuple[dict[str, Any], bytes]]:
-    """Each payload's description with its bytes, which stand one after the other in the file that came along."""
+    """Each payload's description with its bytes, which are concatenated in the file of the message."""
     size = sum(one["size"] for one in described)
     found, start = [], 0
     with mmap.mmap(descriptors[0], max(1, size), access=mmap.ACCESS_READ) if size else _Nothing() as data:
@@ -118,7 +118,11 @@ class _Nothing:
 
 @dataclass
 class Decoder:
-    """setup: dtype, max_tokens of an item, max_bytes, max_pixels and max_frames. images: transformers' processor."""
+    """The processors of one checkpoint.
+
+    images: transformers' processor. setup: dtype, max_tokens of an item, max_bytes,
+    max_pixels, max_frames.
+    """
 
     images: Any
     videos: Any
@@ -129,10 +133,10 @@ class Decoder:
         """The processors of the checkpoint in ``setup["directory"]``. Raises any exception for broken files."""
         from PIL import Image
 
-        # without torch the package itself has none before 5.18
+        # before 5.18 the package exports none without torch
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-        Image.init()  # its readers, once for all forks
+        Image.init()  # Pillow's readers, once for all forks
         directory = Path(setup["directory"])
         images = AutoImageProcessor.from_pretrained(str(directory), backend="pil", local_files_only=True)
         if "image_grid_thw" not in images.model_input_names:
@@ -156,7 +160,7 @@ class Decoder:
     def image(
         self, payloads: list[tuple[dict[str, Any], bytes]], message: dict[str, Any]
     ) -> tuple[dict[str, Any], Any]:
-        """One picture: grid and digest, and its patches' bytes. Of an animated file the first frame."""
+        """One image: grid and digest, and its patches' bytes. An animated file gives its first frame."""
         ((payload, data),) = payloads
         image = self._opened(payload, data)
         width, height = image.size
@@ -206,7 +210,7 @@ class Decoder:
     def _packed(
         self, kind: str, pixels: Any, grid: Sequence[int], seconds: float, stamps: list[str]
     ) -> tuple[dict[str, Any], Any]:
-        """Facts of an item, and its patches as bytes in the model's dtype."""
+        """Properties of an item, and its patches as bytes in the model's dtype."""
         data = as_dtype(pixels, self.setup["dtype"])
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         digest.update(f"{kind} {list(grid)} {seconds!r} {self.setup['dtype']}".encode())
@@ -219,7 +223,7 @@ class Decoder:
     def video(
         self, payloads: list[tuple[dict[str, Any], bytes]], message: dict[str, Any]
     ) -> tuple[dict[str, Any], Any]:
-        """A list of frames, or one animated file."""
+        """A video: a list of frames, or one animated file."""
         rules = self.videos
         if rules is None:
             raise pictures.Bad("is a video, and this checkpoint has no video processor that is known here.")
@@ -254,7 +258,7 @@ class Decoder:
 
 
 class _Frames:
-    """The frames of a video: pictures of one size, or an animated file."""
+    """The frames of a video: images of one size, or an animated file."""
 
     def __init__(self, images: list[Any], most_pixels: int, background: Sequence[int]) -> None:
         red, green, blue = background
@@ -271,11 +275,11 @@ class _Frames:
             raise pictures.Bad(f"has {self.total} frames; files of at most {MAX_FILE_FRAMES} are read.")
 
     def rate(self) -> float:
-        """Frames a second of an animated file."""
+        """Frames per second of an animated file."""
         image, milliseconds = self._images[0], 0.0
         for number in range(self.total):
             self._seek(number)
-            milliseconds += image.info.get("duration") or 100  # what browsers take 0 for
+            milliseconds += image.info.get("duration") or 100  # browsers play a duration of 0 as 100 ms
         return 1000 * self.total / milliseconds
 
     def __getitem__(self, index: int) -> Any:
@@ -292,15 +296,15 @@ class _Frames:
 
 
 def _orientation(image: Any) -> int:
-    """EXIF's orientation; from 5 on rows and columns change places."""
+    """EXIF's orientation; from 5 on rows and columns are swapped."""
     try:
         return int(image.getexif().get(0x0112, 1))
-    except Exception:  # what is wrong with it is said when it is decoded
+    except Exception:  # errors are reported when it is decoded
         return 1
 
 
 def _ordered(found: dict[str, int], shortest: int | None, longest: int | None) -> dict[str, int]:
-    """Bounds of which the one that was asked for moves the other along."""
+    """Bounds in order: the one that the request sets moves the other along."""
     if found["shortest_edge"] > found["longest_edge"]:
         moved = "longest_edge" if longest is None and shortest is not None else "shortest_edge"
         other = "shortest_edge" if moved == "longest_edge" else "longest_edge"

@@ -1,4 +1,4 @@
-"""New text of a chat answer told apart: what the model thinks, what it says, and which tools it calls."""
+"""Splits new text of a chat answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.text.tool_parsers.base import Reader, ToolDelta
 
 @dataclass(frozen=True)
 class Said:
-    """What new text of an answer amounts to: thinking, content, tool calls."""
+    """The parts of new text: reasoning, content, tool calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -19,18 +19,18 @@ class Said:
 
 
 class AnswerReader:
-    """Reads one sequence of a chat answer. constrains: whether its calls are a grammar's."""
+    """Reader of one sequence of a chat answer. constrains: a grammar constrains its calls."""
 
     def __init__(self, splitter: Splitter | None, reader: Reader | None, constrains: bool = False) -> None:
         self._splitter, self._reader, self.constrains = splitter, reader, constrains
 
     @property
     def splits(self) -> bool:
-        """Whether thinking is told from what is said."""
+        """True if reasoning is separated from content."""
         return self._splitter is not None
 
     def feed(self, text: str, last: bool) -> Said:
-        """What ``text`` adds. last: no more text comes."""
+        """The parts of ``text``. last: no more text follows."""
         reasoning = ""
         if self._splitter is not None:
             reasoning, text = self._splitter.feed(text, last)

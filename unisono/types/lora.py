@@ -1,4 +1,4 @@
-"""How callers name adapters (LoRA): vLLM's ``LoRARequest``, and the values of ``--lora-modules``."""
+"""Adapters (LoRA) as callers name them: vLLM's ``LoRARequest``, and the values of ``--lora-modules``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.types.errors import BadRequest, ConfigError
 class LoRARequest:
     """``LoRARequest("name", 1, "directory")``: generate with the adapter of this directory.
 
-    It is loaded when it is first named. lora_int_id: a number from 1 on, another one for each adapter.
+    It is loaded on first use. lora_int_id: a number from 1 on, unique to the adapter.
     """
 
     lora_name: str
@@ -31,7 +31,7 @@ class LoRARequest:
 
 
 def one_each(given: object, count: int) -> list[LoRARequest | None]:
-    """The adapter of each of ``count`` prompts, from one for all of them, or a list. Raises BadRequest."""
+    """The adapter of each of ``count`` prompts: one for all of them, or a list. Raises BadRequest."""
     each = [given] * count if given is None or isinstance(given, LoRARequest) else given
     if not isinstance(each, list | tuple) or not all(one is None or isinstance(one, LoRARequest) for one in each):
         kind = type(given).__name__
@@ -44,7 +44,7 @@ def one_each(given: object, count: int) -> list[LoRARequest | None]:
 def read_modules(given: Sequence[Any] | Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """(name, directory) of each value of ``--lora-modules``: ``name=path``, or JSON with name and path, or a list.
 
-    In JSON, ``base_model_name`` is taken and not used. Raises ConfigError.
+    ``base_model_name`` in JSON is ignored. Raises ConfigError.
     """
     if isinstance(given, Mapping):
         return tuple((str(name), str(path)) for name, path in given.items())

@@ -1,4 +1,4 @@
-"""Pictures and frames that callers hold in memory: Pillow's objects, arrays and tensors, as bytes for the worker."""
+"""Images and frames in a caller's memory (Pillow images, arrays, tensors), as bytes for the worker."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 @dataclass(frozen=True)
 class Payload:
-    """One picture on its way to the worker. form: "file" (encoded), "base64" (of that), or "pixels".
+    """One image on its way to the worker.
 
-    mode, shape: of pixels: Pillow's name of the channels, and (columns, rows).
+    form: "file" (encoded), "base64" (of that), or "pixels". mode, shape: of pixels: Pillow's mode, and (columns, rows).
     """
 
     form: str
@@ -27,14 +27,15 @@ class Payload:
     shape: tuple[int, int] = (0, 0)
 
     def described(self) -> dict[str, Any]:
-        """Everything but the bytes."""
+        """All fields except the bytes."""
         return {"form": self.form, "size": len(self.data), "mode": self.mode, "shape": list(self.shape)}
 
 
 def picture_of(given: Any, param: str) -> Payload:
-    """A picture of Pillow, or an array or tensor [rows, columns, channels] (or [rows, columns]) of bytes.
+    """The payload of a Pillow image, an encoded file as bytes, or uint8 pixels [rows, columns, channels] or [rows,
+    columns].
 
-    bytes are an encoded file. Raises BadRequest.
+    Raises BadRequest.
     """
     if isinstance(given, (bytes, bytearray, memoryview)):
         return Payload("file", bytes(given))
@@ -52,7 +53,7 @@ def picture_of(given: Any, param: str) -> Payload:
 
 
 def frames_of(given: Any, param: str) -> Sequence[Any]:
-    """The frames of a video: of a list, or of an array [frames, rows, columns, channels]. Raises BadRequest."""
+    """The frames of a video: a list, or an array [frames, rows, columns, channels]. Raises BadRequest."""
     if isinstance(given, (list, tuple)):
         return given
     array = _array(given, param)
@@ -62,7 +63,7 @@ def frames_of(given: Any, param: str) -> Sequence[Any]:
 
 
 def with_metadata(given: Any) -> tuple[Any, float | None]:
-    """vLLM's form of a video, (frames, metadata) with ``fps``, taken apart."""
+    """(frames, fps) of vLLM's form of a video, (frames, metadata) with ``fps``; fps is None without metadata."""
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         return given[0], given[1].get("fps")
     return given, None
@@ -92,14 +93,14 @@ def _of_pillow(image: Any, param: str) -> Payload:
 
 
 def _narrowed(image: Any) -> Any:
-    """16 bits a channel as 8."""
+    """Convert 16 bits per channel to 8."""
     from PIL import Image
 
     return Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
 
 
 def _array(given: Any, param: str) -> np.ndarray:
-    """Bytes of an array or tensor. Raises BadRequest for other numbers."""
+    """An array or tensor as uint8. Raises BadRequest for other numbers."""
     if hasattr(given, "detach"):
         given = given.detach().cpu().numpy()
     if not isinstance(given, np.ndarray):

@@ -1,8 +1,8 @@
-"""Pictures and videos from http(s) URLs, where their hosts are allowed.
+"""Images and videos from http(s) URLs of allowed hosts.
 
-A name is resolved once, every address that it has must be public, and the connection goes to one of those very
-addresses, so a name that means another address a moment later (DNS rebinding) reaches nothing. Redirects are followed
-by hand, and each is checked like the first URL. Proxies of the environment are not used. What comes is not unpacked.
+A name is resolved once, all of its addresses must be public, and the connection goes to one of these addresses, so DNS
+rebinding has no effect. Redirects are followed here, and each is checked like the first URL. Proxies of the
+environment are not used. Content encodings are not decoded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADERS = {"User-Agent": "unisono", "Accept": "image/*, video/*;q=0.9, */*;q=0.5
 
 
 class _Refused(Exception):
-    """Why a URL is not fetched; the end of a sentence that begins with its parameter."""
+    """The reason why a URL is not fetched, as the end of a sentence that begins with its parameter."""
 
 
 Resolve = Callable[[str, int], Sequence[str]]
@@ -44,7 +44,7 @@ def resolve(host: str, port: int) -> Sequence[str]:
 class Fetcher:
     """Fetches from the hosts ``domains`` (``MediaSettings.allowed_media_domains``), ``max_bytes`` in ``seconds``.
 
-    resolve: host and port to addresses. public: whether an address may be connected to. Tests replace both.
+    resolve: maps host and port to addresses. public: True for an address that may be connected to. Tests replace both.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Fetcher:
         self._resolve, self._public = resolve, public
 
     def fetch(self, url: str, param: str) -> bytes:
-        """What the URL has. Call it outside of event loops. Raises BadRequest."""
+        """The content of a URL. Call it outside of event loops. Raises BadRequest."""
         try:
             return asyncio.run(self._fetch(url))
         except _Refused as error:
@@ -85,7 +85,7 @@ class Fetcher:
         raise _Refused(f"is redirected more than {MAX_REDIRECTS} times; send the last URL.")
 
     def _checked(self, url: str) -> SplitResult:
-        """The URL's parts, its host among the allowed ones."""
+        """The parts of a URL with an allowed host."""
         if len(url) > MAX_URL_CHARS or any(c.isspace() or c in "\\" or not c.isprintable() for c in url):
             raise _Refused(f"has a URL with blanks, backslashes or more than {MAX_URL_CHARS} characters; encode it.")
         try:
@@ -106,7 +106,7 @@ class Fetcher:
         return parts
 
     async def _address(self, parts: SplitResult) -> str:
-        """The address to connect to. All that the host has must be public."""
+        """The address to connect to. All addresses of the host must be public."""
         assert parts.hostname is not None
         port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
@@ -122,7 +122,7 @@ class Fetcher:
         return addresses[0]
 
     async def _get(self, parts: SplitResult, address: str) -> bytes | str:
-        """The body, or where a redirect leads."""
+        """The body, or the target of a redirect."""
         assert parts.hostname is not None
         literal = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
         place = literal if parts.port is None else f"{literal}:{parts.port}"
@@ -170,7 +170,7 @@ class Fetcher:
 
 
 async def _in_daemon(resolve: Resolve, host: str, port: int) -> Sequence[str]:
-    """Resolve a name in a thread that nobody waits for any longer than the timeout: a resolver may take minutes."""
+    """Resolve a name in a daemon thread, so that a slow resolver (minutes) does not outlast the timeout."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Sequence[str]] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""Pictures and videos from files of this machine, in the one directory that is allowed."""
+"""Images and videos from files of this machine, in the allowed directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.types import BadRequest
 
 
 def read_file(url: str, allowed: Path | None, max_bytes: int, param: str) -> bytes:
-    """What the file of a ``file:`` URL has. Links are followed, and must stay inside. Raises BadRequest."""
+    """The content of a ``file:`` URL. Links are followed, and must stay inside ``allowed``. Raises BadRequest."""
     if allowed is None:
         raise BadRequest(
             f"{param} names a file, and this server reads none: start it with --allowed-local-media-path DIRECTORY, or "
@@ -47,7 +47,7 @@ def _path(url: str, param: str) -> Path:
 
 
 def _content(path: Path, inside: Path, max_bytes: int, param: str) -> bytes:
-    """Open first, look then: the path may mean another file a moment later."""
+    """Open the file first and check it afterwards: the path may change in between."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:

@@ -1,12 +1,12 @@
-"""Compiling what requests ask of their outputs, in processes of their own, once for all that ask the same.
+"""Compilation of structured outputs in separate processes, once for equal forms.
 
-Compiling takes milliseconds to seconds, and what a client sends may take for ever, all memory, or the process's life.
-So each grammar is compiled in a process (``worker.py``) with limits, which alone it can end; there it stays, and
-outputs are followed there too.
+Compiling takes milliseconds to seconds, and a client's grammar may need unbounded time or memory, or crash. So each
+grammar is compiled in a process (``worker.py``) with limits. The compiled grammar stays in that process, which also
+tracks its outputs.
 
-A thread of the engine's process looks after them. Those that have computed least go on, the others are stopped till
-there is room: a client that sends hard grammars cannot keep others' from being compiled. A compilation that nobody
-waits for any more is killed.
+A thread of the engine's process schedules the compilations. Those that have computed least run, the others are stopped
+until there is a slot: a client with hard grammars cannot block those of others. A compilation without waiters is
+killed.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, StructuredOutputs
 
 KEPT = 64
-"""Compiled grammars that are kept, the latest used ones: a process each, that waits."""
+"""Compiled grammars in the LRU cache: an idle process each."""
 
 SLOTS = max(2, min(4, (os.cpu_count() or 1) // 4))
-"""Compilations that compute at once."""
+"""Compilations that run at once."""
 
 PROCESSES = 8
-"""Compilations under way, the stopped ones included: each may hold MEMORY."""
+"""Compilations in progress, the stopped ones included: each may use MEMORY."""
 
 TURN = 0.1
-"""Seconds between two looks at who computes, while there are more compilations than slots."""
+"""Scheduling interval, seconds, while there are more compilations than slots."""
 
 SECONDS = 20.0
-"""Processor time that a compilation may take."""
+"""Processor time of a compilation, seconds."""
 
 PATIENCE = 60.0
-"""Seconds that a compilation may take in all, those in which others had its slot included."""
+"""Wall-clock limit of a compilation, seconds, including the time it was stopped."""
 
 AGING = 0.1
-"""Seconds of computing that a second of waiting makes up for: newer ones do not keep an old one waiting for ever."""
+"""Seconds of computation that a second of waiting compensates: newer compilations cannot starve an old one."""
 
 MEMORY = 1 << 30
-"""Bytes that a compilation, and each process that follows its outputs, may take beyond the vocabulary."""
+"""Memory of a compilation, and of each lane, beyond the vocabulary, bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A grammar for this vocabulary, in a process of its own. eos: the ids that may end a text. words: of a mask."""
+    """A grammar for this vocabulary, in its own process. eos: the ids that may end a text. words: length of a mask."""
 
     process: Compiler
     eos: tuple[int, ...]
@@ -66,8 +66,10 @@ class Compiled:
 
 @dataclass(eq=False)
 class _Job:
-    """One grammar that is compiled, and who waits for it. spent: seconds of computing, up to ``since`` where it
-    computes now."""
+    """One grammar under compilation, and its waiters.
+
+    spent: seconds of computation before ``since``. since: start of the current run; None while stopped.
+    """
 
     asked: StructuredOutputs
     begun: float
@@ -85,7 +87,7 @@ class _Job:
 
 
 class Grammars:
-    """The grammars of one model: ``directory`` has its tokenizer, ``eos`` are its end-of-sequence ids."""
+    """The grammars of one model. ``directory`` has its tokenizer, ``eos`` are its end-of-sequence ids."""
 
     def __init__(self, directory: str | Path, vocab_size: int, eos: Sequence[int]) -> None:
         self._directory, self._vocab_size, self._eos = Path(directory), vocab_size, tuple(eos)
@@ -99,9 +101,11 @@ class Grammars:
         self._selector.register(self._ear, selectors.EVENT_READ, None)
 
     def prepare(self, asked: StructuredOutputs) -> Future[Compiled]:
-        """Begin to compile, unless that was done. The future's exception is a BadRequest that says what is wrong.
+        """Start to compile, once.
 
-        Cancel the future when its request has gone: a compilation that nobody waits for ends.
+        The future's exception is a BadRequest.
+
+        Cancel the future when its request has gone: a compilation without waiters ends.
         """
         future: Future[Compiled] = Future()
         with self._lock:
@@ -184,7 +188,7 @@ class Grammars:
             return [job for job in self._jobs.values() if job.result is None]
 
     def _arrange(self) -> bool:
-        """Let those compute that have computed least. Returns whether to look again in a moment."""
+        """Run the compilations that have computed least. Returns True if there are stopped ones to schedule soon."""
         now = time.monotonic()
         for job in self._open_jobs():
             self._drop(job, now)
@@ -202,7 +206,7 @@ class Grammars:
         return bool(jobs)
 
     def _drop(self, job: _Job, now: float) -> None:
-        """End a compilation that nobody waits for, or that has had its time."""
+        """End a compilation without waiters, or beyond its time."""
         with self._lock:
             job.waiting = [future for future in job.waiting if not future.cancelled()]
             if not job.waiting:
@@ -214,12 +218,12 @@ class Grammars:
             self._stop(job)
             why = f"it was not compiled within {PATIENCE:g} s, for others are being compiled; send it again later"
             self._finish(job, _refusal(job.asked, why), keep=False)
-        elif job.computed(now) > 2 * SECONDS:  # it hangs without computing: its own limit did not end it
+        elif job.computed(now) > 2 * SECONDS:  # it hangs without computing, so that its own limit did not end it
             self._stop(job)
             self._finish(job, _refusal(job.asked, f"compiling it takes more than {SECONDS:g} s"))
 
     def _begin(self, job: _Job, jobs: Sequence[_Job]) -> None:
-        """Start a job's process; where there are too many, in the place of the one that has computed most."""
+        """Start a job's process; beyond the limit, in place of the one that has computed most."""
         started = [other for other in jobs if other.process is not None]
         if len(started) >= PROCESSES:
             self._stop(started[-1])
@@ -252,9 +256,9 @@ class Grammars:
         self._selector.register(job.process.channel, selectors.EVENT_READ, job)
 
     def _hear(self, job: _Job) -> None:
-        """The process of ``job`` has finished, or died."""
+        """Handle a finished or dead process."""
         process, computed = job.process, job.computed(time.monotonic())
-        if process is None:  # it was stopped in this very turn
+        if process is None:  # it was stopped in this iteration
             return
         self._selector.unregister(process.channel)
         job.process, job.spent, job.since = None, computed, None
@@ -284,7 +288,7 @@ class Grammars:
             _deliver(future, result)
 
     def _set_up(self) -> dict[str, Any]:
-        """The vocabulary, as a message for the worker. Raises BadRequest where nothing can be compiled."""
+        """The vocabulary, as a message for the worker. Raises BadRequest if nothing can be compiled."""
         tokenizer = Tokenizer.load(self._directory)
         if tokenizer is None:
             raise BadRequest(
@@ -304,7 +308,7 @@ class Grammars:
 
 
 def _deliver(future: Future[Compiled], result: Compiled | BadRequest) -> None:
-    with suppress(InvalidStateError):  # it was cancelled in this moment
+    with suppress(InvalidStateError):  # it was cancelled concurrently
         if isinstance(result, BadRequest):
             future.set_exception(BadRequest(str(result), result.param, result.code))
         else:

@@ -32,7 +32,7 @@ class DeepSeekReader(Reader):
         return mark is not None
 
     def _between(self) -> bool:
-        """Within the section, between calls."""
+        """Read within the section, between calls."""
         _, mark = self.until(self.call, self.section_end)
         if mark == self.call:
             stop = self.count and not self.context.parallel
@@ -57,7 +57,7 @@ class DeepSeekReader(Reader):
         self._body, self._value, self.step = "", JsonValue(), self._arguments
 
     def _give_up(self) -> None:
-        """What is no call is content."""
+        """Return text that is not a call as content."""
         text, self._body, self.step = self._body, "", self.outside
         self.say(text)
 

@@ -20,7 +20,7 @@ NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
 class GlmReader(Reader):
-    """Gives out a parameter at a time. What opens like a call and has no name is content."""
+    """Returns one parameter at a time. Text that opens like a call and has no name is content."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -59,7 +59,7 @@ class GlmReader(Reader):
 
     @staticmethod
     def _may_begin(held: str) -> bool:
-        """Whether more text may make a call of it."""
+        """True if more text may make a call of it."""
         name, rest = re.match(r"([^\s<]*)\s*(.*)", held, re.DOTALL).groups()  # type: ignore[union-attr]
         fits = not name or NAME.fullmatch(name) is not None
         return fits and (KEY.startswith(rest) or CLOSE.startswith(rest))
@@ -90,7 +90,7 @@ class GlmReader(Reader):
         text, mark = self.until(VALUE_END)
         self._value += text
         if mark is None:
-            return False  # an answer that ends here has cut the value; it is left out
+            return False  # the answer ends inside the value, which is left out
         value = typed(self._value, self._parameters, self._key.strip())
         pair = f"{json.dumps(self._key.strip(), ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
         self.argue((", " if self._any else "{") + pair)

@@ -1,6 +1,7 @@
-"""Harmony's calls, gpt-oss's: ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>``.
+"""Calls in gpt-oss's harmony format: ``<|channel|>commentary to=functions.NAME
+<|constrain|>json<|message|>{…}<|call|>``.
 
-Source: see ``text/harmony.py``, which reads the messages.
+Source: see ``text/harmony.py``, which parses the messages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from unisono.text.tool_parsers.base import Context, Format, Found, Reader, Schem
 
 
 class HarmonyReader(Reader):
-    """A message to a function is a call; all other text is content, of whatever channel."""
+    """A message to a function is a call; all other text is content, in any channel."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -48,7 +49,7 @@ class HarmonyReader(Reader):
         return False
 
     def _goes_on(self, part: Part) -> bool:
-        """Whether a part belongs to the one call that may come, or comes before it."""
+        """True if a part belongs to the only call allowed, or precedes it."""
         return not self.count or (not part.begins and not self._ended)
 
     def _read(self, part: Part) -> None:
@@ -64,7 +65,7 @@ class HarmonyReader(Reader):
         self._ended = part.ends
 
     def _say(self, part: Part) -> None:
-        """Content; messages begin on lines of their own."""
+        """Add content; messages begin on lines of their own."""
         if part.begins and self._spoke and self._said:
             self.say("\n")
         self.say(part.text)

@@ -14,14 +14,14 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesReader(Reader):
-    """Text that opens like a call and is none stays text. opening, closing: the marks around a call."""
+    """Parser of calls between two marks. Text that opens like a call and is none stays text."""
 
     opening, closing = OPEN, CLOSE
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._call = JsonCall()
-        self._body = ""  # since the mark, until a name is known
+        self._body = ""  # text since the mark, until a name is known
 
     def outside(self) -> bool:
         text, mark = self.until(self.opening)
@@ -48,7 +48,7 @@ class HermesReader(Reader):
         return self.step != self._inside
 
     def _close(self) -> bool:
-        """After a whole object: the closing mark."""
+        """Read the closing mark after a complete object."""
         if self.skip() and not self.awaits(self.closing):
             self.takes(self.closing)
             self.finish_call()
@@ -56,7 +56,7 @@ class HermesReader(Reader):
         return False
 
     def _rest(self) -> bool:
-        """Read on after a broken call: text up to the mark is arguments. Without a name, what was read is content."""
+        """For a malformed call, keep the text before the mark as arguments; if it has no name, return it as content."""
         if self._body:
             text, self._body, self.step = self._body, "", self.outside
             self.say(text)

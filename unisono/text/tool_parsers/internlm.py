@@ -15,7 +15,7 @@ START, PLUGIN, END = "<|action_start|>", "<|plugin|>", "<|action_end|>"
 
 
 class InternLMReader(HermesReader):
-    """Calls as Hermes' between other marks."""
+    """Hermes' calls between other marks."""
 
     opening, closing = START + PLUGIN, END
 

@@ -17,7 +17,7 @@ NUMBER = {"type": "regex", "pattern": "[0-9]{1,4}"}
 
 
 class KimiReader(DeepSeekV31Reader):
-    """The model's ids are the calls': the template writes them into the next prompt, with the name in them."""
+    """The calls keep the model's ids: the template writes them into the next prompt, with the name in them."""
 
     section, section_end, call, call_end, separator = SECTION, SECTION_END, CALL, CALL_END, ARGUMENT
 

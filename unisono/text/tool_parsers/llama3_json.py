@@ -1,4 +1,4 @@
-"""``{"name": …, "parameters": {…}}`` as the whole answer, several of them parted by semicolons: Llama 3.1 to 3.3.
+"""``{"name": …, "parameters": {…}}`` as the whole answer, several of them separated by semicolons: Llama 3.1 to 3.3.
 
 A ``<|python_tag|>`` may come first. Source: Meta's prompt formats of Llama 3.1, and its chat template.
 """
@@ -14,7 +14,7 @@ TAG = "<|python_tag|>"
 
 
 class LlamaReader(Reader):
-    """An answer that begins as a call and is none is content."""
+    """Text that begins like a call and is none is content."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -23,7 +23,7 @@ class LlamaReader(Reader):
         self._begun = False
 
     def outside(self) -> bool:
-        """At the beginning: whether the answer is a call. After it all is content."""
+        """Decide at the beginning whether the answer is a call; text after it is content."""
         blanks = self.held[: len(self.held) - len(self.held.lstrip())]
         self.held = self.held[len(blanks) :]
         self._body += blanks
@@ -53,7 +53,7 @@ class LlamaReader(Reader):
         return self.step != self._inside
 
     def _between(self) -> bool:
-        """After a call: another one, or nothing that counts."""
+        """Read another call, or ignore the rest."""
         if not self.skip(BLANK + ";,"):
             return False
         if not self.context.parallel:

@@ -15,7 +15,7 @@ MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class MistralReader(Reader):
-    """Reads both forms. marks: what begins the calls."""
+    """Parser of both forms. marks: the beginning of the calls."""
 
     marks: tuple[str, ...] = (MARK,)
 
@@ -38,7 +38,7 @@ class MistralReader(Reader):
         return True
 
     def _list(self) -> bool:
-        """Within the list, before a call or the end."""
+        """Read within the list, before a call or the end."""
         if not self.skip(" \t\r\n,"):
             return False
         if self.takes("]"):
@@ -78,7 +78,7 @@ class MistralReader(Reader):
         return True
 
     def _name(self) -> bool:
-        """``name[ARGS]`` or ``name{``, with a call's id between them in some versions."""
+        """Read ``name[ARGS]`` or ``name{``, with a call's id between them in some versions."""
         text, mark = self.until(ARGS, "{", CALL_ID)
         self._body += text
         if mark is None:

@@ -1,6 +1,6 @@
 """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5.
 
-Values of strings are bare text; others are JSON. An answer's arguments are put together as JSON, a parameter at a time.
+Values of strings are bare text; others are JSON. An answer's arguments are assembled as JSON, one parameter at a time.
 Source: the chat template of Qwen/Qwen3-Coder-480B-A35B-Instruct.
 """
 
@@ -23,7 +23,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 class XmlReader(Reader):
-    """Models leave out ``<tool_call>`` and closing marks at times; a function's beginning is what counts."""
+    """Parser that starts at a function's opening mark: models sometimes omit ``<tool_call>`` and closing marks."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -39,7 +39,7 @@ class XmlReader(Reader):
         return mark is not None
 
     def _function(self) -> bool:
-        """After ``<tool_call>``: a function, or the text stays text."""
+        """Read a function after ``<tool_call>``; otherwise the text stays text."""
         held = self.held
         blanks = held[: len(held) - len(held.lstrip())]
         self.held = held[len(blanks) :]
@@ -66,12 +66,12 @@ class XmlReader(Reader):
         return mark is not None
 
     def _give_up(self) -> None:
-        """What is no call is content."""
+        """Return text that is not a call as content."""
         text, self._body, self.step = self._body, "", self.outside
         self.say(text)
 
     def _between(self) -> bool:
-        """Within a function, between parameters."""
+        """Read within a function, between parameters."""
         _, mark = self.until(PARAMETER, FUNCTION_END, CLOSE)
         if mark == PARAMETER:
             self._key, self._value, self.step = "", "", self._parameter_name
@@ -90,7 +90,7 @@ class XmlReader(Reader):
         text, mark = self.until(PARAMETER_END, PARAMETER, FUNCTION_END)
         self._value += text
         if mark is None:
-            return False  # an answer that ends here has cut the value; it is left out
+            return False  # the answer ends inside the value, which is left out
         value = typed(self._value.removeprefix("\n").removesuffix("\n"), self._parameters, self._key.strip())
         pair = f"{json.dumps(self._key.strip(), ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
         self.argue((", " if self._any else "{") + pair)
@@ -116,12 +116,12 @@ class XmlReader(Reader):
 
 
 def typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
-    """A parameter's text as the value that its schema means; the text itself where it is none of that."""
+    """The value of a parameter's text by its schema; the text itself if it does not fit."""
     own = _own(schema, key)
     given = [one for part in own for one in (part.get("enum") or ([part["const"]] if "const" in part else []))]
     kinds = {kind for part in own for kind in _types(part)}
     if "string" in kinds and any(name in part for part in own for name in EXACT):
-        text = text.strip()  # blanks around it are no part of such a text
+        text = text.strip()  # surrounding blanks do not belong to such a value
     try:
         value = PYTHON[text.strip()] if text.strip() in PYTHON else json.loads(text)
     except (ValueError, RecursionError):
@@ -138,12 +138,12 @@ EXACT = ("pattern", "format", "minLength", "maxLength")
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal as JSON: Python takes true for 1."""
+    """Equality of JSON values: Python treats true and 1 as equal."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _own(schema: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """The schema of a parameter, with what it refers to and its alternatives, in one list."""
+    """The schema of a parameter, its references and its alternatives, in one list."""
     properties = schema.get("properties")
     found: list[Mapping[str, Any]] = []
     open_ = [properties.get(key)] if isinstance(properties, Mapping) else []
@@ -160,7 +160,7 @@ def _own(schema: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 MAX_PARTS = 64
-"""Parts of a parameter's schema that are looked at; a schema may refer to itself."""
+"""Most parts of a parameter's schema that are read; a schema may refer to itself."""
 
 
 def _referred(schema: Any, reference: str) -> Any:

@@ -21,10 +21,8 @@ from unisono.config.preflight.model import check_model
 from unisono.console.help import HelpfulCommand
 from unisono.console.output import Commands
 from unisono.console.values import speculative, whole_numbers, writable
-from unisono.tools.bench.adaptive import adaptive, plot, versions
-from unisono.tools.bench.drafters import drafters
 from unisono.tools.bench.exact import exact
-from unisono.tools.bench.soak import soak
+from unisono.tools.bench.versions import versions
 from unisono.tools.load import flags as load_flags
 from unisono.tools.load.serve_bench import serve
 from unisono.tools.load.throughput import throughput
@@ -46,10 +44,6 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Benchmarks.", add_completion=False, pretty_exceptions_enable=False
 )
 app.command(cls=HelpfulCommand)(exact)
-app.command(cls=HelpfulCommand)(adaptive)
-app.command(cls=HelpfulCommand)(drafters)
-app.command(cls=HelpfulCommand)(plot)
-app.command(cls=HelpfulCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(soak)
 app.command(cls=load_flags.SeveralValues, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     load_flags.grouped(
         serve,

@@ -136,7 +136,7 @@ def throughput(
 def _run(engine: dict[str, Any], name: str, more: dict[str, Any], load: _Load) -> Runs:
     """Start an engine, run the load, print what came of it."""
     from unisono.entrypoints.llm import LLM
-    from unisono.tools.bench.adaptive import versions
+    from unisono.tools.bench.versions import versions
 
     flags = dict(engine)
     if flags["max_num_seqs"] is None and load.stalls is not None:

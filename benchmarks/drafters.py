@@ -1,4 +1,4 @@
-"""``unisono bench drafters``: throughput of the bundled model with each of its drafters.
+"""``python -m benchmarks.drafters``: throughput of the bundled model with each of its drafters.
 
 An engine without speculation and one engine per drafter answer the same held-out problems greedily, at each batch
 size. The command fails if a drafter changes a text.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from benchmarks.command import run
 from unisono.cluster.heap import frozen_heap
 from unisono.console.values import whole_numbers
 from unisono.tools.eval.problems import COUNT, final_answer, held_out_problems
@@ -104,3 +105,7 @@ def _ask(llm: LLM, questions: list[str]) -> list[tuple[list[int], str]]:
     params = SamplingParams(temperature=0, max_tokens=220, seed=0)
     outputs = llm.chat([[{"role": "user", "content": question}] for question in questions], params)
     return [(list(output.outputs[0].token_ids), output.outputs[0].text) for output in outputs]
+
+
+if __name__ == "__main__":
+    run(drafters)
