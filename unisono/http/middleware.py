@@ -1,7 +1,7 @@
-"""The outermost layer of the HTTP application: dates, numbers, counts and logs every request.
+"""The outermost layer of the HTTP application: times, numbers, counts and logs every request.
 
-Each request has an id: the client's ``x-request-id`` where it is one, else a new one. Answers carry it,
-and a request that fails is logged once, with it.
+Each request has an id: the client's ``x-request-id`` if it is valid, else a new one. Answers carry it, and a failed
+request is logged once, with it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ REQUEST_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 ID_HEADERS = (b"x-request-id", b"request-id")
 """OpenAI's clients read the first, Anthropic's the second."""
 DROPPED_HEADER = b"x-unknown-fields"
-"""Names the fields of the request that were dropped (``--allow-unknown-fields``)."""
+"""Names of the dropped fields of the request (``--allow-unknown-fields``)."""
 MAX_LOGGED = 300
 """Characters of an error's message in the log."""
 
 
 class Gate:
-    """Wraps the application. HEAD is GET without the body."""
+    """Wraps the application. HEAD is handled as GET without the body."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -67,7 +67,8 @@ class Gate:
         except Exception:
             if written.status is None:
                 raise
-            logger.exception("A request failed [%s]", written.request_id)  # its client was told; the connection stays
+            # its client has the error; the connection stays
+            logger.exception("A request failed [%s]", written.request_id)
         finally:
             self._service.in_flight -= counted
             if written.error is not None:
@@ -100,7 +101,7 @@ class Gate:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error and of those it was raised from: their frames hold bodies in reference cycles."""
+    """Clear the tracebacks of an error and of its causes: their frames hold bodies in reference cycles."""
     todo: list[BaseException | None] = [error]
     while todo:
         if (one := todo.pop()) is not None:

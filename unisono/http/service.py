@@ -1,6 +1,6 @@
-"""What every route needs: the engine, the preparation of requests, what is served and in which state the server is.
+"""The state that all routes share: the engine, preparation of requests, served models, and the server's status.
 
-:class:`Service` is made once by ``run``; the routes of ``server/routes`` read and change it.
+:class:`Service` is made once by ``serve``; the routes of ``http/routes`` read and change it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ MAX_BODY_BYTES = 64 * 2**20
 SMALL_BODY_BYTES = 2**20
 """Largest body of operators' routes, in bytes."""
 INSPECT_LIMIT = 5.0
-"""Seconds that /server_info and /metrics wait for the engine's step under way."""
+"""Timeout of /server_info and /metrics for the engine's current step, seconds."""
 CLIENT_GONE = 499
 
 
 @dataclass
 class Service:
-    """Everything the handlers need.
+    """The state that the handlers need.
 
-    ``draining`` and ``sleeping`` refuse new requests; ``in_flight`` counts the POST requests that are not fully
-    answered, ``running`` has the generations of each answer under way, by the answer's id. ``claimed`` has the ids of
-    answers from the moment on that they are chosen.
+    draining, sleeping: new requests are refused. in_flight: POST requests without a complete answer. running:
+    generations
+    of each answer in progress, by the answer's id. claimed: ids of answers from their choice on.
     """
 
     client: Engines
@@ -67,7 +67,7 @@ class Service:
     claimed: set[str] = field(default_factory=set)
 
     def unhealthy(self) -> ApiError | None:
-        """Why the server serves no more, or None."""
+        """The reason why the server has stopped serving, or None."""
         if self.client.death is not None and not self.client.restarting:
             return unavailable(f"The engine is dead: {self.client.death}. Restart the server.", "engine_dead")
         if self.draining:
@@ -79,18 +79,18 @@ class Service:
         return None
 
     def refusal(self) -> ApiError | None:
-        """Why no request can be taken now, or None."""
+        """The reason to refuse every request now, or None."""
         if self.sleeping:
             return unavailable("The server sleeps; POST /wake_up wakes it.", "sleeping")
         return self.unhealthy()
 
     def check_ready(self) -> None:
-        """Raises ApiError (503) where no request can be taken now."""
+        """Raise ApiError (503) if no request can be taken now."""
         if (refusal := self.refusal()) is not None:
             raise refusal
 
     def close(self, answer_id: str, generations: Sequence[Generation], request: Request, arrival: float) -> None:
-        """An answer has been sent, has failed, or has lost its client: end what runs of it, and trace it."""
+        """End the rest of an answer that has been sent, has failed, or has lost its client, and trace it."""
         self.running.pop(answer_id, None)
         for generation in generations:
             generation.close()
@@ -103,7 +103,7 @@ class Service:
                 self.tracer.span(parent, arrival, {**own, **attributes}, generation.ended == "error")
 
     def model(self, name: str | None) -> str:
-        """The served name that a request means, an adapter's too. Raises ApiError (404) for another model's."""
+        """The served name in a request, also an adapter's. Raises ApiError (404) for another model's."""
         if name is None:
             return self.names[0]
         if name not in self.names and name not in self.adapters.found:

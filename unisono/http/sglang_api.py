@@ -1,6 +1,6 @@
 """SGLang's native ``/generate``: its body to a completion request, and pieces to its answers.
 
-A stream's events carry the text so far, not the new text, as SGLang's do.
+A stream's events carry the text so far instead of the new text, as SGLang's do.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from unisono.types import BadRequest
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOKENS = 128
-"""``max_new_tokens`` where the body has none: SGLang's default."""
+"""Default ``max_new_tokens``: SGLang's."""
 SAMPLING = {
     "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed", "regex": "guided_regex",
     "json_schema": "guided_json", "ebnf": "guided_grammar", "no_stop_trim": "include_stop_str_in_output",
 }  # fmt: skip
-"""Names in ``sampling_params`` that a completion body calls otherwise; the others are the same."""
+"""Names in ``sampling_params`` -> names in a completion body; the others are the same."""
 
 
 MISPLACED = frozenset(
     {"prompt", "prompt_embeds", "embedding_overrides", "model", "stream", "stream_options", "request_id", "rid"}
 )
-"""Fields of a completion body that ``sampling_params`` may not set."""
+"""Fields of a completion body that ``sampling_params`` must not set."""
 
 
 class GenerateRequest(BaseModel):
@@ -70,7 +70,7 @@ class GenerateRequest(BaseModel):
 
     @property
     def adapter(self) -> str | None:
-        """The adapter of all prompts. Raises BadRequest where they are to have several."""
+        """The adapter of all prompts. Raises BadRequest for several."""
         given = self.lora_path if isinstance(self.lora_path, list) else [self.lora_path]
         if len(set(given)) > 1:
             raise BadRequest(
@@ -81,7 +81,7 @@ class GenerateRequest(BaseModel):
 
 
 def completion_body(request: GenerateRequest, data: Mapping[str, Any]) -> tuple[dict[str, Any], Renames]:
-    """The completion body of a request, and where its parts come from. Raises BadRequest."""
+    """The completion body of a request, and the origins of its parts. Raises BadRequest."""
     own = GenerateRequest.model_fields.keys()
     body = {name: value for name, value in data.items() if name not in own and value not in (None, False, [], {})}
     if (request.text is None) == (request.input_ids is None):
@@ -117,7 +117,7 @@ def completion_body(request: GenerateRequest, data: Mapping[str, Any]) -> tuple[
 
 
 def media_sources(request: GenerateRequest) -> list[list[MediaSource]]:
-    """The pictures and videos of each prompt; nothing where there are none. Raises BadRequest."""
+    """The images and videos of each prompt; empty if there are none. Raises BadRequest."""
     if not request.image_data and not request.video_data:
         return []
     several = request.text if isinstance(request.text, list) else request.input_ids
@@ -151,7 +151,7 @@ def _items(items: Any, where: str, kind: Any) -> list[MediaSource]:
 
 @dataclass
 class _Output:
-    """One sequence so far."""
+    """The state of one sequence."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -162,7 +162,7 @@ class _Output:
 
 @dataclass
 class GenerateReply:
-    """An answer on its way. many: the body had a list of prompts, or n above 1; then the answer is a list."""
+    """An answer in progress. many: the body had a list of prompts, or n above 1; then the answer is a list."""
 
     request: GenerateRequest
     answer_id: str
@@ -174,7 +174,7 @@ class GenerateReply:
         self._outputs = [_Output() for _ in self.generations]
 
     async def whole(self) -> Any:
-        """The finished answer. Raises what ended a generation early."""
+        """The complete answer. Raises the error that ended a generation early."""
         async with aclosing(merge(self.generations)) as pieces:
             async for piece in pieces:
                 self._take(piece)

@@ -1,4 +1,4 @@
-"""Tells of each token of a delta whether it is an accepted draft: what ``return_drafts`` asks for."""
+"""Marks each token of a delta as an accepted draft or the model's own: the field ``return_drafts``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from unisono.types import FinishReason, TokenDelta
 
 
 def by_token(delta: TokenDelta) -> Iterator[tuple[TokenDelta, Draft | None]]:
-    """Split a delta into deltas of one token, each with where the token comes from.
+    """Split a delta into deltas of one token, each with the origin of its token.
 
-    Together they amount to the delta, prompt and hidden states aside. The last one has its ``finish``. A delta without
-    tokens comes as it is, with None.
+    Together they equal the delta, except for prompt and hidden states. The last one has its ``finish``. A delta without
+    tokens is returned unchanged, with None.
     """
     if not delta.token_ids:
         yield delta, None

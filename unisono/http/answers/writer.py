@@ -31,7 +31,7 @@ Choices = list[Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """What all chunks of one answer share, and the request, which says what they contain."""
+    """The common part of all chunks of one answer, and its request, which determines their contents."""
 
     shape: Shape
     id: str
@@ -42,7 +42,7 @@ class Answer:
     generations: Sequence[Generation]
 
     async def whole(self) -> Response:
-        """The finished answer. Raises what ended a generation early."""
+        """The complete answer. Raises the error that ended a generation early."""
         texts, thoughts = [""] * len(self.generations), [""] * len(self.generations)
         calls: list[list[ToolDelta]] = [[] for _ in self.generations]
         ids: list[list[int]] = [[] for _ in self.generations]
@@ -75,13 +75,13 @@ class Answer:
             choices.append(self._with_tokens(choice, ids[index], reports[index]))
         answer = self._response(self.shape.whole, choices, self._usage())
         scores = [one for generation in chosen if (one := generation.prompt_logprobs) is not None]
-        if self.request.prompt_logprobs is not None and len(scores) == len(chosen):  # else some were aborted early
+        if self.request.prompt_logprobs is not None and len(scores) == len(chosen):  # otherwise some were aborted early
             self.shape.add_prompt_logprobs(answer, scores)
         self._add_prompts(answer, chosen)
         return answer
 
     def _chosen(self) -> Sequence[Generation]:
-        """The generations that the answer has: of each prompt's ``best_of`` the n likeliest ones, best first."""
+        """The returned generations: of each prompt's ``best_of`` the n likeliest ones, best first."""
         n, best_of = self.request.n or 1, self.request.sequences()
         if best_of == n:
             return self.generations
@@ -89,14 +89,14 @@ class Answer:
         return [one for group in groups for one in sorted(group, key=lambda one: -one.cumulative_logprob)[:n]]
 
     def _add_prompts(self, answer: Response, generations: Sequence[Generation]) -> None:
-        """Tell the prompts of the answer's choices, where that is asked for."""
+        """Add the prompts of the answer's choices, if requested."""
         if self.request.return_token_ids or self.request.return_prompt_token_ids:
             self.shape.add_prompts(answer, [generation.prompt_token_ids for generation in generations])
         if self.request.tells_prompt:
             answer.prompt_text = generations[0].prompt_text
 
     async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
-        """The stream, ending with ``[DONE]``. An error becomes an event: the status line has long been sent."""
+        """The stream, ending with ``[DONE]``. An error becomes an event, because the status line has been sent."""
         options = self.request.stream_options
         total = options is not None and bool(options.include_usage)
         continuous = total and options is not None and bool(options.continuous_usage_stats)
@@ -115,7 +115,7 @@ class Answer:
                     opens = None if piece.index in begun else self.generations[piece.index]
                     begun.add(piece.index)
                     data = b""
-                    # One choice for each chunk: clients read a chunk's first. One write for each piece.
+                    # One choice per chunk: clients read only a chunk's first. One write per piece.
                     for choice in self._chunk_choices(piece, opens is not None):
                         data += chunk([choice], opens)
                         opens = None
@@ -129,10 +129,12 @@ class Answer:
         yield DONE
 
     def _chunk_choices(self, piece: Piece, first: bool) -> Choices:
-        """Choices with the thinking, text and calls of a piece, or what was asked of its tokens; then the closing one.
+        """Choices with the reasoning, text and calls of a piece, or the requested data of its tokens; then the closing
+        one.
 
-        first: the piece has its choice's first token. Its opening chunk leaves with it and never before, so that a
-        client's time to the first chunk is the time to the first token.
+        first: the piece has its choice's first token. Its opening chunk is sent with it and never before, so that a
+        client's
+        time to the first chunk is the time to the first token.
         """
         choices: Choices = []
         if piece.reasoning:
@@ -169,7 +171,7 @@ class Answer:
 
 
 def stream_error(error: Exception) -> ApiError:
-    """What a stream's client is told of an error that ended it; the log has one that is the server's own."""
+    """The error that a stream's client receives; an internal error is logged."""
     api_error = as_api_error(error)
     if api_error.code == "internal_error":
         logger.exception("A request failed", exc_info=error)
@@ -203,9 +205,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class Reply(Protocol):
-    """An answer on its way, in one API's words: whole, or as events.
+    """An answer in progress in the form of one API: whole, or as events.
 
-    ``whole`` raises what ended it early; ``events`` tells ``failed`` of it and ends with an event that says so.
+    ``whole`` raises the error that ended it early; ``events`` passes it to ``failed`` and ends with an error event.
     """
 
     async def whole(self) -> Any: ...
@@ -213,7 +215,7 @@ class Reply(Protocol):
 
 
 def encode_event(event: dict[str, Any]) -> bytes:
-    """A named event as it is sent."""
+    """The encoded form of a named event."""
     return b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
@@ -221,15 +223,15 @@ class EventReply:
     """A :class:`Reply` of an API whose streams are named events."""
 
     def batches(self) -> AsyncGenerator[list[dict[str, Any]]]:
-        """Events as they come. Raises what ends the answer early."""
+        """Batches of events in order of arrival. Raises the error that ends the answer early."""
         raise NotImplementedError
 
     def failure(self, error: Exception) -> list[dict[str, Any]]:
-        """The events that say what ended the answer early."""
+        """The events of an error that ended the answer early."""
         raise NotImplementedError
 
     def result(self) -> dict[str, Any]:
-        """The finished answer."""
+        """The complete answer."""
         raise NotImplementedError
 
     async def whole(self) -> dict[str, Any]:
@@ -249,7 +251,10 @@ class EventReply:
 
 
 class EventStream(StreamingResponse):
-    """A reply's events; stops when the client goes, even while no event comes. ``close`` is called at the end."""
+    """A reply's events; stops when the client disconnects, even while no event comes.
+
+    ``close`` is called at the end.
+    """
 
     body_iterator: AsyncGenerator[bytes]
 

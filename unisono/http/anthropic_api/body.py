@@ -26,14 +26,14 @@ ELSEWHERE = {
     "continue_final_message": "end messages with one of role assistant", "add_generation_prompt": "it is always true",
     "use_beam_search": "use /v1/chat/completions",
 }  # fmt: skip
-"""Fields of the chat body that are not passed on, and what to use instead."""
+"""Refused fields of the chat body, and the alternative to each."""
 RENAMED = {
     "stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
     "structured_outputs": "output_config.format", "response_format.json_schema.schema": "output_config.format.schema",
     "enable_thinking": "thinking.type", "thinking_token_budget": "thinking.budget_tokens",
 }  # fmt: skip
 BUDGETS = ("thinking_token_budget",)
-"""The chat body's field for a thinking budget."""
+"""The chat body's field for a reasoning budget."""
 KEPT_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 """The context edit that changes nothing."""
 
@@ -73,7 +73,9 @@ class MessagesRequest(CountRequest):
 def chat_body(
     request: CountRequest, data: Mapping[str, Any], ignored: Ignored | None = None
 ) -> tuple[dict[str, Any], Renames]:
-    """The chat body of a request, and where its parts come from. ignored: records the hosted tools.
+    """The chat body of a request, and the origins of its parts.
+
+    ignored: records the hosted tools.
 
     Raises BadRequest and ApiError.
     """
@@ -89,7 +91,7 @@ def chat_body(
         body |= {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         body["stop"] = request.stop_sequences or None
     if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
-        body["continue_final_message"] = True  # the answer goes on where the caller's beginning ends
+        body["continue_final_message"] = True  # the answer continues the caller's beginning
     body |= _thinking(request)
     _check_edits(request.context_management)
     config = request.output_config or {}
@@ -105,7 +107,7 @@ def chat_body(
 
 
 def _sources(made: Sequence[_Made]) -> dict[str, str]:
-    """Where each message comes from, and each part of contents that are lists."""
+    """The origin of each message, and of each part of contents that are lists."""
     found = {f"messages[{i}]": one.source for i, one in enumerate(made)}
     for i, one in enumerate(made):
         found |= {f"messages[{i}].content[{j}]": place for j, place in enumerate(one.places)}
@@ -114,7 +116,7 @@ def _sources(made: Sequence[_Made]) -> dict[str, str]:
 
 @dataclass
 class _Made:
-    """A message of the chat, and where in the body it comes from. places: of its content's parts, if it has any."""
+    """A message of the chat. source: its origin in the body. places: origins of its content's parts, if any."""
 
     message: dict[str, Any]
     source: str
@@ -172,7 +174,7 @@ def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> dict[str, Any
 
 
 def _user(role: str, blocks: list[Any], source: str, ignored: Ignored) -> list[_Made]:
-    """A user's blocks as messages: one for each tool's result, and one of the text and pictures between them."""
+    """A user's blocks as messages: one per tool result, and one for the text and images between them."""
     made: list[_Made] = []
     for i, block in enumerate(blocks):
         place = f"{source}.content[{i}]"
@@ -197,7 +199,7 @@ def _user(role: str, blocks: list[Any], source: str, ignored: Ignored) -> list[_
 
 
 def _result(content: Any, where: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """A tool's result as content parts, and where they come from."""
+    """A tool's result as content parts, and their origins."""
     if not has_kind(content, "image"):
         text = "" if content is None else text_of(content, where, {"text"}, "image")
         return [{"type": "text", "text": text}], [where]
@@ -239,7 +241,7 @@ def _text(block: Block, name: str, where: str) -> str:
 
 
 def _thinking(request: CountRequest) -> dict[str, Any]:
-    """Fields of the chat body for ``thinking``: whether the template lets the model think, and for how long."""
+    """Fields of the chat body for ``thinking``: reasoning on or off, and its budget."""
     given = request.thinking
     if given is None:
         return {}

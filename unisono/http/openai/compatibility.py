@@ -1,12 +1,12 @@
-"""Every field of the chat and completion bodies of OpenAI, vLLM and SGLang, and what this server makes of it.
+"""Every field of the chat and completion bodies of OpenAI, vLLM and SGLang, and its treatment here.
 
-One table: ``protocol.parse`` refuses fields by it, and docs/compatibility.md is written from it
+``protocol.parse`` refuses fields by this table, and docs/compatibility.md is generated from it
 (tests/http/test_compatibility.py). A field is
 
-* honoured: it is a field of the request models of ``protocol.py``, and ``HONOURED`` says what it does,
+* honoured: it is a field of the request models of ``protocol.py``, and ``HONOURED`` has its description,
 * a label: it describes the caller and cannot change an answer (``LABELS``),
-* or refused (``REFUSED``): with the reason, the nearest field that exists, and the values that ask for nothing and are
-  taken (null always is).
+* or refused (``REFUSED``): with the reason, the nearest supported field, and the values without effect, which are
+  accepted (null always is).
 
 Owners are letters: o OpenAI, v vLLM, s SGLang.
 """
@@ -34,7 +34,7 @@ LABELS: Mapping[str, str] = {
     "prompt_cache_retention": "o",
     "session_id": "vs",
 }
-"""Labels that do not affect the answer, and whose they are."""
+"""Labels that do not affect the answer, and their owners."""
 
 HONOURED: Mapping[str, tuple[str, str]] = {
     # ---- what is asked ----
@@ -139,14 +139,16 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     ),
     "rid": ("s", "request_id"),
 }
-"""Fields that are honoured: whose they are, and what there is to say of them."""
+"""Honoured fields: owners and description."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that is not served. neutral: values beside null that ask for nothing, so that they are taken.
+    """A field that is not supported.
 
-    why: a sentence's end after "… is not supported: ". nearest: what to use in its place.
+    neutral: accepted values without effect, beside null.
+
+    why: end of a sentence that begins with "… is not supported: ". nearest: the alternative.
     """
 
     owners: str
@@ -229,11 +231,11 @@ REFUSED: Mapping[str, Refused] = {
     "best_of": Refused("vs", "chat answers are not chosen among", (1,), "n"),
     "suffix": Refused("ovs", "it belongs to /v1/completions", ("",), "prompt"),
 }  # fmt: skip
-"""Fields that are refused where they are no field of the body's model."""
+"""Fields that are refused unless they are fields of the body's model."""
 
 
 def check_fields(data: Mapping[str, object], body: str, fields: Collection[str]) -> None:
-    """Refuse what a body's model does not have. fields: the model's. Raises ApiError (400) naming the field."""
+    """Refuse fields that a body's model does not have. fields: the model's. Raises ApiError (400) with the field."""
     for name, value in data.items():
         if name in fields or name in LABELS or (value is None and (name in REFUSED or name in HONOURED)):
             continue
@@ -258,7 +260,7 @@ def check_fields(data: Mapping[str, object], body: str, fields: Collection[str])
 
 
 def _same(a: object, b: object) -> bool:
-    """Equal as JSON: Python takes true for 1."""
+    """Equality of JSON values: Python treats true and 1 as equal."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 

@@ -1,7 +1,7 @@
-"""Request bodies to generations: reads the API's fields and lets ``frontend`` prepare the engine's requests.
+"""Request bodies to generations: reads the API's fields and has ``frontend`` prepare the engine's requests.
 
 :class:`Serving` is made once. Chat templates, long prompts and embeddings are prepared in threads (``preparation``), so
-that none holds up other requests' tokens; chat templates of requests have threads and processes of their own.
+that none delays other requests' tokens; chat templates of requests have threads and processes of their own.
 """
 
 from __future__ import annotations
@@ -32,18 +32,22 @@ from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParam
 T = TypeVar("T")
 
 COMPLETION_TOKENS = 16
-"""``max_tokens`` of ``/v1/completions`` where the request has none: OpenAI's default."""
+"""Default ``max_tokens`` of ``/v1/completions``: OpenAI's."""
 LONG = 1024
-"""Characters of a prompt that a thread prepares; shorter ones take the event loop less than half a millisecond."""
+"""Characters of a prompt from which on a thread prepares it; shorter ones take the event loop less than half a
+millisecond.
+"""
 SWITCH_SECONDS = 0.001
-"""Longest time that the event loop keeps Python's lock while a thread wants it; Python's default is 5 ms, which a short
-chat's thread would wait for several times."""
+"""Python's switch interval, seconds: longest time that the event loop keeps the GIL while a thread waits for it.
+
+Python's default is 5 ms, which a short chat's thread would wait for several times.
+"""
 WAITING = 4096
 """Requests that may wait for a thread; their bodies count towards ``max_waiting_bytes``."""
 TEMPLATE_THREADS, TEMPLATES_WAITING = 2, 32
 """Chat templates of requests that are rendered at once, and that may wait."""
 MAX_HIDDEN_NUMBERS = 1 << 24
-"""Numbers of hidden states in an answer to one prompt: some 200 MB of JSON."""
+"""Numbers of hidden states in an answer to one prompt: about 200 MB of JSON."""
 
 
 class Serving:
@@ -58,7 +62,7 @@ class Serving:
         trust_templates: bool = False,
         adapters: Collection[str] = (),
     ) -> None:
-        """trust_templates: whether bodies may bring a chat template. adapters: the names of those that are served."""
+        """trust_templates: bodies may have a chat template. adapters: names of the loaded ones."""
         self.inputs, self._format, self._trust_templates = inputs, chat or ChatFormat(), trust_templates
         self._client, self._adapters = client, adapters
         if inputs.model.prompt_embeds:
@@ -77,13 +81,16 @@ class Serving:
         ticket: Ticket | None = None,
         pooled: bool = False,
     ) -> list[Generation]:
-        """Make a generation for each sequence of each prompt. Raises BadRequest.
+        """Make a generation for each sequence of each prompt.
 
-        media: the pictures and videos of each prompt, or nothing. ticket: of the HTTP request. pooled: the answer is
-        made of the hidden states and does not show them.
+        Raises BadRequest.
+
+        media: the images and videos of each prompt, or empty. ticket: of the HTTP request. pooled: the answer is made
+        from the
+        hidden states and does not contain them.
         """
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        prompt_only = bool(request.echo) and limit == 0  # the engine makes a token all the same
+        prompt_only = bool(request.echo) and limit == 0  # the engine generates a token all the same
         params = request.sampling_params(self.inputs.model.generation_defaults, 1 if prompt_only else limit)
         if request.echo and params.logprobs is not None:
             params = _scoring_echo(params)
@@ -112,7 +119,7 @@ class Serving:
         return generations
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text. Raises BadRequest where the model has no tokenizer."""
+        """The token ids of a text. Raises BadRequest if the model has no tokenizer."""
         encode = self.inputs.require_tokenizer("prompt").encode
         return await self._prepared(len(text), encode, text, add_special_tokens)
 
@@ -124,7 +131,7 @@ class Serving:
     async def _planned(
         self, request: ChatRequest, params: SamplingParams, ticket: Ticket | None
     ) -> tuple[ChatPlan, Prompt]:
-        """How an answer is constrained and read, and the prompt."""
+        """The plan of the answer, and the prompt."""
         conversation, options = request.conversation(), request.template_options()
         if request.chat_template is not None and not self._trust_templates:
             raise BadRequest(
@@ -145,7 +152,7 @@ class Serving:
         if request.chat_template is not None:
             threads = self._templates
             if ticket is not None:
-                ticket.step_aside()  # others are prepared meanwhile
+                ticket.step_aside()  # other requests are prepared meanwhile
         return plan, await threads.run(label, write)
 
     def _request(
@@ -173,9 +180,11 @@ class Serving:
         return replace(request, adapter=body.model if body.model in self._adapters else None)
 
     async def _prompts(self, request: CompletionRequest, media: Sequence[list[Loaded]] = ()) -> list[Prompt]:
-        """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest.
+        """The prompts in the order of their choices: embeddings first, as in vLLM.
 
-        media: the items of each prompt, or nothing.
+        Raises BadRequest.
+
+        media: the items of each prompt, or empty.
         """
         request.check_embeds(self.inputs.model.prompt_embeds)
         request.check_suffix()
@@ -195,7 +204,7 @@ class Serving:
         ]
 
     def _load(self, given: dict[str, Any], request: CompletionRequest, media: Sequence[Loaded]) -> Prompt:
-        """Prepare a prompt, with the body's encoded embeddings made tensors."""
+        """Prepare a prompt, with the body's encoded embeddings decoded to tensors."""
         sizes = self.inputs.model.max_model_len, self.inputs.model.hidden_size
         if (whole := given.get("prompt_embeds")) is not None:
             given["prompt_embeds"] = load_embeds(whole, *sizes, "prompt_embeds")
@@ -210,7 +219,7 @@ class Serving:
         )
 
     async def _prepared(self, size: int, work: Callable[..., T], *args: Any) -> T:
-        """Return what ``work`` makes of a prompt of this number of characters: a short one at once, without a thread.
+        """Run ``work`` on a prompt of ``size`` characters: a short one directly, a long one in a thread.
 
         ``work`` must not wait for a process, as chat templates do.
         """
@@ -226,7 +235,7 @@ class Serving:
         return Echo(tokenizer.decode(prompt.token_ids, params.skip_special_tokens, spaces), alone)
 
     def _within_limits(self, prompt: Prompt, params: SamplingParams, pooled: bool) -> SamplingParams:
-        """Return ``params`` with max_tokens set. Raises BadRequest for what this server refuses."""
+        """``params`` with max_tokens set. Raises BadRequest beyond this server's limits."""
         model, length = self.inputs.model, len(prompt.token_ids)
         params = with_max_tokens(params, length, model.max_model_len)
         check_hidden_states(pooled or model.return_hidden_states, model.hidden_size, length, params)
@@ -242,7 +251,9 @@ class Serving:
     ) -> list[Generation]:
         """Make a generation of each sequence of a prepared request.
 
-        first: number of the first one's choice. echo: what the answers begin with. reader: makes what reads an answer.
+        first: number of the first one's choice. echo: the text at the beginning of the answers. reader: makes the
+        parser of an
+        answer.
         """
         wanted = request.params.prompt_logprobs is not None
         scores = asyncio.get_running_loop().create_future() if wanted else None
@@ -275,7 +286,7 @@ class Serving:
 
 
 def _begun(request: ChatRequest) -> Echo | None:
-    """The assistant's message that an answer goes on with, where it is to be repeated."""
+    """The assistant's message that an answer continues, if it is to be repeated."""
     options, last = request.template_options(), request.conversation()[-1]
     if not request.echo or options["add_generation_prompt"] or last.get("role") != "assistant":
         return None
@@ -283,7 +294,7 @@ def _begun(request: ChatRequest) -> Echo | None:
 
 
 def _scoring_echo(params: SamplingParams) -> SamplingParams:
-    """Return ``params`` with the log-probabilities of an echoed prompt. Raises BadRequest."""
+    """``params`` with the log-probabilities of an echoed prompt. Raises BadRequest."""
     assert params.logprobs is not None
     if params.logprob_start_len > 1:
         raise BadRequest(
@@ -301,16 +312,16 @@ def _scoring_echo(params: SamplingParams) -> SamplingParams:
 
 
 def _choosing(params: SamplingParams, sequences: int) -> SamplingParams:
-    """Return ``params`` for the sequences that an answer is chosen from, by their log-probabilities."""
+    """``params`` for the sequences that an answer is chosen from, by their log-probabilities."""
     if sequences == params.n:
         return params
     return replace(params, n=sequences, logprobs=params.logprobs or 0)
 
 
 def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> SamplingParams:
-    """Return ``params`` with max_tokens: by default what the context leaves after ``prompt`` tokens.
+    """``params`` with max_tokens: by default the context's rest after ``prompt`` tokens.
 
-    Raises BadRequest for more than that. A prompt that leaves nothing is for :meth:`InputProcessor.request` to refuse.
+    Raises BadRequest for more than that. :meth:`InputProcessor.request` refuses a prompt that leaves nothing.
     """
     room, asked = context - prompt, params.max_tokens
     if asked is None and room > 0:
@@ -326,7 +337,7 @@ def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> Sampli
 
 
 def check_hidden_states(enabled: bool, hidden_size: int, prompt: int, params: SamplingParams) -> None:
-    """Raise BadRequest where this server returns no hidden states, or fewer than ``prompt`` tokens may have."""
+    """Raise BadRequest if this server returns no hidden states, or only of fewer than ``prompt`` tokens."""
     name, tokens = "return_hidden_states", prompt + params.n * (params.max_tokens or 0)
     if not params.return_hidden_states:
         return

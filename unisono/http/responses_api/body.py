@@ -28,7 +28,7 @@ ELSEWHERE = {
     "return_hidden_states": "use /v1/chat/completions", "prompt_logprobs": "use /v1/chat/completions",
     "use_beam_search": "use /v1/chat/completions",
 }  # fmt: skip
-"""Fields of the chat body that are not passed on, and what to use instead."""
+"""Refused fields of the chat body, and the alternative to each."""
 RENAMED = {
     "max_completion_tokens": "max_output_tokens", "response_format.json_schema": "text.format",
     "response_format": "text.format", "reasoning_effort": "reasoning.effort", "logprobs": "include",
@@ -78,8 +78,12 @@ class ResponsesRequest(BaseModel):
 
 @dataclass
 class Messages:
-    """Messages made of items. ``sources`` has, for each message, where it comes from in the body; ``contents`` has,
-    by the message's number, where its content does if that is not the item's ``content``."""
+    """Messages made of items.
+
+    sources: the origin of each message in the body. contents: by the message's number, the origin of its content if
+    that
+    is not the item's ``content``.
+    """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -90,7 +94,7 @@ class Messages:
         self.sources.append(source)
 
     def assistant(self, source: str, *taken: str) -> dict[str, Any]:
-        """The assistant's message under way, or a new one where one of the fields ``taken`` is in use."""
+        """The open assistant's message, or a new one if one of its fields ``taken`` is in use."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(last.get(name) for name in taken):
             self.add({"role": "assistant", "content": None}, source)
@@ -104,7 +108,9 @@ class Messages:
 def to_items(
     given: str | list[Any], new_id: Callable[[str], str], find: Callable[[str], Item | None], name: str = "input"
 ) -> list[Item]:
-    """The input as items with ids. find: an item of an earlier response, by its id. name: the field's.
+    """The input as items with ids.
+
+    find: returns an item of an earlier response by its id. name: the field's.
 
     Raises BadRequest.
     """
@@ -136,7 +142,9 @@ def to_messages(
     name: str = "input",
     ignored: Ignored | None = None,
 ) -> Messages:
-    """The messages of a conversation. earlier: how many items come of the field ``before``, the others of ``name``.
+    """The messages of a conversation.
+
+    earlier: number of items from the field ``before``; the others are from ``name``.
 
     ignored: records the items of hosted tools. Raises BadRequest.
     """
@@ -166,7 +174,7 @@ def _message(made: Messages, item: Item, where: str) -> None:
 
 
 def _content(content: Any, where: str) -> Any:
-    """Text, or chat's content parts where pictures are among it. Raises BadRequest."""
+    """Text, or the chat's content parts if images are among it. Raises BadRequest."""
     if not has_kind(content, IMAGE_PART):
         return text_of(content, where, TEXT_PARTS)
     return [
@@ -193,7 +201,7 @@ def _call(made: Messages, item: Item, where: str) -> None:
 
 
 def _custom_call(made: Messages, item: Item, where: str) -> None:
-    """A call of a tool whose argument is text, made elsewhere."""
+    """A call of a tool with a text argument, made elsewhere."""
     _call(made, {**item, "arguments": {"input": item.get("input")}}, where)
 
 
@@ -211,13 +219,15 @@ READERS: Mapping[str, Callable[[Messages, Item, str], None]] = {
     "custom_tool_call": _custom_call,
     "custom_tool_call_output": _output,
 }
-"""What each type of item does to the messages."""
+"""Item type -> function that adds it to the messages."""
 
 
 def chat_body(
     request: ResponsesRequest, data: Mapping[str, Any], made: Messages, ignored: Ignored | None = None
 ) -> tuple[dict[str, Any], Renames]:
-    """The chat body of a request, and where its parts come from. ignored: records the hosted tools.
+    """The chat body of a request, and the origins of its parts.
+
+    ignored: records the hosted tools.
 
     Raises BadRequest and ApiError.
     """
@@ -244,7 +254,7 @@ def chat_body(
 
 
 def conversation_of(request: ResponsesRequest) -> str | None:
-    """The id of the conversation that a response goes on with. Raises BadRequest."""
+    """The id of the conversation that a response continues. Raises BadRequest."""
     given = request.conversation
     found = given.get("id") if isinstance(given, dict) else given
     if given is not None and not isinstance(found, str):
@@ -253,7 +263,7 @@ def conversation_of(request: ResponsesRequest) -> str | None:
 
 
 def turns(items: list[Item]) -> list[int]:
-    """Return the indices of ``items`` at which turns begin, the oldest first; :func:`since` shortens to them.
+    """The indices of ``items`` at which turns begin, the oldest first; :func:`since` shortens to them.
 
     A turn begins with a message of the user.
     """
@@ -272,7 +282,7 @@ def _stays(item: Item) -> bool:
 
 
 def _check_choices(request: ResponsesRequest, ignored: Ignored) -> None:
-    """Raises BadRequest for values of this API's own fields that are not honoured."""
+    """Raise BadRequest for unsupported values of this API's own fields."""
     for value in request.include or []:
         if (kind := value.partition(".")[0]) in ITEMS:
             ignored.other(kind, "include")
@@ -304,7 +314,7 @@ def _check_choices(request: ResponsesRequest, ignored: Ignored) -> None:
 
 
 def _response_format(given: Any) -> Any:
-    """``text.format`` as the chat body has it; its schema stands one level deeper there."""
+    """``text.format`` in the chat body's form, in which the schema is one level deeper."""
     if isinstance(given, dict) and given.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {name: v for name, v in given.items() if name != "type"}}
     return given

@@ -35,12 +35,12 @@ from unisono.http.service import Service
 Body = TypeVar("Body", bound=CountRequest)
 
 PREFIX = "/v1/messages"
-"""Errors under this path are worded as Anthropic's."""
+"""Errors under this path have Anthropic's form."""
 
 
 @dataclass
 class MessageReply(EventReply):
-    """A message on its way."""
+    """A message in progress."""
 
     writer: Writer
     generations: list[Generation]
@@ -63,7 +63,7 @@ class MessageReply(EventReply):
 
 
 def _read(raw: bytes, kind: type[Body], ignored: Ignored) -> tuple[Body, ChatRequest, Renames]:
-    """A body, the chat request that is made of it, and the names of its fields. Raises BadRequest and ApiError."""
+    """A body, the chat request translated from it, and the names of its fields. Raises BadRequest and ApiError."""
     data = load_object(raw)
     body = checked(data, kind, only=False)
     fields, renames = chat_body(body, data, ignored)

@@ -1,4 +1,4 @@
-"""OpenAI's Conversations API: items that responses go on with (the field ``conversation`` of ``/v1/responses``)."""
+"""OpenAI's Conversations API: items that responses continue (the field ``conversation`` of ``/v1/responses``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.http.routes.common import clients_only, described, json_response, n
 from unisono.http.service import Service
 
 MOST_ITEMS = 20
-"""Items that one request may add, as OpenAI has it."""
+"""Items that one request may add: OpenAI's limit."""
 
 
 class ConversationBody(BaseModel):
@@ -139,7 +139,7 @@ def _listed(items: list[Item], more: bool) -> dict[str, Any]:
 
 
 def _items(given: list[Any], service: Service) -> list[Item]:
-    """Items with ids, of types that a response can go on with. Raises BadRequest and ApiError."""
+    """Items with ids, of types that a response can continue. Raises BadRequest and ApiError."""
     if len(given) > MOST_ITEMS:
         raise ApiError(400, f"items has {len(given)} entries; at most {MOST_ITEMS} are taken.", param="items")
     items = to_items(given, new_id, lambda _: None, "items") if given else []

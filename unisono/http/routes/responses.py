@@ -54,9 +54,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Asked:
-    """A checked body. items: of the whole conversation; earlier: how many are of previous responses.
+    """A checked body.
 
-    conversation: the id of the one that the response goes on with. ignored: hosted tools that are left out.
+    items: of the whole conversation. earlier: number of items from previous responses.
+
+    conversation: id of the one that the response continues. ignored: hosted tools that are left out.
     """
 
     request: ResponsesRequest
@@ -71,7 +73,7 @@ class Asked:
 
 @dataclass
 class ResponseReply(EventReply):
-    """A response on its way. ``finished`` is told of its last state."""
+    """A response in progress. ``finished`` is called with its last state."""
 
     writer: Writer
     generations: list[Generation]
@@ -154,7 +156,7 @@ def add(app: FastAPI, service: Service) -> None:
 
 
 def _keep(asked: Asked, stored: Stored, store: ResponseStore, kept: ConversationStore) -> None:
-    """Keep a response's state, if it is to be stored; once it has ended, its conversation goes on with it."""
+    """Store a response's state, if requested; once it has ended, append it to its conversation."""
     response = stored.response
     if asked.request.store is not False:
         store.put(stored)
@@ -182,7 +184,7 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
         found = store.get(response_id, service.keys.owner(request))
         for generation in service.running.get(response_id, ()):
             generation.cancel()
-        for _ in range(100):  # its last state comes with the next turn of the loop
+        for _ in range(100):  # its last state comes in the next iteration of the loop
             if found.response["status"] not in ("queued", "in_progress"):
                 break
             await asyncio.sleep(0.01)
@@ -240,14 +242,15 @@ def _read(raw: bytes) -> tuple[dict[str, Any], ResponsesRequest]:
 
 
 def _size(raw: bytes, items: list[Item]) -> int:
-    """Bytes for :func:`off_loop`: those of a body, and of stored items at least what makes many of them large."""
+    """Bytes for :func:`off_loop`: those of a body, and a lower bound for stored items."""
     return len(raw) + len(items) * INLINE_BYTES // 64
 
 
 async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], request: Request) -> Asked:
-    """``truncation: auto``: without as many of the oldest turns as it takes to fit the context.
+    """``truncation: auto``: drop as many of the oldest turns as needed to fit the context.
 
-    The stored items stay whole. Where even the last turn alone is too long it is left as it is, and refused later.
+    The stored items stay complete. If even the last turn alone is too long, nothing is dropped, and it is refused
+    later.
     """
     room = service.serving.inputs.model.max_model_len - (asked.request.max_output_tokens or 1)
     choices = [0, *turns(asked.items)]
@@ -275,7 +278,7 @@ async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], requ
     low, high = 1, len(choices) - 1
     if high < 1:
         return asked
-    while low < high:  # the fewest turns that have to go
+    while low < high:  # the fewest turns to drop
         middle = (low + high) // 2
         low, high = (low, middle) if await fits(middle) else (middle + 1, high)
     await fits(low)
@@ -326,7 +329,7 @@ def _given(value: float | None, defaults: Mapping[str, float], name: str) -> flo
 
 
 async def _in_background(service: Service, reply: ResponseReply, request: Request) -> None:
-    """Run a response that nobody waits for. Its end is in the store."""
+    """Run a response in the background. Its end is in the store."""
     response_id, arrival = reply.writer.response["id"], note(request.scope).arrival
     ticket = note(request.scope).ticket
     service.running[response_id] = reply.generations

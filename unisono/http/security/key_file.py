@@ -1,9 +1,10 @@
-"""The file of ``--api-key-file``: names and digests of keys, and what each may do.
+"""The file of ``--api-key-file``: names, digests, limits and roles of keys.
 
-A line is ``NAME sha256:DIGEST``, and what this key has of its own: ``concurrent_requests=4``,
-``requests_per_minute=60``, ``role=operator`` or ``role=user``. Once a line has a role, keys without one are users'.
-Empty lines and lines that begin with ``#`` are skipped. A name may have several keys, so that one can follow another;
-its limits and role stand in its first line. Messages never show a line: it might be a key.
+A line is ``NAME sha256:DIGEST`` and optional settings: ``concurrent_requests=4``, ``requests_per_minute=60``,
+``role=operator`` or ``role=user``. Once a line has a role, keys without one are users'. Empty lines and lines that
+begin
+with ``#`` are skipped. A name may have several keys, for rotation; its limits and role are in its first line. Messages
+never quote a line: it might be a key.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 FLAG = "--api-key-file"
 MAX_BYTES = 16 * 2**20
 SECONDS = 2.0
-"""Between two looks at the file."""
+"""Interval of checks of the file, seconds."""
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 LIMIT = re.compile(r"([a-z_]+)=([0-9]{1,9})")
@@ -32,13 +33,13 @@ FORM = "it must be NAME sha256:DIGEST, with the digest that `printf %s KEY | sha
 
 
 def keys_of(flag: str | None, path: Path | None) -> list[str | Key]:
-    """The keys of ``--api-key`` and of the file; none where the server is open. Raises ConfigError."""
+    """The keys of ``--api-key`` and of the file; empty if the server is open. Raises ConfigError."""
     given: list[str | Key] = [] if flag is None else [flag]
     return given if path is None else [*given, *read_keys(path)]
 
 
 async def reread(keys: Keys, flag: str | None, path: Path) -> None:
-    """Use the keys of the file that it has now, soon after it has changed. A file with an error changes nothing."""
+    """Reload the keys soon after the file has changed. A file with an error changes nothing."""
     seen = None  # it may have changed while the model was loaded
     while True:
         await asyncio.sleep(SECONDS)
@@ -53,7 +54,7 @@ async def reread(keys: Keys, flag: str | None, path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Changes when the file does."""
+    """A stamp that changes with the file."""
     try:
         found = path.stat()
     except OSError:
@@ -62,7 +63,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_keys(path: Path) -> list[Key]:
-    """The keys of a file. Raises ConfigError naming the line, and where there is no key at all."""
+    """The keys of a file. Raises ConfigError with the line, and if there is no key at all."""
     try:
         if not path.is_file():
             raise ConfigError(f"{FLAG} {path}: there is no such file.")

@@ -1,7 +1,7 @@
-"""Takes a secret out of the command line that ``ps`` shows.
+"""Removes a secret from the command line that ``ps`` shows.
 
-A program's arguments are readable by all users of the machine, for as long as it runs. On Linux they lie in the
-process's own memory, at an address that the kernel tells; there they are overwritten. Elsewhere nothing happens.
+A program's arguments are readable by all users of the machine while it runs. On Linux they are in the process's own
+memory, at an address that the kernel reports; there they are overwritten. Elsewhere nothing happens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ARGUMENTS = 48 - 3
 
 
 def hide(secret: str) -> bool:
-    """Overwrite ``secret`` where it is an argument, or follows the ``=`` of one. Returns whether it was found."""
+    """Overwrite ``secret`` in the arguments, alone or after the ``=`` of one. Returns True if it was found."""
     hidden = False
     try:
         fields = Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
