@@ -83,7 +83,7 @@ class Curve:
 
     @property
     def acceptance(self) -> str:
-        """Where draft acceptance came from, as text."""
+        """The source of draft acceptance, as text."""
         if not self.rates:
             return "acceptance of the drafter itself, on the held-out problems"
         return f"SYNTHETIC ACCEPTANCE: draft 1, 2 … accepted in {self.rates} of the rounds"
@@ -145,7 +145,7 @@ def adaptive(
         Path | None, typer.Option(help="Write JSON to this file, and Markdown to the same name with .md.")
     ] = None,
 ) -> None:
-    """Tokens per second without speculation, with each fixed k and with adaptive k, by concurrency."""
+    """Measure tokens per second without speculation, with each fixed k and with adaptive k, by concurrency."""
     sizes = whole_numbers("--concurrency", concurrency, some=True)
     rates = shares("--synthetic-acceptance-rates", synthetic_acceptance_rates)
     spec = speculative(speculative_config)
@@ -265,7 +265,7 @@ class Rounds:
 class Problems:
     """A workload: held-out problems, each answered once.
 
-    most: the highest concurrency. Raises ConfigError where there are not twice as many problems.
+    most: the highest concurrency. Raises ConfigError if there are not twice as many problems.
     """
 
     def __init__(self, most: int) -> None:

@@ -54,7 +54,7 @@ def drafters(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     gpu_memory_utilization: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 0.3,
 ) -> None:
-    """Tokens per second of the bundled model without speculation and with each of its drafters."""
+    """Measure tokens per second of the bundled model without speculation and with each of its drafters."""
     sizes, chosen = whole_numbers("--batch", batch, some=True), [name.strip() for name in methods.split(",")]
     if unknown := [name for name in chosen if name not in HEADS]:
         raise ConfigError(f"--methods {unknown[0]!r} is unknown; choose from {', '.join(HEADS)}.")

@@ -19,7 +19,7 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 2}'
 def run(command: Callable[..., None], *args: str) -> None:
     with pytest.raises(SystemExit) as ended:
         run_command(command, args)
-    assert ended.value.code == 0
+    assert not ended.value.code
 
 
 @pytest.mark.full

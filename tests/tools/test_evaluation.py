@@ -89,7 +89,7 @@ def test_a_model_that_sees_is_asked_about_pictures() -> None:
 def test_bench_tells_what_a_drafter_brings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.run(drafters, ["--problems", "3", "--batch", "1,2", "--methods", "eagle3"])
-    assert ended.value.code == 0
+    assert not ended.value.code
     plain, eagle3 = (re.split(r" *\| *", line)[1:-1] for line in capsys.readouterr().out.splitlines()[2:])
     assert [plain[0], eagle3[0], eagle3[-1]] == ["`none`", "`eagle3`", "yes"]
     assert all(float(cell.split()[0]) > 0 for cell in (*plain[1:3], *eagle3[1:3]))

@@ -56,7 +56,7 @@ class HermesReader(Reader):
         return False
 
     def _rest(self) -> bool:
-        """Continue after a malformed call: keep the text before the mark as arguments; if it has no name, return it as content."""
+        """Continue a malformed call: text before the mark is arguments; without a name, all of it is content."""
         if self._body:
             text, self._body, self.step = self._body, "", self.outside
             self.say(text)

@@ -1,7 +1,7 @@
-"""``unisono bench``: latency of the engine, and where the time is spent.
+"""``unisono bench latency``: time per step and to the first token, and device time by kernel.
 
-Absolute times are meaningful on a GPU only; on a CPU compare ratios within one run. Every report includes the
-versions, the machine and the settings.
+Absolute times are meaningful on a GPU only; on a CPU compare ratios within one run. Every report includes the versions,
+the machine and the settings.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from unisono.tools.load.throughput import throughput
 from unisono.types import ConfigError, SpeculativeConfig
 
 BATCH, CONTEXT, OUTPUT, PROMPTS = (1, 4, 16, 64), 1024, 256, (128, 512, 2048, 8192)
-"""What ``latency`` measures by default, as far as the model and the machine allow it; the report names the rest."""
+"""Defaults of ``latency``, as far as the model and the machine allow them; the report names the others."""
 
 WARM = 3
-"""Rounds after which rounds are timed."""
+"""Warm-up rounds before rounds are timed."""
 
 ALL_PROMPTS_FIRST = 1e6
-"""``--max-stall-ms`` here: a batch's requests all have their prompts computed before the first of them goes on."""
+"""Value of ``--max-stall-ms`` with which all prompts of a batch are computed before its first round."""
 
 LEAST_ROUNDS = 8
-"""Rounds that a batch is timed for, at least."""
+"""Least rounds that a batch is timed for."""
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Benchmarks.", add_completion=False, pretty_exceptions_enable=False
@@ -67,9 +67,11 @@ class Report:
     """The results of one run; times are medians in milliseconds.
 
     forced: synthetic acceptance length, if one was set. settings: the engine's. context, output_len: tokens of each
-    request of step_ms. accept_length, step_ms, rounds (how many were timed): by batch size. ttft_ms: by prompt
-    tokens, of ``repeats`` prompts each. left_out: what was not measured, and why. launches: per round. graphs: captured
-    row counts by program.
+    request
+    of step_ms. accept_length, step_ms, rounds (timed ones): by batch size. ttft_ms: by prompt tokens, of ``repeats``
+    prompts each. left_out: sizes that were not measured, with reasons. launches: per round. graphs: captured row counts
+    by
+    program.
     """
 
     model: str
@@ -168,10 +170,11 @@ def latency(
     profile_prompt: Annotated[int | None, typer.Option(help="Profile a prompt of this many tokens (GPU).")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
 ) -> None:
-    """Milliseconds per step and time to first token, measured on the engine loop that the server uses.
+    """Measure milliseconds per step and time to first token, on the engine loop that the server uses.
 
-    What a default asks for and the model or the machine cannot run is left out, and the report says so. What a flag
-    asks for is an error then, before anything is measured.
+    Defaults that the model or the machine cannot run are left out, and the report lists them. A flag that cannot be run
+    is
+    an error before anything is measured.
     """
     wanted = Wanted(_asked("--batch", batch), context, output_len, _asked("--prompts", prompts))
     writable("--out", out)
@@ -190,7 +193,7 @@ def latency(
     try:
         _measure(report, flags, wanted, profile, profile_prompt)
     finally:
-        if report.step_ms or report.ttft_ms:  # what was measured before an error is shown, too
+        if report.step_ms or report.ttft_ms:  # results before an error are printed, too
             print(report.markdown())
     if out is not None:
         out.write_text(json.dumps(report.__dict__, indent=1))
@@ -220,7 +223,7 @@ def _measure(report: Report, flags: dict[str, Any], wanted: Wanted, profile: boo
             report.step_ms[size], report.rounds[size] = statistics.median(times), len(times)
             report.accept_length[size] = tokens
         while lengths and llm.engine.capture_missing():
-            pass  # what a server captures in its first idle seconds
+            pass  # capture the graphs that a server captures in its first idle seconds
         for length in lengths:
             report.ttft_ms[length] = _ttft_ms(llm, length, report.repeats)
         if profile and sizes:
@@ -235,7 +238,7 @@ def _measure(report: Report, flags: dict[str, Any], wanted: Wanted, profile: boo
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be measured; None: the default, as far as it can be.
+    """The sizes to measure; None: the default, as far as possible.
 
     batch: batch sizes. context, output_len: prompt and generated tokens of their requests. prompts: prompt lengths.
     """
@@ -246,7 +249,9 @@ class Wanted:
     prompts: list[int] | None
 
     def fitted(self, llm: Any, report: Report) -> tuple[list[int], list[int]]:
-        """(batch sizes, prompt lengths) that this engine can run. Raises ConfigError for a wanted one that it cannot.
+        """(batch sizes, prompt lengths) that this engine can run.
+
+        Raises ConfigError for an explicit one that it cannot.
 
         Sets the report's context and output_len.
         """
@@ -269,7 +274,7 @@ class Wanted:
         return sizes, lengths
 
     def _room(self, llm: Any, size: int, context: int) -> str:
-        """Why ``size`` requests cannot run at once; empty if they can."""
+        """The reason why ``size`` requests cannot run at once; empty if they can."""
         from unisono.kv.pages import pages_for
 
         most, pages = llm.engine.config.max_num_seqs, llm.engine.pool.available
@@ -282,7 +287,10 @@ class Wanted:
 def _fitting(
     what: str, flag: str, asked: list[int] | None, default: Sequence[int], problem: Callable[[int], str], report: Report
 ) -> list[int]:
-    """The values without a problem. Raises ConfigError for one that was asked for; the report names the others."""
+    """The values without a problem.
+
+    Raises ConfigError for an explicit one with a problem; the report lists the others.
+    """
     fitting = []
     for value in default if asked is None else asked:
         if not (reason := problem(value)):
@@ -320,7 +328,7 @@ def _add_requests(llm: Any, size: int, context: int, output_len: int) -> list[st
 
 
 def _run_until_warm(llm: Any, size: int) -> None:
-    """Step until all ``size`` requests are decoding, and then for three rounds more. Raises ConfigError if one ends."""
+    """Step until all ``size`` requests are decoding, then for three more rounds. Raises ConfigError if one ends."""
     scheduler, warm = llm.engine.scheduler, 0
     while warm < WARM:
         warm += not (scheduler.waiting or scheduler.extending or len(scheduler.running) < size)
@@ -366,7 +374,7 @@ def _ttft_ms(llm: Any, length: int, repeats: int) -> float:
 
 
 def _idle_share(trace: Any) -> float:
-    """Share of the time from the first kernel to the last in which the device was idle between rounds.
+    """Fraction of the time from the first kernel to the last in which the device was idle between rounds.
 
     The kernels of a round share the correlation id of the graph launch. Gaps between kernels inside a graph are not
     counted: the host does not cause them.

@@ -1,4 +1,4 @@
-"""Versions of what affects speed, for reports of benchmarks."""
+"""Device and software versions, for reports of benchmarks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def versions(llm: Any) -> dict[str, str]:
-    """The device and the versions of what affects speed."""
+    """The device and the versions of software that affects speed."""
     import torch
     import triton
 

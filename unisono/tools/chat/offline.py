@@ -77,7 +77,7 @@ class OfflineModel:
             yield Piece(*splitter.feed("", last=True))
 
     def _params(self, given: Mapping[str, Any]) -> SamplingParams:
-        """The checkpoint's defaults, what was asked for, and a seed. Raises BadRequest."""
+        """The checkpoint's defaults, the user's settings, and a seed. Raises BadRequest."""
         own = {name: value for name, value in given.items() if name not in TEMPLATE_PARAMETERS}
         if isinstance(own.get("stop"), str):
             own["stop"] = (own["stop"],)
@@ -92,7 +92,7 @@ class OfflineModel:
 def _pieces(
     delta: TokenDelta, detokenizer: Detokenizer, splitter: Splitter | None, figures: Figures
 ) -> Iterator[Piece]:
-    """A delta token by token, each with where it comes from."""
+    """The pieces of a delta, token by token, each with its origin."""
     done, last = 0, len(delta.token_ids) - 1
     for tokens, drafted, accepted in delta.rounds:
         figures.rounds = (figures.rounds or 0) + 1 if drafted else figures.rounds

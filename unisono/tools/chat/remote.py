@@ -1,4 +1,4 @@
-"""Answers of a server that speaks OpenAI's API, over HTTP."""
+"""Answers of a server with OpenAI's API, over HTTP."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ TEMPLATE_PARAMETERS = ("enable_thinking",)
 
 
 class RemoteModel:
-    """A server's model. url: with or without /v1. name: None takes the first that the server lists.
+    """A server's model.
 
-    Raises ConfigError for a URL that is none, UnisonoError where no such server answers.
+    url: with or without /v1. name: None takes the first model of the server.
+
+    Raises ConfigError for an invalid URL, UnisonoError if no such server answers.
     """
 
     prompt_interrupts = True
@@ -53,7 +55,7 @@ class RemoteModel:
         return lines
 
     def _speculation(self) -> str:
-        """How the server speculates, where it says so."""
+        """The server's speculation in words, if it reports it."""
         with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
             found = self._http.get("/server_info").json()["engine"]["speculation"]
             if found["drafter"] == "none":
@@ -65,7 +67,7 @@ class RemoteModel:
         return {}
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """The server checks."""
+        """Check nothing: the server checks."""
 
     def answer(
         self, messages: Sequence[Message], params: Mapping[str, Any], figures: Figures, stop: Callable[[], object]
@@ -108,7 +110,7 @@ class RemoteModel:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """What goes wrong on the way, as errors of ours."""
+        """Convert network errors to UnisonoError."""
         try:
             yield
         except httpx.HTTPError as error:
@@ -140,7 +142,7 @@ def _read(chunk: Mapping[str, Any], figures: Figures) -> Iterator[Piece]:
 
 
 def _count(draft: Draft, figures: Figures) -> None:
-    """Count a token's draft, and its round where the token is the round's first."""
+    """Count a token's draft, and its round if the token is the round's first."""
     figures.accepted += draft.position is not None
     if draft.drafted and draft.position == (0 if draft.accepted else None):
         figures.rounds = (figures.rounds or 0) + 1
@@ -148,7 +150,7 @@ def _count(draft: Draft, figures: Figures) -> None:
 
 
 def _refusal(response: httpx.Response) -> UnisonoError:
-    """The error of a response that is no answer."""
+    """The error of a response with an error status."""
     response.read()
     try:
         error = response.json()["error"]

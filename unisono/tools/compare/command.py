@@ -19,7 +19,7 @@ SHORT = {
     "speculative_tree_nodes": "num_draft_tokens",
     "speculative_draft_quantization": "draft_quantization",
 }
-"""Short flags of the command line, and what they are in a speculative config."""
+"""Short flags of the command line -> fields of a speculative config."""
 SHOWN_TOKENS = 6
 TRACING = {"enforce_eager": True, "graphs": "auto", "compile": False, "enable_prefix_caching": False}
 
@@ -33,7 +33,7 @@ class Side:
 
     @classmethod
     def parse(cls, flag: str, model: str, text: str) -> Side:
-        """text: a JSON object of flags; ``model`` among them wins. Raises ConfigError and CheckpointError."""
+        """Parse one side. text: a JSON object of flags; its ``model`` wins. Raises ConfigError and CheckpointError."""
         try:
             given = json.loads(text)
         except ValueError as error:
@@ -51,7 +51,7 @@ class Side:
         return cls(model, given)
 
     def open(self, **more: Any) -> Any:
-        """An engine of this configuration."""
+        """An ``LLM`` of this configuration."""
         from unisono.entrypoints.llm import LLM
 
         return LLM(self.model, **{"graph_capture": "lazy", **self.flags, **more})
@@ -59,9 +59,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a prompt. index: of the first token that differs, None where none does. tokens: each side's there,
-    None where its answer had ended. traced: whether eager passes differ in the same token. op: what differs first.
-    ops: how many were compared."""
+    """The result of a prompt.
+
+    index: of the first differing token; None if none differs. tokens: each side's there; None if its answer had ended.
+    traced: eager passes differ in the same token. op: the first difference. ops: number of compared ops.
+    """
 
     prompt: int
     length: int
@@ -109,7 +111,7 @@ class Found:
 
 
 def prompts_of(llm: Any, given: Sequence[str], count: int) -> list[list[int]]:
-    """Token ids of the texts, or of held-out problems as conversations where there is a chat template."""
+    """Token ids of the texts, or of held-out problems, as conversations if there is a chat template."""
     if given:
         return [llm.tokenizer.encode(text) for text in given]
     problems = held_out_problems(count)
@@ -150,7 +152,7 @@ def compare(
 def _located(
     a: Side, b: Side, differing: Sequence[Found], prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> dict[int, Found]:
-    """The findings with what traces of eager passes say; by prompt."""
+    """The findings of traces of eager passes, by prompt."""
     from unisono.tools.compare.trace import compared_ops, first_difference, traced
 
     traces = []

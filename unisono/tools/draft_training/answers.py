@@ -54,10 +54,12 @@ def answer_all(
 
 @dataclass(frozen=True)
 class AnswerConfig:
-    """How answers are generated. Prompts with even numbers are answered greedily, the others at ``temperature``.
+    """Settings of answer generation.
 
-    max_tokens: limit per answer. longest: limit for prompt and answer together. seconds: time limit, counted from when
-    the engine is ready.
+    Prompts with even numbers are answered greedily, the others at ``temperature``.
+
+    max_tokens: limit per answer. longest: limit for prompt and answer together. seconds: time limit from the engine's
+    start on.
     """
 
     temperature: float = 1.0

@@ -23,10 +23,13 @@ from unisono.types import CheckpointError
 
 @dataclass(frozen=True)
 class TeacherOutputs:
-    """The batch and what the target computed for it. N positions are in the loss mask, V is the vocabulary size.
+    """A batch and the target's results for it.
+
+    N positions are in the loss mask, V is the vocabulary size.
 
     token_ids [B, L] int32. loss_mask [B, L] bool. hidden [B, L, H]: after the final norm. aux [B, L, layers · H], or
-    None. logits [N, V] fp32: at the positions in the loss mask, row by row.
+    None.
+    logits [N, V] fp32: at the positions in the loss mask, row by row.
     """
 
     token_ids: torch.Tensor

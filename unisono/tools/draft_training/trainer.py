@@ -35,10 +35,13 @@ STATE, RECIPE = "state.pt", "recipe.json"
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long to train, and the learning rates. The run ends after ``steps`` or ``minutes``, whichever is first.
+    """Length of the training, and the learning rates.
+
+    The run ends after ``steps`` or ``minutes``, whichever is first.
 
     batch_tokens: tokens per step, including padding. muon_lr: peak learning rate of the layers' matrices. lr: peak
-    learning rate of all other parameters (AdamW). save_every: seconds between checkpoints.
+    learning
+    rate of all other parameters (AdamW). save_every: seconds between checkpoints.
     """
 
     steps: int | None = None

@@ -1,4 +1,4 @@
-"""Sends conversations at their times, a limited number of requests at once, and collects the answers.
+"""Sends conversations at their start times with limited concurrency, and collects the answers.
 
 One event loop in one process; ``workers`` runs several.
 """
@@ -19,17 +19,18 @@ from unisono.tools.load.streams import Answer, read
 from unisono.tools.load.wire import Exchange, Wire, now
 
 HELD = 256 << 20
-"""Bytes of bodies that wait to be read until the load is over; with more, they are read while it runs."""
+"""Most bytes of bodies that are kept to be parsed after the load; beyond it, they are parsed while it runs."""
 LAG = 0.01
-"""Seconds that the probe of the client's own lag sleeps."""
+"""Interval of the probe of the client's own lag, seconds."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go and what they say besides the prompt.
+    """The server, and the fields of requests beside the prompt.
 
-    url: http(s)://host[:port]. endpoint: a path whose end says what it takes (``/chat/completions`` or
-    ``/completions``). model: its name in requests. body: more fields. timeout: seconds of a request.
+    url: http(s)://host[:port]. endpoint: a path that ends in ``/chat/completions`` or ``/completions``. model: its name
+    in
+    requests. body: more fields. timeout: seconds of a request.
     """
 
     url: str
@@ -50,8 +51,11 @@ class Target:
 
 @dataclass
 class Outcome:
-    """What one client saw. answers: of all requests. lag: seconds that its event loop was late, p99. busy: share of a
-    processor that it used."""
+    """The results of one client.
+
+    answers: of all requests. lag: delay of its event loop in seconds, p99. busy: fraction of a
+    processor that it used.
+    """
 
     answers: list[Answer] = field(default_factory=list)
     lag: float = 0.0
@@ -59,7 +63,10 @@ class Outcome:
 
 
 class Client:
-    """Sends conversations. source: counts tokens where the server does not say. most: requests at once, None: any."""
+    """Client that sends conversations.
+
+    source: counts tokens that the server does not. most: concurrency, None: no limit.
+    """
 
     def __init__(self, target: Target, source: Source, most: int | None) -> None:
         self.target, self.source = target, source
@@ -87,7 +94,7 @@ class Client:
         return Outcome(self.answers, sorted(lags)[int(0.99 * (len(lags) - 1))] if lags else 0.0, busy)
 
     async def converse(self, one: Conversation) -> None:
-        """Ask the turns of a conversation one after another; the rest is left out after one that failed."""
+        """Send the turns of a conversation one after another; a failure ends it."""
         said: list[Any] = list(one.messages) or ([{"role": "system", "content": one.system}] if one.system else [])
         before = one.system
         for place, turn in enumerate(one.turns):
@@ -112,7 +119,9 @@ class Client:
         return json.dumps(data | self.target.body).encode()
 
     async def _ask(self, body: bytes, turn: Turn, read_now: bool) -> str | None:
-        """The text of an answer if it is asked for, else an empty one; None after a failure that is known by now."""
+        """The text of an answer if needed for the next turn, else an empty one; None after a failure that is known by
+        now.
+        """
         request, ready = self.wire.request("POST", self.target.endpoint, body), now()
         async with self._turn:
             exchange = await self.wire.exchange(request)
@@ -141,7 +150,7 @@ class Client:
 
 
 async def _probe(lags: list[float]) -> None:
-    """Note how late this event loop is."""
+    """Record the delays of this event loop."""
     while True:
         due = now() + LAG
         await asyncio.sleep(LAG)

@@ -19,7 +19,7 @@ from unisono.tools.load.stall import Scene
 from unisono.types import ConfigError
 
 LISTS = ("--goodput", "--header", "--metadata")
-"""Flags that take one value or several, as ``--goodput ttft:200 tpot:20``."""
+"""Flags with one value or several, such as ``--goodput ttft:200 tpot:20``."""
 
 
 class SeveralValues(HelpfulCommand):
@@ -61,7 +61,7 @@ def mix_flags(
     custom_output_len: Annotated[int, typer.Option(min=1, help="Of lines that name no output_len.")] = 256,
     seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
 ) -> None:
-    """What is asked."""
+    """Flags of the requests."""
 
 
 def stall_flags(
@@ -72,7 +72,7 @@ def stall_flags(
     stream_input_len: Annotated[int, typer.Option(min=1, help="Of stall: prompt tokens of a stream.")] = 64,
     stream_output_len: Annotated[int, typer.Option(min=1, help="Of stall: tokens of a stream, at most.")] = 4096,
 ) -> None:
-    """What is measured."""
+    """Flags of the scenario."""
 
 
 def report_flags(
@@ -88,7 +88,7 @@ def report_flags(
     plot: Annotated[Path | None, typer.Option(help="Draw them: a PNG, SVG or PDF file.")] = None,
     metadata: Annotated[list[str] | None, typer.Option(help="KEY=VALUE to write into --out; several.")] = None,
 ) -> None:
-    """What is reported."""
+    """Flags of the report."""
 
 
 def target_flags(
@@ -117,7 +117,7 @@ def target_flags(
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds of a request.")] = 21600.0,
     ready_check_timeout_sec: Annotated[float, typer.Option(min=0, help="Seconds to wait for the server.")] = 0.0,
 ) -> None:
-    """Where requests go."""
+    """Flags of the server."""
 
 
 def rate_flags(
@@ -131,7 +131,7 @@ def rate_flags(
     num_warmups: Annotated[int, typer.Option(min=0, help="Requests before the measurement.")] = 0,
     client_processes: Annotated[int, typer.Option(min=1, help="Processes that send and read.")] = 1,
 ) -> None:
-    """How requests arrive."""
+    """Flags of the request rate."""
 
 
 def sampling_flags(
@@ -145,7 +145,7 @@ def sampling_flags(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate every token that is asked for.")] = False,
     extra_body: Annotated[str, typer.Option(help="More fields of requests, JSON.")] = "{}",
 ) -> None:
-    """What requests say besides."""
+    """Flags of the sampling parameters."""
 
 
 def engine_flags(
@@ -177,11 +177,11 @@ def engine_flags(
     tp_reduce: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "gather",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
-    """The engine of ``bench throughput``."""
+    """Flags of the engine of ``bench throughput``."""
 
 
 def grouped(command: Callable[..., None], **groups: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with the flags of all groups; it takes each group's as a dict under the group's name."""
+    """``command`` with the flags of all groups; it takes each group as a dict under the group's name."""
     names = {group: list(inspect.signature(flags).parameters) for group, flags in groups.items()}
     own = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name not in groups]
 
@@ -226,7 +226,7 @@ def scene_of(flags: dict[str, Any]) -> Scene | None:
 
 
 def pairs(flag: str, given: Sequence[str] | None) -> dict[str, str]:
-    """``KEY=VALUE`` texts as a dict. Raises ConfigError."""
+    """Parse ``KEY=VALUE`` texts into a dict. Raises ConfigError."""
     found = {}
     for text in given or ():
         name, equals, value = text.partition("=")
@@ -237,7 +237,7 @@ def pairs(flag: str, given: Sequence[str] | None) -> dict[str, str]:
 
 
 def body_of(flags: dict[str, Any]) -> dict[str, Any]:
-    """Fields of requests. Raises ConfigError."""
+    """Extra fields of requests. Raises ConfigError."""
     flags = dict(flags)
     try:
         extra = json.loads(text := flags.pop("extra_body"))
@@ -250,7 +250,7 @@ def body_of(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as it was typed, for results files; values of keys are left out."""
+    """The command as typed, for results files, without the values of keys."""
     import sys
 
     shown, secret = [], False

@@ -1,4 +1,4 @@
-"""``unisono bench serve``: load on an OpenAI-compatible server, and what its users see of it.
+"""``unisono bench serve``: load on an OpenAI-compatible server, measured by its clients.
 
 It measures any server over HTTP, streamed, with the definitions of ``vllm bench serve`` (``figures``). Without
 ``--base-url`` it starts ``unisono serve`` with all flags that are not its own.
@@ -35,7 +35,7 @@ ENDPOINTS = {
     "sglang": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
 }
-"""--backend -> the endpoint that it asks."""
+"""--backend -> endpoint."""
 
 
 def serve(
@@ -47,10 +47,11 @@ def serve(
     report: dict[str, Any],
     scene: dict[str, Any],
 ) -> None:
-    """Latency, throughput and goodput of a server under load, or (--scenario stall) its largest gap in a stream.
+    """Measure latency, throughput and goodput of a server, or with --scenario stall its largest gap in a stream.
 
     Flags that are not listed here are those of `unisono serve`, for a server that this command starts. Exit code 1 if
-    no request succeeded.
+    no
+    request succeeded.
     """
     _check(target, rate, report)
     wanted = _Wanted(target, mix, rate, sampling, report, scene)
@@ -60,14 +61,14 @@ def serve(
         wanted.measure(target["base_url"])
         return
     model = target["model"] or "tiny"
-    check_model(model, load_format="dummy")  # its weights are the server's to check
+    check_model(model, load_format="dummy")  # the server checks its weights
     check_flags(model, context.args)
     with served(model, context.args) as url:
         wanted.measure(url)
 
 
 def _check(target: dict[str, Any], rate: dict[str, Any], report: dict[str, Any]) -> None:
-    """What can be said before anything runs. Raises ConfigError."""
+    """Check the flags before anything runs. Raises ConfigError."""
     if target["backend"] not in ENDPOINTS:
         raise ConfigError(f"--backend {target['backend']!r} is unknown; choose from {', '.join(ENDPOINTS)}.")
     for flag, value in (("--request-rate", rate["request_rate"]), ("--burstiness", rate["burstiness"])):
@@ -145,7 +146,7 @@ class _Wanted:
             raise typer.Exit(1)
 
     def _write(self, target: Target, results: dict[str, Any]) -> None:
-        """Write --out: the settings, what was measured, versions and the command."""
+        """Write --out: settings, results, versions and the command."""
         path: Path | None = self.report["out"]
         if path is None:
             return
@@ -157,7 +158,10 @@ class _Wanted:
         path.write_text(json.dumps(data | self.metadata | results, indent=1) + "\n")
 
     def _models(self, target: Target) -> list[dict[str, Any]]:
-        """What the server lists; [] if it has no such route. Raises UnisonoError for a server that does not answer."""
+        """The server's model list; [] if it has no such route.
+
+        Raises UnisonoError for a server that does not answer.
+        """
         end = time.monotonic() + self.given["ready_check_timeout_sec"]
         while True:
             found = run(lambda: _get(target, "/v1/models"))

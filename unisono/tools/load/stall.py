@@ -1,8 +1,8 @@
-"""The stall scenario: streams run, long prompts arrive. How long does a stream wait, and how fast are the prompts?
+"""The stall scenario: long prompts arrive while streams run; measures the streams' gaps and the prompts' throughput.
 
-Two ways to ask: :func:`over_http`, any server; :func:`in_engine`, this process's engine. Both give a :class:`Stall` for
-each number of prompts: the largest gap between two tokens of a stream from the prompts' arrival until each stream went
-on after the last prompt's first token, and the prompt tokens a second, with the streams and with nothing else running.
+:func:`over_http` measures any server; :func:`in_engine` this process's engine. Both return a :class:`Stall` for each
+number of prompts: the largest gap between two tokens of a stream, from the prompts' arrival until each stream has
+continued after the last prompt's first token, and the prompt tokens per second, with the streams and without.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ SETTLED, AFTER = 16, 4
 
 @dataclass(frozen=True)
 class Scene:
-    """streams: that run, each begun with ``stream_input_len`` tokens and going on for up to ``stream_output_len``.
-    prompts: numbers of prompts to send at once, one after another; of ``prompt_len`` tokens each."""
+    """The sizes of the scenario.
+
+    streams: number of streams, each with a prompt of ``stream_input_len`` and up to ``stream_output_len`` tokens.
+    prompts:
+    numbers of simultaneous prompts, one measurement each, of ``prompt_len`` tokens.
+    """
 
     streams: int
     prompts: Sequence[int]
@@ -41,9 +45,11 @@ class Scene:
 
 @dataclass(frozen=True)
 class Stall:
-    """What ``prompts`` prompts at once did. Gaps in milliseconds, rates in prompt tokens a second.
+    """The result for ``prompts`` simultaneous prompts.
 
-    passes: what ran meanwhile, see :func:`passes_of`; not known over HTTP.
+    Gaps in milliseconds, rates in prompt tokens per second.
+
+    passes: the engine's passes meanwhile, see :func:`passes_of`; unknown over HTTP.
     """
 
     prompts: int
@@ -59,12 +65,12 @@ class Stall:
 
     @property
     def share(self) -> float:
-        """Of the prompt throughput that is left with the streams running."""
+        """Fraction of the prompt throughput that is left while the streams run."""
         return self.prompt_tokens_per_s / self.prompt_tokens_per_s_alone
 
 
 def table(found: Sequence[Stall]) -> str:
-    """As a Markdown table."""
+    """The results as a Markdown table."""
     lines = [
         "| streams | prompts | gap before, ms | largest gap, ms | median gap, ms | prompt tokens/s | alone | share "
         "| mean TTFT, ms | passes |",
@@ -80,8 +86,10 @@ def table(found: Sequence[Stall]) -> str:
 
 
 def passes_of(engine: Any, before: Counter[tuple[str, str, str]]) -> str:
-    """The engine's passes since its counts were these: how many of each program, replayed, or eager for a reason; and
-    why passes were not mixed, since the start."""
+    """The engine's passes since the counts ``before``: number per program, replayed or eager with its reason; and the
+    reasons
+    for passes that were not mixed, since the start.
+    """
     grown = engine.runner.planner.passes - before
     shown = ((count, program, f"{kind}: {why}" if why else kind) for (program, kind, why), count in grown.items())
     told = ", ".join(f"{count} {program} ({how})" for count, program, how in sorted(shown, reverse=True))
@@ -90,7 +98,7 @@ def passes_of(engine: Any, before: Counter[tuple[str, str, str]]) -> str:
 
 
 def as_json(found: Sequence[Stall]) -> list[dict[str, Any]]:
-    """As JSON, one mapping for each number of prompts."""
+    """The results as JSON, one mapping per number of prompts."""
     return [asdict(one) | {"prompt_throughput_share": one.share} for one in found]
 
 
@@ -100,7 +108,7 @@ def as_json(found: Sequence[Stall]) -> list[dict[str, Any]]:
 async def over_http(target: Target, source: Source, scene: Scene, seed: int) -> list[Stall]:
     """Measure a server. Raises UnisonoError for a request that fails, ConfigError for streams that end too early."""
     client, rng = Client(target, source, None), random.Random(seed)
-    await _prompts(client, source, rng, 1, scene.prompt_len)  # warm
+    await _prompts(client, source, rng, 1, scene.prompt_len)  # warm up
     alone = {}
     for count in scene.prompts:
         answers = await _prompts(client, source, rng, count, scene.prompt_len)
@@ -124,7 +132,7 @@ async def over_http(target: Target, source: Source, scene: Scene, seed: int) -> 
 
 
 async def _stream(client: Client, into: Exchange, source: Source, rng: random.Random, scene: Scene) -> None:
-    """A stream until it is cancelled."""
+    """Run a stream until it is cancelled."""
     turn = Turn(source.prompt(rng, scene.stream_input_len), scene.stream_input_len, scene.stream_output_len)
     into.sent = now()
     await client.wire.exchange(client.wire.request("POST", client.target.endpoint, _body(client, turn)), into)
@@ -136,7 +144,7 @@ def _body(client: Client, turn: Turn) -> bytes:
 
 
 async def _prompts(client: Client, source: Source, rng: random.Random, count: int, length: int) -> list[Answer]:
-    """Send prompts at once, one token of output each. Raises UnisonoError for one that fails."""
+    """Send simultaneous prompts with one output token each. Raises UnisonoError for one that fails."""
     turns = [Turn(source.prompt(rng, length), length, 1) for _ in range(count)]
     requests = [client.wire.request("POST", client.target.endpoint, _body(client, turn)) for turn in turns]
     exchanges = await asyncio.gather(*(client.wire.exchange(request) for request in requests))
@@ -149,13 +157,13 @@ async def _prompts(client: Client, source: Source, rng: random.Random, count: in
 
 
 def _rate(answers: Sequence[Answer]) -> float:
-    """Prompt tokens a second from the first prompt sent to the last first token."""
+    """Prompt tokens per second from the first prompt sent to the last first token."""
     tokens = sum(answer.prompt_tokens for answer in answers)
     return tokens / (max(a.times[0] for a in answers) - min(a.sent for a in answers))
 
 
 async def _more(streams: Sequence[Exchange], tasks: Sequence[asyncio.Task[None]], count: int) -> None:
-    """Wait until each stream got ``count`` more pieces."""
+    """Wait until each stream has received ``count`` more pieces."""
     goals = [len(one.pieces) + count for one in streams]
     while any(len(one.pieces) < goal for one, goal in zip(streams, goals, strict=True)):
         for one, task in zip(streams, tasks, strict=True):
@@ -185,7 +193,7 @@ def _measured(
     rate: float,
     alone: float,
 ) -> Stall:
-    """heard: times of each stream's tokens. began, done: of the prompts."""
+    """The result of one measurement. heard: times of each stream's tokens. began, done: of the prompts."""
     before, during = [], []
     for times in heard:
         pairs = list(pairwise(times))
@@ -208,7 +216,7 @@ def _measured(
 
 
 def in_engine(llm: Any, scene: Scene, seed: int) -> list[Stall]:
-    """Measure the engine's own loop. Raises ConfigError for more streams and prompts than it takes."""
+    """Measure the engine's own loop. Raises ConfigError for more streams and prompts than it supports."""
     engine, rng = llm.engine, random.Random(seed)
     limit, most = engine.config.max_model_len, engine.config.max_num_seqs
     if scene.prompt_len + 2 > limit or scene.stream_input_len + scene.stream_output_len > limit:
@@ -217,7 +225,7 @@ def in_engine(llm: Any, scene: Scene, seed: int) -> list[Stall]:
         needed = scene.streams + max(scene.prompts)
         raise ConfigError(f"--streams and --prompts are {needed} requests at once; --max-num-seqs is {most}.")
     names = iter(f"stall-{i}" for i in range(1 << 30))
-    _prompts_in_engine(engine, rng, names, 1, scene.prompt_len, lambda at, deltas: None)  # warm
+    _prompts_in_engine(engine, rng, names, 1, scene.prompt_len, lambda at, deltas: None)  # warm up
     alone = {}
     for count in scene.prompts:
         began, ends = _prompts_in_engine(engine, rng, names, count, scene.prompt_len, lambda at, deltas: None)
@@ -266,7 +274,7 @@ Note = Callable[[float, Sequence[Any]], None]
 def _prompts_in_engine(
     engine: Any, rng: random.Random, names: Any, count: int, length: int, note: Note
 ) -> tuple[float, list[float]]:
-    """Add prompts at once and step to their ends -> (when they were added, when each had its first token)."""
+    """Add simultaneous prompts and step to their ends -> (time of addition, times of the first tokens)."""
     requests = [_request(engine, rng, next(names), length, 1) for _ in range(count)]
     left, ends, began = {one.request_id for one in requests}, [], now()
     for one in requests:

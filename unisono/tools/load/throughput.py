@@ -1,6 +1,6 @@
-"""``unisono bench throughput``: requests and tokens a second of an engine in this process, without a server.
+"""``unisono bench throughput``: requests and tokens per second of an engine in this process, without a server.
 
-With ``--speculative-config`` the same load runs without speculation first; then both are compared.
+With ``--speculative-config`` the same load runs without speculation first, for comparison.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HEAD = "| run | seconds | requests/s | output tokens/s | total tokens/s | tokens
 
 @dataclass
 class Runs:
-    """Passes and stalls of one engine, and what it was."""
+    """Passes and stalls of one engine, with its settings."""
 
     speculative: str
     start_seconds: float
@@ -66,13 +66,13 @@ class Runs:
 
     @property
     def median(self) -> float:
-        """Output tokens a second, the median of the passes."""
+        """Output tokens per second, the median of the passes."""
         return statistics.median(one.output_per_second for one in self.passes)
 
 
 @dataclass(frozen=True)
 class _Load:
-    """What is run. most: requests at once, None: all. stalls: the stall scenario instead of the load."""
+    """The load to run. most: concurrency, None: all. stalls: the stall scenario instead of the load."""
 
     asked: list[Conversation]
     stalls: stall.Scene | None
@@ -102,10 +102,11 @@ def throughput(
     ] = True,
     out: Annotated[Path | None, typer.Option(help="Write the results to this file, as JSON.")] = None,
 ) -> None:
-    """Requests/s and tokens/s of the engine alone, with and without speculation; or (--scenario stall) its gaps.
+    """Measure requests/s and tokens/s of the engine alone, with and without speculation; with --scenario stall its
+    gaps.
 
-    Prompts are random token ids (of a dataset's texts, their tokens); conversations have their first turn only. The
-    prefix cache is emptied before each run.
+    Prompts are random token ids (or a dataset's texts, tokenized); conversations have their first turn only. The prefix
+    cache is emptied before each run.
     """
     writable("--out", out)
     names = ("quantization", "load_format", "tensor_parallel_size", "device")
@@ -134,7 +135,7 @@ def throughput(
 
 
 def _run(engine: dict[str, Any], name: str, more: dict[str, Any], load: _Load) -> Runs:
-    """Start an engine, run the load, print what came of it."""
+    """Start an engine, run the load, print the results."""
     from unisono.entrypoints.llm import LLM
     from unisono.tools.bench.versions import versions
 
@@ -147,7 +148,7 @@ def _run(engine: dict[str, Any], name: str, more: dict[str, Any], load: _Load) -
         print(f"\nSpeculation: {name}; started in {runs.start_seconds:.1f} s", flush=True)
         settled = time.perf_counter()
         while llm.engine.capture_missing():
-            pass  # as a server without requests does
+            pass  # like a server without requests
         print(f"Graphs captured while idle took {time.perf_counter() - settled:.1f} s.", flush=True)
         with frozen_heap():
             if load.stalls is not None:

@@ -1,4 +1,4 @@
-"""Runs a load in one event loop, or in several processes when one could not read the tokens fast enough."""
+"""Runs a load in one event loop, or in several processes if one cannot read the tokens fast enough."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations, when they begin (seconds after the start), and how many requests run at once (None: any)."""
+    """Conversations, their start times (seconds after the start), and the concurrency (None: no limit)."""
 
     target: Target
     source: Source
@@ -31,7 +31,7 @@ class Load:
     most: int | None = None
 
     def parts(self, count: int) -> list[Load]:
-        """``count`` loads that together are this one."""
+        """This load, divided into ``count`` loads."""
         count = max(1, min(count, len(self.asked), self.most or len(self.asked)))
         most = [None] * count if self.most is None else [(self.most + i) // count for i in range(count)]
         return [
@@ -40,7 +40,7 @@ class Load:
 
 
 def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine in an event loop of its own: uvloop's where there is one."""
+    """Run a coroutine in an event loop of its own: uvloop's if installed."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
         import uvloop
@@ -88,7 +88,7 @@ def _child(pipe: Any, part: Load) -> None:
 
 
 def _run_part(part: Load, start: float | None) -> Outcome:
-    """start: when the load begins; None: now."""
+    """Run a part of the load. start: its start time; None: now."""
 
     async def work() -> Outcome:
         client = Client(part.target, part.source, part.most)
@@ -99,7 +99,7 @@ def _run_part(part: Load, start: float | None) -> Outcome:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """A garbage collection in mid-load would look like a slow server."""
+    """Suspend garbage collection: a collection during the load would look like a slow server."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -111,7 +111,7 @@ def _no_collections() -> Iterator[None]:
 
 
 def _raise_file_limit() -> None:
-    """Every connection is a file."""
+    """Raise the limit of open files: every connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
