@@ -130,7 +130,7 @@ class Curve:
 
 
 def adaptive(
-    speculative_config: Annotated[str, typer.Option(help="As of `unisono serve`, JSON.")],
+    speculative_config: Annotated[str, typer.Option(help="As for `unisono serve`, JSON.")],
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",

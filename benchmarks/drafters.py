@@ -52,7 +52,7 @@ def drafters(
     drafts: Annotated[int, typer.Option("--num-speculative-tokens", "-k", help="Drafts per round, at most.")] = 3,
     methods: Annotated[str, typer.Option(help="Methods to compare, separated by commas.")] = ",".join(HEADS),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    gpu_memory_utilization: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 0.3,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="As for `unisono serve`.")] = 0.3,
 ) -> None:
     """Measure tokens per second of the bundled model without speculation and with each of its drafters."""
     sizes, chosen = whole_numbers("--batch", batch, some=True), [name.strip() for name in methods.split(",")]

@@ -103,7 +103,7 @@ def load_ms(llm: LLM, side: int) -> dict[str, float]:
 
 def decoded_ms(decoder: Decoder, data: bytes) -> dict[str, float]:
     """Milliseconds of what a worker does with an encoded picture."""
-    from unisono.media.decoding import images as pictures
+    from unisono.media.decoding import images
 
     times = [time.perf_counter()]
     rgb = pictures.decoded(pictures.opened(data, 1 << 24), (255, 255, 255))

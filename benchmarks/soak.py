@@ -43,7 +43,7 @@ TABLE = "{:<20} {:>8} {:>8} {:>8} {:>6} {:>6} {:>6} {:>9} {:>9}"
 def soak(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
-    requests: Annotated[int, typer.Option(help="How many requests.", min=20)] = 10_000,
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=20)] = 10_000,
     distinct: Annotated[int, typer.Option(help="Distinct requests among them.", min=17)] = 340,
     concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 32,
     max_num_seqs: Annotated[int, typer.Option(help="Of the server: requests that run at once.", min=1)] = 8,

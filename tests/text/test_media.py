@@ -270,7 +270,7 @@ def test_bfloat16_and_float16_are_rounded_as_torch_does() -> None:
 def test_placeholders_must_fit(inputs: InputProcessor) -> None:
     image = pics.picture(64, 64)
     for text in ("no placeholder", PAD + PAD, f"{PAD} and {pics.IMAGE}"):
-        with pytest.raises(BadRequest, match="placeholders for 1 picture"):
+        with pytest.raises(BadRequest, match="placeholders for 1 image"):
             inputs.prompt({"prompt": text, "multi_modal_data": {"image": image}})
     with pytest.raises(BadRequest, match="0 placeholders for 1 video"):
         inputs.prompt({"prompt": PAD, "multi_modal_data": {"image": image, "video": [[image, image]]}})
@@ -278,7 +278,7 @@ def test_placeholders_must_fit(inputs: InputProcessor) -> None:
         with pytest.raises(BadRequest, match=wrong):
             inputs.prompt({"prompt": PAD, "multi_modal_data": data})
     prompt = inputs.prompt({"prompt": PAD, "multi_modal_data": {"image": image}})
-    with pytest.raises(BadRequest, match="truncate_prompt_tokens cuts token ids, and this prompt has pictures"):
+    with pytest.raises(BadRequest, match="truncate_prompt_tokens cuts token ids, and this prompt has images"):
         inputs.request("a", prompt, SamplingParams(truncate_prompt_tokens=3))
     assert inputs.request("a", prompt, SamplingParams()).media == prompt.media
 
@@ -361,7 +361,7 @@ def test_broken_processors(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").unlink()
     bare = MediaLoader(Vision.of(pics.vision(style)), tmp_path, MediaSettings(), "float32", 99)
     bare.prepare()
-    with pytest.raises(BadRequest, match=r"p is a picture, and this checkpoint has no preprocessor_config\.json"):
+    with pytest.raises(BadRequest, match=r"p is an image, and this checkpoint has no preprocessor_config\.json"):
         bare.check([MediaSource("image", "p", b"")])
 
 

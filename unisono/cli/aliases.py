@@ -102,7 +102,9 @@ class Translation:
                 self.arguments += ["--transfer-backend", "nixl"]
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f'{flag} {value}: give JSON with a "kv_role" of {", ".join(ROLES)}.') from None
-        self.notes.append(f"{flag}: the role is {ROLES[role]}; --transfer-listen and --prefill-url say where pages go.")
+        self.notes.append(
+            f"{flag}: the role is {ROLES[role]}; --transfer-listen and --prefill-url set the addresses of pages."
+        )
 
     def finish(self) -> None:
         """Add the flags that depend on several aliases (a chain or a tree of drafts), and the defaults."""

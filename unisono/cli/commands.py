@@ -42,7 +42,7 @@ SampleSeed = Annotated[
 def generate(
     flags: dict[str, Any],
     path: ModelPath = "tiny",
-    prompt: Annotated[str | None, typer.Option(help="Text to continue; default: standard input.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt; default: standard input.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -184,7 +184,7 @@ def compare(
 def evaluate(
     flags: dict[str, Any],
     path: ModelPath = "tiny",
-    problems: Annotated[int, typer.Option(min=1, max=500, help="Held-out problems to ask.")] = 100,
+    problems: Annotated[int, typer.Option(min=1, max=500, help="Number of held-out problems.")] = 100,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 256,
 ) -> None:
     """Measure accuracy on held-out problems, tokens per second, and acceptance of drafts.
@@ -200,7 +200,7 @@ def evaluate(
     if found.pictures and found.accept_length is not None:
         with pictures_withheld(), _load(path, flags) as llm:
             blind = run(llm, problems, max_tokens)
-        print(f"{blind.acceptance} with the pictures' embeddings withheld from the drafts")
+        print(f"{blind.acceptance} with image embeddings withheld from the drafts")
         differ = sum(a != b for a, b in zip(found.answers, blind.answers, strict=True))
         print(f"{differ} of {found.problems} answers differ between the two")
         if differ:

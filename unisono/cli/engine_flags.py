@@ -44,7 +44,7 @@ def scheduling_flags(
     ] = 50.0,
     max_forced_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens that a grammar leaves no choice about, drafted in a round at most; 0: none."),
+        typer.Option(help="Most drafts per round that a grammar leaves no choice about; 0: none."),
     ] = None,
     enable_mixed_chunk: Annotated[
         bool | None,
@@ -197,7 +197,7 @@ def model_flags(
 def speculative_flags(
     speculative_config: Annotated[
         str | None,
-        typer.Option(help='How to draft, JSON: {"method": …, "model": PATH, "num_speculative_tokens": k, …}.'),
+        typer.Option(help='Drafter, JSON: {"method": …, "model": PATH, "num_speculative_tokens": k, …}.'),
     ] = None,
     speculative_method: Annotated[
         str | None, typer.Option(help=f"Drafting method: {', '.join(catalog.drafters.names)}.")

@@ -317,7 +317,7 @@ def serve(
     from unisono.media.settings import MediaSettings
 
     _check_answers(answers)  # these raise before anything slow is imported
-    pictures = MediaSettings.of(**media)
+    media_settings = MediaSettings.of(**media)
     hide(api_key or "")
     key, template, level = checked_key(api_key), read_template(chat_template), log_level_named(log_level)
     with show_progress() as progress:
@@ -336,7 +336,7 @@ def serve(
             api_key_file=api_key_file,
             chat_template=template,
             drain_timeout=drain_timeout,
-            media=pictures,
+            media=media_settings,
             **_parts(http, load, scale),
             tokenizer=Path(flags["tokenizer"]) if flags["tokenizer"] else None,
             **answers,

@@ -40,7 +40,10 @@ def answer_flags(
         str | None, typer.Option(help="Format of tool calls: hermes, mistral, …; default: by the chat template.")
     ] = None,
     enable_auto_tool_choice: Annotated[
-        bool, typer.Option("--enable-auto-tool-choice", help="Accepted for vLLM's sake: tool_choice auto always works.")
+        bool,
+        typer.Option(
+            "--enable-auto-tool-choice", help="Accepted for compatibility with vLLM: tool_choice auto always works."
+        ),
     ] = False,
     ignore_hosted_tools: Annotated[
         bool,

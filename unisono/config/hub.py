@@ -160,8 +160,8 @@ def _errors(name: str, partial: Path | None) -> Iterator[None]:
     held = "is not in the cache of the Hugging Face hub" if partial is None else f"is in {partial} without its weights"
     near = _near(repo, Path(constants.HF_HUB_CACHE)) if partial is None else ""
     raise CheckpointError(
-        f"{name!r} is no directory here and {held}, and {reason}.{near} Give a directory, or run `hf download {repo}` "
-        "where there is a network."
+        f"{name!r} is not a directory here and {held}, and {reason}.{near} Give a directory, or run "
+        f"`hf download {repo}` on a machine with a network."
     )
 
 

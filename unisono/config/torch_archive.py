@@ -239,7 +239,7 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
     elif name == "BUILD":
         stack.pop()  # attributes of the dict, such as _metadata of a state dict
         if not isinstance(stack[-1], dict):
-            raise ArchiveError("cannot be loaded: it sets attributes of what is no dict")
+            raise ArchiveError("cannot be loaded: it sets attributes of an object that is not a dict")
     elif name == "REDUCE":
         arguments = stack.pop()
         stack.append(_rebuilt(stack.pop(), arguments))

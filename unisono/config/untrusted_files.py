@@ -85,7 +85,7 @@ def _check_file(file: Path, allowed: list[Path]) -> None:
     if stat.S_ISDIR(status.st_mode):
         return
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{file} is no regular file: remove it, reading it might never end.")
+        raise CheckpointError(f"{file} is not a regular file (a pipe or device?): remove it.")
     if file.is_symlink() and not any(file.resolve().is_relative_to(place) for place in allowed):
         raise CheckpointError(
             f"{file} is a link out of the checkpoint, to {file.resolve()}: copy the file into the directory."
@@ -99,7 +99,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in ``file``. Raises CheckpointError for anything else."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
-            raise CheckpointError(f"{file} is no regular file.")
+            raise CheckpointError(f"{file} is not a regular file.")
         content = json.loads(file.read_text(encoding="utf-8"))
     except RecursionError:
         raise CheckpointError(f"{file} cannot be read as JSON: it is nested too deeply.") from None
@@ -161,7 +161,7 @@ def check_token_ids(ids: tuple[int, ...], vocab_size: int, file: Path) -> None:
     wrong = next((i for i in ids if i >= vocab_size), None)
     if wrong is not None:
         raise CheckpointError(
-            f"{file}: eos_token_id={wrong} is no token of the vocabulary, whose ids are 0 to {vocab_size - 1}."
+            f"{file}: eos_token_id={wrong} is outside of the vocabulary, whose ids are 0 to {vocab_size - 1}."
         )
 
 

@@ -94,7 +94,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "media": (
-        "Pictures and videos",
+        "Images and videos",
         (
             "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "allowed_media_domains",
             "allowed_local_media_path", "media_max_mb", "media_max_pixels", "media_max_frames", "media_timeout",

@@ -151,7 +151,9 @@ class InputProcessor:
             ids = infill_prompt(self.require_tokenizer("suffix"), ids, suffix, add_special_tokens)
         loaded = [*media, *self.media.load_all(self._offline_sources(given))]
         if loaded and overrides is not None:
-            raise BadRequest("embedding_overrides do not go with pictures; leave out one of them.", "multi_modal_data")
+            raise BadRequest(
+                "embedding_overrides cannot be combined with images; leave out one of them.", "multi_modal_data"
+            )
         return self._with_media(Prompt(ids, text, overrides, cache_salt=salt), loaded)
 
     def _offline_sources(self, given: Mapping[str, Any]) -> list[MediaSource]:
@@ -261,7 +263,7 @@ class InputProcessor:
         if len(prompt.token_ids) <= kept:
             return prompt
         if prompt.overrides is not None or prompt.media:
-            what = "pictures or videos" if prompt.media else "embeddings"
+            what = "images or videos" if prompt.media else "embeddings"
             raise BadRequest(f"{name} cuts token ids, and this prompt has {what}; leave out one of them.", name)
         ids = prompt.token_ids[-kept:] if params.truncation_side == "left" else prompt.token_ids[:kept]
         return replace(prompt, token_ids=ids, text=None)

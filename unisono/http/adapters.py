@@ -100,7 +100,7 @@ class Adapters:
         try:
             where = (allowed / Path(path).expanduser()).resolve()
         except (OSError, RuntimeError, ValueError) as error:
-            raise ApiError(400, f"lora_path={show(path)} is no path: {error}.", param="lora_path") from None
+            raise ApiError(400, f"lora_path={show(path)} is not a path: {error}.", param="lora_path") from None
         if not where.is_relative_to(allowed):
             message = f"lora_path={show(path)} is not below --allowed-lora-path {allowed}."
             raise ApiError(403, message, "permission_error", param="lora_path", code="path_not_allowed")

@@ -57,4 +57,6 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(500, f"The request ended early: {error}.", "server_error", code="engine_dead")
     if isinstance(error, UnisonoError):
         return ApiError(500, str(error), "server_error")
-    return ApiError(500, "The server failed on this request; its log says why.", "server_error", code="internal_error")
+    return ApiError(
+        500, "The server failed on this request; the reason is in its log.", "server_error", code="internal_error"
+    )

@@ -56,7 +56,7 @@ def _items(kind: Kind, given: Any) -> list[Any]:
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return []
     if isinstance(given, Mapping):
-        raise BadRequest(f"{DATA}.{kind} is a dict: embeddings of pictures are not taken, give pictures.", DATA)
+        raise BadRequest(f"{DATA}.{kind} is a dict: image embeddings are not supported; give images.", DATA)
     if kind == "image":
         several = isinstance(given, (list, tuple)) or (_ndim(given) == 4)
         return list(given) if several else [given]

@@ -15,10 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from unisono.media.decoding.frames import Payload, frames_of, picture_of
+from unisono.media.decoding.frames import Payload, frames_of, image_payload
 from unisono.media.fetching.fetch import Fetcher
 from unisono.media.fetching.files import read_file
-from unisono.media.fetching.sources import WORDS, Loaded, MediaSource
+from unisono.media.fetching.sources import WITH_ARTICLE, Loaded, MediaSource
 from unisono.media.settings import MediaSettings
 from unisono.media.workers import Workers
 from unisono.types import BadRequest, CheckpointError, Vectors
@@ -126,14 +126,14 @@ class MediaLoader:
         first = sources[0]
         if self.vision is None:
             raise BadRequest(
-                f"{first.param} is a {WORDS[first.kind]}, and this model takes text only. {SEEING}.",
+                f"{first.param} is {WITH_ARTICLE[first.kind]}, and this model takes text only. {SEEING}.",
                 first.param,
                 "unsupported_media",
             )
         if not self.has_processor:
             raise BadRequest(
-                f"{first.param} is a {WORDS[first.kind]}, and this checkpoint has no preprocessor_config.json, which "
-                "says how pictures are read; take that of the model it was made from.",
+                f"{first.param} is {WITH_ARTICLE[first.kind]}, and this checkpoint has no "
+                "preprocessor_config.json, which describes the preprocessing of images; copy it from the base model.",
                 first.param,
                 "unsupported_media",
             )
@@ -141,8 +141,8 @@ class MediaLoader:
             found = [one for one in sources if one.kind == kind]
             if len(found) > most:
                 raise BadRequest(
-                    f"{found[most].param} is {WORDS[kind]} {most + 1} of {len(found)}; at most {most} of a prompt are "
-                    "taken (--limit-mm-per-prompt).",
+                    f"{found[most].param} is {kind} {most + 1} of {len(found)}; the limit per prompt is "
+                    f"{most} (--limit-mm-per-prompt).",
                     found[most].param,
                     "too_many_media",
                 )
@@ -180,15 +180,15 @@ class MediaLoader:
         """The encoded bytes, or pixels, of an item."""
         given, param = source.given, source.param
         if source.kind == "image":
-            return [self._referred(given, param) if isinstance(given, str) else picture_of(given, param)]
+            return [self._referred(given, param) if isinstance(given, str) else image_payload(given, param)]
         if isinstance(given, str):
             return self._film(given, param)
         if isinstance(given, (bytes, bytearray, memoryview)):
-            return [picture_of(given, param)]
+            return [image_payload(given, param)]
         found = []
         for i, one in enumerate(frames_of(given, param)):
             place = f"{param}[{i}]"
-            found.append(self._referred(one, place) if isinstance(one, str) else picture_of(one, place))
+            found.append(self._referred(one, place) if isinstance(one, str) else image_payload(one, place))
         return found
 
     def _film(self, url: str, param: str) -> list[Payload]:
@@ -209,8 +209,8 @@ class MediaLoader:
             return Payload("file", read_file(url, path, self.settings.max_bytes, param))
         if "://" in url[:40]:
             raise BadRequest(
-                f"{param} has a URL of the scheme {url[:40].partition(':')[0]!r}; taken are data:, and http(s): and "
-                "file: where the server allows them.",
+                f"{param} has a URL of the scheme {url[:40].partition(':')[0]!r}; supported are data:, "
+                "and http(s): and file: if the server allows them.",
                 param,
             )
         return self._base64(url, param)

@@ -74,7 +74,7 @@ def with_kwargs(options: Options, kind: str, kwargs: Mapping[str, Any], param: s
             found[name] = checked(name, value, where)
         else:
             raise BadRequest(
-                f"{where}={shown(value)} is not supported; known names are {', '.join(RULES)}, size, "
+                f"{where}={shown(value)} is not supported; the supported names are {', '.join(RULES)}, size, "
                 f"{', '.join(NESTED.values())}.",
                 where,
             )
@@ -108,7 +108,7 @@ def with_io_kwargs(options: Options, kind: str, kwargs: Mapping[str, Any], param
                 found["background"] = _colour(value, place)
             else:
                 known = "fps, num_frames" if name == "video" else "rgba_background_color"
-                raise BadRequest(f"{place}={shown(value)} is not supported; known names are {known}.", place)
+                raise BadRequest(f"{place}={shown(value)} is not supported; the supported names are {known}.", place)
         if name == kind or "background" in found:
             options = replace(options, **found)
     return options

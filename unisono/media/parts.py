@@ -82,7 +82,7 @@ def source_of(part: Part, where: str, role: str, plain: bool = True) -> MediaSou
     kind, content, settings = READERS[part["type"]](part, where)
     if role not in MEDIA_ROLES:
         raise BadRequest(
-            f"{where}: pictures and videos stand in messages of the roles {' and '.join(MEDIA_ROLES)}, not {role}.",
+            f"{where}: images and videos are allowed in messages of the roles {' and '.join(MEDIA_ROLES)}, not {role}.",
             where,
         )
     found, rate = with_metadata(content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from unisono.media.fetching.sources import WORDS, Loaded
+from unisono.media.fetching.sources import Loaded
 from unisono.media.loader import Vision
 from unisono.types import BadRequest, MediaItem
 
@@ -82,9 +82,8 @@ def _written_out(token_ids: Sequence[int], token: int, items: Sequence[Loaded], 
 
 
 def _mismatch(kind: str, placeholders: int, items: int, param: str) -> BadRequest:
-    word = WORDS[kind]
     return BadRequest(
-        f"{param}: the prompt has {placeholders} placeholders for {items} {word}{'' if items == 1 else 's'}. A text "
-        f"must not spell the {word}'s placeholder itself, and a prompt without a chat template must have one for each.",
+        f"{param}: the prompt has {placeholders} placeholders for {items} {kind}{'' if items == 1 else 's'}. A text "
+        f"must not spell the {kind}'s placeholder itself, and a prompt without a chat template must have one for each.",
         param,
     )

@@ -59,6 +59,8 @@ class MediaTemplate:
         if self.parts and (message.get("role") != "tool" or calls):
             return message
         if not self.marks:
-            raise BadRequest(f"{where}.content: this model's chat template takes no pictures.", f"{where}.content")
+            raise BadRequest(
+                f"{where}.content: this model's chat template does not support images.", f"{where}.content"
+            )
         texts = [self.marks[part["type"]] if part["type"] in KINDS else str(part.get("text", "")) for part in content]
         return {**message, "content": "\n".join(texts)}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from unisono.media.decoding import images as pictures
+from unisono.media.decoding import images as image_decoding
 from unisono.media.decoding import videos
 from unisono.media.memory import memory_file
 from unisono.sandbox.channel import Channel
@@ -75,7 +75,7 @@ def _answer(
         payloads = _payloads(message["payloads"], descriptors)
         facts, pixels = getattr(decoder, message["kind"])(payloads, message)
         return ["item", facts], pixels
-    except pictures.Bad as error:
+    except image_decoding.Bad as error:
         return ["bad", str(error)], None
     except (MemoryError, OverflowError):
         return ["bad", f"takes more than {setup['memory'] >> 20} MiB to decode; scale it down."], None
@@ -152,10 +152,10 @@ class Decoder:
         config = json.loads(raw.read_text(encoding="utf-8")) if raw.is_file() else {}
         rules, rate = videos.video_rules(directory, config), setup["vision"].get("tokens_per_second")
         if rules is not None and rate is not None and rules.timestamps != (rate == 0):
-            raise ValueError("its video processor tells times by text, or does not, and config.json contradicts")
+            raise ValueError("preprocessor_config.json and config.json disagree about video timestamps")
         return cls(images, rules, setup)
 
-    # ---- pictures ---------------------------------------------------------------------------------
+    # ---- images ---------------------------------------------------------------------------------
 
     def image(
         self, payloads: list[tuple[dict[str, Any], bytes]], message: dict[str, Any]
@@ -164,17 +164,17 @@ class Decoder:
         ((payload, data),) = payloads
         image = self._opened(payload, data)
         width, height = image.size
-        pictures.check_size(width, height, self.setup["max_pixels"])
+        image_decoding.check_size(width, height, self.setup["max_pixels"])
         bounds = self._bounds(message)
         if max(width, height) / min(width, height) > 200:
-            raise pictures.Bad(f"has {width} x {height} pixels, more than 200 times as long as wide; crop it.")
+            raise image_decoding.Bad(f"has {width} x {height} pixels, more than 200 times as long as wide; crop it.")
         if _orientation(image) in (5, 6, 7, 8):
             width, height = height, width
         count = self.images.get_number_of_image_patches(
             height, width, {"min_pixels": bounds["shortest_edge"], "max_pixels": bounds["longest_edge"]}
         )
         self._check_tokens(count, 1, f"{width} x {height} pixels")
-        rgb = pictures.decoded(image, tuple(message["background"]))
+        rgb = image_decoding.decoded(image, tuple(message["background"]))
         found = self.images.preprocess([rgb], size=bounds, return_tensors="np")
         (grid,) = found["image_grid_thw"].tolist()
         return self._packed("image", found["pixel_values"], grid, 0.0, [])
@@ -191,18 +191,18 @@ class Decoder:
     def _opened(self, payload: dict[str, Any], data: bytes) -> Any:
         if payload["form"] == "pixels":
             return Image.frombytes(payload["mode"], tuple(payload["shape"]), data)
-        return pictures.opened(pictures.unpacked(payload, data), self.setup["max_bytes"])
+        return image_decoding.opened(image_decoding.unpacked(payload, data), self.setup["max_bytes"])
 
     def _check_tokens(self, patches: int, frames: int, what: str) -> None:
         tokens, most = patches // self.images.merge_size**2, self.setup["max_tokens"]
         if tokens > most:
-            raise pictures.Bad(
+            raise image_decoding.Bad(
                 f"has {what}, which make {tokens} tokens; the model's context has room for {most}. Scale it down, or "
                 "set max_pixels."
             )
         each, most = tokens // frames, self.setup["max_frame_tokens"]
         if each > most:
-            raise pictures.Bad(
+            raise image_decoding.Bad(
                 f"has {what}, which make {each} tokens a frame; the encoder takes {most}. Scale it down, or set "
                 "max_pixels."
             )
@@ -226,15 +226,15 @@ class Decoder:
         """A video: a list of frames, or one animated file."""
         rules = self.videos
         if rules is None:
-            raise pictures.Bad("is a video, and this checkpoint has no video processor that is known here.")
+            raise image_decoding.Bad("is a video, and this checkpoint has no video processor that is known here.")
         if not payloads:
-            raise pictures.Bad("has no frames; give at least one.")
+            raise image_decoding.Bad("has no frames; give at least one.")
         frames = _Frames([self._opened(*one) for one in payloads], self.setup["max_pixels"], message["background"])
         most, asked = self.setup["max_frames"], message["fps"]
         if frames.listed:
             rate, indices = asked or LIST_FPS, list(range(frames.total))
             if frames.total > most:
-                raise pictures.Bad(f"has {frames.total} frames; at most {most} are taken (--media-max-frames).")
+                raise image_decoding.Bad(f"has {frames.total} frames; the limit is {most} (--media-max-frames).")
         else:
             rate = frames.rate()
             indices = videos.sampled(rules, frames.total, rate, asked, message["num_frames"], most)
@@ -267,12 +267,12 @@ class _Frames:
         self.total = getattr(images[0], "n_frames", 1) if len(images) == 1 else len(images)
         self.listed = len(images) > 1 or self.total == 1
         for number, one in enumerate(images):
-            pictures.check_size(one.size[0], one.size[1], most_pixels)
+            image_decoding.check_size(one.size[0], one.size[1], most_pixels)
             if one.size != self.size:
                 sizes = [f"{width} x {height}" for width, height in (one.size, self.size)]
-                raise pictures.Bad(f"has frames of several sizes: frame {number} is {sizes[0]}, frame 0 {sizes[1]}.")
+                raise image_decoding.Bad(f"has frames of several sizes: frame {number} is {sizes[0]}, frame 0 {sizes[1]}.")
         if self.total > MAX_FILE_FRAMES:
-            raise pictures.Bad(f"has {self.total} frames; files of at most {MAX_FILE_FRAMES} are read.")
+            raise image_decoding.Bad(f"has {self.total} frames; files of at most {MAX_FILE_FRAMES} are read.")
 
     def rate(self) -> float:
         """Frames per second of an animated file."""
@@ -284,15 +284,15 @@ class _Frames:
 
     def __getitem__(self, index: int) -> Any:
         if self.listed:
-            return pictures.decoded(self._images[index if len(self._images) > 1 else 0], self._background)
+            return image_decoding.decoded(self._images[index if len(self._images) > 1 else 0], self._background)
         self._seek(index)
-        return pictures.decoded(self._images[0], self._background).copy()
+        return image_decoding.decoded(self._images[0], self._background).copy()
 
     def _seek(self, number: int) -> None:
         try:
             self._images[0].seek(number)
         except (EOFError, OSError, SyntaxError, ValueError) as error:
-            raise pictures.Bad(f"is damaged at frame {number}: {' '.join(str(error).split())[:100]}.") from None
+            raise image_decoding.Bad(f"is damaged at frame {number}: {' '.join(str(error).split())[:100]}.") from None
 
 
 def _orientation(image: Any) -> int:

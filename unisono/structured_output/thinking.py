@@ -42,8 +42,8 @@ class Spelling:
         tokenizer = Tokenizer.load(directory)
         if tokenizer is None:
             raise BadRequest(
-                "a thought's marks are text, and this checkpoint has no tokenizer: serve one with tokenizer files, or "
-                "leave out thinking_token_budget and structured outputs of answers that think.",
+                "reasoning marks are text, and this checkpoint has no tokenizer: serve one with tokenizer files, or "
+                "leave out thinking_token_budget and structured outputs of answers with reasoning.",
                 "thinking_token_budget",
             )
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
@@ -61,7 +61,7 @@ class Spelling:
         while ids and not self.texts[ids[0]].strip(b" "):
             del ids[0]  # some tokenizers begin every text with a space
         if b"".join(self.texts[i] for i in ids).lstrip(b" ") != mark.encode():
-            raise BadRequest(f"the tokenizer cannot spell the mark {mark!r} of a thought.", "thinking_token_budget")
+            raise BadRequest(f"the tokenizer cannot spell the reasoning mark {mark!r}.", "thinking_token_budget")
         return tuple(ids)
 
 
@@ -201,7 +201,7 @@ class ThinkingMatcher:
             place, following = self._place, self._next(self._place, token)
             if following is None:
                 raise GrammarError(
-                    "no token of the vocabulary that the request allows continues its thought after "
+                    "no token of the vocabulary that the request allows continues its reasoning after "
                     f"{place.length} tokens"
                 )
             self._place = following

@@ -31,14 +31,14 @@ def parse_nodes(given: object) -> tuple[Node, ...]:
         try:
             given = ast.literal_eval(given)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-            raise ValueError(f"{given!r} is no list of tuples") from None
+            raise ValueError(f"{given!r} is not a list of tuples") from None
     if not isinstance(given, (list, tuple)) or not given:
-        raise ValueError(f"{given!r} is no list of tuples, one for each node but the root")
+        raise ValueError(f"{given!r} is not a list of tuples, one for each node but the root")
     nodes = set()
     for node in given:
         whole = isinstance(node, (list, tuple)) and all(isinstance(d, int) and not isinstance(d, bool) for d in node)
         if not whole or not node or min(node) < 0:
-            raise ValueError(f"{node!r} is no node: a tuple of whole numbers from 0 on, one for each step down")
+            raise ValueError(f"{node!r} is not a node: a tuple of whole numbers from 0 on, one for each step down")
         nodes.add(tuple(node))
     for node in sorted(nodes):
         if len(node) > 1 and node[:-1] not in nodes:

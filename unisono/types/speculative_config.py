@@ -77,7 +77,7 @@ class SpeculativeConfig(Concise):
                 SpeculativeConfig(num_speculative_tokens=given["num_speculative_tokens"])  # checks the range
             asked = ", ".join(f"{name}={value!r}" for name, value in given.items())
             raise ConfigError(
-                f'{asked or "the speculative config"}: say how drafts are made, with --speculative-method or "method" '
+                f'{asked or "the speculative config"}: choose a drafter with --speculative-method or "method" '
                 "of the speculative config (mtp for the MTP modules of the checkpoint; --help lists all)."
             )
         known = {name: given[name] for name in _FLAT_KEYS if name in given}

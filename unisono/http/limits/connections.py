@@ -154,7 +154,7 @@ class LimitedProtocol(OrderedProtocol):
         if self._busy:
             super().send_400_response(msg)
             return
-        self._refuse(self._refusal or ApiError(400, "This is no HTTP request.", code="invalid_http"))
+        self._refuse(self._refusal or ApiError(400, "This is not an HTTP request.", code="invalid_http"))
 
     # ---- answers that are not read ------------------------------------------------------------------
 

@@ -40,14 +40,14 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     # ---- what is asked ----
     "messages": (
         "ovs",
-        "the conversation; contents are text or parts, with pictures and videos ([vision.md](vision.md))",
+        "the conversation; contents are text or parts, with images and videos ([vision.md](vision.md))",
     ),
     "prompt": ("ovs", "text, token ids, or a list of either; a choice for each"),
     "prompt_embeds": ("v", "with `--enable-prompt-embeds`"),
     "embedding_overrides": ("", "Unisono's: embeddings in place of some tokens'"),
     "suffix": ("ovs", "what follows the answer; for tokenizers with infill tokens (`unisono/text/infill.py`)"),
-    "mm_processor_kwargs": ("v", "of pictures and videos: min_pixels, max_pixels, size, fps, num_frames"),
-    "media_io_kwargs": ("v", "of videos: fps, num_frames; of pictures: rgba_background_color"),
+    "mm_processor_kwargs": ("v", "settings of images and videos: min_pixels, max_pixels, size, fps, num_frames"),
+    "media_io_kwargs": ("v", "settings of videos: fps, num_frames; of images: rgba_background_color"),
     "model": ("ovs", "a served name, or an adapter's ([adapters.md](adapters.md))"),
     "documents": ("v", "given to the chat template"),
     "chat_template": ("v", "with `--trust-request-chat-template`; rendered in a sandbox"),
@@ -126,7 +126,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "parallel_tool_calls": ("ovs", ""),
     "reasoning_effort": ("ovs", "none to max; none turns thinking off where the template can"),
     "enable_thinking": ("", "chat_template_kwargs.enable_thinking"),
-    "thinking_token_budget": ("v", "tokens that a thought may have"),
+    "thinking_token_budget": ("v", "most reasoning tokens"),
     "include_reasoning": ("v", "false: the answer leaves its thinking out"),
     "separate_reasoning": ("s", "false: thinking stays in the answer's text"),
     # ---- how it is served ----
@@ -158,7 +158,7 @@ class Refused:
 
 
 _MEDIA = "answers are text"
-_TILES = "no model here cuts pictures into tiles; max_pixels bounds them"
+_TILES = "no model here cuts images into tiles; max_pixels bounds them"
 _DISAGGREGATED = "prompts and answers run in one engine here"
 _ONE_REPLICA = "the header X-data-parallel-rank chooses an engine"
 _CODE = "requests carry no code that would run in the server"
@@ -180,7 +180,7 @@ REFUSED: Mapping[str, Refused] = {
     "web_search_options": Refused("o", "the server reaches no network"),
     "moderation": Refused("o", "nothing here judges prompts or answers"),
     "reasoning": Refused("s", "it is another spelling", (), "reasoning_effort"),
-    "reasoning_effort": Refused("ovs", "the prompt is given as it stands, with no template to tell", (), "prompt"),
+    "reasoning_effort": Refused("ovs", "the prompt is used as it is, without a template to pass it to", (), "prompt"),
     "thinking_token_budget": Refused("v", "completions know no thinking", (-1,), "max_tokens"),
     "watermarking": Refused("v", "it would change which tokens are picked, beside parameters and seed", (False,)),
     "repetition_detection": Refused("v", "answers end by tokens, strings and expressions", (), "repetition_penalty"),
@@ -207,7 +207,7 @@ REFUSED: Mapping[str, Refused] = {
     "custom_params": Refused("s", "it is another spelling", ({},), "vllm_xargs"),
     "custom_logit_processor": Refused("s", _CODE, (), "vllm_xargs"),
     "logits_processors": Refused("v", _CODE, ([],), "vllm_xargs"),
-    "ngram_corpus_id": Refused("s", "drafts change no text, and there is no corpus to choose", (), "speculative"),
+    "ngram_corpus_id": Refused("s", "drafts do not affect the text; there is no corpus", (), "speculative"),
     "custom_labels": Refused("s", "labels of metrics are the server's", ({},), "metadata"),
     "task": Refused("s", "no template here reads it", (), "chat_template_kwargs"),
     "input_ids": Refused("s", "messages are written by the template; token ids go to /v1/completions", (), "prompt"),

@@ -141,7 +141,7 @@ def _listed(items: list[Item], more: bool) -> dict[str, Any]:
 def _items(given: list[Any], service: Service) -> list[Item]:
     """Items with ids, of types that a response can continue. Raises BadRequest and ApiError."""
     if len(given) > MOST_ITEMS:
-        raise ApiError(400, f"items has {len(given)} entries; at most {MOST_ITEMS} are taken.", param="items")
+        raise ApiError(400, f"items has {len(given)} entries; the limit is {MOST_ITEMS}.", param="items")
     items = to_items(given, new_id, lambda _: None, "items") if given else []
     ignored = service.hosted.request()
     to_messages(items, None, 0, "items", "items", ignored)

@@ -89,7 +89,7 @@ def read_keys(path: Path) -> list[Key]:
             raise ConfigError(f"{where}: the name {FLAG_NAME} is that of --api-key; choose another.")
         if name in first and (own is not None or role is not None):
             given = "role" if own is None else "limits"
-            raise ConfigError(f"{where}: the {given} of {name} stand in its first line; leave them out here.")
+            raise ConfigError(f"{where}: the {given} of {name} are in its first line; leave them out here.")
         first.setdefault(name, (own, role))
         keys.append(Key.named(name, bytes.fromhex(match[1]), *first[name]))
     if not keys:
@@ -113,6 +113,6 @@ def _limits(words: list[str], where: str) -> ClientLimits | None:
         match = LIMIT.fullmatch(word)
         if match is None or match[1] not in KNOWN or match[1] in found or int(match[2]) == 0:
             known = ", ".join(f"{name}=N" for name in KNOWN)
-            raise ConfigError(f"{where}: after the digest may stand {known}, with whole numbers from 1 on.")
+            raise ConfigError(f"{where}: the digest may be followed by {known}, with whole numbers from 1 on.")
         found[match[1]] = int(match[2])
     return ClientLimits(**found) if found else None

@@ -31,7 +31,7 @@ class Payload:
         return {"form": self.form, "size": len(self.data), "mode": self.mode, "shape": list(self.shape)}
 
 
-def picture_of(given: Any, param: str) -> Payload:
+def image_payload(given: Any, param: str) -> Payload:
     """The payload of a Pillow image, an encoded file as bytes, or uint8 pixels [rows, columns, channels] or [rows,
     columns].
 
@@ -89,7 +89,7 @@ def _of_pillow(image: Any, param: str) -> Payload:
     except BadRequest:
         raise
     except Exception as error:
-        raise BadRequest(f"{param} is a picture that cannot be read: {error}.", param) from None
+        raise BadRequest(f"{param} is an image that cannot be read: {error}.", param) from None
 
 
 def _narrowed(image: Any) -> Any:
@@ -105,7 +105,7 @@ def _array(given: Any, param: str) -> np.ndarray:
         given = given.detach().cpu().numpy()
     if not isinstance(given, np.ndarray):
         raise BadRequest(
-            f"{param} is a {type(given).__name__}; give a picture of Pillow, or an array or tensor of bytes.", param
+            f"{param} is a {type(given).__name__}; give a Pillow image, or an array or tensor of bytes.", param
         )
     if given.dtype != np.uint8:
         raise BadRequest(f"{param} has numbers of type {given.dtype}; give uint8, from 0 to 255.", param)

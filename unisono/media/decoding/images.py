@@ -40,7 +40,7 @@ def unpacked(payload: Mapping[str, Any], data: bytes) -> bytes:
 def opened(data: bytes, most_bytes: int) -> Image.Image:
     """An image with its header parsed and its pixels not yet decoded. Raises Bad."""
     if not data:
-        raise Bad("has 0 bytes; send a picture.")
+        raise Bad("has 0 bytes; send an image.")
     if len(data) > most_bytes:
         raise Bad(f"is larger than {most_bytes >> 20} MiB (--media-max-mb); send less.")
     Image.MAX_IMAGE_PIXELS = None  # check_size has the limit
@@ -49,7 +49,7 @@ def opened(data: bytes, most_bytes: int) -> Image.Image:
     except UnidentifiedImageError:
         raise Bad(_why_unknown(data)) from None
     except Exception as error:  # Pillow's readers raise any exception on hostile files
-        raise Bad(f"cannot be opened as a picture: {_line(error)}.") from None
+        raise Bad(f"cannot be opened as an image: {_line(error)}.") from None
 
 
 def _why_unknown(data: bytes) -> str:
@@ -58,8 +58,8 @@ def _why_unknown(data: bytes) -> str:
         return f"is an SVG, a drawing that has no pixels: render it to PNG. Taken are {SUPPORTED}."
     film = next((name for mark, name in FILMS.items() if mark in (data[4:8], data[: len(mark)])), None)
     if film is not None and not (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
-        return f"is {film} file, and no video decoder is part of this server: send its frames as pictures."
-    return f"is no picture that is read here: taken are {SUPPORTED}."
+        return f"is {film} file, and no video decoder is part of this server: send its frames as images."
+    return f"is not an image in a supported format: {SUPPORTED}."
 
 
 def check_size(width: int, height: int, most: int) -> None:

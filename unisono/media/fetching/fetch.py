@@ -117,7 +117,7 @@ class Fetcher:
         if private is not None or not addresses:
             raise _Refused(
                 f"leads to {_short(parts.hostname)}, whose address is not public; private, local and reserved "
-                "addresses are never fetched from."
+                "addresses are refused."
             )
         return addresses[0]
 

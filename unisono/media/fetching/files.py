@@ -42,7 +42,7 @@ def _path(url: str, param: str) -> Path:
         raise BadRequest(f"{param} names a file of the host {parts.netloc[:80]!r}; give file:///path.", param)
     text = unquote(parts.path)
     if "\0" in text or not text.startswith("/"):
-        raise BadRequest(f"{param} is no URL of a file; give file:///path.", param)
+        raise BadRequest(f"{param} is not a file URL; give file:///path.", param)
     return Path(text)
 
 
@@ -56,7 +56,7 @@ def _content(path: Path, inside: Path, max_bytes: int, param: str) -> bytes:
         opened = Path(f"/proc/self/fd/{descriptor}")
         moved = opened.exists() and not opened.resolve().is_relative_to(inside)
         if moved or not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BadRequest(f"{param} names what is no regular file of the directory that is allowed.", param)
+            raise BadRequest(f"{param} does not name a regular file in the allowed directory.", param)
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(max_bytes + 1)
     except OSError as error:

@@ -10,7 +10,7 @@ from unisono.types import Vectors
 Kind = Literal["image", "video"]
 IMAGE: Kind = "image"
 VIDEO: Kind = "video"
-WORDS = {"image": "picture", "video": "video"}
+WITH_ARTICLE = {"image": "an image", "video": "a video"}
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ class _EbnfReader:
             code = int(braced[1] if braced else match[0], 16)  # type: ignore[index]
             self._at = match.end()  # type: ignore[union-attr]
             if code > LAST or 0xD800 <= code < 0xE000:
-                raise self._error(f"U+{code:X} is no character")
+                raise self._error(f"U+{code:X} is not a character")
             return chr(code)
         if kind in _ESCAPES:
             return _ESCAPES[kind]

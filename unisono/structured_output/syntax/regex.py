@@ -399,7 +399,7 @@ class _RegexReader:
                 self._at = low.end()
                 code = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         if code > LAST or 0xD800 <= code < 0xE000:
-            raise self._error(f"U+{code:X} is no character")
+            raise self._error(f"U+{code:X} is not a character")
         return ((code, code),)
 
     def _class(self) -> str:
@@ -466,5 +466,5 @@ class _RegexReader:
 def _literal(code: int) -> str:
     char = chr(code)
     if 0xD800 <= code < 0xE000:
-        raise RegexError(f"U+{code:X} is no character")
+        raise RegexError(f"U+{code:X} is not a character")
     return char if char.isascii() and (char.isalnum() or char in " _,;:=!<>\"'@%&`~") else f"\\x{{{code:X}}}"

@@ -47,7 +47,7 @@ def format_named(name: str | None) -> Format | None:
         names = ", ".join(sorted({*NAMES, *ALIASES}))
         raise ConfigError(
             f"--tool-call-parser {name!r} is unknown; choose one of {names}, or leave it out: the chat template's text "
-            "says which one is meant."
+            "determines it."
         )
     return form
 

@@ -28,15 +28,15 @@ def exact(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="As of `unisono serve`.")] = None,
-    requests: Annotated[int, typer.Option(help="How many requests.", min=1)] = 200,
+    kv_cache_dtype: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="As for `unisono serve`.")] = None,
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 200,
     output_len: Annotated[int, typer.Option(help="Tokens per request.", min=1)] = 32,
     max_prompt: Annotated[int, typer.Option(help="Longest prompt in tokens.", min=3)] = 900,
-    long: Annotated[int, typer.Option(help="How many of the requests have --long-output-len tokens.", min=0)] = 0,
+    long: Annotated[int, typer.Option(help="Number of requests with --long-output-len tokens.", min=0)] = 0,
     long_output_len: Annotated[int, typer.Option(help="Tokens of those.", min=1)] = 2100,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per pass in the chunked run.", min=16)] = 256,
-    speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
+    speculative_config: Annotated[str | None, typer.Option(help="As for `unisono serve`, JSON.")] = None,
 ) -> None:
     """Run the same requests in every mode and compare their tokens.
 

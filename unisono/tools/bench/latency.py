@@ -142,8 +142,8 @@ def latency(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="As of `unisono serve`.")] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="As for `unisono serve`.")] = None,
     batch: Annotated[
         str | None, typer.Option(help="Batch sizes for ms/step, with commas; empty for none. [default: 1,4,16,64]")
     ] = None,
@@ -158,10 +158,10 @@ def latency(
     max_num_seqs: Annotated[int | None, typer.Option(help="Concurrent requests, at most.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass, at most.")] = None,
     enforce_eager: Annotated[bool, typer.Option(help="Capture no graphs.")] = False,
-    graphs: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
-    compile: Annotated[bool, typer.Option("--compile", help="As of `unisono serve`.")] = False,
-    attention_backend: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
-    speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
+    graphs: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",
+    compile: Annotated[bool, typer.Option("--compile", help="As for `unisono serve`.")] = False,
+    attention_backend: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",
+    speculative_config: Annotated[str | None, typer.Option(help="As for `unisono serve`, JSON.")] = None,
     synthetic_acceptance_length: Annotated[
         float | None,
         typer.Option(help="Commit this many tokens per round, whatever the drafts are. The text is noise."),

@@ -86,7 +86,7 @@ class OfflineModel:
             return SamplingParams(**defaults | {"seed": secrets.randbits(31), "max_tokens": None} | own)
         except TypeError:
             unknown = next(name for name in own if name not in SamplingParams.__dataclass_fields__)
-            raise BadRequest(f"{unknown} is no sampling parameter.", unknown) from None
+            raise BadRequest(f"{unknown} is not a sampling parameter.", unknown) from None
 
 
 def _pieces(

@@ -152,7 +152,7 @@ class Session:
         self._screen.tell(f"colours of drafts are {'on' if self._screen.drafts else 'off'}")
 
     def _set_params(self, rest: str) -> None:
-        """Show all parameters, or set some: ``name=value`` each, ``name=default`` to unset one, ``reset`` to unset all."""
+        """Show all parameters, or set some: ``name=value``, ``name=default`` to unset one, ``reset`` to unset all."""
         params = {} if rest == "reset" else dict(self._params)
         for word in [] if rest in ("", "reset") else rest.split():
             name, equals, text = word.partition("=")

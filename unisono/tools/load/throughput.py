@@ -90,10 +90,10 @@ def throughput(
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once; default: all.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of the load, the first one cold.")] = 3,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Generate every token that is asked for.")
+        bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Generate output_len tokens, ignoring EOS.")
     ] = True,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
-    speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
+    speculative_config: Annotated[str | None, typer.Option(help="As for `unisono serve`, JSON.")] = None,
     synthetic_acceptance_length: Annotated[
         float | None, typer.Option(help="Commit this many tokens per round, whatever the drafts are.")
     ] = None,
