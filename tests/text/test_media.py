@@ -22,7 +22,7 @@ from tests.http.conftest import until
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.media.decoding.videos import VideoRules, resized, sampled, video_rules
 from unisono.media.fetching.sources import MediaSource, Options
-from unisono.media.loader import MediaLoader, Vision, _Kept
+from unisono.media.loader import MediaLoader, Vision, _LoadedCache
 from unisono.media.settings import MediaSettings
 from unisono.media.worker import as_dtype
 from unisono.text.tokenizer import Tokenizer
@@ -318,7 +318,7 @@ def test_what_was_preprocessed_is_kept(inputs: InputProcessor) -> None:
         assert len(asked) == 2
     finally:
         workers.ask = ask  # type: ignore[method-assign]
-    kept = _Kept(2 * 77 * 66 * 100)
+    kept = _LoadedCache(2 * 77 * 66 * 100)
     for number in range(3):
         item = inputs.media.load(MediaSource("image", "p", pics.picture(77, 66, number)))
         kept.put(bytes([number]), item, ("image", f"name {number}"))

@@ -21,7 +21,7 @@ from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams,
 
 if TYPE_CHECKING:
     from unisono.entrypoints.llm import LLM
-    from unisono.tools.chat.answers import Source
+    from unisono.tools.chat.answers import AnswerSource
 
 ModelPath = Annotated[
     str,
@@ -98,7 +98,7 @@ def chat(
 
 
 @contextlib.contextmanager
-def _source(path: str | None, url: str | None, api_key: str | None, flags: dict[str, Any]) -> Iterator[Source]:
+def _source(path: str | None, url: str | None, api_key: str | None, flags: dict[str, Any]) -> Iterator[AnswerSource]:
     """The source of a chat's answers. Raises UnisonoError."""
     if url is not None:
         from unisono.tools.chat.remote import RemoteModel

@@ -25,7 +25,7 @@ from unisono.cli.server_flags import answer_flags, http_flags, load_flags, media
 from unisono.config import catalog, hub
 from unisono.config.preflight.model import check_engine_model, check_model, read_overrides
 from unisono.console.help import HelpfulCommand, group_of
-from unisono.console.output import Commands, note, show_progress
+from unisono.console.output import CommandGroup, note, show_progress
 from unisono.console.values import (
     API_KEY,
     LOG_LEVELS,
@@ -71,7 +71,7 @@ LAZY: Mapping[str, Callable[[], typer.Typer]] = {"bench": _bench, "train-draft":
 """Commands that are imported only when they run or are completed."""
 
 
-class _Root(Commands):
+class _Root(CommandGroup):
     """The program's commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -29,7 +29,7 @@ UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__nam
 """click's class, or that of the copy of click inside newer versions of typer."""
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group of commands that end with one red line and the right status after an error or a wrong flag."""
 
     def invoke(self, ctx: Any) -> Any:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from unisono.frontend.embeddings import embedded_prompt, overridden
-from unisono.media.fetching.sources import Loaded, MediaSource
+from unisono.media.fetching.sources import LoadedMedia, MediaSource
 from unisono.media.inputs import KEYS, KWARGS, sources_of
 from unisono.media.loader import MediaLoader, Vision
 from unisono.media.parts import with_request
@@ -80,7 +80,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PreparedPrompt:
     """A prompt in token ids, with embeddings in place of some of them.
 
     text: the prompt's text, if it was a text. param: the caller's name of the prompt, for errors. cache_salt, media:
@@ -116,8 +116,8 @@ class InputProcessor:
         add_special_tokens: bool = True,
         suffix: str | None = None,
         truncates: bool = False,
-        media: Sequence[Loaded] = (),
-    ) -> Prompt:
+        media: Sequence[LoadedMedia] = (),
+    ) -> PreparedPrompt:
         """Tokenize a prompt, pack its embeddings, load its images and videos.
 
         Raises BadRequest.
@@ -134,7 +134,7 @@ class InputProcessor:
         salt = checked_salt(given.get("cache_salt"))
         if "prompt_embeds" in given:
             embedded = embedded_prompt(given["prompt_embeds"], self.model.dtype)
-            return Prompt(embedded[0], overrides=embedded[1], param="prompt_embeds", cache_salt=salt)
+            return PreparedPrompt(embedded[0], overrides=embedded[1], param="prompt_embeds", cache_salt=salt)
         text, overrides = given.get("prompt"), None
         if "prompt_token_ids" in given:
             ids = list(given["prompt_token_ids"])
@@ -154,7 +154,7 @@ class InputProcessor:
             raise BadRequest(
                 "embedding_overrides cannot be combined with images; leave out one of them.", "multi_modal_data"
             )
-        return self._with_media(Prompt(ids, text, overrides, cache_salt=salt), loaded)
+        return self._with_media(PreparedPrompt(ids, text, overrides, cache_salt=salt), loaded)
 
     def _offline_sources(self, given: Mapping[str, Any]) -> list[MediaSource]:
         """The images and videos of a prompt's mapping. Raises BadRequest."""
@@ -165,7 +165,7 @@ class InputProcessor:
         settings = self.media.settings
         return with_request(sources, settings.mm_processor_kwargs, settings.media_io_kwargs)
 
-    def _with_media(self, prompt: Prompt, items: Sequence[Loaded]) -> Prompt:
+    def _with_media(self, prompt: PreparedPrompt, items: Sequence[LoadedMedia]) -> PreparedPrompt:
         """The prompt with the placeholders of ``items`` expanded. Raises BadRequest."""
         vision = self.model.vision
         if not items or vision is None:
@@ -187,9 +187,9 @@ class InputProcessor:
         *,
         add_special_tokens: bool = False,
         truncates: bool = False,
-        media: Sequence[Loaded] = (),
+        media: Sequence[LoadedMedia] = (),
         **options: Any,
-    ) -> Prompt:
+    ) -> PreparedPrompt:
         """Render one conversation as a prompt.
 
         Raises BadRequest.
@@ -212,7 +212,7 @@ class InputProcessor:
             messages = self.role_template.messages(messages)
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
         ids = self._encode(text, "messages", add_special_tokens, truncates)
-        return self._with_media(Prompt(ids, text, param="messages"), media)
+        return self._with_media(PreparedPrompt(ids, text, param="messages"), media)
 
     @cached_property
     def media_template(self) -> MediaTemplate:
@@ -241,7 +241,7 @@ class InputProcessor:
             return NO_TOOLS
         return ToolTemplate.of(tokenizer.chat_template, lambda m, t: tokenizer.apply_chat_template(m, tools=t))
 
-    def truncated(self, prompt: Prompt, params: SamplingParams, prompt_only: bool = False) -> Prompt:
+    def truncated(self, prompt: PreparedPrompt, params: SamplingParams, prompt_only: bool = False) -> PreparedPrompt:
         """The part of a prompt that ``params.truncate_prompt_tokens`` keeps.
 
         Raises BadRequest.
@@ -271,7 +271,7 @@ class InputProcessor:
     def request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PreparedPrompt,
         params: SamplingParams,
         priority: int = 0,
         wanted: str = "logprobs",

@@ -31,7 +31,7 @@ class Adapter:
     created: int
 
 
-class Adapters:
+class AdapterRegistry:
     """The adapters by name. names: the base model's. allowed: the directory below which adapters may be loaded."""
 
     def __init__(self, client: Engines | None = None, names: Iterable[str] = (), allowed: Path | None = None):

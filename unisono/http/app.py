@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from unisono.http.anthropic_api.writer import error_object
 from unisono.http.errors import ApiError, as_api_error, show
-from unisono.http.middleware import Gate
+from unisono.http.middleware import RequestMiddleware
 from unisono.http.observability.request_note import note
 from unisono.http.routes import (
     adapters,
@@ -48,7 +48,7 @@ def create_app(service: Service) -> ASGIApp:
     app.add_exception_handler(RequestValidationError, _answer_bad_parameter)
     for add in ROUTES:
         add(app, service)
-    return Gate(app, service)
+    return RequestMiddleware(app, service)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

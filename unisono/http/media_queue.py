@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from unisono.http.limits.overload import Ticket, Turnstile
-from unisono.media.fetching.sources import Loaded, MediaSource
+from unisono.media.fetching.sources import LoadedMedia, MediaSource
 from unisono.media.loader import MediaLoader
 
 PLACES = 16
@@ -27,7 +27,7 @@ class MediaQueue:
         self._turns = Turnstile(PLACES)
         self._threads = ThreadPoolExecutor(PLACES, "media")
 
-    async def load(self, sources: Sequence[MediaSource], ticket: Ticket | None) -> list[Loaded]:
+    async def load(self, sources: Sequence[MediaSource], ticket: Ticket | None) -> list[LoadedMedia]:
         """Load a prompt's items. ticket: of its request. Raises BadRequest of the first wrong item."""
         if not sources:
             return []
@@ -47,7 +47,7 @@ class MediaQueue:
             await ticket.turn()
         return found
 
-    async def _load(self, source: MediaSource, label: str) -> Loaded:
+    async def _load(self, source: MediaSource, label: str) -> LoadedMedia:
         await self._turns.wait(label)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._loader.load, source)

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unisono.http.observability.metrics import REFUSALS
-from unisono.http.observability.request_note import Note
+from unisono.http.observability.request_note import RequestNote
 from unisono.http.service import Service
 from unisono.types.unknown_fields import dropping
 
@@ -30,7 +30,7 @@ MAX_LOGGED = 300
 """Characters of an error's message in the log."""
 
 
-class Gate:
+class RequestMiddleware:
     """Wraps the application. HEAD is handled as GET without the body."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -41,7 +41,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        written = Note(_request_id(scope))
+        written = RequestNote(_request_id(scope))
         method = scope["method"]
         scope = {**scope, "unisono": written, "method": "GET" if method == "HEAD" else method}
         headers = [(name, written.request_id.encode()) for name in ID_HEADERS]
@@ -79,7 +79,7 @@ class Gate:
             for name in self._service.metrics.unknown_fields(unknown):
                 logger.warning("Unknown field %s of a request to %s was dropped", name, _shown(scope["path"]))
 
-    def _finish(self, scope: Scope, method: str, written: Note) -> None:
+    def _finish(self, scope: Scope, method: str, written: RequestNote) -> None:
         """Count the request; log it if it failed."""
         path = getattr(scope.get("route"), "path", None) or "none"
         error, status = written.error, written.status or 500

@@ -34,7 +34,7 @@ from unisono.cluster.replicas.plan import ReplicaSettings, plan
 from unisono.cluster.restarts import Restarts
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.frontend.pooling import pooling_of
-from unisono.http.adapters import Adapters
+from unisono.http.adapters import AdapterRegistry
 from unisono.http.app import create_app
 from unisono.http.connection import ReadAhead
 from unisono.http.limits.connections import LimitedProtocol, Limits, open_files
@@ -250,7 +250,7 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
     for number, one in enumerate(infos):
         metrics.cache_config(one, number)
     _say_drafts(info)
-    adapters = Adapters(client, settings.names, settings.allowed_lora_path)
+    adapters = AdapterRegistry(client, settings.names, settings.allowed_lora_path)
     adapters.take(info)
 
     def restarted(info: dict[str, Any], number: int) -> None:

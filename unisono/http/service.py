@@ -16,7 +16,7 @@ from fastapi import Request
 
 from unisono.cluster.engines import Engines
 from unisono.frontend.pooling import Pooling
-from unisono.http.adapters import Adapters
+from unisono.http.adapters import AdapterRegistry
 from unisono.http.answers.generation import Generation
 from unisono.http.errors import ApiError, show, unavailable
 from unisono.http.limits.overload import Admission
@@ -51,7 +51,7 @@ class Service:
     fingerprint: str
     settings: dict[str, Any]
     keys: Keys = field(default_factory=Keys)
-    adapters: Adapters = field(default_factory=Adapters)
+    adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
     admission: Admission = field(default_factory=Admission)
     hosted: HostedTools = field(default_factory=HostedTools)
     drain_timeout: float = 30.0

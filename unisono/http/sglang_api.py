@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from unisono.http.answers.generation import Generation, Piece, merge
+from unisono.http.answers.generation import Generation, OutputPiece, merge
 from unisono.http.answers.writer import error_event
 from unisono.http.errors import show
 from unisono.http.limits.fields import AdapterNames, Strings, TokenIdLists, TokenIds
@@ -201,7 +201,7 @@ class GenerateReply:
             yield error_event(error)
         yield DONE
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: OutputPiece) -> None:
         output, texts = self._outputs[piece.index], self.request.return_text_in_logprobs
         output.text += piece.text
         for token_id, report in zip(piece.token_ids, piece.reports or [], strict=False):

@@ -18,7 +18,7 @@ from typing import Any
 from unisono.media.decoding.frames import Payload, frames_of, image_payload
 from unisono.media.fetching.fetch import Fetcher
 from unisono.media.fetching.files import read_file
-from unisono.media.fetching.sources import WITH_ARTICLE, Loaded, MediaSource
+from unisono.media.fetching.sources import WITH_ARTICLE, LoadedMedia, MediaSource
 from unisono.media.settings import MediaSettings
 from unisono.media.workers import Workers
 from unisono.types import BadRequest, CheckpointError, Vectors
@@ -90,7 +90,7 @@ class MediaLoader:
         }
         self._dtype = dtype
         self._fetcher = fetcher or Fetcher(settings.allowed_media_domains, settings.max_bytes, settings.media_timeout)
-        self._kept = _Kept(int(settings.mm_processor_cache_gb * 2**30))
+        self._kept = _LoadedCache(int(settings.mm_processor_cache_gb * 2**30))
 
     @cached_property
     def workers(self) -> Workers:
@@ -147,7 +147,7 @@ class MediaLoader:
                     "too_many_media",
                 )
 
-    def load_all(self, sources: Sequence[MediaSource]) -> list[Loaded]:
+    def load_all(self, sources: Sequence[MediaSource]) -> list[LoadedMedia]:
         """Load the items of one prompt, several at once. Raises BadRequest."""
         self.check(sources)
         if len(sources) < 2:
@@ -155,7 +155,7 @@ class MediaLoader:
         with ThreadPoolExecutor(min(8, len(sources)), "media") as threads:
             return list(threads.map(self.load, sources))
 
-    def load(self, source: MediaSource) -> Loaded:
+    def load(self, source: MediaSource) -> LoadedMedia:
         """Load one item. Raises BadRequest."""
         if source.given is None:
             return self._kept_by_name(source)
@@ -167,7 +167,7 @@ class MediaLoader:
         self._kept.put(key, loaded, source.uuid and _name(source))
         return loaded
 
-    def _kept_by_name(self, source: MediaSource) -> Loaded:
+    def _kept_by_name(self, source: MediaSource) -> LoadedMedia:
         loaded = self._kept.get(_name(source))
         if loaded is None:
             raise BadRequest(
@@ -233,7 +233,7 @@ class MediaLoader:
             raise BadRequest(f"{param} is not base64, and no URL that is known.", param)
         return Payload("base64", text.encode())
 
-    def _decoded(self, source: MediaSource, payloads: list[Payload]) -> Loaded:
+    def _decoded(self, source: MediaSource, payloads: list[Payload]) -> LoadedMedia:
         options = source.options
         message = {
             "kind": source.kind,
@@ -256,7 +256,7 @@ class MediaLoader:
         frames, rows, columns = facts["grid"]
         pixels = Vectors(self._dtype, facts["size"], data)
         stamps = tuple(facts["timestamps"])
-        return Loaded(source.kind, facts["digest"], (frames, rows, columns), pixels, facts["seconds"], stamps)
+        return LoadedMedia(source.kind, facts["digest"], (frames, rows, columns), pixels, facts["seconds"], stamps)
 
 
 def _name(source: MediaSource) -> tuple[str, ...]:
@@ -273,16 +273,16 @@ def _key(source: MediaSource, payloads: Sequence[Payload]) -> bytes:
     return digest.digest()
 
 
-class _Kept:
+class _LoadedCache:
     """An LRU cache of loaded items, ``size`` bytes of pixels. Names refer to items in the cache."""
 
     def __init__(self, size: int) -> None:
         self._size, self._used = size, 0
         self._lock = threading.Lock()
-        self._items: OrderedDict[bytes, Loaded] = OrderedDict()
+        self._items: OrderedDict[bytes, LoadedMedia] = OrderedDict()
         self._names: OrderedDict[Any, bytes] = OrderedDict()
 
-    def get(self, key: Any) -> Loaded | None:
+    def get(self, key: Any) -> LoadedMedia | None:
         with self._lock:
             if not isinstance(key, bytes):
                 key = self._names.get(key, b"")
@@ -290,7 +290,7 @@ class _Kept:
                 self._items.move_to_end(key)
             return found
 
-    def put(self, key: bytes, item: Loaded, name: Any = None) -> None:
+    def put(self, key: bytes, item: LoadedMedia, name: Any = None) -> None:
         with self._lock:
             if key not in self._items and len(item.pixels.data) <= self._size:
                 self._items[key] = item

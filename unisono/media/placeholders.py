@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from unisono.media.fetching.sources import Loaded
+from unisono.media.fetching.sources import LoadedMedia
 from unisono.media.loader import Vision
 from unisono.types import BadRequest, MediaItem
 
@@ -12,7 +12,7 @@ Encode = Callable[[str], list[int]]
 
 
 def expanded(
-    token_ids: Sequence[int], items: Sequence[Loaded], vision: Vision, end: int, encode: Encode, param: str
+    token_ids: Sequence[int], items: Sequence[LoadedMedia], vision: Vision, end: int, encode: Encode, param: str
 ) -> tuple[list[int], tuple[MediaItem, ...]]:
     """The prompt with every placeholder expanded, and the items with their positions, in order.
 
@@ -50,7 +50,7 @@ def expanded(
     return ids, tuple(placed)
 
 
-def _item(item: Loaded, token: int, vision: Vision, end: int, encode: Encode) -> tuple[list[int], list[int]]:
+def _item(item: LoadedMedia, token: int, vision: Vision, end: int, encode: Encode) -> tuple[list[int], list[int]]:
     """The tokens of one item, and the indices of its embeddings among them."""
     frames, rows, columns = item.grid
     each = rows * columns // vision.merge**2
@@ -65,7 +65,7 @@ def _item(item: Loaded, token: int, vision: Vision, end: int, encode: Encode) ->
     return ids, at
 
 
-def _written_out(token_ids: Sequence[int], token: int, items: Sequence[Loaded], vision: Vision) -> bool:
+def _written_out(token_ids: Sequence[int], token: int, items: Sequence[LoadedMedia], vision: Vision) -> bool:
     """True if the prompt's placeholders are expanded: runs with the lengths of the items' embeddings."""
     lengths = [one.grid[0] * one.grid[1] * one.grid[2] // vision.merge**2 for one in items]
     if any(one.timestamps for one in items) or sum(lengths) == len(items):

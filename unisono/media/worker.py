@@ -42,13 +42,13 @@ def _begin(first: list[Any]) -> Any:
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers does without it: 4 s and 300 MB less
     (setup,) = first
     try:
-        decoder: Decoder | str = Decoder.of(setup)
+        decoder: MediaDecoder | str = MediaDecoder.of(setup)
     except Exception as error:  # transformers raises any exception here
         decoder = f"{type(error).__name__}: {error}"[:1000]
     return lambda channel, message: _serve_all(channel, decoder, setup)
 
 
-def _serve_all(channel: Channel, decoder: Decoder | str, setup: dict[str, Any]) -> None:
+def _serve_all(channel: Channel, decoder: MediaDecoder | str, setup: dict[str, Any]) -> None:
     limit_memory(setup["memory"])
     keep_freed_memory()
     while True:
@@ -66,7 +66,7 @@ def _serve_all(channel: Channel, decoder: Decoder | str, setup: dict[str, Any]) 
 
 
 def _answer(
-    decoder: Decoder, message: dict[str, Any], descriptors: list[int], setup: dict[str, Any]
+    decoder: MediaDecoder, message: dict[str, Any], descriptors: list[int], setup: dict[str, Any]
 ) -> tuple[Any, Any]:
     """The result of an item: a list for the message, and its pixels."""
     if message["kind"] == "check":
@@ -75,7 +75,7 @@ def _answer(
         payloads = _payloads(message["payloads"], descriptors)
         facts, pixels = getattr(decoder, message["kind"])(payloads, message)
         return ["item", facts], pixels
-    except image_decoding.Bad as error:
+    except image_decoding.InvalidImage as error:
         return ["bad", str(error)], None
     except (MemoryError, OverflowError):
         return ["bad", f"takes more than {setup['memory'] >> 20} MiB to decode; scale it down."], None
@@ -117,7 +117,7 @@ class _Nothing:
 
 
 @dataclass
-class Decoder:
+class MediaDecoder:
     """The processors of one checkpoint.
 
     images: transformers' processor. setup: dtype, max_tokens of an item, max_bytes,
@@ -129,7 +129,7 @@ class Decoder:
     setup: dict[str, Any]
 
     @classmethod
-    def of(cls, setup: dict[str, Any]) -> Decoder:
+    def of(cls, setup: dict[str, Any]) -> MediaDecoder:
         """The processors of the checkpoint in ``setup["directory"]``. Raises any exception for broken files."""
         from PIL import Image
 
@@ -167,7 +167,9 @@ class Decoder:
         image_decoding.check_size(width, height, self.setup["max_pixels"])
         bounds = self._bounds(message)
         if max(width, height) / min(width, height) > 200:
-            raise image_decoding.Bad(f"has {width} x {height} pixels, more than 200 times as long as wide; crop it.")
+            raise image_decoding.InvalidImage(
+                f"has {width} x {height} pixels, more than 200 times as long as wide; crop it."
+            )
         if _orientation(image) in (5, 6, 7, 8):
             width, height = height, width
         count = self.images.get_number_of_image_patches(
@@ -196,13 +198,13 @@ class Decoder:
     def _check_tokens(self, patches: int, frames: int, what: str) -> None:
         tokens, most = patches // self.images.merge_size**2, self.setup["max_tokens"]
         if tokens > most:
-            raise image_decoding.Bad(
+            raise image_decoding.InvalidImage(
                 f"has {what}, which make {tokens} tokens; the model's context has room for {most}. Scale it down, or "
                 "set max_pixels."
             )
         each, most = tokens // frames, self.setup["max_frame_tokens"]
         if each > most:
-            raise image_decoding.Bad(
+            raise image_decoding.InvalidImage(
                 f"has {what}, which make {each} tokens a frame; the encoder takes {most}. Scale it down, or set "
                 "max_pixels."
             )
@@ -226,15 +228,19 @@ class Decoder:
         """A video: a list of frames, or one animated file."""
         rules = self.videos
         if rules is None:
-            raise image_decoding.Bad("is a video, and this checkpoint has no video processor that is known here.")
+            raise image_decoding.InvalidImage(
+                "is a video, and this checkpoint has no video processor that is known here."
+            )
         if not payloads:
-            raise image_decoding.Bad("has no frames; give at least one.")
+            raise image_decoding.InvalidImage("has no frames; give at least one.")
         frames = _Frames([self._opened(*one) for one in payloads], self.setup["max_pixels"], message["background"])
         most, asked = self.setup["max_frames"], message["fps"]
         if frames.listed:
             rate, indices = asked or LIST_FPS, list(range(frames.total))
             if frames.total > most:
-                raise image_decoding.Bad(f"has {frames.total} frames; the limit is {most} (--media-max-frames).")
+                raise image_decoding.InvalidImage(
+                    f"has {frames.total} frames; the limit is {most} (--media-max-frames)."
+                )
         else:
             rate = frames.rate()
             indices = videos.sampled(rules, frames.total, rate, asked, message["num_frames"], most)
@@ -270,9 +276,11 @@ class _Frames:
             image_decoding.check_size(one.size[0], one.size[1], most_pixels)
             if one.size != self.size:
                 sizes = [f"{width} x {height}" for width, height in (one.size, self.size)]
-                raise image_decoding.Bad(f"has frames of several sizes: frame {number} is {sizes[0]}, frame 0 {sizes[1]}.")
+                raise image_decoding.InvalidImage(
+                    f"has frames of several sizes: frame {number} is {sizes[0]}, frame 0 {sizes[1]}."
+                )
         if self.total > MAX_FILE_FRAMES:
-            raise image_decoding.Bad(f"has {self.total} frames; files of at most {MAX_FILE_FRAMES} are read.")
+            raise image_decoding.InvalidImage(f"has {self.total} frames; files of at most {MAX_FILE_FRAMES} are read.")
 
     def rate(self) -> float:
         """Frames per second of an animated file."""
@@ -292,7 +300,9 @@ class _Frames:
         try:
             self._images[0].seek(number)
         except (EOFError, OSError, SyntaxError, ValueError) as error:
-            raise image_decoding.Bad(f"is damaged at frame {number}: {' '.join(str(error).split())[:100]}.") from None
+            raise image_decoding.InvalidImage(
+                f"is damaged at frame {number}: {' '.join(str(error).split())[:100]}."
+            ) from None
 
 
 def _orientation(image: Any) -> int:

@@ -120,7 +120,7 @@ class Marks:
         return self._overrun[matched]
 
 
-class Thoughts:
+class MarksCache:
     """The reasoning marks of one model, found in a thread: reading a vocabulary takes up to seconds."""
 
     def __init__(self, directory: str | Path, vocab_size: int) -> None:

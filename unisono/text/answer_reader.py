@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.text.reasoning import Splitter
-from unisono.text.tool_parsers.base import Reader, ToolDelta
+from unisono.text.tool_parsers.base import ToolCallParser, ToolDelta
 
 
 @dataclass(frozen=True)
-class Said:
+class AnswerParts:
     """The parts of new text: reasoning, content, tool calls."""
 
     reasoning: str = ""
@@ -18,10 +18,10 @@ class Said:
     calls: Sequence[ToolDelta] = ()
 
 
-class AnswerReader:
+class AnswerParser:
     """Reader of one sequence of a chat answer. constrains: a grammar constrains its calls."""
 
-    def __init__(self, splitter: Splitter | None, reader: Reader | None, constrains: bool = False) -> None:
+    def __init__(self, splitter: Splitter | None, reader: ToolCallParser | None, constrains: bool = False) -> None:
         self._splitter, self._reader, self.constrains = splitter, reader, constrains
 
     @property
@@ -29,15 +29,15 @@ class AnswerReader:
         """True if reasoning is separated from content."""
         return self._splitter is not None
 
-    def feed(self, text: str, last: bool) -> Said:
+    def feed(self, text: str, last: bool) -> AnswerParts:
         """The parts of ``text``. last: no more text follows."""
         reasoning = ""
         if self._splitter is not None:
             reasoning, text = self._splitter.feed(text, last)
         if self._reader is None:
-            return Said(reasoning, text)
+            return AnswerParts(reasoning, text)
         found = self._reader.feed(text, last)
-        return Said(reasoning, found.content, found.calls)
+        return AnswerParts(reasoning, found.content, found.calls)
 
     def finish(self, reason: str) -> str:
         """OpenAI's finish_reason for an answer that ended for ``reason``."""

@@ -53,7 +53,7 @@ OUTSIDE = Header("")
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """New text of a message. begins, ends: it is the message's first or last part, which may be empty."""
 
     header: Header
@@ -62,7 +62,7 @@ class Part:
     ends: bool = False
 
 
-class Messages:
+class HarmonyMessages:
     """Parser of an answer in pieces, which may split marks anywhere.
 
     header: of the message in which the answer begins.
@@ -76,10 +76,10 @@ class Messages:
         self._header = header or OUTSIDE
         self._fresh, self._between = header is None, False
 
-    def feed(self, text: str, last: bool = False) -> list[Part]:
+    def feed(self, text: str, last: bool = False) -> list[MessagePart]:
         """The parts of ``text``. last: no more text follows; held-back text is released."""
         self._held += text
-        found: list[Part] = []
+        found: list[MessagePart] = []
         steps = {"outside": self._outside, "header": self._in_header, "body": self._in_body}
         while steps[self._state](found, last):
             pass
@@ -96,7 +96,7 @@ class Messages:
         self._held = held[cut:]
         return held[:cut], ""
 
-    def _outside(self, found: list[Part], last: bool) -> bool:
+    def _outside(self, found: list[MessagePart], last: bool) -> bool:
         """Read text outside messages. At the answer's beginning it may be the rest of the first header."""
         if self._fresh and not last and ROLE_GOES_ON.fullmatch(self._held.partition("<")[0]):
             if not any(mark in self._held for mark in MARKS) and _overlap(self._held, START, CHANNEL):
@@ -110,7 +110,7 @@ class Messages:
         if self._between:
             text = text.lstrip()
         if text:
-            found.append(Part(OUTSIDE, text))
+            found.append(MessagePart(OUTSIDE, text))
             self._fresh = self._between = False
         if mark in (START, CHANNEL):
             self._begin_header(mark if mark == CHANNEL else "")
@@ -119,24 +119,24 @@ class Messages:
     def _begin_header(self, head: str) -> None:
         self._state, self._head, self._fresh, self._between = "header", head, False, False
 
-    def _in_header(self, found: list[Part], last: bool) -> bool:
+    def _in_header(self, found: list[MessagePart], last: bool) -> bool:
         """Read up to a message's text. A truncated header is dropped."""
         text, mark = self._until((MESSAGE, START, *ENDS), last)
         self._head += text
         if mark == MESSAGE:
             self._state, self._header = "body", Header.of(self._head)
-            found.append(Part(self._header, begins=True))
+            found.append(MessagePart(self._header, begins=True))
         elif mark == START:
             self._head = ""
         elif mark:
             self._state, self._between = "outside", True
         return bool(mark)
 
-    def _in_body(self, found: list[Part], last: bool) -> bool:
+    def _in_body(self, found: list[MessagePart], last: bool) -> bool:
         """Read a message's text. A new header ends it too, if the model omitted the end mark."""
         text, mark = self._until((START, CHANNEL, *ENDS), last)
         if text or mark:
-            found.append(Part(self._header, text, ends=bool(mark)))
+            found.append(MessagePart(self._header, text, ends=bool(mark)))
         if mark in ENDS:
             self._state, self._between = "outside", True
         elif mark:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from unisono.text.harmony import ANALYSIS, CALL, END, FINAL, MESSAGE, Header, Messages, Part
+from unisono.text.harmony import ANALYSIS, CALL, END, FINAL, MESSAGE, HarmonyMessages, Header, MessagePart
 from unisono.types import ConfigError
 
 
@@ -170,7 +170,7 @@ class HarmonySplitter(Splitter):
 
     def __post_init__(self) -> None:
         opened = {"thinking": Header(ANALYSIS), "content": Header(FINAL)}.get(self.state)
-        self._messages = Messages(opened)
+        self._messages = HarmonyMessages(opened)
         self._spoke = {"thinking": False, "content": False}
         self._parted = {"thinking": False, "content": False}
 
@@ -186,7 +186,7 @@ class HarmonySplitter(Splitter):
                 self._add(new, "thinking" if thinks else "content", part)
         return new["thinking"], new["content"]
 
-    def _add(self, new: dict[str, str], kind: str, part: Part) -> None:
+    def _add(self, new: dict[str, str], kind: str, part: MessagePart) -> None:
         """Append reasoning or content."""
         self._parted[kind] |= part.begins and self._spoke[kind]
         if part.text:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.http.openai.responses import Draft
+from unisono.http.openai.responses import TokenOrigin
 from unisono.types import FinishReason, TokenDelta
 
 
-def by_token(delta: TokenDelta) -> Iterator[tuple[TokenDelta, Draft | None]]:
+def by_token(delta: TokenDelta) -> Iterator[tuple[TokenDelta, TokenOrigin | None]]:
     """Split a delta into deltas of one token, each with the origin of its token.
 
     Together they equal the delta, except for prompt and hidden states. The last one has its ``finish``. A delta without
@@ -30,6 +30,6 @@ def by_token(delta: TokenDelta) -> Iterator[tuple[TokenDelta, Draft | None]]:
                     drafted_tokens=0 if place else drafted,
                     accepted_tokens=int(is_draft),
                 ),
-                Draft(place if is_draft else None, drafted, accepted),
+                TokenOrigin(place if is_draft else None, drafted, accepted),
             )
             done += 1

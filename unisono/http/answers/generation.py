@@ -23,8 +23,8 @@ from unisono.http.answers.drafts import by_token
 from unisono.http.errors import ApiError
 from unisono.http.observability.history import RequestRecord
 from unisono.http.observability.metrics import RequestTimer
-from unisono.http.openai.responses import Draft, HiddenStates, PromptLogprobs, TokenReport, Usage, finite
-from unisono.text.answer_reader import AnswerReader, Said
+from unisono.http.openai.responses import HiddenStates, PromptLogprobs, TokenOrigin, TokenReport, Usage, finite
+from unisono.text.answer_reader import AnswerParser, AnswerParts
 from unisono.text.tool_parsers.base import ToolDelta
 from unisono.text.tool_parsers.structure import reworded
 from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
@@ -32,7 +32,7 @@ from unisono.types.vectors import numbers
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputPiece:
     """New text of one choice, and the tokens that came with it (text may come later than its tokens).
 
     reasoning, tool_calls: new reasoning and calls, if a parser separates them from ``text``. reports: log-probabilities
@@ -49,7 +49,7 @@ class Piece:
     reports: list[TokenReport] | None = None
     reasoning: str = ""
     tool_calls: Sequence[ToolDelta] = ()
-    draft: Draft | None = None
+    draft: TokenOrigin | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Generation:
         scores: asyncio.Future[list[TokenLogprobs] | None] | None,
         style: Style,
         echo: Echo | None,
-        reader: AnswerReader | None = None,
+        reader: AnswerParser | None = None,
     ) -> None:
         self._client, self._output, self._timer = client, output, timer
         self._request = output.request
@@ -200,7 +200,7 @@ class Generation:
         if self._stream is not None:
             self._stream.close()
 
-    async def pieces(self) -> AsyncGenerator[Piece]:
+    async def pieces(self) -> AsyncGenerator[OutputPiece]:
         """Yield text as soon as later tokens cannot change it; the last piece has ``finish``.
 
         Raises EngineDead and ApiError.
@@ -240,7 +240,7 @@ class Generation:
             self._timer.remember(self._record())
             self.close()
 
-    def _read(self, delta: TokenDelta, draft: Draft | None) -> tuple[FinishReason, Piece]:
+    def _read(self, delta: TokenDelta, draft: TokenOrigin | None) -> tuple[FinishReason, OutputPiece]:
         """(finish reason, piece) of a delta; RUNNING unless it ends the text."""
         new = self._output.detokenize(delta)
         self._count_drafts(delta, len(new.token_ids))
@@ -249,14 +249,14 @@ class Generation:
         wanted = new.logprobs if self._style.reports else None
         reports = None if wanted is None else self._reports(new.token_ids, wanted, self._offsets(new.token_ids))
         finish = None if new.finish is FinishReason.RUNNING else new.finish.text
-        said = Said(content=new.text)
+        said = AnswerParts(content=new.text)
         if self._reader is not None:
             said = self._reader.feed(new.text, finish is not None)
             finish = finish and self._reader.finish(finish)
             self._thought += len(said.reasoning)
             self._written += len(new.text)
         reasoning = "" if self._style.hides else said.reasoning
-        return new.finish, Piece(
+        return new.finish, OutputPiece(
             self.index, said.content, new.token_ids, finish, new.stop_string, reports, reasoning, said.calls, draft
         )
 
@@ -311,7 +311,7 @@ class Generation:
             self.prompt_logprobs = finite(self._output.prompt_logprobs(scores, self._style.scored))
         return scores
 
-    def _prompt_piece(self, echo: Echo, scores: list[TokenLogprobs] | None) -> Piece:
+    def _prompt_piece(self, echo: Echo, scores: list[TokenLogprobs] | None) -> OutputPiece:
         """The piece that echoes the prompt."""
         reports, most = None, self._request.params.logprobs if self._style.reports else None
         if scores is not None and most is not None:
@@ -319,7 +319,7 @@ class Generation:
             first, *offsets = self._output.prompt_offsets(echo.text)
             reports = [TokenReport(self._text(ids[0]), None, first, [], data=self._output.token_bytes(ids[0]))]
             reports += self._reports(ids[1:], [replace(score, top=score.top[:most]) for score in scores], offsets)
-        return Piece(self.index, echo.text, [], FinishReason.LENGTH.text if echo.alone else None, None, reports)
+        return OutputPiece(self.index, echo.text, [], FinishReason.LENGTH.text if echo.alone else None, None, reports)
 
     def _reports(self, token_ids: list[int], given: list[TokenLogprobs], offsets: list[int]) -> list[TokenReport]:
         reports = []
@@ -354,13 +354,13 @@ async def start_all(generations: Sequence[Generation]) -> None:
         raise errors.exceptions[0] from None
 
 
-def merge(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
+def merge(generations: Sequence[Generation]) -> AsyncGenerator[OutputPiece]:
     """The pieces of all generations in order of arrival. The first error ends all."""
     return generations[0].pieces() if len(generations) == 1 else _merged(generations)
 
 
-async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
-    queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[OutputPiece]:
+    queue: asyncio.Queue[OutputPiece | Exception] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(generation, queue)) for generation in generations]
     try:
         left = len(tasks)
@@ -376,7 +376,7 @@ async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(generation: Generation, queue: asyncio.Queue[Piece | Exception]) -> None:
+async def _pump(generation: Generation, queue: asyncio.Queue[OutputPiece | Exception]) -> None:
     try:
         async for piece in generation.pieces():
             queue.put_nowait(piece)

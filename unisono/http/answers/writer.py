@@ -17,11 +17,11 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from unisono.http.answers.generation import Generation, Piece, merge
+from unisono.http.answers.generation import Generation, OutputPiece, merge
 from unisono.http.errors import ApiError, as_api_error
-from unisono.http.observability.request_note import Note
+from unisono.http.observability.request_note import RequestNote
 from unisono.http.openai.protocol import GenerationRequest
-from unisono.http.openai.responses import DONE, Response, Shape, TokenReport, Usage, event, joined
+from unisono.http.openai.responses import DONE, Response, ResponseShape, TokenReport, Usage, event, joined
 from unisono.text.tool_parsers.base import ToolDelta
 
 logger = logging.getLogger(__name__)
@@ -30,10 +30,10 @@ Choices = list[Any]
 
 
 @dataclass(frozen=True)
-class Answer:
+class OpenAIReply:
     """The common part of all chunks of one answer, and its request, which determines their contents."""
 
-    shape: Shape
+    shape: ResponseShape
     id: str
     created: int
     model: str
@@ -47,7 +47,7 @@ class Answer:
         calls: list[list[ToolDelta]] = [[] for _ in self.generations]
         ids: list[list[int]] = [[] for _ in self.generations]
         reports: list[list[TokenReport]] = [[] for _ in self.generations]
-        ends: dict[int, Piece] = {}
+        ends: dict[int, OutputPiece] = {}
         async with aclosing(merge(self.generations)) as pieces:
             async for piece in pieces:
                 texts[piece.index] += piece.text
@@ -128,7 +128,7 @@ class Answer:
             yield error_event(error)
         yield DONE
 
-    def _chunk_choices(self, piece: Piece, first: bool) -> Choices:
+    def _chunk_choices(self, piece: OutputPiece, first: bool) -> Choices:
         """Choices with the reasoning, text and calls of a piece, or the requested data of its tokens; then the closing
         one.
 
@@ -258,7 +258,7 @@ class EventStream(StreamingResponse):
 
     body_iterator: AsyncGenerator[bytes]
 
-    def __init__(self, reply: Reply, note: Note, close: Callable[[], None]) -> None:
+    def __init__(self, reply: Reply, note: RequestNote, close: Callable[[], None]) -> None:
         def failed(error: Exception) -> None:
             note.error = as_api_error(error)
 

@@ -106,7 +106,7 @@ def chat_body(
     return present, Renames({**RENAMED, **_sources(made)})
 
 
-def _sources(made: Sequence[_Made]) -> dict[str, str]:
+def _sources(made: Sequence[_TranslatedMessage]) -> dict[str, str]:
     """The origin of each message, and of each part of contents that are lists."""
     found = {f"messages[{i}]": one.source for i, one in enumerate(made)}
     for i, one in enumerate(made):
@@ -115,7 +115,7 @@ def _sources(made: Sequence[_Made]) -> dict[str, str]:
 
 
 @dataclass
-class _Made:
+class _TranslatedMessage:
     """A message of the chat. source: its origin in the body. places: origins of its content's parts, if any."""
 
     message: dict[str, Any]
@@ -123,11 +123,13 @@ class _Made:
     places: list[str] = field(default_factory=list)
 
 
-def _messages(request: CountRequest, ignored: Ignored) -> list[_Made]:
+def _messages(request: CountRequest, ignored: Ignored) -> list[_TranslatedMessage]:
     """The chat's messages."""
-    made: list[_Made] = []
+    made: list[_TranslatedMessage] = []
     if request.system:
-        made.append(_Made({"role": "system", "content": text_of(request.system, "system", {"text"})}, "system"))
+        made.append(
+            _TranslatedMessage({"role": "system", "content": text_of(request.system, "system", {"text"})}, "system")
+        )
     for i, message in enumerate(request.messages):
         where = f"messages[{i}]"
         if not isinstance(message, dict):
@@ -136,14 +138,14 @@ def _messages(request: CountRequest, ignored: Ignored) -> list[_Made]:
         if role not in ("user", "assistant", "system"):
             raise BadRequest(f"{where}.role={show(role)} is not supported; use user or assistant.", f"{where}.role")
         if isinstance(content, str):
-            made.append(_Made({"role": role, "content": content}, where))
+            made.append(_TranslatedMessage({"role": role, "content": content}, where))
         elif not isinstance(content, list) or not (content or role == "assistant"):  # an answer may have had no text
             raise BadRequest(
                 f"{where}.content={show(content)} is not valid: it must be a string or a list of blocks.",
                 f"{where}.content",
             )
         elif role == "assistant":
-            made.append(_Made(_assistant(content, f"{where}.content", ignored), where))
+            made.append(_TranslatedMessage(_assistant(content, f"{where}.content", ignored), where))
         else:
             made += _user(role, content, where, ignored)
     return made
@@ -173,9 +175,9 @@ def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> dict[str, Any
     return message
 
 
-def _user(role: str, blocks: list[Any], source: str, ignored: Ignored) -> list[_Made]:
+def _user(role: str, blocks: list[Any], source: str, ignored: Ignored) -> list[_TranslatedMessage]:
     """A user's blocks as messages: one per tool result, and one for the text and images between them."""
-    made: list[_Made] = []
+    made: list[_TranslatedMessage] = []
     for i, block in enumerate(blocks):
         place = f"{source}.content[{i}]"
         if isinstance(block, dict) and ignored.part(block.get("type"), f"{place}.type"):
@@ -184,10 +186,10 @@ def _user(role: str, blocks: list[Any], source: str, ignored: Ignored) -> list[_
         if kind == "tool_result":
             parts, places = _result(block.get("content"), f"{place}.content")
             message = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": parts}
-            made.append(_Made(message, source, places))
+            made.append(_TranslatedMessage(message, source, places))
             continue
         if not made or made[-1].message["role"] != role:
-            made.append(_Made({"role": role, "content": []}, source))
+            made.append(_TranslatedMessage({"role": role, "content": []}, source))
         made[-1].message["content"].append(_part(kind, block, place))
         made[-1].places.append(place)
     for one in made:

@@ -1,6 +1,6 @@
 """Pieces of an answer to the content blocks and events of the Messages API, and its form of errors.
 
-A :class:`Writer` follows one answer: it maintains the current message, and makes the events that lead to it.
+A :class:`MessageWriter` follows one answer: it maintains the current message, and makes the events that lead to it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from unisono.http.answers.generation import Piece
+from unisono.http.answers.generation import OutputPiece
 from unisono.http.errors import ApiError
 from unisono.http.openai.responses import Usage
 
@@ -25,7 +25,7 @@ ERRORS = {
 KINDS = {"thinking": "thinking_delta", "text": "text_delta"}
 
 
-class Writer:
+class MessageWriter:
     """One message. ``message`` is the object; ``new_id`` makes ids of tool calls."""
 
     def __init__(self, message: dict[str, Any], new_id: Callable[[str], str]) -> None:
@@ -36,7 +36,7 @@ class Writer:
         self._text: list[str] = []
         self._begun = False
 
-    def feed(self, piece: Piece, usage: Usage) -> list[Event]:
+    def feed(self, piece: OutputPiece, usage: Usage) -> list[Event]:
         """The events of a piece. The first one's begin with the message, so that no event precedes the first token."""
         events = self._begin(usage)
         for kind, text in (("thinking", piece.reasoning), ("text", piece.text)):

@@ -60,7 +60,7 @@ def open_files() -> int:
     return max(16, wanted - SPARE_FILES)
 
 
-class _Refused(Exception):
+class _RequestRefused(Exception):
     """Leaves the parser from within a callback."""
 
 
@@ -228,7 +228,7 @@ class LimitedProtocol(OrderedProtocol):
 
     def _leave(self, error: ApiError) -> None:
         self._refusal = error
-        raise _Refused(str(error))
+        raise _RequestRefused(str(error))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer, unless an answer has begun, and close."""

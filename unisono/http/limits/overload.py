@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from unisono.http.errors import ApiError
-from unisono.http.security.auth import Client, ClientLimits
+from unisono.http.security.auth import ApiClient, ClientLimits
 from unisono.types import ConfigError
 
 PLACES = 2
@@ -74,7 +74,7 @@ class LoadLimits:
 
 
 @dataclass
-class _Usage:
+class _ClientUsage:
     """Usage of one client: requests and sequences in progress, and bytes of bodies before their preparation."""
 
     requests: int = 0
@@ -95,15 +95,15 @@ class Admission:
 
     def __init__(self, limits: LoadLimits | None = None, slots: int = 1, clock: Callable[[], float] = time.monotonic):
         self._limits, self._slots, self._clock = limits or LoadLimits(), slots, clock
-        self._usage: dict[str, _Usage] = {}
+        self._usage: dict[str, _ClientUsage] = {}
         self._buckets: dict[str, _Bucket] = {}
         self._remembered, self._total, self._bytes = REMEMBERED, 0, 0
         self._left: deque[tuple[float, int]] = deque(maxlen=256)  # (time, number) of ended sequences
         self.long, self.short = Turnstile(PLACES), Turnstile(SHORT_PLACES)
 
-    def enter(self, client: Client) -> Ticket:
+    def enter(self, client: ApiClient) -> Ticket:
         """Admit a request of ``client``. Raises ApiError 429 and 503."""
-        limits, usage = client.limits or self._limits.client, self._usage.get(client.label, _Usage())
+        limits, usage = client.limits or self._limits.client, self._usage.get(client.label, _ClientUsage())
         self._check_concurrency(client, limits, usage)
         self._check_queue(usage)
         self._check_rate(client, limits)
@@ -118,7 +118,7 @@ class Admission:
         """Number of running and waiting sequences."""
         return self._total
 
-    def _check_concurrency(self, client: Client, limits: ClientLimits, usage: _Usage) -> None:
+    def _check_concurrency(self, client: ApiClient, limits: ClientLimits, usage: _ClientUsage) -> None:
         most = limits.concurrent_requests
         if most is not None and usage.requests >= most:
             message = (
@@ -127,7 +127,7 @@ class Admission:
             )
             raise ApiError(429, message, "rate_limit_error", code="too_many_concurrent_requests", retry_after=1)
 
-    def _check_queue(self, usage: _Usage) -> None:
+    def _check_queue(self, usage: _ClientUsage) -> None:
         """Refuse a request if the queue is full.
 
         Clients below their share may exceed it, by as many sequences again.
@@ -173,7 +173,7 @@ class Admission:
         ended = sum(count for _, count in self._left)
         return max(1, min(MAX_RETRY_AFTER, math.ceil(wanted * seconds / max(1, ended))))
 
-    def _check_rate(self, client: Client, limits: ClientLimits) -> None:
+    def _check_rate(self, client: ApiClient, limits: ClientLimits) -> None:
         """Refuse a request beyond the rate: a token bucket holds a minute's requests."""
         most, now = limits.requests_per_minute, self._clock()
         if most is None:
@@ -209,7 +209,7 @@ class Admission:
 class Ticket:
     """An admitted request. Each holder returns it once: its HTTP request, and background work."""
 
-    def __init__(self, admission: Admission, client: Client) -> None:
+    def __init__(self, admission: Admission, client: ApiClient) -> None:
         self._admission, self.client, self.sequences, self.bytes = admission, client, 0, 0
         self._holders = 1
         self._has_place, self._turnstile = False, admission.short
@@ -307,5 +307,5 @@ class Turnstile:
         self._free += 1
 
 
-def _who(client: Client) -> str:
+def _who(client: ApiClient) -> str:
     return f"The key {client.name}" if client.name else "This client"

@@ -11,7 +11,7 @@ from unisono.http.limits.overload import Ticket
 
 
 @dataclass
-class Note:
+class RequestNote:
     """The notes on one HTTP request.
 
     arrival: ``time.monotonic()``. error: the failure, if any. ticket: of an admitted request. key: name of its API key.
@@ -25,6 +25,6 @@ class Note:
     key: str = ""
 
 
-def note(scope: Any) -> Note:
+def note(scope: Any) -> RequestNote:
     """The note of the request with this ASGI scope."""
     return scope["unisono"]

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unisono.frontend.input_processor import InputProcessor, Prompt
+from unisono.frontend.input_processor import InputProcessor, PreparedPrompt
 from unisono.http.openai.hosted_tools import HostedTools
 from unisono.http.openai.protocol import ChatRequest
 from unisono.http.openai.tool_definitions import ToolUse, tool_use
-from unisono.text.answer_reader import AnswerReader
+from unisono.text.answer_reader import AnswerParser
 from unisono.text.reasoning import OFF, Parser, parser_named, parser_of
-from unisono.text.tool_parsers.base import Context, Format
+from unisono.text.tool_parsers.base import Format, ParserContext
 from unisono.text.tool_parsers.formats import DEFAULT, format_named, format_of
 from unisono.text.tool_parsers.structure import Structure
 from unisono.types import BadRequest, EngineRequest, SamplingParams, Thinking
@@ -46,14 +46,14 @@ class ChatPlan:
         """Definitions for the chat template."""
         return None if self.use is None else self.use.given
 
-    def sampling(self, prompt: Prompt) -> SamplingParams:
+    def sampling(self, prompt: PreparedPrompt) -> SamplingParams:
         """The request's parameters, with the reasoning state of its answer's beginning."""
         if self.parser is None:
             return self.params
         state = self.parser.begins(prompt.text or "", self.prefix)
         return replace(self.params, thinking=Thinking(self.parser.start, self.parser.end, state, self.budget))
 
-    def reader(self, request: EngineRequest, prompt: Prompt) -> AnswerReader | None:
+    def reader(self, request: EngineRequest, prompt: PreparedPrompt) -> AnswerParser | None:
         """The parser of a sequence's answer; None if there is nothing to parse."""
         splitter, reader = None, None
         if self.parser is not None and self.splits:
@@ -61,9 +61,9 @@ class ChatPlan:
             interrupts = self.form.interrupts if self.form is not None and not followed else ()
             splitter = self.parser.splitter(prompt.text or "", self.prefix, interrupts, self.use is not None)
         if self.use is not None and self.form is not None:
-            context = Context(self.use.callable, _ids(self.form, request), self.use.parallel)
+            context = ParserContext(self.use.callable, _ids(self.form, request), self.use.parallel)
             reader = self.form.reader(context)
-        return None if splitter is None and reader is None else AnswerReader(splitter, reader, self.constrains)
+        return None if splitter is None and reader is None else AnswerParser(splitter, reader, self.constrains)
 
 
 def _ids(form: Format, request: EngineRequest) -> Any:

@@ -145,7 +145,7 @@ class TextLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class Draft(msgspec.Struct):
+class TokenOrigin(msgspec.Struct):
     """The origin of the one token of a chunk.
 
     position: its index among the drafts of its round, from 0 on; null for a token that the model sampled itself.
@@ -223,7 +223,7 @@ class ChatChunkChoice(msgspec.Struct):
     stop_reason: str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    draft: Draft | UnsetType = UNSET
+    draft: TokenOrigin | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
 
 
@@ -236,7 +236,7 @@ class TextChoice(msgspec.Struct):
     stop_reason: str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    draft: Draft | UnsetType = UNSET
+    draft: TokenOrigin | UnsetType = UNSET
     logprobs: TextLogprobs | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -272,7 +272,7 @@ def joined(deltas: Iterable[ToolDelta]) -> list[ToolCall]:
     return calls
 
 
-class Shape(Protocol):
+class ResponseShape(Protocol):
     """The response objects of one endpoint: a finished choice, and the chunks of a stream of them.
 
     ``open`` makes the choices of the first token: it takes those with its text, reasoning or reports, which may be

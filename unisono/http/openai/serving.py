@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from unisono.cluster.engines import Engines
 from unisono.frontend.beam_search import BeamSearch, check_beams, check_length_penalty
-from unisono.frontend.input_processor import InputProcessor, Prompt, combined_salt
+from unisono.frontend.input_processor import InputProcessor, PreparedPrompt, combined_salt
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.http.answers.beams import BeamClient, Source
 from unisono.http.answers.generation import Echo, Generation, Style
@@ -25,8 +25,8 @@ from unisono.http.openai.chat import ChatFormat, ChatPlan
 from unisono.http.openai.embeds import get_ready, load_embeds
 from unisono.http.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from unisono.http.preparation import Preparers
-from unisono.media.fetching.sources import Loaded, MediaSource
-from unisono.text.answer_reader import AnswerReader
+from unisono.media.fetching.sources import LoadedMedia, MediaSource
+from unisono.text.answer_reader import AnswerParser
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParams, part_id
 
 T = TypeVar("T")
@@ -123,14 +123,14 @@ class Serving:
         encode = self.inputs.require_tokenizer("prompt").encode
         return await self._prepared(len(text), encode, text, add_special_tokens)
 
-    async def chat_prompt(self, request: ChatRequest, ticket: Ticket | None = None) -> Prompt:
+    async def chat_prompt(self, request: ChatRequest, ticket: Ticket | None = None) -> PreparedPrompt:
         """The prompt of a conversation. ticket: of the HTTP request. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
         return (await self._planned(request, params, ticket))[1]
 
     async def _planned(
         self, request: ChatRequest, params: SamplingParams, ticket: Ticket | None
-    ) -> tuple[ChatPlan, Prompt]:
+    ) -> tuple[ChatPlan, PreparedPrompt]:
         """The plan of the answer, and the prompt."""
         conversation, options = request.conversation(), request.template_options()
         if request.chat_template is not None and not self._trust_templates:
@@ -145,7 +145,7 @@ class Serving:
         options["media"] = await self._media.load(self.inputs.with_settings(request.media()), ticket)
         size = LONG if plan.tools or options["media"] else sum(len(str(one.get("content"))) for one in conversation)
 
-        def write() -> Prompt:
+        def write() -> PreparedPrompt:
             return self.inputs.chat(conversation, plan.tools, **options)
 
         label, threads = "" if ticket is None else ticket.client.label, self._short if size < LONG else self._long
@@ -158,7 +158,7 @@ class Serving:
     def _request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PreparedPrompt,
         params: SamplingParams,
         body: GenerationRequest,
         pooled: bool = False,
@@ -179,7 +179,9 @@ class Serving:
         request = self.inputs.request(request_id, prompt, params, body.priority or 0, wanted, prompt_only)
         return replace(request, adapter=body.model if body.model in self._adapters else None)
 
-    async def _prompts(self, request: CompletionRequest, media: Sequence[list[Loaded]] = ()) -> list[Prompt]:
+    async def _prompts(
+        self, request: CompletionRequest, media: Sequence[list[LoadedMedia]] = ()
+    ) -> list[PreparedPrompt]:
         """The prompts in the order of their choices: embeddings first, as in vLLM.
 
         Raises BadRequest.
@@ -203,7 +205,7 @@ class Serving:
             for one, loaded in zip(given, items, strict=True)
         ]
 
-    def _load(self, given: dict[str, Any], request: CompletionRequest, media: Sequence[Loaded]) -> Prompt:
+    def _load(self, given: dict[str, Any], request: CompletionRequest, media: Sequence[LoadedMedia]) -> PreparedPrompt:
         """Prepare a prompt, with the body's encoded embeddings decoded to tensors."""
         sizes = self.inputs.model.max_model_len, self.inputs.model.hidden_size
         if (whole := given.get("prompt_embeds")) is not None:
@@ -225,7 +227,7 @@ class Serving:
         """
         return work(*args) if size < LONG else await self._long.run("", work, *args)
 
-    def _echo(self, prompt: Prompt, params: SamplingParams, alone: bool) -> Echo:
+    def _echo(self, prompt: PreparedPrompt, params: SamplingParams, alone: bool) -> Echo:
         if prompt.overrides is not None:
             raise BadRequest("echo repeats the prompt, and overridden tokens have no text; leave out echo.", "echo")
         if prompt.text is not None:
@@ -234,7 +236,7 @@ class Serving:
         spaces = params.spaces_between_special_tokens
         return Echo(tokenizer.decode(prompt.token_ids, params.skip_special_tokens, spaces), alone)
 
-    def _within_limits(self, prompt: Prompt, params: SamplingParams, pooled: bool) -> SamplingParams:
+    def _within_limits(self, prompt: PreparedPrompt, params: SamplingParams, pooled: bool) -> SamplingParams:
         """``params`` with max_tokens set. Raises BadRequest beyond this server's limits."""
         model, length = self.inputs.model, len(prompt.token_ids)
         params = with_max_tokens(params, length, model.max_model_len)
@@ -247,7 +249,7 @@ class Serving:
         body: GenerationRequest,
         first: int = 0,
         echo: Echo | None = None,
-        reader: Callable[[EngineRequest], AnswerReader | None] = lambda sequence: None,
+        reader: Callable[[EngineRequest], AnswerParser | None] = lambda sequence: None,
     ) -> list[Generation]:
         """Make a generation of each sequence of a prepared request.
 

@@ -77,7 +77,7 @@ class ResponsesRequest(BaseModel):
 
 
 @dataclass
-class Messages:
+class MessageBuilder:
     """Messages made of items.
 
     sources: the origin of each message in the body. contents: by the message's number, the origin of its content if
@@ -141,14 +141,14 @@ def to_messages(
     before: str = "previous_response_id",
     name: str = "input",
     ignored: Ignored | None = None,
-) -> Messages:
+) -> MessageBuilder:
     """The messages of a conversation.
 
     earlier: number of items from the field ``before``; the others are from ``name``.
 
     ignored: records the items of hosted tools. Raises BadRequest.
     """
-    made, ignored = Messages(), ignored or Ignored()
+    made, ignored = MessageBuilder(), ignored or Ignored()
     if instructions:
         made.add({"role": "system", "content": instructions}, "instructions")
     for i, item in enumerate(items):
@@ -164,7 +164,7 @@ def to_messages(
     return made
 
 
-def _message(made: Messages, item: Item, where: str) -> None:
+def _message(made: MessageBuilder, item: Item, where: str) -> None:
     role = item.get("role")
     content = _content(item.get("content"), f"{where}.content")
     if role == "assistant":
@@ -185,7 +185,7 @@ def _content(content: Any, where: str) -> Any:
     ]
 
 
-def _reasoning(made: Messages, item: Item, where: str) -> None:
+def _reasoning(made: MessageBuilder, item: Item, where: str) -> None:
     parts = item.get("content") or item.get("summary") or []
     text = text_of(parts, f"{where}.content", {"reasoning_text", "summary_text"})
     if text:
@@ -194,24 +194,24 @@ def _reasoning(made: Messages, item: Item, where: str) -> None:
         message["reasoning_content"] = f"{before}\n{text}" if before else text
 
 
-def _call(made: Messages, item: Item, where: str) -> None:
+def _call(made: MessageBuilder, item: Item, where: str) -> None:
     function = {"name": item.get("name"), "arguments": item.get("arguments")}
     call = {"id": item.get("call_id"), "type": "function", "function": function}
     made.assistant(where).setdefault("tool_calls", []).append(call)
 
 
-def _custom_call(made: Messages, item: Item, where: str) -> None:
+def _custom_call(made: MessageBuilder, item: Item, where: str) -> None:
     """A call of a tool with a text argument, made elsewhere."""
     _call(made, {**item, "arguments": {"input": item.get("input")}}, where)
 
 
-def _output(made: Messages, item: Item, where: str) -> None:
+def _output(made: MessageBuilder, item: Item, where: str) -> None:
     content = _content(item.get("output"), f"{where}.output")
     made.contents[len(made.messages)] = f"{where}.output"
     made.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": content}, where)
 
 
-READERS: Mapping[str, Callable[[Messages, Item, str], None]] = {
+READERS: Mapping[str, Callable[[MessageBuilder, Item, str], None]] = {
     "message": _message,
     "reasoning": _reasoning,
     "function_call": _call,
@@ -223,7 +223,7 @@ READERS: Mapping[str, Callable[[Messages, Item, str], None]] = {
 
 
 def chat_body(
-    request: ResponsesRequest, data: Mapping[str, Any], made: Messages, ignored: Ignored | None = None
+    request: ResponsesRequest, data: Mapping[str, Any], made: MessageBuilder, ignored: Ignored | None = None
 ) -> tuple[dict[str, Any], Renames]:
     """The chat body of a request, and the origins of its parts.
 

@@ -18,7 +18,7 @@ MAX_BYTES = 256 * 2**20
 
 
 @dataclass
-class Conversation:
+class StoredConversation:
     """One conversation. owner: see ``auth.owner``. created_at: seconds since 1970."""
 
     id: str
@@ -43,13 +43,13 @@ class ConversationStore:
 
     def __init__(self, most: int = MAX_CONVERSATIONS, max_bytes: int = MAX_BYTES) -> None:
         self._most, self._max_bytes = most, max_bytes
-        self._kept: OrderedDict[str, Conversation] = OrderedDict()
+        self._kept: OrderedDict[str, StoredConversation] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, conversation: Conversation) -> None:
+    def put(self, conversation: StoredConversation) -> None:
         """Store a conversation, or its newer state. One that is larger than the whole store is dropped."""
         self._drop(conversation.id)
         conversation.size = len(msgspec.json.encode([conversation.items, conversation.metadata]))
@@ -58,7 +58,7 @@ class ConversationStore:
         while self._bytes > self._max_bytes or len(self._kept) > self._most:
             self._drop(next(iter(self._kept)))
 
-    def get(self, conversation_id: str, owner: str, param: str | None = None) -> Conversation:
+    def get(self, conversation_id: str, owner: str, param: str | None = None) -> StoredConversation:
         """The conversation of this id. Raises ApiError (404) if there is none, or another client's."""
         found = self._kept.get(conversation_id)
         if found is None or found.owner != owner:
@@ -73,7 +73,7 @@ class ConversationStore:
             found.items = [*found.items, *items]
             self.put(found)
 
-    def item(self, conversation: Conversation, item_id: str) -> Item:
+    def item(self, conversation: StoredConversation, item_id: str) -> Item:
         """An item of a conversation. Raises ApiError (404)."""
         for item in conversation.items:
             if item.get("id") == item_id:

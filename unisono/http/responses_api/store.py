@@ -18,7 +18,7 @@ Item = dict[str, Any]
 
 
 @dataclass
-class Stored:
+class StoredResponse:
     """A response. items: of the conversation, up to this response's input. owner: see ``auth.owner``."""
 
     response: dict[str, Any]
@@ -37,13 +37,13 @@ class ResponseStore:
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def put(self, stored: Stored) -> None:
+    def put(self, stored: StoredResponse) -> None:
         """Store a response, or its newer state. One that is larger than the whole store is dropped."""
         key = stored.response["id"]
         self.forget(key)
@@ -53,7 +53,7 @@ class ResponseStore:
         while self._bytes > self._max_bytes or len(self._stored) > self._max_responses:
             self.forget(next(iter(self._stored)))
 
-    def get(self, response_id: str, owner: str, param: str | None = None) -> Stored:
+    def get(self, response_id: str, owner: str, param: str | None = None) -> StoredResponse:
         """The response of this id. Raises ApiError (404) if there is none, or another client's."""
         found = self._stored.get(response_id)
         if found is None or found.owner != owner:
@@ -65,7 +65,7 @@ class ResponseStore:
         self._stored.move_to_end(response_id)
         return found
 
-    def ended(self, response_id: str, owner: str, param: str) -> Stored:
+    def ended(self, response_id: str, owner: str, param: str) -> StoredResponse:
         """The ended response of this id. Raises ApiError (404, or 409 if it has not ended)."""
         found = self.get(response_id, owner, param)
         if found.response["status"] in ("queued", "in_progress"):

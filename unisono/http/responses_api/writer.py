@@ -1,7 +1,7 @@
 """Pieces of an answer to the items and events of the Responses API.
 
-A :class:`Writer` follows one answer: it maintains the current response object, and makes the events that lead to it. A
-whole answer is the object at the end, so a stream and a whole answer cannot differ.
+A :class:`ResponseWriter` follows one answer: it maintains the current response object, and makes the events that lead to
+it. A whole answer is the object at the end, so a stream and a whole answer cannot differ.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from unisono.http.answers.generation import Piece
+from unisono.http.answers.generation import OutputPiece
 from unisono.http.errors import ApiError
 from unisono.http.openai.responses import TokenReport, Usage
 
@@ -24,7 +24,7 @@ ENDS = {"length": "incomplete", "abort": "cancelled"}
 EVENTS = {"completed": "response.completed", "incomplete": "response.incomplete", "cancelled": "response.incomplete"}
 
 
-class Writer:
+class ResponseWriter:
     """One response.
 
     ``response`` is the object; ``new_id`` makes ids of items from a prefix.
@@ -45,7 +45,7 @@ class Writer:
 
     # ---- the answer's way ------------------------------------------------------------------------
 
-    def feed(self, piece: Piece) -> list[Event]:
+    def feed(self, piece: OutputPiece) -> list[Event]:
         """The events of a piece.
 
         The first one's begin with the response itself, so that no event precedes the first token.

@@ -12,7 +12,7 @@ from unisono.http.errors import ApiError
 from unisono.http.openai.translation import checked
 from unisono.http.request_body import load_object, off_loop
 from unisono.http.responses_api.body import to_items, to_messages
-from unisono.http.responses_api.conversations import Conversation, ConversationStore
+from unisono.http.responses_api.conversations import ConversationStore, StoredConversation
 from unisono.http.responses_api.store import Item
 from unisono.http.routes.common import clients_only, described, json_response, new_id, now, read_json_body
 from unisono.http.service import Service
@@ -55,7 +55,7 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
         raw = await read_json_body(request)
         body = await off_loop(len(raw), lambda: checked(load_object(raw) if raw.strip() else {}, ConversationBody))
         items = _items(body.items or [], service)
-        made = Conversation(new_id("conv_"), service.keys.owner(request), now(), body.metadata or {}, items)
+        made = StoredConversation(new_id("conv_"), service.keys.owner(request), now(), body.metadata or {}, items)
         store.put(made)
         return json_response(made.public())
 

@@ -31,8 +31,8 @@ from unisono.http.responses_api.body import (
     turns,
 )
 from unisono.http.responses_api.conversations import ConversationStore
-from unisono.http.responses_api.store import Item, ResponseStore, Stored
-from unisono.http.responses_api.writer import Event, Writer
+from unisono.http.responses_api.store import Item, ResponseStore, StoredResponse
+from unisono.http.responses_api.writer import Event, ResponseWriter
 from unisono.http.routes import conversations
 from unisono.http.routes.common import (
     answer,
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Asked:
+class CheckedRequest:
     """A checked body.
 
     items: of the whole conversation. earlier: number of items from previous responses.
@@ -75,7 +75,7 @@ class Asked:
 class ResponseReply(EventReply):
     """A response in progress. ``finished`` is called with its last state."""
 
-    writer: Writer
+    writer: ResponseWriter
     generations: list[Generation]
     finished: Callable[[], None]
 
@@ -108,7 +108,7 @@ def add(app: FastAPI, service: Service) -> None:
     async def create(request: Request) -> Response:
         asked = await _asked(service, store, kept, request)
         response = _blank(asked, service)
-        stored = Stored(response, asked.items, service.keys.owner(request))
+        stored = StoredResponse(response, asked.items, service.keys.owner(request))
         keep = partial(_keep, asked, stored, store, kept)
 
         async def prepare() -> list[Generation]:
@@ -116,7 +116,7 @@ def add(app: FastAPI, service: Service) -> None:
                 return await service.serving.chat(asked.chat, response["id"], ticket_of(request))
 
         def reply_of(generations: list[Generation]) -> ResponseReply:
-            writer = Writer(response, bool(asked.chat.logprobs), new_id)
+            writer = ResponseWriter(response, bool(asked.chat.logprobs), new_id)
             keep()
             return ResponseReply(writer, generations, keep)
 
@@ -155,7 +155,7 @@ def add(app: FastAPI, service: Service) -> None:
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 
-def _keep(asked: Asked, stored: Stored, store: ResponseStore, kept: ConversationStore) -> None:
+def _keep(asked: CheckedRequest, stored: StoredResponse, store: ResponseStore, kept: ConversationStore) -> None:
     """Store a response's state, if requested; once it has ended, append it to its conversation."""
     response = stored.response
     if asked.request.store is not False:
@@ -204,7 +204,7 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
         return json_response(conversations.page_of(items, limit, order, after))
 
 
-async def _asked(service: Service, store: ResponseStore, kept: ConversationStore, request: Request) -> Asked:
+async def _asked(service: Service, store: ResponseStore, kept: ConversationStore, request: Request) -> CheckedRequest:
     """The body, checked. Raises BadRequest and ApiError."""
     raw = await read_json_body(request)
     data, body = await off_loop(len(raw), lambda: _read(raw))
@@ -226,10 +226,12 @@ async def _asked(service: Service, store: ResponseStore, kept: ConversationStore
     items = [*earlier, *to_items(body.input, new_id, stored)]
     ignored = service.hosted.request()
 
-    def made() -> Asked:
+    def made() -> CheckedRequest:
         messages = to_messages(items, body.instructions, len(earlier), before, ignored=ignored)
         chat, renames = chat_body(body, data, messages, ignored)
-        return Asked(body, chat_request(chat, renames), renames, items, len(earlier), model, conversation, ignored)
+        return CheckedRequest(
+            body, chat_request(chat, renames), renames, items, len(earlier), model, conversation, ignored
+        )
 
     asked = await off_loop(_size(raw, items), made)
     service.hosted.tell(ignored)
@@ -246,7 +248,9 @@ def _size(raw: bytes, items: list[Item]) -> int:
     return len(raw) + len(items) * INLINE_BYTES // 64
 
 
-async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], request: Request) -> Asked:
+async def _fitting(
+    service: Service, asked: CheckedRequest, data: Mapping[str, Any], request: Request
+) -> CheckedRequest:
     """``truncation: auto``: drop as many of the oldest turns as needed to fit the context.
 
     The stored items stay complete. If even the last turn alone is too long, nothing is dropped, and it is refused
@@ -254,9 +258,9 @@ async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], requ
     """
     room = service.serving.inputs.model.max_model_len - (asked.request.max_output_tokens or 1)
     choices = [0, *turns(asked.items)]
-    made: dict[int, Asked] = {}
+    made: dict[int, CheckedRequest] = {}
 
-    def shortened(start: int) -> Asked:
+    def shortened(start: int) -> CheckedRequest:
         items = since(asked.items, start)
         earlier = max(0, len(items) - (len(asked.items) - asked.earlier))
         messages = to_messages(items, asked.request.instructions, earlier, ignored=asked.ignored)
@@ -285,7 +289,7 @@ async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], requ
     return made[low]
 
 
-def _blank(asked: Asked, service: Service) -> dict[str, Any]:
+def _blank(asked: CheckedRequest, service: Service) -> dict[str, Any]:
     """The response before anything is generated."""
     body, defaults = asked.request, service.serving.inputs.model.generation_defaults
     return {

@@ -42,7 +42,7 @@ class ClientLimits:
 
 
 @dataclass(frozen=True)
-class Client:
+class ApiClient:
     """The owner of requests that take turns and count together: keys of one name, or, without keys, one address.
 
     label: identifies the client. name: the key's; empty without keys. limits: the key's own, if any. role: OPERATOR,
@@ -57,16 +57,16 @@ class Client:
 
 
 @dataclass(frozen=True)
-class Key:
+class ApiKey:
     """An API key. digest: its SHA-256. It is excluded from repr."""
 
-    client: Client
+    client: ApiClient
     digest: bytes = field(repr=False)
 
     @staticmethod
-    def named(name: str, digest: bytes, limits: ClientLimits | None = None, role: str | None = None) -> Key:
+    def named(name: str, digest: bytes, limits: ClientLimits | None = None, role: str | None = None) -> ApiKey:
         """The key with this name, limits and role."""
-        return Key(Client(f"key {name}", name, limits, role), digest)
+        return ApiKey(ApiClient(f"key {name}", name, limits, role), digest)
 
 
 class Keys:
@@ -77,8 +77,8 @@ class Keys:
     hosts: names of the server, which distinguish its own pages from others if there are no keys.
     """
 
-    def __init__(self, keys: Iterable[str | Key] = (), hosts: KnownHosts | None = None) -> None:
-        self._keys: tuple[Key, ...] = ()
+    def __init__(self, keys: Iterable[str | ApiKey] = (), hosts: KnownHosts | None = None) -> None:
+        self._keys: tuple[ApiKey, ...] = ()
         self._roles = False  # any key has a role
         self._hosts = hosts or KnownHosts()
         self.replace(keys)
@@ -91,13 +91,13 @@ class Keys:
         """The names of all keys."""
         return list(dict.fromkeys(key.client.name for key in self._keys))
 
-    def replace(self, keys: Iterable[str | Key]) -> bool:
+    def replace(self, keys: Iterable[str | ApiKey]) -> bool:
         """Replace the keys. Returns True if they changed."""
         before = self._keys
         given = [(key, isinstance(key, str)) for key in keys]
         self._roles = any(not flag and key.client.role is not None for key, flag in given)  # type: ignore[union-attr]
         self._keys = tuple(
-            Key.named(FLAG_NAME, digest_of(key), role=OPERATOR) if isinstance(key, str) else key for key, _ in given
+            ApiKey.named(FLAG_NAME, digest_of(key), role=OPERATOR) if isinstance(key, str) else key for key, _ in given
         )
         return self._keys != before
 
@@ -150,17 +150,17 @@ class Keys:
         """The name of the key whose requests a client may see and end; None: those of all."""
         return None if not self._keys or self.operates(request) else self.client(request).name
 
-    def client(self, request: Request) -> Client:
+    def client(self, request: Request) -> ApiClient:
         """The client of a request. Without keys, by its address: headers of proxies can be forged."""
         if self._keys:
-            return self._found(request) or Client()
-        return Client("" if request.client is None else f"address {_network(request.client.host)}")
+            return self._found(request) or ApiClient()
+        return ApiClient("" if request.client is None else f"address {_network(request.client.host)}")
 
     def owner(self, request: Request) -> str:
         """An identifier of clients with different keys, without the key. Without keys all are one."""
         return self.client(request).label if self._keys else ""
 
-    def _found(self, request: Request) -> Client | None:
+    def _found(self, request: Request) -> ApiClient | None:
         """The client of a request's key. Every key is compared, wherever the right one is."""
         given, found = digest_of(given_key(request)), None
         for key in self._keys:

@@ -15,7 +15,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from unisono.http.security.auth import FLAG_NAME, OPERATOR, USER, ClientLimits, Key, Keys
+from unisono.http.security.auth import FLAG_NAME, OPERATOR, USER, ApiKey, ClientLimits, Keys
 from unisono.types import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ KNOWN = tuple(one.name for one in fields(ClientLimits))
 FORM = "it must be NAME sha256:DIGEST, with the digest that `printf %s KEY | sha256sum` prints"
 
 
-def keys_of(flag: str | None, path: Path | None) -> list[str | Key]:
+def keys_of(flag: str | None, path: Path | None) -> list[str | ApiKey]:
     """The keys of ``--api-key`` and of the file; empty if the server is open. Raises ConfigError."""
-    given: list[str | Key] = [] if flag is None else [flag]
+    given: list[str | ApiKey] = [] if flag is None else [flag]
     return given if path is None else [*given, *read_keys(path)]
 
 
@@ -62,7 +62,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def read_keys(path: Path) -> list[Key]:
+def read_keys(path: Path) -> list[ApiKey]:
     """The keys of a file. Raises ConfigError with the line, and if there is no key at all."""
     try:
         if not path.is_file():
@@ -73,7 +73,7 @@ def read_keys(path: Path) -> list[Key]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(f"{FLAG} {path} cannot be read: {reason}.") from None
-    keys: list[Key] = []
+    keys: list[ApiKey] = []
     first: dict[str, tuple[ClientLimits | None, str | None]] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -91,7 +91,7 @@ def read_keys(path: Path) -> list[Key]:
             given = "role" if own is None else "limits"
             raise ConfigError(f"{where}: the {given} of {name} are in its first line; leave them out here.")
         first.setdefault(name, (own, role))
-        keys.append(Key.named(name, bytes.fromhex(match[1]), *first[name]))
+        keys.append(ApiKey.named(name, bytes.fromhex(match[1]), *first[name]))
     if not keys:
         raise ConfigError(f"{FLAG} {path} has no key, so nobody could use the server: {FORM} on each line.")
     return keys

@@ -23,7 +23,7 @@ WIDE_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 """Modes of images with 16 bits per channel."""
 
 
-class Bad(Exception):
+class InvalidImage(Exception):
     """An image that cannot be used; the text is the end of a sentence that begins with its parameter."""
 
 
@@ -34,22 +34,22 @@ def unpacked(payload: Mapping[str, Any], data: bytes) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise Bad("is not base64: send the standard alphabet without line breaks, padded with '='.") from None
+        raise InvalidImage("is not base64: send the standard alphabet without line breaks, padded with '='.") from None
 
 
 def opened(data: bytes, most_bytes: int) -> Image.Image:
     """An image with its header parsed and its pixels not yet decoded. Raises Bad."""
     if not data:
-        raise Bad("has 0 bytes; send an image.")
+        raise InvalidImage("has 0 bytes; send an image.")
     if len(data) > most_bytes:
-        raise Bad(f"is larger than {most_bytes >> 20} MiB (--media-max-mb); send less.")
+        raise InvalidImage(f"is larger than {most_bytes >> 20} MiB (--media-max-mb); send less.")
     Image.MAX_IMAGE_PIXELS = None  # check_size has the limit
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise Bad(_why_unknown(data)) from None
+        raise InvalidImage(_why_unknown(data)) from None
     except Exception as error:  # Pillow's readers raise any exception on hostile files
-        raise Bad(f"cannot be opened as an image: {_line(error)}.") from None
+        raise InvalidImage(f"cannot be opened as an image: {_line(error)}.") from None
 
 
 def _why_unknown(data: bytes) -> str:
@@ -65,9 +65,9 @@ def _why_unknown(data: bytes) -> str:
 def check_size(width: int, height: int, most: int) -> None:
     """Raise Bad for an image with more than ``most`` pixels."""
     if width < 1 or height < 1:
-        raise Bad(f"has {width} x {height} pixels; it must have some.")
+        raise InvalidImage(f"has {width} x {height} pixels; it must have some.")
     if width * height > most:
-        raise Bad(
+        raise InvalidImage(
             f"has {width} x {height} = {width * height} pixels; at most {most} are decoded (--media-max-pixels). "
             "Scale it down."
         )
@@ -82,7 +82,7 @@ def decoded(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
     except MemoryError:
         raise
     except Exception as error:
-        raise Bad(f"is damaged: {_line(error)}.") from None
+        raise InvalidImage(f"is damaged: {_line(error)}.") from None
 
 
 def _rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from unisono.media.decoding.images import Bad
+from unisono.media.decoding.images import InvalidImage
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
@@ -157,7 +157,9 @@ def _fitted(
 ) -> tuple[int, int]:
     """Multiples of ``factor`` with ``shortest`` to ``longest`` pixels in ``frames`` (``counted``, rounded)."""
     if max(height, width) / min(height, width) > MAX_RATIO:
-        raise Bad(f"has frames of {width} x {height} pixels, more than {MAX_RATIO} times as long as wide; crop them.")
+        raise InvalidImage(
+            f"has frames of {width} x {height} pixels, more than {MAX_RATIO} times as long as wide; crop them."
+        )
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if counted * rows * columns > longest:
         beta = math.sqrt(frames * height * width / longest)

@@ -28,7 +28,7 @@ REDIRECTS = (301, 302, 303, 307, 308)
 HEADERS = {"User-Agent": "unisono", "Accept": "image/*, video/*;q=0.9, */*;q=0.5", "Accept-Encoding": "identity"}
 
 
-class _Refused(Exception):
+class _FetchRefused(Exception):
     """The reason why a URL is not fetched, as the end of a sentence that begins with its parameter."""
 
 
@@ -62,7 +62,7 @@ class Fetcher:
         """The content of a URL. Call it outside of event loops. Raises BadRequest."""
         try:
             return asyncio.run(self._fetch(url))
-        except _Refused as error:
+        except _FetchRefused as error:
             raise BadRequest(f"{param} {error}", param, "media_not_fetched") from None
 
     async def _fetch(self, url: str) -> bytes:
@@ -70,7 +70,7 @@ class Fetcher:
             async with asyncio.timeout(self._seconds):
                 return await self._follow(url)
         except TimeoutError:
-            raise _Refused(
+            raise _FetchRefused(
                 f"was not there within {self._seconds:g} s (--media-timeout); send it as a data URL."
             ) from None
 
@@ -82,24 +82,26 @@ class Fetcher:
             if isinstance(answer, bytes):
                 return answer
             url = urljoin(url, answer)
-        raise _Refused(f"is redirected more than {MAX_REDIRECTS} times; send the last URL.")
+        raise _FetchRefused(f"is redirected more than {MAX_REDIRECTS} times; send the last URL.")
 
     def _checked(self, url: str) -> SplitResult:
         """The parts of a URL with an allowed host."""
         if len(url) > MAX_URL_CHARS or any(c.isspace() or c in "\\" or not c.isprintable() for c in url):
-            raise _Refused(f"has a URL with blanks, backslashes or more than {MAX_URL_CHARS} characters; encode it.")
+            raise _FetchRefused(
+                f"has a URL with blanks, backslashes or more than {MAX_URL_CHARS} characters; encode it."
+            )
         try:
             parts = urlsplit(url)
             host, _ = (parts.hostname or "").rstrip("."), parts.port
         except ValueError as error:
-            raise _Refused(f"has a URL that cannot be read: {error}.") from None
+            raise _FetchRefused(f"has a URL that cannot be read: {error}.") from None
         if parts.scheme not in ("http", "https") or not host:
-            raise _Refused(f"leads to {_short(url)}; only http and https URLs with a host are fetched.")
+            raise _FetchRefused(f"leads to {_short(url)}; only http and https URLs with a host are fetched.")
         if parts.username is not None or parts.password is not None:
-            raise _Refused("has a URL with a user name or password; leave them out.")
+            raise _FetchRefused("has a URL with a user name or password; leave them out.")
         if not any(_matches(host.lower(), domain) for domain in self._domains):
             allowed = ", ".join(self._domains) or "none"
-            raise _Refused(
+            raise _FetchRefused(
                 f"leads to {_short(host)}, which this server does not fetch from: --allowed-media-domains has "
                 f"{_short(allowed)}. Send a data URL, data:image/png;base64,…"
             )
@@ -112,10 +114,10 @@ class Fetcher:
         try:
             addresses = await _in_daemon(self._resolve, parts.hostname, port)
         except (OSError, UnicodeError):
-            raise _Refused(f"leads to {_short(parts.hostname)}, which has no address.") from None
+            raise _FetchRefused(f"leads to {_short(parts.hostname)}, which has no address.") from None
         private = next((one for one in addresses if not self._public(one)), None)
         if private is not None or not addresses:
-            raise _Refused(
+            raise _FetchRefused(
                 f"leads to {_short(parts.hostname)}, whose address is not public; private, local and reserved "
                 "addresses are refused."
             )
@@ -139,7 +141,7 @@ class Fetcher:
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as error:
             if isinstance(error, httpx.TimeoutException):
                 raise TimeoutError from None
-            raise _Refused(
+            raise _FetchRefused(
                 f"cannot be fetched from {_short(parts.hostname)}: {_short(str(error) or type(error).__name__)}."
             ) from None
 
@@ -147,7 +149,7 @@ class Fetcher:
         if answer.status_code in REDIRECTS and (where := answer.headers.get("location")):
             return str(where)
         if answer.status_code != 200:
-            raise _Refused(f"cannot be fetched: its host answers {answer.status_code}.")
+            raise _FetchRefused(f"cannot be fetched: its host answers {answer.status_code}.")
         length = answer.headers.get("content-length", "")
         body = bytearray()
         if length.isdecimal() and int(length[:20]) > self._max_bytes:
@@ -161,8 +163,8 @@ class Fetcher:
         finally:
             body.clear()  # the traceback of an error holds this frame
 
-    def _too_large(self) -> _Refused:
-        return _Refused(f"is larger than {self._max_bytes >> 20} MiB (--media-max-mb); send less.")
+    def _too_large(self) -> _FetchRefused:
+        return _FetchRefused(f"is larger than {self._max_bytes >> 20} MiB (--media-max-mb); send less.")
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:

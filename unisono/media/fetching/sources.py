@@ -51,7 +51,7 @@ class MediaSource:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedMedia:
     """A preprocessed item; see ``types.MediaItem`` for its fields.
 
     timestamps: text before each frame of a video with timestamps: seconds, as printed.

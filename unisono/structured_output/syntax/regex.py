@@ -99,7 +99,7 @@ def rewritten(pattern: str, search: bool) -> Rewritten:
 
     Raises RegexError.
     """
-    reader = _RegexReader(pattern, ecma=search)
+    reader = _RegexParser(pattern, ecma=search)
     options = reader.read()
     ways = _ways(options)
     looks = {look for way in ways for look in way.looks}
@@ -222,7 +222,7 @@ def _plain(node: _Node) -> str:
     return node.text
 
 
-class _RegexReader:
+class _RegexParser:
     """Parser of one expression. ecma: in the syntax of JSON Schema's patterns; otherwise Python's ``re``."""
 
     def __init__(self, pattern: str, ecma: bool) -> None:

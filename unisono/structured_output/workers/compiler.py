@@ -65,7 +65,7 @@ class Compiled:
 
 
 @dataclass(eq=False)
-class _Job:
+class _CompileJob:
     """One grammar under compilation, and its waiters.
 
     spent: seconds of computation before ``since``. since: start of the current run; None while stopped.
@@ -91,7 +91,7 @@ class Grammars:
 
     def __init__(self, directory: str | Path, vocab_size: int, eos: Sequence[int]) -> None:
         self._directory, self._vocab_size, self._eos = Path(directory), vocab_size, tuple(eos)
-        self._jobs: OrderedDict[StructuredOutputs, _Job] = OrderedDict()
+        self._jobs: OrderedDict[StructuredOutputs, _CompileJob] = OrderedDict()
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._template: Template | None = None
@@ -113,7 +113,7 @@ class Grammars:
             if job is not None and isinstance(job.result, Compiled) and not job.result.process.alive():
                 job = None
             if job is None:
-                job = _Job(asked, time.monotonic())
+                job = _CompileJob(asked, time.monotonic())
             self._jobs[asked] = job
             self._forget_the_oldest()
             if job.result is None:
@@ -183,7 +183,7 @@ class Grammars:
                 self._template.close()
             self._selector.close()
 
-    def _open_jobs(self) -> list[_Job]:
+    def _open_jobs(self) -> list[_CompileJob]:
         with self._lock:
             return [job for job in self._jobs.values() if job.result is None]
 
@@ -205,7 +205,7 @@ class Grammars:
             job.since = job.since or time.monotonic()
         return bool(jobs)
 
-    def _drop(self, job: _Job, now: float) -> None:
+    def _drop(self, job: _CompileJob, now: float) -> None:
         """End a compilation without waiters, or beyond its time."""
         with self._lock:
             job.waiting = [future for future in job.waiting if not future.cancelled()]
@@ -222,7 +222,7 @@ class Grammars:
             self._stop(job)
             self._finish(job, _refusal(job.asked, f"compiling it takes more than {SECONDS:g} s"))
 
-    def _begin(self, job: _Job, jobs: Sequence[_Job]) -> None:
+    def _begin(self, job: _CompileJob, jobs: Sequence[_CompileJob]) -> None:
         """Start a job's process; beyond the limit, in place of the one that has computed most."""
         started = [other for other in jobs if other.process is not None]
         if len(started) >= PROCESSES:
@@ -255,7 +255,7 @@ class Grammars:
             return
         self._selector.register(job.process.channel, selectors.EVENT_READ, job)
 
-    def _hear(self, job: _Job) -> None:
+    def _hear(self, job: _CompileJob) -> None:
         """Handle a finished or dead process."""
         process, computed = job.process, job.computed(time.monotonic())
         if process is None:  # it was stopped in this iteration
@@ -272,13 +272,13 @@ class Grammars:
             )  # fmt: skip
         self._finish(job, Compiled(process, self._ends, self._words) if kind == "ok" else _refusal(job.asked, text))
 
-    def _stop(self, job: _Job) -> None:
+    def _stop(self, job: _CompileJob) -> None:
         if job.process is not None:
             self._selector.unregister(job.process.channel)
             job.process.kill()
             job.spent, job.since, job.process = job.computed(time.monotonic()), None, None
 
-    def _finish(self, job: _Job, result: Compiled | BadRequest, keep: bool = True) -> None:
+    def _finish(self, job: _CompileJob, result: Compiled | BadRequest, keep: bool = True) -> None:
         with self._lock:
             job.result = result
             waiting, job.waiting = job.waiting, []

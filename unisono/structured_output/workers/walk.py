@@ -22,7 +22,7 @@ DEAD_END = "NoExtensionBias"
 
 
 @dataclass(frozen=True)
-class Ends:
+class EndRules:
     """The end of an output.
 
     eos: the ids that may end it. late: the ids that may not before ``least`` tokens. never: EOS is
@@ -53,7 +53,7 @@ class Walk:
     canonical: llguidance tokenizes text as the checkpoint does, so that it can compute forced tokens.
     """
 
-    def __init__(self, begin: Callable[[], Any], ends: Ends, canonical: bool) -> None:
+    def __init__(self, begin: Callable[[], Any], ends: EndRules, canonical: bool) -> None:
         self._begin, self._ends, self._canonical = begin, ends, canonical
         self._matcher = begin()
         self._tokens: list[int] = []

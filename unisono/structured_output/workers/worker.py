@@ -32,7 +32,7 @@ from unisono.sandbox.channel import Channel, Gone, pair
 from unisono.sandbox.forks import in_child, limit_memory, limit_time, serve
 from unisono.structured_output.syntax.parse import NOTHING, RefusedError, parse, reason
 from unisono.structured_output.vocabulary import build, nameable
-from unisono.structured_output.workers.walk import Ends, Unfollowable, Walk
+from unisono.structured_output.workers.walk import EndRules, Unfollowable, Walk
 
 TRIAL_STEPS, TRIAL_SECONDS = 16, 0.05
 """Tokens, and seconds, of the trial of a compiled grammar, which measures the cost of masks before requests wait for
@@ -138,7 +138,7 @@ class _Compiler:
         Raises RefusedError if not even a first token exists.
         """
         begun, longest, chance = time.process_time(), 0.0, random.Random(0)
-        walk = Walk(self.grammar.deep_copy, Ends(eos, never=True), self._tools.canonical)
+        walk = Walk(self.grammar.deep_copy, EndRules(eos, never=True), self._tools.canonical)
         mask = np.empty((1, 1, words), np.int32)
         for step in range(TRIAL_STEPS):
             before = time.process_time()
@@ -191,7 +191,7 @@ class _Member:
         begun = time.process_time()
         try:
             if self._walk is None:
-                self._walk = Walk(self._begin, Ends(*ends), self._canonical)
+                self._walk = Walk(self._begin, EndRules(*ends), self._canonical)
             taken, dead, forced = self._walk.accept(tokens), [], []
             if taken == len(tokens) and drafts is not None:
                 dead = self._walk.masks(drafts, self._map[: np.prod(shape)].reshape(shape))

@@ -35,7 +35,7 @@ class ToolDelta:
 
 
 @dataclass(frozen=True)
-class Schema:
+class SchemaPart:
     """A part of a format: arguments that a JSON schema allows. style: of the structural tag."""
 
     schema: Mapping[str, Any]
@@ -43,18 +43,18 @@ class Schema:
 
 
 @dataclass(frozen=True)
-class Written:
+class TagPart:
     """A part of a format: content of a structural tag; its strings hold no marks."""
 
     tag: Mapping[str, Any]
 
 
-Part = str | Schema | Written
+FormatPart = str | SchemaPart | TagPart
 """A part of a format: literal text, or arguments."""
 
 
 @dataclass
-class Found:
+class ParsedPiece:
     """The content and calls in a piece of an answer."""
 
     content: str = ""
@@ -62,7 +62,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Context:
+class ParserContext:
     """The request's side of a parser.
 
     new_id: makes the id of a call from its number. parallel: several calls are allowed.
@@ -73,7 +73,7 @@ class Context:
     parallel: bool = True
 
 
-class Reader:
+class ToolCallParser:
     """Parser of one answer.
 
     Subclasses begin in :meth:`outside` and set ``step`` to the next state.
@@ -82,19 +82,19 @@ class Reader:
     once no more text follows: then a step must not wait for more.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         self.context = context
         self.held = ""
         self.last = False
         self.step: Callable[[], bool] = self.outside
         self.count = 0
-        self._found = Found()
+        self._found = ParsedPiece()
         self._blanks = ""  # white space that belongs to the content if more of it follows
         self._said = self._spoke = False  # content since the last call; any content
 
-    def feed(self, text: str, last: bool = False) -> Found:
+    def feed(self, text: str, last: bool = False) -> ParsedPiece:
         """The content and calls in ``text``."""
-        self._found, self.last = Found(), last
+        self._found, self.last = ParsedPiece(), last
         self.held += text
         while self.step():
             pass
@@ -336,7 +336,7 @@ class Format:
 
     name: str
     marks: tuple[str, ...] = ()
-    reader: type[Reader]
+    reader: type[ToolCallParser]
     before = after = ""
     between = "\n"
     trigger: str
@@ -350,7 +350,7 @@ class Format:
         """True if a chat template with this text uses this format."""
         raise NotImplementedError
 
-    def call(self, tool: Tool) -> Sequence[Part]:
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
         """The parts of a call of ``tool``."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.text.tool_parsers.base import Context, Format, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import Format, FormatPart, ParserContext, SchemaPart, Tool, ToolCallParser
 from unisono.text.tool_parsers.qwen3_coder import typed
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -19,10 +19,10 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
-class GlmReader(Reader):
+class GlmCallParser(ToolCallParser):
     """Returns one parameter at a time. Text that opens like a call and has no name is content."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._body = self._key = self._value = ""
         self._parameters: Mapping[str, Any] = {}
@@ -103,12 +103,12 @@ class Glm45(Format):
 
     name = "glm45"
     marks = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
-    reader: type[Reader] = GlmReader
+    reader: type[ToolCallParser] = GlmCallParser
     trigger = OPEN
     interrupts = (OPEN,)
 
     def known_by(self, template: str) -> bool:
         return OPEN in template and KEY in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
-        return f"{OPEN}{tool.name}\n", Schema(tool.parameters, "glm_xml"), CLOSE
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
+        return f"{OPEN}{tool.name}\n", SchemaPart(tool.parameters, "glm_xml"), CLOSE

@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from unisono.text.tool_parsers.base import Context, Format, JsonCall, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import Format, FormatPart, JsonCall, ParserContext, SchemaPart, Tool, ToolCallParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesReader(Reader):
+class HermesCallParser(ToolCallParser):
     """Parser of calls between two marks. Text that opens like a call and is none stays text."""
 
     opening, closing = OPEN, CLOSE
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._call = JsonCall()
         self._body = ""  # text since the mark, until a name is known
@@ -73,13 +73,13 @@ class Hermes(Format):
 
     name = "hermes"
     marks = (OPEN, CLOSE)
-    reader = HermesReader
+    reader = HermesCallParser
     trigger = OPEN
     interrupts = (OPEN,)
 
     def known_by(self, template: str) -> bool:
         return OPEN in template and "<arg_key>" not in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
         head = f'{OPEN}\n{{"name": {json.dumps(tool.name)}, "arguments": '
-        return head, Schema(tool.parameters), f"}}\n{CLOSE}"
+        return head, SchemaPart(tool.parameters), f"}}\n{CLOSE}"

@@ -8,15 +8,24 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from unisono.text.tool_parsers.base import BLANK, Context, Format, JsonCall, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import (
+    BLANK,
+    Format,
+    FormatPart,
+    JsonCall,
+    ParserContext,
+    SchemaPart,
+    Tool,
+    ToolCallParser,
+)
 
 TAG = "<|python_tag|>"
 
 
-class LlamaReader(Reader):
+class LlamaCallParser(ToolCallParser):
     """Text that begins like a call and is none is content."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._call = JsonCall()
         self._body = ""
@@ -83,12 +92,12 @@ class LlamaJson(Format):
 
     name = "llama3_json"
     marks = (TAG,)
-    reader = LlamaReader
+    reader = LlamaCallParser
     between = "; "
     trigger = '{"name": "'
 
     def known_by(self, template: str) -> bool:
         return TAG in template or ('"parameters": ' in template and "<|eot_id|>" in template)
 
-    def call(self, tool: Tool) -> Sequence[Part]:
-        return f'{{"name": {json.dumps(tool.name)}, "parameters": ', Schema(tool.parameters), "}"
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
+        return f'{{"name": {json.dumps(tool.name)}, "parameters": ', SchemaPart(tool.parameters), "}"

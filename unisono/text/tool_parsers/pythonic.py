@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.text.tool_parsers.base import BLANK, Context, Format, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import BLANK, Format, FormatPart, ParserContext, SchemaPart, Tool, ToolCallParser
 
 START, END, TAG = "<|python_start|>", "<|python_end|>", "<|python_tag|>"
 NAME = re.compile(r"[A-Za-z_][\w.:/-]{0,127}")
@@ -51,10 +51,10 @@ class PythonArgument:
         return len(text)
 
 
-class PythonicReader(Reader):
+class PythonicCallParser(ToolCallParser):
     """Text that begins like a list of calls and is none is content."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._body = self._raw = ""
         self._value = PythonArgument()
@@ -172,7 +172,7 @@ class Pythonic(Format):
 
     name = "pythonic"
     marks = (START, END, TAG)
-    reader = PythonicReader
+    reader = PythonicCallParser
     before, after, between = "[", "]", ", "
     trigger = "["
 
@@ -182,5 +182,5 @@ class Pythonic(Format):
     def triggers(self, tools: Sequence[Tool]) -> Mapping[str, Sequence[Tool]]:
         return {f"[{tool.name}(": [tool] for tool in tools}
 
-    def call(self, tool: Tool) -> Sequence[Part]:
-        return f"{tool.name}(", Schema(tool.parameters, "python"), ")"
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
+        return f"{tool.name}(", SchemaPart(tool.parameters, "python"), ")"

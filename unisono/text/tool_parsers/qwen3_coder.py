@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.text.tool_parsers.base import Context, Format, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import Format, FormatPart, ParserContext, SchemaPart, Tool, ToolCallParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -22,10 +22,10 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-class XmlReader(Reader):
+class XmlCallParser(ToolCallParser):
     """Parser that starts at a function's opening mark: models sometimes omit ``<tool_call>`` and closing marks."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._body = self._key = self._value = ""
         self._parameters: Mapping[str, Any] = {}
@@ -179,7 +179,7 @@ class QwenCoder(Format):
 
     name = "qwen3_coder"
     marks = (OPEN, CLOSE)
-    reader = XmlReader
+    reader = XmlCallParser
     trigger = OPEN
     interrupts = (OPEN,)
     excludes = (FUNCTION,)
@@ -187,6 +187,6 @@ class QwenCoder(Format):
     def known_by(self, template: str) -> bool:
         return FUNCTION in template and PARAMETER in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
         head = f"{OPEN}\n{FUNCTION}{tool.name}>\n"
-        return head, Schema(tool.parameters, "qwen_xml"), f"\n{FUNCTION_END}\n{CLOSE}"
+        return head, SchemaPart(tool.parameters, "qwen_xml"), f"\n{FUNCTION_END}\n{CLOSE}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unisono.text.tool_parsers.base import Format, Part, Schema, Tool, Written
+from unisono.text.tool_parsers.base import Format, FormatPart, SchemaPart, TagPart, Tool
 from unisono.types import BadRequest, StructuredOutputs
 
 Tag = dict[str, Any]
@@ -99,15 +99,15 @@ class Structure:
         calls = [self._sequence(self._form.call(tool)) for tool in tools]
         return calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}
 
-    def _sequence(self, parts: Sequence[Part]) -> Tag:
+    def _sequence(self, parts: Sequence[FormatPart]) -> Tag:
         return {"type": "sequence", "elements": [tag for part in parts for tag in self._parts(part)]}
 
-    def _parts(self, part: Part) -> list[Tag]:
-        if isinstance(part, Schema):
+    def _parts(self, part: FormatPart) -> list[Tag]:
+        if isinstance(part, SchemaPart):
             schema = _closed({**ANY_OBJECT, **part.schema})
             written: Tag = {"type": "json_schema", "json_schema": schema}
             return [written | ({"max_whitespace_cnt": BLANKS} if part.style == "json" else {"style": part.style})]
-        if isinstance(part, Written):
+        if isinstance(part, TagPart):
             return [dict(part.tag)]
         found: list[Tag] = []
         place = 0

@@ -19,7 +19,7 @@ import typer
 
 from unisono.config.preflight.model import check_model
 from unisono.console.help import HelpfulCommand
-from unisono.console.output import Commands
+from unisono.console.output import CommandGroup
 from unisono.console.values import speculative, whole_numbers, writable
 from unisono.tools.bench.exact import exact
 from unisono.tools.bench.versions import versions
@@ -41,7 +41,7 @@ LEAST_ROUNDS = 8
 """Least rounds that a batch is timed for."""
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="Benchmarks.", add_completion=False, pretty_exceptions_enable=False
+    cls=CommandGroup, no_args_is_help=True, help="Benchmarks.", add_completion=False, pretty_exceptions_enable=False
 )
 app.command(cls=HelpfulCommand)(exact)
 app.command(cls=load_flags.SeveralValues, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
@@ -63,7 +63,7 @@ app.command(cls=HelpfulCommand)(
 
 
 @dataclass
-class Report:
+class LatencyReport:
     """The results of one run; times are medians in milliseconds.
 
     forced: synthetic acceptance length, if one was set. settings: the engine's. context, output_len: tokens of each
@@ -176,7 +176,7 @@ def latency(
     is
     an error before anything is measured.
     """
-    wanted = Wanted(_asked("--batch", batch), context, output_len, _asked("--prompts", prompts))
+    wanted = RequestedSizes(_asked("--batch", batch), context, output_len, _asked("--prompts", prompts))
     writable("--out", out)
     check_model(model, quantization=quantization, load_format=load_format)
     spec = speculative(speculative_config) if speculative_config else None
@@ -189,7 +189,7 @@ def latency(
     flags |= {"quantization": quantization, "speculative": spec or SpeculativeConfig("none")}
     flags |= {"synthetic_acceptance_length": synthetic_acceptance_length, "enforce_eager": enforce_eager}
     flags |= {"graphs": graphs, "compile": compile, "attention_backend": attention_backend}
-    report = Report(model, {}, speculative_config or "", synthetic_acceptance_length, repeats=repeats)
+    report = LatencyReport(model, {}, speculative_config or "", synthetic_acceptance_length, repeats=repeats)
     try:
         _measure(report, flags, wanted, profile, profile_prompt)
     finally:
@@ -203,7 +203,9 @@ def _asked(flag: str, text: str | None) -> list[int] | None:
     return None if text is None else whole_numbers(flag, text)
 
 
-def _measure(report: Report, flags: dict[str, Any], wanted: Wanted, profile: bool, profile_prompt: int | None) -> None:
+def _measure(
+    report: LatencyReport, flags: dict[str, Any], wanted: RequestedSizes, profile: bool, profile_prompt: int | None
+) -> None:
     """Start the engine and fill the report."""
     imported = time.perf_counter()
     import torch
@@ -237,7 +239,7 @@ def _measure(report: Report, flags: dict[str, Any], wanted: Wanted, profile: boo
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedSizes:
     """The sizes to measure; None: the default, as far as possible.
 
     batch: batch sizes. context, output_len: prompt and generated tokens of their requests. prompts: prompt lengths.
@@ -248,7 +250,7 @@ class Wanted:
     output_len: int
     prompts: list[int] | None
 
-    def fitted(self, llm: Any, report: Report) -> tuple[list[int], list[int]]:
+    def fitted(self, llm: Any, report: LatencyReport) -> tuple[list[int], list[int]]:
         """(batch sizes, prompt lengths) that this engine can run.
 
         Raises ConfigError for an explicit one that it cannot.
@@ -285,7 +287,12 @@ class Wanted:
 
 
 def _fitting(
-    what: str, flag: str, asked: list[int] | None, default: Sequence[int], problem: Callable[[int], str], report: Report
+    what: str,
+    flag: str,
+    asked: list[int] | None,
+    default: Sequence[int],
+    problem: Callable[[int], str],
+    report: LatencyReport,
 ) -> list[int]:
     """The values without a problem.
 
@@ -395,7 +402,7 @@ def _idle_share(trace: Any) -> float:
     return idle / max(1, busy_until - ordered[0][0])
 
 
-def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20) -> None:
+def _profile(llm: Any, size: int, context: int, report: LatencyReport, rounds: int = 20) -> None:
     """Profile ``rounds`` rounds: device time by kernel, and launches by the host, per round."""
     names = _add_requests(llm, size, context, rounds + 64)
     _run_until_warm(llm, size)
@@ -413,7 +420,7 @@ def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20
         llm.engine.step()
 
 
-def _profile_prompt(llm: Any, length: int, report: Report, repeats: int = 3) -> None:
+def _profile_prompt(llm: Any, length: int, report: LatencyReport, repeats: int = 3) -> None:
     """Profile prompts of ``length`` tokens: device time by kernel, per prompt."""
     trace = _traced(lambda: _ttft_ms(llm, length, repeats))
     report.prompt_kernels, _ = _kernels(trace.key_averages(), repeats + 2)

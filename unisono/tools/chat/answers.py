@@ -11,7 +11,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftedToken:
     """The origin of a token.
 
     position: its index among its round's accepted drafts; None: sampled by the model itself.
@@ -25,16 +25,16 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChatPiece:
     """New text: reasoning and content. draft: origin of the text's last token, if known."""
 
     reasoning: str = ""
     content: str = ""
-    draft: Draft | None = None
+    draft: DraftedToken | None = None
 
 
 @dataclass
-class Figures:
+class AnswerFigures:
     """Counts and times (seconds of ``time.perf_counter``) of an answer.
 
     rounds: None if the source does not report them. exact: ``tokens`` counts tokens instead of chunks.
@@ -87,7 +87,7 @@ class Figures:
         return " · ".join(told)
 
 
-class Source(Protocol):
+class AnswerSource(Protocol):
     """A source of answers to conversations.
 
     prompt_interrupts: Ctrl-C may be raised inside :meth:`answer`; otherwise it is checked between tokens.
@@ -106,6 +106,6 @@ class Source(Protocol):
         """The default parameters, as far as they are known."""
 
     def answer(
-        self, messages: Sequence[Message], params: Mapping[str, Any], figures: Figures, stop: Callable[[], object]
-    ) -> Iterator[Piece]:
+        self, messages: Sequence[Message], params: Mapping[str, Any], figures: AnswerFigures, stop: Callable[[], object]
+    ) -> Iterator[ChatPiece]:
         """The answer in pieces, to its end or until ``stop()``. Raises UnisonoError."""

@@ -10,7 +10,7 @@ from typing import Any
 from unisono.entrypoints.llm import LLM
 from unisono.text.detokenizer import Detokenizer
 from unisono.text.reasoning import Splitter, parser_of
-from unisono.tools.chat.answers import Draft, Figures, Message, Piece
+from unisono.tools.chat.answers import AnswerFigures, ChatPiece, DraftedToken, Message
 from unisono.types import BadRequest, FinishReason, SamplingParams, TokenDelta, UnisonoError
 
 TEMPLATE_PARAMETERS = ("enable_thinking", "reasoning_effort")
@@ -50,8 +50,8 @@ class OfflineModel:
         self._params(params)
 
     def answer(
-        self, messages: Sequence[Message], params: Mapping[str, Any], figures: Figures, stop: Callable[[], object]
-    ) -> Iterator[Piece]:
+        self, messages: Sequence[Message], params: Mapping[str, Any], figures: AnswerFigures, stop: Callable[[], object]
+    ) -> Iterator[ChatPiece]:
         template = {name: params[name] for name in TEMPLATE_PARAMETERS if name in params}
         prompt = self._llm.chat_prompt(messages, chat_template_kwargs=template or None)
         sampling = self._params(params)
@@ -74,7 +74,7 @@ class OfflineModel:
                 figures.finish = "stop" if detokenizer.stop_string is not None else "abort"
                 break
         if splitter is not None:
-            yield Piece(*splitter.feed("", last=True))
+            yield ChatPiece(*splitter.feed("", last=True))
 
     def _params(self, given: Mapping[str, Any]) -> SamplingParams:
         """The checkpoint's defaults, the user's settings, and a seed. Raises BadRequest."""
@@ -90,8 +90,8 @@ class OfflineModel:
 
 
 def _pieces(
-    delta: TokenDelta, detokenizer: Detokenizer, splitter: Splitter | None, figures: Figures
-) -> Iterator[Piece]:
+    delta: TokenDelta, detokenizer: Detokenizer, splitter: Splitter | None, figures: AnswerFigures
+) -> Iterator[ChatPiece]:
     """The pieces of a delta, token by token, each with its origin."""
     done, last = 0, len(delta.token_ids) - 1
     for tokens, drafted, accepted in delta.rounds:
@@ -101,8 +101,8 @@ def _pieces(
             finish = delta.finish if done == last else FinishReason.RUNNING
             text = detokenizer.feed([delta.token_ids[done]], finish)
             reasoning, content = ("", text) if splitter is None else splitter.feed(text)
-            yield Piece(reasoning, content, Draft(place if place < accepted else None, drafted, accepted))
+            yield ChatPiece(reasoning, content, DraftedToken(place if place < accepted else None, drafted, accepted))
             done += 1
     if not delta.token_ids and (text := detokenizer.feed([], delta.finish)):
         reasoning, content = ("", text) if splitter is None else splitter.feed(text)
-        yield Piece(reasoning, content)
+        yield ChatPiece(reasoning, content)

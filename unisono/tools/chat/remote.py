@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from unisono.tools.chat.answers import Draft, Figures, Message, Piece
+from unisono.tools.chat.answers import AnswerFigures, ChatPiece, DraftedToken, Message
 from unisono.types import BadRequest, ConfigError, UnisonoError
 
 CONNECT_SECONDS, READ_SECONDS = 10.0, 600.0
@@ -70,8 +70,8 @@ class RemoteModel:
         """Check nothing: the server checks."""
 
     def answer(
-        self, messages: Sequence[Message], params: Mapping[str, Any], figures: Figures, stop: Callable[[], object]
-    ) -> Iterator[Piece]:
+        self, messages: Sequence[Message], params: Mapping[str, Any], figures: AnswerFigures, stop: Callable[[], object]
+    ) -> Iterator[ChatPiece]:
         body = self._body(messages, params)
         figures.exact = False
         with self._failures(), self._http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -119,7 +119,7 @@ class RemoteModel:
             raise UnisonoError(f"{self._url}: the answer is not OpenAI's: {type(error).__name__}: {error}.") from None
 
 
-def _read(chunk: Mapping[str, Any], figures: Figures) -> Iterator[Piece]:
+def _read(chunk: Mapping[str, Any], figures: AnswerFigures) -> Iterator[ChatPiece]:
     """A chunk's text and figures."""
     if error := chunk.get("error"):
         raise UnisonoError(str(error.get("message") if isinstance(error, dict) else error))
@@ -131,17 +131,17 @@ def _read(chunk: Mapping[str, Any], figures: Figures) -> Iterator[Piece]:
         delta = choice.get("delta") or {}
         draft = None
         if isinstance(told := choice.get("draft"), dict):
-            draft = Draft(told["position"], told["drafted"], told["accepted"])
+            draft = DraftedToken(told["position"], told["drafted"], told["accepted"])
             _count(draft, figures)
         reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
         content = delta.get("content") or ""
         if reasoning or content or draft:
             figures.tick(1)
         figures.finish = choice.get("finish_reason") or figures.finish
-        yield Piece(reasoning, content, draft)
+        yield ChatPiece(reasoning, content, draft)
 
 
-def _count(draft: Draft, figures: Figures) -> None:
+def _count(draft: DraftedToken, figures: AnswerFigures) -> None:
     """Count a token's draft, and its round if the token is the round's first."""
     figures.accepted += draft.position is not None
     if draft.drafted and draft.position == (0 if draft.accepted else None):

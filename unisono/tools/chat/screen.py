@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from unisono.tools.chat.answers import Draft, Piece
+from unisono.tools.chat.answers import ChatPiece, DraftedToken
 
 PLACES = ("32", "36", "34", "35", "33")
 """Colours (SGR codes) of accepted drafts by position; from the fifth on they share one."""
@@ -64,7 +64,7 @@ class Screen:
         """Begin an answer."""
         self._thought, self._line = False, []
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: ChatPiece) -> None:
         """Write a piece of the answer."""
         if not self.terminal:
             self._line.append(piece.content)
@@ -86,7 +86,7 @@ class Screen:
         else:
             print("".join(self._line).replace("\r\n", "\n").replace("\n", "\\n"), flush=True)
 
-    def _put(self, text: str, draft: Draft | None, *codes: str) -> None:
+    def _put(self, text: str, draft: DraftedToken | None, *codes: str) -> None:
         """Write text in its token's colour.
 
         Line breaks are written without colour, so that it never runs to the line's end.

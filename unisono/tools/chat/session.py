@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.console.output import complain
-from unisono.tools.chat.answers import Figures, Message, Source
+from unisono.tools.chat.answers import AnswerFigures, AnswerSource, Message
 from unisono.tools.chat.screen import Screen
 from unisono.types import BadRequest, UnisonoError
 
@@ -41,7 +41,7 @@ class Session:
     """A conversation with a source of answers. :meth:`run` returns at the input's end or after ``/quit``."""
 
     def __init__(
-        self, source: Source, screen: Screen, system: str | None = None, params: Mapping[str, Any] | None = None
+        self, source: AnswerSource, screen: Screen, system: str | None = None, params: Mapping[str, Any] | None = None
     ) -> None:
         self._source, self._screen = source, screen
         self._params = dict(params or {})
@@ -92,7 +92,7 @@ class Session:
     def _ask(self, text: str) -> None:
         """Request an answer and add it to the conversation; without an answer, the question is removed."""
         self._messages.append({"role": "user", "content": text})
-        thought, answer, figures = "", "", Figures()
+        thought, answer, figures = "", "", AnswerFigures()
         self._screen.begin()
         try:
             with _stoppable(self._source.prompt_interrupts) as stopped:

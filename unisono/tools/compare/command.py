@@ -58,7 +58,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Found:
+class Finding:
     """The result of a prompt.
 
     index: of the first differing token; None if none differs. tokens: each side's there; None if its answer had ended.
@@ -122,7 +122,7 @@ def prompts_of(llm: Any, given: Sequence[str], count: int) -> list[list[int]]:
 
 def compare(
     a: Side, b: Side, texts: Sequence[str], count: int, params: SamplingParams, trace_all: bool = False
-) -> list[Found]:
+) -> list[Finding]:
     """Run both sides, one after the other, and trace each prompt whose tokens differ; trace_all: all prompts.
 
     One finding for each prompt.
@@ -139,19 +139,19 @@ def compare(
     for number, (x, y) in enumerate(zip(of_a, of_b, strict=True)):
         index = _first(x, y)
         if index is None:
-            found.append(Found(number, len(x)))
+            found.append(Finding(number, len(x)))
             continue
         near = slice(max(0, index - SHOWN_TOKENS), index + SHOWN_TOKENS)
         shown = tokenizer.decode(x[near]), tokenizer.decode(y[near])
-        found.append(Found(number, len(x), index, (_at(x, index), _at(y, index)), shown))
+        found.append(Finding(number, len(x), index, (_at(x, index), _at(y, index)), shown))
     differing = [one for one in found if trace_all or one.index is not None]
     located = _located(a, b, differing, prompts, params) if differing else {}
     return [located.get(one.prompt, one) for one in found]
 
 
 def _located(
-    a: Side, b: Side, differing: Sequence[Found], prompts: Sequence[Sequence[int]], params: SamplingParams
-) -> dict[int, Found]:
+    a: Side, b: Side, differing: Sequence[Finding], prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> dict[int, Finding]:
     """The findings of traces of eager passes, by prompt."""
     from unisono.tools.compare.trace import compared_ops, first_difference, traced
 
@@ -174,7 +174,7 @@ def _located(
     return located
 
 
-def report(found: Sequence[Found], as_json: bool) -> str:
+def report(found: Sequence[Finding], as_json: bool) -> str:
     """All findings, as lines or as JSON."""
     differ = sum(one.index is not None for one in found)
     if as_json:

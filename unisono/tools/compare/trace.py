@@ -73,7 +73,7 @@ class Trace:
         return found
 
 
-class Tracer(TorchDispatchMode):
+class OpTracer(TorchDispatchMode):
     """Records the passes of an engine inside its context.
 
     The engine runs one request, and every pass eagerly.
@@ -176,7 +176,7 @@ class Tracer(TorchDispatchMode):
 
 def traced(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> Trace:
     """Run a request on an engine without graphs and prefix cache, and record it."""
-    trace, tracer = Trace(list(prompt)), Tracer(llm)
+    trace, tracer = Trace(list(prompt)), OpTracer(llm)
     with tracer.recording() as passes:
         for delta in llm.stream(prompt, params):
             trace.output += delta.token_ids

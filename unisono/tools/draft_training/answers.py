@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.entrypoints.llm import LLM
-from unisono.tools.draft_training.data import Prompt
+from unisono.tools.draft_training.data import TrainingPrompt
 from unisono.types import EngineRequest, FinishReason, SamplingParams, UnisonoError
 
 Progress = Callable[[str, float], None]
@@ -78,7 +78,7 @@ class AnswerConfig:
 
 
 def collect(
-    make_llm: Callable[[], LLM], prompts: list[Prompt], asking: AnswerConfig, file: Path, progress: Progress
+    make_llm: Callable[[], LLM], prompts: list[TrainingPrompt], asking: AnswerConfig, file: Path, progress: Progress
 ) -> None:
     """Generate the answers that ``file`` lacks and append them, one JSON object per line.
 

@@ -66,7 +66,7 @@ class Recipe:
 
 
 @dataclass
-class Figures:
+class TrainingFigures:
     """The state of a run.
 
     seconds: training time, including runs before a resume. loss, agreed: means since the last synchronisation; agreed
@@ -94,7 +94,7 @@ class Trainer:
         for parameter in self.weights.values():
             parameter.requires_grad_(True)
         self.optimizers = _optimizers(self.weights, recipe)
-        self.figures = Figures()
+        self.figures = TrainingFigures()
 
     @property
     def progress(self) -> float:
@@ -103,7 +103,7 @@ class Trainer:
         by_clock = self.figures.seconds / (60 * self.recipe.minutes) if self.recipe.minutes else 0.0
         return min(1.0, max(by_steps, by_clock))
 
-    def run(self, report: Progress, log: Callable[[str], None]) -> Figures:
+    def run(self, report: Progress, log: Callable[[str], None]) -> TrainingFigures:
         """Train to the end of the recipe. Saves every ``save_every`` seconds and at the end."""
         figures, recent = self.figures, list[tuple[torch.Tensor, torch.Tensor]]()
         before, started = figures.seconds, time.monotonic()
@@ -188,7 +188,7 @@ class Trainer:
                 parameter.copy_(state["weights"][name])
         for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.figures = Figures(**state["figures"])
+        self.figures = TrainingFigures(**state["figures"])
         return True
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.tools.load.mixes import Conversation, Turn
-from unisono.tools.load.prompts import Source
-from unisono.tools.load.streams import Answer, read
+from unisono.tools.load.prompts import PromptSource
+from unisono.tools.load.streams import RequestResult, read
 from unisono.tools.load.wire import Exchange, Wire, now
 
 HELD = 256 << 20
@@ -25,7 +25,7 @@ LAG = 0.01
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """The server, and the fields of requests beside the prompt.
 
     url: http(s)://host[:port]. endpoint: a path that ends in ``/chat/completions`` or ``/completions``. model: its name
@@ -50,33 +50,33 @@ class Target:
 
 
 @dataclass
-class Outcome:
+class ClientOutcome:
     """The results of one client.
 
     answers: of all requests. lag: delay of its event loop in seconds, p99. busy: fraction of a
     processor that it used.
     """
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[RequestResult] = field(default_factory=list)
     lag: float = 0.0
     busy: float = 0.0
 
 
-class Client:
+class LoadClient:
     """Client that sends conversations.
 
     source: counts tokens that the server does not. most: concurrency, None: no limit.
     """
 
-    def __init__(self, target: Target, source: Source, most: int | None) -> None:
+    def __init__(self, target: LoadTarget, source: PromptSource, most: int | None) -> None:
         self.target, self.source = target, source
         self.wire = target.wire()
         self._turn = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
         self._finished: list[tuple[Exchange, int, float]] = []
         self._held = 0
-        self.answers: list[Answer] = []
+        self.answers: list[RequestResult] = []
 
-    async def run(self, asked: Sequence[Conversation], times: Sequence[float], start: float) -> Outcome:
+    async def run(self, asked: Sequence[Conversation], times: Sequence[float], start: float) -> ClientOutcome:
         """Begin each conversation at its time, in seconds after ``start``. Returns when all have ended."""
         tasks = []
         lags: list[float] = []
@@ -91,7 +91,7 @@ class Client:
         probe.cancel()
         self.wire.close()
         self._read_finished()
-        return Outcome(self.answers, sorted(lags)[int(0.99 * (len(lags) - 1))] if lags else 0.0, busy)
+        return ClientOutcome(self.answers, sorted(lags)[int(0.99 * (len(lags) - 1))] if lags else 0.0, busy)
 
     async def converse(self, one: Conversation) -> None:
         """Send the turns of a conversation one after another; a failure ends it."""
@@ -141,7 +141,7 @@ class Client:
         self._finished.clear()
         self._held = 0
 
-    def _read(self, exchange: Exchange, prompt_len: int, queued: float) -> tuple[Answer, str]:
+    def _read(self, exchange: Exchange, prompt_len: int, queued: float) -> tuple[RequestResult, str]:
         count = self.source.count if self.source.tokenizer is not None else None
         answer, text = read(exchange, prompt_len, count)
         answer.queued = queued

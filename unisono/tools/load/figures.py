@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from unisono.tools.load.client import Outcome
-from unisono.tools.load.streams import Answer
+from unisono.tools.load.client import ClientOutcome
+from unisono.tools.load.streams import RequestResult
 from unisono.types import ConfigError
 
 METRICS = {
@@ -49,7 +49,7 @@ class Spread:
 
 
 @dataclass
-class Figures:
+class LoadFigures:
     """The results of a load. duration: seconds from the first request sent to the last response's end."""
 
     duration: float
@@ -65,7 +65,7 @@ class Figures:
     max_concurrent: int
     lag: float
     busy: float
-    answers: list[Answer] = field(repr=False, default_factory=list)
+    answers: list[RequestResult] = field(repr=False, default_factory=list)
 
     @property
     def failed(self) -> int:
@@ -156,8 +156,11 @@ class Figures:
 
 
 def figures(
-    outcomes: Sequence[Outcome], goodput: Mapping[str, float], metrics: Sequence[str], percentiles: Sequence[float]
-) -> Figures:
+    outcomes: Sequence[ClientOutcome],
+    goodput: Mapping[str, float],
+    metrics: Sequence[str],
+    percentiles: Sequence[float],
+) -> LoadFigures:
     """The figures of a load. goodput: limits of a good request, milliseconds by metric."""
     answers = sorted((a for one in outcomes for a in one.answers), key=lambda a: a.sent)
     fine = [a for a in answers if a.failure is None]
@@ -169,7 +172,7 @@ def figures(
         "itl": [gap for a in fine for gap in a.gaps],
         "e2el": [a.e2el for a in fine],
     }
-    return Figures(
+    return LoadFigures(
         duration=max(a.ended for a in answers) - answers[0].sent if answers else 0.0,
         completed=len(fine),
         failures=dict(failures.most_common()),
@@ -187,12 +190,12 @@ def figures(
     )
 
 
-def _good(answer: Answer, limits: Mapping[str, float]) -> bool:
+def _good(answer: RequestResult, limits: Mapping[str, float]) -> bool:
     """True if a request kept every limit; one of a single token has no TPOT."""
     return all(1e3 * (getattr(answer, name) or 0.0) <= limit for name, limit in limits.items())
 
 
-def _most_at_once(answers: Sequence[Answer]) -> int:
+def _most_at_once(answers: Sequence[RequestResult]) -> int:
     edges = sorted([(a.sent, 1) for a in answers] + [(a.ended, -1) for a in answers])
     running = most = 0
     for _, change in edges:

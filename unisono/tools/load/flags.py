@@ -15,7 +15,7 @@ import typer
 from unisono.console.help import HelpfulCommand
 from unisono.console.values import whole_numbers
 from unisono.tools.load.mixes import MIXES, MixFlags
-from unisono.tools.load.stall import Scene
+from unisono.tools.load.stall import StallScenario
 from unisono.types import ConfigError
 
 LISTS = ("--goodput", "--header", "--metadata")
@@ -220,7 +220,7 @@ def mix_of(flags: dict[str, Any]) -> tuple[MixFlags, int]:
     return MixFlags(**flags), seed
 
 
-def scene_of(flags: dict[str, Any]) -> Scene | None:
+def scene_of(flags: dict[str, Any]) -> StallScenario | None:
     """The stall scenario; None for a load. Raises ConfigError."""
     if flags["scenario"] not in ("load", "stall"):
         raise ConfigError(f"--scenario {flags['scenario']!r} is unknown; choose load or stall.")
@@ -228,7 +228,7 @@ def scene_of(flags: dict[str, Any]) -> Scene | None:
         return None
     counts = whole_numbers("--prompts", flags["prompts"], some=True)
     lengths = (flags["prompt_len"], flags["stream_input_len"], flags["stream_output_len"])
-    return Scene(flags["streams"], counts, *lengths)
+    return StallScenario(flags["streams"], counts, *lengths)
 
 
 def pairs(flag: str, given: Sequence[str] | None) -> dict[str, str]:

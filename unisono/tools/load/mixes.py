@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.tools.load.prompts import Prompt, Source, span
+from unisono.tools.load.prompts import Prompt, PromptSource, span
 from unisono.types import ConfigError
 
 
@@ -65,7 +65,7 @@ class MixFlags:
     custom_output_len: int = 256
 
 
-def conversations(flags: MixFlags, source: Source, seed: int) -> list[Conversation]:
+def conversations(flags: MixFlags, source: PromptSource, seed: int) -> list[Conversation]:
     """``num_prompts`` requests in all, a function of flags, source and seed. Raises ConfigError."""
     if flags.dataset_name not in MIXES:
         raise ConfigError(f"--dataset-name {flags.dataset_name!r} is unknown; choose from {', '.join(MIXES)}.")
@@ -93,7 +93,7 @@ def _lengths(flag: str, text: str, ratio: float, rng: random.Random) -> Iterator
         yield rng.randint(low, high)
 
 
-def _random(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Conversation]:
+def _random(flags: MixFlags, source: PromptSource, rng: random.Random) -> Iterator[Conversation]:
     ratio = flags.random_range_ratio
     inputs = _lengths("--random-input-len", flags.random_input_len, ratio, rng)
     outputs = _lengths("--random-output-len", flags.random_output_len, ratio, rng)
@@ -103,7 +103,7 @@ def _random(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Con
         yield Conversation((Turn(_joined(prefix, own), flags.random_prefix_len + length, output),))
 
 
-def _prefix_repetition(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Conversation]:
+def _prefix_repetition(flags: MixFlags, source: PromptSource, rng: random.Random) -> Iterator[Conversation]:
     length, count = flags.prefix_repetition_prefix_len, flags.prefix_repetition_num_prefixes
     prefixes = [source.prompt(rng, length) for _ in range(count)]
     suffixes = _lengths("--prefix-repetition-suffix-len", flags.prefix_repetition_suffix_len, 0, rng)
@@ -112,7 +112,7 @@ def _prefix_repetition(flags: MixFlags, source: Source, rng: random.Random) -> I
         yield Conversation((Turn(_joined(rng.choice(prefixes), source.prompt(rng, own)), length + own, output),))
 
 
-def _conversation(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Conversation]:
+def _conversation(flags: MixFlags, source: PromptSource, rng: random.Random) -> Iterator[Conversation]:
     if source.as_ids:
         raise ConfigError("--dataset-name conversation repeats answers as text; leave out --token-ids.")
     systems = [source.text(rng, flags.conversation_system_len) for _ in range(flags.conversation_num_systems)]
@@ -124,7 +124,7 @@ def _conversation(flags: MixFlags, source: Source, rng: random.Random) -> Iterat
         yield Conversation(asked, rng.choice(systems))
 
 
-def _custom(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Conversation]:
+def _custom(flags: MixFlags, source: PromptSource, rng: random.Random) -> Iterator[Conversation]:
     """Lines {"prompt": text or token ids} or {"messages": [...]}, with an optional "output_len" or "max_tokens"."""
     if flags.dataset_path is None:
         raise ConfigError("--dataset-name custom needs --dataset-path, a JSONL file.")
@@ -140,7 +140,7 @@ def _custom(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Con
         yield from known
 
 
-def _line(flags: MixFlags, source: Source, number: int, line: str) -> Conversation:
+def _line(flags: MixFlags, source: PromptSource, number: int, line: str) -> Conversation:
     where = f"--dataset-path {flags.dataset_path}, line {number}"
     try:
         data = json.loads(line)
@@ -164,7 +164,7 @@ def _joined(prefix: Prompt | None, own: Prompt) -> Prompt:
     return own if prefix is None else prefix + own  # type: ignore[operator]
 
 
-Mix = Callable[[MixFlags, Source, random.Random], Iterator[Conversation]]
+Mix = Callable[[MixFlags, PromptSource, random.Random], Iterator[Conversation]]
 MIXES: dict[str, Mix] = {
     "random": _random,
     "prefix_repetition": _prefix_repetition,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.tools.load.figures import METRICS, Figures
+from unisono.tools.load.figures import METRICS, LoadFigures
 from unisono.types import ConfigError
 
 
@@ -23,7 +23,7 @@ def pyplot() -> Any:
     return pyplot
 
 
-def draw(figures: Figures, title: str, path: Path) -> None:
+def draw(figures: LoadFigures, title: str, path: Path) -> None:
     """Write the plot; ``path`` ends in .png, .svg or .pdf."""
     figure, panels = pyplot().subplots(2, 2, figsize=(10, 7), dpi=130)
     fine = [a for a in figures.answers if a.failure is None]

@@ -46,7 +46,7 @@ def span(flag: str, text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """Generator of prompts. tokenizer: counts tokens; None: words are counted. vocab_size: of random token ids."""
 
     tokenizer: Tokenizer | None
@@ -102,7 +102,7 @@ class Source:
         return [" " + word for word in WORDS]
 
 
-def source_of(names: Sequence[str | None], as_ids: bool) -> Source:
+def source_of(names: Sequence[str | None], as_ids: bool) -> PromptSource:
     """The source for the first of ``names`` that is a directory or bundled checkpoint.
 
     as_ids: prompts are token ids, which needs a vocabulary: a tokenizer's or that of a config.json. Raises ConfigError.
@@ -113,10 +113,12 @@ def source_of(names: Sequence[str | None], as_ids: bool) -> Source:
             continue
         tokenizer, size = Tokenizer.load(path), _vocab_size(path)
         if tokenizer is not None or (as_ids and size):
-            return Source(tokenizer, min(filter(None, (size, tokenizer.size if tokenizer else 0)), default=0), as_ids)
+            return PromptSource(
+                tokenizer, min(filter(None, (size, tokenizer.size if tokenizer else 0)), default=0), as_ids
+            )
     if as_ids:
         raise ConfigError("--token-ids needs a vocabulary: give --tokenizer, a directory with a tokenizer or config.")
-    return Source(None)
+    return PromptSource(None)
 
 
 def _vocab_size(path: Path) -> int:

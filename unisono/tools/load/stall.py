@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from unisono.tools.load.client import Client, Target
+from unisono.tools.load.client import LoadClient, LoadTarget
 from unisono.tools.load.mixes import Turn
-from unisono.tools.load.prompts import Source
-from unisono.tools.load.streams import Answer, read
+from unisono.tools.load.prompts import PromptSource
+from unisono.tools.load.streams import RequestResult, read
 from unisono.tools.load.wire import Exchange, now
 from unisono.types import ConfigError, UnisonoError
 
@@ -28,7 +28,7 @@ SETTLED, AFTER = 16, 4
 
 
 @dataclass(frozen=True)
-class Scene:
+class StallScenario:
     """The sizes of the scenario.
 
     streams: number of streams, each with a prompt of ``stream_input_len`` and up to ``stream_output_len`` tokens.
@@ -105,9 +105,9 @@ def as_json(found: Sequence[Stall]) -> list[dict[str, Any]]:
 # ---- over HTTP ----------------------------------------------------------------------------------
 
 
-async def over_http(target: Target, source: Source, scene: Scene, seed: int) -> list[Stall]:
+async def over_http(target: LoadTarget, source: PromptSource, scene: StallScenario, seed: int) -> list[Stall]:
     """Measure a server. Raises UnisonoError for a request that fails, ConfigError for streams that end too early."""
-    client, rng = Client(target, source, None), random.Random(seed)
+    client, rng = LoadClient(target, source, None), random.Random(seed)
     await _prompts(client, source, rng, 1, scene.prompt_len)  # warm up
     alone = {}
     for count in scene.prompts:
@@ -131,19 +131,23 @@ async def over_http(target: Target, source: Source, scene: Scene, seed: int) -> 
         client.wire.close()
 
 
-async def _stream(client: Client, into: Exchange, source: Source, rng: random.Random, scene: Scene) -> None:
+async def _stream(
+    client: LoadClient, into: Exchange, source: PromptSource, rng: random.Random, scene: StallScenario
+) -> None:
     """Run a stream until it is cancelled."""
     turn = Turn(source.prompt(rng, scene.stream_input_len), scene.stream_input_len, scene.stream_output_len)
     into.sent = now()
     await client.wire.exchange(client.wire.request("POST", client.target.endpoint, _body(client, turn)), into)
 
 
-def _body(client: Client, turn: Turn) -> bytes:
+def _body(client: LoadClient, turn: Turn) -> bytes:
     chat = [{"role": "user", "content": turn.prompt}]
     return client.body(chat if client.target.chats else turn.prompt, turn)
 
 
-async def _prompts(client: Client, source: Source, rng: random.Random, count: int, length: int) -> list[Answer]:
+async def _prompts(
+    client: LoadClient, source: PromptSource, rng: random.Random, count: int, length: int
+) -> list[RequestResult]:
     """Send simultaneous prompts with one output token each. Raises UnisonoError for one that fails."""
     turns = [Turn(source.prompt(rng, length), length, 1) for _ in range(count)]
     requests = [client.wire.request("POST", client.target.endpoint, _body(client, turn)) for turn in turns]
@@ -156,7 +160,7 @@ async def _prompts(client: Client, source: Source, rng: random.Random, count: in
     return answers
 
 
-def _rate(answers: Sequence[Answer]) -> float:
+def _rate(answers: Sequence[RequestResult]) -> float:
     """Prompt tokens per second from the first prompt sent to the last first token."""
     tokens = sum(answer.prompt_tokens for answer in answers)
     return tokens / (max(a.times[0] for a in answers) - min(a.sent for a in answers))
@@ -176,7 +180,12 @@ async def _more(streams: Sequence[Exchange], tasks: Sequence[asyncio.Task[None]]
 
 
 def _stall(
-    scene: Scene, count: int, streams: Sequence[Exchange], began: float, answers: Sequence[Answer], alone: float
+    scene: StallScenario,
+    count: int,
+    streams: Sequence[Exchange],
+    began: float,
+    answers: Sequence[RequestResult],
+    alone: float,
 ) -> Stall:
     heard = [[at for at, _ in one.pieces] for one in streams]
     done = max(answer.times[0] for answer in answers)
@@ -184,7 +193,7 @@ def _stall(
 
 
 def _measured(
-    scene: Scene,
+    scene: StallScenario,
     count: int,
     heard: Sequence[Sequence[float]],
     began: float,
@@ -215,7 +224,7 @@ def _measured(
 # ---- in this process's engine -------------------------------------------------------------------
 
 
-def in_engine(llm: Any, scene: Scene, seed: int) -> list[Stall]:
+def in_engine(llm: Any, scene: StallScenario, seed: int) -> list[Stall]:
     """Measure the engine's own loop. Raises ConfigError for more streams and prompts than it supports."""
     engine, rng = llm.engine, random.Random(seed)
     limit, most = engine.config.max_model_len, engine.config.max_num_seqs

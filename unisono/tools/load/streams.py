@@ -25,14 +25,14 @@ class _Choice(msgspec.Struct):
     token_ids: Any = None
 
 
-class _Usage(msgspec.Struct):
+class _StreamUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: _StreamUsage | None = None
     error: Any = None
 
 
@@ -40,7 +40,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 @dataclass
-class Answer:
+class RequestResult:
     """The result of one request; times are seconds of one clock.
 
     sent: time of sending. queued: seconds of waiting under --max-concurrency. times: arrivals of events with text (of
@@ -84,9 +84,9 @@ class Answer:
 Count = Callable[[str], int]
 
 
-def read(exchange: Exchange, prompt_len: int, count: Count | None) -> tuple[Answer, str]:
+def read(exchange: Exchange, prompt_len: int, count: Count | None) -> tuple[RequestResult, str]:
     """The answer and its text. prompt_len: used without ``usage``. count: counts the tokens of a text."""
-    answer = Answer(exchange.sent, exchange.ended, prompt_len, failure=exchange.failure)
+    answer = RequestResult(exchange.sent, exchange.ended, prompt_len, failure=exchange.failure)
     if exchange.failure is None and exchange.status != 200:
         answer.failure = (f"HTTP {exchange.status}", exchange.body[:500].decode(errors="replace"))
     if answer.failure is not None:
@@ -123,7 +123,7 @@ class _Events:
         self.texts: list[str] = []
         self.times: list[float] = []
         self.silent: list[float] = []
-        self.usage: _Usage | None = None
+        self.usage: _StreamUsage | None = None
         self.error: Any = None
         self.done = False
         self._rest = b""

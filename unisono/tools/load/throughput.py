@@ -75,7 +75,7 @@ class _Load:
     """The load to run. most: concurrency, None: all. stalls: the stall scenario instead of the load."""
 
     asked: list[Conversation]
-    stalls: stall.Scene | None
+    stalls: stall.StallScenario | None
     seed: int
     most: int | None
     repeats: int

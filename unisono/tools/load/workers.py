@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unisono.tools.load.client import Client, Outcome, Target
+from unisono.tools.load.client import ClientOutcome, LoadClient, LoadTarget
 from unisono.tools.load.mixes import Conversation
-from unisono.tools.load.prompts import Source
+from unisono.tools.load.prompts import PromptSource
 from unisono.tools.load.wire import now
 from unisono.types import UnisonoError
 
@@ -21,21 +21,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Load:
+class ScheduledLoad:
     """Conversations, their start times (seconds after the start), and the concurrency (None: no limit)."""
 
-    target: Target
-    source: Source
+    target: LoadTarget
+    source: PromptSource
     asked: Sequence[Conversation]
     times: Sequence[float]
     most: int | None = None
 
-    def parts(self, count: int) -> list[Load]:
+    def parts(self, count: int) -> list[ScheduledLoad]:
         """This load, divided into ``count`` loads."""
         count = max(1, min(count, len(self.asked), self.most or len(self.asked)))
         most = [None] * count if self.most is None else [(self.most + i) // count for i in range(count)]
         return [
-            Load(self.target, self.source, self.asked[i::count], self.times[i::count], most[i]) for i in range(count)
+            ScheduledLoad(self.target, self.source, self.asked[i::count], self.times[i::count], most[i])
+            for i in range(count)
         ]
 
 
@@ -50,7 +51,7 @@ def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return runner.run(work())
 
 
-def run_load(load: Load, processes: int = 1) -> list[Outcome]:
+def run_load(load: ScheduledLoad, processes: int = 1) -> list[ClientOutcome]:
     """Run a load in ``processes`` processes; one outcome for each. Raises UnisonoError if one of them died."""
     _raise_file_limit()
     parts = load.parts(processes)
@@ -81,17 +82,17 @@ def run_load(load: Load, processes: int = 1) -> list[Outcome]:
                 child.kill()
 
 
-def _child(pipe: Any, part: Load) -> None:
+def _child(pipe: Any, part: ScheduledLoad) -> None:
     with _no_collections():
         pipe.send(None)
         pipe.send(_run_part(part, pipe.recv()))
 
 
-def _run_part(part: Load, start: float | None) -> Outcome:
+def _run_part(part: ScheduledLoad, start: float | None) -> ClientOutcome:
     """Run a part of the load. start: its start time; None: now."""
 
-    async def work() -> Outcome:
-        client = Client(part.target, part.source, part.most)
+    async def work() -> ClientOutcome:
+        client = LoadClient(part.target, part.source, part.most)
         return await client.run(part.asked, part.times, now() if start is None else start)
 
     return run(work)
