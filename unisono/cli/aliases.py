@@ -95,10 +95,10 @@ class Translation:
 
     def kv_transfer(self, flag: str, value: str) -> None:
         try:
-            given = json.loads(value)
-            role = given["kv_role"]
+            values = json.loads(value)
+            role = values["kv_role"]
             self.arguments += ["--role", ROLES[role]]
-            if given.get("kv_connector") == "NixlConnector":
+            if values.get("kv_connector") == "NixlConnector":
                 self.arguments += ["--transfer-backend", "nixl"]
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f'{flag} {value}: give JSON with a "kv_role" of {", ".join(ROLES)}.') from None
@@ -108,8 +108,8 @@ class Translation:
 
     def finish(self) -> None:
         """Add the flags that depend on several aliases (a chain or a tree of drafts), and the defaults."""
-        given = {argument.partition("=")[0] for argument in self.arguments}
-        self.arguments += [each for each in self.defaults if each.partition("=")[0] not in given]
+        values = {argument.partition("=")[0] for argument in self.arguments}
+        self.arguments += [each for each in self.defaults if each.partition("=")[0] not in values]
         drafts = self.draft_tokens
         if self.topk > 1:
             if drafts is None or drafts < 2:
@@ -161,7 +161,7 @@ def translate(
     rest = deque(arguments)
     while rest:
         argument = rest.popleft()
-        flag, equals, given = argument.partition("=")
+        flag, equals, values = argument.partition("=")
         flag = SHORT.get(flag, flag)
         if flag.startswith("--"):
             flag = flag.replace("_", "-")  # vLLM accepts underscores, too
@@ -171,7 +171,7 @@ def translate(
             positional.append(argument)
             result.arguments.append(argument)
         elif flag in known and flag not in READ:
-            result.arguments.append(flag + equals + given)
+            result.arguments.append(flag + equals + values)
             if not equals and flag not in switches and rest:
                 result.arguments.append(rest.popleft())
             while flag in lists and rest and not rest[0].startswith("-"):
@@ -182,7 +182,7 @@ def translate(
         elif flag in REFUSED:
             refuse(flag)
         elif flag in RENAMED or flag in READ or flag in ACCEPTED or flag in NOTED_VALUES:
-            result.value(flag, given if equals else _value(flag, rest))
+            result.value(flag, values if equals else _value(flag, rest))
         else:
             raise ConfigError(f"{flag} is unknown. {_nearest(flag, known)}")
     if result.path is not None:

@@ -51,13 +51,13 @@ def generate(
     seed: SampleSeed = None,
 ) -> None:
     """Continue a prompt."""
-    asked = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    sampling = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     if prompt is None:
         prompt = sys.stdin.read()
     with _load(path, flags) as llm:
         if llm.tokenizer is None:
             raise BadRequest(f"{path} has no tokenizer, so it cannot take text.")
-        params = _params(llm, asked)
+        params = _params(llm, sampling)
         _stream(llm, llm.tokenizer.encode(prompt), params)
         stderr.print(f"[dim]seed {params.seed}[/]", highlight=False)
 
@@ -88,8 +88,8 @@ def chat(
     line
     breaks written as \n.
     """
-    asked = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    params = {name: value for name, value in asked.items() if value is not None}
+    sampling = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    params = {name: value for name, value in sampling.items() if value is not None}
     from unisono.tools.chat.screen import Screen
     from unisono.tools.chat.session import Session
 
@@ -217,11 +217,11 @@ def _asked(**values: Any) -> dict[str, Any]:
     return given
 
 
-def _params(llm: LLM, asked: dict[str, Any]) -> SamplingParams:
+def _params(llm: LLM, sampling: dict[str, Any]) -> SamplingParams:
     """The checkpoint's defaults, the flags, and a random seed."""
     defaults = llm.engine.default_params()
     names = ("temperature", "top_k", "top_p", "min_p")
-    return SamplingParams(**{n: getattr(defaults, n) for n in names} | {"seed": secrets.randbits(53)} | asked)
+    return SamplingParams(**{n: getattr(defaults, n) for n in names} | {"seed": secrets.randbits(53)} | sampling)
 
 
 @contextlib.contextmanager

@@ -22,14 +22,14 @@ def with_config(arguments: Sequence[str], switches: Collection[str]) -> list[str
     own, file = _split(arguments)
     if file is None:
         return list(arguments)
-    given = {_stem(argument.partition("=")[0]) for argument in own if argument.startswith("--")}
+    stems = {_stem(argument.partition("=")[0]) for argument in own if argument.startswith("--")}
     path: list[str] = []
     flags: list[str] = []
     for key, value in _read(file).items():
         flag = "--" + key.replace("_", "-")
         if flag in ("--model", "--model-path"):
             path = [] if _names_model(own, switches) else ["--model", str(value)]
-        elif _stem(flag) not in given:
+        elif _stem(flag) not in stems:
             flags += _arguments(flag, value, switches, file)
     return [*path, *flags, *own]
 

@@ -135,15 +135,15 @@ def _engine_command(
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
-        given = {name: values.pop(name) for name in flags}
+        settings = {name: values.pop(name) for name in flags}
         for name, group in more.items():
             values[name] = {each: values.pop(each) for each in group}
         if values.get("url") is not None:
-            _refuse_engine_flags(given, flags)
+            _refuse_engine_flags(settings, flags)
         else:
             weights = not values.get("dry_run", False)
-            values["path"] = _engine_settings(given, values["path"] or "tiny", command in NEED_TEXT, weights)
-        command(given, **values)
+            values["path"] = _engine_settings(settings, values["path"] or "tiny", command in NEED_TEXT, weights)
+        command(settings, **values)
 
     added = [*flags.values(), *(p for group in more.values() for p in group.values())]
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *added)]
@@ -174,47 +174,47 @@ def _add_completion(parameter: inspect.Parameter) -> None:
         info.autocompletion = lambda incomplete: [one for one in values() if one.startswith(incomplete)]
 
 
-def _refuse_engine_flags(given: dict[str, Any], flags: Mapping[str, inspect.Parameter]) -> None:
+def _refuse_engine_flags(settings: dict[str, Any], flags: Mapping[str, inspect.Parameter]) -> None:
     """Refuse engine flags together with --url: the server runs already. Raises ConfigError."""
-    for name, value in given.items():
+    for name, value in settings.items():
         if value != flags[name].default and name != "config":
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} is for an engine in this process; --url talks to one that runs. Drop either.")
 
 
-def _engine_settings(given: dict[str, Any], path: str, needs_text: bool, weights: bool) -> str:
+def _engine_settings(settings: dict[str, Any], path: str, needs_text: bool, weights: bool) -> str:
     """Convert the flags' values, in place, to fields of ``EngineConfig``; returns PATH with its revision.
 
     needs_text: the command needs a tokenizer. weights: download the weights of a hub id. Runs every check that needs no
     slow import. Raises ConfigError and CheckpointError.
     """
-    given["speculative"] = _speculative(
-        given.pop("speculative_config"),
-        method=given.pop("speculative_method"),
-        model=given.pop("speculative_model"),
-        num_speculative_tokens=given.pop("num_speculative_tokens"),
-        topk=given.pop("speculative_topk"),
-        num_draft_tokens=given.pop("speculative_tree_nodes"),
-        draft_quantization=given.pop("speculative_draft_quantization"),
+    settings["speculative"] = _speculative(
+        settings.pop("speculative_config"),
+        method=settings.pop("speculative_method"),
+        model=settings.pop("speculative_model"),
+        num_speculative_tokens=settings.pop("num_speculative_tokens"),
+        topk=settings.pop("speculative_topk"),
+        num_draft_tokens=settings.pop("speculative_tree_nodes"),
+        draft_quantization=settings.pop("speculative_draft_quantization"),
     )
-    given["lora_modules"] = read_modules(given["lora_modules"] or ())
-    given["hf_overrides"] = read_overrides("--hf-overrides", given["hf_overrides"] or {})
-    _check_names(given)
-    given.pop("config")  # with_config has read it
-    if revision := given.pop("revision"):
+    settings["lora_modules"] = read_modules(settings["lora_modules"] or ())
+    settings["hf_overrides"] = read_overrides("--hf-overrides", settings["hf_overrides"] or {})
+    _check_names(settings)
+    settings.pop("config")  # with_config has read it
+    if revision := settings.pop("revision"):
         path = _with_revision(path, revision)
-    _check_tokenizer(given)
+    _check_tokenizer(settings)
     from unisono.config import EngineConfig
 
-    check_engine_model(EngineConfig(path, **given), needs_text, weights)
+    check_engine_model(EngineConfig(path, **settings), needs_text, weights)
     return path
 
 
-def _check_names(given: dict[str, Any]) -> None:
+def _check_names(settings: dict[str, Any]) -> None:
     """Raise ConfigError for a name that the catalog lacks, before anything slow is imported."""
-    speculative, backend = given["speculative"], given["attention_backend"]
+    speculative, backend = settings["speculative"], settings["attention_backend"]
     named = {
-        "--quantization": (given["quantization"], catalog.formats),
+        "--quantization": (settings["quantization"], catalog.formats),
         "--speculative-method": (speculative.method if speculative else None, catalog.drafters),
         "--attention-backend": (None if backend == "auto" else backend, catalog.attention),
     }
@@ -223,12 +223,12 @@ def _check_names(given: dict[str, Any]) -> None:
             raise ConfigError(f"{flag} {name!r}: unknown {registry.kind}. Supported: {', '.join(registry.names)}.")
 
 
-def _check_tokenizer(given: dict[str, Any]) -> None:
+def _check_tokenizer(settings: dict[str, Any]) -> None:
     """Resolve --tokenizer to an existing directory. Raises CheckpointError."""
-    if (tokenizer := given["tokenizer"]) is not None:
+    if (tokenizer := settings["tokenizer"]) is not None:
         if not catalog.resolve_name(tokenizer).exists():
             raise CheckpointError(f"--tokenizer {tokenizer} does not exist: give a directory.")
-        given["tokenizer"] = str(catalog.resolve_name(tokenizer))
+        settings["tokenizer"] = str(catalog.resolve_name(tokenizer))
 
 
 def _with_revision(path: str, revision: str) -> str:
@@ -239,13 +239,13 @@ def _with_revision(path: str, revision: str) -> str:
 
 def _speculative(text: str | None, **short: Any) -> SpeculativeConfig | None:
     """The speculative config of the JSON and of the short flags, which take precedence. Raises ConfigError."""
-    given = speculative_dict(text) if text else {}
-    given |= {name: value for name, value in short.items() if value is not None}
-    return SpeculativeConfig.parse(given) if given else None
+    settings = speculative_dict(text) if text else {}
+    settings |= {name: value for name, value in short.items() if value is not None}
+    return SpeculativeConfig.parse(settings) if settings else None
 
 
-def _print_version(ctx: typer.Context, wanted: bool) -> None:
-    if wanted and not ctx.resilient_parsing:
+def _print_version(ctx: typer.Context, requested: bool) -> None:
+    if requested and not ctx.resilient_parsing:
         print(f"unisono {__version__}")
         raise typer.Exit
 

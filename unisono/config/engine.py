@@ -395,8 +395,8 @@ class ResolvedConfig:
     @property
     def encoder_cache_bytes(self) -> int | None:
         """``mm_encoder_cache_gb`` in bytes."""
-        asked = self.asked.mm_encoder_cache_gb
-        return None if asked is None else int(asked * (1 << 30))
+        requested = self.asked.mm_encoder_cache_gb
+        return None if requested is None else int(requested * (1 << 30))
 
     def explain(self) -> dict[str, object]:
         """The resolved settings and every decision, as JSON-ready data."""
@@ -427,9 +427,9 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
     check_visible(config.tensor_parallel_size, hardware.devices, hardware.device)
     decisions: list[Decision] = []
 
-    def resolve_auto(name: str, asked: Any, value: Any, reason: str) -> Any:
-        if asked not in (None, "auto"):
-            return asked
+    def resolve_auto(name: str, requested: Any, value: Any, reason: str) -> Any:
+        if requested not in (None, "auto"):
+            return requested
         decisions.append(Decision(name, str(value).removeprefix("torch."), reason))
         return value
 
@@ -484,14 +484,14 @@ def _kv_dtype(config: EngineConfig, dtype: torch.dtype, hardware: Hardware) -> t
     """The dtype of the KV cache; None if the flag is auto. Raises ConfigError."""
     import torch
 
-    asked = config.kv_cache_dtype
-    if asked in DTYPES and dtype_of(asked) != dtype:
+    requested = config.kv_cache_dtype
+    if requested in DTYPES and dtype_of(requested) != dtype:
         model = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"--kv-cache-dtype {asked}: the model has {model}; give auto, {model} or fp8.")
-    if asked.startswith("fp8") and hardware.capability is not None and hardware.capability < (8, 9):
+        raise ConfigError(f"--kv-cache-dtype {requested}: the model has {model}; give auto, {model} or fp8.")
+    if requested.startswith("fp8") and hardware.capability is not None and hardware.capability < (8, 9):
         has = ".".join(map(str, hardware.capability))
-        raise ConfigError(f"--kv-cache-dtype {asked}: this GPU has compute capability {has}, and e4m3 needs 8.9.")
-    return torch.float8_e4m3fn if asked.startswith("fp8") else None if asked == "auto" else dtype
+        raise ConfigError(f"--kv-cache-dtype {requested}: this GPU has compute capability {has}, and e4m3 needs 8.9.")
+    return torch.float8_e4m3fn if requested.startswith("fp8") else None if requested == "auto" else dtype
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -86,8 +86,8 @@ def weight_bytes(name: str) -> int:
         info = HfApi().model_info(repo, revision=revision or None, files_metadata=True, timeout=SECONDS)
     sizes = {each.rfilename: each.size for each in info.siblings or ()}
     index = read_object(found / INDEX, limit=None) if found is not None and (found / INDEX).is_file() else None
-    wanted = [sizes.get(file) for file in weight_names(sizes.keys(), index, f"{name}: {INDEX}")]
-    return sum(size for size in wanted if size)
+    weight_sizes = [sizes.get(file) for file in weight_names(sizes.keys(), index, f"{name}: {INDEX}")]
+    return sum(size for size in weight_sizes if size)
 
 
 def _cached(repo: str, revision: str) -> Path | None:

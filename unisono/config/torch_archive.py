@@ -248,8 +248,8 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
 
 
 _VALUES: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"), lambda given: given),
-    "GLOBAL": lambda given: _Name(*given.split(" ", 1)),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"), lambda value: value),
+    "GLOBAL": lambda value: _Name(*value.split(" ", 1)),
     "MARK": lambda _: _MARK,
     "NONE": lambda _: None,
     "NEWTRUE": lambda _: True,
@@ -269,8 +269,8 @@ def _marked(stack: list[Any]) -> list[Any]:
     return values
 
 
-def _storage(given: Any) -> _Storage:
-    kind, name, key, _, count = given
+def _storage(value: Any) -> _Storage:
+    kind, name, key, _, count = value
     if kind != "storage" or not isinstance(name, _Name) or name.module != "torch" or name.name not in DTYPES:
         raise ArchiveError(f"holds numbers of {name}; send float32, float16 or bfloat16")
     if not isinstance(key, str) or not _is_size(count):

@@ -372,8 +372,8 @@ def _notes(param: Any) -> Iterator[str]:
         yield "may be given again"
     if param.envvar:
         yield f"environment: {param.envvar}"
-    told = "default:" in help_text.lower() or (getattr(param, "is_flag", False) and not default)
-    if default not in (None, (), [], "") and not callable(default) and not told:
+    has_default = "default:" in help_text.lower() or (getattr(param, "is_flag", False) and not default)
+    if default not in (None, (), [], "") and not callable(default) and not has_default:
         if getattr(param, "is_flag", False):
             default = (param.opts if default else param.secondary_opts or ["off"])[0]
         yield f"default: {default}"

@@ -17,15 +17,15 @@ API_KEY = "UNISONO_API_KEY"
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
-def checked_key(given: str | None) -> str | None:
+def checked_key(value: str | None) -> str | None:
     """The API key; None for no key. An empty one is refused: it would look protected and serve everybody."""
     named = os.environ.get(API_KEY)
-    if given is None and named is not None:  # the parser treats an empty variable as unset
-        given = named
-    if given is not None and not given.strip():
-        source = f"The environment variable {API_KEY}" if given == named else "--api-key"
+    if value is None and named is not None:  # the parser treats an empty variable as unset
+        value = named
+    if value is not None and not value.strip():
+        source = f"The environment variable {API_KEY}" if value == named else "--api-key"
         raise ConfigError(f"{source} is empty, which protects nothing: give a key, or leave it out to serve openly.")
-    return given
+    return value
 
 
 def log_level_named(name: str) -> int:
@@ -36,17 +36,17 @@ def log_level_named(name: str) -> int:
     return known[name.upper()]
 
 
-def read_template(given: str | None) -> str | None:
+def read_template(value: str | None) -> str | None:
     """The text of a chat template: a file's, or the value itself if it has braces."""
-    if given is None:
+    if value is None:
         return None
-    text = given
-    if "{" not in given or Path(given).is_file():
+    text = value
+    if "{" not in value or Path(value).is_file():
         try:
-            text = Path(given).read_text()
+            text = Path(value).read_text()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"--chat-template {given}: cannot be read: {reason}.") from None
+            raise ConfigError(f"--chat-template {value}: cannot be read: {reason}.") from None
     import jinja2
     from jinja2.ext import loopcontrols
 
@@ -74,12 +74,12 @@ def strings(flag: str, text: str) -> tuple[str, ...]:
 def speculative_dict(text: str) -> dict[str, Any]:
     """Parse the JSON object of ``--speculative-config``."""
     try:
-        given = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"--speculative-config is not valid JSON: {error}.") from None
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         raise ConfigError(f"--speculative-config {text!r}: give a JSON object.")
-    return given
+    return value
 
 
 def speculative(text: str) -> SpeculativeConfig:

@@ -142,8 +142,8 @@ class BeamSearch:
         if not self._left:
             return []
         request = self._request
-        seed, wanted = request.params.seed, 2 * self._width
-        params = SamplingParams(temperature=0.0, seed=seed, max_tokens=1, logprobs=wanted, max_drafts=0)
+        seed, count = request.params.seed, 2 * self._width
+        params = SamplingParams(temperature=0.0, seed=seed, max_tokens=1, logprobs=count, max_drafts=0)
         return [
             replace(
                 request,

@@ -111,7 +111,7 @@ class InputProcessor:
 
     def prompt(
         self,
-        given: PromptType,
+        prompt: PromptType,
         *,
         add_special_tokens: bool = True,
         suffix: str | None = None,
@@ -126,39 +126,39 @@ class InputProcessor:
         media:
         items that are loaded already, in the order of their placeholders.
         """
-        if isinstance(given, str):
-            given = {"prompt": given}
-        elif not isinstance(given, Mapping):
-            given = {"prompt_token_ids": given}
-        _check_keys(given)
-        salt = checked_salt(given.get("cache_salt"))
-        if "prompt_embeds" in given:
-            embedded = embedded_prompt(given["prompt_embeds"], self.model.dtype)
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        elif not isinstance(prompt, Mapping):
+            prompt = {"prompt_token_ids": prompt}
+        _check_keys(prompt)
+        salt = checked_salt(prompt.get("cache_salt"))
+        if "prompt_embeds" in prompt:
+            embedded = embedded_prompt(prompt["prompt_embeds"], self.model.dtype)
             return PreparedPrompt(embedded[0], overrides=embedded[1], param="prompt_embeds", cache_salt=salt)
-        text, overrides = given.get("prompt"), None
-        if "prompt_token_ids" in given:
-            ids = list(given["prompt_token_ids"])
+        text, overrides = prompt.get("prompt"), None
+        if "prompt_token_ids" in prompt:
+            ids = list(prompt["prompt_token_ids"])
         elif isinstance(text, str):
             ids = self._encode(text, "prompt", add_special_tokens and not suffix, truncates)
         else:
             raise BadRequest(
-                f"a prompt mapping needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'; it has {sorted(given)}.",
+                f"a prompt mapping needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'; it has {sorted(prompt)}.",
                 "prompt",
             )
-        if "embedding_overrides" in given:
-            ids, overrides = overridden(ids, given["embedding_overrides"], self.model.dtype)
+        if "embedding_overrides" in prompt:
+            ids, overrides = overridden(ids, prompt["embedding_overrides"], self.model.dtype)
         if suffix:
             ids = infill_prompt(self.require_tokenizer("suffix"), ids, suffix, add_special_tokens)
-        loaded = [*media, *self.media.load_all(self._offline_sources(given))]
+        loaded = [*media, *self.media.load_all(self._offline_sources(prompt))]
         if loaded and overrides is not None:
             raise BadRequest(
                 "embedding_overrides cannot be combined with images; leave out one of them.", "multi_modal_data"
             )
         return self._with_media(PreparedPrompt(ids, text, overrides, cache_salt=salt), loaded)
 
-    def _offline_sources(self, given: Mapping[str, Any]) -> list[MediaSource]:
+    def _offline_sources(self, prompt: Mapping[str, Any]) -> list[MediaSource]:
         """The images and videos of a prompt's mapping. Raises BadRequest."""
-        return self.with_settings(with_request(sources_of(given), given.get(KWARGS), None))
+        return self.with_settings(with_request(sources_of(prompt), prompt.get(KWARGS), None))
 
     def with_settings(self, sources: list[MediaSource]) -> list[MediaSource]:
         """The sources with the settings of flags; a request's own settings take precedence."""
@@ -274,16 +274,15 @@ class InputProcessor:
         prompt: PreparedPrompt,
         params: SamplingParams,
         priority: int = 0,
-        wanted: str = "logprobs",
+        logprobs_field: str = "logprobs",
         prompt_only: bool = False,
     ) -> EngineRequest:
         """Prepare and check a request.
 
         ``EngineRequest.sequences`` splits it if ``params.n`` is above 1.
 
-        A request without a seed gets one. wanted: the caller's name of ``logprobs``. prompt_only: see EngineRequest.
-        Raises
-        BadRequest.
+        A request without a seed gets one. logprobs_field: the caller's name of ``logprobs``. prompt_only: see
+        EngineRequest. Raises BadRequest.
         """
         prompt = self.truncated(prompt, params, prompt_only)
         if params.seed is None:
@@ -292,7 +291,7 @@ class InputProcessor:
             if getattr(params, name):
                 self.require_tokenizer(name)
         StopRegex(params.stop_regex) if params.stop_regex else None
-        self._check_limits(params, priority, wanted)
+        self._check_limits(params, priority, logprobs_field)
         bad_words = self.require_tokenizer("bad_words").bad_words(params.bad_words) if params.bad_words else ()
         model = self.model
         eos = () if params.ignore_eos else model.eos_token_ids
@@ -312,8 +311,8 @@ class InputProcessor:
     def _check_limits(self, params: SamplingParams, priority: int, name: str) -> None:
         """Raise BadRequest for features that this engine was started without."""
         most = self.model.max_logprobs
-        asked = self.model.vocab_size if params.logprobs == -1 else params.logprobs or 0
-        if most != -1 and asked > most:
+        requested = self.model.vocab_size if params.logprobs == -1 else params.logprobs or 0
+        if most != -1 and requested > most:
             raise BadRequest(
                 f"{name}={params.logprobs} is out of range: it must be a whole number from 0 to {most}. Raise "
                 "--max-logprobs (-1: the whole vocabulary), or ask for fewer.",
@@ -355,13 +354,13 @@ class InputProcessor:
         return tokenizer.encode(text, add_special_tokens)
 
 
-def _check_keys(given: Mapping[str, Any]) -> None:
+def _check_keys(prompt: Mapping[str, Any]) -> None:
     """Raise BadRequest for unknown keys, and for keys that exclude each other."""
-    unknown = sorted(given.keys() - PROMPT_KEYS)
+    unknown = sorted(prompt.keys() - PROMPT_KEYS)
     if unknown:
         raise BadRequest(f"a prompt mapping has the keys {unknown}; known ones are {sorted(PROMPT_KEYS)}.", "prompt")
-    others = sorted(given.keys() - {"prompt_embeds", "cache_salt"})
-    if "prompt_embeds" in given and others:
+    others = sorted(prompt.keys() - {"prompt_embeds", "cache_salt"})
+    if "prompt_embeds" in prompt and others:
         raise BadRequest(f"prompt_embeds are a whole prompt by themselves; leave out {others}.", "prompt_embeds")
 
 

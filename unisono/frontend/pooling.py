@@ -56,7 +56,7 @@ def pooling_of(directory: Path) -> Pooling:
     if not isinstance(config, Mapping):
         return Pooling(meant=True, problem="1_Pooling/config.json is not an object")
     named = config.get("pooling_mode")
-    given = (
+    value = (
         [named]
         if isinstance(named, str)
         else [
@@ -65,10 +65,10 @@ def pooling_of(directory: Path) -> Pooling:
             if key.startswith("pooling_mode_") and on is True
         ]
     )
-    if len(given) != 1 or given[0] not in MODES:
+    if len(value) != 1 or value[0] not in MODES:
         known = ", ".join(MODES)
-        return Pooling(meant=True, problem=f"1_Pooling/config.json asks for {given}; one of {known} is supported")
-    return Pooling(MODES[given[0]], meant=True)
+        return Pooling(meant=True, problem=f"1_Pooling/config.json asks for {value}; one of {known} is supported")
+    return Pooling(MODES[value[0]], meant=True)
 
 
 def encoded(vector: np.ndarray, form: str) -> list[float] | str:

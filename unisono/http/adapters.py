@@ -49,13 +49,13 @@ class AdapterRegistry:
 
     def take(self, info: Mapping[str, Any]) -> None:
         """Take over the adapters of a started engine. Raises ConfigError if one has the name of the model."""
-        told = info.get("adapters", [])
-        self.found = {one["name"]: self._known(one) for one in told}
+        entries = info.get("adapters", [])
+        self.found = {one["name"]: self._known(one) for one in entries}
         if both := next((name for name in self.found if name in self._names), None):
             raise ConfigError(f"--lora-modules {both}: the base model is called so; give the adapter another name.")
 
-    def _known(self, told: Mapping[str, Any]) -> Adapter:
-        name, path = told["name"], told["path"]
+    def _known(self, entries: Mapping[str, Any]) -> Adapter:
+        name, path = entries["name"], entries["path"]
         known = self.found.get(name)
         return known if known is not None and known.path == path else Adapter(name, path, int(time.time()))
 

@@ -49,8 +49,8 @@ class RequestMiddleware:
         async def forward(message: Message) -> None:
             if message["type"] == "http.response.start":
                 written.status = message["status"]
-                told = [(DROPPED_HEADER, ", ".join(unknown).encode())] if unknown else []
-                message = {**message, "headers": [*message.get("headers", ()), *headers, *told]}
+                dropped_names = [(DROPPED_HEADER, ", ".join(unknown).encode())] if unknown else []
+                message = {**message, "headers": [*message.get("headers", ()), *headers, *dropped_names]}
             elif method == "HEAD" and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
             await send(message)
@@ -110,8 +110,8 @@ def forget_frames(error: BaseException) -> None:
 
 
 def _request_id(scope: Scope) -> str:
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.decode() if REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+    client_id = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return client_id.decode() if REQUEST_ID.fullmatch(client_id) else f"req_{uuid.uuid4().hex}"
 
 
 def _shown(path: str) -> str:

@@ -40,13 +40,13 @@ def answer_id(prefix: str, request: Request, named: dict[str, str | None], taken
 
     Raises BadRequest for an invalid name, or several.
     """
-    given = {field: value for field, value in named.items() if value is not None}
-    for field, value in given.items():
+    ids = {field: value for field, value in named.items() if value is not None}
+    for field, value in ids.items():
         checked_id(value, field)
-    if len(set(given.values())) > 1:
-        raise BadRequest(f"{' and '.join(given)} differ; give one of them.", next(reversed(given)))
-    if given:
-        return prefix + next(iter(given.values()))
+    if len(set(ids.values())) > 1:
+        raise BadRequest(f"{' and '.join(ids)} differ; give one of them.", next(reversed(ids)))
+    if ids:
+        return prefix + next(iter(ids.values()))
     header = request.headers.get(HEADER)
     if header is not None and header == note(request.scope).request_id and prefix + header not in taken:
         return prefix + header

@@ -249,7 +249,7 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
     )
     for number, one in enumerate(infos):
         metrics.cache_config(one, number)
-    _say_drafts(info)
+    _log_drafter(info)
     adapters = AdapterRegistry(client, settings.names, settings.allowed_lora_path)
     adapters.take(info)
 
@@ -285,13 +285,13 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
     )
 
 
-async def _in_daemon(work: Callable[..., T], *given: Any) -> T:
+async def _in_daemon(work: Callable[..., T], *args: Any) -> T:
     """The result of ``work`` in a daemon thread: a signal can end the process even if it never returns."""
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def run() -> None:
         try:
-            result, error = work(*given), None
+            result, error = work(*args), None
         except BaseException as caught:
             result, error = None, caught
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
@@ -320,14 +320,14 @@ def _load_tokenizer(settings: ServerSettings) -> Tokenizer | None:
     return tokenizer
 
 
-def _say_drafts(info: dict[str, Any]) -> None:
+def _log_drafter(info: dict[str, Any]) -> None:
     """Log the engine's drafter, and the reason."""
-    if (told := info.get("speculation")) is None:
+    if (speculation := info.get("speculation")) is None:
         return
     reasons = [row["reason"] for row in info["decisions"] if row["name"] == "speculative"]
-    if told["drafter"] != "none":
-        why = reasons[0] if reasons else "as asked for"
-        logger.info("Speculation: %s, k = %d (%s)", told["drafter"], told["num_speculative_tokens"], why)
+    if speculation["drafter"] != "none":
+        why = reasons[0] if reasons else "as requested"
+        logger.info("Speculation: %s, k = %d (%s)", speculation["drafter"], speculation["num_speculative_tokens"], why)
     else:
         why = reasons[0] if reasons else "--speculative-method chooses a drafter"
         logger.info("Speculation: none (%s)", why)

@@ -71,13 +71,13 @@ class GenerateRequest(BaseModel):
     @property
     def adapter(self) -> str | None:
         """The adapter of all prompts. Raises BadRequest for several."""
-        given = self.lora_path if isinstance(self.lora_path, list) else [self.lora_path]
-        if len(set(given)) > 1:
+        value = self.lora_path if isinstance(self.lora_path, list) else [self.lora_path]
+        if len(set(value)) > 1:
             raise BadRequest(
                 f"lora_path={show(self.lora_path)} names several adapters; send a request for each of them.",
                 "lora_path",
             )
-        return given[0] if given else None
+        return value[0] if value else None
 
 
 def completion_body(request: GenerateRequest, data: Mapping[str, Any]) -> tuple[dict[str, Any], Renames]:
@@ -86,11 +86,11 @@ def completion_body(request: GenerateRequest, data: Mapping[str, Any]) -> tuple[
     body = {name: value for name, value in data.items() if name not in own and value not in (None, False, [], {})}
     if (request.text is None) == (request.input_ids is None):
         raise BadRequest("text and input_ids: give one of them.", "text")
-    given, prompt = ("text", request.text) if request.text is not None else ("input_ids", request.input_ids)
+    fields, prompt = ("text", request.text) if request.text is not None else ("input_ids", request.input_ids)
     body["prompt"] = prompt
     if (adapter := request.adapter) is not None:
         body["model"] = adapter
-    renames = {"prompt": given, "prompt_logprobs": "logprob_start_len", "logprobs": "top_logprobs_num"}
+    renames = {"prompt": fields, "prompt_logprobs": "logprob_start_len", "logprobs": "top_logprobs_num"}
     misplaced = next((name for name in request.sampling_params or {} if name in MISPLACED), None)
     if misplaced is not None:
         message = f"sampling_params has {misplaced}, which is a field of the body; move it there."
@@ -125,12 +125,12 @@ def media_sources(request: GenerateRequest) -> list[list[MediaSource]]:
     count = len(several) if many and several else 1
     found: list[list[MediaSource]] = [[] for _ in range(count)]
     for name, kind in (("image_data", IMAGE), ("video_data", VIDEO)):
-        given = getattr(request, name)
-        if not given:
+        value = getattr(request, name)
+        if not value:
             continue
-        each = [given] if not many else given
+        each = [value] if not many else value
         if not isinstance(each, list) or len(each) != count:
-            raise BadRequest(f"{name}={show(given)} is not valid: give a list with an entry for each prompt.", name)
+            raise BadRequest(f"{name}={show(value)} is not valid: give a list with an entry for each prompt.", name)
         for number, items in enumerate(each):
             where = f"{name}[{number}]" if many else name
             found[number] += _items(items, where, kind)
@@ -242,7 +242,7 @@ class GenerateReply:
                         ),
                         [None, None, None],
                     )
-                    for entries in (given or {} for given in generation.prompt_logprobs)
+                    for entries in (value or {} for value in generation.prompt_logprobs)
                 ]
         return {"text": output.text, "output_ids": list(output.ids), "meta_info": meta}
 

@@ -53,11 +53,11 @@ class Vision:
     max_frame_tokens: int | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> Vision | None:
+    def of(cls, value: Mapping[str, Any] | None) -> Vision | None:
         """From the engine's dict; None for a model without a tower."""
-        if given is None:
+        if value is None:
             return None
-        return cls(**{name: given[name] for name in cls.__dataclass_fields__ if name in given})
+        return cls(**{name: value[name] for name in cls.__dataclass_fields__ if name in value})
 
 
 class MediaLoader:
@@ -157,7 +157,7 @@ class MediaLoader:
 
     def load(self, source: MediaSource) -> LoadedMedia:
         """Load one item. Raises BadRequest."""
-        if source.given is None:
+        if source.content is None:
             return self._kept_by_name(source)
         payloads = self._payloads(source)
         key = _key(source, payloads)
@@ -178,15 +178,15 @@ class MediaLoader:
 
     def _payloads(self, source: MediaSource) -> list[Payload]:
         """The encoded bytes, or pixels, of an item."""
-        given, param = source.given, source.param
+        value, param = source.content, source.param
         if source.kind == "image":
-            return [self._referred(given, param) if isinstance(given, str) else image_payload(given, param)]
-        if isinstance(given, str):
-            return self._film(given, param)
-        if isinstance(given, (bytes, bytearray, memoryview)):
-            return [image_payload(given, param)]
+            return [self._referred(value, param) if isinstance(value, str) else image_payload(value, param)]
+        if isinstance(value, str):
+            return self._film(value, param)
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return [image_payload(value, param)]
         found = []
-        for i, one in enumerate(frames_of(given, param)):
+        for i, one in enumerate(frames_of(value, param)):
             place = f"{param}[{i}]"
             found.append(self._referred(one, place) if isinstance(one, str) else image_payload(one, place))
         return found

@@ -93,12 +93,12 @@ def _size(value: Any, where: str) -> dict[str, Any]:
 
 def with_io_kwargs(options: Options, kind: str, kwargs: Mapping[str, Any], param: str = IO) -> Options:
     """``options`` with the media_io_kwargs: {"image": {…}, "video": {…}}. Raises BadRequest."""
-    for name, given in kwargs.items():
+    for name, settings in kwargs.items():
         where = f"{param}.{name}"
-        if name not in NESTED or not isinstance(given, Mapping):
-            raise BadRequest(f"{where}={shown(given)} is not valid: give an object for image or for video.", where)
+        if name not in NESTED or not isinstance(settings, Mapping):
+            raise BadRequest(f"{where}={shown(settings)} is not valid: give an object for image or for video.", where)
         found: dict[str, Any] = {}
-        for key, value in given.items():
+        for key, value in settings.items():
             place = f"{where}.{key}"
             if value is None or (key, value) in (("image_mode", "RGB"), ("num_frames", -1)):
                 continue

@@ -25,16 +25,16 @@ MEDIA_ROLES = ("user", "tool")
 
 def _referred(part: Part, name: str, where: str) -> tuple[Any, Part]:
     """The content of a part under ``name``: a string, or an object with ``url`` whose other keys are settings."""
-    given = part.get(name)
-    if isinstance(given, Mapping):
-        others = {key: value for key, value in given.items() if key != "url"}
+    content = part.get(name)
+    if isinstance(content, Mapping):
+        others = {key: value for key, value in content.items() if key != "url"}
         inner = known_part(others, IGNORED, f"{where}.{name}")
         unknown = next((key for key, value in inner.items() if key not in IGNORED and value is not None), None)
         if unknown is not None:
             place = f"{where}.{name}.{unknown}"
             raise BadRequest(f"{place}={shown(inner[unknown])} is not supported; remove it.", place)
-        return given.get("url"), inner
-    return given, {}
+        return content.get("url"), inner
+    return content, {}
 
 
 def _url_part(kind: Kind, *names: str) -> Callable[[Part, str], tuple[Kind, Any, Part]]:
@@ -139,7 +139,7 @@ def _under(source: MediaSource, wide: Options) -> MediaSource:
     return MediaSource(
         source.kind,
         source.param,
-        source.given,
+        source.content,
         Options(**{name: changed.get(name, getattr(own, name)) for name in blank.__dataclass_fields__}),
         source.uuid,
     )

@@ -67,9 +67,9 @@ class MediaSettings:
         return self.media_max_mb * MB
 
     @staticmethod
-    def of(**given: Any) -> MediaSettings:
+    def of(**flags: Any) -> MediaSettings:
         """Settings from flags' values, or from keywords of ``LLM``: JSON or objects; None is the default."""
-        fields = {name: value for name, value in given.items() if value is not None}
+        fields = {name: value for name, value in flags.items() if value is not None}
         if (path := fields.pop("allowed_local_media_path", None)) not in (None, ""):
             fields["allowed_local_media_path"] = Path(path)
         if (domains := fields.get("allowed_media_domains")) is not None:
@@ -86,10 +86,10 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _domains(given: Any) -> tuple[str, ...]:
-    if isinstance(given, str):
-        given = json.loads(given) if given.lstrip().startswith("[") else given.split(",")
-    names = tuple(str(one).strip().lower().rstrip(".") for one in given)
+def _domains(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+    names = tuple(str(one).strip().lower().rstrip(".") for one in value)
     wrong = next((one for one in names if not one or set(one) & set("/:@ \\")), None)
     if wrong is not None:
         raise ConfigError(
@@ -98,13 +98,13 @@ def _domains(given: Any) -> tuple[str, ...]:
     return names
 
 
-def _limits(given: Any) -> dict[str, int]:
+def _limits(flags: Any) -> dict[str, int]:
     """Parse ``{"image": 4}``, vLLM's longer form with ``count``, or its older ``image=4,video=1``."""
-    if isinstance(given, str) and "=" in given and not given.lstrip().startswith("{"):
-        given = dict(part.strip().split("=", 1) for part in given.split(","))
-        given = {name: int(value) if value.isdecimal() else value for name, value in given.items()}
+    if isinstance(flags, str) and "=" in flags and not flags.lstrip().startswith("{"):
+        flags = dict(part.strip().split("=", 1) for part in flags.split(","))
+        flags = {name: int(value) if value.isdecimal() else value for name, value in flags.items()}
     found = dict(DEFAULT_LIMITS)
-    for name, value in _object("limit_mm_per_prompt", given).items():
+    for name, value in _object("limit_mm_per_prompt", flags).items():
         if isinstance(value, Mapping) and not value.keys() - {"count", *HINTS}:
             value = value.get("count", DEFAULT_LIMITS.get(name, 0))
         if name == "audio" and value == 0:
@@ -118,11 +118,11 @@ def _limits(given: Any) -> dict[str, int]:
     return found
 
 
-def _object(name: str, given: Any) -> dict[str, Any]:
+def _object(name: str, value: Any) -> dict[str, Any]:
     try:
-        given = json.loads(given) if isinstance(given, str) else given
+        value = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ConfigError(f"{_flag(name)} is not valid JSON: {error}.") from None
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{_flag(name)} {given!r}: give a JSON object.")
-    return dict(given)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{_flag(name)} {value!r}: give a JSON object.")
+    return dict(value)

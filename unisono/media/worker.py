@@ -234,16 +234,16 @@ class MediaDecoder:
         if not payloads:
             raise image_decoding.InvalidImage("has no frames; give at least one.")
         frames = _Frames([self._opened(*one) for one in payloads], self.setup["max_pixels"], message["background"])
-        most, asked = self.setup["max_frames"], message["fps"]
+        most, fps = self.setup["max_frames"], message["fps"]
         if frames.listed:
-            rate, indices = asked or LIST_FPS, list(range(frames.total))
+            rate, indices = fps or LIST_FPS, list(range(frames.total))
             if frames.total > most:
                 raise image_decoding.InvalidImage(
                     f"has {frames.total} frames; the limit is {most} (--media-max-frames)."
                 )
         else:
             rate = frames.rate()
-            indices = videos.sampled(rules, frames.total, rate, asked, message["num_frames"], most)
+            indices = videos.sampled(rules, frames.total, rate, fps, message["num_frames"], most)
         if len(indices) == 1:  # as long as one patch
             indices *= rules.temporal_patch_size
         width, height = frames.size

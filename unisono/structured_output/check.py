@@ -52,10 +52,10 @@ class TextCheck:
     """
 
     def __init__(self, kind: str, value: Any, compact: bool = False, vocabulary: CheckVocabulary | None = None) -> None:
-        asked = StructuredOutputs(**{kind: value})
+        outputs = StructuredOutputs(**{kind: value})
         self._vocabulary = own = vocabulary or _of_bytes()
         try:
-            grammar = parse(kind, getattr(asked, kind), compact, own.names)
+            grammar = parse(kind, getattr(outputs, kind), compact, own.names)
             self._matcher: Any = own.matcher(own.tokens, grammar, log_level=0, limits=own.limits)
             if self._matcher.is_error():
                 raise RefusedError(self._matcher.get_error())

@@ -139,15 +139,15 @@ class Splitter:
         """New reasoning up to the closing mark, without white space at both ends."""
         if not self._started:
             self._held = self._held.lstrip()
-        thought, marks = self._held, (self.parser.end, *self.interrupts)
-        place, mark = min(((thought.find(mark), mark) for mark in marks if mark in thought), default=(-1, ""))
+        held, marks = self._held, (self.parser.end, *self.interrupts)
+        place, mark = min(((held.find(mark), mark) for mark in marks if mark in held), default=(-1, ""))
         if mark:
             rest = place + len(mark) if mark == self.parser.end else place
-            self.state, self._held, self._started = "content", thought[rest:], False
-            return thought[:place].rstrip()
-        kept = thought if last else thought[: len(thought) - max(_overlap(thought, mark) for mark in marks)]
+            self.state, self._held, self._started = "content", held[rest:], False
+            return held[:place].rstrip()
+        kept = held if last else held[: len(held) - max(_overlap(held, mark) for mark in marks)]
         new = kept if last else kept.rstrip()
-        self._held = thought[len(new) :]
+        self._held = held[len(new) :]
         self._started |= bool(new)
         return new
 

@@ -22,20 +22,20 @@ RIGHT, NEXT = 0.6, 0.4
 """The prior of :func:`promising`: candidate d is the right one with probability RIGHT · NEXT^d, which sums to 1."""
 
 
-def parse_nodes(given: object) -> tuple[Node, ...]:
+def parse_nodes(value: object) -> tuple[Node, ...]:
     """Parse the nodes of a tree in vLLM's form: ``"[(0,), (1,), (0, 0)]"``, or the same as lists or tuples.
 
     Raises ValueError for another form, for a node without its parent or elder sibling, and for too many paths.
     """
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given = ast.literal_eval(given)
+            value = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-            raise ValueError(f"{given!r} is not a list of tuples") from None
-    if not isinstance(given, (list, tuple)) or not given:
-        raise ValueError(f"{given!r} is not a list of tuples, one for each node but the root")
+            raise ValueError(f"{value!r} is not a list of tuples") from None
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"{value!r} is not a list of tuples, one for each node but the root")
     nodes = set()
-    for node in given:
+    for node in value:
         whole = isinstance(node, (list, tuple)) and all(isinstance(d, int) and not isinstance(d, bool) for d in node)
         if not whole or not node or min(node) < 0:
             raise ValueError(f"{node!r} is not a node: a tuple of whole numbers from 0 on, one for each step down")

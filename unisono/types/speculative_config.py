@@ -65,27 +65,27 @@ class SpeculativeConfig(Concise):
         return paths if len(paths) > 1 else ()
 
     @staticmethod
-    def parse(given: Mapping[str, Any]) -> SpeculativeConfig:
+    def parse(config: Mapping[str, Any]) -> SpeculativeConfig:
         """Parse vLLM's flat form: every key that is no field of this class is an option of the method.
 
         A tree is ``speculative_token_tree`` (its nodes, in vLLM's form), or ``topk`` and ``num_draft_tokens``: the
         likeliest
         ``num_draft_tokens`` nodes with at most ``topk`` children each, by the prior of ``draft_tree.promising``.
         """
-        if not isinstance(given.get("method"), str):
-            if "num_speculative_tokens" in given:
-                SpeculativeConfig(num_speculative_tokens=given["num_speculative_tokens"])  # checks the range
-            asked = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        if not isinstance(config.get("method"), str):
+            if "num_speculative_tokens" in config:
+                SpeculativeConfig(num_speculative_tokens=config["num_speculative_tokens"])  # checks the range
+            settings = ", ".join(f"{name}={value!r}" for name, value in config.items())
             raise ConfigError(
-                f'{asked or "the speculative config"}: choose a drafter with --speculative-method or "method" '
+                f'{settings or "the speculative config"}: choose a drafter with --speculative-method or "method" '
                 "of the speculative config (mtp for the MTP modules of the checkpoint; --help lists all)."
             )
-        known = {name: given[name] for name in _FLAT_KEYS if name in given}
-        nodes = _asked_tree(given)
+        known = {name: config[name] for name in _FLAT_KEYS if name in config}
+        nodes = _asked_tree(config)
         if nodes:
             known["token_tree"] = nodes
             known.setdefault("num_speculative_tokens", min(len(nodes[-1]), MAX_DRAFTS))
-        options = {k: v for k, v in given.items() if k not in known and k not in _TREE_KEYS}
+        options = {k: v for k, v in config.items() if k not in known and k not in _TREE_KEYS}
         return SpeculativeConfig(**known, options=options)
 
 
@@ -93,9 +93,9 @@ _FLAT_KEYS = ("method", "model", "num_speculative_tokens", "adaptive", "draft_te
 _TREE_KEYS = ("speculative_token_tree", "topk", "num_draft_tokens")
 
 
-def _asked_tree(given: Mapping[str, Any]) -> tuple[Node, ...]:
+def _asked_tree(config: Mapping[str, Any]) -> tuple[Node, ...]:
     """The nodes of the tree in a flat speculative config; empty for a chain."""
-    explicit, topk, budget = (given.get(name) for name in _TREE_KEYS)
+    explicit, topk, budget = (config.get(name) for name in _TREE_KEYS)
     if explicit is not None:
         if topk is not None or budget is not None:
             raise ConfigError("speculative_token_tree names every node: leave out topk and num_draft_tokens.")
@@ -105,13 +105,13 @@ def _asked_tree(given: Mapping[str, Any]) -> tuple[Node, ...]:
     for name, value in (("topk", topk), ("num_draft_tokens", budget)):
         if not (isinstance(value, int) and is_int(value) and value >= 1):
             raise ConfigError(f"{name}={value!r}: topk and num_draft_tokens go together, whole numbers from 1 on.")
-    k = given.get("num_speculative_tokens", SpeculativeConfig.num_speculative_tokens)
+    k = config.get("num_speculative_tokens", SpeculativeConfig.num_speculative_tokens)
     SpeculativeConfig(num_speculative_tokens=k)  # checks the range of k
     return _tree(f"topk={topk} with num_draft_tokens={budget}", promising, topk, budget, k)
 
 
-def _tree(what: str, make: Callable[..., tuple[Node, ...]], *given: Any) -> tuple[Node, ...]:
+def _tree(what: str, make: Callable[..., tuple[Node, ...]], *config: Any) -> tuple[Node, ...]:
     try:
-        return make(*given)
+        return make(*config)
     except ValueError as error:
         raise ConfigError(f"{what}: {error}.") from None

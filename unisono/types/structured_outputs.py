@@ -110,11 +110,11 @@ class StructuredOutputs(Concise):
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        given = [kind for kind in KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
-            found = f"{', '.join(given)} are set" if given else "nothing is set"
+        value = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(value) != 1:
+            found = f"{', '.join(value)} are set" if value else "nothing is set"
             raise BadRequest(f"structured_outputs: {found}; set one of {', '.join(KINDS)}.", "structured_outputs")
-        (kind,) = given
+        (kind,) = value
         try:
             object.__setattr__(self, kind, checked(kind, getattr(self, kind)))
         except ValueError as error:

@@ -92,7 +92,7 @@ def test_too_many(sees: Server) -> None:
     assert "is image 4 of 4; the limit per prompt is 3 (--limit-mm-per-prompt)" in error["message"]
     film = {"type": "video_url", "video_url": {"url": frame_urls(2)}}
     error = ask(sees, film, film).json()["error"]
-    assert "is video 2 of 2; at most 1 " in error["message"]
+    assert "is video 2 of 2; the limit per prompt is 1 " in error["message"]
 
 
 def test_more_tokens_than_the_context(sees: Server) -> None:
@@ -251,7 +251,7 @@ def test_workers_end_with_the_server(strict: Server) -> None:
 
     assert ask(strict, part(data_url(CAT))).status_code == 200
     below = [one for child in children(strict.process.pid) for one in (child, *children(child))]
-    assert sum("frontend.media.worker" in named(one) for one in below) >= 2
+    assert sum("unisono.media.worker" in named(one) for one in below) >= 2
     strict.kill()
     until(lambda: not any(named(one) for one in below))
 

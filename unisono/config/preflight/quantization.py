@@ -233,9 +233,9 @@ def _of_another_tool(
     directory: Path, tool: str, file: str, config: Mapping[str, Any], methods: tuple[str, ...]
 ) -> CheckpointError:
     names = ("quant_algo", "kv_cache_quant_algo", "bits", "group_size", "desc_act")
-    told = ", ".join(f"{name}={config[name]!r}" for name in names if config.get(name) is not None)
+    settings = ", ".join(f"{name}={config[name]!r}" for name in names if config.get(name) is not None)
     return CheckpointError(
-        f"{directory} is quantised with {tool} ({file}{': ' if told else ''}{told}), and config.json has no "
+        f"{directory} is quantised with {tool} ({file}{': ' if settings else ''}{settings}), and config.json has no "
         f"quantization_config that says how: weights are read in {_READ}{', '.join(methods)}. Give the unquantised "
         "checkpoint or one in these formats."
     )

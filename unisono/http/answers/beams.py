@@ -33,10 +33,10 @@ class BeamStream:
             if self._owner.cancelled:
                 return TokenDelta(self._request.request_id, [], FinishReason.ABORT)
             raise
-        wanted, self.engine = self._request.params.logprobs, self._owner.engine
+        count, self.engine = self._request.params.logprobs, self._owner.engine
         delta = TokenDelta(self._request.request_id, list(beam.tokens), beam.finish, self._owner.cached_tokens)
-        if wanted is not None:
-            delta.logprobs = [TokenLogprobs(one.logprob, one.rank, one.top[:wanted]) for one in beam.logprobs]
+        if count is not None:
+            delta.logprobs = [TokenLogprobs(one.logprob, one.rank, one.top[:count]) for one in beam.logprobs]
         return delta
 
     def close(self) -> None:

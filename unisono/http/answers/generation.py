@@ -116,7 +116,7 @@ class Generation:
         self.client = ""  # its client, as ``auth.Client.label``
         self.key = ""  # the name of its API key
         self._drafted = self._accepted = self._rounds = 0
-        self._thought = self._written = 0  # characters of reasoning; of everything
+        self._reasoning_chars = self._written = 0  # characters of reasoning; of everything
         self._echoed = 0  # characters of the prompt at the beginning of the answer
         self._cancelled = False
 
@@ -140,7 +140,7 @@ class Generation:
         output, first = self._output, self._request.shares_with is None
         prompt, cached = (len(self._request.prompt_token_ids), output.cached_tokens) if first else (0, 0)
         rejected = self._drafted - self._accepted
-        thinking = math.ceil(output.num_tokens * self._thought / self._written) if self._thought else 0
+        thinking = math.ceil(output.num_tokens * self._reasoning_chars / self._written) if self._reasoning_chars else 0
         return Usage.of(prompt, output.num_tokens, cached, self._accepted, rejected, thinking)
 
     def span(self) -> dict[str, Any] | None:
@@ -246,18 +246,18 @@ class Generation:
         self._count_drafts(delta, len(new.token_ids))
         if new.logprobs is not None:
             self.cumulative_logprob += sum(one.logprob for one in new.logprobs)
-        wanted = new.logprobs if self._style.reports else None
-        reports = None if wanted is None else self._reports(new.token_ids, wanted, self._offsets(new.token_ids))
+        scores = new.logprobs if self._style.reports else None
+        reports = None if scores is None else self._reports(new.token_ids, scores, self._offsets(new.token_ids))
         finish = None if new.finish is FinishReason.RUNNING else new.finish.text
-        said = AnswerParts(content=new.text)
+        parts = AnswerParts(content=new.text)
         if self._reader is not None:
-            said = self._reader.feed(new.text, finish is not None)
+            parts = self._reader.feed(new.text, finish is not None)
             finish = finish and self._reader.finish(finish)
-            self._thought += len(said.reasoning)
+            self._reasoning_chars += len(parts.reasoning)
             self._written += len(new.text)
-        reasoning = "" if self._style.hides else said.reasoning
+        reasoning = "" if self._style.hides else parts.reasoning
         return new.finish, OutputPiece(
-            self.index, said.content, new.token_ids, finish, new.stop_string, reports, reasoning, said.calls, draft
+            self.index, parts.content, new.token_ids, finish, new.stop_string, reports, reasoning, parts.calls, draft
         )
 
     def _count_drafts(self, delta: TokenDelta, tokens: int) -> None:
@@ -321,9 +321,9 @@ class Generation:
             reports += self._reports(ids[1:], [replace(score, top=score.top[:most]) for score in scores], offsets)
         return OutputPiece(self.index, echo.text, [], FinishReason.LENGTH.text if echo.alone else None, None, reports)
 
-    def _reports(self, token_ids: list[int], given: list[TokenLogprobs], offsets: list[int]) -> list[TokenReport]:
+    def _reports(self, token_ids: list[int], scores: list[TokenLogprobs], offsets: list[int]) -> list[TokenReport]:
         reports = []
-        for token_id, one, offset in zip(token_ids, given, offsets, strict=True):
+        for token_id, one, offset in zip(token_ids, scores, offsets, strict=True):
             top = [(self._text(alternative), logprob) for alternative, logprob in one.top]
             ids = [token for token, _ in one.top]
             data, others = self._output.token_bytes(token_id), [self._output.token_bytes(token) for token in ids]

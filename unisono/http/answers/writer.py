@@ -43,7 +43,7 @@ class OpenAIReply:
 
     async def whole(self) -> Response:
         """The complete answer. Raises the error that ended a generation early."""
-        texts, thoughts = [""] * len(self.generations), [""] * len(self.generations)
+        texts, reasonings = [""] * len(self.generations), [""] * len(self.generations)
         calls: list[list[ToolDelta]] = [[] for _ in self.generations]
         ids: list[list[int]] = [[] for _ in self.generations]
         reports: list[list[TokenReport]] = [[] for _ in self.generations]
@@ -51,7 +51,7 @@ class OpenAIReply:
         async with aclosing(merge(self.generations)) as pieces:
             async for piece in pieces:
                 texts[piece.index] += piece.text
-                thoughts[piece.index] += piece.reasoning
+                reasonings[piece.index] += piece.reasoning
                 calls[piece.index] += piece.tool_calls
                 ids[piece.index] += piece.token_ids
                 reports[piece.index] += piece.reports or []
@@ -64,7 +64,7 @@ class OpenAIReply:
             assert end.finish is not None
             choice = self.shape.choice(number, texts[index], end.finish, end.stop, generation.seed)
             if generation.splits:
-                choice.message.reasoning_content = choice.message.reasoning = thoughts[index] or None
+                choice.message.reasoning_content = choice.message.reasoning = reasonings[index] or None
             if calls[index]:
                 choice.message.tool_calls = joined(calls[index])
                 choice.message.content = texts[index] or None

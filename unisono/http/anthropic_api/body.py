@@ -154,7 +154,7 @@ def _messages(request: CountRequest, ignored: Ignored) -> list[_TranslatedMessag
 def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> dict[str, Any]:
     """An assistant's blocks as one message."""
     message: dict[str, Any] = {"role": "assistant", "content": None}
-    thoughts, texts, calls = [], [], []
+    reasoning, texts, calls = [], [], []
     for i, block in enumerate(blocks):
         if isinstance(block, dict) and ignored.part(block.get("type"), f"{where}[{i}].type"):
             continue
@@ -162,14 +162,14 @@ def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> dict[str, Any
         if kind == "text":
             texts.append(_text(block, "text", f"{where}[{i}]"))
         elif kind == "thinking":
-            thoughts.append(_text(block, "thinking", f"{where}[{i}]"))
+            reasoning.append(_text(block, "thinking", f"{where}[{i}]"))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
     if texts or not calls:
         message["content"] = "".join(texts)
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
     if calls:
         message["tool_calls"] = calls
     return message
@@ -207,7 +207,7 @@ def _result(content: Any, where: str) -> tuple[list[dict[str, Any]], list[str]]:
         return [{"type": "text", "text": text}], [where]
     places = [f"{where}[{i}]" for i in range(len(content))]
     kinds = [_kind(block, place, ("text", "image")) for block, place in zip(content, places, strict=True)]
-    return [_part(*given) for given in zip(kinds, content, places, strict=True)], places
+    return [_part(*value) for value in zip(kinds, content, places, strict=True)], places
 
 
 def _part(kind: str, block: Block, where: str) -> dict[str, Any]:
@@ -244,10 +244,10 @@ def _text(block: Block, name: str, where: str) -> str:
 
 def _thinking(request: CountRequest) -> dict[str, Any]:
     """Fields of the chat body for ``thinking``: reasoning on or off, and its budget."""
-    given = request.thinking
-    if given is None:
+    value = request.thinking
+    if value is None:
         return {}
-    kind, budget = given.get("type"), given.get("budget_tokens")
+    kind, budget = value.get("type"), value.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise BadRequest(f"thinking.type={show(kind)} is not supported; use enabled or disabled.", "thinking.type")
     made: dict[str, Any] = {"enable_thinking": kind != "disabled"}
@@ -281,10 +281,10 @@ def _response_format(form: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"], "strict": True}}
 
 
-def _functions(given: list[Any], ignored: Ignored) -> list[dict[str, Any]]:
+def _functions(value: list[Any], ignored: Ignored) -> list[dict[str, Any]]:
     """The chat body's tools, without hosted ones. Raises BadRequest."""
     tools = []
-    for i, tool in enumerate(given):
+    for i, tool in enumerate(value):
         kind = tool.get("type", "custom") if isinstance(tool, dict) else None
         if kind != "custom" and ignored.tool(kind, f"tools[{i}].type"):
             continue

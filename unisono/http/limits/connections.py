@@ -52,12 +52,12 @@ class Limits:
 def open_files() -> int:
     """Raise this process's limit of open files to its maximum; returns the number of possible connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16)
+    limit = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     except (ValueError, OSError):  # macOS reports more than it grants
-        wanted = soft
-    return max(16, wanted - SPARE_FILES)
+        limit = soft
+    return max(16, limit - SPARE_FILES)
 
 
 class _RequestRefused(Exception):

@@ -165,13 +165,13 @@ class Admission:
         self._usage[ticket.client.label].bytes -= ticket.bytes
         ticket.bytes = 0
 
-    def _seconds_until_room(self, wanted: int) -> int:
-        """Estimated seconds until ``wanted`` sequences have ended, at the recent rate."""
+    def _seconds_until_room(self, needed: int) -> int:
+        """Estimated seconds until ``needed`` sequences have ended, at the recent rate."""
         if len(self._left) < 2:
             return 1
         seconds = self._clock() - self._left[0][0]
         ended = sum(count for _, count in self._left)
-        return max(1, min(MAX_RETRY_AFTER, math.ceil(wanted * seconds / max(1, ended))))
+        return max(1, min(MAX_RETRY_AFTER, math.ceil(needed * seconds / max(1, ended))))
 
     def _check_rate(self, client: ApiClient, limits: ClientLimits) -> None:
         """Refuse a request beyond the rate: a token bucket holds a minute's requests."""

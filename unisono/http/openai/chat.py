@@ -44,7 +44,7 @@ class ChatPlan:
     @property
     def tools(self) -> Sequence[Mapping[str, Any]] | None:
         """Definitions for the chat template."""
-        return None if self.use is None else self.use.given
+        return None if self.use is None else self.use.definitions
 
     def sampling(self, prompt: PreparedPrompt) -> SamplingParams:
         """The request's parameters, with the reasoning state of its answer's beginning."""
@@ -126,7 +126,7 @@ class ChatFormat:
                 "thinking_token_budget",
             )
         marks = [] if self.parser is None else [self.parser.start, self.parser.end]
-        asked = params.structured_outputs
+        outputs = params.structured_outputs
         if use is not None:
             params = self._constrained(use, params)
             marks += self.form.marks
@@ -136,21 +136,21 @@ class ChatFormat:
         if request.continue_final_message:
             content = request.conversation()[-1]["content"]
             prefix = content if isinstance(content, str) else ""
-        if use is None and asked is not None and prefix is None and self.parser is not None:
-            answer = Structure(self.form, self.specials).answer(asked)
-            asked, params = answer, replace(params, structured_outputs=answer)
-        constrains = params.structured_outputs is not asked
+        if use is None and outputs is not None and prefix is None and self.parser is not None:
+            answer = Structure(self.form, self.specials).answer(outputs)
+            outputs, params = answer, replace(params, structured_outputs=answer)
+        constrains = params.structured_outputs is not outputs
         form, budget = self.form if use else None, request.thinking_token_budget
         splits = request.separate_reasoning is not False
         return ChatPlan(params, self.parser, form, use, prefix, budget, constrains, splits)
 
     def _constrained(self, use: ToolUse, params: SamplingParams) -> SamplingParams:
         """``params`` with the grammar of required calls, or of calls whose arguments must satisfy their schemas."""
-        structure, asked = Structure(self.form, self.specials), params.structured_outputs
+        structure, outputs = Structure(self.form, self.specials), params.structured_outputs
         if use.mode == "required":
-            asked = structure.required(use.callable, use.parallel)
-        elif asked is not None:
-            asked = structure.either(use.callable, use.parallel, asked)
+            outputs = structure.required(use.callable, use.parallel)
+        elif outputs is not None:
+            outputs = structure.either(use.callable, use.parallel, outputs)
         elif use.strict:
-            asked = structure.optional(use.callable, use.parallel)
-        return replace(params, structured_outputs=asked)
+            outputs = structure.optional(use.callable, use.parallel)
+        return replace(params, structured_outputs=outputs)

@@ -65,8 +65,8 @@ def _message(message: Any, where: str, sources: list[MediaSource]) -> Message:
     own = ROLE_FIELDS.get(role, frozenset())
     for name, value in message.items():
         known = name in ("role", "content") or name in TEXT_FIELDS or name in own
-        told = name in EMPTY_FIELDS or name in NEAREST
-        if not known and not told and dropped(f"{where}.{name}"):
+        recognised = name in EMPTY_FIELDS or name in NEAREST
+        if not known and not recognised and dropped(f"{where}.{name}"):
             continue
         if not known and not (name in EMPTY_FIELDS and value in (None, [], {})):
             way_out = f"use {NEAREST[name]}" if name in NEAREST else "remove it"

@@ -139,20 +139,20 @@ class GenerationRequest(BaseModel):
 
     def sampling_params(self, defaults: Mapping[str, float], max_tokens: int | None) -> SamplingParams:
         """The request's parameters; ``defaults`` (the checkpoint's) replace absent ones. Raises BadRequest."""
-        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
-        trimmed = given.setdefault("include_stop_str_in_output", bool(self.no_stop_trim))
+        fields = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        trimmed = fields.setdefault("include_stop_str_in_output", bool(self.no_stop_trim))
         if self.no_stop_trim is not None and trimmed != self.no_stop_trim:
             raise BadRequest("include_stop_str_in_output and no_stop_trim differ; give one of them.", "no_stop_trim")
-        given["extra_args"] = self.vllm_xargs or {}
-        given["logit_bias"] = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
+        fields["extra_args"] = self.vllm_xargs or {}
+        fields["logit_bias"] = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        given |= {"seed": self.seed, "stop": stop, "max_tokens": max_tokens, "logprobs": self.alternatives()}
-        given["prompt_logprobs"] = self.prompt_logprobs
-        given["structured_outputs"] = structured_outputs({name: getattr(self, name) for name in STRUCTURED_FIELDS})
-        given["max_drafts"] = self.speculative.max_drafts() if self.speculative else None
-        if self.logprob_token_ids is not None and given["logprobs"] is None:
+        fields |= {"seed": self.seed, "stop": stop, "max_tokens": max_tokens, "logprobs": self.alternatives()}
+        fields["prompt_logprobs"] = self.prompt_logprobs
+        fields["structured_outputs"] = structured_outputs({name: getattr(self, name) for name in STRUCTURED_FIELDS})
+        fields["max_drafts"] = self.speculative.max_drafts() if self.speculative else None
+        if self.logprob_token_ids is not None and fields["logprobs"] is None:
             raise BadRequest("logprob_token_ids needs logprobs; set it too.", "logprob_token_ids")
-        return SamplingParams(**{**defaults, **given})
+        return SamplingParams(**{**defaults, **fields})
 
     def sequences(self) -> int:
         """Number of generated sequences per prompt; the answer has n of them. Raises BadRequest."""
@@ -257,8 +257,8 @@ class CompletionRequest(GenerationRequest):
 
     def embeds(self) -> Sequence[str]:
         """The prompts that are embeddings, encoded; they come before the others."""
-        given = self.prompt_embeds
-        return [given] if isinstance(given, str) else given or []
+        value = self.prompt_embeds
+        return [value] if isinstance(value, str) else value or []
 
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts that are text or token ids. Raises BadRequest for none at all, too many, or an empty one."""
@@ -371,8 +371,8 @@ class ChatRequest(GenerationRequest):
         effort, enabled = self.reasoning_effort, self.enable_thinking
         if enabled is None and effort == "none":
             enabled = False
-        given = {"reasoning_effort": effort, "enable_thinking": enabled, "thinking": enabled}
-        return {name: value for name, value in given.items() if value is not None}
+        fields = {"reasoning_effort": effort, "enable_thinking": enabled, "thinking": enabled}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def token_limit(self) -> int | None:
         """``max_completion_tokens``, or its older name. Raises BadRequest if they differ."""

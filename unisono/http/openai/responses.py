@@ -119,12 +119,12 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 """vLLM's form: for each prompt token its own log-probability and the likeliest ones', by id; null for the first."""
 
 
-def finite(given: PromptLogprobs) -> PromptLogprobs:
-    """``given`` without minus infinity, which JSON lacks."""
-    for entries in given:
+def finite(values: PromptLogprobs) -> PromptLogprobs:
+    """``values`` without minus infinity, which JSON lacks."""
+    for entries in values:
         for entry in (entries or {}).values():
             entry.logprob = max(entry.logprob, LEAST_LOGPROB)
-    return given
+    return values
 
 
 HiddenStates = list[list[float]]
@@ -290,8 +290,8 @@ class ResponseShape(Protocol):
     def tool_call(self, index: int, delta: ToolDelta) -> Any: ...
     def last(self, index: int, finish: str, stop: str | None) -> Any: ...
     def logprobs(self, reports: list[TokenReport]) -> Any: ...
-    def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None: ...
-    def add_prompts(self, answer: Response, given: list[list[int]]) -> None: ...
+    def add_prompt_logprobs(self, answer: Response, values: list[PromptLogprobs]) -> None: ...
+    def add_prompts(self, answer: Response, values: list[list[int]]) -> None: ...
 
 
 class ChatShape:
@@ -329,13 +329,13 @@ class ChatShape:
             content.append(ChatLogprob(own.token, own.logprob, own.bytes, top))
         return ChatLogprobs(content)
 
-    def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None:
+    def add_prompt_logprobs(self, answer: Response, values: list[PromptLogprobs]) -> None:
         """All choices have one prompt, so the answer has its log-probabilities."""
-        answer.prompt_logprobs = given[0]
+        answer.prompt_logprobs = values[0]
 
-    def add_prompts(self, answer: Response, given: list[list[int]]) -> None:
+    def add_prompts(self, answer: Response, values: list[list[int]]) -> None:
         """All choices have one prompt, so the answer has its token ids."""
-        answer.prompt_token_ids = given[0]
+        answer.prompt_token_ids = values[0]
 
 
 class TextShape:
@@ -373,15 +373,15 @@ class TextShape:
             tops.append({text: max(logprob, LEAST_LOGPROB) for text, logprob in pairs} or None)
         return TextLogprobs(names, own, tops, offsets)
 
-    def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None:
+    def add_prompt_logprobs(self, answer: Response, values: list[PromptLogprobs]) -> None:
         """Each choice has the log-probabilities of its prompt."""
-        for choice, one in zip(answer.choices, given, strict=True):
+        for choice, one in zip(answer.choices, values, strict=True):
             assert isinstance(choice, TextChoice)
             choice.prompt_logprobs = one
 
-    def add_prompts(self, answer: Response, given: list[list[int]]) -> None:
+    def add_prompts(self, answer: Response, values: list[list[int]]) -> None:
         """Each choice has the token ids of its prompt."""
-        for choice, one in zip(answer.choices, given, strict=True):
+        for choice, one in zip(answer.choices, values, strict=True):
             assert isinstance(choice, TextChoice)
             choice.prompt_token_ids = one
 

@@ -174,9 +174,9 @@ class Serving:
                 f"length_penalty={body.length_penalty} weighs beams; set use_beam_search, or leave it out.",
                 "length_penalty",
             )
-        wanted = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+        logprobs_field = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
         params = self._within_limits(prompt, params, pooled)
-        request = self.inputs.request(request_id, prompt, params, body.priority or 0, wanted, prompt_only)
+        request = self.inputs.request(request_id, prompt, params, body.priority or 0, logprobs_field, prompt_only)
         return replace(request, adapter=body.model if body.model in self._adapters else None)
 
     async def _prompts(
@@ -191,29 +191,31 @@ class Serving:
         request.check_embeds(self.inputs.model.prompt_embeds)
         request.check_suffix()
         written = request.prompts()
-        given: list[dict[str, Any]] = [{"prompt_embeds": text} for text in request.embeds()]
-        given += [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in written]
+        mapping: list[dict[str, Any]] = [{"prompt_embeds": text} for text in request.embeds()]
+        mapping += [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in written]
         if request.embedding_overrides is not None:  # then there is one prompt
-            given[0]["embedding_overrides"] = request.embedding_overrides
-        items = media or [[] for _ in given]
+            mapping[0]["embedding_overrides"] = request.embedding_overrides
+        items = media or [[] for _ in mapping]
         return [
             self.inputs.prompt(one)
             if one.keys() == {"prompt_token_ids"} and not request.suffix and not loaded
             else await self._prepared(
                 LONG if loaded or one.keys() != {"prompt"} else len(one["prompt"]), self._load, one, request, loaded
             )
-            for one, loaded in zip(given, items, strict=True)
+            for one, loaded in zip(mapping, items, strict=True)
         ]
 
-    def _load(self, given: dict[str, Any], request: CompletionRequest, media: Sequence[LoadedMedia]) -> PreparedPrompt:
+    def _load(
+        self, mapping: dict[str, Any], request: CompletionRequest, media: Sequence[LoadedMedia]
+    ) -> PreparedPrompt:
         """Prepare a prompt, with the body's encoded embeddings decoded to tensors."""
         sizes = self.inputs.model.max_model_len, self.inputs.model.hidden_size
-        if (whole := given.get("prompt_embeds")) is not None:
-            given["prompt_embeds"] = load_embeds(whole, *sizes, "prompt_embeds")
-        if (some := given.get("embedding_overrides")) is not None:
-            given["embedding_overrides"] = some.positions, load_embeds(some.embeddings, *sizes, "embedding_overrides")
+        if (whole := mapping.get("prompt_embeds")) is not None:
+            mapping["prompt_embeds"] = load_embeds(whole, *sizes, "prompt_embeds")
+        if (some := mapping.get("embedding_overrides")) is not None:
+            mapping["embedding_overrides"] = some.positions, load_embeds(some.embeddings, *sizes, "embedding_overrides")
         return self.inputs.prompt(
-            given,
+            mapping,
             add_special_tokens=request.add_special_tokens is not False,
             suffix=request.suffix,
             truncates=request.truncate_prompt_tokens is not None,
@@ -257,8 +259,8 @@ class Serving:
         parser of an
         answer.
         """
-        wanted = request.params.prompt_logprobs is not None
-        scores = asyncio.get_running_loop().create_future() if wanted else None
+        logprobs_field = request.params.prompt_logprobs is not None
+        scores = asyncio.get_running_loop().create_future() if logprobs_field else None
         outputs = [SequenceOutput(sequence, self.inputs.tokenizer) for sequence in request.sequences()]
         client: Source = self._client
         if body.use_beam_search:
@@ -325,13 +327,13 @@ def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> Sampli
 
     Raises BadRequest for more than that. :meth:`InputProcessor.request` refuses a prompt that leaves nothing.
     """
-    room, asked = context - prompt, params.max_tokens
-    if asked is None and room > 0:
+    room, max_tokens = context - prompt, params.max_tokens
+    if max_tokens is None and room > 0:
         return replace(params, max_tokens=room)
-    if asked is not None and asked > room > 0:
+    if max_tokens is not None and max_tokens > room > 0:
         raise BadRequest(
-            f"The prompt has {prompt} tokens and max_tokens is {asked}, together {prompt + asked}; the model's context "
-            f"is {context} tokens. Ask for at most {room} tokens or shorten the prompt.",
+            f"The prompt has {prompt} tokens and max_tokens is {max_tokens}, together {prompt + max_tokens}; the model's "
+            f"context is {context} tokens. Ask for at most {room} tokens or shorten the prompt.",
             "max_tokens",
             "context_length_exceeded",
         )

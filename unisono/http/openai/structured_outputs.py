@@ -28,18 +28,18 @@ SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 OPTIONS = {field.name for field in fields(StructuredOutputs)}
 
 
-def structured_outputs(given: Mapping[str, Any]) -> StructuredOutputs | None:
+def structured_outputs(fields: Mapping[str, Any]) -> StructuredOutputs | None:
     """Read the fields of a body that constrain its answer: ``response_format``, ``structured_outputs``, ``guided_…``.
 
     None if the answer is free. Raises BadRequest with the field.
     """
-    asked = {name: _options(name, value) for name, value in given.items() if value is not None}
-    wanted = {name: options for name, options in asked.items() if options is not None}
-    if len(wanted) > 1:
+    found = {name: _options(name, value) for name, value in fields.items() if value is not None}
+    chosen = {name: options for name, options in found.items() if options is not None}
+    if len(chosen) > 1:
         raise BadRequest(
-            f"{' and '.join(wanted)} are set; an answer has one form: give one of them.", next(iter(wanted))
+            f"{' and '.join(chosen)} are set; an answer has one form: give one of them.", next(iter(chosen))
         )
-    for name, options in wanted.items():
+    for name, options in chosen.items():
         try:
             return StructuredOutputs(**options)
         except BadRequest as error:

@@ -23,12 +23,12 @@ Mode = Literal["auto", "required"]
 class ToolUse:
     """The tools that an answer may call.
 
-    given: definitions in the template's form. mode: ``required`` if at least one call of ``callable`` must come.
+    definitions: definitions in the template's form. mode: ``required`` if at least one call of ``callable`` must come.
     parallel:
     several calls are allowed.
     """
 
-    given: Sequence[Mapping[str, Any]]
+    definitions: Sequence[Mapping[str, Any]]
     callable: Sequence[Tool]
     mode: Mode
     parallel: bool
@@ -49,17 +49,17 @@ def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
         return None
     if len(tools) > MAX_TOOLS:
         raise BadRequest(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are taken.", "tools")
-    given = [_definition(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    known = {one["function"]["name"]: _tool(one["function"]) for one in given}
-    if len(known) < len(given):
-        names = [one["function"]["name"] for one in given]
+    value = [_definition(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    known = {one["function"]["name"]: _tool(one["function"]) for one in value}
+    if len(known) < len(value):
+        names = [one["function"]["name"] for one in value]
         twice = next(name for name in names if names.count(name) > 1)
         raise BadRequest(f"tools has {twice!r} twice; give each function a name of its own.", "tools")
     mode, chosen = _choice(choice, known)
     if mode is None:
         return None
     named = isinstance(choice, dict) and choice.get("type") == "function"  # that function is called once
-    return ToolUse(given, [known[name] for name in chosen], mode, parallel is not False and not named)
+    return ToolUse(value, [known[name] for name in chosen], mode, parallel is not False and not named)
 
 
 def _definition(tool: Any, where: str) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class MessageBuilder:
 
 
 def to_items(
-    given: str | list[Any], new_id: Callable[[str], str], find: Callable[[str], Item | None], name: str = "input"
+    value: str | list[Any], new_id: Callable[[str], str], find: Callable[[str], Item | None], name: str = "input"
 ) -> list[Item]:
     """The input as items with ids.
 
@@ -114,12 +114,12 @@ def to_items(
 
     Raises BadRequest.
     """
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not given:
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not value:
         raise BadRequest(f"{name} is empty; give at least one item.", name)
     items = []
-    for i, item in enumerate(given):
+    for i, item in enumerate(value):
         where = f"{name}[{i}]"
         if not isinstance(item, dict):
             raise BadRequest(f"{where}={show(item)} is not valid: it must be an object.", where)
@@ -255,10 +255,10 @@ def chat_body(
 
 def conversation_of(request: ResponsesRequest) -> str | None:
     """The id of the conversation that a response continues. Raises BadRequest."""
-    given = request.conversation
-    found = given.get("id") if isinstance(given, dict) else given
-    if given is not None and not isinstance(found, str):
-        raise BadRequest(f'conversation={show(given)} is not valid: give an id, or {{"id": "conv_…"}}.', "conversation")
+    value = request.conversation
+    found = value.get("id") if isinstance(value, dict) else value
+    if value is not None and not isinstance(found, str):
+        raise BadRequest(f'conversation={show(value)} is not valid: give an id, or {{"id": "conv_…"}}.', "conversation")
     return found
 
 
@@ -313,16 +313,16 @@ def _check_choices(request: ResponsesRequest, ignored: Ignored) -> None:
         raise BadRequest("stream_options.include_obfuscation is not supported; set it to false.", "stream_options")
 
 
-def _response_format(given: Any) -> Any:
+def _response_format(value: Any) -> Any:
     """``text.format`` in the chat body's form, in which the schema is one level deeper."""
-    if isinstance(given, dict) and given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {name: v for name, v in given.items() if name != "type"}}
-    return given
+    if isinstance(value, dict) and value.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {name: v for name, v in value.items() if name != "type"}}
+    return value
 
 
-def _tools(given: list[Any], ignored: Ignored) -> list[dict[str, Any]]:
+def _tools(fields: list[Any], ignored: Ignored) -> list[dict[str, Any]]:
     tools = []
-    for i, tool in enumerate(given):
+    for i, tool in enumerate(fields):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if ignored.tool(kind, f"tools[{i}].type"):
             continue
@@ -343,9 +343,9 @@ def _chosen(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dict[str, An
     if choice.get("type") == "function":
         return tools, {"type": "function", "function": {"name": choice.get("name")}}
     if choice.get("type") == "allowed_tools":
-        given, mode = choice.get("tools"), choice.get("mode")
+        value, mode = choice.get("tools"), choice.get("mode")
         known = [tool["function"].get("name") for tool in tools]
-        ones = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+        ones = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
         names = [one.get("name") for one in ones if hosted_type(one.get("type")) is None]
         if mode not in ("auto", "required") or not names or any(name not in known for name in names):
             rule = "its mode must be auto or required, and its tools a list of objects with names of functions in tools"

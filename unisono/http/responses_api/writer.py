@@ -1,7 +1,7 @@
 """Pieces of an answer to the items and events of the Responses API.
 
-A :class:`ResponseWriter` follows one answer: it maintains the current response object, and makes the events that lead to
-it. A whole answer is the object at the end, so a stream and a whole answer cannot differ.
+A :class:`ResponseWriter` follows one answer: it maintains the current response object, and makes the events that
+lead to it. A whole answer is the object at the end, so a stream and a whole answer cannot differ.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ class ResponseWriter:
                 self._event("response.function_call_arguments.done", arguments=text, name=name, **place),
             ]
         else:
-            said = item["type"] == "message"
-            part = self._text_part(text, self._logprobs) if said else {"type": "reasoning_text", "text": text}
-            extra = {"logprobs": self._logprobs} if said else {}
-            kind = "response.output_text.done" if said else "response.reasoning_text.done"
+            is_text = item["type"] == "message"
+            part = self._text_part(text, self._logprobs) if is_text else {"type": "reasoning_text", "text": text}
+            extra = {"logprobs": self._logprobs} if is_text else {}
+            kind = "response.output_text.done" if is_text else "response.reasoning_text.done"
             events = [
                 self._event(kind, content_index=0, text=text, **extra, **place),
                 self._event("response.content_part.done", content_index=0, part=part, **place),

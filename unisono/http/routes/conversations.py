@@ -138,11 +138,11 @@ def _listed(items: list[Item], more: bool) -> dict[str, Any]:
     return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": more}
 
 
-def _items(given: list[Any], service: Service) -> list[Item]:
+def _items(value: list[Any], service: Service) -> list[Item]:
     """Items with ids, of types that a response can continue. Raises BadRequest and ApiError."""
-    if len(given) > MOST_ITEMS:
-        raise ApiError(400, f"items has {len(given)} entries; the limit is {MOST_ITEMS}.", param="items")
-    items = to_items(given, new_id, lambda _: None, "items") if given else []
+    if len(value) > MOST_ITEMS:
+        raise ApiError(400, f"items has {len(value)} entries; the limit is {MOST_ITEMS}.", param="items")
+    items = to_items(value, new_id, lambda _: None, "items") if value else []
     ignored = service.hosted.request()
     to_messages(items, None, 0, "items", "items", ignored)
     service.hosted.tell(ignored)

@@ -39,12 +39,12 @@ def add(app: FastAPI, service: Service) -> None:
         except (EngineDead, TimeoutError) as error:
             raise unavailable(f"The engine does not answer: {error or 'it is busy'}.", "engine_unavailable") from None
         engines = zip(service.client.replicas(), service.client.infos, strict=False)
-        told = [{**one, "info": info} for one, info in engines]
+        engine_infos = [{**one, "info": info} for one, info in engines]
         settings = service.settings
         if (key := service.keys.scope(request)) is not None:  # a user must not see the names of other keys
             settings = {**settings, "keys": [key]}
         whole = {"server": settings, "engine": stats.info}
-        return json_response(whole | ({"engines": told} if told else {}))
+        return json_response(whole | ({"engines": engine_infos} if engine_infos else {}))
 
     @app.get("/metrics", **described("Prometheus metrics."))
     async def metrics() -> Response:

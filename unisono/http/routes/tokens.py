@@ -94,8 +94,8 @@ def _read(raw: bytes) -> tuple[TokenizeRequest, ChatRequest | None]:
         raise BadRequest("prompt and messages: give one of them.", "prompt")
     own = TokenizeRequest.model_fields.keys()
     if body.messages is not None:
-        given = ("messages", "model", "add_special_tokens")
-        fields = {name: data[name] for name in given if data.get(name) is not None}
+        value = ("messages", "model", "add_special_tokens")
+        fields = {name: data[name] for name in value if data.get(name) is not None}
         return body, chat_request(fields | passed_on(data, own, {}), Renames({}))
     for name in data:
         check_name(name)

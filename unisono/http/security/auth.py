@@ -94,10 +94,10 @@ class Keys:
     def replace(self, keys: Iterable[str | ApiKey]) -> bool:
         """Replace the keys. Returns True if they changed."""
         before = self._keys
-        given = [(key, isinstance(key, str)) for key in keys]
-        self._roles = any(not flag and key.client.role is not None for key, flag in given)  # type: ignore[union-attr]
+        value = [(key, isinstance(key, str)) for key in keys]
+        self._roles = any(not flag and key.client.role is not None for key, flag in value)  # type: ignore[union-attr]
         self._keys = tuple(
-            ApiKey.named(FLAG_NAME, digest_of(key), role=OPERATOR) if isinstance(key, str) else key for key, _ in given
+            ApiKey.named(FLAG_NAME, digest_of(key), role=OPERATOR) if isinstance(key, str) else key for key, _ in value
         )
         return self._keys != before
 
@@ -162,17 +162,17 @@ class Keys:
 
     def _found(self, request: Request) -> ApiClient | None:
         """The client of a request's key. Every key is compared, wherever the right one is."""
-        given, found = digest_of(given_key(request)), None
+        value, found = digest_of(given_key(request)), None
         for key in self._keys:
-            if secrets.compare_digest(given, key.digest):
+            if secrets.compare_digest(value, key.digest):
                 found = key.client
         return found
 
 
 def given_key(request: Request) -> str:
     """The key that a request carries; empty without one."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 
 
 def digest_of(key: str) -> bytes:

@@ -34,8 +34,8 @@ FORM = "it must be NAME sha256:DIGEST, with the digest that `printf %s KEY | sha
 
 def keys_of(flag: str | None, path: Path | None) -> list[str | ApiKey]:
     """The keys of ``--api-key`` and of the file; empty if the server is open. Raises ConfigError."""
-    given: list[str | ApiKey] = [] if flag is None else [flag]
-    return given if path is None else [*given, *read_keys(path)]
+    keys: list[str | ApiKey] = [] if flag is None else [flag]
+    return keys if path is None else [*keys, *read_keys(path)]
 
 
 async def reread(keys: Keys, flag: str | None, path: Path) -> None:
@@ -88,8 +88,8 @@ def read_keys(path: Path) -> list[ApiKey]:
         if name == FLAG_NAME:
             raise ConfigError(f"{where}: the name {FLAG_NAME} is that of --api-key; choose another.")
         if name in first and (own is not None or role is not None):
-            given = "role" if own is None else "limits"
-            raise ConfigError(f"{where}: the {given} of {name} are in its first line; leave them out here.")
+            settings = "role" if own is None else "limits"
+            raise ConfigError(f"{where}: the {settings} of {name} are in its first line; leave them out here.")
         first.setdefault(name, (own, role))
         keys.append(ApiKey.named(name, bytes.fromhex(match[1]), *first[name]))
     if not keys:

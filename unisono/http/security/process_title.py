@@ -24,10 +24,10 @@ def hide(secret: str) -> bool:
         return False
     if not secret or start == 0 or len(shown) != end - start:
         return False
-    wanted, at = secret.encode("utf-8", "surrogateescape"), 0
+    target, at = secret.encode("utf-8", "surrogateescape"), 0
     for argument in shown.split(b"\0"):
-        if argument == wanted or argument.endswith(b"=" + wanted):
-            ctypes.memset(start + at + len(argument) - len(wanted), ord("*"), len(wanted))
+        if argument == target or argument.endswith(b"=" + target):
+            ctypes.memset(start + at + len(argument) - len(target), ord("*"), len(target))
             hidden = True
         at += len(argument) + 1
     return hidden

@@ -140,7 +140,8 @@ def sampled(rules: VideoRules, total: int, rate: float, fps: float | None, count
 def resized(rules: VideoRules, frames: int, height: int, width: int, bounds: tuple[int | None, int | None]) -> Any:
     """(rows, columns) in pixels after resizing. bounds: the request's (shortest, longest). Raises Bad."""
     shortest, longest = (
-        own if asked is None else asked for asked, own in zip(bounds, (rules.shortest, rules.longest), strict=True)
+        own if requested is None else requested
+        for requested, own in zip(bounds, (rules.shortest, rules.longest), strict=True)
     )
     factor = rules.factor
     if not rules.timestamps:

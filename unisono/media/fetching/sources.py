@@ -44,7 +44,7 @@ class MediaSource:
 
     kind: Kind
     param: str
-    given: Any = field(repr=False)
+    content: Any = field(repr=False)
     options: Options = field(default_factory=Options)
     uuid: str | None = None
     owner: str = ""

@@ -258,10 +258,10 @@ def _values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    given = schema.get("type")
-    if given is None:
+    value = schema.get("type")
+    if value is None:
         return {*TYPES, "integer"}
-    return {given} if isinstance(given, str) else set(given)
+    return {value} if isinstance(value, str) else set(value)
 
 
 def _may_have_type(kind: str, kinds: set[str]) -> bool:

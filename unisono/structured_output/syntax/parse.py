@@ -50,22 +50,22 @@ _ENGINE = (
 """Messages of llguidance about a schema that passes ``json_schema/`` -> (keyword, reason)."""
 
 
-def parse(kind: str, given: Any, compact: bool, vocabulary: Vocabulary) -> str:
+def parse(kind: str, value: Any, compact: bool, vocabulary: Vocabulary) -> str:
     """The grammar in llguidance's form of the field ``kind`` of StructuredOutputs.
 
     compact: JSON without blanks. vocabulary: the tokens that a structural tag may name. Raises ValueError.
     """
     if kind == "json":
-        return _alone("start: " + _json(json.loads(given), 0 if compact else BLANKS))
+        return _alone("start: " + _json(json.loads(value), 0 if compact else BLANKS))
     if kind == "json_object":
         return _alone("start: " + _json({"type": "object"}, 0 if compact else BLANKS))
     if kind == "regex":
-        return _alone(f"start: TEXT\nTEXT: {_regex(given)}")
+        return _alone(f"start: TEXT\nTEXT: {_regex(value)}")
     if kind == "choice":
-        return _alone("start: TEXT\nTEXT: " + " | ".join(quoted(text) for text in given))
+        return _alone("start: TEXT\nTEXT: " + " | ".join(quoted(text) for text in value))
     if kind == "grammar":
-        return _alone(_lark(given))
-    return _structural_tag(given, compact, vocabulary)
+        return _alone(_lark(value))
+    return _structural_tag(value, compact, vocabulary)
 
 
 def _alone(lark: str) -> str:
@@ -97,9 +97,9 @@ def _json(schema: Any, blanks: int) -> str:
     return "%json " + json.dumps({**ready.schema, "x-guidance": options}, ensure_ascii=False)
 
 
-def _structural_tag(given: str, compact: bool, vocabulary: Vocabulary) -> str:
+def _structural_tag(text: str, compact: bool, vocabulary: Vocabulary) -> str:
     """A structural tag; its embedded grammars are named parts of the result."""
-    tag = json.loads(given)
+    tag = json.loads(text)
     if not isinstance(tag, Mapping):
         raise RefusedError("it must be a JSON object")
     others: dict[str, str] = {}

@@ -66,12 +66,12 @@ class TagWriter:
         self._known: dict[str, str] = {}
         self._depth = self._count = 0
 
-    def grammar(self, given: Tag) -> str:
+    def grammar(self, tag: Tag) -> str:
         """The Lark grammar of a whole structural tag.
 
         Raises TagError, and errors of ``embedded`` and of expressions.
         """
-        start = self._rule(_format(given))
+        start = self._rule(_format(tag))
         return "\n".join(["%llguidance {}", f"start: {start}", *self._lines, ""])
 
     # ---- parts ----------------------------------------------------------------------------------
@@ -322,20 +322,20 @@ KINDS = frozenset(
 """The supported types of parts: a method of TagWriter each."""
 
 
-def _format(given: Tag) -> Tag:
+def _format(tag: Tag) -> Tag:
     """The format in a structural tag; also of the older form with ``structures`` and ``triggers``."""
-    if given.get("type") != "structural_tag":
+    if tag.get("type") != "structural_tag":
         raise TagError('type must be "structural_tag"')
-    if isinstance(given.get("format"), Mapping):
-        return dict(given["format"])
-    if "structures" in given and "triggers" in given:
+    if isinstance(tag.get("format"), Mapping):
+        return dict(tag["format"])
+    if "structures" in tag and "triggers" in tag:
         tags = []
-        for one in _list(given, "structures"):
+        for one in _list(tag, "structures"):
             schema = one.get("schema")
             schema = json.loads(schema) if isinstance(schema, str) else schema
             content = {"type": "json_schema", "json_schema": schema}
             tags.append({"type": "tag", "begin": one.get("begin"), "content": content, "end": one.get("end")})
-        return {"type": "triggered_tags", "triggers": given["triggers"], "tags": tags}
+        return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
     raise TagError("it needs a format")
 
 

@@ -71,7 +71,7 @@ class _CompileJob:
     spent: seconds of computation before ``since``. since: start of the current run; None while stopped.
     """
 
-    asked: StructuredOutputs
+    outputs: StructuredOutputs
     begun: float
     waiting: list[Future[Compiled]] = field(default_factory=list)
     process: Compiler | None = None
@@ -100,7 +100,7 @@ class Grammars:
         self._bell, self._ear = wake_up_pair()
         self._selector.register(self._ear, selectors.EVENT_READ, None)
 
-    def prepare(self, asked: StructuredOutputs) -> Future[Compiled]:
+    def prepare(self, outputs: StructuredOutputs) -> Future[Compiled]:
         """Start to compile, once.
 
         The future's exception is a BadRequest.
@@ -109,12 +109,12 @@ class Grammars:
         """
         future: Future[Compiled] = Future()
         with self._lock:
-            job = self._jobs.pop(asked, None)
+            job = self._jobs.pop(outputs, None)
             if job is not None and isinstance(job.result, Compiled) and not job.result.process.alive():
                 job = None
             if job is None:
-                job = _CompileJob(asked, time.monotonic())
-            self._jobs[asked] = job
+                job = _CompileJob(outputs, time.monotonic())
+            self._jobs[outputs] = job
             self._forget_the_oldest()
             if job.result is None:
                 job.waiting.append(future)
@@ -125,9 +125,9 @@ class Grammars:
             self._look_after()
         return future
 
-    def get(self, asked: StructuredOutputs) -> Compiled:
+    def get(self, outputs: StructuredOutputs) -> Compiled:
         """The compiled grammar; waits for it. Raises BadRequest."""
-        future = self.prepare(asked)
+        future = self.prepare(outputs)
         try:
             return future.result()
         except BaseException:
@@ -148,9 +148,9 @@ class Grammars:
             end.close()
 
     def _forget_the_oldest(self) -> None:
-        finished = [asked for asked, job in self._jobs.items() if job.result is not None]
-        for asked in finished[: max(0, len(finished) - KEPT)]:
-            del self._jobs[asked]
+        finished = [outputs for outputs, job in self._jobs.items() if job.result is not None]
+        for outputs in finished[: max(0, len(finished) - KEPT)]:
+            del self._jobs[outputs]
 
     def _ring(self) -> None:
         with suppress(OSError):
@@ -211,16 +211,16 @@ class Grammars:
             job.waiting = [future for future in job.waiting if not future.cancelled()]
             if not job.waiting:
                 self._stop(job)
-                if self._jobs.get(job.asked) is job:
-                    del self._jobs[job.asked]
+                if self._jobs.get(job.outputs) is job:
+                    del self._jobs[job.outputs]
                 return
         if now - job.begun > PATIENCE:
             self._stop(job)
             why = f"it was not compiled within {PATIENCE:g} s, for others are being compiled; send it again later"
-            self._finish(job, _refusal(job.asked, why), keep=False)
+            self._finish(job, _refusal(job.outputs, why), keep=False)
         elif job.computed(now) > 2 * SECONDS:  # it hangs without computing, so that its own limit did not end it
             self._stop(job)
-            self._finish(job, _refusal(job.asked, f"compiling it takes more than {SECONDS:g} s"))
+            self._finish(job, _refusal(job.outputs, f"compiling it takes more than {SECONDS:g} s"))
 
     def _begin(self, job: _CompileJob, jobs: Sequence[_CompileJob]) -> None:
         """Start a job's process; beyond the limit, in place of the one that has computed most."""
@@ -233,12 +233,12 @@ class Grammars:
                 self._template.wait()
                 job.begun = time.monotonic()
             job.process = Compiler(*self._template.fork(MEMORY))
-            kind = job.asked.kind
+            kind = job.outputs.kind
             job.process.channel.send(
                 {
                     "kind": kind,
-                    "given": getattr(job.asked, kind),
-                    "compact": job.asked.disable_any_whitespace,
+                    "given": getattr(job.outputs, kind),
+                    "compact": job.outputs.disable_any_whitespace,
                     "seconds": SECONDS,
                     "eos": self._ends,
                     "words": self._words,
@@ -251,7 +251,7 @@ class Grammars:
             if self._template is not None:
                 self._template.close()
                 self._template = None
-            self._finish(job, _refusal(job.asked, f"its process does not start: {error}"), keep=False)
+            self._finish(job, _refusal(job.outputs, f"its process does not start: {error}"), keep=False)
             return
         self._selector.register(job.process.channel, selectors.EVENT_READ, job)
 
@@ -270,7 +270,7 @@ class Grammars:
                 if computed > SECONDS / 2
                 else f"its compilation fails: it takes more than {MEMORY >> 20} MiB, or is nested too deeply"
             )  # fmt: skip
-        self._finish(job, Compiled(process, self._ends, self._words) if kind == "ok" else _refusal(job.asked, text))
+        self._finish(job, Compiled(process, self._ends, self._words) if kind == "ok" else _refusal(job.outputs, text))
 
     def _stop(self, job: _CompileJob) -> None:
         if job.process is not None:
@@ -282,8 +282,8 @@ class Grammars:
         with self._lock:
             job.result = result
             waiting, job.waiting = job.waiting, []
-            if not keep and self._jobs.get(job.asked) is job:
-                del self._jobs[job.asked]
+            if not keep and self._jobs.get(job.outputs) is job:
+                del self._jobs[job.outputs]
         for future in waiting:
             _deliver(future, result)
 
@@ -315,7 +315,7 @@ def _deliver(future: Future[Compiled], result: Compiled | BadRequest) -> None:
             future.set_result(result)
 
 
-def _refusal(asked: StructuredOutputs, why: str) -> BadRequest:
-    shown = repr(getattr(asked, asked.kind))
+def _refusal(outputs: StructuredOutputs, why: str) -> BadRequest:
+    shown = repr(getattr(outputs, outputs.kind))
     shown = shown if len(shown) <= 80 else shown[:79] + "…"
-    return BadRequest(f"structured_outputs.{asked.kind}={shown} cannot be compiled: {why}.", "structured_outputs")
+    return BadRequest(f"structured_outputs.{outputs.kind}={shown} cannot be compiled: {why}.", "structured_outputs")

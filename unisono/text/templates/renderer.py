@@ -119,7 +119,7 @@ class Renderer:
         Keys of messages with the value None are left out, as in transformers: many templates would print "None".
         """
         conversation = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        given = {
+        value = {
             **(variables or {}),
             "conversations": [conversation],
             "chat_template": template,
@@ -127,7 +127,7 @@ class Renderer:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        kind, text = self._ask(given)
+        kind, text = self._ask(value)
         if kind == "text":
             return text
         raise (TemplateTooHard if kind == "hard" else TemplateFailed)(text)
@@ -143,10 +143,10 @@ class Renderer:
         except Exception:
             pass
 
-    def _ask(self, given: dict[str, Any]) -> tuple[str, str]:
+    def _ask(self, message: dict[str, Any]) -> tuple[str, str]:
         channel = self._connected()
         try:
-            channel.send(given)
+            channel.send(message)
             return tuple(channel.receive()[0])
         except TimeoutError:
             self._leave()
@@ -201,10 +201,10 @@ def _begin(first: list[Any]) -> Any:
 def _render_all(channel: Channel, render: Any) -> None:
     limit_memory(MEMORY)
     while True:
-        given, _ = channel.receive()
+        message, _ = channel.receive()
         limit_time(SECONDS)
         try:
-            (text,), _ = render(**given)
+            (text,), _ = render(**message)
             answer = (
                 ["text", text] if len(text) <= MAX_CHARS else ["hard", f"it writes more than {MAX_CHARS} characters"]
             )

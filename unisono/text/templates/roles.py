@@ -110,9 +110,9 @@ def _merged(messages: Sequence[Message]) -> Message:
         return messages[0]
     merged = dict(messages[0])
     merged["content"] = _joined([message.get("content") for message in messages])
-    thoughts = [text for message in messages if (text := message.get("reasoning_content"))]
-    if thoughts:
-        merged["reasoning_content"] = PARTING.join(thoughts)
+    reasoning = [text for message in messages if (text := message.get("reasoning_content"))]
+    if reasoning:
+        merged["reasoning_content"] = PARTING.join(reasoning)
     calls = [call for message in messages for call in message.get("tool_calls") or []]
     if calls:
         merged["tool_calls"] = calls

@@ -168,10 +168,10 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         if not calls:
             written.append(message)
             continue
-        thoughts = [text for text in (message.get("reasoning_content"), message.get("content")) if text]
+        reasoning = [text for text in (message.get("reasoning_content"), message.get("content")) if text]
         rest = {name: message[name] for name in message if name not in ("reasoning_content", "content", "tool_calls")}
         for number, call in enumerate(calls):
-            thinking = {"thinking": "\n\n".join(thoughts)} if thoughts and not number else {}
+            thinking = {"thinking": "\n\n".join(reasoning)} if reasoning and not number else {}
             written.append({**rest, **thinking, "content": None, "tool_calls": [call]})
             if len(calls) > 1 and (found := results.get(call.get("id"))) is not None:
                 written.append(found)
@@ -189,11 +189,11 @@ def _try(render: Render, messages: Sequence[Message], tools: Sequence[Mapping[st
         return ""
 
 
-def _short(given: str) -> str:
-    """An id of nine letters and digits: ``given`` itself, or a hash of it."""
-    if len(given) == 9 and given.isascii() and given.isalnum():
-        return given
-    return hashlib.sha256(given.encode()).hexdigest()[:9]
+def _short(value: str) -> str:
+    """An id of nine letters and digits: ``value`` itself, or a hash of it."""
+    if len(value) == 9 and value.isascii() and value.isalnum():
+        return value
+    return hashlib.sha256(value.encode()).hexdigest()[:9]
 
 
 def _plain(messages: Sequence[Message]) -> list[Message]:
@@ -209,8 +209,8 @@ def _plain(messages: Sequence[Message]) -> list[Message]:
             texts = [message["content"]] if message.get("content") else []
             for call in message["tool_calls"]:
                 arguments = arguments_object(call["function"].get("arguments"))
-                given = {"name": call["function"]["name"], "arguments": arguments}
-                texts.append(f"<tool_call>\n{json.dumps(given, ensure_ascii=False)}\n</tool_call>")
+                call_id = {"name": call["function"]["name"], "arguments": arguments}
+                texts.append(f"<tool_call>\n{json.dumps(call_id, ensure_ascii=False)}\n</tool_call>")
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             written.append({**rest, "content": "\n".join(texts)})
         else:

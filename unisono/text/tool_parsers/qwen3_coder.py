@@ -128,8 +128,8 @@ def typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
         return next((one for one in given if one == text.strip()), text)
     if given:
         return next((one for one in given if one == text.strip() or same(one, value)), value)
-    wanted = tuple(kind for name in kinds for kind in KINDS.get(name, ()))
-    if not kinds or (isinstance(value, wanted) and not (isinstance(value, bool) and bool not in wanted)):
+    types = tuple(kind for name in kinds for kind in KINDS.get(name, ()))
+    if not kinds or (isinstance(value, types) and not (isinstance(value, bool) and bool not in types)):
         return value
     return text
 

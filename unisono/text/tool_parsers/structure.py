@@ -55,18 +55,18 @@ class Structure:
         ]
         return _outputs({"type": "dispatch", "rules": texts, "loop": parallel, "excludes": list(form.excludes)})
 
-    def either(self, tools: Sequence[Tool], parallel: bool, asked: StructuredOutputs) -> StructuredOutputs:
+    def either(self, tools: Sequence[Tool], parallel: bool, outputs: StructuredOutputs) -> StructuredOutputs:
         """Calls, or an answer in the requested form."""
-        return _outputs({"type": "or", "elements": [self._calls(_loosened(tools), parallel), self._answer(asked)]})
+        return _outputs({"type": "or", "elements": [self._calls(_loosened(tools), parallel), self._answer(outputs)]})
 
-    def answer(self, asked: StructuredOutputs) -> StructuredOutputs:
+    def answer(self, outputs: StructuredOutputs) -> StructuredOutputs:
         """An answer in the requested form, with the message head of this format."""
-        if not self._form.answer_head or asked.structural_tag is not None:
-            return asked
-        return _outputs(self._answer(asked))
+        if not self._form.answer_head or outputs.structural_tag is not None:
+            return outputs
+        return _outputs(self._answer(outputs))
 
-    def _answer(self, asked: StructuredOutputs) -> Tag:
-        return {"type": "sequence", "elements": [*self._parts(self._form.answer_head), _answer(asked)]}
+    def _answer(self, outputs: StructuredOutputs) -> Tag:
+        return {"type": "sequence", "elements": [*self._parts(self._form.answer_head), _answer(outputs)]}
 
     def _with_heads(self, tools: Sequence[Tool]) -> Tag:
         """Messages, each with a head; arguments follow the head of a call."""
@@ -172,17 +172,17 @@ def reworded(message: str) -> str:
     return "tools cannot be made a grammar:" + message.partition(":" if "is not valid:" in message else "compiled:")[2]
 
 
-def _answer(asked: StructuredOutputs) -> Tag:
+def _answer(outputs: StructuredOutputs) -> Tag:
     """A request's own form as a part of a structural tag. Raises BadRequest for a structural tag."""
-    if asked.json is not None or asked.json_object:
-        schema = json.loads(asked.json) if isinstance(asked.json, str) else asked.json or ANY_OBJECT
+    if outputs.json is not None or outputs.json_object:
+        schema = json.loads(outputs.json) if isinstance(outputs.json, str) else outputs.json or ANY_OBJECT
         return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": ANSWER_BLANKS}
-    if asked.regex is not None:
-        return {"type": "regex", "pattern": asked.regex}
-    if asked.choice is not None:
-        return {"type": "or", "elements": [_text(one) for one in asked.choice]}
-    if asked.grammar is not None:
-        return {"type": "grammar", "grammar": asked.grammar}
+    if outputs.regex is not None:
+        return {"type": "regex", "pattern": outputs.regex}
+    if outputs.choice is not None:
+        return {"type": "or", "elements": [_text(one) for one in outputs.choice]}
+    if outputs.grammar is not None:
+        return {"type": "grammar", "grammar": outputs.grammar}
     raise BadRequest(
         "tools and a structural tag are set; the tag would have to contain the calls: leave out one of them.", "tools"
     )

@@ -176,14 +176,14 @@ def latency(
     is
     an error before anything is measured.
     """
-    wanted = RequestedSizes(_asked("--batch", batch), context, output_len, _asked("--prompts", prompts))
+    requested = RequestedSizes(_asked("--batch", batch), context, output_len, _asked("--prompts", prompts))
     writable("--out", out)
     check_model(model, quantization=quantization, load_format=load_format)
     spec = speculative(speculative_config) if speculative_config else None
     if synthetic_acceptance_length is not None and spec is None:
         raise ConfigError("--synthetic-acceptance-length needs --speculative-config.")
     flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_model_len}
-    flags |= {"max_num_seqs": max_num_seqs or max(wanted.batch or (), default=None)}
+    flags |= {"max_num_seqs": max_num_seqs or max(requested.batch or (), default=None)}
     flags |= {"max_num_batched_tokens": max_num_batched_tokens, "max_stall_ms": ALL_PROMPTS_FIRST}
     flags |= {"kv_cache_dtype": kv_cache_dtype}
     flags |= {"quantization": quantization, "speculative": spec or SpeculativeConfig("none")}
@@ -191,7 +191,7 @@ def latency(
     flags |= {"graphs": graphs, "compile": compile, "attention_backend": attention_backend}
     report = LatencyReport(model, {}, speculative_config or "", synthetic_acceptance_length, repeats=repeats)
     try:
-        _measure(report, flags, wanted, profile, profile_prompt)
+        _measure(report, flags, requested, profile, profile_prompt)
     finally:
         if report.step_ms or report.ttft_ms:  # results before an error are printed, too
             print(report.markdown())
@@ -204,7 +204,7 @@ def _asked(flag: str, text: str | None) -> list[int] | None:
 
 
 def _measure(
-    report: LatencyReport, flags: dict[str, Any], wanted: RequestedSizes, profile: bool, profile_prompt: int | None
+    report: LatencyReport, flags: dict[str, Any], requested: RequestedSizes, profile: bool, profile_prompt: int | None
 ) -> None:
     """Start the engine and fill the report."""
     imported = time.perf_counter()
@@ -216,7 +216,7 @@ def _measure(
     if (profile or profile_prompt) and not torch.cuda.is_available():
         raise ConfigError("--profile and --profile-prompt read a GPU's kernels, and no GPU is visible here.")
     with LLM(report.model, **flags) as llm:
-        sizes, lengths = wanted.fitted(llm, report)
+        sizes, lengths = requested.fitted(llm, report)
         report.versions = versions(llm)
         report.start_seconds = {"import": imported, **llm.engine.info()["start_seconds"]}  # type: ignore[dict-item]
         report.settings = llm.engine.info()["settings"]  # type: ignore[assignment]
@@ -289,7 +289,7 @@ class RequestedSizes:
 def _fitting(
     what: str,
     flag: str,
-    asked: list[int] | None,
+    explicit: list[int] | None,
     default: Sequence[int],
     problem: Callable[[int], str],
     report: LatencyReport,
@@ -299,10 +299,10 @@ def _fitting(
     Raises ConfigError for an explicit one with a problem; the report lists the others.
     """
     fitting = []
-    for value in default if asked is None else asked:
+    for value in default if explicit is None else explicit:
         if not (reason := problem(value)):
             fitting.append(value)
-        elif asked is not None:
+        elif explicit is not None:
             raise ConfigError(f"{flag} {value}: {reason}.")
         else:
             report.left_out.append(f"{what} {value} ({reason})")

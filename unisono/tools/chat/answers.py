@@ -73,18 +73,18 @@ class AnswerFigures:
     def line(self) -> str:
         """The figures on one line."""
         unit = "tokens" if self.exact else "chunks"
-        told = [f"{self.tokens} {unit}"]
+        parts = [f"{self.tokens} {unit}"]
         if self.tokens_per_second is not None:
-            told.append(f"{self.tokens_per_second:.1f} {unit}/s")
+            parts.append(f"{self.tokens_per_second:.1f} {unit}/s")
         if self.first is not None:
-            told.append(f"first after {(self.first - self.begun) * 1000:.0f} ms")
+            parts.append(f"first after {(self.first - self.begun) * 1000:.0f} ms")
         if self.accept_length is not None:
-            told.append(f"accept length {self.accept_length:.2f} ({self.accepted} of {self.drafted} drafts)")
+            parts.append(f"accept length {self.accept_length:.2f} ({self.accepted} of {self.drafted} drafts)")
         if self.seed is not None:
-            told.append(f"seed {self.seed}")
+            parts.append(f"seed {self.seed}")
         if self.finish not in ("", "stop"):
-            told.append({"length": "cut at the token limit", "abort": "stopped"}.get(self.finish, self.finish))
-        return " · ".join(told)
+            parts.append({"length": "cut at the token limit", "abort": "stopped"}.get(self.finish, self.finish))
+        return " · ".join(parts)
 
 
 class AnswerSource(Protocol):

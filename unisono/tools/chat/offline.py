@@ -76,9 +76,9 @@ class OfflineModel:
         if splitter is not None:
             yield ChatPiece(*splitter.feed("", last=True))
 
-    def _params(self, given: Mapping[str, Any]) -> SamplingParams:
+    def _params(self, params: Mapping[str, Any]) -> SamplingParams:
         """The checkpoint's defaults, the user's settings, and a seed. Raises BadRequest."""
-        own = {name: value for name, value in given.items() if name not in TEMPLATE_PARAMETERS}
+        own = {name: value for name, value in params.items() if name not in TEMPLATE_PARAMETERS}
         if isinstance(own.get("stop"), str):
             own["stop"] = (own["stop"],)
         defaults = {name: value for name, value in self.defaults().items() if name in SHOWN}

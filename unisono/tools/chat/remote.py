@@ -50,8 +50,8 @@ class RemoteModel:
     def banner(self) -> Sequence[str]:
         context = self._card.get("max_model_len")
         lines = [f"{self.name} at {self._url}" + (f" · context {context} tokens" if context else "")]
-        if self._tells_drafts and (told := self._speculation()):
-            lines.append(told)
+        if self._tells_drafts and (origin := self._speculation()):
+            lines.append(origin)
         return lines
 
     def _speculation(self) -> str:
@@ -130,8 +130,8 @@ def _read(chunk: Mapping[str, Any], figures: AnswerFigures) -> Iterator[ChatPiec
     for choice in chunk.get("choices", [])[:1]:
         delta = choice.get("delta") or {}
         draft = None
-        if isinstance(told := choice.get("draft"), dict):
-            draft = DraftedToken(told["position"], told["drafted"], told["accepted"])
+        if isinstance(origin := choice.get("draft"), dict):
+            draft = DraftedToken(origin["position"], origin["drafted"], origin["accepted"])
             _count(draft, figures)
         reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
         content = delta.get("content") or ""

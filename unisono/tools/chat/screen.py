@@ -27,8 +27,8 @@ class Screen:
 
     def __init__(self, colours: bool | None = None) -> None:
         self.terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        wanted = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        self.colours = (self.terminal and wanted) if colours is None else colours
+        coloured = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self.colours = (self.terminal and coloured) if colours is None else colours
         self.drafts = True
         self._thought = False
         self._line: list[str] = []

@@ -92,12 +92,12 @@ class Session:
     def _ask(self, text: str) -> None:
         """Request an answer and add it to the conversation; without an answer, the question is removed."""
         self._messages.append({"role": "user", "content": text})
-        thought, answer, figures = "", "", AnswerFigures()
+        reasoning, answer, figures = "", "", AnswerFigures()
         self._screen.begin()
         try:
             with _stoppable(self._source.prompt_interrupts) as stopped:
                 for piece in self._source.answer(self._conversation(), self._params, figures, stopped):
-                    thought, answer = thought + piece.reasoning, answer + piece.content
+                    reasoning, answer = reasoning + piece.reasoning, answer + piece.content
                     self._screen.write(piece)
         except KeyboardInterrupt:
             figures.finish = "abort"
@@ -109,10 +109,10 @@ class Session:
                 raise
             return
         self._screen.end()
-        if figures.finish == "abort" and not (answer or thought):
+        if figures.finish == "abort" and not (answer or reasoning):
             self._messages.pop()
         else:
-            kept = {"reasoning_content": thought} if thought else {}
+            kept = {"reasoning_content": reasoning} if reasoning else {}
             self._messages.append({"role": "assistant", "content": answer, **kept})
         if self._screen.terminal:
             self._screen.tell(figures.line())

@@ -35,20 +35,20 @@ class Side:
     def parse(cls, flag: str, model: str, text: str) -> Side:
         """Parse one side. text: a JSON object of flags; its ``model`` wins. Raises ConfigError and CheckpointError."""
         try:
-            given = json.loads(text)
+            texts = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{flag} {text}: is not valid JSON: {error}.") from None
-        if not isinstance(given, dict):
+        if not isinstance(texts, dict):
             raise ConfigError(f'{flag} {text}: give a JSON object of flags, for example {{"dtype": "float32"}}.')
-        given = {name.removeprefix("--").replace("-", "_"): value for name, value in given.items()}
-        model = given.pop("model", model)
-        short = {SHORT[name]: given.pop(name) for name in list(given) if name in SHORT}
+        texts = {name.removeprefix("--").replace("-", "_"): value for name, value in texts.items()}
+        model = texts.pop("model", model)
+        short = {SHORT[name]: texts.pop(name) for name in list(texts) if name in SHORT}
         if short:
-            config = given.pop("speculative_config", None) or {}
-            given["speculative"] = SpeculativeConfig.parse({**config, **short})
+            config = texts.pop("speculative_config", None) or {}
+            texts["speculative"] = SpeculativeConfig.parse({**config, **short})
         names = ("quantization", "load_format", "tensor_parallel_size", "device", "hf_overrides", "tokenizer")
-        check_model(model, needs_text=True, **{name: given[name] for name in names if given.get(name) is not None})
-        return cls(model, given)
+        check_model(model, needs_text=True, **{name: texts[name] for name in names if texts.get(name) is not None})
+        return cls(model, texts)
 
     def open(self, **more: Any) -> Any:
         """An ``LLM`` of this configuration."""
@@ -77,28 +77,28 @@ class Finding:
     def lines(self) -> list[str]:
         """The finding in words."""
         if self.index is None:
-            told = [f"prompt {self.prompt}: the same {self.length} tokens"]
+            lines = [f"prompt {self.prompt}: the same {self.length} tokens"]
             if self.op is not None:
-                told += self._op()
+                lines += self._op()
             elif self.traced:
-                told.append(f"    {self.ops} ops of the model ran in both, with the same bits for every position")
-            return told
+                lines.append(f"    {self.ops} ops of the model ran in both, with the same bits for every position")
+            return lines
         names = ["the end" if token is None else f"token {token}" for token in self.tokens]
-        told = [
+        lines = [
             f"prompt {self.prompt}: token {self.index} differs: A has {names[0]}, B has {names[1]}",
             f"    A: …{self.texts[0]!r}",
             f"    B: …{self.texts[1]!r}",
         ]
         if not self.traced:
-            told.append("    eager passes give both the same tokens: what replays graphs makes the difference")
+            lines.append("    eager passes give both the same tokens: what replays graphs makes the difference")
         elif self.op is None:
-            told.append(
+            lines.append(
                 f"    {self.ops} ops of the model ran in both, and gave the same bits for every position before: "
                 "sampling, acceptance or an op that only one of them has makes the difference"
             )
         else:
-            told += self._op()
-        return told
+            lines += self._op()
+        return lines
 
     def _op(self) -> list[str]:
         op = self.op
@@ -110,10 +110,10 @@ class Finding:
         ]
 
 
-def prompts_of(llm: Any, given: Sequence[str], count: int) -> list[list[int]]:
+def prompts_of(llm: Any, texts: Sequence[str], count: int) -> list[list[int]]:
     """Token ids of the texts, or of held-out problems, as conversations if there is a chat template."""
-    if given:
-        return [llm.tokenizer.encode(text) for text in given]
+    if texts:
+        return [llm.tokenizer.encode(text) for text in texts]
     problems = held_out_problems(count)
     if llm.tokenizer.chat_template is None:
         return [llm.tokenizer.encode(one.question) for one in problems]
@@ -159,8 +159,8 @@ def _located(
     for side in (a, b):
         with side.open(**TRACING, max_num_seqs=1) as llm:
             ends = [one.length if one.index is None else one.index + 1 for one in differing]
-            wanted = [replace(params, max_tokens=max(end, 1)) for end in ends]
-            pairs = zip(differing, wanted, strict=True)
+            limits = [replace(params, max_tokens=max(end, 1)) for end in ends]
+            pairs = zip(differing, limits, strict=True)
             traces.append([traced(llm, prompts[one.prompt], each) for one, each in pairs])
     located = {}
     for one, x, y in zip(differing, *traces, strict=True):

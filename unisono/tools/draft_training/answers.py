@@ -98,17 +98,17 @@ def collect(
         for number in missing:
             if prompts[number].complete:
                 append(number, 1, prompts[number].token_ids)
-        asked = [i for i in missing if not prompts[i].complete]
-        if not asked or asking.seconds <= 0:
+        open_prompts = [i for i in missing if not prompts[i].complete]
+        if not open_prompts or asking.seconds <= 0:
             return
         with make_llm() as llm:
-            ids, started = [prompts[i].token_ids for i in asked], time.monotonic()
-            answered = answer_all(llm, ids, lambda i: asking.params(asked[i], len(ids[i])))
+            ids, started = [prompts[i].token_ids for i in open_prompts], time.monotonic()
+            answered = answer_all(llm, ids, lambda i: asking.params(open_prompts[i], len(ids[i])))
             for done, (i, answer) in enumerate(answered, 1):
-                append(asked[i], len(ids[i]), ids[i] + answer)
+                append(open_prompts[i], len(ids[i]), ids[i] + answer)
                 spent = time.monotonic() - started
                 if done % 64 == 0:
-                    progress("answers", max(done / len(asked), min(1.0, spent / asking.seconds)))
+                    progress("answers", max(done / len(open_prompts), min(1.0, spent / asking.seconds)))
                 if spent > asking.seconds:
                     break
     progress("answers", 1.0)

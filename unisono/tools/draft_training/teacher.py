@@ -51,7 +51,7 @@ class Teacher:
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str, longest: int, load_format: str = "auto") -> None:
-        asked = EngineConfig(model=str(checkpoint.path), device=device)
+        config = EngineConfig(model=str(checkpoint.path), device=device)
         recurrent = [n for n, layer in enumerate(checkpoint.config.layers) if attention_of(layer) is None]
         if recurrent:
             raise CheckpointError(
@@ -59,7 +59,7 @@ class Teacher:
                 "are trained only for targets all of whose layers attend."
             )
         self.checkpoint = checkpoint
-        self.resolved: ResolvedConfig = resolve(asked, Hardware.detect(device), checkpoint)
+        self.resolved: ResolvedConfig = resolve(config, Hardware.detect(device), checkpoint)
         self.device, self.dtype, self.longest = self.resolved.device, self.resolved.dtype, longest
         self.backend = TrainingAttention()
         self.decoder: Decoder = load_model(

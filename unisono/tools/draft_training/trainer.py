@@ -197,25 +197,25 @@ def learning_rate(progress: float) -> float:
     return min(1.0, (progress + 1e-3) / WARM_UP, max(0.0, 1 - progress) / COOL_DOWN)
 
 
-def check_recipe(folder: Path, asked: dict[str, Any], resume: bool) -> None:
-    """Write the settings ``asked`` to ``folder``, or compare them with those of the run to resume.
+def check_recipe(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Write the settings ``settings`` to ``folder``, or compare them with those of the run to resume.
 
     Raises ConfigError that names a setting that differs. Limits of the run and ``save_every`` may differ.
     """
     file = folder / RECIPE
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asked, indent=2) + "\n")
+        file.write_text(json.dumps(settings, indent=2) + "\n")
         return
     if not resume:
         raise ConfigError(f"{folder.parent} already holds a run: give --resume to continue it, or another --out.")
     held = json.loads(file.read_text())
     free = {"steps", "minutes", "save_every"}
-    wrong = [n for n in sorted(held.keys() | asked.keys()) if n not in free and held.get(n) != asked.get(n)]
+    wrong = [n for n in sorted(held.keys() | settings.keys()) if n not in free and held.get(n) != settings.get(n)]
     if wrong:
         raise ConfigError(
-            f"{folder.parent} was started with {wrong[0]}={held.get(wrong[0])!r}, not {asked.get(wrong[0])!r}: resume "
-            "it with the same settings, or give another --out."
+            f"{folder.parent} was started with {wrong[0]}={held.get(wrong[0])!r}, not {settings.get(wrong[0])!r}: "
+            "resume it with the same settings, or give another --out."
         )
 
 

@@ -64,7 +64,7 @@ def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, seed=0)
     outputs = llm.chat([problem.messages() for problem in problems], params)
     seconds = time.perf_counter() - started
-    right, asked = Counter[str](), Counter(problem.kind for problem in problems)
+    right, totals = Counter[str](), Counter(problem.kind for problem in problems)
     for problem, output in zip(problems, outputs, strict=True):
         right[problem.kind] += final_answer(output.outputs[0].text) == problem.final_answer
     counters = llm.engine.counters
@@ -72,7 +72,7 @@ def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
     return Evaluation(
         len(problems),
         right.total(),
-        {kind: (right[kind], asked[kind]) for kind in asked},
+        {kind: (right[kind], totals[kind]) for kind in totals},
         sum(len(output.outputs[0].token_ids) for output in outputs),
         seconds,
         counters.accept_length if drafts else None,

@@ -76,13 +76,13 @@ class LoadClient:
         self._held = 0
         self.answers: list[RequestResult] = []
 
-    async def run(self, asked: Sequence[Conversation], times: Sequence[float], start: float) -> ClientOutcome:
+    async def run(self, conversations: Sequence[Conversation], times: Sequence[float], start: float) -> ClientOutcome:
         """Begin each conversation at its time, in seconds after ``start``. Returns when all have ended."""
         tasks = []
         lags: list[float] = []
         probe = asyncio.create_task(_probe(lags))
         begun, used = now(), time.process_time()
-        for one, at in zip(asked, times, strict=True):
+        for one, at in zip(conversations, times, strict=True):
             if (left := start + at - now()) > 0:
                 await asyncio.sleep(left)
             tasks.append(asyncio.create_task(self.converse(one)))
@@ -95,19 +95,19 @@ class LoadClient:
 
     async def converse(self, one: Conversation) -> None:
         """Send the turns of a conversation one after another; a failure ends it."""
-        said: list[Any] = list(one.messages) or ([{"role": "system", "content": one.system}] if one.system else [])
+        messages: list[Any] = list(one.messages) or ([{"role": "system", "content": one.system}] if one.system else [])
         before = one.system
         for place, turn in enumerate(one.turns):
             if turn.prompt:
-                said.append({"role": "user", "content": turn.prompt})
+                messages.append({"role": "user", "content": turn.prompt})
             prompt = _append(before, turn.prompt)
-            body = self.body(said if self.target.chats else prompt, turn)
+            body = self.body(messages if self.target.chats else prompt, turn)
             more = place + 1 < len(one.turns)
             text = await self._ask(body, turn, read_now=more)
             if text is None:
                 return
             if more:
-                said.append({"role": "assistant", "content": text})
+                messages.append({"role": "assistant", "content": text})
                 before = f"{prompt}{text}\n"
 
     def body(self, prompt: Any, turn: Turn) -> bytes:

@@ -42,9 +42,9 @@ class Spread:
     percentiles: Mapping[float, float]
 
     @classmethod
-    def of(cls, seconds: Sequence[float], wanted: Sequence[float]) -> Spread:
+    def of(cls, seconds: Sequence[float], percentiles: Sequence[float]) -> Spread:
         ms = 1e3 * np.asarray(seconds, dtype=np.float64)
-        ranks = {p: float(np.percentile(ms, p)) for p in wanted}
+        ranks = {p: float(np.percentile(ms, p)) for p in percentiles}
         return cls(float(ms.mean()), float(np.median(ms)), float(ms.std()), float(ms.max()), ranks)
 
 

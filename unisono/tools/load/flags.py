@@ -231,10 +231,10 @@ def scene_of(flags: dict[str, Any]) -> StallScenario | None:
     return StallScenario(flags["streams"], counts, *lengths)
 
 
-def pairs(flag: str, given: Sequence[str] | None) -> dict[str, str]:
+def pairs(flag: str, values: Sequence[str] | None) -> dict[str, str]:
     """Parse ``KEY=VALUE`` texts into a dict. Raises ConfigError."""
     found = {}
-    for text in given or ():
+    for text in values or ():
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise ConfigError(f"{flag} {text!r}: give KEY=VALUE.")

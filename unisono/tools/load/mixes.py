@@ -120,8 +120,8 @@ def _conversation(flags: MixFlags, source: PromptSource, rng: random.Random) -> 
     inputs = _lengths("--conversation-input-len", flags.conversation_input_len, 0, rng)
     outputs = _lengths("--conversation-output-len", flags.conversation_output_len, 0, rng)
     for count in turns:
-        asked = tuple(Turn(source.text(rng, length := next(inputs)), length, next(outputs)) for _ in range(count))
-        yield Conversation(asked, rng.choice(systems))
+        chat_turns = tuple(Turn(source.text(rng, length := next(inputs)), length, next(outputs)) for _ in range(count))
+        yield Conversation(chat_turns, rng.choice(systems))
 
 
 def _custom(flags: MixFlags, source: PromptSource, rng: random.Random) -> Iterator[Conversation]:

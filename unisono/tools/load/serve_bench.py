@@ -54,17 +54,17 @@ def serve(
     request succeeded.
     """
     _check(target, rate, report)
-    wanted = _ServeBench(target, mix, rate, sampling, report, scene)
+    bench = _ServeBench(target, mix, rate, sampling, report, scene)
     if target["base_url"] is not None:
         if context.args:
             raise ConfigError(f"{context.args[0]}: no such flag; flags of the server belong to the server.")
-        wanted.measure(target["base_url"])
+        bench.measure(target["base_url"])
         return
     model = target["model"] or "tiny"
     check_model(model, load_format="dummy")  # the server checks its weights
     check_flags(model, context.args)
     with served(model, context.args) as url:
-        wanted.measure(url)
+        bench.measure(url)
 
 
 def _check(target: dict[str, Any], rate: dict[str, Any], report: dict[str, Any]) -> None:
@@ -130,13 +130,15 @@ class _ServeBench:
         self._load(target, source)
 
     def _load(self, target: LoadTarget, source: Any) -> None:
-        asked = conversations(self.mix, source, self.seed)
+        requests = conversations(self.mix, source, self.seed)
         processes = self.rate["client_processes"]
         if count := self.rate["num_warmups"]:
             warm = conversations(replace(self.mix, num_prompts=count), source, self.seed + 1_000_003)
             run_load(ScheduledLoad(target, source, warm, [0.0] * len(warm), self.rate["max_concurrency"]), processes)
-        times = arrivals(len(asked), self.rate["request_rate"], self.rate["burstiness"], random.Random(self.seed + 1))
-        outcomes = run_load(ScheduledLoad(target, source, asked, times, self.rate["max_concurrency"]), processes)
+        times = arrivals(
+            len(requests), self.rate["request_rate"], self.rate["burstiness"], random.Random(self.seed + 1)
+        )
+        outcomes = run_load(ScheduledLoad(target, source, requests, times, self.rate["max_concurrency"]), processes)
         found = figures(outcomes, self.limits, self.metrics, self.percentiles)
         print(found.markdown())
         self._write(target, found.json(self.report["save_detailed"]))

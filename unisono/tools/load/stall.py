@@ -92,9 +92,11 @@ def passes_of(engine: Any, before: Counter[tuple[str, str, str]]) -> str:
     """
     grown = engine.runner.planner.passes - before
     shown = ((count, program, f"{kind}: {why}" if why else kind) for (program, kind, why), count in grown.items())
-    told = ", ".join(f"{count} {program} ({how})" for count, program, how in sorted(shown, reverse=True))
+    counts = ", ".join(f"{count} {program} ({how})" for count, program, how in sorted(shown, reverse=True))
     mixing = engine.scheduler.mixing.info()
-    return f"{told}; not mixed: {mixing['apart']}, last expected {mixing['expected_ms']}" if mixing["apart"] else told
+    return (
+        f"{counts}; not mixed: {mixing['apart']}, last expected {mixing['expected_ms']}" if mixing["apart"] else counts
+    )
 
 
 def as_json(found: Sequence[Stall]) -> list[dict[str, Any]]:
@@ -187,24 +189,24 @@ def _stall(
     answers: Sequence[RequestResult],
     alone: float,
 ) -> Stall:
-    heard = [[at for at, _ in one.pieces] for one in streams]
+    arrivals = [[at for at, _ in one.pieces] for one in streams]
     done = max(answer.times[0] for answer in answers)
-    return _measured(scene, count, heard, began, done, [a.ttft for a in answers], _rate(answers), alone)
+    return _measured(scene, count, arrivals, began, done, [a.ttft for a in answers], _rate(answers), alone)
 
 
 def _measured(
     scene: StallScenario,
     count: int,
-    heard: Sequence[Sequence[float]],
+    arrivals: Sequence[Sequence[float]],
     began: float,
     done: float,
     ttfts: Sequence[float],
     rate: float,
     alone: float,
 ) -> Stall:
-    """The result of one measurement. heard: times of each stream's tokens. began, done: of the prompts."""
+    """The result of one measurement. arrivals: times of each stream's tokens. began, done: of the prompts."""
     before, during = [], []
-    for times in heard:
+    for times in arrivals:
         pairs = list(pairwise(times))
         before += [b - a for a, b in pairs if b <= began][-SETTLED:]
         during += [b - a for a, b in pairs if b > began and a <= done]
@@ -239,30 +241,30 @@ def in_engine(llm: Any, scene: StallScenario, seed: int) -> list[Stall]:
     for count in scene.prompts:
         began, ends = _prompts_in_engine(engine, rng, names, count, scene.prompt_len, lambda at, deltas: None)
         alone[count] = count * scene.prompt_len / (max(ends) - began)
-    heard: dict[str, list[float]] = {}
+    arrivals: dict[str, list[float]] = {}
 
     def note(at: float, deltas: Sequence[Any]) -> None:
         for delta in deltas:
-            if delta.request_id in heard and delta.token_ids:
-                heard[delta.request_id].append(at)
+            if delta.request_id in arrivals and delta.token_ids:
+                arrivals[delta.request_id].append(at)
                 if delta.finish:
                     raise ConfigError("a stream ended before the prompts were done: raise --stream-output-len.")
 
     for _ in range(scene.streams):
-        heard[name := next(names)] = []
+        arrivals[name := next(names)] = []
         engine.add(_request(engine, rng, name, scene.stream_input_len, scene.stream_output_len))
     found = []
     for count in scene.prompts:
-        _step_until_more(engine, heard, SETTLED, note)
+        _step_until_more(engine, arrivals, SETTLED, note)
         before = Counter(engine.runner.planner.passes)
         began, ends = _prompts_in_engine(engine, rng, names, count, scene.prompt_len, note)
         passes = passes_of(engine, before)
-        _step_until_more(engine, heard, AFTER, note)
+        _step_until_more(engine, arrivals, AFTER, note)
         rate = count * scene.prompt_len / (max(ends) - began)
         ttfts = [end - began for end in ends]
-        one = _measured(scene, count, list(heard.values()), began, max(ends), ttfts, rate, alone[count])
+        one = _measured(scene, count, list(arrivals.values()), began, max(ends), ttfts, rate, alone[count])
         found.append(replace(one, passes=passes))
-    for name in heard:
+    for name in arrivals:
         engine.abort(name)
     while engine.has_work():
         engine.step()
@@ -299,8 +301,8 @@ def _prompts_in_engine(
     return began, ends
 
 
-def _step_until_more(engine: Any, heard: dict[str, list[float]], count: int, note: Note) -> None:
-    goals = {name: len(times) + count for name, times in heard.items()}
-    while any(len(heard[name]) < goal for name, goal in goals.items()):
+def _step_until_more(engine: Any, arrivals: dict[str, list[float]], count: int, note: Note) -> None:
+    goals = {name: len(times) + count for name, times in arrivals.items()}
+    while any(len(arrivals[name]) < goal for name, goal in goals.items()):
         deltas = engine.step()
         note(now(), deltas)

@@ -155,5 +155,5 @@ def _text(choice: _Choice) -> str:
     delta = choice.delta
     if delta is None:
         return choice.text or ""
-    said = delta.content or delta.reasoning_content or delta.reasoning or delta.refusal or ""
-    return said or (str(delta.tool_calls) if delta.tool_calls else "")
+    text = delta.content or delta.reasoning_content or delta.reasoning or delta.refusal or ""
+    return text or (str(delta.tool_calls) if delta.tool_calls else "")

@@ -74,7 +74,7 @@ class Runs:
 class _Load:
     """The load to run. most: concurrency, None: all. stalls: the stall scenario instead of the load."""
 
-    asked: list[Conversation]
+    conversations: list[Conversation]
     stalls: stall.StallScenario | None
     seed: int
     most: int | None
@@ -115,11 +115,11 @@ def throughput(
     if synthetic_acceptance_length is not None and spec is None:
         raise ConfigError("--synthetic-acceptance-length needs --speculative-config.")
     settings, seed = mix_of(mix)
-    stalls, asked = scene_of(scene), []
+    stalls, requests = scene_of(scene), []
     if stalls is None:
         source = source_of([engine["model"]], settings.dataset_name in ("random", "prefix_repetition"))
-        asked = conversations(settings, source, seed)
-    load = _Load(asked, stalls, seed, max_concurrency, repeats, ignore_eos, temperature)
+        requests = conversations(settings, source, seed)
+    load = _Load(requests, stalls, seed, max_concurrency, repeats, ignore_eos, temperature)
     found = []
     if spec is None or baseline:
         found.append(_run(engine, "none", {"speculative": SpeculativeConfig("none")}, load))
@@ -146,10 +146,10 @@ def _run(engine: dict[str, Any], name: str, more: dict[str, Any], load: _Load) -
     with LLM(flags.pop("model"), **flags, **more) as llm:
         runs = Runs(name, time.perf_counter() - started, llm.engine.info()["settings"], versions(llm))  # type: ignore[arg-type]
         print(f"\nSpeculation: {name}; started in {runs.start_seconds:.1f} s", flush=True)
-        settled = time.perf_counter()
+        ready = time.perf_counter()
         while llm.engine.capture_missing():
             pass  # like a server without requests
-        print(f"Graphs captured while idle took {time.perf_counter() - settled:.1f} s.", flush=True)
+        print(f"Graphs captured while idle took {time.perf_counter() - ready:.1f} s.", flush=True)
         with frozen_heap():
             if load.stalls is not None:
                 runs.stalls = stall.in_engine(llm, load.stalls, load.seed)
@@ -173,7 +173,7 @@ def _requests(llm: Any, load: _Load) -> list[tuple[list[int], Any, tuple[int, ..
     from unisono.types import SamplingParams
 
     limit, found = llm.engine.config.max_model_len, []
-    for place, one in enumerate(load.asked):
+    for place, one in enumerate(load.conversations):
         turn = one.turns[0]
         ids = turn.prompt if isinstance(turn.prompt, list) else None
         if ids is None and one.messages:

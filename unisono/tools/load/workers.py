@@ -26,16 +26,16 @@ class ScheduledLoad:
 
     target: LoadTarget
     source: PromptSource
-    asked: Sequence[Conversation]
+    conversations: Sequence[Conversation]
     times: Sequence[float]
     most: int | None = None
 
     def parts(self, count: int) -> list[ScheduledLoad]:
         """This load, divided into ``count`` loads."""
-        count = max(1, min(count, len(self.asked), self.most or len(self.asked)))
+        count = max(1, min(count, len(self.conversations), self.most or len(self.conversations)))
         most = [None] * count if self.most is None else [(self.most + i) // count for i in range(count)]
         return [
-            ScheduledLoad(self.target, self.source, self.asked[i::count], self.times[i::count], most[i])
+            ScheduledLoad(self.target, self.source, self.conversations[i::count], self.times[i::count], most[i])
             for i in range(count)
         ]
 
@@ -93,7 +93,7 @@ def _run_part(part: ScheduledLoad, start: float | None) -> ClientOutcome:
 
     async def work() -> ClientOutcome:
         client = LoadClient(part.target, part.source, part.most)
-        return await client.run(part.asked, part.times, now() if start is None else start)
+        return await client.run(part.conversations, part.times, now() if start is None else start)
 
     return run(work)
 
