@@ -332,8 +332,8 @@ def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> Sampli
         return replace(params, max_tokens=room)
     if max_tokens is not None and max_tokens > room > 0:
         raise BadRequest(
-            f"The prompt has {prompt} tokens and max_tokens is {max_tokens}, together {prompt + max_tokens}; the model's "
-            f"context is {context} tokens. Ask for at most {room} tokens or shorten the prompt.",
+            f"The prompt has {prompt} tokens and max_tokens is {max_tokens}, together {prompt + max_tokens}; "
+            f"the model's context is {context} tokens. Ask for at most {room} tokens or shorten the prompt.",
             "max_tokens",
             "context_length_exceeded",
         )
