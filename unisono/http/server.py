@@ -40,7 +40,7 @@ from unisono.http.connection import ReadAhead
 from unisono.http.limits.connections import LimitedProtocol, Limits, open_files
 from unisono.http.limits.overload import Admission, LoadLimits
 from unisono.http.observability.metrics import ProgressLine, ServerMetrics, check_prefix
-from unisono.http.observability.traces import Tracer, endpoint_url
+from unisono.http.observability.traces import RequestTracer, check_endpoint
 from unisono.http.openai.chat import ChatFormat
 from unisono.http.openai.hosted_tools import HostedTools
 from unisono.http.openai.serving import Serving
@@ -156,7 +156,7 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
     keys_of(settings.api_key, settings.api_key_file)
     check_prefix(settings.metrics_prefix)
     if settings.otlp_traces_endpoint is not None:
-        endpoint_url(settings.otlp_traces_endpoint)
+        check_endpoint(settings.otlp_traces_endpoint)
     settings.restarts()
     with bind(settings.host, settings.port) as listener:
         loop_factory = _uvicorn_config(None).get_loop_factory()
@@ -196,11 +196,8 @@ async def _serve(client: Engines, config: Any, settings: ServerSettings, listene
         if settings.api_key_file is not None:
             work = reread(service.keys, settings.api_key, settings.api_key_file)
             reporting.append(asyncio.create_task(work))
-        if service.tracer is not None:
-            reporting.append(asyncio.create_task(service.tracer.run()))
-        listener.listen(
-            BACKLOG
-        )  # uvicorn listens a moment later, and a client that reads the next line may connect at once
+        # uvicorn listens a moment later, and a client that reads the next line may connect at once
+        listener.listen(BACKLOG)
         freeze_heap()
         host, port = listener.getsockname()[:2]
         where = f"{settings.http.scheme}://{host}:{port}/v1"
@@ -278,7 +275,7 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
         drain_timeout=settings.drain_timeout,
         allow_unknown_fields=settings.allow_unknown_fields,
         profile_dir=settings.profile_dir,
-        tracer=None if settings.otlp_traces_endpoint is None else Tracer(settings.otlp_traces_endpoint),
+        tracer=None if settings.otlp_traces_endpoint is None else RequestTracer(settings.otlp_traces_endpoint),
         pooling=await asyncio.to_thread(pooling_of, settings.model_path),
         keys=keys,
         admission=Admission(settings.load, sum(one["settings"].get("max_num_seqs", 1) for one in infos)),

@@ -21,7 +21,7 @@ from unisono.http.answers.generation import Generation
 from unisono.http.errors import ApiError, show, unavailable
 from unisono.http.limits.overload import Admission
 from unisono.http.observability.metrics import ServerMetrics
-from unisono.http.observability.traces import Parent, Tracer
+from unisono.http.observability.traces import RequestTracer
 from unisono.http.openai.hosted_tools import HostedTools
 from unisono.http.openai.serving import Serving
 from unisono.http.security.auth import Keys
@@ -58,7 +58,7 @@ class Service:
     allow_unknown_fields: bool = False
     profile_dir: Path | None = None
     pooling: Pooling = field(default_factory=Pooling)
-    tracer: Tracer | None = None
+    tracer: RequestTracer | None = None
     draining: bool = False
     sleeping: bool = False
     in_flight: int = 0
@@ -96,11 +96,11 @@ class Service:
             generation.close()
         if self.tracer is None:
             return
-        parent = Parent.of(request.headers.get("traceparent"))
+        traceparent = request.headers.get("traceparent")
         own = {"gen_ai.response.model": self.names[0], "http.route": request.url.path}
         for generation in generations:
             if (attributes := generation.span()) is not None:
-                self.tracer.span(parent, arrival, {**own, **attributes}, generation.ended == "error")
+                self.tracer.span(traceparent, arrival, {**own, **attributes}, generation.ended == "error")
 
     def model(self, name: str | None) -> str:
         """The served name in a request, also an adapter's. Raises ApiError (404) for another model's."""
