@@ -24,7 +24,7 @@ from unisono.http.errors import ApiError
 from unisono.http.observability.history import RequestRecord
 from unisono.http.observability.metrics import RequestTimer
 from unisono.http.openai.responses import HiddenStates, PromptLogprobs, TokenOrigin, TokenReport, Usage, finite
-from unisono.text.answer_reader import AnswerParser, AnswerParts
+from unisono.text.answer_parser import AnswerParser, AnswerParts
 from unisono.text.tool_parsers.base import ToolDelta
 from unisono.text.tool_parsers.structure import reworded
 from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs

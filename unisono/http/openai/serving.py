@@ -26,7 +26,7 @@ from unisono.http.openai.embeds import get_ready, load_embeds
 from unisono.http.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from unisono.http.preparation import Preparers
 from unisono.media.fetching.sources import LoadedMedia, MediaSource
-from unisono.text.answer_reader import AnswerParser
+from unisono.text.answer_parser import AnswerParser
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParams, part_id
 
 T = TypeVar("T")
