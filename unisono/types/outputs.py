@@ -264,8 +264,7 @@ class RequestOutput(Concise):
 
     prompt_logprobs: one entry per prompt token, None for the first and those before ``logprob_start_len``.
     prompt_hidden_states: a tensor [prompt tokens, hidden] in the model's dtype. prompt_token_ids: -1 at the positions
-    of
-    embeddings. metrics: times of the request and its tokens.
+    of embeddings. metrics: times of the request and its tokens.
     """
 
     request_id: str

@@ -1,8 +1,7 @@
 """One sequence's deltas from the engine, converted to pieces of an answer.
 
 Independent of HTTP and of the form of responses. ``serving`` makes a :class:`Generation` for each sequence of a
-request;
-:func:`merge` reads several at once.
+request; :func:`merge` reads several at once.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ class OutputPiece:
     """New text of one choice, and the tokens that came with it (text may come later than its tokens).
 
     reasoning, tool_calls: new reasoning and calls, if a parser separates them from ``text``. reports: log-probabilities
-    of
-    the tokens, if requested. draft: origin of the piece's one token, if requested. finish: OpenAI's reason, on the last
-    piece. stop: the stop string that ended it.
+    of the tokens, if requested. draft: origin of the piece's one token, if requested. finish: OpenAI's reason, on the
+    last piece. stop: the stop string that ended it.
     """
 
     index: int
@@ -65,8 +63,8 @@ class Style:
     """The requested parts of an answer.
 
     scored: number of likely tokens per position in ``prompt_logprobs``, which are there when the sequence has ended;
-    None:
-    not requested. reports: log-probabilities; offsets: with the tokens' positions in the text. ids: name tokens by id.
+    None: not requested. reports: log-probabilities; offsets: with the tokens' positions in the text. ids: name tokens
+    by id.
     hides: leave out reasoning. drafts: one piece per token, with its origin.
     """
 
@@ -84,8 +82,8 @@ class Generation:
     ``usage`` and ``seed`` may be read at any time.
 
     scores: the prompt's log-probabilities, which its first sequence sets for all; None if not requested. reader:
-    separates
-    reasoning and tool calls from content. Of a prompt's several sequences the first one's usage counts the prompt.
+    separates reasoning and tool calls from content. Of a prompt's several sequences the first one's usage counts the
+    prompt.
     cumulative_logprob: of the tokens so far, if log-probabilities are computed. prompt_text: the rendered chat
     template.
     """
