@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.cluster.engines import ANYWHERE
+from unisono.cluster.engines import ANYWHERE, Wish
 from unisono.cluster.token_stream import TokenStream
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.http.answers.beams import BeamStream, Source
@@ -23,6 +23,7 @@ from unisono.http.errors import ApiError
 from unisono.http.observability.history import RequestRecord
 from unisono.http.observability.metrics import RequestTimer
 from unisono.http.openai.responses import HiddenStates, PromptLogprobs, TokenOrigin, TokenReport, Usage, finite
+from unisono.http.security.auth import ApiClient
 from unisono.text.answer_parser import AnswerParser, AnswerParts
 from unisono.text.tool_parsers.base import ToolDelta
 from unisono.text.tool_parsers.structure import reworded
@@ -109,10 +110,9 @@ class Generation:
         self._scores, self._style, self._echo = scores, style, echo
         self._reader = reader
         self._stream: TokenStream | BeamStream | None = None
-        self.wish = ANYWHERE  # routing hints
+        self._placement = ANYWHERE  # routing hints
         self.ended: str | None = None  # finish reason, once it has ended
-        self.client = ""  # its client, as ``auth.Client.label``
-        self.key = ""  # the name of its API key
+        self._owner = ApiClient()
         self._drafted = self._accepted = self._rounds = 0
         self._reasoning_chars = self._written = 0  # characters of reasoning; of everything
         self._echoed = 0  # characters of the prompt at the beginning of the answer
@@ -164,9 +164,15 @@ class Generation:
             "gen_ai.latency.e2e": times.total,
         }
 
-    def arrived(self, when: float) -> None:
-        """Measure the request's times from ``when`` (``time.monotonic()``) instead of its preparation."""
-        self._timer.start = when
+    def assign(self, arrival: float, placement: Wish, owner: ApiClient | None) -> None:
+        """Assign the sequence to an HTTP request: its arrival (``time.monotonic()``), routing hints and client."""
+        self._timer.start, self._placement = arrival, placement
+        self._owner = owner or self._owner
+
+    @property
+    def key(self) -> str:
+        """The name of the request's API key; empty without one."""
+        return self._owner.name
 
     @property
     def streaming(self) -> bool:
@@ -177,8 +183,8 @@ class Generation:
         """Submit the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         self._timer.submitted()
         try:
-            request = replace(self._request, client=self.client)
-            self._stream = await self._client.submit(request, self.wish)
+            request = replace(self._request, client=self._owner.label)
+            self._stream = await self._client.submit(request, self._placement)
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None
