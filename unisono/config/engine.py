@@ -395,8 +395,8 @@ class ResolvedConfig:
     @property
     def encoder_cache_bytes(self) -> int | None:
         """``mm_encoder_cache_gb`` in bytes."""
-        requested = self.asked.mm_encoder_cache_gb
-        return None if requested is None else int(requested * (1 << 30))
+        asked = self.asked.mm_encoder_cache_gb
+        return None if asked is None else int(asked * (1 << 30))
 
     def explain(self) -> dict[str, object]:
         """The resolved settings and every decision, as JSON-ready data."""
