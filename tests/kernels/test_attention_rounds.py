@@ -92,7 +92,6 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 def test_rounds_on_hopper_have_the_same_bits(heads, kv_heads, dtype, first, monkeypatch):
     case = Requests([2000, 130, 700, 1025], True, dtype, heads, kv_heads, 128, first=first)
     forget(monkeypatch, rounds.exact_round_attention)
-    monkeypatch.delenv("UNISONO_HOPPER_ROUNDS", raising=False)
     ends = [(0, 2000), None, (1, 130), (3, 1025), (2, 64)]
     want = [case.round(ends, width, programs) for width in (1, 4) for programs in (10**6, 1)]
     settled = TritonAttention(heads, kv_heads, case.device).prove(128, dtype)
@@ -106,13 +105,10 @@ def test_rounds_on_hopper_have_the_same_bits(heads, kv_heads, dtype, first, monk
     assert launched, "it was not the kernel for Hopper"
 
 
-def test_it_serves_where_it_can_and_is_not_turned_off(monkeypatch):
-    monkeypatch.setenv("UNISONO_HOPPER_ROUNDS", "0")
+def test_it_serves_where_it_can(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
     heads = 32, 8, 128, torch.bfloat16
-    assert not rounds.suits(*heads, torch.device("cuda"))
-    monkeypatch.delenv("UNISONO_HOPPER_ROUNDS")
     assert rounds.suits(*heads, torch.device("cuda"))
     assert asked
     assert not rounds.suits(*heads, torch.device("cpu"))

@@ -17,7 +17,7 @@ import torch
 
 from unisono.graphs import eager_break
 from unisono.kernels.gemm.fp8_quantize import handed_on
-from unisono.layers.activations import Activations, Wish
+from unisono.layers.activations import Activations, InputFormat
 
 
 class KV(NamedTuple):
@@ -256,17 +256,17 @@ class BreakingAttention:
 
 
 def attended(
-    backend: AttentionBackend, wish: Wish | None, q: torch.Tensor, kv: KV, inputs: AttentionInputs,
+    backend: AttentionBackend, input_format: InputFormat | None, q: torch.Tensor, kv: KV, inputs: AttentionInputs,
     options: AttentionOptions,
 ) -> Activations:  # fmt: skip
     """Run ``backend.forward`` for a consumer with this input format. The parts of a mixed pass are joined as plain
     rows.
     """
     if (
-        wish is not None and not wish.keep and not inputs.singles
-        and isinstance(backend, QuantisingAttention) and backend.quantises(q.shape[2], wish.group)
+        input_format is not None and not input_format.keep and not inputs.singles
+        and isinstance(backend, QuantisingAttention) and backend.quantises(q.shape[2], input_format.group)
     ):  # fmt: skip
-        return handed_on(backend.forward_fp8(q, kv, inputs, options), q, wish.group)
+        return handed_on(backend.forward_fp8(q, kv, inputs, options), q, input_format.group)
     return backend.forward(q, kv, inputs, options)
 
 

@@ -1,6 +1,6 @@
 """Context of one pass of a model: positions, pages, and the tokens whose outputs are read.
 
-Passes and drafters make one :class:`PassContext` for each pass; layers only read it.
+Passes and drafters make one :class:`ForwardContext` for each pass; layers only read it.
 Shapes: T tokens, R rows, E rows of which only the last token's output is read.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
-from unisono.kv.recurrent_state import TailPass
+from unisono.kv.recurrent_state import RecurrentPass
 from unisono.kv.specs import ALL
 from unisono.layers.rotary import angles_of
 
@@ -36,23 +36,23 @@ class Rotary:
 
 
 @dataclass
-class PassContext:
+class ForwardContext:
     """One pass of a model.
 
     groups: attention inputs by window group. ALL is always there; a window group without an entry uses that of ALL.
     rotary_positions: positions that queries and keys are rotated by: [T], or [T, 3] on the axes of time, height and
         width; None: the absolute positions.
     last_tokens: the only tokens whose outputs are read after the last layer; None: all are.
-    tails: recurrent state of the rows; None if the model has none.
+    recurrent: recurrent state of the rows; None if the model has none.
     """
 
     groups: Mapping[int, AttentionInputs]
     rotary_positions: torch.Tensor | None = None
     last_tokens: LastTokens | None = None
-    tails: TailPass | None = None
+    recurrent: RecurrentPass | None = None
     _plans: dict[tuple[AttentionBackend, int, int], AttentionInputs] = field(default_factory=dict, repr=False)
     _angles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
-    _queries: PassContext | None = field(default=None, repr=False)
+    _queries: ForwardContext | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -60,29 +60,29 @@ class PassContext:
         inputs: AttentionInputs,
         last_tokens: LastTokens | None = None,
         rotary_positions: torch.Tensor | None = None,
-    ) -> PassContext:
+    ) -> ForwardContext:
         """A pass whose pages are all in one group."""
         return cls({ALL: inputs}, rotary_positions, last_tokens)
 
-    def inputs(self, lifetime: int = ALL) -> AttentionInputs:
+    def inputs(self, window_group: int = ALL) -> AttentionInputs:
         """Return the attention inputs of a window group, without a plan."""
-        return self.groups.get(lifetime, self.groups[ALL])
+        return self.groups.get(window_group, self.groups[ALL])
 
-    def plan(self, backend: AttentionBackend, lifetime: int = ALL, window: int = 0) -> AttentionInputs:
+    def plan(self, backend: AttentionBackend, window_group: int = ALL, window: int = 0) -> AttentionInputs:
         """Return the attention inputs of a window group, with the backend's plan for layers with this window.
 
         The plan is made once per backend, group and window of a pass.
         """
-        lifetime = lifetime if lifetime in self.groups else ALL
-        key = backend, lifetime, window
+        window_group = window_group if window_group in self.groups else ALL
+        key = backend, window_group, window
         if key not in self._plans:
-            planned = dataclasses.replace(self.groups[lifetime])
+            planned = dataclasses.replace(self.groups[window_group])
             backend.plan(planned, window)
             self._plans[key] = planned
         return self._plans[key]
 
     def rotary(
-        self, table: torch.Tensor, axes: torch.Tensor | None, lifetime: int = ALL
+        self, table: torch.Tensor, axes: torch.Tensor | None, window_group: int = ALL
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the table of rotary angles, and each token's row of it [T] int32.
 
@@ -91,7 +91,7 @@ class PassContext:
         """
         positions = self.rotary_positions
         if positions is None:
-            return table, self.inputs(lifetime).positions
+            return table, self.inputs(window_group).positions
         if positions.dim() == 1:
             return table, positions
         key = id(table), id(axes)
@@ -100,17 +100,17 @@ class PassContext:
         return self._angles[key]
 
     @property
-    def queries(self) -> PassContext:
+    def queries(self) -> ForwardContext:
         """Context of the tokens that attend: this one, or that of ``last_tokens``, a round of width 1."""
         if self.last_tokens is None:
             return self
         if self._queries is None:
             last = self.last_tokens.last
-            self._queries = PassContext({g: inputs.last_tokens(last).inputs for g, inputs in self.groups.items()})
+            self._queries = ForwardContext({g: inputs.last_tokens(last).inputs for g, inputs in self.groups.items()})
         return self._queries
 
     @property
-    def all_tokens(self) -> PassContext:
+    def all_tokens(self) -> ForwardContext:
         """Context for layers before the last one: the outputs of all tokens are read. Shares the plans."""
         return self if self.last_tokens is None else dataclasses.replace(self, last_tokens=None, _queries=None)
 

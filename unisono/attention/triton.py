@@ -53,7 +53,7 @@ class TritonAttention:
             "attention of rounds": _choose_kernel(
                 attention_hopper_rounds.suits(*heads),
                 lambda: attention_hopper_rounds.exact_round_attention.prove(self._attend_round, *heads),
-                "the kernel for Hopper has 16-bit heads of 128 only; UNISONO_HOPPER_ROUNDS=0 turns it off",
+                "the kernel for Hopper has 16-bit heads of 128 only",
             ),
         }
 

@@ -3,12 +3,10 @@
 The kernel in ``gluon_rounds.py`` serves passes that may be cut along KV, whose tiles have up to MOST_ROWS rows, on
 Hopper, for 16-bit heads of 128, without a window, a soft cap or sinks. :data:`exact_round_attention` compares its bits
 with the Triton kernel's on the present GPU. Where they differ, or were not compared, the Triton kernel serves.
-``UNISONO_HOPPER_ROUNDS=0`` disables the kernel.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -38,10 +36,9 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 
 def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if the kernel can serve such heads on this device and is not disabled."""
+    """Return True if the kernel can serve such heads on this device."""
     return (
-        os.environ.get("UNISONO_HOPPER_ROUNDS") != "0"
-        and device.type == "cuda"
+        device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim == HEAD_DIM

@@ -10,7 +10,6 @@ Shapes: M rows, few enough for 32-bit indices, K inputs, N outputs of a product,
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
+from unisono.config import env
 from unisono.kernels.hopper import WIDTH, block_barrier, next_group, next_stage, order_loads, stage_barriers
 
 LINE = 16
@@ -67,7 +67,7 @@ def claim_device(device: torch.device) -> bool:
 
     ``UNISONO_STAYING_LAUNCHES=0`` disables them, as for processes that share a GPU's multiprocessors.
     """
-    if os.environ.get("UNISONO_STAYING_LAUNCHES") == "0":
+    if not env.persistent_launches():
         return False
     if device.type == "cpu" or _claimant is None:
         return True

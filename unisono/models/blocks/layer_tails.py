@@ -21,7 +21,7 @@ from unisono.kernels.gemm import layer_tail
 from unisono.kernels.gemm.layer_tail import LayerTailWeights
 from unisono.kernels.gemm.layer_tail_gluon import MOST_ROWS
 from unisono.kernels.gemm.persistent import claim_device
-from unisono.layers.activations import Activations, Projected, plain, readers_of
+from unisono.layers.activations import Activations, Projected, consumers_of, plain
 from unisono.layers.adapters import LinearAdapter
 from unisono.layers.experts import prove_experts
 from unisono.layers.formats.base import PLAIN
@@ -31,22 +31,22 @@ from unisono.layers.norm import RMSNorm
 from unisono.models.blocks.layers import DecoderLayer, Stream
 
 MANY = 8
-"""Layers with a projection after them from which on those without one have no tail."""
+"""Number of layers followed by a projection from which layers without one get no fused tail."""
 
 
 @dataclass(frozen=True)
 class FusedTail:
-    """What a layer does after its mixer. reader: the next layer's input projection, where it is computed here.
+    """Everything a layer computes after its mixer. consumer: the next layer's input projection, if computed here.
 
-    adapters: of the layers that it computes; passes with adapters go on without it.
+    adapters: adapters of its linear layers; passes with adapters do not use it.
     """
 
     weights: LayerTailWeights
-    reader: Linear | None
+    consumer: Linear | None
     adapters: tuple[LinearAdapter, ...] = ()
 
     def __call__(self, mixed: Activations, x: torch.Tensor) -> Stream | None:
-        """The mixer's outputs and the residual sum [M, H] -> the stream after the layer; None: not in this pass."""
+        """Mixer output and residual sum [M, H] -> the stream after the layer; None if this pass cannot use it."""
         rows = x.shape[0]
         if rows > MOST_ROWS or any(adapter.plan(rows) is not None for adapter in self.adapters):
             return None
@@ -54,11 +54,11 @@ class FusedTail:
         if self.weights.next_norm is None:
             return Stream(total, total)
         kept = normed if len(normed) else None
-        return Stream(total, normed if self.reader is None else Projected(kept, self.reader, product))
+        return Stream(total, normed if self.consumer is None else Projected(kept, self.consumer, product))
 
 
 def prove_products(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
-    """:func:`prove_linears` and :func:`prove_experts`, and fuse the tails that can be: for drafters. Before any
+    """Run :func:`prove_linears` and :func:`prove_experts`, and fuse layer tails: for drafters. Call it before any
     capture."""
     modules = list(modules)
     fuse_tails(modules)
@@ -69,7 +69,7 @@ def prove_products(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
 def fuse_tails(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
     """Set ``tail`` of every decoder layer for which that is possible and proven.
 
-    Returns how many layers there are, how many have one, and how many could if their bits were equal.
+    Returns the number of layers, of fused layers, and of layers that would be fused if their bits were equal.
     """
     layers, possible = _possible(modules)
     for layer in layers:
@@ -79,36 +79,36 @@ def fuse_tails(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
 
 
 def rehearse_tails(modules: Iterable[nn.Module]) -> None:
-    """Launch what :func:`fuse_tails` will launch and learn nothing: for compiling it ahead."""
+    """Launch the kernels of :func:`fuse_tails` and ignore the results, to compile them ahead of time."""
     tails = [tail.weights for tail in _possible(modules)[1].values()]
     for weights in {tail.shape: tail for tail in tails}.values():
         layer_tail.exact_layer_tail.rehearse(weights)
 
 
 def _possible(modules: Iterable[nn.Module]) -> tuple[list[DecoderLayer], dict[int, FusedTail]]:
-    """The decoder layers, and by id what each could do in one launch.
+    """The decoder layers, and possible fused tails by layer id.
 
-    The last of many layers, which no projection follows, would need kernels of its own: an empty start would compile
+    The last of many layers, which no projection follows, would need kernels of its own: a cold start would compile
     twice as many, for one layer.
     """
     layers = [m for m in modules if isinstance(m, DecoderLayer)]
     possible = {id(layer): tail for layer in layers if (tail := _tail(layer)) is not None}
-    followed = {at: tail for at, tail in possible.items() if tail.reader is not None}
+    followed = {at: tail for at, tail in possible.items() if tail.consumer is not None}
     return layers, followed if len(followed) >= MANY else possible
 
 
 def _tail(layer: DecoderLayer) -> FusedTail | None:
-    """What follows the layer's mixer, if a kernel can compute it."""
+    """Fused tail of the layer, if a kernel can compute it."""
     mixer, mlp, norm, next_norm = layer.mixer, layer.feed_forward, layer.feed_forward_norm, layer.next_norm
     if type(layer) is not DecoderLayer or not isinstance(mlp, GatedMLP):
         return None
     if type(norm) is not RMSNorm or type(next_norm) not in (RMSNorm, NoneType):
         return None
-    reader: Any = None if layer.next_mixer is None else readers_of(layer.next_mixer)[0]
+    consumer: Any = None if layer.next_mixer is None else consumers_of(layer.next_mixer)[0]
     layers: list[Any] = [getattr(mixer, "o", None), mlp.gate_up, mlp.down]
     if not (all(_is_plain(each) and each.bias is None for each in layers) and claim_device(norm.weight.device)):
         return None
-    return _plain_tail(layers, norm, cast("RMSNorm | None", next_norm), reader if _is_plain(reader) else None)
+    return _plain_tail(layers, norm, cast("RMSNorm | None", next_norm), consumer if _is_plain(consumer) else None)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -117,8 +117,10 @@ def _is_plain(layer: Any) -> bool:
     return alone and layer.format is PLAIN
 
 
-def _plain_tail(layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, reader: Linear | None) -> FusedTail | None:
-    if norm.wish is not None or (next_norm is not None and next_norm.wish is not None):
+def _plain_tail(
+    layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, consumer: Linear | None
+) -> FusedTail | None:
+    if norm.input_format is not None or (next_norm is not None and next_norm.input_format is not None):
         return None
     weights = LayerTailWeights(
         o=layers[0].weight,
@@ -128,9 +130,9 @@ def _plain_tail(layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, rea
         eps=norm.eps,
         next_norm=None if next_norm is None else next_norm.weight,
         next_eps=0.0 if next_norm is None else next_norm.eps,
-        following=None if reader is None else reader.weight,
-        bias=None if reader is None else reader.bias,
+        following=None if consumer is None else consumer.weight,
+        bias=None if consumer is None else consumer.bias,
     )
-    every = layers if reader is None else [*layers, reader]
+    every = layers if consumer is None else [*layers, consumer]
     adapters = tuple(each.adapter for each in every if each.adapter is not None)
-    return FusedTail(weights, reader, adapters) if layer_tail.suits(weights) else None
+    return FusedTail(weights, consumer, adapters) if layer_tail.suits(weights) else None
