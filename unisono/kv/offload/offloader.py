@@ -313,13 +313,13 @@ class Offload:
 
     def _pinned(self, plan: FetchPlan) -> dict[Part, HostEntry]:
         """Pin the host slots of everything in the plan, so that they are not evicted meanwhile."""
-        parts: list[Part] = [(ALL, digest) for _, digest in plan.rest]
+        needed: list[Part] = [(ALL, digest) for _, digest in plan.rest]
         for window_group, columns in plan.windows.items():
-            parts += [(window_group, self._digest(plan, column)) for column in columns]
+            needed += [(window_group, self._digest(plan, column)) for column in columns]
         if plan.snapshot:
-            parts.append((SNAPSHOTS, self._digest(plan, plan.pages - 1)))
+            needed.append((SNAPSHOTS, self._digest(plan, plan.pages - 1)))
         parts = {}
-        for part in reversed(parts):  # so that the end of a prefix is evicted first
+        for part in reversed(needed):  # so that the end of a prefix is evicted first
             held = self.index.find(part)
             assert held is not None
             held.pins += 1
