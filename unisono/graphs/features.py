@@ -1,4 +1,4 @@
-"""GraphKey of a graph: program, shape, and the optional parts of a pass."""
+"""Key of a graph: program, shape, and the optional parts of a pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class PassShape:
-    """PassShape that a graph is captured for.
+    """Shape that a graph is captured for.
 
     rows: padded number of requests (rounds) or of tokens (extend, mixed).
     width: tokens per row: 1 + k in a round, 1 in an extend pass. In a mixed pass, 1 + the number of requests that
@@ -107,7 +107,7 @@ NO_FEATURES = Features()
 
 @dataclass(frozen=True)
 class GraphKey:
-    """GraphKey of a captured graph. A pass replays only a graph whose key covers its own."""
+    """Key of a captured graph. A pass replays only a graph whose key covers its own."""
 
     program: str
     shape: PassShape

@@ -164,7 +164,7 @@ _shapes: dict[tuple, Any] = {}
 
 
 def _described(value: Any) -> Any:
-    """PassShape, strides and dtype of a tensor, recursively in sequences; any other value unchanged."""
+    """Shape, strides and dtype of a tensor, recursively in sequences; any other value unchanged."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     return tuple(map(_described, value)) if isinstance(value, (tuple, list)) else value

@@ -215,7 +215,7 @@ class Offload:
     # ---- in -----------------------------------------------------------------------------------
 
     def plan(self, pool: Pool, tokens: Sequence[Token], known: list[Node], usable: int) -> FetchPlan | None:
-        """FetchPlan a transfer that lets a request begin after more of ``tokens`` than the ``usable`` pages on the device.
+        """Plan a transfer that lets a request begin after more of ``tokens`` than the ``usable`` pages on the device.
 
         known: tree nodes of the tokens. Returns None if a transfer gains nothing.
         """

@@ -113,7 +113,7 @@ WHOLE = Share()
 class PartOf:
     """A rank's part of a larger tensor: the ``runs`` along ``dim`` of one of this shape.
 
-    StoredTensor in the parameter's attribute ``part_of``.
+    Stored in the parameter's attribute ``part_of``.
     """
 
     shape: tuple[int, ...]
@@ -137,7 +137,7 @@ def part_of(parameter: torch.Tensor) -> PartOf | None:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """TensorLayout of a tensor whose checkpoint shape differs from its parameter's.
+    """Layout of a tensor whose checkpoint shape differs from its parameter's.
 
     shapes: shapes with this layout, from a projection's outputs and inputs.
     dim: dimension of the outputs; None: every rank reads the whole tensor.

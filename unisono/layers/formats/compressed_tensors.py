@@ -1,4 +1,4 @@
-"""TensorReader of compressed-tensors' ``quantization_config``: groups of modules, each with a scheme of weights and
+"""Reader of compressed-tensors' ``quantization_config``: groups of modules, each with a scheme of weights and
 activations.
 
 Supported schemes: fp8 weights with a scale per projection, output or block of 128 × 128 and fp8 activations

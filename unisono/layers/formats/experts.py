@@ -4,7 +4,7 @@
 a layer, gate with up and down, have the same format. The attribute ``experts`` of a weight format says how it stores
 stacks; :func:`expert_format` finds it.
 
-* **StoredTensor**: :meth:`ExpertFormat.tensors` declares the tensors of *one* weight [N, K] (``StoredTensor``: a dtype, and
+* **Stored**: :meth:`ExpertFormat.tensors` declares the tensors of *one* weight [N, K] (``StoredTensor``: a dtype, and
   how many outputs and inputs a value serves). A stack's parameter of that kind is [E (+ 1), rows, columns], the rows of
   gate before those of up; the extra weight is a riding shared expert.
 * **Read**: from single tensors (``experts.7.gate_proj.<kind>``), each into its rows, or from a fused one

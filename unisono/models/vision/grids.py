@@ -46,7 +46,7 @@ class GridLayout:
 
 @lru_cache(GRIDS)
 def layout(grid: Grid, config: VisionConfig) -> GridLayout:
-    """GridLayout of an item. Raises ValueError for an unsupported grid."""
+    """Layout of an item. Raises ValueError for an unsupported grid."""
     check(grid, config)
     (frames, rows, columns), merge, tower = grid, config.merge, config.tower
     in_rows = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
