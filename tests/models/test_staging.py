@@ -1,4 +1,4 @@
-"""What passes through pinned buffers, of files and of the host, arrives as it was, whatever the sizes."""
+"""Bytes of files and of the host arrive unchanged through pinned buffers, for all sizes."""
 
 from __future__ import annotations
 
