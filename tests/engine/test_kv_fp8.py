@@ -22,8 +22,8 @@ from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, TREES, Way, d
 from tests.engine.two_engines import decode_engine, prefill_engine, results, stepping
 from tests.kv.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed
 from unisono.config import EngineConfig, Hardware, catalog, resolve
+from unisono.config.env import TRANSFER_KEY
 from unisono.engine.disaggregation.identity import engine_identity
-from unisono.engine.disaggregation.roles import KEY
 from unisono.engine.startup.memory import PageDemand
 from unisono.kv.specs import ALL, PAGE_SIZE, leaves
 from unisono.kv.store import StateStore
@@ -158,7 +158,7 @@ def test_offloaded_pages_come_back(setup: str, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("setup", MOVING)
 def test_pages_go_to_another_engine(setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setenv(TRANSFER_KEY.name, "secret")
     model, spec = SETUPS[setup]
     batch, params = prompts(8, 250, low=20, high=170, seed=2), mixed_params(8, max_tokens=5)
     with engine(model, **FP8, enforce_eager=True) as llm:

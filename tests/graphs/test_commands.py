@@ -81,7 +81,7 @@ def state(worker: Worker) -> dict[str, torch.Tensor]:
 
 def built_like(llm: Any) -> Worker:
     """A second worker for the engine's settings."""
-    asked = llm.engine.config.asked
+    asked = llm.engine.config.requested
     checkpoint = Checkpoint.open(asked.model)
     config = resolve(asked, Hardware.detect(asked.device), checkpoint)
     return Build(config, checkpoint, lambda stage, share: None).worker

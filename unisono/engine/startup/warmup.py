@@ -1,9 +1,9 @@
-"""Compiling every kernel that a start needs, in parallel.
+"""Parallel compilation of all kernels that a start needs.
 
-Triton compiles a kernel when it is first launched, one after the other, which took most of the first start with a
-model. So passes of every size class first run in a mode in which a launch only queues its compilation; threads do most
-of a compilation without the GIL, and processes the rest (``compile_processes.py``). Kernels in Triton's cache are only
-loaded.
+Triton compiles a kernel at its first launch, one after the other, which took most of the first start with a model.
+Here, passes of every size class first run in a mode in which a launch only queues its compilation. Threads do the part
+of a compilation that runs without the GIL, and processes the rest (``compile_processes.py``). Kernels in Triton's cache
+are only loaded.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from unisono.graphs import Buffers, Features, PassShape, Program
 from unisono.graphs.buckets import Buckets
 
 SMALL = 128
-"""Up to this number of tokens the tiles of kernels depend on more than the octave."""
+"""Number of tokens up to which kernel tiles vary within an octave."""
 
 _ZEROED = {
     (torch, "empty"): torch.zeros,
     (torch, "empty_like"): torch.zeros_like,
     (torch.Tensor, "new_empty"): torch.Tensor.new_zeros,
 }
-"""Memory that kernels would have filled holds zeros, so that indices in it are valid for the ops that do run."""
+"""Replace uninitialised memory by zeros, so that indices in it are valid for the ops that do run."""
 
 
-class _Ahead(AsyncCompileMode):
-    """Sends what is queued to processes first."""
+class _Ahead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types
+    """Send queued compilations to processes first."""
 
     def __init__(self, pool: ThreadPoolExecutor, processes: CompileProcesses) -> None:
         super().__init__(pool)
@@ -47,14 +47,16 @@ class _Ahead(AsyncCompileMode):
 
 @contextmanager
 def compiling_only(device: torch.device, processes: CompileProcesses) -> Iterator[None]:
-    """In this context launching a Triton kernel only queues its compilation. Leaving it waits until all are loaded."""
+    """Within this context, a launch of a Triton kernel only queues its compilation. Leaving it waits until all are
+    loaded.
+    """
     kernels: dict[int, Any] = {}
 
     def queue(kernel: Any, grid: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> None:
             queued = kernel.run(*args, grid=grid, warmup=True, **kwargs)
             if isinstance(queued, FutureKernel) and queued.future.done():
-                queued = queued.result()  # Triton knows it from now on, so the next launch is not hashed again
+                queued = queued.result()  # Triton now knows it, so the next launch is not hashed again
             kernels[id(queued)] = queued
 
         return run
@@ -65,7 +67,7 @@ def compiling_only(device: torch.device, processes: CompileProcesses) -> Iterato
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + processes.count) as pool:
         with ExitStack() as undo:
-            undo.callback(active_mode.set, None)  # which Triton leaves set where a kernel does not compile
+            undo.callback(active_mode.set, None)  # Triton leaves it set if a kernel does not compile
             undo.enter_context(_Ahead(pool, processes))
             undo.enter_context(patch.object(KernelInterface, "__getitem__", queue))
             for (owner, name), zeros in _ZEROED.items():
@@ -76,7 +78,7 @@ def compiling_only(device: torch.device, processes: CompileProcesses) -> Iterato
 
 
 def size_classes(shapes: Sequence[PassShape]) -> list[PassShape]:
-    """Every shape of up to SMALL tokens, since their kernels differ, and one shape of each larger octave."""
+    """Return every shape of up to SMALL tokens, since their kernels differ, and one shape of each larger octave."""
     small = [shape for shape in shapes if shape.rows * shape.width <= SMALL]
     large = {(shape.rows * shape.width).bit_length(): shape for shape in shapes if shape not in small}
     return [*small, *large.values()]
@@ -85,9 +87,9 @@ def size_classes(shapes: Sequence[PassShape]) -> list[PassShape]:
 def warmup_passes(
     plan: Sequence[Buckets], features: Collection[Features], own: Collection[str] = ()
 ) -> list[tuple[Program, PassShape]]:
-    """The passes that together need every kernel: of each program all small shapes and one of each larger size class.
+    """Return the passes that together need every kernel: each program's small shapes and one of each larger size class.
 
-    features: those of most passes. Of others one pass suffices, since one kernel alone has a variant for masks. own:
+    features: those of most passes. One pass suffices for others, since only one kernel has a variant for masks. own:
     names of programs that features bring along.
     """
     passes: list[tuple[Program, PassShape]] = []
@@ -101,6 +103,6 @@ def warmup_passes(
 
 @torch.inference_mode()
 def run_on_padding(passes: Sequence[tuple[Program, PassShape]], device: torch.device) -> None:
-    """Run each pass once on padding rows only, which change nothing but the padding page and the padding slot."""
+    """Run each pass once on padding rows, which change only the padding page and the padding slot."""
     for program, shape in passes:
         program.run(Buffers(program.schema, shape, device))

@@ -1,7 +1,7 @@
-"""Page tables of window groups and recurrent states on the device, kept in step with what requests hold of the pool.
+"""Page tables of window groups and recurrent state on the device, kept in step with the requests' pages.
 
-The scheduler calls it at each turn of a request's life; it sends the worker's commands. For a model whose state all has
-window group ALL and no recurrence it does nothing.
+The scheduler calls it at each transition of a request; it sends the worker's commands. It does nothing for a model
+whose state all lies in window group ALL and that has no recurrence.
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ from unisono.types import FinishReason
 
 @dataclass(frozen=True)
 class StateSizes:
-    """What page quotas depend on, in tokens: of a round, of a prompt pass, of a request."""
+    """Sizes that page quotas depend on, in tokens: of a round, of a prompt pass, of a request."""
 
     width: int
     max_batched_tokens: int
     max_model_len: int
 
     def quota(self, windows: Mapping[int, WindowPool], prompt: bool) -> dict[int, int]:
-        """Pages of each window group that a request may need at once, while its prompt runs and after.
+        """Return the pages of each window group that a request may need at once, during its prompt and after.
 
-        Two passes may be on their way beyond what the host knows.
+        Two passes may be in flight beyond the host's knowledge.
         """
         tokens = 2 * (self.max_batched_tokens if prompt else self.width)
         return {window_group: window.quota(tokens, self.max_model_len) for window_group, window in windows.items()}
 
 
 class DeviceState:
-    """See the module. ``send`` executes a command."""
+    """Send the commands for window pages and recurrent state. ``send`` executes a command."""
 
     def __init__(self, pool: PagePool, sizes: StateSizes, send: Callable[..., object]) -> None:
         self._pool, self._sizes, self._send = pool, sizes, send
-        self._coming: list[Request] = []  # those whose first snapshot is on its way from host memory
-        self._unsaved: Sequence[Chunk] = ()  # of the last prompt pass: their snapshots are due before the next pass
+        self._coming: list[Request] = []  # requests whose first snapshot is on its way from host memory
+        self._unsaved: Sequence[Chunk] = ()  # chunks of the last prompt pass; their snapshots are due
 
     def open(self, request: Request) -> Reservation | None:
-        """The request's pages with the longest usable prefix; None where its window quotas do not fit yet."""
+        """Return the request's pages with the longest usable prefix; None if its window quotas do not fit yet."""
         quotas = self._sizes.quota(self._pool.windows, prompt=True)
         if not self._pool.has_quotas(quotas):
             return None
-        # A cached prefix has no outputs; the last token of what is opened is never cached.
+        # A cached prefix has no outputs; the last token is never cached.
         return self._pool.open(request.keys[: request.reusable + 1], quotas)
 
     def begin(self, request: Request, pages: Reservation) -> None:
-        """The request has its slot: write the windows of its cached prefix, load or reset its recurrent states."""
+        """Start a request in its slot: write the window pages of its cached prefix, load or reset its recurrent
+        state.
+        """
         for window_group, window in pages.windows.items():
             self._write(request, window_group, (window.first, [page for page, _ in window.entries]))
         if self._pool.snapshots is None:
@@ -68,7 +70,7 @@ class DeviceState:
             self._send(ResetRecurrent(request.slot))
 
     def arrive(self) -> None:
-        """Let requests go on whose prefixes have come back from host memory."""
+        """Resume requests whose prefixes have arrived from host memory."""
         if self._pool.offload is None or not self._pool.offload.arrive(self._pool):
             return
         for request in [one for one in self._coming if one.pages is not None and not one.pages.snapshot_coming]:
@@ -77,11 +79,11 @@ class DeviceState:
             self._send(LoadSnapshot(request.slot, request.pages.snapshot, request.pages.cached_tokens))
 
     def flush(self) -> None:
-        """Passes may overwrite, from now on, what was evicted."""
+        """Flush evictions: later passes may overwrite the evicted pages."""
         self._pool.flush()
 
     def extending(self, chunks: Sequence[Chunk]) -> None:
-        """A prompt pass is about to be launched: its tokens get window pages."""
+        """Assign window pages to the tokens of a prompt pass that is about to be launched."""
         for chunk in chunks:
             assert chunk.sequence.pages is not None
             for window_group, window in chunk.sequence.pages.windows.items():
@@ -89,7 +91,7 @@ class DeviceState:
         self._unsaved = chunks
 
     def before_pass(self) -> None:
-        """Take the snapshots after the last launched prompt pass, before another pass changes the recurrent state."""
+        """Take the snapshots of the last prompt pass before another pass changes the recurrent state."""
         chunks, self._unsaved = self._unsaved, ()
         if self._pool.snapshots is None:
             return
@@ -104,7 +106,7 @@ class DeviceState:
                 sequence.snapshots.append((position, snapshot))
 
     def prompt_committed(self, chunk: Chunk) -> None:
-        """A prompt pass was read, and its full pages are in the prefix tree."""
+        """Free window pages after a prompt pass was read and its full pages are in the prefix tree."""
         sequence, pages = chunk.sequence, chunk.sequence.pages
         assert pages is not None
         while sequence.snapshots and sequence.snapshots[0][0] <= chunk.end:
@@ -116,7 +118,7 @@ class DeviceState:
                 pages.windows[window_group].set_quota(quota)
 
     def grow(self, request: Request, tokens: int) -> dict[int, Growth]:
-        """Hold window pages for ``tokens`` tokens in all; returns what the page tables of each window grow by."""
+        """Hold window pages for ``tokens`` tokens in all; return the growth of each window's page tables."""
         assert request.pages is not None
         growth = {}
         offered = request.pages.committed_tokens >= _aligned(request.extended)  # the prompt's pages, to the prefix tree
@@ -127,11 +129,10 @@ class DeviceState:
         return growth
 
     def end(self, request: Request, pages: Reservation, progress: Progress) -> None:
-        """The request is about to give its pages and its slot back, and the tree has its committed ones: keep its last
-        snapshot.
+        """Save the last snapshot of a request that is about to release its pages and its slot.
 
-        If the host ended a request while a pass was in flight, its recurrent state may have advanced further, so it is
-        not kept.
+        The tree has its committed pages. If the host ended the request while a pass was in flight, its recurrent state
+        may be ahead, so it is not saved.
         """
         pool = self._pool.snapshots
         if pool is None:
@@ -143,7 +144,7 @@ class DeviceState:
             self._coming.remove(request)
         ended = request.finish in (FinishReason.STOP, FinishReason.LENGTH)  # on the device, so later passes skip it
         round_start, in_flight = int(progress.round_start[request.slot]), bool(progress.in_flight[request.slot])
-        seen = _aligned(max(request.extended, round_start))  # by the tails: a round's drafts do not move them
+        seen = _aligned(max(request.extended, round_start))  # by the recurrent state: a round's drafts do not move it
         position = max(seen, pages.committed_tokens)
         node = pages.node_after(position)
         if node is None or node.snapshot >= 0 or (in_flight and not ended):

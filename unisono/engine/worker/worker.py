@@ -1,7 +1,7 @@
 """The worker: one rank's device state, and the commands that change it.
 
 A worker owns the model, the drafter, the state store, the slots and the captured graphs. ``engine/worker/build.py``
-makes one. After that it only executes commands (``engine/worker/commands.py``) and decides nothing itself.
+makes one. After that it executes commands (``engine/worker/commands.py``) and decides nothing itself.
 """
 
 from __future__ import annotations
@@ -55,13 +55,12 @@ from unisono.passes.advance_snapshot import advance_snapshots
 class Worker:
     """One device with everything on it. Use it in inference mode.
 
-    tower: what encodes pictures for the model; None where it sees nothing.
-    num_pages: pages of the pool by window group; path_pages: of each window group beside these, for the paths of trees.
-    snapshots: how many recurrent snapshots there is room for. host_pages: where evicted pages wait; None: nowhere.
-    files: what they are written to; None: nothing. file_sizes: bytes of this rank's files of the parts that all ranks
-    had at the start, least recently used first.
-    adapters: what may be put into the model's room for adapters; None: it has none. page_bytes: what reads and writes
-    pages for other engines; None: no engine exchanges pages with this one.
+    tower: the vision encoder; None for a text model. num_pages: pages of the pool by window group; path_pages: further
+    pages of each group for the paths of trees. snapshots: capacity for snapshots of recurrent state. host_pages: host
+    memory for evicted pages, or None. files: disk storage for these, or None. file_sizes: bytes of this rank's files
+    for the parts that all ranks had at the start, least recently used first. adapters: adapters for the model's adapter
+    slots; None if it has none. page_bytes: reads and writes pages for other engines; None if no engine exchanges pages
+    with this one.
     """
 
     def __init__(
@@ -91,8 +90,8 @@ class Worker:
     def execute(self, command: Command) -> PendingOutputs | None:
         """Execute a command and return at once, with the outputs of a launched pass on their way to the host.
 
-        Raises torch.OutOfMemoryError where a graph to be captured does not fit, CheckpointError where an adapter cannot
-        be read.
+        Raises torch.OutOfMemoryError if a graph to be captured does not fit, CheckpointError if an adapter cannot be
+        read.
         """
         if isinstance(command, WriteSlot):
             self.slots.write(command)
@@ -142,12 +141,12 @@ class Worker:
             self.files.remove(command.parts)
 
     def answer(self, command: FileOutcomes) -> list[int]:
-        """What this rank has to say."""
+        """Answer a query."""
         assert self.files is not None
-        return self.files.outcomes(command.asked)
+        return self.files.outcomes(command.parts)
 
     def modules(self) -> Iterator[nn.Module]:
-        """Every module of the target."""
+        """Iterate over every module of the target."""
         yield from self.model.modules()
         if self.tower is not None:
             yield from self.tower.modules()
@@ -167,6 +166,6 @@ class Worker:
         large = [weakref.ref(each) for each in (self.model, self.drafter, self.store)]
         del self.model, self.tower, self.drafter, self.store, self.slots
         if on_gpu or any(each() is not None for each in large):
-            gc.collect()  # a tenth of a second, which many short-lived engines on a CPU need not spend
+            gc.collect()  # 0.1 s, which many short-lived engines on a CPU need not spend
         if on_gpu:
             torch.cuda.empty_cache()

@@ -317,14 +317,20 @@ class Offload:
         for window_group, columns in plan.windows.items():
             needed += [(window_group, self._digest(plan, column)) for column in columns]
         if plan.snapshot:
+<<<<<<< HEAD
             needed.append((SNAPSHOTS, self._digest(plan, plan.pages - 1)))
         parts = {}
         for part in reversed(needed):  # so that the end of a prefix is evicted first
+=======
+            parts.append((SNAPSHOTS, self._digest(plan, plan.pages - 1)))
+        pinned: dict[Part, HostEntry] = {}
+        for part in reversed(parts):  # so that the end of a prefix is evicted first
+>>>>>>> main
             held = self.index.find(part)
             assert held is not None
             held.pins += 1
-            parts[part] = held
-        return parts
+            pinned[part] = held
+        return pinned
 
     def _digest(self, plan: FetchPlan, column: int) -> bytes:
         known = len(plan.path)

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from unisono.config import env
+
 FORMAT = 1
 """Version of the files. Change it with their contents."""
 
@@ -51,22 +53,15 @@ def stored_config(source: bytes, name_or_path: str, read: Callable[[], Any]) -> 
     """
     key = hashlib.sha256(b"\n".join((version("transformers").encode(), b"%d" % FORMAT, source))).hexdigest()
     with suppress(*TROUBLE):
-        found = _decoded(json.loads((cache_directory() / "configs" / f"{key}.json").read_text()))
+        found = _decoded(json.loads((env.cache_directory() / "configs" / f"{key}.json").read_text()))
         if isinstance(found, StoredConfig):
             found.name_or_path = name_or_path
             return found
     config = read()
     with suppress(*TROUBLE):
         if not _scales_positions(config.get_text_config()):
-            _write(cache_directory() / "configs" / f"{key}.json", json.dumps(_encoded(config)))
+            _write(env.cache_directory() / "configs" / f"{key}.json", json.dumps(_encoded(config)))
     return config
-
-
-def cache_directory() -> Path:
-    """``$UNISONO_CACHE``, else ``unisono`` in the user's cache folder. Raises RuntimeError if there is none."""
-    if directory := os.environ.get("UNISONO_CACHE"):
-        return Path(directory)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unisono"
 
 
 def _write(file: Path, text: str) -> None:
