@@ -313,19 +313,13 @@ class Offload:
 
     def _pinned(self, plan: FetchPlan) -> dict[Part, HostEntry]:
         """Pin the host slots of everything in the plan, so that they are not evicted meanwhile."""
-        needed: list[Part] = [(ALL, digest) for _, digest in plan.rest]
+        parts: list[Part] = [(ALL, digest) for _, digest in plan.rest]
         for window_group, columns in plan.windows.items():
-            needed += [(window_group, self._digest(plan, column)) for column in columns]
+            parts += [(window_group, self._digest(plan, column)) for column in columns]
         if plan.snapshot:
-<<<<<<< HEAD
-            needed.append((SNAPSHOTS, self._digest(plan, plan.pages - 1)))
-        parts = {}
-        for part in reversed(needed):  # so that the end of a prefix is evicted first
-=======
             parts.append((SNAPSHOTS, self._digest(plan, plan.pages - 1)))
         pinned: dict[Part, HostEntry] = {}
         for part in reversed(parts):  # so that the end of a prefix is evicted first
->>>>>>> main
             held = self.index.find(part)
             assert held is not None
             held.pins += 1

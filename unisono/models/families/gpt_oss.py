@@ -39,11 +39,7 @@ SWIGLU_ALPHA = 1.702
 def read(hf_config: Any) -> DecoderConfig:
     """Read the config. ``attention_bias``: biases of q, k, v and o; ``layer_types``: sliding layers."""
     alpha = getattr(hf_config, "swiglu_alpha", SWIGLU_ALPHA)  # not a field of transformers 5.17's config
-<<<<<<< HEAD
-    gate = Gate(alpha, hf_config.swiglu_limit)
-=======
     gate = ExpertGate(alpha, hf_config.swiglu_limit)
->>>>>>> main
     experts = ExpertsSpec(
         num_experts=hf_config.num_local_experts,
         top_k=hf_config.num_experts_per_tok,
