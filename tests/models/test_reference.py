@@ -23,6 +23,7 @@ from unisono.models.blocks.layers import LayerSpec, MLPSpec
 from unisono.models.config import DecoderConfig
 
 EXPERTS = ExpertsSpec(num_experts=7, top_k=3, intermediate_size=24, shared_intermediate_size=24, shared_gate=True)
+CLAMPED = ExpertKind(ExpertGate(1.7, 1.0), bias=True)
 DELTA = GatedDeltaSpec(2, 4, 16, 16)
 MIXERS: dict[str, Any] = {
     "attention": SPEC,
