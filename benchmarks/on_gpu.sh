@@ -61,7 +61,7 @@ tails) # a layer after its mixer in one launch: bits, kernels, rounds of 16 and 
     step tails-rounds 140 "$python" -m benchmarks.layer_tail --only rounds --models qwen3-8b qwen3-8b:fp8
     ;;
 surface) # the soak without speculation, pictures, adapters
-    step soak 240 $unisono bench soak --model tiny --requests 10000 --speculative-method none
+    step soak 240 "$python" -m benchmarks.soak --model tiny --requests 10000 --speculative-method none
     step eval-vl 60 $unisono eval tiny-vl --problems 300
     step eval-vl-drafts 80 $unisono eval tiny-vl --problems 300 --speculative-method eagle3 --speculative-model tiny-vl-eagle3
     step pictures 90 "$python" -m benchmarks.pictures

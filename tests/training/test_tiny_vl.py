@@ -382,7 +382,7 @@ def test_eval_measures_drafts_with_and_without_the_picture(
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("0 of 2 right")
     assert [bool(re.match(r"\d\.\d\d tokens per round", line)) for line in lines[2:4]] == [True, True]
-    assert lines[3].endswith("with the pictures' embeddings withheld from the drafts")
+    assert lines[3].endswith("with image embeddings withheld from the drafts")
     assert lines[4] == "0 of 2 answers differ between the two"
     heads = list(dict.fromkeys(head for head, _ in given))
     assert [any(count for head, count in given if head is one) for one in heads] == [True, False]

@@ -1,4 +1,4 @@
-"""New text of a chat answer told apart: what the model thinks, what it says, and which tools it calls."""
+"""Splits new text of a chat answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.text.reasoning import Splitter
-from unisono.text.tool_parsers.base import Reader, ToolDelta
+from unisono.text.tool_parsers.base import ToolCallParser, ToolDelta
 
 
 @dataclass(frozen=True)
-class Said:
-    """What new text of an answer amounts to: thinking, content, tool calls."""
+class AnswerParts:
+    """The parts of new text: reasoning, content, tool calls."""
 
     reasoning: str = ""
     content: str = ""
     calls: Sequence[ToolDelta] = ()
 
 
-class AnswerReader:
-    """Reads one sequence of a chat answer. constrains: whether its calls are a grammar's."""
+class AnswerParser:
+    """Reader of one sequence of a chat answer. constrains: a grammar constrains its calls."""
 
-    def __init__(self, splitter: Splitter | None, reader: Reader | None, constrains: bool = False) -> None:
+    def __init__(self, splitter: Splitter | None, reader: ToolCallParser | None, constrains: bool = False) -> None:
         self._splitter, self._reader, self.constrains = splitter, reader, constrains
 
     @property
     def splits(self) -> bool:
-        """Whether thinking is told from what is said."""
+        """True if reasoning is separated from content."""
         return self._splitter is not None
 
-    def feed(self, text: str, last: bool) -> Said:
-        """What ``text`` adds. last: no more text comes."""
+    def feed(self, text: str, last: bool) -> AnswerParts:
+        """The parts of ``text``. last: no more text follows."""
         reasoning = ""
         if self._splitter is not None:
             reasoning, text = self._splitter.feed(text, last)
         if self._reader is None:
-            return Said(reasoning, text)
+            return AnswerParts(reasoning, text)
         found = self._reader.feed(text, last)
-        return Said(reasoning, found.content, found.calls)
+        return AnswerParts(reasoning, found.content, found.calls)
 
     def finish(self, reason: str) -> str:
         """OpenAI's finish_reason for an answer that ended for ``reason``."""

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from unisono.http.answers.generation import Generation, merge
 from unisono.http.answers.writer import EventReply, stream_error
 from unisono.http.anthropic_api.body import CountRequest, MessagesRequest, chat_body
-from unisono.http.anthropic_api.writer import Event, Writer, error_object
+from unisono.http.anthropic_api.writer import Event, MessageWriter, error_object
 from unisono.http.observability.request_note import note
 from unisono.http.openai.hosted_tools import Ignored
 from unisono.http.openai.protocol import ChatRequest
@@ -35,14 +35,14 @@ from unisono.http.service import Service
 Body = TypeVar("Body", bound=CountRequest)
 
 PREFIX = "/v1/messages"
-"""Errors under this path are worded as Anthropic's."""
+"""Errors under this path have Anthropic's form."""
 
 
 @dataclass
 class MessageReply(EventReply):
-    """A message on its way."""
+    """A message in progress."""
 
-    writer: Writer
+    writer: MessageWriter
     generations: list[Generation]
     request_id: str
 
@@ -63,7 +63,7 @@ class MessageReply(EventReply):
 
 
 def _read(raw: bytes, kind: type[Body], ignored: Ignored) -> tuple[Body, ChatRequest, Renames]:
-    """A body, the chat request that is made of it, and the names of its fields. Raises BadRequest and ApiError."""
+    """A body, the chat request translated from it, and the names of its fields. Raises BadRequest and ApiError."""
     data = load_object(raw)
     body = checked(data, kind, only=False)
     fields, renames = chat_body(body, data, ignored)
@@ -98,7 +98,7 @@ def add(app: FastAPI, service: Service) -> None:
             return generations
 
         def reply_of(generations: list[Generation]) -> MessageReply:
-            return MessageReply(Writer(blank, new_id), generations, note(request.scope).request_id)
+            return MessageReply(MessageWriter(blank, new_id), generations, note(request.scope).request_id)
 
         return await answer(service, request, message_id, prepare, reply_of, body.stream)
 

@@ -42,7 +42,7 @@ class EmbeddingRequest(BaseModel):
 
 @dataclass
 class EmbeddingReply:
-    """Embeddings on their way. They are never streamed."""
+    """Embeddings in progress. They are never streamed."""
 
     request: EmbeddingRequest
     model: str
@@ -50,7 +50,7 @@ class EmbeddingReply:
     generations: list[Generation]
 
     async def whole(self) -> dict[str, Any]:
-        """The answer. Raises what ended a request early."""
+        """The answer. Raises the error that ended a request early."""
         async with aclosing(merge(self.generations)) as pieces:
             async for _ in pieces:
                 pass
@@ -101,7 +101,7 @@ def add(app: FastAPI, service: Service) -> None:
 
 
 def _check(body: EmbeddingRequest, service: Service) -> None:
-    """Raises ApiError and BadRequest for what this server cannot do."""
+    """Raise ApiError and BadRequest for fields that this server does not support."""
     model = service.serving.inputs.model
     if service.pooling.problem is not None:
         raise ApiError(400, f"Embeddings of this checkpoint: {service.pooling.problem}.", code="embeddings_off")

@@ -10,9 +10,9 @@ from fastapi.responses import Response
 
 from unisono.http import request_ids
 from unisono.http.answers.generation import Generation
-from unisono.http.answers.writer import Answer
+from unisono.http.answers.writer import OpenAIReply
 from unisono.http.openai import protocol
-from unisono.http.openai.responses import ChatShape, ModelCard, ModelList, Shape, TextShape
+from unisono.http.openai.responses import ChatShape, ModelCard, ModelList, ResponseShape, TextShape
 from unisono.http.request_body import off_loop
 from unisono.http.routes.common import (
     answer,
@@ -68,7 +68,7 @@ async def _generate(
     service: Service,
     request: Request,
     body: protocol.GenerationRequest,
-    shape: Shape,
+    shape: ResponseShape,
     prepare: Callable[[str], Coroutine[Any, Any, list[Generation]]],
 ) -> Response:
     model = service.model(body.model)
@@ -82,8 +82,8 @@ async def _generate(
         forget_inputs(body)
         return generations
 
-    def reply_of(generations: list[Generation]) -> Answer:
-        return Answer(shape, answer_id, now(), model, service.fingerprint, body, generations)
+    def reply_of(generations: list[Generation]) -> OpenAIReply:
+        return OpenAIReply(shape, answer_id, now(), model, service.fingerprint, body, generations)
 
     def closed() -> None:
         service.claimed.discard(answer_id)

@@ -19,7 +19,7 @@ from unisono.media.fetching.sources import MediaSource
 
 
 def _read(raw: bytes) -> tuple[GenerateRequest, CompletionRequest, list[list[MediaSource]], Renames]:
-    """A body, the completion request that is made of it, its media, and the names of its fields.
+    """A body, the completion request translated from it, its media, and the names of its fields.
 
     Raises BadRequest and ApiError.
     """

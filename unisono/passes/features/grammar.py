@@ -17,7 +17,7 @@ import torch
 from unisono.graphs import NO_FEATURES, Buffers, Features, Field
 from unisono.passes.features.base import Committed, Feature, FeatureContext, HostPass, PassKind, RequestState
 from unisono.structured_output.matcher import ALL, Follower, GrammarError, Matcher, fill
-from unisono.structured_output.thinking import ThinkingMatcher, Thoughts
+from unisono.structured_output.thinking import MarksCache, ThinkingMatcher
 from unisono.structured_output.workers.compiler import Grammars
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta
 
@@ -35,7 +35,7 @@ class Grammar(Feature):
     def __init__(self, context: FeatureContext) -> None:
         super().__init__(context)
         self._grammars = Grammars(context.directory, context.vocab_size, context.eos)
-        self._thoughts = Thoughts(context.directory, context.vocab_size)
+        self._thoughts = MarksCache(context.directory, context.vocab_size)
         self._words = -(-context.vocab_size // 32)
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:

@@ -31,7 +31,7 @@ Step = tuple[int, torch.Tensor]
 """(first position, logits [B, L - first, V'])."""
 
 
-class Draft(Protocol):
+class TrainableDraft(Protocol):
     """A draft model in training.
 
     module: holds the weights, including those shared with the target. ids [V']: the target's token id of each logit, or
@@ -125,7 +125,7 @@ class Loss:
     agreed: torch.Tensor
 
 
-def loss_of(draft: Draft, outputs: TeacherOutputs, dtype: torch.dtype) -> Loss:
+def loss_of(draft: TrainableDraft, outputs: TeacherOutputs, dtype: torch.dtype) -> Loss:
     """Cross entropy with the target's distribution, averaged over the loss mask, discounted by step.
 
     With a reduced vocabulary the target's probabilities are not renormalised over the remaining tokens.
