@@ -12,10 +12,12 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from unisono.cluster.heap import TRIMMER
 from unisono.http.errors import unavailable
 from unisono.http.limits.overload import Turnstile
 
@@ -26,6 +28,8 @@ SECONDS = 60.0
 MAX_LOST = 4
 """Hung threads of one pool, beside the working ones, before requests are refused."""
 RETRY_AFTER = 5
+TRIM_SECONDS = 0.5
+"""Processor seconds of a preparation after which its freed memory is returned to the system."""
 
 
 @dataclass(eq=False)
@@ -97,10 +101,13 @@ class Preparers:
                 continue
             job.thread = own
             result, error = None, None
+            started = time.thread_time()
             try:
                 result = job.work()
             except BaseException as caught:
                 error = caught
+            if time.thread_time() - started > TRIM_SECONDS:
+                TRIMMER.request()
             job.thread = None
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 job.loop.call_soon_threadsafe(_settle, job.done, result, error)
