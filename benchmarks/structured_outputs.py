@@ -2,7 +2,7 @@
 
     python benchmarks/structured_outputs.py [DIRECTORY]
 
-DIRECTORY has ``suite/`` (JSON-BufferSchema-Test-Suite 2020-12) and ``maskbench/`` (MaskBench); it is ``../shared/schemas`` by
+DIRECTORY has ``suite/`` (JSON-Schema-Test-Suite 2020-12) and ``maskbench/`` (MaskBench); it is ``../shared/schemas`` by
 default. The vocabulary has 151,936 tokens, as Qwen's: bytes, and pieces of words of Python's standard library.
 
 A valid value counts as accepted if one of its texts is: as given, with its keys in the order of a ``properties`` of the
@@ -34,7 +34,7 @@ Case = tuple[str, Any, list[tuple[Any, bool]]]
 
 
 def suite(directory: Path) -> Iterator[Case]:
-    """The groups of JSON-BufferSchema-Test-Suite: (name, schema, [(value, valid)])."""
+    """The groups of JSON-Schema-Test-Suite: (name, schema, [(value, valid)])."""
     for path in sorted((directory / "suite").glob("*.json")):
         for group in json.loads(path.read_text()):
             name = f"{path.stem}: {group['description']}"

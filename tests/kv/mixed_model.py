@@ -1,7 +1,8 @@
 """A made-up family: full attention, a recurrence, attention with a window and another head size, the recurrence again.
 
 Three kinds of state, two window groups, two head sizes. The recurrence is written in plain PyTorch over
-:class:`unisono.kv.recurrent_state.RecurrentPass`; :func:`next_token` is the whole model in float64, without pages or passes.
+:class:`unisono.kv.recurrent_state.RecurrentPass`; :func:`next_token` is the whole model in float64, without pages or
+passes.
 """
 
 from __future__ import annotations

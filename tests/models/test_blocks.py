@@ -10,55 +10,15 @@ import pytest
 import torch
 
 from tests.models.make_mtp import rotate
+from tests.models.one_block import HIDDEN, SPEC, THETA, TOKENS, builder, filled, one_pass, rotary, state_of
 from unisono.attention.base import AttentionInputs, AttentionOptions
 from unisono.attention.context import ForwardContext
 from unisono.attention.triton import TritonAttention
-from unisono.kv.specs import ALL, PAGE_SIZE, Paged, leaves, map_tree
+from unisono.kv.specs import ALL, Paged, leaves
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks.decoder import Decoder
-from unisono.models.blocks.layers import Attention, AttentionSpec, LayerSpec, MLPSpec, QuerySpec
+from unisono.models.blocks.layers import Attention, LayerSpec, MLPSpec, QuerySpec
 from unisono.models.config import DecoderConfig
-from unisono.models.load.build import Builder
-
-HIDDEN, TOKENS, THETA = 40, 21, 5000.0
-
-
-def rotary(dim: int, share: float = 1.0, theta: float = THETA) -> RotarySpec:
-    parameters = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
-    return RotarySpec.of(None, dim, parameters)
-
-
-SPEC = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=20, rotary=rotary(20))
-
-
-def builder(attention: Any = lambda q, kv: TritonAttention(q, kv, "cpu")) -> Builder:
-    return Builder(HIDDEN, 1e-5, torch.float32, "cpu", attention, 64)
-
-
-def filled(module: torch.nn.Module) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        parameter.normal_(0, 0.2, generator=generator)
-    return module
-
-
-def one_pass(count: int = TOKENS) -> AttentionInputs:
-    """One request's first ``count`` tokens."""
-    ints: Any = {"dtype": torch.int32}
-    positions = torch.arange(count, **ints)
-    return AttentionInputs(
-        slots=torch.zeros(1, **ints),
-        positions=positions,
-        slot_mapping=PAGE_SIZE + positions,
-        kv_len=torch.tensor([count], **ints),
-        page_table=torch.arange(1, 2 + count // PAGE_SIZE, **ints)[None],
-        width=None,
-        query_start=torch.tensor([0, count], **ints),
-    )
-
-
-def state_of(module: Any) -> Any:
-    return map_tree(module.state_specs(), lambda spec: torch.zeros(4, *spec.shape, dtype=spec.dtype))
 
 
 def reference(attention: Attention, x: torch.Tensor) -> torch.Tensor:

@@ -85,5 +85,5 @@ def test_the_final_norm_and_plain_readers_get_plain_rows(paths) -> None:
         assert layer.feed_forward_norm.input_format.keep, "the router reads plain rows"
         assert layer.mixer_norm.input_format.keep == (getattr(layer.mixer, "gates", None) is not None)
     quantised = activations.Quantised(torch.empty(4, 8), torch.empty(1, 4), 128, 3, torch.float32)
-    with pytest.raises(ValueError, match="a reader of plain rows"):
+    with pytest.raises(ValueError, match="read plain rows"):
         activations.plain(quantised)

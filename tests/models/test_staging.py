@@ -110,7 +110,7 @@ PARTS: list[Part] = [
     Slices(0, ((0, 1), (4, 8))),
     Slices(0, ((4, 8), (0, 1))),
     Slices(1, ((0, 10), (30, 35))),
-    Slices(0, ((2, 6),), turned=True),
+    Slices(0, ((2, 6),), transposed=True),
 ]
 
 

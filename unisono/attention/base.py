@@ -257,7 +257,7 @@ def attended(
     backend: AttentionBackend, input_format: InputFormat | None, q: torch.Tensor, kv: KV, inputs: AttentionInputs,
     options: AttentionOptions,
 ) -> Activations:  # fmt: skip
-    """``backend.forward``, for a reader with this input_format; the two parts of a mixed pass are joined as plain rows."""
+    """``backend.forward``, emitted in ``input_format``; the two parts of a mixed pass are joined as plain rows."""
     if (
         input_format is not None and not input_format.keep and not inputs.singles
         and isinstance(backend, QuantisingAttention) and backend.quantises(q.shape[2], input_format.group)

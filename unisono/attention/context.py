@@ -1,7 +1,7 @@
-"""What one pass tells every layer: where its tokens stand, where their pages are, whose outputs are read.
+"""Inputs of one pass for every layer: token positions, pages, and the tokens whose outputs are read.
 
-Passes and drafters make one :class:`ForwardContext` for each pass of a model; layers only read it.
-Shapes: T tokens, R rows, E rows whose last token alone is read.
+Passes and drafters make one :class:`ForwardContext` for each pass of a model; layers only read it. Shapes: T tokens, R
+rows, E rows whose last token alone is read.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from unisono.layers.rotary import angles_of
 
 @dataclass(frozen=True)
 class Rotary:
-    """Where the tokens of a prompt pass stand on the axes of time, height and width.
+    """Rotary positions of a prompt pass's tokens on the axes of time, height and width.
 
-    positions [T, 3] int32. after [E, 3] int32: of the token that follows each row's last one, which the pass does not
-    compute; None where no drafter asks.
+    positions [T, 3] int32. after [E, 3] int32: of the token after each row's last one, which the pass does not compute;
+    None if no drafter reads it.
     """
 
     positions: torch.Tensor
     after: torch.Tensor | None = None
 
     def of_entries(self, entries: torch.Tensor) -> torch.Tensor:
-        """[N, 3] of the entries of a draft head. entries [N]: see ``drafters.base.PromptPass``."""
+        """Positions [N, 3] of a draft head's entries. entries [N]: see ``drafters.base.PromptPass``."""
         assert self.after is not None
         return torch.cat((self.positions, self.after)).index_select(0, entries)
 
@@ -39,12 +39,12 @@ class Rotary:
 class ForwardContext:
     """One pass of a model.
 
-    groups: by window group, where the pass's tokens stand and where their pages are; ALL is always there. A window group
-        without a group of its own reads that of ALL.
-    rotary_positions: the positions that queries and keys are turned by: [T], or [T, 3] on the axes of time, height and
+    groups: by window group, the attention inputs (positions and pages) of the pass's tokens; ALL is always there. A
+        window group without inputs of its own uses those of ALL.
+    rotary_positions: positions by which queries and keys are rotated: [T], or [T, 3] on the axes of time, height and
         width; None: the absolute positions.
     last_tokens: the only tokens whose outputs are read after the last layer; None: all are.
-    tails: where the rows' recurrences begin; None where the model has none.
+    recurrent: start and end of the rows' recurrences; None if the model has none.
     """
 
     groups: Mapping[int, AttentionInputs]
@@ -66,13 +66,13 @@ class ForwardContext:
         return cls({ALL: inputs}, rotary_positions, last_tokens)
 
     def inputs(self, window_group: int = ALL) -> AttentionInputs:
-        """The group of a window group, without a plan."""
+        """Attention inputs of a window group, without a plan."""
         return self.groups.get(window_group, self.groups[ALL])
 
     def plan(self, backend: AttentionBackend, window_group: int = ALL, window: int = 0) -> AttentionInputs:
-        """The group of a window group with the backend's plan for layers with this window.
+        """Attention inputs of a window group with the backend's plan for layers with this window.
 
-        It is made once for each backend, group and window of a pass.
+        Made once for each backend, group and window of a pass.
         """
         window_group = window_group if window_group in self.groups else ALL
         key = backend, window_group, window
@@ -85,10 +85,10 @@ class ForwardContext:
     def rotary(
         self, table: torch.Tensor, axes: torch.Tensor | None, window_group: int = ALL
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table of angles that the pass's tokens turn by, and the row of it for each token [T] int32.
+        """The table of rotary angles for the pass's tokens, and its row for each token [T] int32.
 
         table, axes: see :func:`unisono.layers.rotary.angles_of`. With positions on three axes it is a table of the
-        pass's own, made once for each table and its axes.
+            pass's own, made once per table and axes.
         """
         positions = self.rotary_positions
         if positions is None:
@@ -102,7 +102,7 @@ class ForwardContext:
 
     @property
     def queries(self) -> ForwardContext:
-        """The context of the tokens that attend: this one, or that of ``last_tokens``, a round of width 1."""
+        """Context of the querying tokens: this one, or that of ``last_tokens``, a round of width 1."""
         if self.last_tokens is None:
             return self
         if self._queries is None:
@@ -112,7 +112,7 @@ class ForwardContext:
 
     @property
     def all_tokens(self) -> ForwardContext:
-        """The same pass for a layer before the last one: the outputs of all tokens are read. Shares the plans."""
+        """The same pass for a layer before the last one, where the outputs of all tokens are read. Shares the plans."""
         return self if self.last_tokens is None else dataclasses.replace(self, last_tokens=None, _queries=None)
 
     @property
@@ -132,5 +132,5 @@ class ForwardContext:
 
     @property
     def query_start(self) -> torch.Tensor | None:
-        """[R + 1] int32: where each row's tokens begin in an extend pass, None in a round."""
+        """[R + 1] int32: start of each row's tokens in an extend pass; None in a round."""
         return self.groups[ALL].query_start

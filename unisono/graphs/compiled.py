@@ -179,16 +179,16 @@ class _Compilation:
         """Steps for a run of pure calls that ends before recorded step ``end``."""
         if sum(not call.view for call in calls) < 2:  # nothing to fuse
             return [self._plain(call) for call in calls]
-        wanted = {id(t) for step in self._recorded[end:] for t in tree_leaves(_inputs(step))}
-        wanted |= {id(t) for t in self._pinned.values()}
+        needed = {id(t) for step in self._recorded[end:] for t in tree_leaves(_inputs(step))}
+        needed |= {id(t) for t in self._pinned.values()}
         inside, outside = list[RecordedOp](), list[RecordedOp]()
         for call in reversed(calls):  # a view that outlives the piece is recreated outside, from its base
-            if call.view and any(id(t) in wanted for t in call.results):
+            if call.view and any(id(t) in needed for t in call.results):
                 outside.insert(0, call)
-                wanted |= {id(t) for t in _inputs(call)}
+                needed |= {id(t) for t in _inputs(call)}
             inside.insert(0, call)
         after = [self._plain(call) for call in outside]
-        outputs = [t for call in inside for t in call.results if id(t) in wanted and not call.view]
+        outputs = [t for call in inside for t in call.results if id(t) in needed and not call.view]
         function, inputs = _function(inside, outputs)
         compiled = _compile(function, inputs) if outputs else None
         if compiled is None:
@@ -275,25 +275,25 @@ def _other_values(function: fx.GraphModule, inputs: list[torch.Tensor]) -> list[
     device = torch.Generator(inputs[0].device).manual_seed(0) if inputs else None
     for bounds in WHOLE_NUMBERS:
         # Only the shape of floats matters there, and an embedding's is large.
-        given = [
+        values = [
             torch.zeros((), dtype=t.dtype).expand(t.shape)
             if t.is_floating_point()
             else torch.randint(*bounds, t.shape, generator=generator).to(t.dtype)
             for t in inputs
         ]
         try:
-            on_cpu(*given)
+            on_cpu(*values)
             break
         except (IndexError, RuntimeError):
             continue
     else:
-        given = inputs
+        values = inputs
     return [
         _in_layout_of(
             t,
             torch.randn(t.shape, generator=device, dtype=t.dtype, device=t.device) if t.is_floating_point() else value,
         )
-        for t, value in zip(inputs, given, strict=True)
+        for t, value in zip(inputs, values, strict=True)
     ]
 
 

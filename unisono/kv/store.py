@@ -176,8 +176,8 @@ class StateStore:
         """Copy snapshots and inputs from rows sources [M] to rows [M]; int32. A row may be its own source, but not
         another row's."""
         src, dst = sources.long(), rows.long()
-        for tail in self._recurrent_views():
-            for tensor in tail.tensors:
+        for view in self._recurrent_views():
+            for tensor in view.tensors:
                 tensor.index_copy_(0, dst, tensor.index_select(0, src))
         self.snapshot_positions.index_copy_(0, dst, self.snapshot_positions.index_select(0, src))
 
@@ -244,7 +244,7 @@ class StateStore:
 
     def _live_snapshots(self) -> list[torch.Tensor]:
         """[NR, *shape] for each recurrent layer and name."""
-        return [tensor for tail in self._recurrent_views() for tensor in tail.snapshot.values()]
+        return [tensor for view in self._recurrent_views() for tensor in view.snapshot.values()]
 
     @staticmethod
     def _copy(to: Sequence[torch.Tensor], row: int, source: Sequence[torch.Tensor], source_row: int) -> None:

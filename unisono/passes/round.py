@@ -1,8 +1,8 @@
-"""A round as programs: every request goes from n committed tokens to n + 1 + a, where a drafts were accepted.
+"""A round as programs: every request goes from n committed tokens to n + 1 + a, with a accepted drafts.
 
-With k = 0 that is plain decoding. ``round`` is one pass. Where a feature needs the drafts on the host before they are
-verified (``Feature.reads_drafts``), the round is two passes: ``draft`` proposes and hands the drafts to the host;
-``verify`` takes drafts from the host and is the rest. A request commits the same tokens either way.
+With k = 0 this is plain decoding. ``round`` is one pass. If a feature needs the drafts on the host before they are
+verified (``Feature.reads_drafts``), the round is split into two passes: ``draft`` proposes and copies the drafts to the
+host; ``verify`` takes drafts from the host and does the rest. A request commits the same tokens either way.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from unisono.passes.verify import verify_chain, verify_tree
 
 
 def growth_columns(width: int) -> int:
-    """Pages by which a request's table may grow with one round: two rounds' worst case, not aligned."""
+    """Maximum pages that one round adds to a request's table: two rounds' worst case, unaligned."""
     return pages_for(2 * width + 1) + 1
 
 
 def _growth_fields(context: PassContext) -> tuple[Field, ...]:
-    """The requests' slots, and the pages by which their page tables grow."""
+    """Slots of the requests, and the pages added to their page tables."""
     return (Field("slots", torch.int32, ("rows",), pad=context.slots.padding), *page_fields(context, "rows"))
 
 
 def page_fields(context: PassContext, rows: str) -> tuple[Field, ...]:
-    """The pages by which page tables grow, of each window group. rows: the dimension of the requests."""
+    """Pages added to the page tables of each window group. rows: the dimension of the requests."""
     shape, fields = (rows, growth_columns(context.store.width)), list[Field]()
     for window_group in context.store.window_groups:
         columns, pages = growth_names(window_group)
@@ -43,7 +43,7 @@ def page_fields(context: PassContext, rows: str) -> tuple[Field, ...]:
 
 
 def growth_names(window_group: int) -> tuple[str, str]:
-    """The names of the fields with the columns and pages by which page tables of a window group grow."""
+    """Names of the fields with the columns and ids of pages added to a window group's page tables."""
     return ("columns", "pages") if window_group == ALL else (f"columns_{window_group}", f"pages_{window_group}")
 
 
@@ -55,7 +55,7 @@ def grow(context: PassContext, b: Buffers, slots: torch.Tensor) -> None:
 
 
 def _outcome_fields(context: PassContext, kind: PassKind) -> tuple[Field, ...]:
-    """What a round hands the host, and what features add."""
+    """Output fields of a round, including those of features."""
     return (
         Field("result", torch.int32, ("rows", "result"), output=True),
         Field("drafted", torch.int32, ("rows",), output=True),
@@ -84,7 +84,7 @@ def round_program(context: PassContext) -> Program:
 
 
 def draft_program(context: PassContext) -> Program:
-    """First pass of a round: propose. Output: ``drafts [rows, P, k]`` int32, -1 for none."""
+    """First pass of a draft-verify round: propose. Output: ``drafts [rows, P, k]`` int32, -1 for none."""
     drafts = Field("drafts", torch.int32, ("rows", context.paths, "drafts"), output=True)
 
     def run(b: Buffers) -> None:
@@ -99,19 +99,19 @@ def draft_program(context: PassContext) -> Program:
 
 
 def verify_program(context: PassContext) -> Program:
-    """Second pass of a round: verify ``drafts [rows, P, k]`` int32, -1 for none, that the host provides.
+    """Second pass of a draft-verify round: verify ``drafts [rows, P, k]`` int32 from the host, -1 for none.
 
-    They come from :func:`draft_program`, or from a feature that knows the next tokens (``RequestState.forced``). The
-    host waits for this pass, so its outputs are published before the drafter catches up. Other rounds are read one
-    round late, and the draft controller measures a round from the outputs of one to those of the next, the drafter's
-    catching up included.
+    The drafts come from :func:`draft_program`, or from a feature that knows the next tokens (``RequestState.forced``).
+    The host waits for this pass, so its outputs are published before the drafter catches up. Other rounds are read one
+    round late, and the draft controller measures a round from its outputs to the next round's, including the drafter's
+    catch-up.
     """
     drafts = Field("drafts", torch.int32, ("rows", context.paths, "drafts"), pad=-1)
     schema = BufferSchema((*_growth_fields(context), drafts, *_outcome_fields(context, "verify")))
 
     def run(b: Buffers) -> None:
         grow(context, b, b.slots)
-        if b.shape.width == 1:  # without drafts all paths are one
+        if b.shape.width == 1:  # without drafts all paths are equal
             verify_chain(context, b, b.drafts[:, 0], early=True)
         elif context.tree is None:
             drafts = b.drafts[:, 0]
@@ -124,13 +124,13 @@ def verify_program(context: PassContext) -> Program:
 
 
 def catch_up_program(drafter: PausableDrafter, slots: SlotTensors) -> Program:
-    """Have the drafter catch up with up to ``width`` unobserved tokens of ``rows`` requests."""
+    """Let the drafter catch up with up to ``width`` unobserved tokens of ``rows`` requests."""
     schema = BufferSchema((Field("slots", torch.int32, ("rows",), pad=slots.padding),))
     return Program("catch_up", schema, lambda b: drafter.resume(b.slots))
 
 
 def _draft_chain(context: PassContext, slots: torch.Tensor, drafts: torch.Tensor, drafted: torch.Tensor) -> None:
-    """Fill ``drafts [R, k]``, all -1 before, and ``drafted [R]`` with how many there are."""
+    """Fill ``drafts [R, k]``, initially -1, and ``drafted [R]`` with the number of drafts."""
     if drafts.shape[1]:
         with context.sampler.seeing(drafts):
             context.drafter.propose(slots, drafts)
@@ -138,7 +138,7 @@ def _draft_chain(context: PassContext, slots: torch.Tensor, drafts: torch.Tensor
 
 
 def _draft_tree(context: PassContext, tree: Tree, fork: Fork, drafts: torch.Tensor) -> None:
-    """Fill ``drafts [R · P, k]``, all -1 before."""
+    """Fill ``drafts [R · P, k]``, initially -1."""
     with context.sampler.seeing(drafts):
         tree.propose(fork, drafts)
     limit_drafts(drafts, fork.slots, context.slots.max_drafts, torch.empty_like(fork.slots))

@@ -1,4 +1,4 @@
-"""Verification: the target's pass over drafts, sampling, acceptance, commit, and the drafter's catching up."""
+"""Verification: the target's pass over drafts, sampling, acceptance, commit, and the drafter's catch-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono.passes.tree import Tree
 def verify_chain(context: PassContext, b: Buffers, drafts: torch.Tensor, early: bool = False) -> None:
     """Verify and commit ``drafts [R, k]``, and let the drafter catch up.
 
-    early: the host waits for the outputs, so let it have them before the drafter catches up.
+    early: the host waits for the outputs, so publish them before the drafter catches up.
     """
     width = b.shape.width
     sampled, seen = _target_pass(context, b, b.slots, b.slots, drafts, Outputs(b))
@@ -32,7 +32,7 @@ def verify_chain(context: PassContext, b: Buffers, drafts: torch.Tensor, early: 
 
 
 def catch_up(context: PassContext, verified: Verified) -> None:
-    """Let the drafter observe a chain's round; one that drafted nothing it may observe later."""
+    """Let the drafter observe a chain's round, or record it for later if nothing was drafted."""
     if verified.sampled.shape[1] == 1 and isinstance(context.drafter, PausableDrafter):
         context.drafter.remember(verified)
     elif context.width > 1:
@@ -66,9 +66,9 @@ def _target_pass(
     drafts: torch.Tensor,
     outputs: Outputs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The target's tokens [N, W] after drafts [N, k], and the hidden states that the drafter asked for.
+    """The target's tokens [N, W] after drafts [N, k], and the hidden states read by the drafter.
 
-    rows [N]: each row's slot; tables [N]: its row of the page table.
+    rows [N]: slot of each row; tables [N]: its page-table row.
     """
     token_ids, inputs = target_inputs(context.slots, rows, tables, drafts)
     rotary = rotary_positions(context.slots, rows, inputs.positions)
@@ -79,7 +79,8 @@ def _target_pass(
 def target_inputs(
     slots: SlotTensors, rows: torch.Tensor, tables: torch.Tensor, drafts: torch.Tensor
 ) -> tuple[torch.Tensor, AttentionInputs]:
-    """The target's token ids [N · W] after drafts [N, k], and where they stand; rows and tables as above."""
+    """Token ids [N · W] of the target after drafts [N, k], and attention inputs. rows, tables: as in
+    :func:`_target_pass`."""
     token_ids, positions, slot_mapping, kv_len = round_inputs(
         rows,
         drafts,
@@ -96,5 +97,5 @@ def target_inputs(
 
 
 def _rows_of(states: torch.Tensor, rows: int, chosen: torch.Tensor) -> torch.Tensor:
-    """Of states [rows · W, H] those of the chosen rows [R]: [R · W, H]."""
+    """Select the chosen rows [R] of states [rows · W, H]: [R · W, H]."""
     return states.view(rows, -1).index_select(0, chosen).view(-1, states.shape[1])

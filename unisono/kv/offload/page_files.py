@@ -134,7 +134,7 @@ class PageFiles:
             self._files.remove([part])  # on the ranks that have written it
 
     def _was_read(self, part: Part, outcome: int) -> None:
-        slot, readers = self._reading.pop(part)
+        slot, waiters = self._reading.pop(part)
         if outcome == BAD:
             self.bad += 1
             self._index.give_back(part[0], slot)
@@ -144,7 +144,7 @@ class PageFiles:
         else:
             self.read += 1
             self._index.put(part, slot, bool(outcome))
-        for waiting in readers:
+        for waiting in waiters:
             waiting.parts.discard(part)
 
     @property

@@ -1,4 +1,4 @@
-"""Stacks of experts in fp8, in 4 bits and in MXFP4: the formats of linear layers store a weight, a plan applies it."""
+"""Stacks of experts in fp8, 4 bits and MXFP4: each weight is stored as in a linear layer, and applied by a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unisono.layers.formats.experts import ExpertWeights
 
 
 class Weights(Protocol):
-    """What the formats here take of a weight format, beside its products' operands."""
+    """Part of a weight format used by the expert formats here, besides its products' operands."""
 
     @property
     def name(self) -> str: ...
@@ -55,7 +55,7 @@ class MXFP4Weights(Weights, Protocol):
 
 @dataclass(frozen=True)
 class _Stacks:
-    """A stack is stored as ``weights`` stores one weight."""
+    """A stack stored as ``weights`` stores one weight."""
 
     weights: Weights
 
@@ -72,12 +72,12 @@ class _Stacks:
 
 @dataclass(frozen=True)
 class Fp8Experts(_Stacks):
-    """e4m3 stacks with scales of blocks or of outputs."""
+    """e4m3 stacks with scales per block or per output."""
 
     weights: Fp8Weights
 
     def input_format(self, stack: ExpertWeights) -> InputFormat:
-        """What the product with a pass's tokens wants of them: see ``layers/activations.py``."""
+        """Input format of the product with a pass's tokens: see ``layers/activations.py``."""
         return InputFormat(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
@@ -93,7 +93,7 @@ class Fp8Experts(_Stacks):
         rehearse_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
 
     def gate_up(self, stack: ExpertWeights, x: Operand, plan: Plan) -> Operand:
-        """Quantised where the kernel of prompts can, and the ranks' parts are not gathered."""
+        """Quantised if the kernel for prompts can do so and the ranks' parts are not gathered."""
         weight, scales = self.weights.operands(stack)
         if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
             return expert_fp8_gate_up_fp8(x, weight, scales, plan)
@@ -121,7 +121,7 @@ class Int4Experts(_Stacks):
 
 @dataclass(frozen=True)
 class MXFP4Experts(_Stacks):
-    """Packed stacks with a power of two for each 32 inputs."""
+    """Packed stacks with a power of two per 32 inputs."""
 
     weights: MXFP4Weights
     biases = True

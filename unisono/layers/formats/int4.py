@@ -1,7 +1,7 @@
 """4-bit weight formats: AWQ, GPTQ and compressed-tensors' packed integers, repacked to one layout while loading.
 
-All hold weights as ``(q - zero) * scale`` with a scale for each output and ``group`` inputs; activations are not
-quantised. They differ in how a checkpoint packs eight numbers into an int32:
+All store weights as ``(q - zero) * scale`` with a scale per output and ``group`` inputs; activations are not quantised.
+They differ in how a checkpoint packs eight numbers into an int32:
 
 =====================  ==========================  =============================  =============================
 format                 weight                      zeros                          scales
@@ -14,8 +14,8 @@ compressed-tensors     weight_packed [N, K / 8],   weight_zero_point [N / 8, G] 
                        inputs in order, plus 8     in order, plus 8; or none
 =====================  ==========================  =============================  =============================
 
-:func:`read_awq` and :func:`read_gptq` read ``quantization_config``; compressed-tensors' is read in
-``formats_compressed``. Shapes: N outputs, K inputs of a projection, G groups.
+:func:`read_awq` and :func:`read_gptq` read ``quantization_config``; ``formats/compressed_tensors.py`` reads that of
+compressed-tensors. Shapes: N outputs, K inputs of a projection, G groups.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ EACH = 8
 """Numbers in an int32."""
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight outputs lies in bits 0 … 3, which in 4 … 7, and so on."""
+"""Output index (of eight) stored in bits 0 … 3, 4 … 7, and so on."""
 
 IN_ORDER = tuple(range(EACH))
 
 
 def unpacked(words: torch.Tensor, dim: int, order: tuple[int, ...] = IN_ORDER) -> torch.Tensor:
-    """Eight numbers 0 … 15 from each int32, side by side along ``dim``: uint8, that dimension eight times as long.
+    """Unpack eight numbers 0 … 15 from each int32 along ``dim``: uint8, that dimension eight times as long.
 
-    order: the number's place among the eight, for bits 0 … 3 and up.
+    order: place among the eight of the number in bits 0 … 3, 4 … 7, and so on.
     """
     shifts = torch.tensor([4 * order.index(place) for place in IN_ORDER], dtype=torch.int32, device=words.device)
     numbers = (words.movedim(dim, -1).unsqueeze(-1) >> shifts) & 15
@@ -60,7 +60,8 @@ def packed_pairs(numbers: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Int4:
-    """What the formats share. group: inputs that share a scale, -1 for all. Subclasses name and read the tensors."""
+    """Shared part of the 4-bit formats. group: inputs that share a scale, -1 for all. Subclasses name and read the
+    tensors."""
 
     group: int = 128
     name: str = ""
@@ -69,7 +70,7 @@ class Int4:
     scale_kind = "scales"
 
     def zero_kind(self) -> str | None:
-        """The name of the zeros; None: there are none."""
+        """Name of the zeros; None: there are none."""
         return "qzeros"
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -90,7 +91,7 @@ class Int4:
 
     @property
     def experts(self) -> Int4Experts:
-        """How stacks of experts are stored and applied."""
+        """Format of stacks of experts."""
         return Int4Experts(self)  # type: ignore[arg-type]
 
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
@@ -102,7 +103,7 @@ class Int4:
         return packed, getattr(layer, self.scale_kind), zeros, inputs if self.group == -1 else self.group
 
     def _stored(self, weight: TensorLayout, scales: TensorLayout, zeros: TensorLayout) -> dict[str, StoredTensor]:
-        """The three tensors, stored as these layouts say."""
+        """The three tensors in these layouts."""
         inputs = 2**62 if self.group == -1 else self.group
         found = {
             self.weight_kind: StoredTensor(torch.uint8, ("I32",), inputs=2, layout=weight),
@@ -139,7 +140,7 @@ class AWQ(Int4):
 class GPTQ(Int4):
     """GPTQ's format (Frantar and others, arXiv 2210.17323) without activation order.
 
-    zero_offset: what is added to stored zeros: 1 in version 1 of the format.
+    zero_offset: added to stored zeros: 1 in version 1 of the format.
     """
 
     name: str = "GPTQ, 4 bits"
@@ -199,21 +200,21 @@ class PackedInt4(Int4):
             return unpacked(stored, 0)
         if kind == "weight_scale":
             return stored.view(stored.shape[0], -1)
-        return {}  # weight_shape repeats what the packed weight's shape says
+        return {}  # weight_shape repeats the packed weight's shape
 
 
 def read_awq(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
-    """From a ``quantization_config`` with quant_method "awq" to each module's format. Raises CheckpointError."""
+    """Format of each module, from a ``quantization_config`` with quant_method "awq". Raises CheckpointError."""
     check_awq(config)
     kept, format = (*(config.get("modules_to_not_convert") or ()), "lm_head"), AWQ(config.get("group_size", 128))
     return lambda module: PLAIN if named(module, kept) else format
 
 
 def read_gptq(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
-    """From a ``quantization_config`` with quant_method "gptq" to each module's format. Raises CheckpointError.
+    """Format of each module, from a ``quantization_config`` with quant_method "gptq". Raises CheckpointError.
 
-    ``modules_in_block_to_quantize`` names what is quantised of a layer; ``dynamic`` what is not, by expressions that
-    begin with "-:".
+    ``modules_in_block_to_quantize`` lists the quantised modules of a layer; ``dynamic`` lists exceptions, as
+    expressions that begin with "-:".
     """
     check_gptq(config)
     kept = ["lm_head", *(config.get("modules_to_not_convert") or ())]

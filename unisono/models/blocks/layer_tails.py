@@ -1,7 +1,7 @@
-"""Which decoder layers compute everything after their mixer in one launch, for few rows.
+"""Fused layer tails: decoder layers that compute everything after their mixer in one launch, for few rows.
 
-A layer does where it ends with an output projection, a norm and a gated MLP whose weights are plain with 16 bits, or in
-e4m3 with a scale for each block, and the kernel gives the separate ops' bits on the present GPU
+A layer qualifies if it ends with an output projection, a norm and a gated MLP whose weights are plain with 16 bits, or
+e4m3 with a scale per block, and if the kernel has the separate ops' bits on the present GPU
 (``kernels/gemm/layer_tail.py``, ``kernels/gemm/layer_tail_fp8.py``). Called by the engine and drafters at the start,
 after weights are loaded and adapters are attached.
 
@@ -34,14 +34,14 @@ from unisono.layers.norm import RMSNorm
 from unisono.models.blocks.layers import DecoderLayer, Stream
 
 MANY = 8
-"""Layers with a projection after them from which on those without one have no tail."""
+"""Number of layers followed by a projection from which layers without one get no fused tail."""
 
 
 @dataclass(frozen=True)
 class FusedTail:
-    """What a layer does after its mixer. consumer: the next layer's input projection, where it is computed here.
+    """Everything a layer computes after its mixer. consumer: the next layer's input projection, if computed here.
 
-    adapters: of the layers that it computes; passes with adapters go on without it.
+    adapters: adapters of its linear layers; passes with adapters do not use it.
     """
 
     weights: Tail
@@ -49,7 +49,7 @@ class FusedTail:
     adapters: tuple[LinearAdapter, ...] = ()
 
     def __call__(self, mixed: Activations, x: torch.Tensor) -> Stream | None:
-        """The mixer's outputs and the residual sum [M, H] -> the stream after the layer; None: not in this pass."""
+        """Mixer output and residual sum [M, H] -> the stream after the layer; None if this pass cannot use it."""
         rows = x.shape[0]
         if rows > MOST_ROWS or any(adapter.plan(rows) is not None for adapter in self.adapters):
             return None
@@ -63,7 +63,7 @@ class FusedTail:
         return Stream(total, normed if self.consumer is None else Projected(kept, self.consumer, product))
 
     def prove(self) -> bool:
-        """Whether the kernel gives the separate ops' bits on the present device."""
+        """Return True if the kernel has the separate ops' bits on the present device."""
         return _kernels(self.weights).prove(self.weights)
 
 
@@ -77,7 +77,7 @@ def _kernels(weights: Tail) -> Any:
 
 
 def prove_products(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
-    """:func:`prove_linears` and :func:`prove_experts`, and fuse the tails that can be: for drafters. Before any
+    """Run :func:`prove_linears` and :func:`prove_experts`, and fuse layer tails: for drafters. Call it before any
     capture."""
     modules = list(modules)
     fuse_tails(modules)
@@ -88,7 +88,7 @@ def prove_products(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
 def fuse_tails(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
     """Set ``tail`` of every decoder layer for which that is possible and proven.
 
-    Returns how many layers there are, how many have one, and how many could if their bits were equal.
+    Returns the number of layers, of fused layers, and of layers that would be fused if their bits were equal.
     """
     layers, possible = _possible(modules)
     for layer in layers:
@@ -98,16 +98,16 @@ def fuse_tails(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
 
 
 def rehearse_tails(modules: Iterable[nn.Module]) -> None:
-    """Launch what :func:`fuse_tails` will launch and learn nothing: for compiling it ahead."""
+    """Launch the kernels of :func:`fuse_tails` and ignore the results, to compile them ahead of time."""
     tails = [tail.weights for tail in _possible(modules)[1].values()]
     for weights in {tail.shape: tail for tail in tails}.values():
         _kernels(weights).rehearse(weights)
 
 
 def _possible(modules: Iterable[nn.Module]) -> tuple[list[DecoderLayer], dict[int, FusedTail]]:
-    """The decoder layers, and by id what each could do in one launch.
+    """The decoder layers, and possible fused tails by layer id.
 
-    The last of many layers, which no projection follows, would need kernels of its own: an empty start would compile
+    The last of many layers, which no projection follows, would need kernels of its own: a cold start would compile
     twice as many, for one layer.
     """
     layers = [m for m in modules if isinstance(m, DecoderLayer)]
@@ -117,7 +117,7 @@ def _possible(modules: Iterable[nn.Module]) -> tuple[list[DecoderLayer], dict[in
 
 
 def _tail(layer: DecoderLayer) -> FusedTail | None:
-    """What follows the layer's mixer, if a kernel can compute it."""
+    """Fused tail of the layer, if a kernel can compute it."""
     mixer, mlp, norm, next_norm = layer.mixer, layer.feed_forward, layer.feed_forward_norm, layer.next_norm
     if type(layer) is not DecoderLayer or not isinstance(mlp, GatedMLP):
         return None
@@ -132,17 +132,17 @@ def _tail(layer: DecoderLayer) -> FusedTail | None:
 
 
 def _alone(layer: object) -> bool:
-    """Whether this is a linear layer of this rank alone."""
+    """True for a linear layer that is not divided among ranks."""
     return isinstance(layer, Linear) and not (layer.joins or layer.sums or layer.split_inputs or layer.divided)
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether its weight is not quantised."""
+    """True if its weight is not quantised."""
     return _alone(layer) and layer.format is PLAIN
 
 
 def _is_fp8(layer: Any) -> bool:
-    """Whether its weight is in e4m3 and one, with a scale for each block; adapters would read plain rows."""
+    """True if its weight is one e4m3 tensor with a scale per block. Adapters are excluded, as they read plain rows."""
     return _alone(layer) and layer.input_format == InputFormat(GROUP)
 
 
@@ -175,7 +175,7 @@ def _fused(weights: Tail, layers: list[Any], consumer: Any) -> FusedTail:
 
 
 def _weights(layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, consumer: Linear | None) -> tuple[Any, ...]:
-    """The fields of a tail, in their order."""
+    """Fields of a tail, in order."""
     of_next = (None, 0.0) if next_norm is None else (next_norm.weight, next_norm.eps)
     after = (None, None) if consumer is None or next_norm is None else (consumer.weight, consumer.bias)
     return *(each.weight for each in layers), norm.weight, norm.eps, *of_next, *after

@@ -26,14 +26,14 @@ from unisono.types import EngineRequest, TokenDelta, TokenLogprobs
 SCORED = Features(logits=Logits.SELECTED)
 
 TOKENS_AT_ONCE = 256
-"""Prompt tokens whose logits exist at once where all of them are asked for."""
+"""Prompt tokens whose logits exist at one time if all of them are scored."""
 
 
 class PromptLogprobs(Feature):
-    """Fields: ``score_rows``, the tokens whose logits score the prompt token after them (-1: none), and what is
-    reported.
+    """Fields: ``score_rows``, tokens whose logits score the prompt token after them (-1: none), and the reported
+    values.
 
-    Passes that score replay graphs of a program of their own (``extend.prompt_program``).
+    Passes that score use graphs of their own program (``extend.prompt_program``).
     """
 
     name = "prompt_logprobs"
@@ -89,12 +89,12 @@ class PromptLogprobs(Feature):
 
 
 class PromptLogprobsState(RequestState):
-    """What is read so far, by position. positions: prompt positions to report; none once the first tokens are there."""
+    """Scores read so far, by position. ``_positions``: prompt positions to report; empty after they were delivered."""
 
     def __init__(self, request: EngineRequest) -> None:
-        wanted = request.params.prompt_logprobs
-        assert wanted is not None
-        self._wanted = wanted
+        alternatives = request.params.prompt_logprobs
+        assert alternatives is not None
+        self._alternatives = alternatives
         self._positions = range(request.first_scored, len(request.prompt_token_ids))
         self._read: dict[int, TokenLogprobs] = {}
 
@@ -103,12 +103,12 @@ class PromptLogprobsState(RequestState):
 
     def scored_by(self, row: Row) -> range:
         """Positions of the row whose logits score the prompt token after them."""
-        wanted = self._positions
-        return range(max(row.start, wanted.start - 1), min(row.end, wanted.stop - 1))
+        positions = self._positions
+        return range(max(row.start, positions.start - 1), min(row.end, positions.stop - 1))
 
     def take(self, scored: range, words: np.ndarray) -> None:
         """Read ``words [n, WORDS]`` of the tokens after these n positions."""
-        self._read |= zip((p + 1 for p in scored), unpack_logprobs(words, self._wanted), strict=True)
+        self._read |= zip((p + 1 for p in scored), unpack_logprobs(words, self._alternatives), strict=True)
 
     def deliver(self, delta: TokenDelta, committed: Committed) -> None:
         if committed.first:
