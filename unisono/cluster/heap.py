@@ -6,7 +6,7 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -49,7 +49,7 @@ def uncollected() -> Iterator[None]:
 
 
 class HeapTrimmer:
-    """Returns free memory of the C heap to the system, in a thread of its own.
+    """Return free memory of the C heap to the system, in a thread of its own.
 
     glibc keeps memory that was freed below the top of an arena. Tokenizing a text of 4 MiB leaves 0.5 GiB so, for each
     thread that does it. ``seconds``: time from a request to the trim, and the shortest time between two trims.
@@ -59,7 +59,7 @@ class HeapTrimmer:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._requested = self._running = False
-        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+        self._malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 
     def request(self) -> None:
         """Trim the heap soon. Call it after large objects were freed, from any thread."""
@@ -69,9 +69,9 @@ class HeapTrimmer:
             self._requested = True
             start, self._running = not self._running, True
         if start:
-            threading.Thread(target=self._trim, name="trim-heap", daemon=True).start()
+            threading.Thread(target=self._trim, args=(self._malloc_trim,), name="trim-heap", daemon=True).start()
 
-    def _trim(self) -> None:
+    def _trim(self, malloc_trim: Callable[[int], int]) -> None:
         while True:
             time.sleep(self._seconds)
             with self._lock:
@@ -79,7 +79,7 @@ class HeapTrimmer:
                     self._running = False
                     return
                 self._requested = False
-            self._malloc_trim(0)
+            malloc_trim(0)
 
 
 TRIMMER = HeapTrimmer()
