@@ -1,7 +1,7 @@
 """``python -m benchmarks.drafters``: throughput of the bundled model with each of its drafters.
 
-An engine without speculation and one engine per drafter answer the same held-out problems greedily, at each batch
-size. The command fails if a drafter changes a text.
+An engine without speculation and one engine per drafter answer the same held-out problems greedily, at each batch size.
+The command fails if a drafter changes a text.
 """
 
 from __future__ import annotations

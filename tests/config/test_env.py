@@ -45,7 +45,7 @@ def test_accessors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(variable.name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert (env.api_key(), env.transfer_key(), env.compile_processes()) == (None, b"", None)
-    assert (env.gathers_by_nccl(), env.persistent_launches()) == (False, None)
+    assert (env.gathers_by_nccl(), env.persistent_launches()) == (False, True)
     assert env.cache_directory() == tmp_path / "unisono"
     for variable, value in ((env.API_KEY, ""), (env.TRANSFER_KEY, "é"), (env.COMPILE_PROCESSES, "0")):
         monkeypatch.setenv(variable.name, value)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.http import tokenizers_
 from tests.http.tool_answers import CASES, WEATHER
-from unisono.text.answer_reader import AnswerParser
+from unisono.text.answer_parser import AnswerParser
 from unisono.text.detokenizer import Detokenizer
 from unisono.text.reasoning import PARSERS
 from unisono.text.tokenizer import Tokenizer

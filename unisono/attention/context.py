@@ -1,7 +1,7 @@
-"""Inputs of one pass for every layer: token positions, pages, and the tokens whose outputs are read.
+"""Context of one pass of a model: positions, pages, and the tokens whose outputs are read.
 
-Passes and drafters make one :class:`ForwardContext` for each pass of a model; layers only read it. Shapes: T tokens, R
-rows, E rows whose last token alone is read.
+Passes and drafters make one :class:`ForwardContext` for each pass; layers only read it.
+Shapes: T tokens, R rows, E rows of which only the last token's output is read.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from unisono.layers.rotary import angles_of
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions of a prompt pass's tokens on the axes of time, height and width.
+    """Positions of a prompt pass's tokens on the axes of time, height and width.
 
-    positions [T, 3] int32. after [E, 3] int32: of the token after each row's last one, which the pass does not compute;
-    None if no drafter reads it.
+    positions [T, 3] int32. after [E, 3] int32: position of the token after each row's last one, which the pass does not
+    compute; None if no drafter needs it.
     """
 
     positions: torch.Tensor
     after: torch.Tensor | None = None
 
     def of_entries(self, entries: torch.Tensor) -> torch.Tensor:
-        """Positions [N, 3] of a draft head's entries. entries [N]: see ``drafters.base.PromptPass``."""
+        """Positions [N, 3] of the entries of a draft head. entries [N]: see ``drafters.base.PromptPass``."""
         assert self.after is not None
         return torch.cat((self.positions, self.after)).index_select(0, entries)
 
@@ -39,12 +39,11 @@ class Rotary:
 class ForwardContext:
     """One pass of a model.
 
-    groups: by window group, the attention inputs (positions and pages) of the pass's tokens; ALL is always there. A
-        window group without inputs of its own uses those of ALL.
-    rotary_positions: positions by which queries and keys are rotated: [T], or [T, 3] on the axes of time, height and
+    groups: attention inputs by window group. ALL is always there; a window group without an entry uses that of ALL.
+    rotary_positions: positions that queries and keys are rotated by: [T], or [T, 3] on the axes of time, height and
         width; None: the absolute positions.
     last_tokens: the only tokens whose outputs are read after the last layer; None: all are.
-    recurrent: start and end of the rows' recurrences; None if the model has none.
+    recurrent: recurrent state of the rows; None if the model has none.
     """
 
     groups: Mapping[int, AttentionInputs]
@@ -66,13 +65,13 @@ class ForwardContext:
         return cls({ALL: inputs}, rotary_positions, last_tokens)
 
     def inputs(self, window_group: int = ALL) -> AttentionInputs:
-        """Attention inputs of a window group, without a plan."""
+        """Return the attention inputs of a window group, without a plan."""
         return self.groups.get(window_group, self.groups[ALL])
 
     def plan(self, backend: AttentionBackend, window_group: int = ALL, window: int = 0) -> AttentionInputs:
-        """Attention inputs of a window group with the backend's plan for layers with this window.
+        """Return the attention inputs of a window group, with the backend's plan for layers with this window.
 
-        Made once for each backend, group and window of a pass.
+        The plan is made once per backend, group and window of a pass.
         """
         window_group = window_group if window_group in self.groups else ALL
         key = backend, window_group, window
@@ -85,10 +84,10 @@ class ForwardContext:
     def rotary(
         self, table: torch.Tensor, axes: torch.Tensor | None, window_group: int = ALL
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table of rotary angles for the pass's tokens, and its row for each token [T] int32.
+        """Return the table of rotary angles, and each token's row of it [T] int32.
 
-        table, axes: see :func:`unisono.layers.rotary.angles_of`. With positions on three axes it is a table of the
-            pass's own, made once per table and axes.
+        table, axes: see :func:`unisono.layers.rotary.angles_of`. With positions on three axes the pass has a table of
+        its own, made once per table and axes.
         """
         positions = self.rotary_positions
         if positions is None:
@@ -102,7 +101,7 @@ class ForwardContext:
 
     @property
     def queries(self) -> ForwardContext:
-        """Context of the querying tokens: this one, or that of ``last_tokens``, a round of width 1."""
+        """Context of the tokens that attend: this one, or that of ``last_tokens``, a round of width 1."""
         if self.last_tokens is None:
             return self
         if self._queries is None:
@@ -112,17 +111,17 @@ class ForwardContext:
 
     @property
     def all_tokens(self) -> ForwardContext:
-        """The same pass for a layer before the last one, where the outputs of all tokens are read. Shares the plans."""
+        """Context for layers before the last one: the outputs of all tokens are read. Shares the plans."""
         return self if self.last_tokens is None else dataclasses.replace(self, last_tokens=None, _queries=None)
 
     @property
     def positions(self) -> torch.Tensor:
-        """[T] int32: absolute positions, -1 for padding tokens."""
+        """Absolute positions [T] int32, -1 for padding tokens."""
         return self.groups[ALL].positions
 
     @property
     def slots(self) -> torch.Tensor:
-        """[R] int32: each row's slot."""
+        """Slot of each row, [R] int32."""
         return self.groups[ALL].slots
 
     @property
@@ -132,5 +131,5 @@ class ForwardContext:
 
     @property
     def query_start(self) -> torch.Tensor | None:
-        """[R + 1] int32: start of each row's tokens in an extend pass; None in a round."""
+        """First token of each row in an extend pass, [R + 1] int32; None in a round."""
         return self.groups[ALL].query_start

@@ -86,8 +86,7 @@ def chat(
     /help lists commands; Ctrl-D ends.
 
     Ctrl-C stops an answer. In a pipe each line of the input is a question and each line of the output an answer, with
-    line
-    breaks written as \n.
+    line breaks written as \n.
     """
     sampling = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     params = {name: value for name, value in sampling.items() if value is not None}
@@ -168,8 +167,7 @@ def compare(
     """Find the first token in which two configurations differ, and the layer and op that make it differ.
 
     Both answer the same prompts. For a difference, both run again without graphs, and the results of all ops of the
-    model
-    are compared bit by bit for every position before it. Exit status 1 if a prompt differs.
+    model are compared bit by bit for every position before it. Exit status 1 if a prompt differs.
     """
     from unisono.tools.compare.command import Side, report
     from unisono.tools.compare.command import compare as run

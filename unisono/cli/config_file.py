@@ -15,9 +15,8 @@ def with_config(arguments: Sequence[str], switches: Collection[str]) -> list[str
     """The command line, preceded by the flags of its ``--config`` file.
 
     Keys are flags without the leading dashes; "model" is PATH. A list gives a flag several values; true and false turn
-    a
-    switch on and off. A key whose flag is on the command line is left out. switches: the flags without a value. Raises
-    ConfigError.
+    a switch on and off. A key whose flag is on the command line is left out. switches: the flags without a value.
+    Raises ConfigError.
     """
     own, file = _split(arguments)
     if file is None:

@@ -120,8 +120,7 @@ def _engine_command(
     """Add the engine's flags to a command; it receives them, checked, as a dict in its first argument.
 
     own_group: help group of the command's own flags. defaults: values that differ from the flags' defaults. groups:
-    more
-    flags; the command takes each group as a dict under the group's name.
+    more flags; the command takes each group as a dict under the group's name.
     """
     flags = _parameters(*ENGINE_FLAGS)
     flags |= {name: flags[name].replace(default=value) for name, value in (defaults or {}).items()}

@@ -69,9 +69,9 @@ class HeapTrimmer:
             self._requested = True
             start, self._running = not self._running, True
         if start:
-            threading.Thread(target=self._trim, args=(self._malloc_trim,), name="trim-heap", daemon=True).start()
+            threading.Thread(target=self._run, args=(self._malloc_trim,), name="trim-heap", daemon=True).start()
 
-    def _trim(self, malloc_trim: Callable[[int], int]) -> None:
+    def _run(self, malloc_trim: Callable[[int], int]) -> None:
         while True:
             time.sleep(self._seconds)
             with self._lock:

@@ -99,8 +99,8 @@ formats = Registry(
 )
 """By ``quantization_config.quant_method`` of config.json.
 
-Each entry takes that config and returns a function from a
-module's name in the checkpoint to its ``layers.formats.WeightFormat``.
+Each entry takes that config and returns a function from a module's name in the checkpoint to its
+``layers.formats.WeightFormat``.
 """
 
 online_formats = Registry("weight format that is made while loading", {"fp8": "unisono.layers.formats.fp8:ONLINE_FP8"})

@@ -75,8 +75,8 @@ def weight_names(names: Collection[str], index: Any, where: object) -> list[str]
     """The weight files of a repository or directory that are read; empty if it has none.
 
     names: all files. index: the object of INDEX, if ``names`` has INDEX but not WEIGHTS. A directory without
-    safetensors
-    may have PICKLE, from which a draft head is read. Raises CheckpointError for an index without a weight_map.
+    safetensors may have PICKLE, from which a draft head is read. Raises CheckpointError for an index without a
+    weight_map.
     """
     if WEIGHTS in names:
         return [WEIGHTS]

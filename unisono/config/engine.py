@@ -68,8 +68,8 @@ class EngineConfig(Concise):
     "none" turns speculation off.
     synthetic_acceptance_length: for benchmarks: accept this many tokens per round on average, bonus included, whatever
     the drafts are. The text is then meaningless.
-    synthetic_acceptance_rates: for benchmarks: fraction of rounds in which draft 1, 2 … is accepted; later
-    drafts are never accepted.
+    synthetic_acceptance_rates: for benchmarks: fraction of rounds in which draft 1, 2 … is accepted; later drafts are
+    never accepted.
     enable_lora: requests may name adapters (docs/adapters.md). max_loras: adapters on the device at once.
     max_lora_rank: largest rank of an adapter; memory is reserved for it. max_cpu_loras: adapters in host memory; None:
     as many as on the device. lora_modules: (name, directory) of adapters to load at start. lora_dtype: "auto" only: the
@@ -395,8 +395,8 @@ class ResolvedConfig:
     @property
     def encoder_cache_bytes(self) -> int | None:
         """``mm_encoder_cache_gb`` in bytes."""
-        requested = self.requested.mm_encoder_cache_gb
-        return None if requested is None else int(requested * (1 << 30))
+        limit = self.requested.mm_encoder_cache_gb
+        return None if limit is None else int(limit * (1 << 30))
 
     def explain(self) -> dict[str, object]:
         """The resolved settings and every decision, as JSON-ready data."""

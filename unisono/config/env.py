@@ -64,8 +64,8 @@ GATHER = Variable(
 
 STAYING_LAUNCHES = Variable(
     "UNISONO_STAYING_LAUNCHES",
-    "`0`: no persistent launches; `1`: also where they are slower",
-    "on where they are faster",
+    "`0`: no persistent launches",
+    "on",
     "Persistent launches of fused layer tails. Set `0` for processes that share a GPU's multiprocessors (MPS).",
 )
 
@@ -101,9 +101,9 @@ def gathers_by_nccl() -> bool:
     return GATHER.read() == "nccl"
 
 
-def persistent_launches() -> bool | None:
-    """Return False if persistent launches are off, True if they are on even where slower; None for the default."""
-    return {"0": False, "1": True}.get(STAYING_LAUNCHES.read() or "")
+def persistent_launches() -> bool:
+    """Return True unless persistent launches are disabled."""
+    return STAYING_LAUNCHES.read() != "0"
 
 
 def markdown() -> str:

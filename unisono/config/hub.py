@@ -1,7 +1,7 @@
 """Checkpoints by their id on the Hugging Face Hub: from huggingface_hub's cache, or downloaded.
 
-config.json comes first, so that an unsupported model costs one small file; then the small files, then the weight
-files that the index names. Environment variables are that library's: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
+config.json comes first, so that an unsupported model costs one small file; then the small files, then the weight files
+that the index names. Environment variables are that library's: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
 Imports types and checkpoint_files only.
 """
 

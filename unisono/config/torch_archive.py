@@ -1,8 +1,8 @@
 """Plain tensors from archives of ``torch.save``, read without unpickling.
 
 The archive's pickle is a list of opcodes. Opcodes that describe tensors are interpreted here, on a stack of plain
-values; any other opcode, and any other function, is an error. Nothing is imported or called. No allocation depends on
-a number in the archive: tensors are views of the bytes that are present.
+values; any other opcode, and any other function, is an error. Nothing is imported or called. No allocation depends on a
+number in the archive: tensors are views of the bytes that are present.
 
 Imports nothing of the project.
 """

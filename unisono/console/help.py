@@ -122,8 +122,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """Groups of flags in order: title, and names of the parameters.
 
-A group without names is for flags that a command
-declares itself.
+A group without names is for flags that a command declares itself.
 """
 
 GENERAL = "general"

@@ -18,10 +18,10 @@ import torch
 
 from unisono.kernels.comm.gather_fused import ordered_sum
 from unisono.kernels.gemm.fp8_quantize import Quantised, empty_quantised
-from unisono.kernels.library import define, register
+from unisono.kernels.library import op
 from unisono.kernels.norm.activation import silu_mul
 from unisono.kernels.norm.add_norm import add_rms_norm, add_rms_norm_fp8
-from unisono.kernels.norm.rms_norm import Normed, quantised_norm, with_fp8_meta
+from unisono.kernels.norm.rms_norm import SumNormed, quantised_norm, with_fp8_meta
 
 
 class Transport(Protocol):
@@ -49,7 +49,7 @@ class FusingTransport(Transport, Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
         summed: bool,
-    ) -> tuple[torch.Tensor, *Normed] | None:  # fmt: skip
+    ) -> SumNormed | None:  # fmt: skip
         """See :meth:`Ranks.add_rms_norm`; (sum, norm, x8, scales)."""
         ...
 
@@ -78,13 +78,12 @@ class Ranks:
     ordered: bool = False
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather x [M, n] of each rank -> [M, N · n], in the order of ranks."""
-        return x if self.count == 1 else torch.ops.unisono.all_gather(x, self.transport, self.count)
+        """x [M, n] of each rank -> [M, N · n], in the order of ranks."""
+        return x if self.count == 1 else all_gather(x, self.transport, self.count)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather x [M, 2 n] of each rank, columns of gate and then of up -> ``silu(gate) * up`` of all, [M, N · n]."""
-        result: torch.Tensor = torch.ops.unisono.gather_silu(x, self.transport, self.count)
-        return result
+        """x [M, 2 n] of each rank, columns of gate and then of up -> ``silu(gate) * up`` of all, [M, N · n]."""
+        return gather_silu(x, self.transport, self.count)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x [M, H], a term of each rank, in fp32 in the order of ranks, rounded once."""
@@ -98,16 +97,15 @@ class Ranks:
         x [M, H / N] of each rank; summed: [M, H], a term of each rank (:meth:`sum`).
         """
         arguments = x, residual, weight, eps, None, True, summed, self.transport, self.count
-        total, normed, *_ = torch.ops.unisono.gather_add_rms_norm(*arguments)
-        return total, normed
+        return gather_add_rms_norm(*arguments)[:2]
 
     def add_rms_norm_fp8(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool,
         summed: bool,
     ) -> tuple[torch.Tensor, Quantised]:  # fmt: skip
-        """:meth:`add_rms_norm` whose norm is quantised as by ``rms_norm_fp8``."""
+        """:meth:`add_rms_norm` whose norm is quantised as ``rms_norm_fp8`` does it."""
         arguments = x, residual, weight, eps, group, keep, summed, self.transport, self.count
-        total, *normed = torch.ops.unisono.gather_add_rms_norm(*arguments)
+        total, *normed = gather_add_rms_norm(*arguments)
         return total, quantised_norm(normed, total, group, keep)
 
     def part(self, size: int) -> tuple[int, int]:
@@ -151,28 +149,32 @@ def give_up(number: int) -> None:
         end()
 
 
-def _all_gather(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
+def _gathered(x: torch.Tensor, transport: int, ranks: int) -> tuple[int, int]:
+    return x.shape[0], ranks * x.shape[1]
+
+
+@op(shape=_gathered)
+def all_gather(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
     return _transports[transport].all_gather(x.contiguous())
 
 
-def _meta(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
-    return x.new_empty(x.shape[0], ranks * x.shape[1])
-
-
-def _silu(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
+@op(shape=lambda x, transport, ranks: (x.shape[0], ranks * x.shape[1] // 2))
+def gather_silu(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
     carrier, x = _transports[transport], x.contiguous()
     found = carrier.silu(x) if isinstance(carrier, FusingTransport) else None
     return carrier.all_gather(silu_mul(x)) if found is None else found
 
 
-def _silu_meta(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
-    return x.new_empty(x.shape[0], ranks * x.shape[1] // 2)
+def _sum_and_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None,
+                  keep: bool, *_: object) -> SumNormed:  # fmt: skip
+    return torch.empty_like(residual), *with_fp8_meta(residual, group, keep)
 
 
-def _add_rms_norm(
+@op(meta=_sum_and_norm)
+def gather_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
     summed: bool, transport: int, ranks: int,
-) -> tuple[torch.Tensor, *Normed]:  # fmt: skip
+) -> SumNormed:  # fmt: skip
     carrier, x = _transports[transport], x.contiguous()
     if isinstance(carrier, FusingTransport):
         found = carrier.add_rms_norm(x, residual, weight, eps, group, keep, summed)
@@ -185,21 +187,3 @@ def _add_rms_norm(
         return *add_rms_norm(y, residual, weight, eps), *empty_quantised(y, len(y), y.shape[1], None)
     total, quantised = add_rms_norm_fp8(y, residual, weight, eps, group, keep)
     return total, y.new_empty(0) if quantised.x is None else quantised.x, quantised.x8, quantised.scales
-
-
-def _add_rms_norm_meta(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
-    summed: bool, transport: int, ranks: int,
-) -> tuple[torch.Tensor, *Normed]:  # fmt: skip
-    return torch.empty_like(residual), *with_fp8_meta(residual, group, keep)
-
-
-define("all_gather(Tensor x, int transport, int ranks) -> Tensor")
-register("all_gather", cuda=_all_gather, cpu=_all_gather, meta=_meta)
-define("gather_silu(Tensor x, int transport, int ranks) -> Tensor")
-register("gather_silu", cuda=_silu, cpu=_silu, meta=_silu_meta)
-define(
-    "gather_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, int? group, bool keep, bool summed,"
-    " int transport, int ranks) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-register("gather_add_rms_norm", cuda=_add_rms_norm, cpu=_add_rms_norm, meta=_add_rms_norm_meta)

@@ -18,14 +18,14 @@ from unisono.config import env
 from unisono.distributed.gather import Ranks
 from unisono.kernels.comm.gather import PROGRAMS, buffer_words, launch_gather
 from unisono.kernels.comm.gather_fused import (
-    Peers,
+    PeerBuffers,
     has_bits_of_parts,
     launch_gather_add_rms_norm,
     launch_silu_gather,
     norm_parts,
     silu_parts,
 )
-from unisono.kernels.norm.rms_norm import Normed
+from unisono.kernels.norm.rms_norm import SumNormed
 
 PEER_MEMORY_BYTES = 4 << 20
 """Largest part of a rank, in bytes, that the kernel carries."""
@@ -80,7 +80,7 @@ class Nccl:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
         summed: bool,
-    ) -> tuple[torch.Tensor, *Normed] | None:  # fmt: skip
+    ) -> SumNormed | None:  # fmt: skip
         """See :class:`unisono.distributed.gather.FusingTransport`."""
         peer_memory = self._peer_memory_for(x, 1)
         if peer_memory is None or not peer_memory.fuses or not norm_parts(len(x), x.shape[1] * x.itemsize // 4):
@@ -126,7 +126,7 @@ class PeerMemory:
         pointers = [*self._handle.buffer_ptrs, self._given_up.data_ptr()]
         self._addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
         self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-        self.peers = Peers(self._addresses, self._turns, ranks.index, ranks.count)
+        self.peers = PeerBuffers(self._addresses, self._turns, ranks.index, ranks.count)
         torch.cuda.synchronize()
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from unisono.media.inputs import offline_mapping
 from unisono.media.loader import MediaLoader
 from unisono.media.parts import read_messages, with_request
 from unisono.media.settings import MediaSettings
+from unisono.text.chat_parsers import ChatParsers
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import (
     BadRequest,
@@ -160,14 +161,25 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Bar = True,
         lora_request: Adapters = None,
+        *,
+        reasoning_parser: str | None = None,
+        tool_parser: str | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of ``{"role": …, "content": …}``.
 
-        template: arguments of :meth:`chat_prompt`.
+        reasoning_parser, tool_parser: names of ``unisono serve``'s parsers, or ``auto`` for the chat template's; they
+        set ``reasoning``, ``content`` and ``tool_calls`` of each output. template: arguments of :meth:`chat_prompt`.
         """
-        prompts = [self.chat_prompt(one, **template) for one in as_conversations(messages)]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        parsers = ChatParsers.of(self.tokenizer, reasoning_parser, tool_parser)
+        conversations = as_conversations(messages)
+        prompts = [self.chat_prompt(one, **template) for one in conversations]
+        params = [parsers.sampling(one) for one in as_params(sampling_params, len(prompts), self._default_params)]
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
+        for conversation, output in zip(conversations, outputs, strict=True):
+            last = conversation[-1].get("content") if template.get("continue_final_message") else None
+            parsers.parse(output, template.get("tools"), last if isinstance(last, str) else None)
+        return outputs
 
     def chat_prompt(
         self,

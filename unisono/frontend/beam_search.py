@@ -5,8 +5,8 @@ beam's tokens at the end of its prompt; the prefix cache has all but the newest 
 model's log-probabilities, so only on weights and prompt.
 
 Semantics are vLLM's: each beam is extended by its 2 · width likeliest tokens; a beam that takes an end token is
-finished; the ``width`` best of the others continue. The score is cumulative log-probability / length **
-length_penalty; the length is that of prompt and answer without the end token.
+finished; the ``width`` best of the others continue. The score is cumulative log-probability / length ** length_penalty;
+the length is that of prompt and answer without the end token.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ class Collector:
         """Add a delta that left the engine at ``now`` (``time.monotonic``).
 
         Returns True if its sequence ended here while the engine continues: the caller aborts it. Later deltas of a
-        sequence
-        that has ended are ignored.
+        sequence that has ended are ignored.
         """
         sequence, metrics = self._sequences[delta.request_id], self.metrics
         if sequence.completion.finished():

@@ -44,8 +44,7 @@ class ModelFacts:
 
     dtype: the model's, by name. generation_defaults: sampling parameters of generation_config.json. prompt_embeds,
     return_hidden_states: the server's flags allow them. max_logprobs: largest ``logprobs``, -1 for no limit.
-    priorities:
-    the engine schedules by priority. vision: image settings of a vision model.
+    priorities: the engine schedules by priority. vision: image settings of a vision model.
     """
 
     max_model_len: int
@@ -84,8 +83,7 @@ class PreparedPrompt:
     """A prompt in token ids, with embeddings in place of some of them.
 
     text: the prompt's text, if it was a text. param: the caller's name of the prompt, for errors. cache_salt, media:
-    see
-    ``EngineRequest``.
+    see ``EngineRequest``.
     """
 
     token_ids: list[int]
@@ -123,8 +121,7 @@ class InputProcessor:
         Raises BadRequest.
 
         suffix: text after the answer. truncates: :meth:`truncated` follows, so a text may be longer than the context.
-        media:
-        items that are loaded already, in the order of their placeholders.
+        media: items that are loaded already, in the order of their placeholders.
         """
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
@@ -195,11 +192,9 @@ class InputProcessor:
         Raises BadRequest.
 
         tools: definitions in OpenAI's form. Arguments of calls in ``messages`` are objects, or text: JSON of an object
-        is
-        decoded. Leading system messages are merged; :class:`RoleTemplate` rewrites sequences of roles that a template
-        cannot
-        render. truncates, media: see :meth:`prompt`. An image or video is a content part ``{"type": "image"}`` or
-        ``{"type":
+        is decoded. Leading system messages are merged; :class:`RoleTemplate` rewrites sequences of roles that a
+        template cannot render. truncates, media: see :meth:`prompt`. An image or video is a content part ``{"type":
+        "image"}`` or ``{"type":
         "video"}``; without ``media`` its placeholder stays. ``options``: see ``Tokenizer.apply_chat_template``.
         """
         tokenizer = self.require_tokenizer("messages")

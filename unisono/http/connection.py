@@ -203,8 +203,7 @@ class OrderedProtocol(HttpToolsProtocol):
         """Start probing if the client still reads.
 
         A closed and a half-closed client send the same FIN. Only bytes of the answer distinguish them: a closed one's
-        machine
-        replies with a reset, and the next write fails.
+        machine replies with a reset, and the next write fails.
         """
         self.cycle.waiting_for_100_continue = False
         self._probes = 0

@@ -1,9 +1,8 @@
 """Threads that prepare requests, so that the event loop waits for no template, tokenizer or process.
 
 A :class:`Preparers` has a few threads, shared round-robin by clients. Work beyond its time is abandoned: its client
-gets
-503 with Retry-After, and another thread replaces the hung one. When too many threads hang, requests are refused until
-one of them returns.
+gets 503 with Retry-After, and another thread replaces the hung one. When too many threads hang, requests are refused
+until one of them returns.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class Preparers:
         """The result of ``work``, run in a thread in the turn of the client with this label.
 
         Raises the errors of ``work``, and ApiError (503) on a timeout or with too many waiting. A cancelled caller does
-        not
-        wait for the end of the work.
+        not wait for the end of the work.
         """
         if self._turns.waiting >= self._waiting:
             message = f"{self._turns.waiting} requests wait to be prepared ({self._name}). Send it again later."

@@ -6,8 +6,7 @@ here.
 
 A parsed body takes memory and time by its values, not its bytes: 64 MiB of ``[],`` are 22 million lists. So values are
 counted first, in parts of the body, and a large body is read in a thread (:func:`off_loop`): no call of it keeps the
-GIL
-for more than about 200 ms.
+GIL for more than about 200 ms.
 """
 
 from __future__ import annotations

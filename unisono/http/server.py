@@ -148,8 +148,7 @@ def serve(config: Any, settings: ServerSettings, progress: Progress = lambda sta
     ``progress`` is called with a stage of the engine's start and its completed fraction, 0 … 1.
 
     Raises ConfigError if the port is taken, a parser or the metrics' prefix is unknown, or spans have no endpoint; and
-    the
-    UnisonoError that keeps the engine from starting.
+    the UnisonoError that keeps the engine from starting.
     """
     parser_named(settings.reasoning_parser)  # these raise before anything starts
     format_named(settings.tool_call_parser)

@@ -39,8 +39,7 @@ class Service:
     """The state that the handlers need.
 
     draining, sleeping: new requests are refused. in_flight: POST requests without a complete answer. running:
-    generations
-    of each answer in progress, by the answer's id. claimed: ids of answers from their choice on.
+    generations of each answer in progress, by the answer's id. claimed: ids of answers from their choice on.
     """
 
     client: Engines

@@ -18,11 +18,9 @@ class HttpSettings:
     """HTTP flags of ``unisono serve``.
 
     allowed_origins, allowed_methods, allowed_headers: CORS rules for browsers; ("*",): anything. allow_credentials:
-    browsers
-    may send cookies. root_path: a proxy's prefix of the paths. ssl_keyfile, ssl_certfile: PEM files; with them the
-    server
-    speaks HTTPS only. ssl_ca_certs, ssl_cert_reqs: client certificates, as in Python's ssl module: 0 none, 1 optional,
-    2 required. allowed_hosts: host names of the server beside localhost, its --host and IP addresses
+    browsers may send cookies. root_path: a proxy's prefix of the paths. ssl_keyfile, ssl_certfile: PEM files; with them
+    the server speaks HTTPS only. ssl_ca_certs, ssl_cert_reqs: client certificates, as in Python's ssl module: 0 none, 1
+    optional, 2 required. allowed_hosts: host names of the server beside localhost, its --host and IP addresses
     (``hosts.KnownHosts``).
 
     Raises ConfigError.

@@ -23,7 +23,7 @@ from unisono.kernels.lora.adapters import (
     padded_rank,
     shrink,
 )
-from unisono.kernels.lora.adapters_linear import adapted_linear, prove_adapted
+from unisono.kernels.lora.adapters_linear import adapted_linear, exact_adapted
 from unisono.types import ConfigError
 
 
@@ -102,8 +102,8 @@ class LinearAdapter:
         return adapted_linear(x, weight, bias, self.a, self.b, self.projections, plan)
 
     def prove(self, weight: torch.Tensor) -> bool:
-        """See :func:`unisono.kernels.lora.adapters_linear.prove_adapted`."""
-        return prove_adapted(weight, self.a, self.b, self.projections)
+        """See :data:`unisono.kernels.lora.adapters_linear.exact_adapted`."""
+        return exact_adapted.prove(weight, self.a, self.b, self.projections)
 
     def shrunk(self, x: torch.Tensor, plan: AdapterPlan) -> LowRank:
         """First half of the adapters. x [M, K]: the layer's input, unquantised, contiguous."""

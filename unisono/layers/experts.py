@@ -20,7 +20,7 @@ from unisono.distributed.gather import ALONE, Ranks
 from unisono.kernels.moe.combine import combine_experts, combine_experts_norm, combine_experts_norm_fp8
 from unisono.kernels.moe.plan import plan_experts
 from unisono.kernels.moe.router import route
-from unisono.kernels.norm.activation import SILU, Gate
+from unisono.kernels.norm.activation import SILU, ExpertGate
 from unisono.layers.activations import Activations, InputFormat, in_format, plain
 from unisono.layers.formats.base import FLOATS, WHOLE, LoadTarget, PartOf, Runs, Share, Slice, Slices, StoredTensor
 from unisono.layers.formats.experts import ExpertFormat
@@ -38,7 +38,7 @@ class ExpertKind:
     transposed: fused plain weights are [E, inputs, outputs].
     """
 
-    gate: Gate = SILU
+    gate: ExpertGate = SILU
     bias: bool = False
     interleaved: bool = False
     transposed: bool = False

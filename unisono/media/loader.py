@@ -36,10 +36,8 @@ class Vision:
     """The properties of a vision tower that the frontend needs, from the engine's ``info()["vision"]``.
 
     merge: side of an embedding in patches. image_token_id, video_token_id: placeholders of a prompt. tokens_per_second:
-    0
-    if text gives the times of a video's frames; None if unknown. max_frame_tokens: most tokens of an image or of one
-    frame
-    of a video.
+    0 if text gives the times of a video's frames; None if unknown. max_frame_tokens: most tokens of an image or of one
+    frame of a video.
     """
 
     merge: int
@@ -64,8 +62,7 @@ class MediaLoader:
     """Loader of the images and videos of one model's requests.
 
     vision: None refuses all. directory: the checkpoint's. dtype: the model's, by name. max_tokens: of one item.
-    fetcher:
-    replaces that of ``settings`` in tests.
+    fetcher: replaces that of ``settings`` in tests.
     """
 
     def __init__(

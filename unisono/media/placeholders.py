@@ -17,9 +17,9 @@ def expanded(
     """The prompt with every placeholder expanded, and the items with their positions, in order.
 
     The prompt has one placeholder per item, as a chat template writes it, or is expanded already. A video with
-    timestamps
-    becomes ``<0.5 seconds>`` and marks around each frame, as transformers' processors write it; the marks around the
-    placeholder stay. end: the token that closes an image. Raises BadRequest if placeholders and items do not match.
+    timestamps becomes ``<0.5 seconds>`` and marks around each frame, as transformers' processors write it; the marks
+    around the placeholder stay. end: the token that closes an image. Raises BadRequest if placeholders and items do not
+    match.
     """
     tokens = {"image": vision.image_token_id, "video": vision.video_token_id}
     queues = {kind: [one for one in items if one.kind == kind] for kind in tokens}

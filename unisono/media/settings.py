@@ -25,10 +25,8 @@ class MediaSettings:
     """The media flags.
 
     allowed_media_domains: hosts that images may be fetched from; ``*.example.com`` matches all below a domain, ``*``
-    any
-    host. allowed_local_media_path: the directory of files that requests may name. limit_mm_per_prompt: items of each
-    kind
-    in a prompt. mm_processor_kwargs, media_io_kwargs: settings that requests may override (``options.py``).
+    any host. allowed_local_media_path: the directory of files that requests may name. limit_mm_per_prompt: items of
+    each kind in a prompt. mm_processor_kwargs, media_io_kwargs: settings that requests may override (``options.py``).
     media_max_mb: MiB of one encoded image or video. media_max_pixels: of one decoded image or frame. media_max_frames:
     frames of a video. media_timeout: seconds to fetch one item. mm_processor_cache_gb: GiB of cached preprocessed
     items.

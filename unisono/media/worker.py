@@ -120,8 +120,7 @@ class _Nothing:
 class MediaDecoder:
     """The processors of one checkpoint.
 
-    images: transformers' processor. setup: dtype, max_tokens of an item, max_bytes,
-    max_pixels, max_frames.
+    images: transformers' processor. setup: dtype, max_tokens of an item, max_bytes, max_pixels, max_frames.
     """
 
     images: Any

@@ -32,8 +32,8 @@ ALL = -1
 LONGEST_CALL = 0.5
 """Processor time of one message to a lane, seconds.
 
-It takes about 10 µs, for a large schema some milliseconds; but an
-expression with very many parses takes longer and longer, and all requests of the round wait.
+It takes about 10 µs, for a large schema some milliseconds; but an expression with very many parses takes longer and
+longer, and all requests of the round wait.
 """
 
 LONGEST_WAIT = 5.0
@@ -54,9 +54,8 @@ class Follower(Protocol):
     """The engine's interface to a request's matcher: :class:`Matcher`, or a wrapper of one.
 
     ``ask`` starts the computation of masks and ``collect`` waits for it, so that the masks of all requests are computed
-    at
-    once. If ``collect`` returns False, ``ask`` must be called once more. ``forced`` returns the tokens that the grammar
-    forces after the committed ones, in the checkpoint's tokenization and allowed by the masks; empty if none or
+    at once. If ``collect`` returns False, ``ask`` must be called once more. ``forced`` returns the tokens that the
+    grammar forces after the committed ones, in the checkpoint's tokenization and allowed by the masks; empty if none or
     unknown.
     It is called after ``accept`` and before ``ask``.
     """
@@ -71,8 +70,7 @@ class Matcher:
     """The grammar state of one output of ``compiled``.
 
     While the output has fewer than ``params.min_tokens`` tokens, and always with ``params.ignore_eos``, masks forbid
-    the
-    ids that would end it, if that leaves another token.
+    the ids that would end it, if that leaves another token.
     """
 
     def __init__(self, compiled: Compiled, params: SamplingParams) -> None:
@@ -117,8 +115,7 @@ class Matcher:
         """The tokens that the grammar forces after the committed ones: at most about 32, [] if none or unknown.
 
         They are the checkpoint's tokenization of the text, and masks allow them. From the first call on, each
-        ``accept``
-        requests the next ones from the lane, which computes them while the engine does other work.
+        ``accept`` requests the next ones from the lane, which computes them while the engine does other work.
         """
         if self._failure:
             return []
@@ -145,10 +142,8 @@ class Matcher:
         """Fill ``out [P, W, words]`` int32, contiguous, for the positions after ``drafts [P, k]`` (-1: none).
 
         out[p, j] is for the position after drafts[p, :j]. After a draft that the grammar refuses, or that ends the
-        text, it is
-        all ones: the mask before it forbids the former, and nothing follows the latter. If masks cannot be computed
-        they allow
-        EOS only, and :meth:`accept` raises the reason.
+        text, it is all ones: the mask before it forbids the former, and nothing follows the latter. If masks cannot be
+        computed they allow EOS only, and :meth:`accept` raises the reason.
         """
         self.ask(drafts, out)
         if not self.collect():
@@ -168,8 +163,7 @@ class Matcher:
         Returns False if :meth:`ask` must be called again.
 
         That happens after the lane has died, possibly because of another output's mask. The second lane serves this
-        output
-        alone, so a second death is this output's fault.
+        output alone, so a second death is this output's fault.
         """
         assert self._asked is not None
         out = self._asked[1]

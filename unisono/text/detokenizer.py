@@ -28,8 +28,7 @@ class Detokenizer:
     params: ``stop`` strings and matches of ``stop_regex`` end the text, if they end after the first ``min_tokens``
     tokens.
     ``include_stop_str_in_output`` keeps them, and the text of a stop token. prompt_token_ids: the prompt; its last
-    tokens
-    are context (a leading space, half a character).
+    tokens are context (a leading space, half a character).
 
     ``stop_string`` is the string that ended the text, or None. ``num_tokens`` counts the tokens up to the text's end, a
     stop token included, without tokens after a stop string.

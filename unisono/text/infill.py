@@ -49,8 +49,7 @@ def infill_prompt(tokenizer: Tokenizer, prefix: list[int], suffix: str, add_spec
     prefix: token ids before the answer. suffix: text after it.
 
     add_special_tokens: begin with the tokens that the tokenizer puts before every text, such as BOS. Raises BadRequest
-    if
-    the tokenizer has no known infill tokens.
+    if the tokenizer has no known infill tokens.
     """
     vocabulary = tokenizer.backend.get_vocab()
     form = next((form for form in FORMATS if all(token in vocabulary for token in form.tokens)), None)

@@ -2,8 +2,8 @@
 
 Python's ``re`` backtracks, exponentially for some patterns, and cannot tell which end of a text may still become a
 match. So the pattern is compiled to an automaton (Thompson's construction) whose states are all tracked at once, each
-with the start of its match. The first character that completes a match ends the text; of the matches that end there
-it is the longest, independent of token boundaries. Anchors, look-around and references are not regular, or need later
+with the start of its match. The first character that completes a match ends the text; of the matches that end there it
+is the longest, independent of token boundaries. Anchors, look-around and references are not regular, or need later
 text; they are refused.
 """
 

@@ -52,8 +52,7 @@ class StopStrings:
         Returns the state after it, and the first match that ends in it.
 
         A match is (characters of ``text`` up to its end, its length), the longest that ends there; None if there is
-        none or
-        ``may_stop`` is false.
+        none or ``may_stop`` is false.
         """
         for place, char in enumerate(text, 1):
             state = self._step(state, char)

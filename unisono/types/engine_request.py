@@ -30,15 +30,11 @@ class EngineRequest:
     params: ``seed`` is set (never None) by the time a request reaches the engine. stop_ids: stop ids on the device: the
     model's EOS ids unless ignored, and the request's own. bad_words: token sequences of ``params.bad_words``.
     shares_with: an earlier request with the same prompt; this one starts after its first token, when the prefix cache
-    has
-    the prompt's pages. overrides: embeddings at the positions where ``prompt_token_ids`` has PLACEHOLDER. priority:
-    lower
-    values run first, if the engine schedules by priority. cache_salt: cached prefixes are shared only between requests
-    of
-    one salt. client: owner of the request; the scheduler alternates between clients. media: images and videos of the
-    prompt. adapter: name of a loaded adapter. prompt_only: the prompt may fill the context; the request ends with
-    LENGTH
-    and no token.
+    has the prompt's pages. overrides: embeddings at the positions where ``prompt_token_ids`` has PLACEHOLDER. priority:
+    lower values run first, if the engine schedules by priority. cache_salt: cached prefixes are shared only between
+    requests of one salt. client: owner of the request; the scheduler alternates between clients. media: images and
+    videos of the prompt. adapter: name of a loaded adapter. prompt_only: the prompt may fill the context; the request
+    ends with LENGTH and no token.
     """
 
     request_id: str

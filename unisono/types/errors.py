@@ -16,8 +16,7 @@ class BadRequest(UnisonoError):
     The text names the value, the limit and the way out.
 
     param: the offending parameter as the OpenAI API spells it, or None. code: OpenAI's machine-readable code, for
-    example
-    ``context_length_exceeded``.
+    example ``context_length_exceeded``.
     """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:

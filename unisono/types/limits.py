@@ -1,8 +1,8 @@
 """Limits of the values in a request, and the table of limits of sampling parameters.
 
 ``types.SamplingParams`` checks its fields by :data:`SAMPLING`. ``http/limits/fields.py`` has the tables of all request
-bodies, built from the same classes. A limit is checked before anything reads the value, and no check takes longer for
-a larger value than its limit allows.
+bodies, built from the same classes. A limit is checked before anything reads the value, and no check takes longer for a
+larger value than its limit allows.
 """
 
 from __future__ import annotations

@@ -20,11 +20,9 @@ class MediaItem:
     digest: DIGEST_BYTES bytes of a hash of everything that its embeddings depend on: kind, grid and pixels.
     grid: (frames, rows, columns) of patches, before merging. One frame is ``temporal_patch_size`` images.
     pixels: [frames * rows * columns, channels * temporal_patch_size * patch_size ** 2], in the order of the
-    checkpoint's
-    processor and the model's dtype.
+    checkpoint's processor and the model's dtype.
     positions: prompt positions of its embeddings, ascending, one for each merged patch. The prompt's token id there is
-    the
-    checkpoint's placeholder.
+    the checkpoint's placeholder.
     seconds: time between two frames of ``grid`` of a video; 0 for an image.
     """
 

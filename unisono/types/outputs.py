@@ -215,6 +215,15 @@ class RequestMetrics:
     num_generation_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedToolCall:
+    """A tool call in an answer. arguments: JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 @dataclass(slots=True, repr=False)
 class CompletionOutput(Concise):
     """One generated sequence.
@@ -225,6 +234,7 @@ class CompletionOutput(Concise):
     hidden_states: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
     extra: reports of features of other packages, a list by name.
     error: the failure that ended it; then ``finish_reason`` is "abort" though no caller aborted it.
+    reasoning, content, tool_calls: the parts of ``text``, with the parsers of ``LLM.chat``; None and empty without.
     """
 
     index: int
@@ -237,6 +247,9 @@ class CompletionOutput(Concise):
     error: str | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict)
     stop_reason: int | str | None = None
+    reasoning: str | None = None
+    content: str | None = None
+    tool_calls: list[ParsedToolCall] = field(default_factory=list)
 
     def finished(self) -> bool:
         """True once the sequence has ended."""
@@ -251,8 +264,7 @@ class RequestOutput(Concise):
 
     prompt_logprobs: one entry per prompt token, None for the first and those before ``logprob_start_len``.
     prompt_hidden_states: a tensor [prompt tokens, hidden] in the model's dtype. prompt_token_ids: -1 at the positions
-    of
-    embeddings. metrics: times of the request and its tokens.
+    of embeddings. metrics: times of the request and its tokens.
     """
 
     request_id: str

@@ -9,9 +9,8 @@ class TextPrompt(TypedDict):
     """``TextPrompt(prompt="…")``.
 
     embedding_overrides: embeddings in place of those of some tokens. cache_salt: share cached prefixes only with
-    prompts
-    of the same salt. multi_modal_data: images and videos; multi_modal_uuids: their names; mm_processor_kwargs: their
-    preprocessing settings.
+    prompts of the same salt. multi_modal_data: images and videos; multi_modal_uuids: their names; mm_processor_kwargs:
+    their preprocessing settings.
     """
 
     prompt: str

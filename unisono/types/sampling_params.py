@@ -56,11 +56,9 @@ class SamplingParams(Concise):
     logprobs: report the log-probability of each token and of this many likeliest ones. None: none; -1: the whole
     vocabulary. logprob_token_ids: report these tokens instead of the likeliest ones.
     prompt_logprobs: the same for each prompt token but the first. logprob_start_len (SGLang's name): only for prompt
-    tokens
-    from this position on. The prompt is computed from the token before it, without the prefix cache.
+    tokens from this position on. The prompt is computed from the token before it, without the prefix cache.
     return_hidden_states (SGLang's name): report the final hidden state, after the last norm, of each prompt token and
-    each
-    generated one but the last. Cached prefixes have none, so the prompt is computed whole.
+    each generated one but the last. Cached prefixes have none, so the prompt is computed whole.
     detokenize: produce text. If False, the request ends by token ids and lengths only.
     spaces_between_special_tokens: if False, adjacent special tokens are written without a space between them.
     truncate_prompt_tokens: keep this many prompt tokens, by default the last ones (truncation_side "left"); -1 keeps as
@@ -68,8 +66,7 @@ class SamplingParams(Concise):
     max_drafts: most drafts per round for this request; 0 turns speculation off; None: the engine's k.
     extra_args (vLLM's name): parameters of features of other packages, by name (docs/adding-a-feature.md).
     structured_outputs: the form of the output. Once it is complete, only EOS may follow; ignore_eos and min_tokens
-    forbid
-    the end only while the output can continue.
+    forbid the end only while the output can continue.
     thinking: the marks of the reasoning section; structured_outputs applies after it.
     output_kind: contents of each output of ``AsyncLLM.generate``.
 

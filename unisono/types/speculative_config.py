@@ -23,8 +23,7 @@ class SpeculativeConfig(Concise):
     options: settings of this method; the drafter refuses unknown ones. token_tree: nodes of a draft tree
     (``draft_tree.py``), whose depth is k; empty: a chain. adaptive: draft fewer than k tokens, or none, in rounds where
     that gives more tokens per second. draft_tensor_parallel_size: ranks that share the draft model: all of the
-    target's,
-    or 1 (each holds it whole); None: the method's own default (``DivisibleDrafter``).
+    target's, or 1 (each holds it whole); None: the method's own default (``DivisibleDrafter``).
     """
 
     method: str = "none"
@@ -69,8 +68,8 @@ class SpeculativeConfig(Concise):
         """Parse vLLM's flat form: every key that is no field of this class is an option of the method.
 
         A tree is ``speculative_token_tree`` (its nodes, in vLLM's form), or ``topk`` and ``num_draft_tokens``: the
-        likeliest
-        ``num_draft_tokens`` nodes with at most ``topk`` children each, by the prior of ``draft_tree.promising``.
+        likeliest ``num_draft_tokens`` nodes with at most ``topk`` children each, by the prior of
+        ``draft_tree.promising``.
         """
         if not isinstance(config.get("method"), str):
             if "num_speculative_tokens" in config:

@@ -94,8 +94,7 @@ class StructuredOutputs(Concise):
     Names are vLLM's.
 
     json: a JSON schema, as data or text (stored as text). json_object: any JSON object. regex: a regular expression
-    that
-    matches the whole output. choice: one of these strings. grammar: Lark (rule ``start``) or EBNF (rule ``root``).
+    that matches the whole output. choice: one of these strings. grammar: Lark (rule ``start``) or EBNF (rule ``root``).
     structural_tag: vLLM's form, as data or text. disable_any_whitespace: JSON without blanks between its parts.
 
     Raises BadRequest. Errors inside a schema, expression or grammar are found when it is compiled.

@@ -1,10 +1,10 @@
 """Fields of config.json that change what a model computes, and the check that its family computes them.
 
 A checkpoint of another model that is renamed to a supported architecture loads without a missing tensor and writes
-garbage, because the difference is in fields alone (Granite's multipliers, SmolLM3's layers without rotary
-embeddings). So ``model_type`` is compared with the architecture, and every field of :data:`FORMULA` must have a value
-that changes nothing, unless the family reads it (``families.Facts.takes``). Names are those of transformers'
-configuration classes and of checkpoints with code of their own.
+garbage, because the difference is in fields alone (Granite's multipliers, SmolLM3's layers without rotary embeddings).
+So ``model_type`` is compared with the architecture, and every field of :data:`FORMULA` must have a value that changes
+nothing, unless the family reads it (``families.Facts.takes``). Names are those of transformers' configuration classes
+and of checkpoints with code of their own.
 """
 
 from __future__ import annotations

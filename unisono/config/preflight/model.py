@@ -45,8 +45,7 @@ def check_model(
     path: a directory, a bundled name or a hub id; config.json of a hub id is checked before anything else is
     downloaded.
     needs_text: a tokenizer must be there, or in ``tokenizer``. weights: download the weights of a hub id; otherwise
-    they
-    may be absent. The other arguments are fields of ``EngineConfig``. Raises CheckpointError and ConfigError.
+    they may be absent. The other arguments are fields of ``EngineConfig``. Raises CheckpointError and ConfigError.
     """
     check_gpus(tensor_parallel_size, device)
 

@@ -172,9 +172,8 @@ def quantization_method(
     """The method in which a checkpoint's weights are stored; None for plain weights.
 
     raw: config.json. flag: ``--quantization``. methods: the supported ones. online: those that quantise a plain
-    checkpoint
-    while loading. Raises CheckpointError for a quantization that is not supported, ConfigError for a flag that the
-    checkpoint contradicts.
+    checkpoint while loading. Raises CheckpointError for a quantization that is not supported, ConfigError for a flag
+    that the checkpoint contradicts.
     """
     config = quantization_config(raw)
     if flag is not None and flag not in methods:

@@ -398,7 +398,7 @@ class Build:
         """Fuse the layer tail (o_proj → MLP → next qkv) into one launch, if that gives the same bits."""
         layers, fused, possible = fuse_tails(self.worker.modules())
         value = f"{fused} of {layers} layers in one launch up to {MOST_ROWS} rows"
-        reason = "layers with an MLP and 16 bits; with UNISONO_STAYING_LAUNCHES=1 also e4m3 by block, with 0 none"
+        reason = "layers with an MLP and 16-bit weights; none with UNISONO_STAYING_LAUNCHES=0"
         self.decide(
             "what follows a mixer", value, reason if fused == possible else f"{possible - fused} differ in bits"
         )

@@ -2,8 +2,7 @@
 tokens.
 
 :class:`BeamClient` replaces ``EngineClient`` in the generations of one prompt. The first one to start begins the
-search;
-it ends when all have closed.
+search; it ends when all have closed.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class BeamClient:
     """One search for ``readers`` generations.
 
     cached_tokens: prompt tokens from the prefix cache. cancelled: the search was cancelled. engine: number of the
-    engine
-    that runs it.
+    engine that runs it.
     """
 
     def __init__(self, client: Engines, search: BeamSearch, readers: int) -> None:

@@ -1,8 +1,7 @@
 """One sequence's deltas from the engine, converted to pieces of an answer.
 
 Independent of HTTP and of the form of responses. ``serving`` makes a :class:`Generation` for each sequence of a
-request;
-:func:`merge` reads several at once.
+request; :func:`merge` reads several at once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.cluster.engines import ANYWHERE
+from unisono.cluster.engines import ANYWHERE, Placement
 from unisono.cluster.token_stream import TokenStream
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.http.answers.beams import BeamStream, Source
@@ -24,7 +23,8 @@ from unisono.http.errors import ApiError
 from unisono.http.observability.history import RequestRecord
 from unisono.http.observability.metrics import RequestTimer
 from unisono.http.openai.responses import HiddenStates, PromptLogprobs, TokenOrigin, TokenReport, Usage, finite
-from unisono.text.answer_reader import AnswerParser, AnswerParts
+from unisono.http.security.auth import ApiClient
+from unisono.text.answer_parser import AnswerParser, AnswerParts
 from unisono.text.tool_parsers.base import ToolDelta
 from unisono.text.tool_parsers.structure import reworded
 from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
@@ -36,9 +36,8 @@ class OutputPiece:
     """New text of one choice, and the tokens that came with it (text may come later than its tokens).
 
     reasoning, tool_calls: new reasoning and calls, if a parser separates them from ``text``. reports: log-probabilities
-    of
-    the tokens, if requested. draft: origin of the piece's one token, if requested. finish: OpenAI's reason, on the last
-    piece. stop: the stop string that ended it.
+    of the tokens, if requested. draft: origin of the piece's one token, if requested. finish: OpenAI's reason, on the
+    last piece. stop: the stop string that ended it.
     """
 
     index: int
@@ -65,8 +64,8 @@ class Style:
     """The requested parts of an answer.
 
     scored: number of likely tokens per position in ``prompt_logprobs``, which are there when the sequence has ended;
-    None:
-    not requested. reports: log-probabilities; offsets: with the tokens' positions in the text. ids: name tokens by id.
+    None: not requested. reports: log-probabilities; offsets: with the tokens' positions in the text. ids: name tokens
+    by id.
     hides: leave out reasoning. drafts: one piece per token, with its origin.
     """
 
@@ -84,8 +83,8 @@ class Generation:
     ``usage`` and ``seed`` may be read at any time.
 
     scores: the prompt's log-probabilities, which its first sequence sets for all; None if not requested. reader:
-    separates
-    reasoning and tool calls from content. Of a prompt's several sequences the first one's usage counts the prompt.
+    separates reasoning and tool calls from content. Of a prompt's several sequences the first one's usage counts the
+    prompt.
     cumulative_logprob: of the tokens so far, if log-probabilities are computed. prompt_text: the rendered chat
     template.
     """
@@ -111,10 +110,9 @@ class Generation:
         self._scores, self._style, self._echo = scores, style, echo
         self._reader = reader
         self._stream: TokenStream | BeamStream | None = None
-        self.placement = ANYWHERE  # routing hints
+        self._placement = ANYWHERE  # routing hints
         self.ended: str | None = None  # finish reason, once it has ended
-        self.client = ""  # its client, as ``auth.Client.label``
-        self.key = ""  # the name of its API key
+        self._owner = ApiClient()
         self._drafted = self._accepted = self._rounds = 0
         self._reasoning_chars = self._written = 0  # characters of reasoning; of everything
         self._echoed = 0  # characters of the prompt at the beginning of the answer
@@ -166,9 +164,15 @@ class Generation:
             "gen_ai.latency.e2e": times.total,
         }
 
-    def arrived(self, when: float) -> None:
-        """Measure the request's times from ``when`` (``time.monotonic()``) instead of its preparation."""
-        self._timer.start = when
+    def assign(self, arrival: float, placement: Placement, owner: ApiClient | None) -> None:
+        """Assign the sequence to an HTTP request: its arrival (``time.monotonic()``), routing hints and client."""
+        self._timer.start, self._placement = arrival, placement
+        self._owner = owner or self._owner
+
+    @property
+    def key(self) -> str:
+        """The name of the request's API key; empty without one."""
+        return self._owner.name
 
     @property
     def streaming(self) -> bool:
@@ -179,8 +183,8 @@ class Generation:
         """Submit the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         self._timer.submitted()
         try:
-            request = replace(self._request, client=self.client)
-            self._stream = await self._client.submit(request, self.placement)
+            request = replace(self._request, client=self._owner.label)
+            self._stream = await self._client.submit(request, self._placement)
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None

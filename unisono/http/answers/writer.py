@@ -133,8 +133,7 @@ class OpenAIReply:
         one.
 
         first: the piece has its choice's first token. Its opening chunk is sent with it and never before, so that a
-        client's
-        time to the first chunk is the time to the first token.
+        client's time to the first chunk is the time to the first token.
         """
         choices: Choices = []
         if piece.reasoning:

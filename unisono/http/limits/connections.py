@@ -32,11 +32,9 @@ class Limits:
     """Limits of connections.
 
     head_bytes, headers: of a request's line and headers. head_seconds: time to send them, from the connection or the
-    first
-    byte on. body_seconds, body_rate: time for a body, plus one second per ``body_rate`` bytes. connections: open at
-    once,
-    idle ones included. write_seconds: time in which a client must read at least one byte of its answer. ahead_bytes:
-    buffered pipelined bytes of all connections together.
+    first byte on. body_seconds, body_rate: time for a body, plus one second per ``body_rate`` bytes. connections: open
+    at once, idle ones included. write_seconds: time in which a client must read at least one byte of its answer.
+    ahead_bytes: buffered pipelined bytes of all connections together.
     """
 
     head_bytes: int = 64 * 2**10

@@ -33,12 +33,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """One sequence that has ended: a choice of an answer.
 
     Times are seconds: ``preparation`` from the HTTP request's arrival to the engine's queue, ``queue`` until its first
-    pass,
-    ``prefill`` until its first token, ``decode`` until its last; ``first_token`` from the arrival to the first token.
-    They
-    are null if it never had a token. ended: seconds since 1970. key: name of its API key. accept_length: mean tokens
-    per
-    round, null without rounds.
+    pass, ``prefill`` until its first token, ``decode`` until its last; ``first_token`` from the arrival to the first
+    token.
+    They are null if it never had a token. ended: seconds since 1970. key: name of its API key. accept_length: mean
+    tokens per round, null without rounds.
     """
 
     id: str
@@ -118,8 +116,7 @@ class History:
         """Measured values by the names of :data:`LATENCIES`: ``count``, ``last`` and :data:`PERCENTILES`, in seconds.
 
         All rows are over the same sequences: those with a token that were neither aborted nor failed. So a percentile
-        of the
-        first token is never above that of the whole request.
+        of the first token is never above that of the whole request.
         """
         done = [one for one in self._records if one.first_token is not None and one.finish_reason not in ENDED_EARLY]
         table: dict[str, dict[str, float | int | None]] = {}

@@ -2,8 +2,8 @@
 
 A span ``llm_request`` for each generated sequence, with vLLM's attributes; its parent is the span in the client's
 ``traceparent`` header (W3C Trace Context), whose sampling decision it follows. The SDK (extra ``otel``) is imported
-only with the flag. It exports batches from a thread, with a bounded queue: a collector that does not answer costs spans,
-never a request.
+only with the flag. It exports batches from a thread, with a bounded queue: a collector that does not answer costs
+spans, never a request.
 """
 
 from __future__ import annotations

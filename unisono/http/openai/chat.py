@@ -6,7 +6,6 @@ the template's tools and the constraints of the answer, and makes the parser of 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,8 @@ from unisono.frontend.input_processor import InputProcessor, PreparedPrompt
 from unisono.http.openai.hosted_tools import HostedTools
 from unisono.http.openai.protocol import ChatRequest
 from unisono.http.openai.tool_definitions import ToolUse, tool_use
-from unisono.text.answer_reader import AnswerParser
+from unisono.text.answer_parser import AnswerParser
+from unisono.text.chat_parsers import call_ids
 from unisono.text.reasoning import OFF, Parser, parser_named, parser_of
 from unisono.text.tool_parsers.base import Format, ParserContext
 from unisono.text.tool_parsers.formats import DEFAULT, format_named, format_of
@@ -61,15 +61,10 @@ class ChatPlan:
             interrupts = self.form.interrupts if self.form is not None and not followed else ()
             splitter = self.parser.splitter(prompt.text or "", self.prefix, interrupts, self.use is not None)
         if self.use is not None and self.form is not None:
-            context = ParserContext(self.use.callable, _ids(self.form, request), self.use.parallel)
+            ids = call_ids(self.form, request.prompt_token_ids, request.params.seed)
+            context = ParserContext(self.use.callable, ids, self.use.parallel)
             reader = self.form.reader(context)
         return None if splitter is None and reader is None else AnswerParser(splitter, reader, self.constrains)
-
-
-def _ids(form: Format, request: EngineRequest) -> Any:
-    """A function that makes ids of calls: equal for equal prompt and seed, different in the turns of a conversation."""
-    digest = hashlib.sha256(repr((request.prompt_token_ids, request.params.seed)).encode()).hexdigest()
-    return lambda number: form.call_id(hashlib.sha256(f"{digest}{number}".encode()).hexdigest()[:24])
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Embeddings in request bodies: base64 of a safetensors file, or of a tensor from ``torch.save`` (vLLM's form).
 
 The sender is not trusted. The size is checked before decoding, nothing is unpickled (``torch_archive.py``), and a
-tensor
-has exactly the bytes that were sent.
+tensor has exactly the bytes that were sent.
 
 Only this needs torch in the API process; a server without embeddings does not import it.
 """

@@ -1,8 +1,7 @@
 """Hosted tools: those that an API's provider runs, such as web search, code interpreters and MCP servers.
 
 This server runs no tools. It refuses a request with a hosted one; with ``--ignore-hosted-tools`` it leaves the tool
-out,
-counts it and logs a warning, for agents that always send some (Codex, Claude Code).
+out, counts it and logs a warning, for agents that always send some (Codex, Claude Code).
 """
 
 from __future__ import annotations

@@ -96,8 +96,7 @@ def _content(content: Any, where: str, role: str, sources: list[MediaSource]) ->
     """The text of a string or of a list of text parts, joined by newlines as in vLLM.
 
     None if there is none, which is allowed only for messages of the assistant and of tools. With images or videos, a
-    list
-    of parts of the types text, image and video; the media are appended to ``sources``.
+    list of parts of the types text, image and video; the media are appended to ``sources``.
     """
     if isinstance(content, str):
         return content

@@ -149,8 +149,7 @@ class TokenOrigin(msgspec.Struct):
     """The origin of the one token of a chunk.
 
     position: its index among the drafts of its round, from 0 on; null for a token that the model sampled itself.
-    drafted,
-    accepted: numbers of drafted and accepted tokens of the round.
+    drafted, accepted: numbers of drafted and accepted tokens of the round.
     """
 
     position: int | None

@@ -26,7 +26,7 @@ from unisono.http.openai.embeds import get_ready, load_embeds
 from unisono.http.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from unisono.http.preparation import Preparers
 from unisono.media.fetching.sources import LoadedMedia, MediaSource
-from unisono.text.answer_reader import AnswerParser
+from unisono.text.answer_parser import AnswerParser
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParams, part_id
 
 T = TypeVar("T")
@@ -86,8 +86,7 @@ class Serving:
         Raises BadRequest.
 
         media: the images and videos of each prompt, or empty. ticket: of the HTTP request. pooled: the answer is made
-        from the
-        hidden states and does not contain them.
+        from the hidden states and does not contain them.
         """
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         prompt_only = bool(request.echo) and limit == 0  # the engine generates a token all the same
@@ -256,8 +255,7 @@ class Serving:
         """Make a generation of each sequence of a prepared request.
 
         first: number of the first one's choice. echo: the text at the beginning of the answers. reader: makes the
-        parser of an
-        answer.
+        parser of an answer.
         """
         logprobs_field = request.params.prompt_logprobs is not None
         scores = asyncio.get_running_loop().create_future() if logprobs_field else None

@@ -24,8 +24,7 @@ class ToolUse:
     """The tools that an answer may call.
 
     definitions: definitions in the template's form. mode: ``required`` if at least one call of ``callable`` must come.
-    parallel:
-    several calls are allowed.
+    parallel: several calls are allowed.
     """
 
     definitions: Sequence[Mapping[str, Any]]

@@ -81,8 +81,7 @@ class MessageBuilder:
     """Messages made of items.
 
     sources: the origin of each message in the body. contents: by the message's number, the origin of its content if
-    that
-    is not the item's ``content``.
+    that is not the item's ``content``.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Pieces of an answer to the items and events of the Responses API.
 
-A :class:`ResponseWriter` follows one answer: it maintains the current response object, and makes the events that
-lead to it. A whole answer is the object at the end, so a stream and a whole answer cannot differ.
+A :class:`ResponseWriter` follows one answer: it maintains the current response object, and makes the events that lead
+to it. A whole answer is the object at the end, so a stream and a whole answer cannot differ.
 """
 
 from __future__ import annotations

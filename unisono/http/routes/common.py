@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -17,13 +16,11 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from unisono.cluster.engines import Placement
-from unisono.http.answers.generation import Generation, start_all
-from unisono.http.answers.writer import EventStream, Reply, until_disconnect
+from unisono.http.answers.writer import until_disconnect
 from unisono.http.errors import ApiError, show
 from unisono.http.limits.overload import Ticket
 from unisono.http.observability.request_note import note
 from unisono.http.service import CLIENT_GONE, MAX_BODY_BYTES, SMALL_BODY_BYTES, Service
-from unisono.types import BadRequest
 
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-user-id")
 """Headers with a request's session, the first one wins: those of vLLM's and SGLang's routers."""
@@ -138,58 +135,6 @@ def ticket_of(request: Request) -> Ticket | None:
 def new_id(prefix: str) -> str:
     """A new id of an answer or of a part of it."""
     return prefix + uuid.uuid4().hex
-
-
-async def answer(
-    service: Service,
-    request: Request,
-    answer_id: str,
-    prepare: Callable[[], Coroutine[Any, Any, list[Generation]]],
-    reply_of: Callable[[list[Generation]], Reply],
-    stream: bool | None,
-    closed: Callable[[], None] = lambda: None,
-) -> Response:
-    """Start every generation and answer.
-
-    Requests that the engine refuses get their status before any stream.
-
-    closed: called once the answer is sent, has failed, or has lost its client.
-    """
-    placement = placement_of(request)
-    generations = await prepare()
-    prepared(request, generations)
-    for generation in generations:
-        generation.placement = placement
-        generation.arrived(note(request.scope).arrival)
-    reply = reply_of(generations)
-    if answer_id in service.running:
-        raise BadRequest(f"request_id={show(answer_id)} is running already; give another.", "request_id")
-    service.running[answer_id] = generations
-
-    def close() -> None:
-        service.close(answer_id, generations, request, note(request.scope).arrival)
-        closed()
-
-    try:
-        await start_all(generations)
-        if stream:
-            return EventStream(reply, note(request.scope), close)
-        whole = await until_disconnect(request.receive, reply.whole())
-    except BaseException:
-        close()
-        raise
-    close()
-    return Response(status_code=CLIENT_GONE) if whole is None else json_response(whole)
-
-
-def prepared(request: Request, generations: list[Generation]) -> None:
-    """Register the generations of a request; its preparation is over."""
-    if (ticket := note(request.scope).ticket) is None:
-        return
-    ticket.turn_over()
-    ticket.resize(len(generations))
-    for generation in generations:
-        generation.client, generation.key = ticket.client.label, ticket.client.name
 
 
 def placement_of(request: Request) -> Placement:

@@ -13,13 +13,14 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.frontend.pooling import GENERATIVE, Pooling, encoded
+from unisono.http.answers.answer import Answer
 from unisono.http.answers.generation import Generation, merge
 from unisono.http.errors import ApiError, unavailable
 from unisono.http.limits.fields import Strings, TokenIdLists, TokenIds
 from unisono.http.openai.protocol import CompletionRequest, parse_fields
 from unisono.http.openai.translation import Renames, checked
 from unisono.http.request_body import load_object, off_loop
-from unisono.http.routes.common import answer, described, new_id, read_json_body, when_ready
+from unisono.http.routes.common import described, new_id, placement_of, read_json_body, when_ready
 from unisono.http.service import Service
 from unisono.types import BadRequest
 
@@ -88,16 +89,11 @@ def add(app: FastAPI, service: Service) -> None:
         if body.truncate_prompt_tokens is not None:
             fields["truncate_prompt_tokens"] = body.truncate_prompt_tokens
         renames = Renames({"prompt": "input"})
-
-        async def prepare() -> list[Generation]:
-            with renames.errors():
-                completion = await off_loop(len(raw), lambda: parse_fields(fields, CompletionRequest))
-                return await service.serving.completion(completion, answer_id, pooled=True)
-
-        def reply_of(generations: list[Generation]) -> EmbeddingReply:
-            return EmbeddingReply(body, model, service.pooling, generations)
-
-        return await answer(service, request, answer_id, prepare, reply_of, False)
+        answer = Answer(service, request, answer_id, placement_of(request))
+        with renames.errors():
+            completion = await off_loop(len(raw), lambda: parse_fields(fields, CompletionRequest))
+            generations = await service.serving.completion(completion, answer_id, pooled=True)
+        return await answer.send(EmbeddingReply(body, model, service.pooling, generations), generations, False)
 
 
 def _check(body: EmbeddingRequest, service: Service) -> None:

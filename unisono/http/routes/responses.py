@@ -13,6 +13,8 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from unisono.cluster.engines import ANYWHERE
+from unisono.http.answers.answer import Answer
 from unisono.http.answers.generation import Generation, merge, start_all
 from unisono.http.answers.writer import EventReply, stream_error
 from unisono.http.errors import ApiError, as_api_error
@@ -35,13 +37,12 @@ from unisono.http.responses_api.store import Item, ResponseStore, StoredResponse
 from unisono.http.responses_api.writer import Event, ResponseWriter
 from unisono.http.routes import conversations
 from unisono.http.routes.common import (
-    answer,
     clients_only,
     described,
     json_response,
     new_id,
     now,
-    prepared,
+    placement_of,
     read_json_body,
     ticket_of,
     when_ready,
@@ -111,34 +112,29 @@ def add(app: FastAPI, service: Service) -> None:
         stored = StoredResponse(response, parsed.items, service.keys.owner(request))
         keep = partial(_keep, parsed, stored, store, kept)
 
-        async def prepare() -> list[Generation]:
-            with parsed.renames.errors():
-                return await service.serving.chat(parsed.chat, response["id"], ticket_of(request))
-
-        def reply_of(generations: list[Generation]) -> ResponseReply:
-            writer = ResponseWriter(response, bool(parsed.chat.logprobs), new_id)
-            keep()
-            return ResponseReply(writer, generations, keep)
-
-        if parsed.request.background:
-            generations = await prepare()
-            prepared(request, generations)
-            response["status"] = "queued"
-            keep()
-            if (ticket := note(request.scope).ticket) is not None:
-                ticket.hold()
-            task = asyncio.create_task(_in_background(service, reply_of(generations), request))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            return json_response(response)
-
         def closed() -> None:
             if response["status"] == "in_progress":  # the client has gone
                 response["status"] = "cancelled"
                 keep()
 
+        background = parsed.request.background
+        answer = Answer(service, request, response["id"], ANYWHERE if background else placement_of(request), closed)
+        with parsed.renames.errors():
+            generations = await service.serving.chat(parsed.chat, response["id"], ticket_of(request))
+        reply = ResponseReply(ResponseWriter(response, bool(parsed.chat.logprobs), new_id), generations, keep)
+        if background:
+            answer.admit(generations)
+            response["status"] = "queued"
+            keep()
+            if (ticket := note(request.scope).ticket) is not None:
+                ticket.hold()
+            task = asyncio.create_task(_in_background(answer, reply))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            return json_response(response)
+        keep()
         try:
-            return await answer(service, request, response["id"], prepare, reply_of, parsed.request.stream, closed)
+            return await answer.send(reply, generations, parsed.request.stream)
         except Exception:
             store.forget(response["id"])
             raise
@@ -332,22 +328,19 @@ def _given(value: float | None, defaults: Mapping[str, float], name: str) -> flo
     return defaults.get(name, 1.0) if value is None else value
 
 
-async def _in_background(service: Service, reply: ResponseReply, request: Request) -> None:
+async def _in_background(answer: Answer, reply: ResponseReply) -> None:
     """Run a response in the background. Its end is in the store."""
-    response_id, arrival = reply.writer.response["id"], note(request.scope).arrival
-    ticket = note(request.scope).ticket
-    service.running[response_id] = reply.generations
+    service, notes = answer.service, note(answer.request.scope)
+    service.running[answer.id] = answer.generations
     service.in_flight += 1
     try:
-        for generation in reply.generations:
-            generation.arrived(arrival)
-        await start_all(reply.generations)
+        await start_all(answer.generations)
         await reply.whole()
     except Exception as error:
         reply.failure(error)
-        logger.warning("Response %s failed: %s", response_id, as_api_error(error))
+        logger.warning("Response %s failed: %s", answer.id, as_api_error(error))
     finally:
         service.in_flight -= 1
-        if ticket is not None:
-            ticket.leave()
-        service.close(response_id, reply.generations, request, arrival)
+        if notes.ticket is not None:
+            notes.ticket.leave()
+        service.close(answer.id, answer.generations, answer.request, notes.arrival)

@@ -46,8 +46,7 @@ class ApiClient:
     """The owner of requests that take turns and count together: keys of one name, or, without keys, one address.
 
     label: identifies the client. name: the key's; empty without keys. limits: the key's own, if any. role: OPERATOR,
-    USER,
-    or None if the key file does not set one.
+    USER, or None if the key file does not set one.
     """
 
     label: str = ""
@@ -111,8 +110,7 @@ class Keys:
         """Raise ApiError (401, 403) unless the client may operate the server.
 
         With keys: one with the role operator, or any key if no key has a role. Without: users of this machine, but not
-        a web
-        page that they have open; browsers send its origin and the host name that it used for the server.
+        a web page that they have open; browsers send its origin and the host name that it used for the server.
         """
         if self._keys:
             self.check(request)

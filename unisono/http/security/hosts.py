@@ -1,9 +1,8 @@
 """Origin of a request: this machine, a web page, and the host name that it used for the server.
 
 A web page whose name is rebound to this server's address (DNS rebinding) reads answers as its own, and its requests
-have
-no Origin. Only their Host header, the page's name, reveals it. Addresses cannot be rebound, so a Host that is one is
-known.
+have no Origin. Only their Host header, the page's name, reveals it. Addresses cannot be rebound, so a Host that is one
+is known.
 """
 
 from __future__ import annotations

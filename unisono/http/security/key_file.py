@@ -2,9 +2,8 @@
 
 A line is ``NAME sha256:DIGEST`` and optional settings: ``concurrent_requests=4``, ``requests_per_minute=60``,
 ``role=operator`` or ``role=user``. Once a line has a role, keys without one are users'. Empty lines and lines that
-begin
-with ``#`` are skipped. A name may have several keys, for rotation; its limits and role are in its first line. Messages
-never quote a line: it might be a key.
+begin with ``#`` are skipped. A name may have several keys, for rotation; its limits and role are in its first line.
+Messages never quote a line: it might be a key.
 """
 
 from __future__ import annotations

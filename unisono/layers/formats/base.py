@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.kernels import linear, linear_norm, prove_exact, rehearse_proof
+from unisono.kernels import exact_blas, linear, linear_norm
 from unisono.types import ConfigError
 
 FLOATS = ("F32", "F16", "BF16")
@@ -332,11 +332,11 @@ class Plain:
         return linear_norm(x, layer.weight, layer.bias, residual, weight, eps)
 
     def prove(self, layer: LinearLayer) -> bool:
-        """See :func:`unisono.kernels.prove_exact`."""
-        return prove_exact(layer.weight)
+        """See :data:`unisono.kernels.exact_blas`."""
+        return exact_blas.prove(layer.weight)
 
     def rehearse(self, layer: LinearLayer) -> None:
-        rehearse_proof(layer.weight)
+        exact_blas.rehearse(layer.weight)
 
 
 PLAIN = Plain()

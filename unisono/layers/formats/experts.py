@@ -26,14 +26,13 @@ from typing import Any, Protocol
 import torch
 
 from unisono.kernels.moe.experts import (
+    exact_experts,
     expert_down,
     expert_gate_up,
     expert_tile,
-    prove_experts,
-    rehearse_experts_proof,
 )
-from unisono.kernels.moe.plan import Plan
-from unisono.kernels.norm.activation import SILU, Gate
+from unisono.kernels.moe.plan import ExpertPlan
+from unisono.kernels.norm.activation import SILU, ExpertGate
 from unisono.layers.activations import Operand
 from unisono.layers.formats.base import FLOATS, PLAIN, Share, StoredTensor, WeightFormat
 from unisono.types import CheckpointError
@@ -53,7 +52,7 @@ class ExpertWeights(Protocol):
     dtype: torch.dtype
     inputs: int
     outputs: int
-    gate: Gate
+    gate: ExpertGate
     rows: Share
 
     @property
@@ -66,10 +65,10 @@ class ExpertWeights(Protocol):
 class ExpertFormat(Protocol):
     """Storage and products of a stack of weights [E, N, K]. One object serves all stacks of its kind.
 
-    A pair's result may depend only on its token's row and its expert's weight: never on other rows, their number, the
-    plan or its tile. A format whose products add biases and compute every :class:`Gate` has a true attribute
-    ``biases``; other formats get neither. A format with several kernels for a product has ``prove`` and ``rehearse``,
-    as :class:`PlainExperts` does; ``prove`` compares their bits when an engine starts.
+    A pair's result may depend on its token's row and its expert's weight only: never on other rows, on their number, on
+    the plan or its tile. A format whose products add biases and compute every :class:`ExpertGate` has an attribute
+    ``biases`` that is true; the others get neither. One that has several kernels for a product has ``prove`` and
+    ``rehearse``, as :class:`PlainExperts`: the first compares their bits when an engine starts.
     """
 
     @property
@@ -87,7 +86,7 @@ class ExpertFormat(Protocol):
         """Rows of a tile, in both products of a pass with this number of pairs. stack: of gate and up."""
         ...
 
-    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: Plan) -> Operand:
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> Operand:
         """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, in x's dtype: [P, I], or [P + M, I] with a shared expert.
 
         Rounded after each product, after SiLU, and after its product with the other half. If a rank has all of gate's
@@ -95,8 +94,8 @@ class ExpertFormat(Protocol):
         """
         ...
 
-    def down(self, stack: ExpertWeights, h: Any, plan: Plan) -> torch.Tensor:
-        """Result of :meth:`gate_up` -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
+    def down(self, stack: ExpertWeights, h: Any, plan: ExpertPlan) -> torch.Tensor:
+        """What :meth:`gate_up` returned -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
         ...
 
 
@@ -117,17 +116,17 @@ class PlainExperts:
         return expert_tile(pairs, experts, stack.weight, plain=_is_plain(stack))
 
     def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
-        """See :func:`unisono.kernels.moe.experts.prove_experts`; False if the experts have biases or another gate."""
-        return _is_plain(gate_up) and prove_experts(gate_up.weight, down.weight, experts, top_k)
+        """See :data:`unisono.kernels.moe.experts.exact_experts`; False where the experts have more than weights."""
+        return _is_plain(gate_up) and exact_experts.prove(gate_up.weight, down.weight, experts, top_k)
 
     def rehearse(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> None:
         if _is_plain(gate_up):
-            rehearse_experts_proof(gate_up.weight, down.weight, experts, top_k)
+            exact_experts.rehearse(gate_up.weight, down.weight, experts, top_k)
 
-    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_gate_up(x, stack.weight, plan, stack.bias, stack.gate)
 
-    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_down(h, stack.weight, plan, stack.bias)
 
 

@@ -10,17 +10,16 @@ import torch
 
 from unisono.kernels.gemm.fp8_quantize import GROUP
 from unisono.kernels.moe.fp8 import (
+    exact_fp8_experts,
     expert_fp8_down,
     expert_fp8_gate_up,
     expert_fp8_gate_up_fp8,
     fp8_expert_tile,
-    prove_fp8_experts,
-    rehearse_fp8_experts,
 )
 from unisono.kernels.moe.gluon import TILE_PAIRS
 from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
 from unisono.kernels.moe.mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
-from unisono.kernels.moe.plan import Plan
+from unisono.kernels.moe.plan import ExpertPlan
 from unisono.layers.activations import InputFormat, Operand
 from unisono.layers.formats.base import WHOLE, StoredTensor
 from unisono.layers.formats.experts import ExpertWeights
@@ -84,22 +83,22 @@ class Fp8Experts(_Stacks):
         return fp8_expert_tile(pairs, experts, self.weights.operands(stack), stack.dtype)
 
     def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
-        """See :func:`unisono.kernels.moe.fp8.prove_fp8_experts`."""
+        """See :data:`unisono.kernels.moe.fp8.exact_fp8_experts`."""
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
-        return prove_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
+        return exact_fp8_experts.prove(*stacks, gate_up.dtype, experts, top_k)
 
     def rehearse(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> None:
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
-        rehearse_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
+        exact_fp8_experts.rehearse(*stacks, gate_up.dtype, experts, top_k)
 
-    def gate_up(self, stack: ExpertWeights, x: Operand, plan: Plan) -> Operand:
-        """Quantised if the kernel for prompts can do so and the ranks' parts are not gathered."""
+    def gate_up(self, stack: ExpertWeights, x: Operand, plan: ExpertPlan) -> Operand:
+        """Quantised where the kernel of prompts can, and the ranks' parts are not gathered."""
         weight, scales = self.weights.operands(stack)
         if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
             return expert_fp8_gate_up_fp8(x, weight, scales, plan)
         return expert_fp8_gate_up(x, weight, scales, plan)
 
-    def down(self, stack: ExpertWeights, h: Operand, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: Operand, plan: ExpertPlan) -> torch.Tensor:
         return expert_fp8_down(h, *self.weights.operands(stack), plan)
 
 
@@ -112,10 +111,10 @@ class Int4Experts(_Stacks):
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
-    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_int4_gate_up(x, *self.weights.operands(stack), plan)
 
-    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_int4_down(h, *self.weights.operands(stack), plan)
 
 
@@ -129,8 +128,8 @@ class MXFP4Experts(_Stacks):
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
-    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_mxfp4_gate_up(x, *self.weights.operands(stack), plan, stack.bias, stack.gate)
 
-    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_mxfp4_down(h, *self.weights.operands(stack), plan, stack.bias)

@@ -20,7 +20,7 @@ import torch
 
 from unisono.config.preflight.quantization import check_fp8
 from unisono.kernels import rms_norm
-from unisono.kernels.gemm.fp8 import fp8_linear, fp8_product, prove_fp8, rehearse_fp8_proof
+from unisono.kernels.gemm.fp8 import fp8_linear, fp8_product, prove_fp8, rehearse_fp8
 from unisono.kernels.gemm.fp8_linear_norm import fp8_linear_norm
 from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST, Quantised, quantize
 from unisono.layers.activations import Activations, InputFormat, Operand
@@ -95,7 +95,7 @@ class _Fp8:
 
     def rehearse(self, layer: LinearLayer) -> None:
         if self._is_one_product(layer):
-            rehearse_fp8_proof(*self.operands(layer), layer.dtype)
+            rehearse_fp8(*self.operands(layer), layer.dtype)
 
     @property
     def experts(self) -> Fp8Experts | None:

@@ -28,7 +28,7 @@ import torch
 
 from unisono.config.preflight.quantization import check_awq, check_gptq
 from unisono.kernels import rms_norm
-from unisono.kernels.gemm.int4 import int4_linear, prove_int4, rehearse_int4_proof
+from unisono.kernels.gemm.int4 import int4_linear, prove_int4, rehearse_int4
 from unisono.layers.formats.base import FLOATS, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import Int4Experts
 from unisono.layers.formats.quantization_config import named
@@ -87,7 +87,7 @@ class Int4:
         return prove_int4(*self.operands(layer), layer.dtype)
 
     def rehearse(self, layer: LinearLayer) -> None:
-        rehearse_int4_proof(*self.operands(layer), layer.dtype)
+        rehearse_int4(*self.operands(layer), layer.dtype)
 
     @property
     def experts(self) -> Int4Experts:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from unisono.kernels import linear, prove_exact, rehearse_proof, rms_norm
+from unisono.kernels import exact_blas, linear, rms_norm
 from unisono.kernels.moe.mxfp4 import GROUP, decode
 from unisono.layers.formats.base import PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import MXFP4Experts
@@ -71,10 +71,10 @@ class MXFP4:
         return total, rms_norm(total, weight, eps)
 
     def prove(self, layer: LinearLayer) -> bool:
-        return prove_exact(decode(*self.operands(layer), layer.dtype))
+        return exact_blas.prove(decode(*self.operands(layer), layer.dtype))
 
     def rehearse(self, layer: LinearLayer) -> None:
-        rehearse_proof(decode(*self.operands(layer), layer.dtype))
+        exact_blas.rehearse(decode(*self.operands(layer), layer.dtype))
 
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight and scales, from the parameters of a layer or of a stack."""

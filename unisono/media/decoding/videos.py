@@ -31,8 +31,7 @@ class VideoRules:
     """The settings of a checkpoint's video processor.
 
     shortest, longest: bounds of pixels, of all frames together (``timestamps``) or of one. samples: files are sampled
-    at
-    ``fps`` frames per second. timestamps: text with its time precedes each frame.
+    at ``fps`` frames per second. timestamps: text with its time precedes each frame.
     """
 
     patch_size: int

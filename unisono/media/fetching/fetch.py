@@ -1,8 +1,8 @@
 """Images and videos from http(s) URLs of allowed hosts.
 
 A name is resolved once, all of its addresses must be public, and the connection goes to one of these addresses, so DNS
-rebinding has no effect. Redirects are followed here, and each is checked like the first URL. Proxies of the
-environment are not used. Content encodings are not decoded.
+rebinding has no effect. Redirects are followed here, and each is checked like the first URL. Proxies of the environment
+are not used. Content encodings are not decoded.
 """
 
 from __future__ import annotations

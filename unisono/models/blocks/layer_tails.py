@@ -1,9 +1,8 @@
-"""Fused layer tails: decoder layers that compute everything after their mixer in one launch, for few rows.
+"""Fusion of everything after a decoder layer's mixer into one launch, for few rows.
 
-A layer qualifies if it ends with an output projection, a norm and a gated MLP whose weights are plain with 16 bits, or
-e4m3 with a scale per block, and if the kernel has the separate ops' bits on the present GPU
-(``kernels/gemm/layer_tail.py``, ``kernels/gemm/layer_tail_fp8.py``). Called by the engine and drafters at the start,
-after weights are loaded and adapters are attached.
+A layer qualifies if it ends with an output projection, a norm and a gated MLP whose weights are unquantised with 16
+bits, and if the kernel gives the separate ops' bits on the present GPU (``kernels/gemm/layer_tail.py``). Called by the
+engine and drafters at the start, after weights are loaded and adapters are attached.
 
 Shapes: M rows, H features.
 """
@@ -18,13 +17,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from unisono.kernels.gemm import layer_tail, layer_tail_fp8
-from unisono.kernels.gemm.fp8_quantize import GROUP, Quantised
-from unisono.kernels.gemm.layer_tail import Tail
-from unisono.kernels.gemm.layer_tail_fp8 import Fp8Tail
+from unisono.kernels.gemm import layer_tail
+from unisono.kernels.gemm.layer_tail import LayerTailWeights
 from unisono.kernels.gemm.layer_tail_gluon import MOST_ROWS
-from unisono.kernels.gemm.persistent import may_stay
-from unisono.layers.activations import Activations, InputFormat, Operand, Projected, consumers_of, plain
+from unisono.kernels.gemm.persistent import claim_device
+from unisono.layers.activations import Activations, Projected, consumers_of, plain
 from unisono.layers.adapters import LinearAdapter
 from unisono.layers.experts import prove_experts
 from unisono.layers.formats.base import PLAIN
@@ -44,7 +41,7 @@ class FusedTail:
     adapters: adapters of its linear layers; passes with adapters do not use it.
     """
 
-    weights: Tail
+    weights: LayerTailWeights
     consumer: Linear | None
     adapters: tuple[LinearAdapter, ...] = ()
 
@@ -53,27 +50,11 @@ class FusedTail:
         rows = x.shape[0]
         if rows > MOST_ROWS or any(adapter.plan(rows) is not None for adapter in self.adapters):
             return None
-        if isinstance(self.weights, Fp8Tail):
-            total, normed, product = layer_tail_fp8.layer_tail_fp8(_operand(mixed), x, self.weights)
-        else:
-            total, normed, product = layer_tail.layer_tail(plain(mixed), x, self.weights)
+        total, normed, product = layer_tail.layer_tail(plain(mixed), x, self.weights)
         if self.weights.next_norm is None:
             return Stream(total, total)
         kept = normed if len(normed) else None
         return Stream(total, normed if self.consumer is None else Projected(kept, self.consumer, product))
-
-    def prove(self) -> bool:
-        """Return True if the kernel has the separate ops' bits on the present device."""
-        return _kernels(self.weights).prove(self.weights)
-
-
-def _operand(x: Activations) -> Operand:
-    return x if isinstance(x, Quantised) and x.group == GROUP else plain(x)
-
-
-def _kernels(weights: Tail) -> Any:
-    """The module whose kernel takes these weights."""
-    return layer_tail_fp8 if isinstance(weights, Fp8Tail) else layer_tail
 
 
 def prove_products(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
@@ -93,7 +74,7 @@ def fuse_tails(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
     layers, possible = _possible(modules)
     for layer in layers:
         tail = possible.get(id(layer))
-        layer.tail = tail if tail is not None and tail.prove() else None
+        layer.tail = tail if tail is not None and layer_tail.exact_layer_tail.prove(tail.weights) else None
     return len(layers), sum(layer.tail is not None for layer in layers), len(possible)
 
 
@@ -101,7 +82,7 @@ def rehearse_tails(modules: Iterable[nn.Module]) -> None:
     """Launch the kernels of :func:`fuse_tails` and ignore the results, to compile them ahead of time."""
     tails = [tail.weights for tail in _possible(modules)[1].values()]
     for weights in {tail.shape: tail for tail in tails}.values():
-        _kernels(weights).rehearse(weights)
+        layer_tail.exact_layer_tail.rehearse(weights)
 
 
 def _possible(modules: Iterable[nn.Module]) -> tuple[list[DecoderLayer], dict[int, FusedTail]]:
@@ -125,25 +106,15 @@ def _tail(layer: DecoderLayer) -> FusedTail | None:
         return None
     consumer: Any = None if layer.next_mixer is None else consumers_of(layer.next_mixer)[0]
     layers: list[Any] = [getattr(mixer, "o", None), mlp.gate_up, mlp.down]
-    for fitting, make, faster in ((_is_plain, _plain_tail, True), (_is_fp8, _fp8_tail, False)):
-        if all(fitting(each) and each.bias is None for each in layers) and may_stay(norm.weight.device, faster):
-            return make(layers, norm, cast("RMSNorm | None", next_norm), consumer if fitting(consumer) else None)
-    return None
-
-
-def _alone(layer: object) -> bool:
-    """True for a linear layer that is not divided among ranks."""
-    return isinstance(layer, Linear) and not (layer.joins or layer.sums or layer.split_inputs or layer.divided)
+    if not (all(_is_plain(each) and each.bias is None for each in layers) and claim_device(norm.weight.device)):
+        return None
+    return _plain_tail(layers, norm, cast("RMSNorm | None", next_norm), consumer if _is_plain(consumer) else None)
 
 
 def _is_plain(layer: Any) -> bool:
-    """True if its weight is not quantised."""
-    return _alone(layer) and layer.format is PLAIN
-
-
-def _is_fp8(layer: Any) -> bool:
-    """True if its weight is one e4m3 tensor with a scale per block. Adapters are excluded, as they read plain rows."""
-    return _alone(layer) and layer.input_format == InputFormat(GROUP)
+    """True for a linear layer with an unquantised weight, whole on this rank."""
+    alone = isinstance(layer, Linear) and not (layer.joins or layer.sums or layer.split_inputs or layer.divided)
+    return alone and layer.format is PLAIN
 
 
 def _plain_tail(
@@ -151,31 +122,17 @@ def _plain_tail(
 ) -> FusedTail | None:
     if norm.input_format is not None or (next_norm is not None and next_norm.input_format is not None):
         return None
-    weights = Tail(*_weights(layers, norm, next_norm, consumer))
-    return _fused(weights, layers, consumer) if layer_tail.suits(weights) else None
-
-
-def _fp8_tail(layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, consumer: Any) -> FusedTail | None:
-    input_format = None if next_norm is None else next_norm.input_format
-    if norm.input_format != InputFormat(GROUP) or (
-        input_format is not None and (input_format.group != GROUP or consumer is None)
-    ):
-        return None
-    consumer = None if input_format is None else consumer
-    products = layers if consumer is None else [*layers, consumer]
-    scales = tuple(each.format.operands(each)[1] for each in products)
-    how = {"scales": scales, "dtype": layers[0].dtype, "keep": input_format is None or input_format.keep}
-    weights = Fp8Tail(*_weights(layers, norm, next_norm, consumer), **how)
-    return _fused(weights, layers, consumer) if layer_tail_fp8.suits(weights) else None
-
-
-def _fused(weights: Tail, layers: list[Any], consumer: Any) -> FusedTail:
+    weights = LayerTailWeights(
+        o=layers[0].weight,
+        gate_up=layers[1].weight,
+        down=layers[2].weight,
+        o_norm=norm.weight,
+        eps=norm.eps,
+        next_norm=None if next_norm is None else next_norm.weight,
+        next_eps=0.0 if next_norm is None else next_norm.eps,
+        following=None if consumer is None else consumer.weight,
+        bias=None if consumer is None else consumer.bias,
+    )
     every = layers if consumer is None else [*layers, consumer]
-    return FusedTail(weights, consumer, tuple(each.adapter for each in every if each.adapter is not None))
-
-
-def _weights(layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, consumer: Linear | None) -> tuple[Any, ...]:
-    """Fields of a tail, in order."""
-    of_next = (None, 0.0) if next_norm is None else (next_norm.weight, next_norm.eps)
-    after = (None, None) if consumer is None or next_norm is None else (consumer.weight, consumer.bias)
-    return *(each.weight for each in layers), norm.weight, norm.eps, *of_next, *after
+    adapters = tuple(each.adapter for each in every if each.adapter is not None)
+    return FusedTail(weights, consumer, adapters) if layer_tail.suits(weights) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.kernels.norm.activation import Gate
+from unisono.kernels.norm.activation import ExpertGate
 from unisono.layers.experts import ExpertKind
 from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.layers import LayerSpec
@@ -39,7 +39,7 @@ SWIGLU_ALPHA = 1.702
 def read(hf_config: Any) -> DecoderConfig:
     """Read the config. ``attention_bias``: biases of q, k, v and o; ``layer_types``: sliding layers."""
     alpha = getattr(hf_config, "swiglu_alpha", SWIGLU_ALPHA)  # not a field of transformers 5.17's config
-    gate = Gate(alpha, hf_config.swiglu_limit)
+    gate = ExpertGate(alpha, hf_config.swiglu_limit)
     experts = ExpertsSpec(
         num_experts=hf_config.num_local_experts,
         top_k=hf_config.num_experts_per_tok,

@@ -20,8 +20,7 @@ class Keyword:
     when: the forms that are enforced. instead: the way out.
 
     An answer is valid under every accepted keyword. ``partly``: some forms are refused. ``approximated``: some valid
-    values
-    cannot be generated.
+    values cannot be generated.
     """
 
     status: Status

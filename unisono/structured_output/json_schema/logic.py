@@ -54,8 +54,7 @@ def inlined(
     """The schema in ``place`` with its references inlined.
 
     Raises NoExactForm for recursive ones, and for references in keywords that are not read. With ``loose`` those are
-    left
-    out instead; the schema then allows more.
+    left out instead; the schema then allows more.
     """
     schema = place.schema
     if not isinstance(schema, Mapping):

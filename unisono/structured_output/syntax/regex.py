@@ -1,8 +1,8 @@
 """Regular expressions of requests, checked and rewritten for llguidance.
 
 Requests write expressions in Python's syntax (``structured_outputs.regex``) or ECMA-262's (``pattern`` in a JSON
-schema). llguidance has Rust's syntax and matches whole texts. :func:`rewritten` parses an expression and prints it in
-a form with the same meaning in Rust: classes as code points, anchors resolved, leading lookaheads as separate
+schema). llguidance has Rust's syntax and matches whole texts. :func:`rewritten` parses an expression and prints it in a
+form with the same meaning in Rust: classes as code points, anchors resolved, leading lookaheads as separate
 expressions. An expression without such a form is refused.
 """
 

@@ -25,8 +25,8 @@ DEAD_END = "NoExtensionBias"
 class EndRules:
     """The end of an output.
 
-    eos: the ids that may end it. late: the ids that may not before ``least`` tokens. never: EOS is
-    forbidden while the output can continue.
+    eos: the ids that may end it. late: the ids that may not before ``least`` tokens. never: EOS is forbidden while the
+    output can continue.
     """
 
     eos: Sequence[int]
@@ -96,10 +96,8 @@ class Walk:
         """Fill ``out [P, W, words]`` int32, contiguous, for the positions after ``drafts [P, k]`` (-1: none).
 
         out[p, j] is for the position after drafts[p, :j]. After a draft that the grammar refuses, or that ends the
-        text, it is
-        all ones: the mask before it forbids the former, and nothing follows the latter. Returns the rows, of P · W,
-        after which
-        no token continues: they allow EOS. Raises Unfollowable.
+        text, it is all ones: the mask before it forbids the former, and nothing follows the latter. Returns the rows,
+        of P · W, after which no token continues: they allow EOS. Raises Unfollowable.
         """
         self._dead: list[int] = []
         out.fill(-1)

@@ -8,9 +8,8 @@ Three kinds, each forked by the one before it:
 * a *lane* tracks outputs: it accepts tokens and makes masks, each message within a limit of processor time.
 
 All limits are the kernel's (``setitimer``, ``setrlimit``), so that they also hold for code that never returns. A
-process
-beyond a limit dies, or answers with an error. Each ends when the other side of its channel does. ``compiler.py`` starts
-:func:`main`. Imports nothing that imports torch.
+process beyond a limit dies, or answers with an error. Each ends when the other side of its channel does.
+``compiler.py`` starts :func:`main`. Imports nothing that imports torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sequences of roles that a checkpoint's chat template accepts.
 
-Templates differ: some take one system message, and only as the first message; some take none; some demand that user
-and assistant alternate. Others silently drop a later system message. Agents such as Codex and Claude Code send several
+Templates differ: some take one system message, and only as the first message; some take none; some demand that user and
+assistant alternate. Others silently drop a later system message. Agents such as Codex and Claude Code send several
 system messages, and messages of one role in a row. :class:`RoleTemplate` probes the template once, by rendering short
 conversations, and rewrites a conversation only if the template could not render it.
 """

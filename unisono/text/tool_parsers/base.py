@@ -324,14 +324,12 @@ class Format:
     Subclasses are listed in ``formats.FORMATS``.
 
     name: the value of vLLM's ``--tool-call-parser``. marks: texts that may be special tokens of a tokenizer. reader:
-    the
-    parser class. before, between, after: literal text around and between calls. trigger: text that begins an optional
-    call. excludes: texts that a parser would take for the beginning of a call although they lack the trigger.
-    interrupts:
-    marks that end unclosed reasoning before a call. answer_head: literal text before an answer with a requested form.
+    the parser class. before, between, after: literal text around and between calls. trigger: text that begins an
+    optional call. excludes: texts that a parser would take for the beginning of a call although they lack the trigger.
+    interrupts: marks that end unclosed reasoning before a call. answer_head: literal text before an answer with a
+    requested form.
     heads: for formats with message heads: texts that begin a head -> the text up to the point where a call's head
-    differs
-    from the others; other_heads: how the others continue.
+    differs from the others; other_heads: how the others continue.
     """
 
     name: str

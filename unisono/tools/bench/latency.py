@@ -67,11 +67,9 @@ class LatencyReport:
     """The results of one run; times are medians in milliseconds.
 
     forced: synthetic acceptance length, if one was set. settings: the engine's. context, output_len: tokens of each
-    request
-    of step_ms. accept_length, step_ms, rounds (timed ones): by batch size. ttft_ms: by prompt tokens, of ``repeats``
-    prompts each. left_out: sizes that were not measured, with reasons. launches: per round. graphs: captured row counts
-    by
-    program.
+    request of step_ms. accept_length, step_ms, rounds (timed ones): by batch size. ttft_ms: by prompt tokens, of
+    ``repeats`` prompts each. left_out: sizes that were not measured, with reasons. launches: per round. graphs:
+    captured row counts by program.
     """
 
     model: str
@@ -173,8 +171,7 @@ def latency(
     """Measure milliseconds per step and time to first token, on the engine loop that the server uses.
 
     Defaults that the model or the machine cannot run are left out, and the report lists them. A flag that cannot be run
-    is
-    an error before anything is measured.
+    is an error before anything is measured.
     """
     requested = RequestedSizes(_asked("--batch", batch), context, output_len, _asked("--prompts", prompts))
     writable("--out", out)

@@ -213,8 +213,7 @@ def _stoppable(at_once: bool) -> Iterator[Callable[[], object]]:
     at_once: Ctrl-C raises KeyboardInterrupt, too.
 
     An engine in this process is interrupted between tokens, so that no step of it is cut off. An exception can be lost,
-    for
-    example while an object is freed; the flag cannot.
+    for example while an object is freed; the flag cannot.
     """
     pressed: list[int] = []
 

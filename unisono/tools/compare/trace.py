@@ -189,8 +189,7 @@ class OpDifference:
     """The first op whose bits differ.
 
     position: of its token. largest: the largest difference of two elements. differing, elements: numbers of differing
-    and
-    of all elements. passes: the programs that ran it.
+    and of all elements. passes: the programs that ran it.
     """
 
     position: int
@@ -206,8 +205,7 @@ class OpDifference:
 def first_difference(a: Trace, b: Trace, positions: int) -> OpDifference | None:
     """The first op, by position and then by order, whose bits differ below ``positions``.
 
-    Ops that only one side ran are
-    skipped. None: every op that both ran gave the same bits.
+    Ops that only one side ran are skipped. None: every op that both ran gave the same bits.
     """
     of_a, of_b = a.computed, b.computed
     for position in range(positions):

@@ -40,8 +40,7 @@ class Recipe:
     The run ends after ``steps`` or ``minutes``, whichever is first.
 
     batch_tokens: tokens per step, including padding. muon_lr: peak learning rate of the layers' matrices. lr: peak
-    learning
-    rate of all other parameters (AdamW). save_every: seconds between checkpoints.
+    learning rate of all other parameters (AdamW). save_every: seconds between checkpoints.
     """
 
     steps: int | None = None

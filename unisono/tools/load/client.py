@@ -29,8 +29,7 @@ class LoadTarget:
     """The server, and the fields of requests beside the prompt.
 
     url: http(s)://host[:port]. endpoint: a path that ends in ``/chat/completions`` or ``/completions``. model: its name
-    in
-    requests. body: more fields. timeout: seconds of a request.
+    in requests. body: more fields. timeout: seconds of a request.
     """
 
     url: str
@@ -53,8 +52,7 @@ class LoadTarget:
 class ClientOutcome:
     """The results of one client.
 
-    answers: of all requests. lag: delay of its event loop in seconds, p99. busy: fraction of a
-    processor that it used.
+    answers: of all requests. lag: delay of its event loop in seconds, p99. busy: fraction of a processor that it used.
     """
 
     answers: list[RequestResult] = field(default_factory=list)

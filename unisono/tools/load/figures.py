@@ -2,8 +2,7 @@
 
 Definitions and JSON names are those of ``vllm bench serve``: TTFT from sending a request (connecting included) to its
 first text; TPOT = (last text − first text) / (output tokens − 1) of each request; ITL between consecutive texts; E2EL
-to
-the end of the response.
+to the end of the response.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Request mixes: conversations of one or several turns, with a number of output tokens for each.
 
 ``random``: random prompts of fixed or uniformly drawn lengths. ``prefix_repetition``: a few long prefixes, each
-followed
-by many suffixes. ``conversation``: chats with shared system prompts, whose later turns repeat the earlier ones, real
-answers included. ``custom``: a JSONL file. Names and flags are vLLM's where it has them.
+followed by many suffixes. ``conversation``: chats with shared system prompts, whose later turns repeat the earlier
+ones, real answers included. ``custom``: a JSONL file. Names and flags are vLLM's where it has them.
 """
 
 from __future__ import annotations

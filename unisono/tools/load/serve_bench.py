@@ -50,8 +50,7 @@ def serve(
     """Measure latency, throughput and goodput of a server, or with --scenario stall its largest gap in a stream.
 
     Flags that are not listed here are those of `unisono serve`, for a server that this command starts. Exit code 1 if
-    no
-    request succeeded.
+    no request succeeded.
     """
     _check(target, rate, report)
     bench = _ServeBench(target, mix, rate, sampling, report, scene)

@@ -32,8 +32,7 @@ class StallScenario:
     """The sizes of the scenario.
 
     streams: number of streams, each with a prompt of ``stream_input_len`` and up to ``stream_output_len`` tokens.
-    prompts:
-    numbers of simultaneous prompts, one measurement each, of ``prompt_len`` tokens.
+    prompts: numbers of simultaneous prompts, one measurement each, of ``prompt_len`` tokens.
     """
 
     streams: int
@@ -87,8 +86,7 @@ def table(found: Sequence[Stall]) -> str:
 
 def passes_of(engine: Any, before: Counter[tuple[str, str, str]]) -> str:
     """The engine's passes since the counts ``before``: number per program, replayed or eager with its reason; and the
-    reasons
-    for passes that were not mixed, since the start.
+    reasons for passes that were not mixed, since the start.
     """
     grown = engine.runner.planner.passes - before
     shown = ((count, program, f"{kind}: {why}" if why else kind) for (program, kind, why), count in grown.items())

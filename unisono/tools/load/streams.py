@@ -44,11 +44,9 @@ class RequestResult:
     """The result of one request; times are seconds of one clock.
 
     sent: time of sending. queued: seconds of waiting under --max-concurrency. times: arrivals of events with text (of
-    all
-    events with a choice if none has text: a model without a tokenizer). ended: the end of the response. output_tokens:
-    from
-    ``usage`` if ``counted`` is "usage", else from "tokenizer" or "events". failure: (kind, text), None for a complete
-    answer.
+    all events with a choice if none has text: a model without a tokenizer). ended: the end of the response.
+    output_tokens: from ``usage`` if ``counted`` is "usage", else from "tokenizer" or "events". failure: (kind, text),
+    None for a complete answer.
     """
 
     sent: float

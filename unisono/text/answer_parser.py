@@ -19,10 +19,10 @@ class AnswerParts:
 
 
 class AnswerParser:
-    """Reader of one sequence of a chat answer. constrains: a grammar constrains its calls."""
+    """Parser of one sequence of a chat answer. constrains: a grammar constrains its calls."""
 
-    def __init__(self, splitter: Splitter | None, reader: ToolCallParser | None, constrains: bool = False) -> None:
-        self._splitter, self._reader, self.constrains = splitter, reader, constrains
+    def __init__(self, splitter: Splitter | None, calls: ToolCallParser | None, constrains: bool = False) -> None:
+        self._splitter, self._calls, self.constrains = splitter, calls, constrains
 
     @property
     def splits(self) -> bool:
@@ -34,12 +34,12 @@ class AnswerParser:
         reasoning = ""
         if self._splitter is not None:
             reasoning, text = self._splitter.feed(text, last)
-        if self._reader is None:
+        if self._calls is None:
             return AnswerParts(reasoning, text)
-        found = self._reader.feed(text, last)
+        found = self._calls.feed(text, last)
         return AnswerParts(reasoning, found.content, found.calls)
 
     def finish(self, reason: str) -> str:
         """OpenAI's finish_reason for an answer that ended for ``reason``."""
-        called = self._reader is not None and self._reader.count
+        called = self._calls is not None and self._calls.count
         return "tool_calls" if called and reason == "stop" else reason
