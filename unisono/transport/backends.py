@@ -45,16 +45,16 @@ class Choice(msgspec.Struct, tag=True):
     probe: bytes = b""
 
 
-class Answer(msgspec.Struct, tag=True):
+class BackendAnswer(msgspec.Struct, tag=True):
     """What the connecting end made of the choice of nixl. reason: why it is not that."""
 
     backend: str
     reason: str = ""
 
 
-M = TypeVar("M", Offer, Choice, Answer)
+M = TypeVar("M", Offer, Choice, BackendAnswer)
 
-_decoder = msgspec.msgpack.Decoder(Offer | Choice | Answer)
+_decoder = msgspec.msgpack.Decoder(Offer | Choice | BackendAnswer)
 _encode = msgspec.msgpack.encode
 
 
@@ -96,7 +96,7 @@ def agree_to_listen(channel: Channel, backends: Sequence[str]) -> Channel:
     return channel
 
 
-def _offer(staging: StagingChannel) -> Answer:
+def _offer(staging: StagingChannel) -> BackendAnswer:
     """Let the peer read through NIXL. Returns what it makes of that. Raises ChannelError."""
     try:
         probe = os.urandom(PROBE_BYTES)
@@ -107,7 +107,7 @@ def _offer(staging: StagingChannel) -> Answer:
             staging.agent.progress()
             if time.monotonic() > limit:
                 raise ChannelError("the peer is silent")
-        return _receive(staging, Answer)
+        return _receive(staging, BackendAnswer)
     except ChannelError:
         staging.release()
         raise
@@ -122,7 +122,7 @@ def agree_to_connect(channel: Channel, backends: Sequence[str], peer: str) -> Ch
     if choice.backend == "nixl" and choice.area is not None and "nixl" in backends:
         landing, reason = _connect(channel, choice.area, choice.probe)
         fallback = "" if landing is not None or "tcp" not in backends else "tcp"
-        channel.send(_encode(Answer("nixl" if landing is not None else fallback, reason)))
+        channel.send(_encode(BackendAnswer("nixl" if landing is not None else fallback, reason)))
         if landing is not None:
             return landing
         choice = Choice(fallback, reason)

@@ -179,7 +179,7 @@ class QwenCoder(Format):
 
     name = "qwen3_coder"
     marks = (OPEN, CLOSE)
-    reader = XmlCallParser
+    parser = XmlCallParser
     trigger = OPEN
     interrupts = (OPEN,)
     excludes = (FUNCTION,)
