@@ -155,7 +155,7 @@ class _Place:
 
     matched: bytes of the closing mark. step: tokens of a mark, or line ends.
 
-    reasoning_tokens, length: reasoning tokens, and all tokens, so far. text: of an output that may still open reasoning.
+    reasoning_tokens, length: of reasoning and in all, so far. text: of an output that may still open reasoning.
     """
 
     phase: str
