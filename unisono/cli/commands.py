@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unisono.cluster.heap import uncollected
+from unisono.config import env
 from unisono.console.output import print_dry_run, print_tables, show_progress, stderr
 from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, UnisonoError
 
@@ -102,7 +103,7 @@ def _source(path: str | None, url: str | None, api_key: str | None, flags: dict[
     if url is not None:
         from unisono.tools.chat.remote import RemoteModel
 
-        key = api_key or os.environ.get("UNISONO_API_KEY") or os.environ.get("OPENAI_API_KEY")
+        key = api_key or env.api_key() or os.environ.get("OPENAI_API_KEY")
         with contextlib.closing(RemoteModel(url, path, key)) as source:
             yield source
         return

@@ -22,12 +22,11 @@ from unisono.cli.commands import ModelPath, chat, compare, evaluate, explain, ge
 from unisono.cli.config_file import with_config
 from unisono.cli.engine_flags import ENGINE_FLAGS
 from unisono.cli.server_flags import answer_flags, http_flags, load_flags, media_flags, operation_flags, scale_flags
-from unisono.config import catalog, hub
+from unisono.config import catalog, env, hub
 from unisono.config.preflight.model import check_engine_model, check_model, read_overrides
 from unisono.console.help import HelpfulCommand, group_of
 from unisono.console.output import CommandGroup, note, show_progress
 from unisono.console.values import (
-    API_KEY,
     LOG_LEVELS,
     checked_key,
     log_level_named,
@@ -300,7 +299,7 @@ def serve(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = 0,
     api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY, help="Require the header Authorization: Bearer KEY.")
+        str | None, typer.Option(envvar=env.API_KEY.name, help="Require the header Authorization: Bearer KEY.")
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, lines NAME sha256:DIGEST.")] = None,
     chat_template: Annotated[

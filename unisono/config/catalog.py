@@ -128,7 +128,7 @@ features = Registry(
         "output_logprobs": "unisono.passes.features.output_logprobs:OutputLogprobs",
         "wide_logprobs": "unisono.passes.features.wide_logprobs:WideLogprobs",
         "grammar": "unisono.passes.features.grammar:Grammar",
-        "adapters": "unisono.passes.features.adapters:Adapters",
+        "adapters": "unisono.passes.features.adapters:AdapterFeature",
         "prompt_embeds": "unisono.passes.features.prompt_embeds:PromptEmbeds",
         "media": "unisono.passes.features.media:Media",
         "prompt_logprobs": "unisono.passes.features.prompt_logprobs:PromptLogprobs",

@@ -372,7 +372,7 @@ class ResolvedConfig:
     empty: none (``max_forced_tokens``).
     """
 
-    asked: EngineConfig
+    requested: EngineConfig
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -395,13 +395,13 @@ class ResolvedConfig:
     @property
     def encoder_cache_bytes(self) -> int | None:
         """``mm_encoder_cache_gb`` in bytes."""
-        asked = self.asked.mm_encoder_cache_gb
-        return None if asked is None else int(asked * (1 << 30))
+        limit = self.requested.mm_encoder_cache_gb
+        return None if limit is None else int(limit * (1 << 30))
 
     def explain(self) -> dict[str, object]:
         """The resolved settings and every decision, as JSON-ready data."""
         settings = {
-            **vars(self.asked),
+            **vars(self.requested),
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "kv_cache_dtype": str(self.kv_dtype).removeprefix("torch."),
@@ -412,9 +412,9 @@ class ResolvedConfig:
             "attention_backend": self.attention_backend,
             "graphs": dict(self.graphs),
             "graph_bytes": self.graph_bytes,
-            "lora_modules": [{"name": name, "path": path} for name, path in self.asked.lora_modules],
+            "lora_modules": [{"name": name, "path": path} for name, path in self.requested.lora_modules],
             "speculative": dataclasses.asdict(self.speculative) if self.speculative else None,
-            "synthetic_acceptance_rates": list(self.asked.synthetic_acceptance_rates),
+            "synthetic_acceptance_rates": list(self.requested.synthetic_acceptance_rates),
         }
         return {"settings": settings, "decisions": [dataclasses.asdict(d) for d in self.decisions]}
 
@@ -444,7 +444,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
         )
     kind, seqs, tokens = GPU_SIZES if gpu else CPU_SIZES
     return ResolvedConfig(
-        asked=config,
+        requested=config,
         device=torch.device(device),
         dtype=dtype,
         kv_dtype=resolve_auto("kv_cache_dtype", _kv_dtype(config, dtype, hardware), dtype, "the model's"),

@@ -8,22 +8,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from unisono.config import catalog
+from unisono.config import catalog, env
 from unisono.types import ConfigError, SpeculativeConfig
-
-API_KEY = "UNISONO_API_KEY"
-"""The environment variable of ``--api-key``."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def checked_key(value: str | None) -> str | None:
     """The API key; None for no key. An empty one is refused: it would look protected and serve everybody."""
-    named = os.environ.get(API_KEY)
+    named = env.api_key()
     if value is None and named is not None:  # the parser treats an empty variable as unset
         value = named
     if value is not None and not value.strip():
-        source = f"The environment variable {API_KEY}" if value == named else "--api-key"
+        source = f"The environment variable {env.API_KEY.name}" if value == named else "--api-key"
         raise ConfigError(f"{source} is empty, which protects nothing: give a key, or leave it out to serve openly.")
     return value
 

@@ -21,7 +21,7 @@ from PIL import Image
 from unisono.media.decoding import images as image_decoding
 from unisono.media.decoding import videos
 from unisono.media.memory import memory_file
-from unisono.sandbox.channel import Channel
+from unisono.sandbox.channel import ForkChannel
 from unisono.sandbox.forks import keep_freed_memory, limit_memory, limit_time, serve
 from unisono.types.media_item import DIGEST_BYTES
 
@@ -48,7 +48,7 @@ def _begin(first: list[Any]) -> Any:
     return lambda channel, message: _serve_all(channel, decoder, setup)
 
 
-def _serve_all(channel: Channel, decoder: MediaDecoder | str, setup: dict[str, Any]) -> None:
+def _serve_all(channel: ForkChannel, decoder: MediaDecoder | str, setup: dict[str, Any]) -> None:
     limit_memory(setup["memory"])
     keep_freed_memory()
     while True:
@@ -83,7 +83,7 @@ def _answer(
         return ["bad", f"cannot be decoded: {type(error).__name__}: {' '.join(str(error).split())[:200]}."], None
 
 
-def _send(channel: Channel, answer: list[Any], data: Any) -> None:
+def _send(channel: ForkChannel, answer: list[Any], data: Any) -> None:
     """Send an answer; its pixels go through a file in memory."""
     if data is None:
         channel.send(answer)

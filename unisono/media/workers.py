@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.media.memory import memory_file
-from unisono.sandbox.channel import Channel, Gone
+from unisono.sandbox.channel import ForkChannel, Gone
 from unisono.sandbox.forks import Template
 
 SECONDS = 15.0
@@ -31,7 +31,7 @@ class Workers:
         self._place = threading.BoundedSemaphore(places)
         self._lock = threading.Lock()
         self._template: Template | None = None
-        self._idle: list[Channel] = []
+        self._idle: list[ForkChannel] = []
 
     def start(self) -> None:
         """Start the template process in the background; it takes a second or two, and the first item waits for it."""
@@ -51,7 +51,7 @@ class Workers:
             os.close(descriptor)
 
     def _ask(self, message: dict[str, Any], descriptor: int) -> tuple[str, Any, bytes]:
-        channel: Channel | None = None
+        channel: ForkChannel | None = None
         try:
             channel = self._connected()
             channel.send(message, [descriptor])
@@ -96,7 +96,7 @@ class Workers:
             self._template = Template("unisono.media.worker", [self._setup])
         return self._template
 
-    def _connected(self) -> Channel:
+    def _connected(self) -> ForkChannel:
         """A channel to an idle process."""
         with self._lock:
             while self._idle:
@@ -108,7 +108,7 @@ class Workers:
         channel.socket.settimeout(PATIENCE)
         return channel
 
-    def _end(self, channel: Channel | None) -> None:
+    def _end(self, channel: ForkChannel | None) -> None:
         """Close the channel of a process, which ends then, or after its processor time."""
         if channel is not None:
             channel.close()

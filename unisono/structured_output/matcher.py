@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from unisono.sandbox.channel import Channel, Gone
+from unisono.sandbox.channel import ForkChannel, Gone
 from unisono.structured_output.workers.compiler import MEMORY, Compiled
 from unisono.structured_output.workers.walk import allow, allows
 from unisono.types import SamplingParams, UnisonoError
@@ -78,7 +78,7 @@ class Matcher:
         self._ends = compiled.eos, (*compiled.eos, *params.stop_token_ids), params.min_tokens, params.ignore_eos
         self._tokens: list[int] = []  # committed
         self._told = 0  # number of committed tokens that the lane has
-        self._channel: Channel | None = None
+        self._channel: ForkChannel | None = None
         self._lane = 0
         self._alone = False
         self._map = np.empty(0, np.int32)

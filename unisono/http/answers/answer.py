@@ -9,7 +9,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from unisono.cluster.engines import Wish
+from unisono.cluster.engines import Placement
 from unisono.http.answers.generation import Generation, start_all
 from unisono.http.answers.writer import EventStream, Reply, until_disconnect
 from unisono.http.errors import show
@@ -28,7 +28,7 @@ class Answer:
     service: Service
     request: Request
     id: str
-    placement: Wish
+    placement: Placement
     closed: Callable[[], None] = lambda: None
     generations: list[Generation] = field(default_factory=list)
 

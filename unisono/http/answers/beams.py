@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from unisono.cluster.engines import ANYWHERE, Engines, Wish
+from unisono.cluster.engines import ANYWHERE, Engines, Placement
 from unisono.cluster.token_stream import TokenStream
 from unisono.frontend.beam_search import Beam, BeamSearch
 from unisono.types import EngineRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError, part_id
@@ -54,23 +54,26 @@ class BeamClient:
 
     def __init__(self, client: Engines, search: BeamSearch, readers: int) -> None:
         self._client, self._search, self._readers = client, search, readers
-        self._submitted, self._label, self._wish = 0, "", ANYWHERE
+        self._submitted, self._label, self._placement = 0, "", ANYWHERE
         self._streams: list[TokenStream] = []
         self._started: asyncio.Future[None] | None = None
         self._task: asyncio.Task[list[Beam]] | None = None
         self.cached_tokens = self.engine = 0
         self.cancelled = False
 
-    async def submit(self, request: EngineRequest, wish: Wish = ANYWHERE) -> BeamStream:
+    async def submit(self, request: EngineRequest, placement: Placement = ANYWHERE) -> BeamStream:
         """Begin the search, once.
 
         Raises BadRequest if the engine refuses its first step, EngineDead.
 
-        wish: routing hints; all steps run on one engine.
+        placement: routing hints; all steps run on one engine.
         """
         stream = BeamStream(self, request, self._submitted)
         if not self._submitted:
-            self._label, self._wish = request.client, replace(wish, group=part_id(request.request_id, "beams"))
+            self._label, self._placement = (
+                request.client,
+                replace(placement, group=part_id(request.request_id, "beams")),
+            )
         self._submitted += 1
         if self._started is None:
             self._started = asyncio.ensure_future(self._step())
@@ -108,7 +111,7 @@ class BeamClient:
     async def _step(self) -> None:
         """Submit the next step's requests to the engine."""
         requests = [replace(one, client=self._label) for one in self._search.requests()]
-        begun = (self._client.submit(one, wish=self._wish) for one in requests)
+        begun = (self._client.submit(one, placement=self._placement) for one in requests)
         results = await asyncio.gather(*begun, return_exceptions=True)
         self._streams = [one for one in results if isinstance(one, TokenStream)]
         for one in results:

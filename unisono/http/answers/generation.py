@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.cluster.engines import ANYWHERE, Wish
+from unisono.cluster.engines import ANYWHERE, Placement
 from unisono.cluster.token_stream import TokenStream
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.http.answers.beams import BeamStream, Source
@@ -164,7 +164,7 @@ class Generation:
             "gen_ai.latency.e2e": times.total,
         }
 
-    def assign(self, arrival: float, placement: Wish, owner: ApiClient | None) -> None:
+    def assign(self, arrival: float, placement: Placement, owner: ApiClient | None) -> None:
         """Assign the sequence to an HTTP request: its arrival (``time.monotonic()``), routing hints and client."""
         self._timer.start, self._placement = arrival, placement
         self._owner = owner or self._owner

@@ -26,10 +26,10 @@ from unisono.http.routes.common import (
     forget_inputs,
     json_response,
     new_id,
+    placement_of,
     read_json_body,
     ticket_of,
     when_ready,
-    wish_of,
 )
 from unisono.http.service import Service
 
@@ -91,7 +91,7 @@ def add(app: FastAPI, service: Service) -> None:
         }
         blank |= {"stop_reason": None, "stop_sequence": None, "usage": None}
         blank |= {"ignored_tools": list(ignored.tools)} if ignored.tools else {}
-        answer = Answer(service, request, message_id, wish_of(request))
+        answer = Answer(service, request, message_id, placement_of(request))
         with renames.errors():
             generations = await service.serving.chat(chat, message_id, ticket_of(request))
         forget_inputs(body, chat)

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from unisono.cluster.engines import Wish
+from unisono.cluster.engines import Placement
 from unisono.http.answers.writer import until_disconnect
 from unisono.http.errors import ApiError, show
 from unisono.http.limits.overload import Ticket
@@ -137,18 +137,18 @@ def new_id(prefix: str) -> str:
     return prefix + uuid.uuid4().hex
 
 
-def wish_of(request: Request) -> Wish:
+def placement_of(request: Request) -> Placement:
     """The routing hints of a request's headers. Raises ApiError for an invalid rank."""
     headers = request.headers
     named = next((name for name in SESSION_HEADERS if headers.get(name)), None)
     session = "" if named is None else _session(note(request.scope).key, named, headers[named])
     if (rank := headers.get(RANK_HEADER)) is None:
-        return Wish(session)
+        return Placement(session)
     if not (rank.isascii() and rank.isdecimal() and len(rank) < 9):
         raise ApiError(
             400, f"{RANK_HEADER}={show(rank)} is not valid: give the number of an engine.", param=RANK_HEADER
         )
-    return Wish(session, rank=int(rank))
+    return Placement(session, rank=int(rank))
 
 
 def _session(*parts: str) -> str:

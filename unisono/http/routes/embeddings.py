@@ -20,7 +20,7 @@ from unisono.http.limits.fields import Strings, TokenIdLists, TokenIds
 from unisono.http.openai.protocol import CompletionRequest, parse_fields
 from unisono.http.openai.translation import Renames, checked
 from unisono.http.request_body import load_object, off_loop
-from unisono.http.routes.common import described, new_id, read_json_body, when_ready, wish_of
+from unisono.http.routes.common import described, new_id, placement_of, read_json_body, when_ready
 from unisono.http.service import Service
 from unisono.types import BadRequest
 
@@ -89,7 +89,7 @@ def add(app: FastAPI, service: Service) -> None:
         if body.truncate_prompt_tokens is not None:
             fields["truncate_prompt_tokens"] = body.truncate_prompt_tokens
         renames = Renames({"prompt": "input"})
-        answer = Answer(service, request, answer_id, wish_of(request))
+        answer = Answer(service, request, answer_id, placement_of(request))
         with renames.errors():
             completion = await off_loop(len(raw), lambda: parse_fields(fields, CompletionRequest))
             generations = await service.serving.completion(completion, answer_id, pooled=True)

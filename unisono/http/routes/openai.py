@@ -22,10 +22,10 @@ from unisono.http.routes.common import (
     forget_inputs,
     json_response,
     now,
+    placement_of,
     read_json_body,
     ticket_of,
     when_ready,
-    wish_of,
 )
 from unisono.http.service import Service
 
@@ -80,7 +80,7 @@ async def _generate(
     service.claimed.add(answer_id)
     release = partial(service.claimed.discard, answer_id)
     try:
-        answer = Answer(service, request, answer_id, wish_of(request), release)
+        answer = Answer(service, request, answer_id, placement_of(request), release)
         generations = await prepare(answer_id)
         forget_inputs(body)
         reply = OpenAIReply(shape, answer_id, now(), model, service.fingerprint, body, generations)

@@ -42,10 +42,10 @@ from unisono.http.routes.common import (
     json_response,
     new_id,
     now,
+    placement_of,
     read_json_body,
     ticket_of,
     when_ready,
-    wish_of,
 )
 from unisono.http.service import Service
 from unisono.types import BadRequest
@@ -118,7 +118,7 @@ def add(app: FastAPI, service: Service) -> None:
                 keep()
 
         background = parsed.request.background
-        answer = Answer(service, request, response["id"], ANYWHERE if background else wish_of(request), closed)
+        answer = Answer(service, request, response["id"], ANYWHERE if background else placement_of(request), closed)
         with parsed.renames.errors():
             generations = await service.serving.chat(parsed.chat, response["id"], ticket_of(request))
         reply = ResponseReply(ResponseWriter(response, bool(parsed.chat.logprobs), new_id), generations, keep)

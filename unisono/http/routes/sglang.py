@@ -12,7 +12,15 @@ from unisono.http.openai.protocol import CompletionRequest, parse_fields
 from unisono.http.openai.translation import Renames, checked
 from unisono.http.request_body import load_object, off_loop
 from unisono.http.request_ids import checked_id
-from unisono.http.routes.common import described, forget_inputs, new_id, read_json_body, ticket_of, when_ready, wish_of
+from unisono.http.routes.common import (
+    described,
+    forget_inputs,
+    new_id,
+    placement_of,
+    read_json_body,
+    ticket_of,
+    when_ready,
+)
 from unisono.http.service import Service
 from unisono.http.sglang_api import GenerateReply, GenerateRequest, completion_body, media_sources
 from unisono.media.fetching.sources import MediaSource
@@ -44,7 +52,7 @@ def add(app: FastAPI, service: Service) -> None:
             raise ApiError(404, message, "not_found_error", param="lora_path", code="model_not_found")
         service.model(completion.model)
         answer_id = checked_id(body.rid, "rid") if body.rid else new_id("gen-")
-        answer = Answer(service, request, answer_id, wish_of(request))
+        answer = Answer(service, request, answer_id, placement_of(request))
         with renames.errors():
             generations = await service.serving.completion(completion, answer_id, media, ticket_of(request))
         forget_inputs(body, completion)

@@ -8,7 +8,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from unisono.sandbox.channel import Channel, pair
+from unisono.sandbox.channel import ForkChannel, pair
 
 LANES = 4
 """Most lanes of one grammar. A lane that dies takes its outputs with it; those restart, each in a lane of its own."""
@@ -20,7 +20,7 @@ MEMBERS = 4
 class Compiler:
     """A process that compiles a grammar and keeps it. ``pause``, ``go_on`` and ``kill`` may be called at any time."""
 
-    def __init__(self, channel: Channel, pid: int) -> None:
+    def __init__(self, channel: ForkChannel, pid: int) -> None:
         self.channel = channel
         self._process = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
         self._pid = pid
@@ -51,7 +51,7 @@ class Compiler:
     def __del__(self) -> None:
         self.close()
 
-    def join(self, alone: bool) -> tuple[Channel, int]:
+    def join(self, alone: bool) -> tuple[ForkChannel, int]:
         """A channel to a lane for one more output, and the lane's number, for :meth:`leave`.
 
         alone: a new lane.

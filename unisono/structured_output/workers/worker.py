@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.sandbox.channel import Channel, Gone, pair
+from unisono.sandbox.channel import ForkChannel, Gone, pair
 from unisono.sandbox.forks import in_child, limit_memory, limit_time, serve
 from unisono.structured_output.syntax.parse import NOTHING, RefusedError, parse, reason
 from unisono.structured_output.vocabulary import build, nameable
@@ -55,7 +55,7 @@ def main(descriptor: int) -> None:
     serve(descriptor, _begin)
 
 
-def _begin(first: list[Any]) -> Callable[[Channel, int], None]:
+def _begin(first: list[Any]) -> Callable[[ForkChannel, int], None]:
     (described,) = first
     tools, own = _Tools(described), os.getpid()
     return lambda channel, memory: _Compiler(channel, tools).run(own, memory)
@@ -95,9 +95,9 @@ def _dies_with(parent: int) -> None:
 
 
 class _Compiler:
-    def __init__(self, channel: Channel, tools: _Tools) -> None:
+    def __init__(self, channel: ForkChannel, tools: _Tools) -> None:
         self._channel, self._tools = channel, tools
-        self._lanes: dict[int, Channel] = {}
+        self._lanes: dict[int, ForkChannel] = {}
 
     def run(self, parent: int, memory: int) -> None:
         _dies_with(parent)
@@ -153,7 +153,7 @@ class _Compiler:
                 break
         return longest
 
-    def _lane(self, number: int) -> Channel:
+    def _lane(self, number: int) -> ForkChannel:
         """The channel to lane ``number``, forked if it does not exist."""
         if number not in self._lanes:
             ours, theirs = pair()
@@ -161,7 +161,7 @@ class _Compiler:
                 self._channel.close()
                 for other in (ours, *self._lanes.values()):
                     other.close()
-                in_child(_Lane(Channel(theirs), self.grammar, self._tools.canonical).run)
+                in_child(_Lane(ForkChannel(theirs), self.grammar, self._tools.canonical).run)
             theirs.close()
             self._lanes[number] = ours
         return self._lanes[number]
@@ -173,7 +173,7 @@ class _Compiler:
 class _Member:
     """One output of a lane."""
 
-    def __init__(self, channel: Channel, begin: Callable[[], Any], canonical: bool) -> None:
+    def __init__(self, channel: ForkChannel, begin: Callable[[], Any], canonical: bool) -> None:
         self.channel, self._begin, self._canonical = channel, begin, canonical
         self._walk: Walk | None = None
         self._map: np.ndarray = np.empty(0, np.int32)
@@ -216,7 +216,7 @@ class _Member:
 class _Lane:
     """Event loop for the messages of members, and for new ones."""
 
-    def __init__(self, control: Channel, grammar: Any, canonical: bool) -> None:
+    def __init__(self, control: ForkChannel, grammar: Any, canonical: bool) -> None:
         self._control, self._grammar, self._canonical = control, grammar, canonical
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
@@ -238,7 +238,7 @@ class _Lane:
                 raise  # no member is left
             self._selector.unregister(self._control)  # the grammar was evicted; its outputs continue
             return
-        member = _Member(Channel.of(end), self._grammar.deep_copy, self._canonical)
+        member = _Member(ForkChannel.of(end), self._grammar.deep_copy, self._canonical)
         self._selector.register(member.channel, selectors.EVENT_READ, member)
 
     def _answer(self, member: _Member) -> None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.sandbox.channel import Channel, Gone
+from unisono.sandbox.channel import ForkChannel, Gone
 from unisono.sandbox.forks import Template, limit_memory, limit_time, serve
 
 SECONDS = 2.0
@@ -60,7 +60,7 @@ class _Forks:
             self._template = Template("unisono.text.templates.renderer", [], START_PATIENCE)
         return self._template
 
-    def fork(self) -> Channel:
+    def fork(self) -> ForkChannel:
         """A channel to a new process. Raises RendererBusy; the next call starts anew."""
         if not self._lock.acquire(timeout=START_PATIENCE):
             raise RendererBusy(f"no process to render in has started for {START_PATIENCE:g} s")
@@ -157,9 +157,9 @@ class Renderer:
         except (TypeError, ValueError, OverflowError) as error:  # types that msgpack does not know
             return "failed", f"a variable is no plain data: {error}"
 
-    def _connected(self) -> Channel:
+    def _connected(self) -> ForkChannel:
         """The channel to this thread's process."""
-        found: Channel | None = getattr(self._own, "channel", None)
+        found: ForkChannel | None = getattr(self._own, "channel", None)
         if found is not None and found.ended():  # it was killed while idle
             self._leave()
             found = None
@@ -169,7 +169,7 @@ class Renderer:
         return found
 
     def _leave(self) -> None:
-        found: Channel | None = getattr(self._own, "channel", None)
+        found: ForkChannel | None = getattr(self._own, "channel", None)
         if found is not None:
             found.close()
             self._own.channel = None
@@ -198,7 +198,7 @@ def _begin(first: list[Any]) -> Any:
     return lambda channel, message: _render_all(channel, chat_template_utils.render_jinja_template)
 
 
-def _render_all(channel: Channel, render: Any) -> None:
+def _render_all(channel: ForkChannel, render: Any) -> None:
     limit_memory(MEMORY)
     while True:
         message, _ = channel.receive()

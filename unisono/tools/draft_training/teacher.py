@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import attention_of
@@ -77,7 +77,7 @@ class Teacher:
         (rows, length), c = ids.shape, self.decoder.config
         inputs, kv = new_pass(c, rows, length, 0, PAGE, c.num_layers, self.dtype, self.device)
         with torch.autocast(self.device.type, enabled=False):
-            hidden, aux = self.decoder(ids.flatten(), PassContext.of(inputs), kv, aux_layers)
+            hidden, aux = self.decoder(ids.flatten(), ForwardContext.of(inputs), kv, aux_layers)
             logits = self.decoder.logits(hidden[loss_mask.flatten()]).float()
         aux = None if aux is None else aux.view(rows, length, -1)
         return TeacherOutputs(ids, loss_mask, hidden.view(rows, length, -1), aux, logits)
