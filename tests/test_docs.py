@@ -39,7 +39,7 @@ def test_commands(line: str) -> None:
 
 def training_commands() -> dict[str, str]:
     """Module -> the command of ``training`` as README and docs print it."""
-    pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+    pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
     found = [c for page in pages for c in re.findall(r"python -m\s+(training\.[^`\n]+)", page.read_text())]
     return {command.split()[0]: command for command in found}
 
@@ -59,7 +59,7 @@ def test_training_commands(module: str) -> None:
 @pytest.mark.full
 def test_train_and_serve_a_draft(tmp_path: Path) -> None:
     """The three commands in order, with less data and time; ``serve``'s flags are given to ``explain``, which ends."""
-    page = (ROOT / "docs/training-a-draft.md").read_text()
+    page = (ROOT / "docs/guide/train-a-draft.md").read_text()
     (block,) = re.findall(r"```sh\n(.*?train-draft.*?)```", page, re.DOTALL)
     prompts, training, serving = block.replace("--count 2000", "--count 12").splitlines()
     assert "--minutes 30" in training
@@ -75,7 +75,7 @@ def test_train_and_serve_a_draft(tmp_path: Path) -> None:
     assert json.loads(shown)["speculation"]["drafter"] == "eagle3"
 
 
-OFFLINE = re.findall(r"```python\n(.*?)```", (ROOT / "docs/offline.md").read_text(), re.DOTALL)
+OFFLINE = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/offline.md").read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("code", OFFLINE, ids=["LLM", "AsyncLLM"])
@@ -120,7 +120,7 @@ def test_serve_and_curl(model: list[str], says: str) -> None:
 
 
 def test_every_file_that_the_docs_name_exists() -> None:
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
         text = page.read_text()
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,4 +1,4 @@
-"""docs/graphs.md works as written: its commands run, its drafter breaks the round in two, and its test can fail."""
+"""docs/design/graphs.md works as written: commands run, the drafter breaks the round in two, its test can fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tests.howto import ROOT, blocks, install, run, text_of
 from unisono.graphs import Reason
 
-PAGE, MODULE = "graphs", "bigram_drafter"
+PAGE, MODULE = "design/graphs", "bigram_drafter"
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""SGLang's and vLLM's names of flags, for the commands that start an engine; ``docs/cli.md`` has the table.
+"""SGLang's and vLLM's names of flags, for the commands that start an engine; the table is in
+``docs/reference/flags.md``.
 
 :func:`translate` rewrites a command line before it is parsed. An alias gives the same as the flag that it stands for,
 or is accepted with a note that says what happens instead. Nothing is ignored in silence: a value that cannot be
@@ -208,4 +209,7 @@ def _whole(flag: str, value: str, way_out: str = "") -> int:
 def _nearest(flag: str, known: Collection[str]) -> str:
     flags = sorted({*known, *ALIASES})
     nearest = max(flags, key=lambda one: difflib.SequenceMatcher(None, flag, one).ratio())
-    return f"The nearest known flag is {nearest}; --help=all lists all, and docs/cli.md the names of other engines."
+    return (
+        f"The nearest known flag is {nearest}; --help=all lists all flags, and docs/reference/flags.md the names of "
+        "other engines."
+    )

@@ -42,7 +42,7 @@ class EngineConfig(Concise):
 
     model: a checkpoint directory or the name of a bundled one.
     dtype: auto, float32, float16 (half) or bfloat16.
-    kv_cache_dtype: of keys and values: auto, the model's; fp8 or fp8_e4m3: e4m3 (docs/quantisation.md).
+    kv_cache_dtype: of keys and values: auto, the model's; fp8 or fp8_e4m3: e4m3 (docs/guide/quantise.md).
     max_model_len: tokens per request, prompt and output together.
     gpu_memory_utilization: share of the card's memory the engine may take, 0 … 1.
     snapshot_share: share of the KV cache's bytes that snapshots of recurrent layers may take, for the prefix cache.
@@ -69,7 +69,7 @@ class EngineConfig(Concise):
     many tokens a round on average, bonus included, whatever the drafts are; the text is then meaningless.
     synthetic_acceptance_rates: benchmarks only, the same by place: the share of rounds in which draft 1, 2 … is
     accepted, as /metrics counts it; places beyond the last never are.
-    enable_lora: whether requests may name adapters (docs/adapters.md). max_loras: adapters on the device at once.
+    enable_lora: whether requests may name adapters (docs/guide/adapters.md). max_loras: adapters on the device at once.
     max_lora_rank: of an adapter, at most; memory is taken for that. max_cpu_loras: adapters in memory of the host;
     None: as many as on the device. lora_modules: (name, directory) of adapters that are loaded at start. lora_dtype:
     "auto" only: the model's.

@@ -70,7 +70,7 @@ class LLM:
     """A model in this process. Keyword arguments are :class:`unisono.config.EngineConfig`'s fields and vLLM's names.
 
     ``chat_template`` stands in for the checkpoint's, ``revision`` picks one of a checkpoint on the Hugging Face hub.
-    A keyword of vLLM is honoured, accepted where it changes nothing, or refused with the reason (docs/offline.md).
+    A keyword of vLLM is honoured, accepted where it changes nothing, or refused with the reason: docs/guide/offline.md.
     The start shows a progress bar on a terminal and in a notebook; ``use_tqdm_on_load=False`` shows none, and
     ``progress(stage, share)`` is called in place of it. Use as a context manager, or call
     :meth:`shutdown`, to free the device. Every method may be called in any thread, and several at once: all share one
@@ -187,8 +187,8 @@ class LLM:
         message go on; give it with add_generation_prompt=False. tools: functions that the model may call, as OpenAI
         writes them. chat_template_kwargs: variables of the template, for example ``{"enable_thinking": False}``.
         chat_template: a Jinja template in place of the checkpoint's. documents: for templates that read them.
-        Contents may be lists of parts, pictures and videos among them (docs/vision.md); mm_processor_kwargs are for
-        these.
+        Contents may be lists of parts, pictures and videos among them (docs/guide/pictures.md);
+        mm_processor_kwargs are for these.
         """
         (messages,) = as_conversations([messages] if isinstance(messages, (list, tuple)) else messages)
         check_template_arguments(locals())

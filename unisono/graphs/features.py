@@ -49,7 +49,7 @@ class Features:
     that stand in for those of token ids. returned: final hidden states go to the host. masks: positions are sampled
     under masks that come with the batch. whole_logits: each rank has whole rows of logits; asked for only where the LM
     head is divided among ranks, for elsewhere they are whole in every pass. extra: names of features that other
-    packages add (docs/adding-a-feature.md).
+    packages add (docs/extend/feature.md).
     """
 
     hidden: Hidden = Hidden.NULL

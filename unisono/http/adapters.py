@@ -1,6 +1,6 @@
 """The adapters that the server serves: their names, and loading and unloading them while it runs.
 
-The engine holds them (docs/adapters.md); this is what the routes know of them. Made once by ``run``.
+The engine holds them (docs/guide/adapters.md); this is what the routes know of them. Made once by ``run``.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Limit(Protocol):
         """
 
     def __str__(self) -> str:
-        """The limit as docs/limits.md states it."""
+        """The limit as docs/reference/limits.md states it."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class SamplingParams(Concise):
     truncate_prompt_tokens: keep this number of the prompt's tokens, by default the last ones (truncation_side "left");
     -1 keeps what the context leaves beside max_tokens.
     max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
-    extra_args (vLLM's name): parameters of features that other packages add, by name (docs/adding-a-feature.md).
+    extra_args (vLLM's name): parameters of features that other packages add, by name (docs/extend/feature.md).
     structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
         forbid ending it only where it can go on.
     thinking: how the output's thought is marked; structured_outputs begins after it.

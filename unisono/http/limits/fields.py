@@ -1,8 +1,8 @@
 """Limits of every field of every request body, in one table, and the check of a body by its limits and its model.
 
 ``BODIES`` has a limit for each field of a body that is a number, a text, a list or an object. They are checked before a
-body's model sees it, so nothing works through a value that is larger than its limit. docs/limits.md has the same table
-(tests/http/test_field_limits.py writes it). What the whole body may have is in ``body.py``.
+body's model sees it, so nothing works through a value that is larger than its limit. docs/reference/limits.md has the
+same table (scripts/reference.py writes it). What the whole body may have is in ``body.py``.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ TABLE_HEAD = "| field | limit | body |\n|---|---|---|\n"
 
 
 def table() -> str:
-    """The table of docs/limits.md: each field and limit, and the bodies that have it so."""
+    """The table of docs/reference/limits.md: each field and limit, and the bodies that have it so."""
     rows: dict[tuple[str, str], list[str]] = {}
     for body, limits in BODIES.items():
         for name, limit in limits.items():

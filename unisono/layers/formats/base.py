@@ -2,7 +2,7 @@
 
 A :class:`WeightFormat` is what ``Linear`` is composed of; ``Plain`` is the one for weights that are not quantised. A
 :class:`Place` says where a checkpoint's tensor goes; the loader (``models/load/weights.py``) fills places.
-docs/adding-a-weight-format.md shows a format of one's own.
+docs/extend/weight-format.md shows a format of one's own.
 
 Shapes: N outputs, K inputs of a linear layer.
 """

@@ -1,6 +1,6 @@
 """Gated DeltaNet: a mixer whose tokens read a state of fixed size (Yang, Kautz and Hatamizadeh, arXiv 2412.06464).
 
-Built by the blocks of a family (docs/adding-a-model.md) like attention. Shapes: T tokens of a pass, E tokens whose
+Built by the blocks of a family (docs/extend/model.md) like attention. Shapes: T tokens of a pass, E tokens whose
 output is read, H hidden, Hk / Hv key / value heads, K / V their sizes, J taps of the convolution.
 """
 

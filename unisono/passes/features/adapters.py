@@ -1,4 +1,4 @@
-"""Adapters (LoRA): a request names one, and each of its tokens is computed with it. See docs/adapters.md.
+"""Adapters (LoRA): a request names one, and each of its tokens is computed with it. See docs/guide/adapters.md.
 
 Of a request the device knows one number, in its slot: the place of its adapter among those on the device, from 1 on; 0
 is none. A pass in which some request has an adapter has graphs of its own; all others replay those that they always

@@ -1,4 +1,4 @@
-"""What a feature is: one file that says all that the engine needs to know of it. See docs/adding-a-feature.md.
+"""What a feature is: one file that says all that the engine needs to know of it. See docs/extend/feature.md.
 
 A :class:`Feature` exists once for each engine, a :class:`RequestState` for each request that asked for the feature.
 
