@@ -14,6 +14,7 @@ A part stands in its page between ``<!-- NAME -->`` and ``<!-- end -->``:
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -131,7 +132,7 @@ def fields() -> str:
 
 
 def matrix() -> str:
-    """Tables of the cells of tests/graphs/test_matrix.py, tests/graphs/test_columns.py and tests/engine/test_trees.py."""
+    """Tables of the cells of test_matrix.py, test_columns.py and test_trees.py."""
     from tests.engine.matrix import TREE_DRAFTERS, TREES
     from tests.graphs import test_columns, test_matrix
     from tests.graphs.kinds import KINDS
@@ -170,11 +171,16 @@ def kind_of(name: str) -> str:
 
 
 def metrics() -> str:
-    """Series of three servers: replicas with adapters and offload, a prefill engine that sees, and a decode engine."""
+    """Series of three servers: replicas with an adapter and offload, a prefill engine, a decode engine."""
+    from tests.models.make_adapters import make_adapter
+    from unisono.config import catalog
+
     with tempfile.TemporaryDirectory() as folder:
         where = f"unix://{folder}/transfer"
+        adapter = f"sql={make_adapter(Path(folder) / 'sql', catalog.bundled_path('tiny'), 1)}"
+        replicas = ["--data-parallel-size", "2", "--cpu-offload-ratio", "1"]
         flags = [
-            ["tiny", "--data-parallel-size", "2", "--enable-lora", "--cpu-offload-ratio", "1"],
+            ["tiny", *replicas, "--enable-lora", "--lora-modules", adapter, "--served-model-name", "tiny"],
             ["tiny-vl", "--role", "prefill", "--transfer-listen", where],
             ["tiny", "--role", "decode", "--prefill-url", where],
         ]
@@ -198,8 +204,9 @@ def scraped(flags: list[str]) -> Iterator[tuple[str, str, str, set[str]]]:
         server = subprocess.Popen(command, env=variables, stdout=log, stderr=log, text=True)
         try:
             url = address(server, log)
-            for path in ("/v1/models", "/metrics", "/nowhere"):
-                ask(url + path)
+            for model in (flags[0], "sql"):
+                ask(f"{url}/v1/completions", {"model": model, "prompt": "def add(a, b):", "max_tokens": 8})
+            time.sleep(1)  # the engine's next report
             page = ask(url + "/metrics")
         finally:
             server.terminate()
@@ -220,20 +227,23 @@ def address(server: subprocess.Popen[str], log: Any) -> str:
         log.seek(0)
         text = log.read()
         found = re.search(r"https?://[\w.]+:(\d+)", text)
-        if found and ask(f"http://127.0.0.1:{found[1]}/health") is not None:
+        if found and "tiny" in ask(f"http://127.0.0.1:{found[1]}/v1/models"):
             return f"http://127.0.0.1:{found[1]}"
         if server.poll() is not None:
             raise SystemExit(f"the server ended:\n{text}")
     raise SystemExit(f"the server did not start:\n{text}")
 
 
-def ask(url: str) -> str:
+def ask(url: str, body: dict[str, Any] | None = None) -> str:
+    """The answer's text, errors included; an empty text if there is no connection."""
+    data = None if body is None else json.dumps(body).encode()
     try:
-        return urllib.request.urlopen(url, timeout=30).read().decode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        return urllib.request.urlopen(request, timeout=60).read().decode()
     except urllib.error.HTTPError as error:
         return error.read().decode()
     except OSError:
-        return None  # type: ignore[return-value]
+        return ""
 
 
 # ---- pages ------------------------------------------------------------------------------------------
@@ -284,10 +294,7 @@ def main() -> None:
     for part in args.parts or [name for name in PARTS if name not in SLOW]:
         if part not in PARTS:
             parser.error(f"{part} is unknown; the parts are {', '.join(PARTS)}.")
-        if args.check:
-            changed = PARTS[part][1]() != current(part)
-        else:
-            changed = write(part)
+        changed = PARTS[part][1]() != current(part) if args.check else write(part)
         if changed:
             stale.append(part)
     if stale:
