@@ -1,4 +1,4 @@
-"""The generated part of docs/guide/speculate.md: what structured outputs enforce. A test compares it with the page."""
+"""The generated part of docs/guide/structure.md: what structured outputs enforce. A test compares it with the page."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The keywords of JSON Schema: enforced, enforced in some forms, refused, or without effect on an answer.
 
-``json_schema.py`` refuses by this table, and the tables of docs/guide/speculate.md are written from it
+``json_schema.py`` refuses by this table, and the tables of docs/guide/structure.md are written from it
 (:func:`markdown`, checked by a test).
 """
 
