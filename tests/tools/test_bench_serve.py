@@ -440,7 +440,7 @@ def test_the_page_names_flags_that_exist() -> None:
     own = {"--max-num-seqs"}  # of `unisono serve`, which it starts
     blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     shown = [line for block in blocks for line in block.split("unisono bench ") if line.strip()]
-    assert len(shown) == 5
+    assert len(shown) == 6
     for line in shown:
         known = {name for p in commands[line.split()[0]].params for name in p.opts}
         assert not set(re.findall(r"--[a-z][\w-]+", line)) - known - own, line
