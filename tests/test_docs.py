@@ -145,7 +145,7 @@ SMALL = ["tiny-vl", "--max-num-seqs", "2", "--max-model-len", "512"]
 
 
 @pytest.mark.parametrize(
-    ("page", "flags", "says"), [("README.md", ["tiny"], "####"), ("docs/guide/pictures.md", SMALL, "#### 3")]
+    ("page", "flags", "says"), [("README.md", ["tiny"], "####"), ("docs/guide/images.md", SMALL, "#### 3")]
 )
 def test_serve_and_curl(page: str, flags: list[str], says: str) -> None:
     """The page's curl command, and below it the page's code for openai's client."""

@@ -187,7 +187,7 @@ class LLM:
         message go on; give it with add_generation_prompt=False. tools: functions that the model may call, as OpenAI
         writes them. chat_template_kwargs: variables of the template, for example ``{"enable_thinking": False}``.
         chat_template: a Jinja template in place of the checkpoint's. documents: for templates that read them.
-        Contents may be lists of parts, pictures and videos among them (docs/guide/pictures.md);
+        Contents may be lists of parts, pictures and videos among them (docs/guide/images.md);
         mm_processor_kwargs are for these.
         """
         (messages,) = as_conversations([messages] if isinstance(messages, (list, tuple)) else messages)

@@ -40,7 +40,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     # ---- what is asked ----
     "messages": (
         "ovs",
-        "the conversation; contents are text or parts, with pictures and videos ([Pictures and videos](../guide/pictures.md))",
+        "the conversation; contents are text or parts, with pictures and videos ([Pictures and videos](../guide/images.md))",
     ),
     "prompt": ("ovs", "text, token ids, or a list of either; a choice for each"),
     "prompt_embeds": ("v", "with `--enable-prompt-embeds`"),
