@@ -40,7 +40,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     # ---- what is asked ----
     "messages": (
         "ovs",
-        "the conversation; contents are text or parts, with pictures and videos ([Pictures and videos](../guide/images.md))",
+        "the conversation; contents are text or parts, with images and videos ([Images](../guide/images.md))",
     ),
     "prompt": ("ovs", "text, token ids, or a list of either; a choice for each"),
     "prompt_embeds": ("v", "with `--enable-prompt-embeds`"),
@@ -265,7 +265,7 @@ def _same(a: object, b: object) -> bool:
 OWNERS = {"o": "OpenAI", "v": "vLLM", "s": "SGLang"}
 PAGE = """# Fields of request bodies
 
-Generated from `unisono/http/openai/compatibility.py`: run `python scripts/reference.py fields` instead of editing this page.
+Generated from `unisono/http/openai/compatibility.py`: do not edit it, run `python scripts/reference.py fields`.
 
 Every field of the chat and completion bodies of OpenAI, vLLM and SGLang is honoured, taken where its value asks for
 nothing, or refused with an error (400) that names the field, the reason and the nearest field that exists. An unknown
