@@ -251,6 +251,15 @@ def test_the_rooms_are_those_of_the_architecture_page() -> None:
         assert inside, f"the page names {target}"
 
 
+def test_the_commands_are_those_of_the_architecture_page() -> None:
+    page = (ROOT / "docs/design/architecture.md").read_text().partition("## Commands")[2].partition("## Ranks")[0]
+    named = set(re.findall(r"`([A-Z]\w+)(?:\([^)]*\))?`", page.partition("Table:")[0]))
+    files = ("engine/worker/commands.py", "graphs/graph_set.py", "models/lora/host_adapters.py")
+    text = "".join((ROOT / "unisono" / file).read_text() for file in files)
+    declared = set(re.findall(r"^class (\w+)\(msgspec\.Struct", text, re.MULTILINE)) - {"FileOutcomes"}  # a question
+    assert named == declared
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 90
 
