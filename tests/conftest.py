@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from tests.tiers import starts_nothing
+from tests.tiers import in_unit_tier
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads a model
 
@@ -23,9 +23,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of modules that start no engine and no program: ``make unit``."""
+    """Mark the tests of the unit tier (tests/tiers.py)."""
     for item in items:
-        if starts_nothing(item.path):
+        if in_unit_tier(item.path):
             item.add_marker(pytest.mark.unit)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import starts_nothing
+from tests.tiers import in_unit_tier
 
 PACKAGE = Path(__file__).parent.parent / "unisono"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -208,11 +208,9 @@ def test_nothing_names_a_feature() -> None:
 
 
 def test_tiers() -> None:
-    """The unit tier has the tests of bookkeeping and kernels, and no test of an engine or a server."""
-    unit = {
-        str(path.relative_to(ROOT / "tests")) for path in TESTS if path.name[:5] == "test_" and starts_nothing(path)
-    }
-    assert {"kv/test_pages.py", "graphs/test_planner.py", "kernels/test_linear.py", "text/test_stop_regex.py"} <= unit
+    """The unit tier has tests of bookkeeping and models, and no test of an engine, a server or a kernel."""
+    unit = {str(path.relative_to(ROOT / "tests")) for path in TESTS if path.name[:5] == "test_" and in_unit_tier(path)}
+    assert {"kv/test_pages.py", "graphs/test_planner.py", "models/test_parity.py", "text/test_stop_regex.py"} <= unit
     started = {
         "engine/test_engine.py",
         "http/test_api.py",

@@ -1,4 +1,5 @@
-"""Sorts test modules into tiers by what they import: ``make unit`` runs those that start no engine and no program.
+"""Sorts test modules into tiers by what they import: ``make unit`` runs those that start no engine and no program,
+and no kernel in Triton's interpreter.
 
 A module starts one if it, or a module of tests/ that it imports, imports a name of ``STARTS``. tests/conftest.py marks
 the tests of all other modules with ``unit``.
@@ -16,6 +17,8 @@ STARTS = (
     "unisono.engine.engine", "unisono.cluster.engine_process", "subprocess", "multiprocessing", "tests.howto",
 )  # fmt: skip
 """Modules and names: engines, servers, and programs in processes of their own."""
+SLOW = ("kernels",)
+"""Folders that the unit tier leaves out: without a GPU, kernels run in Triton's interpreter for many minutes."""
 
 
 @functools.cache
@@ -47,6 +50,6 @@ def reached(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def starts_nothing(path: Path) -> bool:
-    """True if a test module starts no engine and no program."""
-    return not reached(path).intersection(STARTS)
+def in_unit_tier(path: Path) -> bool:
+    """True if a test module starts no engine and no program, and is not one of a slow folder."""
+    return path.parent.name not in SLOW and not reached(path).intersection(STARTS)
