@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -269,6 +270,18 @@ def test_the_makefile_has_what_the_pages_promise(page: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`?make ([a-z-]+)", (ROOT / page).read_text()):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_workflows_and_hooks_run_commands_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    files = [*(ROOT / ".github/workflows").glob("*.yml"), ROOT / ".pre-commit-config.yaml"]
+    assert len(files) == 4
+    for file in files:
+        assert yaml.safe_load(file.read_text())
+        for target in re.findall(r"make ([a-z-]+)", file.read_text()):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{file.name}: {target}"
+        for script in re.findall(r"scripts/\w+\.py", file.read_text()):
+            assert (ROOT / script).exists(), f"{file.name}: {script}"
 
 
 def test_the_site_has_every_page() -> None:
