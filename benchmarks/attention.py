@@ -295,7 +295,8 @@ def flops(tokens: int, before: int = 0, heads: Heads = Heads()) -> float:
 def by_hopper(heads: Heads, yes: bool) -> None:
     """Let the kernel for Hopper serve rounds of such heads, or not."""
     device = torch.empty(0, device="cuda").device
-    attention_hopper_rounds._proven[heads.query, heads.kv, heads.dim, heads.dtype, device] = yes
+    key = heads.query, heads.kv, heads.dim, heads.dtype, device
+    attention_hopper_rounds.exact_round_attention.serving[key] = yes
 
 
 def hopper_rounds() -> None:

@@ -207,7 +207,7 @@ def one_by_one() -> ExitStack:
     """While it is open nothing that this file measures serves."""
     stack = ExitStack()
     for kind in (_Fp8, Fp8Experts):
-        stack.enter_context(mock.patch.object(kind, "wish", return_value=None))
+        stack.enter_context(mock.patch.object(kind, "input_format", return_value=None))
     suits = attention_hopper.suits
     stack.enter_context(mock.patch.object(attention_hopper, "suits", lambda *heads: heads[2] == 128 and suits(*heads)))
     return stack

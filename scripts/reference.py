@@ -4,6 +4,7 @@ A part stands in its page between ``<!-- NAME -->`` and ``<!-- end -->``:
 
 * flags: the flags of every command, by group. aliases: names of vLLM and SGLang.
 * fields: the fields of request bodies that are honoured and refused. limits: the limits of fields.
+* environment: the environment variables.
 * structured: what structured outputs enforce.
 * matrix: feature × speculation × graphs, from the cells of the test matrix.
 * metrics: the series of ``/metrics``. This part starts three servers and takes half a minute; name it to write it.
@@ -113,6 +114,12 @@ def limits() -> str:
     from unisono.http.limits.fields import table
 
     return table()
+
+
+def environment() -> str:
+    from unisono.config.env import markdown
+
+    return markdown()
 
 
 def structured() -> str:
@@ -253,6 +260,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "aliases": (REFERENCE / "flags.md", aliases),
     "fields": (REFERENCE / "request-fields.md", fields),
     "limits": (REFERENCE / "limits.md", limits),
+    "environment": (REFERENCE / "environment.md", environment),
     "structured": (ROOT / "docs/guide/structure.md", structured),
     "matrix": (REFERENCE / "same-bytes.md", matrix),
     "metrics": (REFERENCE / "metrics.md", metrics),

@@ -196,7 +196,7 @@ def reference() -> Any:
     return module
 
 
-@pytest.mark.parametrize("part", ["flags", "aliases", "fields", "limits", "structured", "matrix"])
+@pytest.mark.parametrize("part", ["flags", "aliases", "fields", "limits", "environment", "structured", "matrix"])
 def test_generated_parts_are_current(part: str, reference: Any) -> None:
     """`make reference` writes them."""
     assert reference.PARTS[part][1]() == reference.current(part), f"run: python scripts/reference.py {part}"

@@ -274,7 +274,7 @@ def test_ctrl_c_while_a_request_waits_to_be_added(llm: LLM, monkeypatch: pytest.
     adding.wait(60)
 
     def interrupt() -> None:
-        while not llm.loop._jobs:
+        while not llm.loop._calls:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 

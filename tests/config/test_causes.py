@@ -248,8 +248,7 @@ def test_ranks_without_gpus(tiny: Path, tmp_path: Path, monkeypatch: pytest.Monk
 COMMANDS = (
     "serve {}", "generate {}", "chat {}", "explain {}", "explain --dry-run {}", "eval {}", "compare {}",
     "compare tiny {}", "serve tiny --speculative-method standalone --speculative-model {}", "bench latency --model {}",
-    "bench throughput --model {}", "bench serve --model {}", "bench exact --model {}", "bench soak --model {}",
-    "bench adaptive --model {} --speculative-config {{\"method\":\"ngram\"}}",
+    "bench throughput --model {}", "bench serve --model {}", "bench exact --model {}",
     "train-draft eagle3 --target {} --data /dev/null --out /nowhere",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from tests.models.make import make_checkpoint
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.distributed.shared_memory import SharedMemory
-from unisono.graphs import Key
+from unisono.graphs import GraphKey
 from unisono.graphs.graph_set import GraphSet, Launch
 from unisono.types import SpeculativeConfig
 
@@ -38,7 +38,7 @@ class Gathers:
     """What rank 0 said in each pass: (key, [(type, columns) of each gather])."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.passes: list[tuple[Key, list[tuple[torch.dtype, int]]]] = []
+        self.passes: list[tuple[GraphKey, list[tuple[torch.dtype, int]]]] = []
         gather, run = SharedMemory.all_gather, GraphSet._run
         said: list[tuple[torch.dtype, int]] = []
 

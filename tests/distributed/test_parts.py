@@ -106,7 +106,7 @@ def test_no_tensor_is_read_whole_for_a_part(family: str, tmp_path: Path, monkeyp
 def test_sizes_that_do_not_fit_are_told_before_a_process_starts(
     flags: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.distributed.processes.Peer", None)
+    monkeypatch.setattr("unisono.distributed.processes.RankProcess", None)
     with pytest.raises(ConfigError, match=says):
         Engine(EngineConfig(**flags))
 

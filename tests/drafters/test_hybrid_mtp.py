@@ -23,7 +23,7 @@ from tests.models.mtp_pass import open_modules, run
 from unisono.config import catalog
 from unisono.drafters.mtp.checkpoint import MTPCheckpoint
 from unisono.kernels import linear, rms_norm
-from unisono.layers.formats.base import FLOATS, PLAIN, Stored
+from unisono.layers.formats.base import FLOATS, PLAIN, StoredTensor
 from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.types import CheckpointError, SpeculativeConfig
 
@@ -127,8 +127,8 @@ class RowScaled:
 
     name: str = "row-scaled"
 
-    def tensors(self, dtype: torch.dtype) -> dict[str, Stored]:
-        return {"weight": Stored(dtype, FLOATS), "weight_scale": Stored(torch.float32, ("F32",), inputs=0)}
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        return {"weight": StoredTensor(dtype, FLOATS), "weight_scale": StoredTensor(torch.float32, ("F32",), inputs=0)}
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
         return stored

@@ -33,7 +33,7 @@ class Retrace:
 
     def __init__(self, llm: LLM) -> None:
         worker, config = llm.engine.worker, llm.engine.config
-        self.drafter, self.slots, self.paths = worker.drafter, worker.slots, config.asked.speculative.paths
+        self.drafter, self.slots, self.paths = worker.drafter, worker.slots, config.requested.speculative.paths
         self._context, self._state = self.drafter._context, worker.store.view("drafter")
         self._pick, self._propose = self._context.sample, self.drafter.propose
         self.drafter.propose = self.propose

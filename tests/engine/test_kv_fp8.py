@@ -22,8 +22,8 @@ from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, TREES, Way, d
 from tests.engine.two_engines import decode_engine, prefill_engine, results, stepping
 from tests.kv.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed
 from unisono.config import EngineConfig, Hardware, catalog, resolve
+from unisono.config.env import TRANSFER_KEY
 from unisono.engine.disaggregation.identity import engine_identity
-from unisono.engine.disaggregation.roles import KEY
 from unisono.engine.startup.memory import PageDemand
 from unisono.kv.specs import ALL, PAGE_SIZE, leaves
 from unisono.kv.store import StateStore
@@ -114,14 +114,14 @@ def test_same_bytes_with_trees(method: str, tree: str, checkpoints_of: Any, alon
 def test_same_bytes_of_a_model_with_windows_and_a_recurrence(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two page lifetimes and two head sizes. The recurrence's state has its own dtypes."""
+    """Two window groups and two head sizes. The recurrence's state has its own dtypes."""
     monkeypatch.setitem(catalog.models.entries, ARCHITECTURE, "tests.kv.mixed_model:MIXED")  # type: ignore[arg-type]
     model = make_mixed(tmp_path / "model")
     batch, params = prompts(6, VOCAB, low=20, high=70, seed=2), mixed_params(6, max_tokens=8)
     with engine(model, **FP8, **flags, max_num_seqs=1, enforce_eager=True, enable_prefix_caching=False) as llm:
         expected = tokens(llm, batch, params)
         store = llm.engine.runner.worker.store
-        assert set(store.lifetimes) == {ALL, WINDOW}
+        assert set(store.window_groups) == {ALL, WINDOW}
     spec = SpeculativeConfig("ngram", num_speculative_tokens=2)
     for more in ({"max_num_batched_tokens": 16}, {"speculative": spec}):
         with engine(model, **FP8, **flags, **more) as llm:
@@ -158,7 +158,7 @@ def test_offloaded_pages_come_back(setup: str, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("setup", MOVING)
 def test_pages_go_to_another_engine(setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setenv(TRANSFER_KEY.name, "secret")
     model, spec = SETUPS[setup]
     batch, params = prompts(8, 250, low=20, high=170, seed=2), mixed_params(8, max_tokens=5)
     with engine(model, **FP8, enforce_eager=True) as llm:

@@ -22,7 +22,7 @@ from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.scheduling.mixing import Mixing
 from unisono.engine.sequence import Extend, Round
 from unisono.entrypoints.llm import LLM
-from unisono.kv.recurrent_state import TailPass
+from unisono.kv.recurrent_state import RecurrentPass
 from unisono.types import EngineRequest, FinishReason, SamplingParams, SpeculativeConfig, StructuredOutputs
 from unisono.types.lora import LoRARequest
 
@@ -229,8 +229,8 @@ def test_rows_that_decode_are_told_as_in_a_round() -> None:
         assert part.width == given.width
     assert torch.equal(joined.parts()[1].query_start, starts)  # type: ignore[arg-type]
 
-    def told(i: AttentionInputs) -> TailPass:
-        return TailPass.of(i.slots, i.positions, i.kv_len, i.query_start, seen, i.singles)
+    def told(i: AttentionInputs) -> RecurrentPass:
+        return RecurrentPass.of(i.slots, i.positions, i.kv_len, i.query_start, seen, i.singles)
 
     apart = zip(told(decoding).fields, told(prompts).fields, strict=True)
     assert all(torch.equal(one, torch.cat(two)) for one, two in zip(told(joined).fields, apart, strict=True))

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from tests.graphs.programs import COMPILED, DEVICE, SCHEMA, batch, graph_of, run_graph
-from unisono.graphs import Buffers, Shape, compiled, eager_break
+from unisono.graphs import Buffers, PassShape, compiled, eager_break
 from unisono.graphs.compiled import Pieces, compile_program
 
 
 def pieces_of(run: Callable[[Buffers], Any], rows: int = 4) -> tuple[Pieces, Buffers]:
-    buffers = Buffers(SCHEMA, Shape(rows), DEVICE)
+    buffers = Buffers(SCHEMA, PassShape(rows), DEVICE)
     return compile_program(run, buffers, splits=False), buffers
 
 
 def outcome(run: Callable[[Buffers], Any], x: list[list[int]]) -> list[list[float]]:
     """Eagerly."""
-    buffers = Buffers(SCHEMA, Shape(len(x)), DEVICE)
+    buffers = Buffers(SCHEMA, PassShape(len(x)), DEVICE)
     buffers.load(batch(x))
     run(buffers)
     return buffers.result.tolist()
@@ -92,7 +92,7 @@ def test_same_bits_in_inference_mode(run: Callable[[Buffers], Any]) -> None:
 def test_without_emulated_roundings_the_bits_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a piece whose bits differ is not used."""
     x = [[n, 7 * n + 1] for n in range(64)]
-    buffers = Buffers(SCHEMA, Shape(64), DEVICE)
+    buffers = Buffers(SCHEMA, PassShape(64), DEVICE)
     buffers.load(batch(x))
     monkeypatch.setattr(compiled, "_compiled", {})
     assert compile_program(rounding, buffers, splits=False).compiled == 1

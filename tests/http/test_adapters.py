@@ -120,7 +120,7 @@ def test_loading_and_unloading(server: Server, places: dict[str, Path]) -> None:
         ("x", "none", 400, "is no directory"),
         ("x", "wide", 400, "has rank 17; --max-lora-rank is 16"),
         ("base", "late", 400, "is what the base model is called"),
-        ("x", "\0", 400, "is no path"),
+        ("x", "\0", 400, "is not a path"),
     ],
 )
 def test_what_cannot_be_loaded(server: Server, places: Any, name: str, path: str, status: int, says: str) -> None:

@@ -15,11 +15,11 @@ import pytest
 
 from tests.http import tokenizers_
 from tests.http.tool_answers import CASES, WEATHER
-from unisono.text.answer_reader import AnswerReader
+from unisono.text.answer_parser import AnswerParser
 from unisono.text.detokenizer import Detokenizer
 from unisono.text.reasoning import PARSERS
 from unisono.text.tokenizer import Tokenizer
-from unisono.text.tool_parsers.base import Context, Tool
+from unisono.text.tool_parsers.base import ParserContext, Tool
 from unisono.text.tool_parsers.formats import NAMES
 from unisono.types import FinishReason, SamplingParams
 
@@ -72,16 +72,16 @@ def chunkings(dice: random.Random, text: str) -> Iterator[list[str]]:
 
 def reader_of(
     form: str | None, parallel: bool, parser: str | None, prompt: str = "", interrupts: Any = ()
-) -> AnswerReader:
-    reader = None if form is None else NAMES[form].reader(Context(TOOLS, lambda number: f"id{number}", parallel))
+) -> AnswerParser:
+    reader = None if form is None else NAMES[form].reader(ParserContext(TOOLS, lambda number: f"id{number}", parallel))
     splitter = None
     if parser is not None:
         marks = PARSERS[parser]
         splitter = marks.splitter(prompt.format(start=marks.start, end=marks.end), None, interrupts, form is not None)
-    return AnswerReader(splitter, reader)
+    return AnswerParser(splitter, reader)
 
 
-def read(reader: AnswerReader, pieces: Sequence[str], ends: bool) -> Result:
+def read(reader: AnswerParser, pieces: Sequence[str], ends: bool) -> Result:
     """(reasoning, content, calls). ends: the last piece is known to be the last."""
     said = [reader.feed(piece, ends and place == len(pieces) - 1) for place, piece in enumerate(pieces)]
     said += [] if ends and pieces else [reader.feed("", True)]
@@ -154,7 +154,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(backend)
 
 
-def from_tokens(tokenizer: Tokenizer, groups: Sequence[list[int]], reader: AnswerReader) -> Result:
+def from_tokens(tokenizer: Tokenizer, groups: Sequence[list[int]], reader: AnswerParser) -> Result:
     """The result of a stream whose tokens come in groups. The detokenizer holds back parts of characters."""
     detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False), [])
     pieces = [detokenizer.feed(group) for group in groups]

@@ -10,7 +10,7 @@ import pytest
 from tests.http.conftest import Server
 from unisono.http.errors import ApiError
 from unisono.http.responses_api.body import since, turns
-from unisono.http.responses_api.conversations import Conversation, ConversationStore
+from unisono.http.responses_api.conversations import ConversationStore, StoredConversation
 
 WHOLE = {"ignore_eos": True, "skip_special_tokens": False}
 
@@ -125,7 +125,7 @@ def test_what_goes_is_whole_turns() -> None:
 def test_the_store_is_bounded() -> None:
     store = ConversationStore(most=2, max_bytes=400)
     for name in "abc":
-        store.put(Conversation(name, "me", 0, {}))
+        store.put(StoredConversation(name, "me", 0, {}))
     with pytest.raises(ApiError, match="room"):
         store.get("a", "me")
     with pytest.raises(ApiError):

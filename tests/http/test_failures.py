@@ -41,7 +41,7 @@ def test_messages_that_no_engine_reads() -> None:
         ours.bind("inproc://loop")
         theirs.connect("inproc://loop")
         engine = FakeEngine(FakeConfig(), lambda stage, share: None)
-        loop = threading.Thread(target=engine_process._Loop(engine, theirs).run)
+        loop = threading.Thread(target=engine_process.EngineServer(engine, theirs).run)
         loop.start()
         for data in (b"\xc1", b"", msgspec.msgpack.encode([1]), *map(msgspec.msgpack.encode, (bad, worse, good))):
             ours.send(data)

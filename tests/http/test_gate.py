@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from unisono.http.middleware import Gate
+from unisono.http.middleware import RequestMiddleware
 from unisono.http.observability.metrics import ServerMetrics
 
 
@@ -29,7 +29,7 @@ def test_what_fails_is_answered_and_logged(caplog: pytest.LogCaptureFixture) -> 
 
 async def _ask(caplog: pytest.LogCaptureFixture) -> None:
     service: Any = SimpleNamespace(in_flight=0, allow_unknown_fields=False, metrics=ServerMetrics("m", lambda: []))
-    gate = Gate(Starlette(routes=[Route("/fails", fails, methods=["POST"])]), service)
+    gate = RequestMiddleware(Starlette(routes=[Route("/fails", fails, methods=["POST"])]), service)
     transport = httpx.ASGITransport(gate, raise_app_exceptions=True)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         with caplog.at_level(logging.ERROR):

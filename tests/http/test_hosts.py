@@ -195,15 +195,15 @@ def test_any_key_of_a_file_without_roles_operates(tmp_path_factory: pytest.TempP
     from types import SimpleNamespace
 
     from unisono.http.errors import ApiError
-    from unisono.http.security.auth import Key, Keys, digest_of
+    from unisono.http.security.auth import ApiKey, Keys, digest_of
 
     def request(key: str) -> Any:
         return SimpleNamespace(headers={"x-api-key": key}, url=SimpleNamespace(path="/sleep"), client=None)
 
-    plain = [Key.named("alice", digest_of("a")), "flag"]
+    plain = [ApiKey.named("alice", digest_of("a")), "flag"]
     for key in ("a", "flag"):
         Keys(plain).check_operator(request(key))
-    mixed = Keys([Key.named("alice", digest_of("a"), role="user"), "flag"])
+    mixed = Keys([ApiKey.named("alice", digest_of("a"), role="user"), "flag"])
     mixed.check_operator(request("flag"))
     with pytest.raises(ApiError, match="role=operator"):
         mixed.check_operator(request("a"))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.http.conftest import Server
 from unisono.frontend.input_processor import combined_salt
-from unisono.http.observability.request_note import Note
-from unisono.http.routes.common import SESSION_HEADERS, wish_of
+from unisono.http.observability.request_note import RequestNote
+from unisono.http.routes.common import SESSION_HEADERS, placement_of
 
 PARTS = st.none() | st.text('ab-#"[', min_size=1, max_size=4)
 
@@ -33,8 +33,8 @@ def test_sessions(parts: list[tuple[str, str, str]]) -> None:
     """A session is its client's, its header's and its name's: two of them never share an engine by their names."""
 
     def session(key: str, header: str, name: str) -> str:
-        request: Any = SimpleNamespace(headers={header: name}, scope={"unisono": Note("r", key=key)})
-        return wish_of(request).session
+        request: Any = SimpleNamespace(headers={header: name}, scope={"unisono": RequestNote("r", key=key)})
+        return placement_of(request).session
 
     assert len({session(*one)[:256] for one in parts}) == len(parts)
 

@@ -88,7 +88,7 @@ def test_videos(llm: LLM) -> None:
 
 
 def test_errors(llm: LLM) -> None:
-    with pytest.raises(BadRequest, match="is picture 4 of 4"):
+    with pytest.raises(BadRequest, match="is image 4 of 4"):
         llm.chat([{"role": "user", "content": [part(data_url(CAT))] * 4}], GREEDY)
     with pytest.raises(BadRequest, match=r"mm_processor_kwargs\.zoom"):
         llm.chat(CHAT, GREEDY, mm_processor_kwargs={"zoom": 1})

@@ -9,7 +9,7 @@ import pytest
 
 from tests.http import tokenizers_
 from tests.http.conftest import Server, Start
-from unisono.frontend.input_processor import Prompt
+from unisono.frontend.input_processor import PreparedPrompt
 from unisono.http.openai.chat import ChatFormat
 from unisono.http.openai.protocol import ChatRequest
 from unisono.text.reasoning import PARSERS, parser_named, parser_of
@@ -313,7 +313,7 @@ def test_an_answer_that_is_not_split_thinks_all_the_same() -> None:
     """separate_reasoning: false leaves the thought in the text; a grammar still begins after it."""
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
     request = ChatRequest(messages=[{"role": "user", "content": "x"}], separate_reasoning=False)
-    plan, prompt = ChatFormat(QWEN).plan(request, params), Prompt([1], OPEN)
+    plan, prompt = ChatFormat(QWEN).plan(request, params), PreparedPrompt([1], OPEN)
     assert plan.reader(EngineRequest("x", [1], params), prompt) is None
     thinking = plan.sampling(prompt).followed_thinking
     assert thinking is not None

@@ -10,7 +10,7 @@ import pytest
 
 from tests.http.conftest import Server, serving
 from tests.transport.nixl_library import NEEDS_NIXL
-from unisono.engine.disaggregation.roles import KEY
+from unisono.config.env import TRANSFER_KEY
 
 PROMPT = " ".join(f"{n * 37 % 101} + {n * 53 % 97} =" for n in range(40))
 FLAGS = ("tiny", "--max-num-seqs", "4", "--graphs", "off", "--speculative-method", "none")
@@ -28,7 +28,7 @@ def complete(server: Server) -> Any:
 @pytest.mark.parametrize("tls", ["", "tcp"])
 def test_two_servers_with_nixl(tls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes, with the networks that UCX picks, and with TCP below it."""
-    monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setenv(TRANSFER_KEY.name, "secret")
     if tls:
         monkeypatch.setenv("UCX_TLS", tls)
     for name in ("one", "other"):
@@ -52,7 +52,7 @@ def test_two_servers_with_nixl(tls: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setenv(TRANSFER_KEY.name, "secret")
     where = f"unix://{tmp_path}/prefill"
     for name in ("one", "other"):
         (tmp_path / name).mkdir()

@@ -16,7 +16,7 @@ from unisono.http.limits.overload import PLACES, SHORT_BODY, SHORT_PLACES, Admis
 from unisono.http.observability.metrics import ServerMetrics
 from unisono.http.openai.serving import LONG, Serving
 from unisono.http.preparation import Preparers
-from unisono.http.security.auth import Client
+from unisono.http.security.auth import ApiClient
 from unisono.text.detokenizer import Detokenizer
 from unisono.types import EngineRequest, FinishReason, SamplingParams, TokenDelta
 
@@ -85,7 +85,7 @@ def test_short_requests_do_not_take_turns_by_twos() -> None:
     admission = Admission(LoadLimits(), 1 << 10)
 
     def tickets(count: int, size: int) -> list[Ticket]:
-        made = [admission.enter(Client()) for _ in range(count)]
+        made = [admission.enter(ApiClient()) for _ in range(count)]
         for ticket in made:
             ticket.grow(size)
         return made

@@ -119,7 +119,7 @@ def test_a_request_whose_grammar_is_being_compiled_holds_up_nobody() -> None:
         theirs.connect("inproc://loop")
         engine = FakeEngine(FakeConfig(), lambda stage, share: None)
         engine.prepare = lambda request: compiling.get(request.request_id)  # type: ignore[method-assign]
-        loop = threading.Thread(target=engine_process._Loop(engine, theirs).run)
+        loop = threading.Thread(target=engine_process.EngineServer(engine, theirs).run)
         loop.start()
         for name in ("slow", "left", "quick"):
             ours.send(ipc.encode(ipc.Add(EngineRequest(name, [1, 2], SamplingParams(seed=0, max_tokens=2)))))

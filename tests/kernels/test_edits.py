@@ -107,7 +107,7 @@ def both(logits, slots, width, drafts, batch, device, **options):
         logits.to(device), slots.to(device), width, drafts.to(device), *arguments(batch, device), **options
     )
     here = {name: value.cpu() if torch.is_tensor(value) else value for name, value in options.items()}
-    return kernel.cpu(), edits.edit_logits_cpu(logits, slots, width, drafts, *arguments(batch), **here)
+    return kernel.cpu(), edits.edit_logits.cpu(logits, slots, width, drafts, *arguments(batch), **here)
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from unisono.kv.pages import PagePool, Reservation
-from unisono.kv.specs import ALL, PAGE_SIZE, Paged, PerSlot, Remembered, Tail
-from unisono.kv.store import StateStore, TailView
+from unisono.kv.specs import ALL, PAGE_SIZE, Paged, PerSlot, Recurrent, Remembered
+from unisono.kv.store import RecurrentView, StateStore
 
 KV = Paged((2, PAGE_SIZE, 4), torch.float32)
-WINDOW = Paged((1, PAGE_SIZE, 8), torch.float32, lifetime=32)
-TAIL = Tail(
+WINDOW = Paged((1, PAGE_SIZE, 8), torch.float32, window_group=32)
+TAIL = Recurrent(
     {"h": ((3, 2), torch.float32), "taps": ((3, 4), torch.float16)},
     {"x": Remembered((5,), torch.float32), "u": Remembered((4,), torch.float16, last=3)},
 )
@@ -34,7 +34,7 @@ def tensors(tree: object) -> list[torch.Tensor]:
     """All tensors of a view."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    if isinstance(tree, TailView):
+    if isinstance(tree, RecurrentView):
         return tree.tensors
     parts = tree.values() if isinstance(tree, dict) else tree
     return [t for part in parts for t in tensors(part)]  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """A made-up family: full attention, a recurrence, attention with a window and another head size, the recurrence again.
 
-Three kinds of state, two page lifetimes, two head sizes. The recurrence is written in plain PyTorch over
-:class:`unisono.kv.recurrent_state.TailPass`; :func:`next_token` is the whole model in float64, without pages or passes.
+Three kinds of state, two window groups, two head sizes. The recurrence is written in plain PyTorch over
+:class:`unisono.kv.recurrent_state.RecurrentPass`; :func:`next_token` is the whole model in float64, without pages or
+passes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from unisono.attention.context import PassContext
-from unisono.kv.recurrent_state import TailPass
-from unisono.kv.specs import PAGE_SIZE, Remembered, Tail
-from unisono.kv.store import TailView
+from unisono.attention.context import ForwardContext
+from unisono.kv.recurrent_state import RecurrentPass
+from unisono.kv.specs import PAGE_SIZE, Recurrent, Remembered
+from unisono.kv.store import RecurrentView
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.config import DecoderConfig, Family, read_decoder_config
@@ -54,36 +55,36 @@ class Decay(nn.Module):
         self.both = builder.linear("both", builder.hidden_size, {"a": STATE, "u": STATE})
         self.o = builder.linear("o", STATE, builder.hidden_size)
 
-    def state_specs(self) -> Tail:
-        return Tail({"h": ((STATE,), torch.float32)}, {"inputs": Remembered((2 * STATE,), torch.float32)})
+    def state_specs(self) -> Recurrent:
+        return Recurrent({"h": ((STATE,), torch.float32)}, {"inputs": Remembered((2 * STATE,), torch.float32)})
 
-    def forward(self, x: torch.Tensor, context: PassContext, state: TailView) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext, state: RecurrentView) -> torch.Tensor:
         """x [T, H] -> [T, STATE], or of the last tokens."""
-        assert context.tails is not None
+        assert context.recurrent is not None
         raw = self.both(x).float()
         inputs = torch.cat((1 / (1 + (-raw[:, :STATE]).exp()), raw[:, STATE:]), dim=1)
-        out = scan(inputs, context, context.tails, state)
+        out = scan(inputs, context, context.recurrent, state)
         return out if context.last_tokens is None else context.last_tokens.select(out)
 
-    def settle(self, context: PassContext, state: TailView) -> None:
-        assert context.tails is not None
-        scan(state.inputs["inputs"].new_empty((0, 2 * STATE)), context, context.tails, state)
+    def advance(self, context: ForwardContext, state: RecurrentView) -> None:
+        assert context.recurrent is not None
+        scan(state.inputs["inputs"].new_empty((0, 2 * STATE)), context, context.recurrent, state)
 
     def project(self, y: torch.Tensor, residual: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self.o.then_norm(y, residual, norm)
 
 
-def scan(inputs: torch.Tensor, context: PassContext, tails: TailPass, state: TailView) -> torch.Tensor:
+def scan(inputs: torch.Tensor, context: ForwardContext, recurrent: RecurrentPass, state: RecurrentView) -> torch.Tensor:
     """The recurrence over a pass: remembered inputs first, then the pass's own; inputs [T, 2 STATE] -> [T, STATE]."""
     home, ring_home = state.snapshot["h"], state.inputs["inputs"]
-    rows, ring, first = tails.rows.long(), ring_home.shape[1], tails.first
+    rows, ring, first = recurrent.rows.long(), ring_home.shape[1], recurrent.first
     active = first >= 0
     h = snapshot = home.index_select(0, rows)
     memory = ring_home.index_select(0, rows)
     for step in range(ring):
-        at = tails.since + step
+        at = recurrent.since + step
         h = torch.where((active & (at < first))[:, None], decay(h, remembered(memory, at % ring)), h)
-        snapshot = torch.where((active & (at < first) & (at + 1 == tails.until))[:, None], h, snapshot)
+        snapshot = torch.where((active & (at < first) & (at + 1 == recurrent.until))[:, None], h, snapshot)
     tokens = len(inputs)
     if context.query_start is None:
         begin, steps = torch.arange(len(rows), device=rows.device) * (tokens // len(rows)), tokens // len(rows)
@@ -98,7 +99,7 @@ def scan(inputs: torch.Tensor, context: PassContext, tails: TailPass, state: Tai
         new = inputs.index_select(0, token)
         h = torch.where(real[:, None], decay(h, new), h)
         out = out.index_copy(0, torch.where(real, token, tokens), h)
-        snapshot = torch.where((real & (at + 1 == tails.until))[:, None], h, snapshot)
+        snapshot = torch.where((real & (at + 1 == recurrent.until))[:, None], h, snapshot)
         place = at.clamp_min(0) % ring
         kept = torch.where(real[:, None], new, remembered(memory, place))
         memory = memory.scatter(1, _index(memory, place), kept[:, None])

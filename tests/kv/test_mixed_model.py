@@ -1,4 +1,4 @@
-"""A model with two page lifetimes, two head sizes and a recurrence: the same bytes in every way, with every drafter."""
+"""A model with two window groups, two head sizes and a recurrence: the same bytes in every way, with every drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kv.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed, next_t
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import named, random_modules, write_alone
 from unisono.config import catalog
-from unisono.kv.specs import PAGE_SIZE, TAILS
+from unisono.kv.specs import PAGE_SIZE, SNAPSHOTS
 from unisono.kv.transfer import Incoming, pack_pages
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig
@@ -234,7 +234,7 @@ def test_a_running_prompt_moves_to_another_engine(method: str | None, mixed: Pat
             one.engine.step()
         assert one.engine.scheduler.extending, "its prompt is still running"
         with torch.inference_mode():
-            places = dict.fromkeys((*one.engine.pool.windows, TAILS), range(len(nodes)))
+            places = dict.fromkeys((*one.engine.pool.windows, SNAPSHOTS), range(len(nodes)))
             packed = pack_pages(one.engine.runner.share_pages(), nodes, 0, places)
             incoming = Incoming(other.engine.pool, other.engine.runner.share_pages(), prompt)
             incoming.put(0, packed.complete, packed.parts, b"".join(packed.state.payload()))

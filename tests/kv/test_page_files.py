@@ -10,7 +10,7 @@ import pytest
 from unisono.kv.offload import page_files
 from unisono.kv.offload.host_index import HostIndex, Part
 from unisono.kv.offload.page_files import PageFiles, Read
-from unisono.kv.offload.part_files import BAD, PENDING, Done
+from unisono.kv.offload.part_files import BAD, PENDING, PartResult
 
 SIZE = 100
 
@@ -21,21 +21,21 @@ class Ranks:
     folder, ranks = Path("nowhere"), 2
 
     def __init__(self) -> None:
-        self.done: list[Done] = []
+        self.done: list[PartResult] = []
         self.other: dict[tuple[Part, bool], int] = {}
         self.removed: list[Part] = []
         self.asked = 0
 
     def write(self, part: Part, slot: int, complete: bool) -> None:
-        self.done.append(Done(part, True, SIZE, 0.0))
+        self.done.append(PartResult(part, True, SIZE, 0.0))
 
     def read(self, part: Part, slot: int) -> None:
-        self.done.append(Done(part, False, 1, 0.0))
+        self.done.append(PartResult(part, False, 1, 0.0))
 
     def remove(self, parts: Sequence[Part]) -> None:
         self.removed += parts
 
-    def poll(self) -> Iterable[Done]:
+    def poll(self) -> Iterable[PartResult]:
         done, self.done = self.done, []
         return done
 

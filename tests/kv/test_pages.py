@@ -20,7 +20,7 @@ def test_reserve_is_all_or_nothing() -> None:
     a = pool.open([1])
     assert len(a.reserve(PAGE_SIZE * 3)) == 3
     b = pool.open([2])
-    with pytest.raises(OutOfPages, match=r"2 pages asked for, 1 available of 4"):
+    with pytest.raises(OutOfPages, match=r"2 pages requested, 1 available of 4"):
         b.reserve(PAGE_SIZE + 1)
     assert b.pages == []
     pool.check_integrity()

@@ -19,7 +19,7 @@ ONE, TWO = (0, b"one"), (0, b"two")
 class Host(SimpleNamespace):
     """Two host slots; a copy into the second one goes on until ``copied`` is set."""
 
-    def settled(self, kind: int, slot: int) -> None:
+    def wait_for_copies(self, kind: int, slot: int) -> None:
         if slot == 1:
             self.copied.wait(10)
 

@@ -11,7 +11,7 @@ from tests.kv.helpers import made, run, tokens_of
 from unisono.engine.disaggregation.page_bytes import PageBytes, SharedPages
 from unisono.kv.pages import OutOfPages, PagePool
 from unisono.kv.prefix_tree import Token
-from unisono.kv.specs import ALL, TAILS
+from unisono.kv.specs import ALL, SNAPSHOTS
 from unisono.kv.store import StateStore
 from unisono.kv.transfer import Incoming, Packed, pack_pages
 
@@ -33,7 +33,7 @@ def packed_of(pool: PagePool, store: StateStore, tokens: Sequence[Token]) -> tup
     """All that the tree has of a text."""
     nodes = pool.tree.match(tokens)
     pages = range(len(nodes))
-    packed = pack_pages(whole(store), nodes, 0, {32: pages, TAILS: pages})
+    packed = pack_pages(whole(store), nodes, 0, {32: pages, SNAPSHOTS: pages})
     payload = b"".join(packed.state.payload())
     assert packed.nbytes == len(payload)
     return packed, payload
@@ -70,7 +70,7 @@ def test_a_prefix_moves_with_its_windows_and_snapshots() -> None:
     assert all(same(ALL, *pair, here, there) for pair in zip(reservation.pages, found.pages, strict=True))
     moved = zip(reservation.windows[32].entries, found.windows[32].entries, strict=True)
     assert all(same(32, mine, theirs, here, there) for (mine, _), (theirs, _) in moved)
-    assert same(TAILS, node.snapshot, found.snapshot, here, there)
+    assert same(SNAPSHOTS, node.snapshot, found.snapshot, here, there)
 
 
 def test_what_does_not_fit_changes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Pages of window lifetimes and snapshots: what is freed, what a cached prefix needs, and that nothing leaks."""
+"""Pages of window groups and snapshots: what is freed, what a cached prefix needs, and that nothing leaks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_request_holds_no_more_than_its_window() -> None:
 
 
 def test_a_prefix_is_usable_where_its_window_is_complete() -> None:
-    """The pages of lifetime ALL are all cached; of the window's only those that were not needed elsewhere."""
+    """The pages of window group ALL are all cached; of the window's only those that were not needed elsewhere."""
     tokens = tokens_of(1, 2, 3, 4, 5, 6)
     pool = PagePool(100, {WINDOW: 9})
     run(pool, tokens).release()
@@ -64,7 +64,7 @@ def test_a_quota_is_a_promise() -> None:
             try:
                 live.append(run(pool, tokens_of(*(rng.randrange(3) for _ in range(rng.randrange(1, 12))))))
             except OutOfPages:
-                pytest.fail("lifetime ALL has room")
+                pytest.fail("window_group ALL has room")
         if step % 7 == 0:
             pool.check_integrity()
     assert pool.tree.pages > 20

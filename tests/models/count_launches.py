@@ -33,7 +33,7 @@ def of_round(decoder: Decoder, width: int = 1) -> Counter[str]:
 def without_wishes(patch: Callable[..., object]) -> None:
     """No layer asks for quantised inputs, so each quantises its own. patch: as ``setattr``."""
     for kind in (_Fp8, Fp8Experts):
-        patch(kind, "wish", lambda *given: None)
+        patch(kind, "input_format", lambda *given: None)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tests.models.harness import PAGE
 from unisono.attention.base import AttentionBackend, AttentionInputs
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.config import catalog
 from unisono.drafters.mtp.checkpoint import MTPCheckpoint
 from unisono.drafters.mtp.model import MTPModule
@@ -41,4 +41,4 @@ def run(module: MTPModule, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.
         query_start=torch.tensor([0, count], dtype=torch.int32),
     )
     state = map_tree(module.state_specs(), lambda spec: torch.zeros(pages + 1, *spec.shape))
-    return module(tokens, hidden, PassContext.of(inputs), state)
+    return module(tokens, hidden, ForwardContext.of(inputs), state)

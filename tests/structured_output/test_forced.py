@@ -12,7 +12,7 @@ import pytest
 from tests.structured_output.lane_processes import lanes
 from unisono.config.catalog import resolve_name
 from unisono.structured_output.matcher import Follower, Matcher
-from unisono.structured_output.thinking import ThinkingMatcher, Thoughts
+from unisono.structured_output.thinking import MarksCache, ThinkingMatcher
 from unisono.structured_output.workers.compiler import Grammars
 from unisono.structured_output.workers.walk import allows
 from unisono.text.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ def test_a_lane_that_dies_forces_nothing_and_costs_nothing(grammars: Grammars) -
 
 def test_thoughts(grammars: Grammars) -> None:
     """A budget that is spent forces the closing mark; after it the grammar forces what it does."""
-    thoughts = Thoughts(DIRECTORY, VOCAB)
+    thoughts = MarksCache(DIRECTORY, VOCAB)
     thinking = Thinking("<think>", "</think>", "thinking", 2)
     marks = thoughts.prepare(thinking).result()
     form = StructuredOutputs(choice=("yes",))

@@ -12,7 +12,7 @@ import pytest
 
 from unisono.config.catalog import resolve_name
 from unisono.structured_output.matcher import GrammarError
-from unisono.structured_output.thinking import LINE_ENDS, Marks, ThinkingMatcher, Thoughts
+from unisono.structured_output.thinking import LINE_ENDS, Marks, MarksCache, ThinkingMatcher
 from unisono.structured_output.workers.compiler import Grammars
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, SamplingParams, StructuredOutputs, Thinking
@@ -29,8 +29,8 @@ FORM = StructuredOutputs(regex=PATTERN)
 
 
 @pytest.fixture(scope="module")
-def thoughts() -> Iterator[Thoughts]:
-    found = Thoughts(DIRECTORY, VOCAB)
+def thoughts() -> Iterator[MarksCache]:
+    found = MarksCache(DIRECTORY, VOCAB)
     yield found
     found.close()
 
@@ -46,7 +46,7 @@ Make = Any
 
 
 @pytest.fixture
-def make(thoughts: Thoughts, grammars: Grammars) -> Make:
+def make(thoughts: MarksCache, grammars: Grammars) -> Make:
     def matcher(
         state: str = "thinking",
         budget: int | None = None,
@@ -277,10 +277,10 @@ def test_what_makes_no_sense() -> None:
 
 def test_without_a_tokenizer(tmp_path: Any) -> None:
     with pytest.raises(BadRequest, match="no tokenizer"):
-        Thoughts(tmp_path, VOCAB).prepare(Thinking("<", ">")).result()
+        MarksCache(tmp_path, VOCAB).prepare(Thinking("<", ">")).result()
 
 
-def test_marks_are_found_once(thoughts: Thoughts) -> None:
+def test_marks_are_found_once(thoughts: MarksCache) -> None:
     first = thoughts.prepare(Thinking("<think>", "</think>")).result()
     assert isinstance(first, Marks)
     assert thoughts.prepare(Thinking("<think>", "</think>", "begin", 3)).result() is first

@@ -18,7 +18,7 @@ from unisono.structured_output.json_schema.values import Validator
 from unisono.structured_output.matcher import GrammarError, Matcher
 from unisono.structured_output.workers.compiler import Grammars
 from unisono.text.tokenizer import Tokenizer
-from unisono.text.tool_parsers.base import Context, Schema, Tool, Written
+from unisono.text.tool_parsers.base import ParserContext, SchemaPart, TagPart, Tool
 from unisono.text.tool_parsers.formats import NAMES
 from unisono.text.tool_parsers.structure import MAX_CALLS, Structure
 from unisono.types import SamplingParams, StructuredOutputs
@@ -69,7 +69,7 @@ def takes(grammars: Grammars, asked: StructuredOutputs, text: str, specials: dic
 
 def written(form: Any, arguments: str, calls: int) -> str:
     parts = form.call(TOOLS[0])
-    own = {Schema: arguments, Written: "0" if form.name == "kimi_k2" else arguments}
+    own = {SchemaPart: arguments, TagPart: "0" if form.name == "kimi_k2" else arguments}
     one = "".join(part if isinstance(part, str) else own[type(part)] for part in parts)
     return form.before + form.between.join([one] * calls) + form.after
 
@@ -85,7 +85,7 @@ def test_calls_that_must_come(grammars: Grammars, name: str, special: str | None
     for calls in (1, 2):
         text = written(form, good, calls)
         assert takes(grammars, asked, text, specials)
-        reader = form.reader(Context(TOOLS, str))
+        reader = form.reader(ParserContext(TOOLS, str))
         found = reader.feed(text, last=True)
         assert reader.count == calls
         assert json.loads("".join(call.arguments for call in found.calls if call.index == 0)) == json.loads(JSON)
@@ -204,7 +204,7 @@ def test_no_mask_leads_to_a_dead_end_and_every_call_is_valid(name: str) -> None:
             written.append(token)
         if not matcher.is_accepting():
             continue
-        reader = NAMES[name].reader(Context(tools, str))
+        reader = NAMES[name].reader(ParserContext(tools, str))
         found = reader.feed(TOKENIZER.decode(written), last=True)  # type: ignore[union-attr]
         assert found.calls
         for index in range(reader.count):

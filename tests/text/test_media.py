@@ -22,7 +22,7 @@ from tests.http.conftest import until
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.media.decoding.videos import VideoRules, resized, sampled, video_rules
 from unisono.media.fetching.sources import MediaSource, Options
-from unisono.media.loader import MediaLoader, Vision, _Kept
+from unisono.media.loader import MediaLoader, Vision, _LoadedCache
 from unisono.media.settings import MediaSettings
 from unisono.media.worker import as_dtype
 from unisono.text.tokenizer import Tokenizer
@@ -270,7 +270,7 @@ def test_bfloat16_and_float16_are_rounded_as_torch_does() -> None:
 def test_placeholders_must_fit(inputs: InputProcessor) -> None:
     image = pics.picture(64, 64)
     for text in ("no placeholder", PAD + PAD, f"{PAD} and {pics.IMAGE}"):
-        with pytest.raises(BadRequest, match="placeholders for 1 picture"):
+        with pytest.raises(BadRequest, match="placeholders for 1 image"):
             inputs.prompt({"prompt": text, "multi_modal_data": {"image": image}})
     with pytest.raises(BadRequest, match="0 placeholders for 1 video"):
         inputs.prompt({"prompt": PAD, "multi_modal_data": {"image": image, "video": [[image, image]]}})
@@ -278,7 +278,7 @@ def test_placeholders_must_fit(inputs: InputProcessor) -> None:
         with pytest.raises(BadRequest, match=wrong):
             inputs.prompt({"prompt": PAD, "multi_modal_data": data})
     prompt = inputs.prompt({"prompt": PAD, "multi_modal_data": {"image": image}})
-    with pytest.raises(BadRequest, match="truncate_prompt_tokens cuts token ids, and this prompt has pictures"):
+    with pytest.raises(BadRequest, match="truncate_prompt_tokens cuts token ids, and this prompt has images"):
         inputs.request("a", prompt, SamplingParams(truncate_prompt_tokens=3))
     assert inputs.request("a", prompt, SamplingParams()).media == prompt.media
 
@@ -318,7 +318,7 @@ def test_what_was_preprocessed_is_kept(inputs: InputProcessor) -> None:
         assert len(asked) == 2
     finally:
         workers.ask = ask  # type: ignore[method-assign]
-    kept = _Kept(2 * 77 * 66 * 100)
+    kept = _LoadedCache(2 * 77 * 66 * 100)
     for number in range(3):
         item = inputs.media.load(MediaSource("image", "p", pics.picture(77, 66, number)))
         kept.put(bytes([number]), item, ("image", f"name {number}"))
@@ -361,7 +361,7 @@ def test_broken_processors(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").unlink()
     bare = MediaLoader(Vision.of(pics.vision(style)), tmp_path, MediaSettings(), "float32", 99)
     bare.prepare()
-    with pytest.raises(BadRequest, match=r"p is a picture, and this checkpoint has no preprocessor_config\.json"):
+    with pytest.raises(BadRequest, match=r"p is an image, and this checkpoint has no preprocessor_config\.json"):
         bare.check([MediaSource("image", "p", b"")])
 
 

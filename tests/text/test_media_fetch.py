@@ -354,11 +354,11 @@ def test_files_inside(allowed: Path) -> None:
         ("file:///nowhere/at/all", "outside of the directory"),
         ("file://{0}/none.png", "does not exist"),
         ("file://{0}/loop", "outside|does not exist"),
-        ("file://{0}/sub", "no regular file"),
-        ("file://{0}/fifo", "no regular file"),
-        ("file://{0}/a%20b.png%00", "no URL of a file"),
+        ("file://{0}/sub", "does not name a regular file"),
+        ("file://{0}/fifo", "does not name a regular file"),
+        ("file://{0}/a%20b.png%00", "not a file URL"),
         ("file://elsewhere/a.png", "host 'elsewhere'"),
-        ("file:relative.png", "no URL of a file"),
+        ("file:relative.png", "not a file URL"),
     ],
 )
 def test_files_that_are_refused(url: str, words: str, allowed: Path) -> None:

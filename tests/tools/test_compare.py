@@ -66,13 +66,13 @@ def test_a_broken_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.clear()
         return plain(self, **more)
 
-    def wrong(x: torch.Tensor, wish: Any) -> Any:
+    def wrong(x: torch.Tensor, placement: Any) -> Any:
         if side[-1] == "B" and x.shape[0] >= 6:
             calls.append(x.shape[0])
             if len(calls) % 8 == 6:  # eight layers
                 x = x.clone()
                 x[3:, 7] += 4.0
-        return kernel(x, wish)
+        return kernel(x, placement)
 
     plain = Side.open
     monkeypatch.setattr(Side, "open", opened)

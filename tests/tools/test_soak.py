@@ -1,4 +1,4 @@
-"""``unisono bench soak``: a short one for real, and what it must not overlook."""
+"""``python -m benchmarks.soak``: a short one for real, and what it must not overlook."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-from unisono.tools.bench.soak import Held, Report, _lives
-from unisono.tools.bench.soak_requests import CHAT, TEXT, Answer, Case, Client, Outcome, cases, joined, judge
+from benchmarks.soak import Held, Report, _lives
+from benchmarks.soak_requests import CHAT, TEXT, Answer, Case, Client, Outcome, cases, joined, judge
 
 ROOT = Path(__file__).parents[2]
 
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "unisono", "bench", "soak", *arguments]
+    command = [sys.executable, "-m", "benchmarks.soak", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 

@@ -263,13 +263,13 @@ def test_the_head_is_the_one_that_serves(model: TinyVL, tokenizer: Tokenizer, tm
     taught = Taught(x, aux, x, mask, (angles[0], angles[1]), torch.ones(rows, length, dtype=torch.bool))
     backend = TrainingAttention()
     served: Any = opened.build(Target, lambda heads, kv: backend, 64, torch.float32, "cpu")  # type: ignore[arg-type]
-    from unisono.attention.context import PassContext
+    from unisono.attention.context import ForwardContext
 
     hidden, earlier = served.encode(aux.flatten(0, 1)).view(rows, length, -1), ()
     for first, logits in head.unroll(taught):
         count = length - first
         inputs, (kv,) = new_pass(served.config, rows, count, first, count, 1, torch.float32, ids.device, earlier)
-        out = served(ids[:, first:].flatten().int(), hidden[:, :count].flatten(0, 1), PassContext.of(inputs), kv)
+        out = served(ids[:, first:].flatten().int(), hidden[:, :count].flatten(0, 1), ForwardContext.of(inputs), kv)
         state, want = served.finish(out)
         hidden, earlier = state.view(rows, count, -1), (*earlier, kv)
         torch.testing.assert_close(logits, want.view(rows, count, -1), atol=1e-4, rtol=1e-4)
@@ -382,7 +382,7 @@ def test_eval_measures_drafts_with_and_without_the_picture(
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("0 of 2 right")
     assert [bool(re.match(r"\d\.\d\d tokens per round", line)) for line in lines[2:4]] == [True, True]
-    assert lines[3].endswith("with the pictures' embeddings withheld from the drafts")
+    assert lines[3].endswith("with image embeddings withheld from the drafts")
     assert lines[4] == "0 of 2 answers differ between the two"
     heads = list(dict.fromkeys(head for head, _ in given))
     assert [any(count for head, count in given if head is one) for one in heads] == [True, False]

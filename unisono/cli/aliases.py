@@ -1,10 +1,8 @@
-"""SGLang's and vLLM's names of flags, for the commands that start an engine; the table is in
-``docs/reference/flags.md``.
+"""Flag names of SGLang and vLLM for the commands that start an engine; ``docs/reference/flags.md`` has the table.
 
-:func:`translate` rewrites a command line before it is parsed. An alias gives the same as the flag that it stands for,
-or is accepted with a note that says what happens instead. Nothing is ignored in silence: a value that cannot be
-honoured is an error, and so is an unknown flag, which names the nearest known one. ``cli`` calls it; no other module
-does.
+:func:`translate` rewrites a command line before it is parsed. An alias is replaced by its flag, or accepted with a note
+of what happens instead. No flag is ignored silently: a value that cannot be honoured is an error, and so is an unknown
+flag; its error names the nearest known one. Only ``cli`` calls it.
 """
 
 from __future__ import annotations
@@ -35,9 +33,10 @@ from unisono.types import ConfigError
 
 @dataclass
 class Translation:
-    """The rewritten command line as it grows. path: the model, where a flag named it. notes: for the user to read.
-    defaults: "flag=value" where nothing else sets that flag. more: where further values of a flag that takes several
-    stand.
+    """The rewritten command line while it is built.
+
+    path: the model, if a flag named it. notes: messages for the user. defaults: "flag=value" for flags that are not set
+    otherwise. more: positions of further values of a flag that takes several.
     """
 
     arguments: list[str] = field(default_factory=list)
@@ -50,7 +49,7 @@ class Translation:
     more: dict[int, str] = field(default_factory=dict)
 
     def switch(self, flag: str) -> None:
-        """An alias without a value."""
+        """Rewrite an alias without a value."""
         if flag in NOTED_SWITCHES:
             self.notes.append(f"{flag}: nothing to do; {NOTED_SWITCHES[flag]}.")
         elif "=" in SWITCHES[flag]:
@@ -59,7 +58,7 @@ class Translation:
             self.arguments.append(SWITCHES[flag])
 
     def value(self, flag: str, value: str) -> None:
-        """An alias with a value."""
+        """Rewrite an alias with a value."""
         if flag == "--speculative-num-steps":
             self.steps = _whole(flag, value, "; --speculative-method none drafts nothing")
         if flag in RENAMED:
@@ -96,19 +95,21 @@ class Translation:
 
     def kv_transfer(self, flag: str, value: str) -> None:
         try:
-            given = json.loads(value)
-            role = given["kv_role"]
+            values = json.loads(value)
+            role = values["kv_role"]
             self.arguments += ["--role", ROLES[role]]
-            if given.get("kv_connector") == "NixlConnector":
+            if values.get("kv_connector") == "NixlConnector":
                 self.arguments += ["--transfer-backend", "nixl"]
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f'{flag} {value}: give JSON with a "kv_role" of {", ".join(ROLES)}.') from None
-        self.notes.append(f"{flag}: the role is {ROLES[role]}; --transfer-listen and --prefill-url say where pages go.")
+        self.notes.append(
+            f"{flag}: the role is {ROLES[role]}; --transfer-listen and --prefill-url set the addresses of pages."
+        )
 
     def finish(self) -> None:
-        """What takes several flags: a chain of drafts, or a tree; and defaults."""
-        given = {argument.partition("=")[0] for argument in self.arguments}
-        self.arguments += [each for each in self.defaults if each.partition("=")[0] not in given]
+        """Add the flags that depend on several aliases (a chain or a tree of drafts), and the defaults."""
+        values = {argument.partition("=")[0] for argument in self.arguments}
+        self.arguments += [each for each in self.defaults if each.partition("=")[0] not in values]
         drafts = self.draft_tokens
         if self.topk > 1:
             if drafts is None or drafts < 2:
@@ -137,40 +138,40 @@ READ: dict[str, Callable[[Translation, str, str], None]] = {
     "--speculative-num-draft-tokens": Translation.num_draft_tokens,
     "--mamba-scheduler-strategy": Translation.mamba_strategy,
 }
-"""Flags with a value that more is to be said of."""
+"""Flags with a value that need more than a replacement."""
 
 ALIASES = tuple(
     flag
     for flag in (*SHORT, *RENAMED, *SWITCHES, *READ, *ACCEPTED, *NOTED_VALUES, *NOTED_SWITCHES, *REFUSED)
     if flag != "--load-format"
 )
-"""Every name that is not a flag of ours."""
+"""Every name that is not a flag of Unisono."""
 
 
 def translate(
     arguments: Sequence[str], known: Collection[str], switches: Collection[str], lists: Collection[str] = ()
 ) -> Translation:
-    """Rewrite a command line. known: every flag of the command; switches: those of them that take no value; lists:
-    those that take one value or several, as ``--served-model-name a b``.
+    """Rewrite a command line.
 
-    Raises ConfigError for a value that cannot be honoured, a missing value, a flag that is neither known nor an alias,
-    and a model that is named twice.
+    known: every flag of the command. switches: those without a value. lists: those with one value or several, such as
+    ``--served-model-name a b``. Raises ConfigError for a value that cannot be honoured, a missing value, a flag that is
+    neither known nor an alias, and a model that is named twice.
     """
     result, positional = Translation(), list[str]()
     rest = deque(arguments)
     while rest:
         argument = rest.popleft()
-        flag, equals, given = argument.partition("=")
+        flag, equals, values = argument.partition("=")
         flag = SHORT.get(flag, flag)
         if flag.startswith("--"):
-            flag = flag.replace("_", "-")  # as vLLM takes names
-        if (long := RENAMED.get(flag)) in ACCEPTED:  # a flag of some commands only
+            flag = flag.replace("_", "-")  # vLLM accepts underscores, too
+        if (long := RENAMED.get(flag)) in ACCEPTED:  # only some commands have the flag
             flag = long
         if not flag.startswith("--") or flag == "--":
             positional.append(argument)
             result.arguments.append(argument)
         elif flag in known and flag not in READ:
-            result.arguments.append(flag + equals + given)
+            result.arguments.append(flag + equals + values)
             if not equals and flag not in switches and rest:
                 result.arguments.append(rest.popleft())
             while flag in lists and rest and not rest[0].startswith("-"):
@@ -181,7 +182,7 @@ def translate(
         elif flag in REFUSED:
             refuse(flag)
         elif flag in RENAMED or flag in READ or flag in ACCEPTED or flag in NOTED_VALUES:
-            result.value(flag, given if equals else _value(flag, rest))
+            result.value(flag, values if equals else _value(flag, rest))
         else:
             raise ConfigError(f"{flag} is unknown. {_nearest(flag, known)}")
     if result.path is not None:

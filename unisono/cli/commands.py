@@ -1,6 +1,6 @@
-"""The commands that run a model in this process: ``generate``, ``chat``, ``explain`` and ``eval``.
+"""The commands that run a model in this process: ``generate``, ``chat``, ``explain``, ``compare`` and ``eval``.
 
-Each takes the engine's flags as a dict first; ``cli`` adds them to its command line.
+Each takes the engine's flags as its first argument, a dict; ``cli/main.py`` adds them to its command line.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unisono.cluster.heap import uncollected
+from unisono.config import env
 from unisono.console.output import print_dry_run, print_tables, show_progress, stderr
 from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, UnisonoError
 
 if TYPE_CHECKING:
     from unisono.entrypoints.llm import LLM
-    from unisono.tools.chat.answers import Source
+    from unisono.tools.chat.answers import AnswerSource
 
 ModelPath = Annotated[
     str,
@@ -42,7 +43,7 @@ SampleSeed = Annotated[
 def generate(
     flags: dict[str, Any],
     path: ModelPath = "tiny",
-    prompt: Annotated[str | None, typer.Option(help="Text to continue; default: standard input.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt; default: standard input.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -51,13 +52,13 @@ def generate(
     seed: SampleSeed = None,
 ) -> None:
     """Continue a prompt."""
-    asked = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    sampling = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     if prompt is None:
         prompt = sys.stdin.read()
     with _load(path, flags) as llm:
         if llm.tokenizer is None:
             raise BadRequest(f"{path} has no tokenizer, so it cannot take text.")
-        params = _params(llm, asked)
+        params = _params(llm, sampling)
         _stream(llm, llm.tokenizer.encode(prompt), params)
         stderr.print(f"[dim]seed {params.seed}[/]", highlight=False)
 
@@ -80,13 +81,15 @@ def chat(
     min_p: MinP = None,
     seed: SampleSeed = None,
 ) -> None:
-    """Talk to a model: one in this process, or with --url a server's. /help lists commands; Ctrl-D ends.
+    r"""Chat with a model: one in this process, or with --url a server's.
 
-    Ctrl-C stops an answer. In a pipe each line of the input is a question and each line of the output an answer, whose
-    line breaks are written as \\n.
+    /help lists commands; Ctrl-D ends.
+
+    Ctrl-C stops an answer. In a pipe each line of the input is a question and each line of the output an answer, with
+    line breaks written as \n.
     """
-    asked = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    params = {name: value for name, value in asked.items() if value is not None}
+    sampling = _asked(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    params = {name: value for name, value in sampling.items() if value is not None}
     from unisono.tools.chat.screen import Screen
     from unisono.tools.chat.session import Session
 
@@ -95,12 +98,12 @@ def chat(
 
 
 @contextlib.contextmanager
-def _source(path: str | None, url: str | None, api_key: str | None, flags: dict[str, Any]) -> Iterator[Source]:
-    """Where a chat's answers come from. Raises UnisonoError."""
+def _source(path: str | None, url: str | None, api_key: str | None, flags: dict[str, Any]) -> Iterator[AnswerSource]:
+    """The source of a chat's answers. Raises UnisonoError."""
     if url is not None:
         from unisono.tools.chat.remote import RemoteModel
 
-        key = api_key or os.environ.get("UNISONO_API_KEY") or os.environ.get("OPENAI_API_KEY")
+        key = api_key or env.api_key() or os.environ.get("OPENAI_API_KEY")
         with contextlib.closing(RemoteModel(url, path, key)) as source:
             yield source
         return
@@ -121,7 +124,7 @@ def explain(
         bool, typer.Option("--dry-run", help="Start no engine and download no weights: support, decisions, memory.")
     ] = False,
 ) -> None:
-    """Start the engine, say what it decided and why, and which passes replay graphs."""
+    """Start the engine; print its decisions with their reasons, and the passes that replay graphs."""
     if dry_run:
         _explain_without_engine(path, flags, as_json)
         return
@@ -134,7 +137,7 @@ def explain(
 
 
 def _explain_without_engine(path: str, flags: dict[str, Any], as_json: bool) -> None:
-    """Print what an engine would decide and take, as far as the model's files tell."""
+    """Print the decisions and the memory of an engine, as far as the model's files tell."""
     from unisono.config import EngineConfig
     from unisono.config.preflight.model import find_model, remote_bytes
     from unisono.engine.startup.dry_run import dry_run, rows
@@ -163,8 +166,8 @@ def compare(
 ) -> None:
     """Find the first token in which two configurations differ, and the layer and op that make it differ.
 
-    Both answer the same prompts. Where they differ, both run again without graphs, and the results of all ops
-    of the model are compared bit by bit for every position before. Exit status 1 if a prompt differs.
+    Both answer the same prompts. For a difference, both run again without graphs, and the results of all ops of the
+    model are compared bit by bit for every position before it. Exit status 1 if a prompt differs.
     """
     from unisono.tools.compare.command import Side, report
     from unisono.tools.compare.command import compare as run
@@ -180,12 +183,12 @@ def compare(
 def evaluate(
     flags: dict[str, Any],
     path: ModelPath = "tiny",
-    problems: Annotated[int, typer.Option(min=1, max=500, help="Held-out problems to ask.")] = 100,
+    problems: Annotated[int, typer.Option(min=1, max=500, help="Number of held-out problems.")] = 100,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 256,
 ) -> None:
-    """Accuracy on the bundled models' held-out problems, tokens a second, and how drafts fare.
+    """Measure accuracy on held-out problems, tokens per second, and acceptance of drafts.
 
-    A model that sees is asked about pictures. With speculation, drafts are also measured without their embeddings.
+    Vision models get problems with images. With speculation, drafts are also measured without image embeddings.
     """
     from unisono.tools.eval.command import evaluate as run
     from unisono.tools.eval.command import pictures_withheld
@@ -196,7 +199,7 @@ def evaluate(
     if found.pictures and found.accept_length is not None:
         with pictures_withheld(), _load(path, flags) as llm:
             blind = run(llm, problems, max_tokens)
-        print(f"{blind.acceptance} with the pictures' embeddings withheld from the drafts")
+        print(f"{blind.acceptance} with image embeddings withheld from the drafts")
         differ = sum(a != b for a, b in zip(found.answers, blind.answers, strict=True))
         print(f"{differ} of {found.problems} answers differ between the two")
         if differ:
@@ -204,7 +207,7 @@ def evaluate(
 
 
 def _asked(**values: Any) -> dict[str, Any]:
-    """The sampling flags that were given. Raises typer.BadParameter, before any model is loaded, for a bad one."""
+    """The sampling flags that are set. Raises typer.BadParameter for a bad value, before any model is loaded."""
     given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
     try:
         SamplingParams(**given)
@@ -213,11 +216,11 @@ def _asked(**values: Any) -> dict[str, Any]:
     return given
 
 
-def _params(llm: LLM, asked: dict[str, Any]) -> SamplingParams:
-    """The checkpoint's defaults, what was asked for, and a seed."""
+def _params(llm: LLM, sampling: dict[str, Any]) -> SamplingParams:
+    """The checkpoint's defaults, the flags, and a random seed."""
     defaults = llm.engine.default_params()
     names = ("temperature", "top_k", "top_p", "min_p")
-    return SamplingParams(**{n: getattr(defaults, n) for n in names} | {"seed": secrets.randbits(53)} | asked)
+    return SamplingParams(**{n: getattr(defaults, n) for n in names} | {"seed": secrets.randbits(53)} | sampling)
 
 
 @contextlib.contextmanager
@@ -232,7 +235,7 @@ def _load(path: str, flags: dict[str, Any]) -> Iterator[LLM]:
 
 
 def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
-    """Print a text as it comes."""
+    """Print a text while it is generated."""
     from unisono.text.detokenizer import Detokenizer
 
     assert llm.tokenizer is not None

@@ -12,23 +12,23 @@ from unisono.types import ConfigError
 
 
 def with_config(arguments: Sequence[str], switches: Collection[str]) -> list[str]:
-    """The command line with the flags of its ``--config`` file in front of its own.
+    """The command line, preceded by the flags of its ``--config`` file.
 
-    Keys are flags without the dashes in front; "model" is PATH. A list gives a flag several values, true and false turn
-    a switch on and off. A key whose flag is on the command line is left out. switches: the flags that take no value.
+    Keys are flags without the leading dashes; "model" is PATH. A list gives a flag several values; true and false turn
+    a switch on and off. A key whose flag is on the command line is left out. switches: the flags without a value.
     Raises ConfigError.
     """
     own, file = _split(arguments)
     if file is None:
         return list(arguments)
-    given = {_stem(argument.partition("=")[0]) for argument in own if argument.startswith("--")}
+    stems = {_stem(argument.partition("=")[0]) for argument in own if argument.startswith("--")}
     path: list[str] = []
     flags: list[str] = []
     for key, value in _read(file).items():
         flag = "--" + key.replace("_", "-")
         if flag in ("--model", "--model-path"):
             path = [] if _names_model(own, switches) else ["--model", str(value)]
-        elif _stem(flag) not in given:
+        elif _stem(flag) not in stems:
             flags += _arguments(flag, value, switches, file)
     return [*path, *flags, *own]
 
@@ -81,12 +81,12 @@ def _arguments(flag: str, value: Any, switches: Collection[str], file: str) -> l
 
 
 def _stem(flag: str) -> str:
-    """A flag's name by which it and its opposite are the same, in our spelling."""
+    """A flag's name in Unisono's spelling, equal for a flag and its negation."""
     return RENAMED.get(flag, flag).removeprefix("--").removeprefix("no-")
 
 
 def _names_model(own: Sequence[str], switches: Collection[str]) -> bool:
-    """Whether the command line has PATH, or --model."""
+    """True if the command line has PATH or --model."""
     rest = iter(own)
     for argument in rest:
         flag = argument.partition("=")[0]

@@ -1,4 +1,4 @@
-"""Flags of every command that starts an engine, in groups. ``cli.py`` adds them to its commands."""
+"""Flags of every command that starts an engine, in groups. ``cli/main.py`` adds them to its commands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scheduling_flags(
     ] = 50.0,
     max_forced_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens that a grammar leaves no choice about, drafted in a round at most; 0: none."),
+        typer.Option(help="Most drafts per round that a grammar leaves no choice about; 0: none."),
     ] = None,
     enable_mixed_chunk: Annotated[
         bool | None,
@@ -191,13 +191,13 @@ def model_flags(
     ] = None,
     config: Annotated[str | None, typer.Option(help="YAML file of flags; the command line wins.")] = None,
 ) -> None:
-    """Flags of the model and its files: fields of ``EngineConfig``, and what they are read from."""
+    """Flags of the model and its files: fields of ``EngineConfig``, and the sources of their values."""
 
 
 def speculative_flags(
     speculative_config: Annotated[
         str | None,
-        typer.Option(help='How to draft, JSON: {"method": …, "model": PATH, "num_speculative_tokens": k, …}.'),
+        typer.Option(help='Drafter, JSON: {"method": …, "model": PATH, "num_speculative_tokens": k, …}.'),
     ] = None,
     speculative_method: Annotated[
         str | None, typer.Option(help=f"Drafting method: {', '.join(catalog.drafters.names)}.")

@@ -1,7 +1,7 @@
-"""The command line: ``unisono serve | generate | chat | explain | compare | bench``.
+"""The command line: ``unisono serve | generate | chat | explain | compare | eval | bench | train-draft``.
 
-Flags carry vLLM's and SGLang's names. This file parses and prints; the work is done by ``llm``, ``server`` and
-``tools``, imported inside the command that needs them so that ``unisono --help`` is quick. Exit status: 0, 1 for an
+Flags have vLLM's and SGLang's names. This file parses and prints; ``entrypoints``, ``http`` and ``tools`` do the work.
+They are imported inside the command that needs them, so that ``unisono --help`` is quick. Exit status: 0, 1 for an
 error, 2 for a flag that cannot be honoured.
 """
 
@@ -22,12 +22,11 @@ from unisono.cli.commands import ModelPath, chat, compare, evaluate, explain, ge
 from unisono.cli.config_file import with_config
 from unisono.cli.engine_flags import ENGINE_FLAGS
 from unisono.cli.server_flags import answer_flags, http_flags, load_flags, media_flags, operation_flags, scale_flags
-from unisono.config import catalog, hub
+from unisono.config import catalog, env, hub
 from unisono.config.preflight.model import check_engine_model, check_model, read_overrides
 from unisono.console.help import HelpfulCommand, group_of
-from unisono.console.output import Commands, note, show_progress
+from unisono.console.output import CommandGroup, note, show_progress
 from unisono.console.values import (
-    API_KEY,
     LOG_LEVELS,
     checked_key,
     log_level_named,
@@ -40,10 +39,10 @@ from unisono.types.lora import read_modules
 
 
 class _EngineCommand(HelpfulCommand):
-    """A command that starts an engine: it also takes a file of flags, and other engines' names of flags."""
+    """A command that starts an engine. It also takes a file of flags, and other engines' flag names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:  # a shell completes the line
+        if ctx.resilient_parsing:  # shell completion
             return super().parse_args(ctx, args)
         options = [p for p in self.get_params(ctx) if p.param_type_name == "option"]
         known = {name for p in options for name in (*p.opts, *p.secondary_opts)}
@@ -68,10 +67,10 @@ def _train_draft() -> typer.Typer:
 
 
 LAZY: Mapping[str, Callable[[], typer.Typer]] = {"bench": _bench, "train-draft": _train_draft}
-"""Commands that are imported when they run, or are completed."""
+"""Commands that are imported only when they run or are completed."""
 
 
-class _Root(Commands):
+class _Root(CommandGroup):
     """The program's commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -83,7 +82,7 @@ class _Root(Commands):
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    """The value of a flag among arguments that are not parsed yet; None without one."""
+    """The value of a flag in unparsed arguments; None without one."""
     for place, argument in enumerate(arguments):
         if argument == flag:
             return arguments[place + 1] if place + 1 < len(arguments) else None
@@ -106,10 +105,10 @@ def _parameters(*groups: Callable[..., None]) -> dict[str, inspect.Parameter]:
 
 
 NEED_TEXT = (generate, chat, evaluate)
-"""Commands that cannot do with token ids."""
+"""Commands that need a tokenizer."""
 
 ONE_REQUEST = {"graph_capture": "lazy", "max_num_seqs": 1}
-"""Defaults of commands that run one request at a time, and end soon."""
+"""Defaults of short-lived commands that run one request at a time."""
 
 
 def _engine_command(
@@ -118,10 +117,10 @@ def _engine_command(
     defaults: Mapping[str, Any] | None = None,
     **groups: Callable[..., None],
 ) -> Callable[..., None]:
-    """Adds the engine's flags to a command; it receives them, checked, as its first argument, a dict.
+    """Add the engine's flags to a command; it receives them, checked, as a dict in its first argument.
 
-    own_group: help group of the command's own flags. defaults: of flags, where they differ. groups: more flags; each
-    group is a dict that the command takes under the group's name.
+    own_group: help group of the command's own flags. defaults: values that differ from the flags' defaults. groups:
+    more flags; the command takes each group as a dict under the group's name.
     """
     flags = _parameters(*ENGINE_FLAGS)
     flags |= {name: flags[name].replace(default=value) for name, value in (defaults or {}).items()}
@@ -134,15 +133,15 @@ def _engine_command(
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
-        given = {name: values.pop(name) for name in flags}
+        settings = {name: values.pop(name) for name in flags}
         for name, group in more.items():
             values[name] = {each: values.pop(each) for each in group}
         if values.get("url") is not None:
-            _refuse_engine_flags(given, flags)
+            _refuse_engine_flags(settings, flags)
         else:
             weights = not values.get("dry_run", False)
-            values["path"] = _engine_settings(given, values["path"] or "tiny", command in NEED_TEXT, weights)
-        command(given, **values)
+            values["path"] = _engine_settings(settings, values["path"] or "tiny", command in NEED_TEXT, weights)
+        command(settings, **values)
 
     added = [*flags.values(), *(p for group in more.values() for p in group.values())]
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *added)]
@@ -152,7 +151,7 @@ def _engine_command(
 
 
 def _add_completion(parameter: inspect.Parameter) -> None:
-    """Let shells complete the values of a parameter, where they are known."""
+    """Let shells complete the values of a parameter, if they are known."""
     named = {
         "path": lambda: [name for name, home in catalog.bundled.items() if (home / "tokenizer.json").exists()],
         "speculative_method": lambda: catalog.drafters.names,
@@ -173,47 +172,47 @@ def _add_completion(parameter: inspect.Parameter) -> None:
         info.autocompletion = lambda incomplete: [one for one in values() if one.startswith(incomplete)]
 
 
-def _refuse_engine_flags(given: dict[str, Any], flags: Mapping[str, inspect.Parameter]) -> None:
-    """Flags of an engine mean nothing to a server that runs already. Raises ConfigError."""
-    for name, value in given.items():
+def _refuse_engine_flags(settings: dict[str, Any], flags: Mapping[str, inspect.Parameter]) -> None:
+    """Refuse engine flags together with --url: the server runs already. Raises ConfigError."""
+    for name, value in settings.items():
         if value != flags[name].default and name != "config":
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} is for an engine in this process; --url talks to one that runs. Drop either.")
 
 
-def _engine_settings(given: dict[str, Any], path: str, needs_text: bool, weights: bool) -> str:
-    """Make the flags' values, in place, fields of ``EngineConfig``; returns PATH with its revision.
+def _engine_settings(settings: dict[str, Any], path: str, needs_text: bool, weights: bool) -> str:
+    """Convert the flags' values, in place, to fields of ``EngineConfig``; returns PATH with its revision.
 
-    needs_text: the command needs a tokenizer. weights: a hub id's weights are downloaded. Checks what can be checked
-    before anything slow is imported. Raises ConfigError and CheckpointError.
+    needs_text: the command needs a tokenizer. weights: download the weights of a hub id. Runs every check that needs no
+    slow import. Raises ConfigError and CheckpointError.
     """
-    given["speculative"] = _speculative(
-        given.pop("speculative_config"),
-        method=given.pop("speculative_method"),
-        model=given.pop("speculative_model"),
-        num_speculative_tokens=given.pop("num_speculative_tokens"),
-        topk=given.pop("speculative_topk"),
-        num_draft_tokens=given.pop("speculative_tree_nodes"),
-        draft_quantization=given.pop("speculative_draft_quantization"),
+    settings["speculative"] = _speculative(
+        settings.pop("speculative_config"),
+        method=settings.pop("speculative_method"),
+        model=settings.pop("speculative_model"),
+        num_speculative_tokens=settings.pop("num_speculative_tokens"),
+        topk=settings.pop("speculative_topk"),
+        num_draft_tokens=settings.pop("speculative_tree_nodes"),
+        draft_quantization=settings.pop("speculative_draft_quantization"),
     )
-    given["lora_modules"] = read_modules(given["lora_modules"] or ())
-    given["hf_overrides"] = read_overrides("--hf-overrides", given["hf_overrides"] or {})
-    _check_names(given)
-    given.pop("config")  # it was read before the flags were
-    if revision := given.pop("revision"):
+    settings["lora_modules"] = read_modules(settings["lora_modules"] or ())
+    settings["hf_overrides"] = read_overrides("--hf-overrides", settings["hf_overrides"] or {})
+    _check_names(settings)
+    settings.pop("config")  # with_config has read it
+    if revision := settings.pop("revision"):
         path = _with_revision(path, revision)
-    _check_tokenizer(given)
+    _check_tokenizer(settings)
     from unisono.config import EngineConfig
 
-    check_engine_model(EngineConfig(path, **given), needs_text, weights)
+    check_engine_model(EngineConfig(path, **settings), needs_text, weights)
     return path
 
 
-def _check_names(given: dict[str, Any]) -> None:
+def _check_names(settings: dict[str, Any]) -> None:
     """Raise ConfigError for a name that the catalog lacks, before anything slow is imported."""
-    speculative, backend = given["speculative"], given["attention_backend"]
+    speculative, backend = settings["speculative"], settings["attention_backend"]
     named = {
-        "--quantization": (given["quantization"], catalog.formats),
+        "--quantization": (settings["quantization"], catalog.formats),
         "--speculative-method": (speculative.method if speculative else None, catalog.drafters),
         "--attention-backend": (None if backend == "auto" else backend, catalog.attention),
     }
@@ -222,12 +221,12 @@ def _check_names(given: dict[str, Any]) -> None:
             raise ConfigError(f"{flag} {name!r}: unknown {registry.kind}. Supported: {', '.join(registry.names)}.")
 
 
-def _check_tokenizer(given: dict[str, Any]) -> None:
-    """Make --tokenizer a directory that exists. Raises CheckpointError."""
-    if (tokenizer := given["tokenizer"]) is not None:
+def _check_tokenizer(settings: dict[str, Any]) -> None:
+    """Resolve --tokenizer to an existing directory. Raises CheckpointError."""
+    if (tokenizer := settings["tokenizer"]) is not None:
         if not catalog.resolve_name(tokenizer).exists():
             raise CheckpointError(f"--tokenizer {tokenizer} does not exist: give a directory.")
-        given["tokenizer"] = str(catalog.resolve_name(tokenizer))
+        settings["tokenizer"] = str(catalog.resolve_name(tokenizer))
 
 
 def _with_revision(path: str, revision: str) -> str:
@@ -237,14 +236,14 @@ def _with_revision(path: str, revision: str) -> str:
 
 
 def _speculative(text: str | None, **short: Any) -> SpeculativeConfig | None:
-    """The speculative config of the JSON and of the short flags, which win. Raises ConfigError."""
-    given = speculative_dict(text) if text else {}
-    given |= {name: value for name, value in short.items() if value is not None}
-    return SpeculativeConfig.parse(given) if given else None
+    """The speculative config of the JSON and of the short flags, which take precedence. Raises ConfigError."""
+    settings = speculative_dict(text) if text else {}
+    settings |= {name: value for name, value in short.items() if value is not None}
+    return SpeculativeConfig.parse(settings) if settings else None
 
 
-def _print_version(ctx: typer.Context, wanted: bool) -> None:
-    if wanted and not ctx.resilient_parsing:
+def _print_version(ctx: typer.Context, requested: bool) -> None:
+    if requested and not ctx.resilient_parsing:
         print(f"unisono {__version__}")
         raise typer.Exit
 
@@ -259,7 +258,7 @@ def _main(
 
 
 def _check_answers(answers: dict[str, Any]) -> None:
-    """Whether there are the parsers that flags name; keep what ``ServerSettings`` has. Raises ConfigError."""
+    """Check the parser names in flags, and remove flags that ``ServerSettings`` does not have. Raises ConfigError."""
     from unisono.text.reasoning import parser_named
     from unisono.text.tool_parsers.formats import format_named
 
@@ -269,7 +268,7 @@ def _check_answers(answers: dict[str, Any]) -> None:
 
 
 def _parts(http: dict[str, Any], load: dict[str, Any], scale: dict[str, Any]) -> dict[str, Any]:
-    """The parts of ``ServerSettings`` that these flags are fields of. Raises ConfigError."""
+    """The parts of ``ServerSettings`` with these flags as fields. Raises ConfigError."""
     from unisono.cluster.replicas.plan import ReplicaSettings
     from unisono.http.limits.overload import LoadLimits
     from unisono.http.settings import HttpSettings
@@ -300,7 +299,7 @@ def serve(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = 0,
     api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY, help="Require the header Authorization: Bearer KEY.")
+        str | None, typer.Option(envvar=env.API_KEY.name, help="Require the header Authorization: Bearer KEY.")
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, lines NAME sha256:DIGEST.")] = None,
     chat_template: Annotated[
@@ -316,7 +315,7 @@ def serve(
     from unisono.media.settings import MediaSettings
 
     _check_answers(answers)  # these raise before anything slow is imported
-    pictures = MediaSettings.of(**media)
+    media_settings = MediaSettings.of(**media)
     hide(api_key or "")
     key, template, level = checked_key(api_key), read_template(chat_template), log_level_named(log_level)
     with show_progress() as progress:
@@ -335,7 +334,7 @@ def serve(
             api_key_file=api_key_file,
             chat_template=template,
             drain_timeout=drain_timeout,
-            media=pictures,
+            media=media_settings,
             **_parts(http, load, scale),
             tokenizer=Path(flags["tokenizer"]) if flags["tokenizer"] else None,
             **answers,

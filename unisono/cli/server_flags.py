@@ -1,4 +1,4 @@
-"""The flags of ``unisono serve`` that are no engine's, by group; ``cli.py`` gives them to the command."""
+"""The flags of ``unisono serve`` beside the engine's, by group; ``cli/main.py`` adds them to the command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def answer_flags(
         str | None, typer.Option(help="Format of tool calls: hermes, mistral, …; default: by the chat template.")
     ] = None,
     enable_auto_tool_choice: Annotated[
-        bool, typer.Option("--enable-auto-tool-choice", help="Accepted for vLLM's sake: tool_choice auto always works.")
+        bool,
+        typer.Option(
+            "--enable-auto-tool-choice", help="Accepted for compatibility with vLLM: tool_choice auto always works."
+        ),
     ] = False,
     ignore_hosted_tools: Annotated[
         bool,
@@ -59,7 +62,7 @@ def answer_flags(
         ),
     ] = False,
 ) -> None:
-    """Flags of ``ServerSettings``: how requests and answers are read."""
+    """Flags of ``ServerSettings``: parsing of requests and answers."""
 
 
 def media_flags(
@@ -90,7 +93,7 @@ def media_flags(
     ] = None,
     media_processes: Annotated[int | None, typer.Option(help="Processes that decode images; default: 2.")] = None,
 ) -> None:
-    """The server's flags for pictures: fields of ``unisono.media.settings.MediaSettings``."""
+    """The server's flags for images and videos: fields of ``unisono.media.settings.MediaSettings``."""
 
 
 def load_flags(
@@ -103,7 +106,7 @@ def load_flags(
         int | None, typer.Option(help="Requests per minute, per API key or client address; further ones get 429.")
     ] = None,
 ) -> None:
-    """The server's flags that say what it takes on: fields of ``unisono.http.limits.overload.LoadLimits``."""
+    """The server's limits on queue and rate: fields of ``unisono.http.limits.overload.LoadLimits``."""
 
 
 def operation_flags(
@@ -126,7 +129,7 @@ def operation_flags(
         float, typer.Option(help="Seconds without a heartbeat until the engine counts as dead; 0: no limit.")
     ] = 30.0,
 ) -> None:
-    """The server's flags for those who run it."""
+    """The server's flags for operators: metrics, traces, adapters, profiles, restarts."""
 
 
 def scale_flags(
@@ -138,4 +141,4 @@ def scale_flags(
         str | None, typer.Option(help="Address of the Ray cluster, HOST:PORT or auto; implies the backend ray.")
     ] = None,
 ) -> None:
-    """The server's flags that say how many engines there are: fields of ``ReplicaSettings``."""
+    """The server's flags for several engines: fields of ``ReplicaSettings``."""

@@ -1,4 +1,4 @@
-"""The API process's side of the engine: sends requests, delivers deltas, starts the engine again after its death.
+"""Client of one engine: sends requests, delivers deltas, restarts the engine after its death.
 
 Runs in one event loop; ``server`` alone uses it. :mod:`unisono.cluster.engine_handle` has the process itself.
 """
@@ -18,7 +18,7 @@ import zmq
 from unisono.cluster import ipc
 from unisono.cluster.commands import CommandError
 from unisono.cluster.engine_handle import EngineHandle, Handle, Launcher, Progress
-from unisono.cluster.engines import ANYWHERE, Observer, Wish
+from unisono.cluster.engines import ANYWHERE, Observer, Placement
 from unisono.cluster.restarts import BACKOFF, Restarts
 from unisono.cluster.token_stream import TokenStream
 from unisono.types import BadRequest, EngineDead, EngineRequest, FinishReason, TokenDelta, UnisonoError
@@ -26,21 +26,21 @@ from unisono.types import BadRequest, EngineDead, EngineRequest, FinishReason, T
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT = 30.0
-"""Seconds without a heartbeat after which an engine process counts as dead, by default."""
+"""Default seconds without a heartbeat after which an engine process counts as dead."""
 
 
 class EngineClient:
     """An engine in a process of its own.
 
-    factory: ``"module:Class"`` called with ``config`` in that process. progress: called with a stage and its share
-    done, 0 … 1, while it loads. restarts: how often it is started again after it has died; None: never.
-    heartbeat_timeout: seconds without a heartbeat after which it counts as dead; 0: never. number: the engine's, among
-    several. launcher: starts the engine elsewhere, or otherwise. observer: is told of its requests. name: in the log.
+    factory: ``"module:Class"`` called with ``config`` in that process. progress: called with a stage and its completed
+    fraction, 0 … 1, while it loads. restarts: limits restarts after a death; None: no restart. heartbeat_timeout:
+    seconds without a heartbeat after which it counts as dead; 0: never. number: the engine's, among several. launcher:
+    starts the engine, by default as a process of this machine. observer: notified of its requests. name: in the log.
 
-    ``stepped`` is called with the tokens of each step that brought some, ``restarted`` with ``Engine.info()`` of an
-    engine that was started again, both with ``number``; ``amended`` makes its config of the first one's.
-    ``start_seconds``: what the last start took. ``infos``: the last that is known.
-    ``death`` is why the engine is dead, or None; ``restarting``: it will be back.
+    ``stepped`` is called with the number of tokens of each step that brought some, ``restarted`` with ``Engine.info()``
+    of a restarted engine, both with ``number``; ``amended`` derives its config from the first one's. ``start_seconds``:
+    duration of the last start. ``infos``: the last known ``Engine.info()``. ``death``: the reason why the engine is
+    dead, or None; ``restarting``: True if it will be back.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EngineClient:
         self._handle.start()
 
     async def ready(self) -> dict[str, Any]:
-        """``Engine.info()`` once the engine is loaded. Raises the error that kept it from loading."""
+        """Return ``Engine.info()`` once the engine is loaded. Raises the error that kept it from loading."""
         try:
             info = await asyncio.shield(self._handle.ready)
         except UnisonoError as error:
@@ -96,17 +96,17 @@ class EngineClient:
 
     @property
     def restarting(self) -> bool:
-        """The engine has died and is being started again."""
+        """True if the engine has died and is being restarted."""
         return self._restart is not None
 
     @property
     def restart_count(self) -> int:
-        """Starts of the engine after its death."""
+        """Number of restarts."""
         return self._restarted
 
     @property
     def where(self) -> str:
-        """Where the engine runs, in words."""
+        """Location of the engine, in words."""
         return self._handle.where
 
     @property
@@ -119,10 +119,10 @@ class EngineClient:
         )
         return [*self._samples, *(ipc.MetricSample(name, kind, {}, value, text) for name, kind, value, text in own)]
 
-    async def submit(self, request: EngineRequest, wish: Wish = ANYWHERE) -> TokenStream:
-        """Hand ``request`` to the engine. Raises BadRequest if it refuses, EngineDead if it is dead for good.
+    async def submit(self, request: EngineRequest, placement: Placement = ANYWHERE) -> TokenStream:
+        """Send ``request`` to the engine. Raises BadRequest if it refuses, EngineDead if it is dead for good.
 
-        wish: leaves nothing to choose where there is one engine.
+        placement: ignored, since there is one engine.
         """
         if self.death is not None and not self.restarting:
             raise EngineDead(self.death)
@@ -141,18 +141,18 @@ class EngineClient:
         return stream
 
     def adopt(self, stream: TokenStream) -> None:
-        """Run a request that waited for another engine, which has died."""
+        """Run a request that was waiting for another engine, which died."""
         self._streams[stream.request.request_id] = stream
         stream.moved(self._abort, self._number)
         self._retried += 1
         self._handle.send(_encoded(stream.request))
 
     def replicas(self) -> list[dict[str, Any]]:
-        """What is to be told of each of several engines: nothing of one."""
+        """Return the state of each replica; empty for a single engine."""
         return []
 
     async def inspect(self, limit: float) -> ipc.Stats:
-        """Fresh info and metrics. Raises TimeoutError after ``limit`` seconds, EngineDead if the engine died."""
+        """Return fresh info and metrics. Raises TimeoutError after ``limit`` seconds, EngineDead if the engine died."""
         if self.death is not None:
             raise EngineDead(self.death)
         answer: asyncio.Future[ipc.Stats] = asyncio.get_running_loop().create_future()
@@ -170,7 +170,7 @@ class EngineClient:
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
-        self._send(ipc.Call(number, command, arguments))
+        self._send(ipc.OperatorCall(number, command, arguments))
         try:
             return await asyncio.wait_for(answer, limit)
         finally:
@@ -219,7 +219,7 @@ class EngineClient:
             self._send(ipc.Abort(request_id))
 
     def _forget(self, request_id: str, ended: bool = False) -> TokenStream | None:
-        """The stream of a request that the engine is done with, or None. ended: it came to its own end."""
+        """Remove a request that the engine has finished; return its stream, or None. ended: it was not aborted."""
         if (stream := self._streams.pop(request_id, None)) is not None:
             self._observer.left(stream, ended)
         return stream
@@ -257,7 +257,7 @@ class EngineClient:
                 stream.started = True
 
     def _tokens(self, delta: TokenDelta) -> int:
-        """The tokens that a delta stands for: its own and, with a request's first, those of the prompt."""
+        """Return the tokens of a delta: its own and, for a request's first, those of the prompt."""
         prompt = 0
         if (stream := self._streams.get(delta.request_id)) is not None and not stream.begun:
             stream.begun = True
@@ -266,7 +266,7 @@ class EngineClient:
 
     def _deliver(self, delta: TokenDelta) -> None:
         stream = self._streams.get(delta.request_id)
-        if stream is None:  # aborted; the engine had not heard of it yet
+        if stream is None:  # aborted before the engine had received it
             return
         self._observer.brought(stream, delta)
         stream.push(delta)
@@ -274,7 +274,7 @@ class EngineClient:
             self._forget(delta.request_id, ended=True)
 
     def _ended(self, error: UnisonoError) -> None:
-        """The engine has died. Requests end with ``error`` unless they can run again on the next one."""
+        """Handle the engine's death: end requests with ``error`` unless they can run again on the next one."""
         if self._closing or self.restarting:
             return
         self._samples = [one for one in self._samples if one.kind == "counter"]  # it holds nothing any more
@@ -302,9 +302,9 @@ class EngineClient:
             self._restart = asyncio.get_running_loop().create_task(self._start_again())
 
     def _part(self, restart: bool) -> tuple[list[TokenStream], str]:
-        """Of a dead engine's requests: those that end now, and the number of those that another engine takes over.
+        """Divide a dead engine's requests: return those that end now, and the number that another engine takes over.
 
-        Those that wait for the next engine stay: they did not run, so they are not what it died of. The number is
+        Requests that had not run stay and wait for the next engine, since they did not cause the death. The number is
         text, empty for 0.
         """
         ending, moved = [], 0
@@ -325,14 +325,14 @@ class EngineClient:
         return self._restarts is not None and self._restarts.begin()
 
     def _give_up(self, error: Exception) -> None:
-        """The engine is dead for good."""
+        """Give up: the engine is dead for good."""
         self.death = str(error)
         if self._restarts is not None:
             self.death += f"; {self._restarts.exhausted()}"
         logger.error("%s is dead: %s. It takes no request until the server is restarted.", self._name, self.death)
 
     async def _start_again(self) -> None:
-        """Start engines until one is loaded, or there were too many; then go on with the requests that wait."""
+        """Start engines until one is loaded or the limit is reached; then continue with the waiting requests."""
         begun, failed = time.monotonic(), 0
         try:
             while True:
@@ -362,7 +362,7 @@ class EngineClient:
             self._handle.send(_encoded(stream.request))
 
     async def _next_engine(self, delay: float) -> tuple[Exception | None, dict[str, Any]]:
-        """End what is left of the engine process and start another; returns why it does not serve, or its info."""
+        """End the rest of the engine process and start another; return its error, or None and its info."""
         await self._handle.stop(gently=False)
         await asyncio.sleep(delay)
         self._restarted += 1
@@ -379,7 +379,9 @@ class EngineClient:
 
 
 def _encoded(request: EngineRequest) -> bytes:
-    """The message that adds a request. Raises BadRequest for what no message can carry: no check has found it."""
+    """Encode the message that adds a request. Raises BadRequest for values that cannot be encoded and passed all
+    checks.
+    """
     try:
         return ipc.encode(ipc.Add(request))
     except (ValueError, OverflowError, TypeError) as error:

@@ -1,6 +1,7 @@
-"""Commands of operators that run in the engine process, between two steps.
+"""Operators' commands in the engine process, run between two steps.
 
-:class:`Commands` is made once by the engine process. A command that fails raises CommandError and changes nothing.
+:class:`OperatorCommands` is made once by the engine process. A command that fails raises CommandError and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ class CommandError(Exception):
     """A command cannot run now."""
 
 
-class Caching(Protocol):
-    """What commands need of an engine."""
+class CommandTarget(Protocol):
+    """Engine interface that commands use."""
 
     def reset_prefix_cache(self) -> int: ...
     def command(self, command: str, arguments: Mapping[str, Any]) -> Any: ...
 
 
-class Commands:
-    """The commands by name; what is not among them is a feature's (``Engine.command``)."""
+class OperatorCommands:
+    """Commands by name; other names are features' commands (``Engine.command``)."""
 
-    def __init__(self, engine: Caching) -> None:
+    def __init__(self, engine: CommandTarget) -> None:
         self._engine = engine
         self._profiler: Any = None
         self._directory = Path()
@@ -41,14 +42,16 @@ class Commands:
         }
 
     def run(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """What the command returns, JSON-ready. Raises CommandError."""
+        """Return the result of a command, JSON-ready. Raises CommandError."""
         try:
             if name not in self._by_name:
                 return self._engine.command(name, arguments)
             return self._by_name[name](**arguments)
         except UnisonoError as error:
             raise CommandError(str(error)) from None
-        except Exception as error:  # a full disk, say, a profiler that CUPTI refuses, a file that is no adapter
+        except (
+            Exception
+        ) as error:  # for example a full disk, a profiler that CUPTI refuses, a file that is not an adapter
             raise CommandError(f"{name} failed: {' '.join(str(error).split())}") from error
 
     def reset_prefix_cache(self) -> int:
@@ -67,7 +70,7 @@ class Commands:
         return before - torch.cuda.memory_reserved()
 
     def start_profile(self, directory: str) -> None:
-        """Begin to record what the engine does, for :meth:`stop_profile` to write into ``directory``."""
+        """Begin to record the engine's work, for :meth:`stop_profile` to write into ``directory``."""
         if self._profiler is not None:
             raise CommandError("A profile is being recorded; POST /stop_profile first.")
         from torch import profiler

@@ -1,4 +1,4 @@
-"""One engine process as the API process has it: the process, the socket to it, its heartbeats, its end.
+"""Handle of one engine process: the process, the socket to it, its heartbeats, its end.
 
 :class:`unisono.cluster.client.EngineClient` makes a handle for each process that it starts.
 """
@@ -37,18 +37,18 @@ Ended = Callable[[UnisonoError], None]
 
 
 LOOK, STOPPED = 0.2, 2.0
-"""Seconds between two looks at the process of a rank 0, and for how long it may be stopped."""
+"""Seconds between two checks of a rank 0's process, and the longest time that it may be stopped."""
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped, by ``kill -STOP`` for instance; False where the system does not tell."""
+    """True if a process was stopped, for example by ``kill -STOP``; False if the system does not tell."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
 
 
 class Handle(Protocol):
-    """An engine as its client has it, wherever it runs; :class:`EngineHandle` says what the methods do."""
+    """Handle of an engine at any location; see the methods of :class:`EngineHandle`."""
 
     ready: asyncio.Future[dict[str, Any]]
     over: bool
@@ -67,22 +67,22 @@ Launcher = Callable[[str, Any, float, Heard, Ended, Progress], Handle]
 """Makes a handle; the arguments are those of :class:`EngineHandle`."""
 
 MAX_SOCKET_PATH = 95
-"""Bytes of a Unix socket's path, and five more of the heartbeats'; the limits are 104 (macOS) and 108 (Linux)."""
+"""Bytes of a Unix socket's path; five more for the heartbeats'. The limits are 104 (macOS) and 108 (Linux)."""
 READ_LIMIT = 0.05
-"""Seconds that the engine's messages are read for before responses are sent."""
+"""Seconds of reading the engine's messages before responses are sent."""
 LAST_WORDS = 0.2
 """Seconds to wait for the last message of an engine process that has exited."""
 SHUTDOWN_LIMIT = 10.0
 """Seconds that an engine gets to free everything before it is killed."""
 KILL_LIMIT = 30.0
-"""Seconds that the system gets to end a process that was killed: it frees the device's memory first."""
+"""Seconds that the system gets to end a killed process: it frees the device's memory first."""
 
 
 def socket_directory() -> str:
-    """A new directory for the engine's sockets, of mode 0700: other users cannot connect.
+    """Make a directory for the engine's sockets, of mode 0700: other users cannot connect.
 
-    It lies in the temporary directory, or in ``/tmp`` where a socket's path would be longer than the system takes.
-    ConfigError if neither will do.
+    It lies in the temporary directory, or in ``/tmp`` if a socket's path would be longer than the system permits.
+    Raises ConfigError if neither will do.
     """
     usual = os.path.join(tempfile.gettempdir(), "unisono-12345678", "engine")
     parent = None if len(os.fsencode(usual)) <= MAX_SOCKET_PATH else "/tmp"
@@ -99,11 +99,11 @@ class EngineHandle:
     """An engine process, from its start to its end.
 
     factory: ``"module:Class"`` called with ``config`` in that process. patience: seconds without a heartbeat after
-    which it is killed; 0 for ever. heard: called with each message of an engine that is loaded. ended: called once,
-    with the reason, if it ends after it was loaded. progress: called with a stage and its share done, 0 … 1, while it
-    loads. environment: variables of the process beyond this one's.
+    which it is killed; 0: never. heard: called with each message of a loaded engine. ended: called once, with the
+    reason, if it ends after it was loaded. progress: called with a stage and its completed fraction, 0 … 1, while it
+    loads. environment: further variables of the process.
 
-    ``ready`` becomes ``Engine.info()``, or the error that kept it from loading. ``over``: it has ended.
+    ``ready`` becomes ``Engine.info()``, or the error that kept it from loading. ``over``: True once it has ended.
     """
 
     def __init__(
@@ -178,19 +178,19 @@ class EngineHandle:
             self._watch.close()
 
     def send(self, message: bytes) -> None:
-        """Hand an encoded message to the engine."""
+        """Send an encoded message to the engine."""
         self._socket.send(message)  # no high-water mark: it is queued at once, so no await
 
     def started(self) -> list[str]:
-        """Ids of the requests that the engine has begun last, as far as it could write them down."""
+        """Return the ids of the requests that the engine began last, as far as it could record them."""
         return [] if self._ledger is None else self._ledger.read()
 
     def hide(self) -> None:
-        """Remove the sockets' names. The engine is connected: nobody needs them any more."""
+        """Remove the sockets' names. The engine is connected, so they are no longer needed."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def stop(self, gently: bool) -> None:
-        """End the process, by force if it does not end by itself, and free what this handle holds."""
+        """End the process, by force if necessary, and free this handle's resources."""
         self.over = True
         if self._process is None:
             return
@@ -222,10 +222,10 @@ class EngineHandle:
         self.hide()
 
     async def _read(self) -> None:
-        """Handle messages as they come: all that wait, then the loop's other tasks run once.
+        """Handle messages as they come: all waiting ones, then the event loop's other tasks run once.
 
-        A ``recv`` that has a message does not yield to the loop, so an engine that is ahead would keep every response
-        from being sent. Reading one message per turn would send an event for each token and fall behind for ever.
+        A ``recv`` that has a message does not yield to the event loop, so an engine that is ahead would keep every
+        response from being sent. Reading one message per turn would send an event for each token and never catch up.
         """
         waiting: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         while True:
@@ -278,11 +278,11 @@ class EngineHandle:
 
     @property
     def where(self) -> str:
-        """Where the engine runs, in words."""
+        """Location of the engine, in words."""
         return "nowhere" if self._process is None else f"process {self._process.pid}"
 
     def _end_process(self) -> None:
-        """End what runs the engine, even one that is stopped."""
+        """End the process of the engine, even a stopped one."""
         self._process.kill()
 
     def _exited(self) -> None:
@@ -305,7 +305,7 @@ class EngineHandle:
 
 
 def rebuild(error: str, message: str) -> UnisonoError:
-    """An engine's error as what it was there if ``types`` knows it, as EngineDead otherwise."""
+    """Rebuild an engine's error: the same class if ``types`` has it, EngineDead otherwise."""
     kind = getattr(types, error, None)
     if isinstance(kind, type) and issubclass(kind, UnisonoError):
         return kind(message)

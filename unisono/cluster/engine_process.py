@@ -1,8 +1,9 @@
-"""The engine process: one engine, one socket, one loop.
+"""The engine process: one engine and one socket.
 
-Started by :class:`unisono.cluster.engine_handle.EngineHandle`, which alone talks to it. While the engine has work the
-loop reads new messages, steps, and sends the step's deltas in one message. Without work it sleeps in ``poll``. It ends
-on ``Shutdown``, with its parent, or with the engine's first unexpected error.
+Started by :class:`unisono.cluster.engine_handle.EngineHandle`, which alone talks to it. Its main thread owns the engine
+(:meth:`unisono.engine.loop.EngineLoop.own`). Between two steps it handles new messages, and it sends a step's deltas in
+one message. Without work it sleeps in ``poll``. It ends on ``Shutdown``, with its parent, or with the engine's first
+unexpected error.
 """
 
 from __future__ import annotations
@@ -12,64 +13,45 @@ import multiprocessing
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
 
 from unisono.cluster import curve, heartbeat, ipc
-from unisono.cluster.commands import CommandError, Commands
+from unisono.cluster.commands import CommandError, OperatorCommands
 from unisono.cluster.heap import freeze_heap
 from unisono.cluster.ledger import Ledger
+from unisono.engine.loop import EngineLike, EngineLoop
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta, UnisonoError
 
 IDLE_MS = 1000
 """Milliseconds without work after which the engine checks its bookkeeping, once, and captures missing graphs."""
 PREPARED_MS = 2
-"""Milliseconds between two looks of an idle engine at the grammars that threads compile."""
+"""Milliseconds between two checks of grammars that threads compile, while the engine is idle."""
 PARENT_GONE_MS = 1000
 """Milliseconds after which an unread message means that the API process is gone."""
 
 
-class EngineLike(Protocol):
-    """What this process needs of an engine: ``unisono.engine.engine.Engine``, or a fake in tests."""
-
-    admitted: Callable[[list[str]], None]
-    """Called with ids of requests that have got slots, before the first pass that may compute them."""
-
-    def prepare(self, request: EngineRequest) -> Future[Any] | None: ...
-    def add(self, request: EngineRequest) -> None: ...
-    def abort(self, request_id: str) -> None: ...
-    def step(self) -> list[TokenDelta]: ...
-    def has_work(self) -> bool: ...
-    def info(self) -> dict[str, Any]: ...
-    def metrics(self) -> list[tuple[str, str, dict[str, str], float, str]]: ...
-    def check_integrity(self) -> None: ...
-    def capture_missing(self) -> int: ...
-    def reset_prefix_cache(self) -> int: ...
-    def check_ranks(self) -> None: ...
-    def command(self, command: str, arguments: Mapping[str, Any]) -> Any: ...
-    def shutdown(self) -> None: ...
-
-
 Factory = Callable[[Any, Callable[[str, float], None]], EngineLike]
-"""Makes an engine of its config; calls the second argument with a stage and its share done while it loads."""
+"""Makes an engine of its config; calls the second argument with a stage and its completed fraction while it loads."""
 
 
 def load_factory(name: str) -> Factory:
-    """The factory that ``"module:Class"`` names."""
+    """Return the factory that ``"module:Class"`` names."""
     module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    factory: Factory = getattr(importlib.import_module(module), attribute)
+    return factory
 
 
 def main(address: str, factory: str, config: Any, heartbeats: str | None = None, key: bytes = b"") -> None:
-    """Make an engine of ``config`` and serve it on the socket at ``address``; exits 1 after an error.
+    """Make an engine of ``config`` and serve it on the socket at ``address``; exit with status 1 after an error.
 
-    heartbeats: address of a socket to answer heartbeats on. key: the API process's public key, where the connections
-    are encrypted.
+    heartbeats: address of a socket to answer heartbeats on. key: the API process's public key, if the connections are
+    encrypted.
     """
     # The terminal sends Ctrl-C to both processes; the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -87,9 +69,9 @@ def main(address: str, factory: str, config: Any, heartbeats: str | None = None,
         try:
             engine = load_factory(factory)(config, lambda stage, share: _send(socket, ipc.Loading(stage, share)))
             freeze_heap()
-            _Loop(engine, socket, ledger).run()
+            EngineServer(engine, socket, ledger).run()
             engine.shutdown()
-        except BaseException as error:  # whatever it is, the API process must learn of it
+        except BaseException as error:  # the API process must learn of any error
             if not isinstance(error, UnisonoError):
                 traceback.print_exc()
             with suppress(zmq.Again):
@@ -97,7 +79,7 @@ def main(address: str, factory: str, config: Any, heartbeats: str | None = None,
             sys.exit(1)
 
 
-def _send(socket: zmq.Socket, message: ipc.FromEngine) -> None:
+def _send(socket: zmq.Socket[bytes], message: ipc.FromEngine) -> None:
     socket.send(ipc.encode(message))
 
 
@@ -105,63 +87,80 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-class _Loop:
-    def __init__(self, engine: EngineLike, socket: zmq.Socket, ledger: Ledger | None = None) -> None:
+class EngineServer:
+    """Serve ``engine`` on ``socket``: handle messages between its steps, and send each step's deltas."""
+
+    def __init__(self, engine: EngineLike, socket: zmq.Socket[bytes], ledger: Ledger | None = None) -> None:
         self.engine = engine
         self.socket = socket
-        self.commands = Commands(engine)
+        self.commands = OperatorCommands(engine)
         self.stopping = False
         self.preparing: dict[str, tuple[EngineRequest, Future[Any]]] = {}
         self.ledger = ledger or Ledger("")
         engine.admitted = self.admitted
         self.poller = zmq.Poller()
         self.poller.register(socket, zmq.POLLIN)
-        wakes = getattr(engine, "wakes", None)  # of an engine that other engines ask for something
-        if wakes is not None:
-            self.poller.register(wakes.fileno(), zmq.POLLIN)
-        self.wakes = wakes.fileno() if wakes is not None else None
+        wakes = getattr(engine, "wakes", None)  # of an engine that serves other engines
+        self.wakes = self.watch(wakes.fileno() if wakes is not None else None)
         parent = multiprocessing.parent_process()
-        self.parent = parent.sentinel if parent is not None else None
-        if self.parent is not None:
-            self.poller.register(self.parent, zmq.POLLIN)
-        self.failing = getattr(engine, "failing", None)
-        if self.failing is not None:
-            self.poller.register(self.failing, zmq.POLLIN)
+        self.parent = self.watch(parent.sentinel if parent is not None else None)
+        self.failing = self.watch(getattr(engine, "failing", None))
+        self.idle_ms: int | None = None
+        """Milliseconds of idleness before the next idle work; None: no idle work before the next step."""
+        self.unchecked = False
+        """True from a step until the idle engine has checked its bookkeeping."""
+
+    def watch(self, descriptor: int | None) -> int | None:
+        """Add a file descriptor to the poll set."""
+        if descriptor is not None:
+            self.poller.register(descriptor, zmq.POLLIN)
+        return descriptor
 
     def run(self) -> None:
+        """Serve until Shutdown or the API process's death. Raises the error of a step."""
         self.send(ipc.Ready(self.engine.info()))
-        checked, quiet = True, None  # milliseconds without work after which there is something to do
+        EngineLoop(self.engine, deliver=self.send_deltas).own(ended=self.wait_for_work)
+
+    def wait_for_work(self) -> bool:
+        """Handle messages until the engine has work. Return True if the process is to end."""
         while True:
             working = self.engine.has_work()
-            events = dict(self.poller.poll(0 if working else PREPARED_MS if self.preparing else quiet))
+            timeout = 0 if working else PREPARED_MS if self.preparing else self.idle_ms
+            events = dict(self.poller.poll(timeout))
             self.add_prepared()
-            if quiet is not None and not working and not events and not self.preparing:
-                if not checked:  # prove that nothing has leaked
-                    self.engine.check_integrity()
-                    checked = True
-                # One at a time, so that a request that comes meanwhile waits for one capture at most.
-                quiet = 0 if self.engine.capture_missing() else None
+            if self.idle_ms is not None and not working and not events and not self.preparing:
+                self.work_idly()
             if self.parent in events:
-                return
+                return True
             if self.failing in events:
                 self.engine.check_ranks()
             if self.socket in events:
                 self.receive()
             if self.stopping:
-                return
+                return True
             if self.engine.has_work() or self.wakes in events:
-                deltas = self.engine.step()
-                checked, quiet = False, IDLE_MS
-                if deltas:
-                    self.send_deltas(deltas)
+                self.unchecked, self.idle_ms = True, IDLE_MS
+                return False
+
+    def work_idly(self) -> None:
+        """Check the bookkeeping once after the last step, then capture missing graphs.
+
+        One graph at a time: a request that arrives meanwhile waits for one capture at most.
+        """
+        if self.unchecked:
+            self.engine.check_integrity()
+            self.unchecked = False
+        self.idle_ms = 0 if self.engine.capture_missing() else None
 
     def admitted(self, request_ids: list[str]) -> None:
-        """Tell the API process of requests that are about to begin."""
+        """Report requests that are about to begin to the API process."""
         self.ledger.write(request_ids)
         self.send(ipc.Started(request_ids))
 
     def send_deltas(self, deltas: list[TokenDelta]) -> None:
-        """Send what a step brought. A delta that no message can carry ends its request."""
+        """Send the deltas of a step in one message. A delta that cannot be encoded ends its request."""
+        if not deltas:
+            return
         try:
             data = ipc.encode(ipc.Deltas(deltas))
         except (TypeError, ValueError, OverflowError):
@@ -179,7 +178,7 @@ class _Loop:
         return delta
 
     def receive(self) -> None:
-        """Handle every message that is waiting."""
+        """Handle every waiting message."""
         inspect = False
         while True:
             try:
@@ -196,20 +195,20 @@ class _Loop:
                     self.add(request)
                 case ipc.Abort(request_id):
                     if (preparing := self.preparing.pop(request_id, None)) is not None:
-                        preparing[1].cancel()  # what nobody waits for any more is not compiled any further
+                        preparing[1].cancel()  # stop the compilation of an aborted request
                     self.engine.abort(request_id)
                 case ipc.Inspect():
                     inspect = True
-                case ipc.Call(number, command, arguments):
+                case ipc.OperatorCall(number, command, arguments):
                     self.call(number, command, arguments)
                 case ipc.Shutdown():
                     self.stopping = True
-        if inspect:  # one answer for all that wait
+        if inspect:  # one answer for all waiting queries
             samples = [ipc.MetricSample(*sample) for sample in self.engine.metrics()]
             self.send(ipc.Stats(self.engine.info(), samples))
 
     def add(self, request: EngineRequest) -> None:
-        """Answer at once; for a request whose grammar is being compiled, answer when that is done."""
+        """Add a request and answer; if its grammar is being compiled, answer once that is done."""
         try:
             prepared = self.engine.prepare(request)
         except Exception as error:
@@ -235,14 +234,14 @@ class _Loop:
             self.send(ipc.Accepted(request.request_id))
 
     def call(self, number: int, command: str, arguments: dict[str, Any]) -> None:
-        """Run an operator's command. One that cannot run is answered so."""
+        """Run an operator's command and answer, with its error if it fails."""
         try:
             self.send(ipc.Called(number, self.commands.run(command, arguments)))
         except CommandError as error:
             self.send(ipc.Called(number, None, str(error)))
 
     def refuse(self, request_id: str | None, error: Exception) -> None:
-        """Tell the client that its request cannot run. What fails for one request ends that request alone."""
+        """Report that a request cannot run. An error of one request ends that request alone."""
         if not isinstance(error, BadRequest):
             traceback.print_exception(error)
         if request_id is None:

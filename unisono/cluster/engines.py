@@ -1,4 +1,4 @@
-"""What the server needs of its engine or engines, and where a request wants to run.
+"""Interface of the server to its engine or engines, and placement hints of requests.
 
 :class:`Engines` has two implementations: ``client.EngineClient``, one engine, and ``replicas.client.ReplicaClient``,
 several copies of it.
@@ -16,11 +16,12 @@ from unisono.types import EngineRequest, TokenDelta, UnisonoError
 
 
 @dataclass(frozen=True)
-class Wish:
-    """Where a request wants to run. It changes no text.
+class Placement:
+    """Placement hints of a request. They do not affect the output.
 
-    session: requests of one session run on one replica while it serves; empty: of none. group: requests that must run
-    together, as the beams of a search; empty: the sequences of its prompt. rank: the number of the replica; None: any.
+    session: requests of one session run on one replica while it serves; empty: no session. group: requests that must
+    run together, such as the beams of a search; empty: the sequences of one prompt. rank: number of the replica; None:
+    any.
     """
 
     session: str = ""
@@ -28,15 +29,15 @@ class Wish:
     rank: int | None = None
 
 
-ANYWHERE = Wish()
+ANYWHERE = Placement()
 
 
 class Engines(Protocol):
-    """One engine or several; the methods' docstrings are EngineClient's.
+    """One engine or several; the methods are documented in EngineClient.
 
-    stepped: called with the tokens of each step that brought some, and the engine's number. restarted: called with
-    ``Engine.info()`` of an engine that was started again, and its number. infos: ``Engine.info()`` of each, the last
-    that is known. death: why no engine serves, or None; restarting: one will be back.
+    stepped: called with the number of tokens of each step that brought some, and the engine's number. restarted: called
+    with ``Engine.info()`` of a restarted engine, and its number. infos: the last known ``Engine.info()`` of each.
+    death: the reason why no engine serves, or None; restarting: True if one will be back.
     """
 
     stepped: Callable[[int, int], None]
@@ -54,7 +55,7 @@ class Engines(Protocol):
     def infos(self) -> Sequence[dict[str, Any]]: ...
     def start(self) -> None: ...
     async def ready(self) -> dict[str, Any]: ...
-    async def submit(self, request: EngineRequest, wish: Wish = ANYWHERE) -> TokenStream: ...
+    async def submit(self, request: EngineRequest, placement: Placement = ANYWHERE) -> TokenStream: ...
     async def inspect(self, limit: float) -> ipc.Stats: ...
     async def call(self, command: str, limit: float, **arguments: Any) -> Any: ...
     def replicas(self) -> list[dict[str, Any]]: ...
@@ -65,17 +66,17 @@ class Engines(Protocol):
 
 
 class Observer:
-    """Is told what happens to an engine and its requests. This one does nothing."""
+    """Observer of an engine and its requests. This base class does nothing."""
 
     def brought(self, stream: TokenStream, delta: TokenDelta) -> None:
-        """A delta of this request has come."""
+        """Called for each delta of a request."""
 
     def left(self, stream: TokenStream, ended: bool) -> None:
-        """The engine does not have this request any more. ended: it came to its own end."""
+        """Called when the engine no longer has this request. ended: it was not aborted."""
 
     def died(self) -> None:
-        """The engine has died."""
+        """Called when the engine has died."""
 
     def rescue(self, stream: TokenStream) -> bool:
-        """Another engine takes over a request of the dead engine; False where there is none."""
+        """Called for a request of a dead engine. Return True if another engine takes it over."""
         return False

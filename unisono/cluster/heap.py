@@ -6,15 +6,15 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 def freeze_heap() -> None:
-    """Collect garbage, and have later collections pass over what is left: a model's and its libraries' objects.
+    """Freeze the heap so that GC pauses do not delay tokens: collect, then exclude all living objects from collection.
 
-    A collection that goes through all of these takes 0.2 s, in which no request gets a token, at an unforeseeable time.
-    For processes of the project's own: objects that exist now are never collected.
+    A full collection over a model's and its libraries' objects takes 0.2 s, in which no request gets a token, at an
+    unpredictable time. For the project's own processes only: objects that exist now are never collected.
 
     The second collection resets Python's count of long-lived objects. A full collection runs only once the new ones are
     a quarter of that count; with the frozen objects in it, reference cycles of requests would stay for hours.
@@ -26,7 +26,7 @@ def freeze_heap() -> None:
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """:func:`freeze_heap` for a while."""
+    """Freeze the heap within a block."""
     freeze_heap()
     try:
         yield
@@ -36,7 +36,9 @@ def frozen_heap() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection inside: imports and loading make objects that stay, and collections would walk them."""
+    """Disable garbage collection within a block: imports and loading make objects that stay, and collections walk
+    them.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -57,7 +59,7 @@ class HeapTrimmer:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._requested = self._running = False
-        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+        self._malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 
     def request(self) -> None:
         """Trim the heap soon. Call it after large objects were freed, from any thread."""
@@ -67,9 +69,9 @@ class HeapTrimmer:
             self._requested = True
             start, self._running = not self._running, True
         if start:
-            threading.Thread(target=self._trim, name="trim-heap", daemon=True).start()
+            threading.Thread(target=self._run, args=(self._malloc_trim,), name="trim-heap", daemon=True).start()
 
-    def _trim(self) -> None:
+    def _run(self, malloc_trim: Callable[[int], int]) -> None:
         while True:
             time.sleep(self._seconds)
             with self._lock:
@@ -77,7 +79,7 @@ class HeapTrimmer:
                     self._running = False
                     return
                 self._requested = False
-            self._malloc_trim(0)
+            malloc_trim(0)
 
 
 TRIMMER = HeapTrimmer()

@@ -1,8 +1,8 @@
-"""Heartbeats of the engine process: whether it runs at all, whatever it computes.
+"""Heartbeats of the engine process: they show that it runs, regardless of its computations.
 
-:func:`answer` starts a thread there that echoes messages. It is libzmq's own loop, in C: it does not need
-Python's lock, so it answers within milliseconds while a pass, a capture or a compilation lasts, and stops when the
-process is stopped. :class:`Watch` is the API process's side.
+:func:`answer` starts a thread there that echoes messages. It is libzmq's own loop, in C, and does not need the GIL, so
+it answers within milliseconds during a pass, a capture or a compilation, and stops when the process is stopped.
+:class:`Watch` is the API process's side.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import zmq
 from unisono.cluster import curve
 
 BEAT_SECONDS = 1.0
-"""Between two heartbeats, at most."""
+"""Largest number of seconds between two heartbeats."""
 START_SECONDS = 120.0
-"""A new process gets at least this long before its first answer: it has to import its libraries."""
+"""Least seconds that a new process gets before its first answer: it has to import its libraries."""
 
 
 def answer(address: str, key: bytes = b"") -> None:
-    """Echo what comes to the socket at ``address``, in a thread, for as long as this process lives.
+    """Echo messages to the socket at ``address``, in a thread, as long as this process lives.
 
-    key: the other side's public key, where the connection is encrypted.
+    key: the other side's public key, if the connection is encrypted.
     """
 
     def echo() -> None:
@@ -41,7 +41,7 @@ def answer(address: str, key: bytes = b"") -> None:
 
 
 class Watch:
-    """Sends heartbeats through a socket bound to ``address``. patience: seconds without an answer that are too many.
+    """Send heartbeats through a socket bound to ``address``. patience: seconds without an answer that count as silence.
 
     secret: encrypts the connection, see ``curve``. ``endpoint``: the address that the other side connects to.
     """
@@ -57,11 +57,11 @@ class Watch:
         self._limit = time.monotonic() + max(patience, START_SECONDS)
 
     def lives(self) -> None:
-        """The other side was heard some other way, by the message that it is ready for instance."""
+        """Record a sign of life other than a heartbeat, such as the message Ready."""
         self._limit = time.monotonic() + self.patience
 
     async def silent(self) -> None:
-        """Return when no answer has come for ``patience`` seconds."""
+        """Return once no answer has come for ``patience`` seconds."""
         beat = min(BEAT_SECONDS, self.patience / 4)
         now = time.monotonic()
         while now < self._limit:
@@ -69,7 +69,7 @@ class Watch:
                 self._socket.send(b"", zmq.NOBLOCK)
             await asyncio.sleep(beat)
             before, now = now, time.monotonic()
-            self._limit += max(0.0, now - before - 2 * beat)  # while this process did not run it heard nothing
+            self._limit += max(0.0, now - before - 2 * beat)  # this process did not run, so it heard nothing
             if self._heard():
                 self.lives()
 

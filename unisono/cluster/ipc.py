@@ -1,7 +1,7 @@
-"""The messages between the API process and the engine process, and their bytes (msgpack).
+"""Messages between the API process and the engine process, and their bytes (msgpack).
 
-Requests and deltas travel as the dataclasses of ``types``. One PAIR socket carries both directions; order
-within a direction is kept, so a request's ``Accepted`` comes before its first delta.
+Requests and deltas travel as the dataclasses of ``types``. One PAIR socket carries both directions; order within a
+direction is kept, so a request's ``Accepted`` comes before its first delta.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MetricSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, tag="add"):
-    """Answered by Accepted or Rejected, then by deltas."""
+    """Add a request. Answered by Accepted or Rejected, then by deltas."""
 
     request: EngineRequest
 
@@ -39,10 +39,10 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Inspect(msgspec.Struct, tag="inspect"):
-    """Answered by Stats after the step under way."""
+    """Request info and metrics. Answered by Stats after the current step."""
 
 
-class Call(msgspec.Struct, tag="call"):
+class OperatorCall(msgspec.Struct, tag="call"):
     """Run an operator's command between two steps. Answered by Called."""
 
     number: int
@@ -55,7 +55,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 class Loading(msgspec.Struct, tag="loading"):
-    """Progress of the start: a stage's name, and its share done, 0 … 1."""
+    """Progress of the start: a stage's name and its completed fraction, 0 … 1."""
 
     stage: str
     share: float
@@ -99,7 +99,7 @@ class Stats(msgspec.Struct, tag="stats"):
 
 
 class Called(msgspec.Struct, tag="called"):
-    """What a command returned, or why it failed (then ``value`` is null)."""
+    """Result of a command, or the error of a failed one (then ``value`` is null)."""
 
     number: int
     value: Any
@@ -113,12 +113,12 @@ class Fatal(msgspec.Struct, tag="fatal"):
     message: str
 
 
-ToEngine = Add | Abort | Inspect | Call | Shutdown
+ToEngine = Add | Abort | Inspect | OperatorCall | Shutdown
 FromEngine = Loading | Ready | Accepted | Rejected | Started | Deltas | Stats | Called | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
-_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 encode = _encoder.encode
 
@@ -128,7 +128,7 @@ def decode_to_engine(data: bytes) -> ToEngine:
 
 
 def request_in(data: bytes) -> str | None:
-    """The request id in a message that :func:`decode_to_engine` could not read; None where there is none."""
+    """Return the request id in a message that :func:`decode_to_engine` could not read; None if it has none."""
     try:
         found = msgspec.msgpack.decode(data)["request"]["request_id"]
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""Ledger of the requests that an engine has begun, in a file that outlives it.
+"""Ledger of begun requests, in a file that outlives the engine.
 
-The engine process writes an id before the first pass that may compute the request. A message says the same, but a
-process that is killed at that moment takes its unsent messages along. The API process reads the file once the engine is
-dead. Where both do not share a machine there are messages only.
+The engine process writes an id before the first pass that may compute the request. A message reports the same, but a
+process that is killed at that moment loses its unsent messages. The API process reads the file once the engine is dead.
+Engines on other machines have messages only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 MAX_BYTES = 1 << 20
-"""Size after which the file begins anew: messages have told of those before."""
+"""Size in bytes after which the file is truncated: messages have reported the older entries."""
 SUFFIX = ".started"
 LOCAL = "ipc://"
 
@@ -25,7 +25,7 @@ class Ledger:
         self._size = 0
 
     def write(self, request_ids: Sequence[str]) -> None:
-        """Add requests that are about to begin."""
+        """Append requests that are about to begin."""
         if self._file is None:
             return
         if self._size > MAX_BYTES:
@@ -34,7 +34,7 @@ class Ledger:
         self._size += os.write(self._file, "".join(f"{one}\n" for one in request_ids).encode())
 
     def read(self) -> list[str]:
-        """The requests that were begun last."""
+        """Return the requests that were begun last."""
         if self._file is None:
             return []
         size = os.fstat(self._file).st_size

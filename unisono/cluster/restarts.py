@@ -1,4 +1,4 @@
-"""How often the engine process is started again after it has died."""
+"""Limit and delays of restarts of an engine process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from unisono.types import ConfigError
 
 BACKOFF = (0.0, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before a start, by how many in a row have failed."""
+"""Seconds before a start, by the number of consecutive failures."""
 
 
 @dataclass
 class Restarts:
-    """At most ``limit`` restarts within ``window`` seconds; a crash loop is given up.
+    """Allow at most ``limit`` restarts within ``window`` seconds, to end a crash loop.
 
-    Raises ConfigError for a limit below 1 or a window of no length.
+    Raises ConfigError for a limit below 1 or a window of zero length.
     """
 
     limit: int = 5
@@ -32,7 +32,7 @@ class Restarts:
             raise ConfigError(f"--engine-restart-window {self.window:g} must be more than 0 seconds.")
 
     def begin(self) -> bool:
-        """Count a restart that begins now; False if there were too many."""
+        """Count a restart that begins now; False if the limit is reached."""
         now = time.monotonic()
         while self._begun and now - self._begun[0] > self.window:
             self._begun.popleft()
@@ -42,7 +42,7 @@ class Restarts:
         return True
 
     def exhausted(self) -> str:
-        """Why there is no further one."""
+        """The reason why there is no further one."""
         return (
             f"it was restarted {len(self._begun)} times within {self.window:g} s and is given up "
             "(--max-engine-restarts, --engine-restart-window)"

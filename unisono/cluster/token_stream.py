@@ -1,6 +1,7 @@
-"""The deltas of one request on their way from the engine to its reader, across a restart of the engine.
+"""Deltas of one request on their way from the engine to its consumer, across a restart of the engine.
 
-A request that waited when its engine died runs on the next one. One that ran may be what the engine died of: it ends.
+A request that was waiting when its engine died runs on the next one. One that had run may have caused the death: it
+ends.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from unisono.types import EngineRequest, TokenDelta, UnisonoError
 
 
 class TokenStream:
-    """Deltas of one request. ``take`` waits for the next; deltas that pile up come as one.
+    """Deltas of one request. ``take`` waits for the next; accumulated deltas are merged into one.
 
     abort: called with the request's id to end it. ``accepted`` is done when the engine has the request; ``started``: it
     has or had a slot; ``begun``: its first delta has been counted; ``retried``: it waits for its second engine.
-    ``engine``: the number of the one that runs it. ``tokens``: what has come so far.
+    ``engine``: number of its engine. ``tokens``: all tokens so far.
     """
 
     def __init__(self, request: EngineRequest, abort: Callable[[str], None], engine: int = 0) -> None:
@@ -30,7 +31,7 @@ class TokenStream:
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def take(self) -> TokenDelta:
-        """The tokens since the last call. Raises EngineDead if the engine died."""
+        """Return the tokens since the last call. Raises EngineDead if the engine died."""
         await self._news.wait()
         self._news.clear()
         delta, self._pending = self._pending, None
@@ -55,11 +56,11 @@ class TokenStream:
         self.retried = True
 
     def moved(self, abort: Callable[[str], None], engine: int) -> None:
-        """Another engine runs the request."""
+        """Record that another engine runs the request."""
         self._abort, self.engine = abort, engine
 
     def push(self, delta: TokenDelta) -> None:
-        """The engine has brought ``delta``."""
+        """Add a delta of the engine."""
         self.started = True
         self.tokens += delta.token_ids
         if self._pending is None:
@@ -69,9 +70,9 @@ class TokenStream:
         self._news.set()
 
     def fail(self, error: UnisonoError) -> None:
-        """End the stream with ``error``, after the tokens that it has."""
+        """End the stream with ``error``, after its tokens."""
         if not self.accepted.done():
             self.accepted.set_exception(error)
-            self.accepted.exception()  # a caller that is gone leaves it unread
+            self.accepted.exception()  # nobody reads it if the caller is gone
         self._error = error
         self._news.set()

@@ -1,9 +1,8 @@
 """The catalog: every model, drafter, feature, attention backend and bundled checkpoint, in one place.
 
-Entries are strings, so that reading the catalog imports nothing; :meth:`Registry.load` imports the one
-entry that is used. Nothing registers itself at import time: what is listed here is what there is, and, where a
-kind is open to other packages, the entry points that they declare.
-Imports types, checkpoint_files and hub only; anyone may import it.
+Entries are strings, so that reading the catalog imports nothing; :meth:`Registry.load` imports the one entry that is
+used. Nothing registers itself at import time. Where a kind is open to other packages, the entry points that they
+declare are added. Imports types, checkpoint_files and hub only; any module may import it.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from unisono.types import CheckpointError, ConfigError, SpeculativeConfig, Uniso
 
 @dataclass(frozen=True)
 class Registry:
-    """Names of one kind of thing and where each lives: ``"module:attribute"``.
+    """Names of one kind of entry, and the location of each as ``"module:attribute"``.
 
-    ``kind`` is how errors call it; ``error`` is what an unknown name raises. ``group`` names the entry points by
-    which installed packages add to it; a name that is in ``entries`` stays what it is.
+    kind: the word for it in errors. error: the exception for an unknown name. group: the entry point group by which
+    installed packages add names; they cannot replace a name of ``entries``.
     """
 
     kind: str
@@ -42,7 +41,7 @@ class Registry:
 
     @property
     def listed(self) -> tuple[str, ...]:
-        """The supported names as they are listed, those of installed packages last."""
+        """The supported names in the order of the table, those of installed packages last."""
         return tuple(dict.fromkeys((*self.entries, *sorted(self._installed()))))
 
     def __contains__(self, name: object) -> bool:
@@ -98,11 +97,14 @@ formats = Registry(
     error=CheckpointError,
     group="unisono.formats",
 )
-"""By ``quantization_config.quant_method`` of config.json; each entry makes of that config a function from a module's
-name in the checkpoint to its ``layers.formats.WeightFormat``."""
+"""By ``quantization_config.quant_method`` of config.json.
+
+Each entry takes that config and returns a function from a module's name in the checkpoint to its
+``layers.formats.WeightFormat``.
+"""
 
 online_formats = Registry("weight format that is made while loading", {"fp8": "unisono.layers.formats.fp8:ONLINE_FP8"})
-"""By ``--quantization``, for checkpoints that are not quantised; each entry is a ``layers.formats.WeightFormat``."""
+"""By ``--quantization``, for checkpoints that are not quantised. Each entry is a ``layers.formats.WeightFormat``."""
 
 drafters = Registry(
     "drafter",
@@ -126,7 +128,7 @@ features = Registry(
         "output_logprobs": "unisono.passes.features.output_logprobs:OutputLogprobs",
         "wide_logprobs": "unisono.passes.features.wide_logprobs:WideLogprobs",
         "grammar": "unisono.passes.features.grammar:Grammar",
-        "adapters": "unisono.passes.features.adapters:Adapters",
+        "adapters": "unisono.passes.features.adapters:AdapterFeature",
         "prompt_embeds": "unisono.passes.features.prompt_embeds:PromptEmbeds",
         "media": "unisono.passes.features.media:Media",
         "prompt_logprobs": "unisono.passes.features.prompt_logprobs:PromptLogprobs",
@@ -134,7 +136,7 @@ features = Registry(
     },
     group="unisono.features",
 )
-"""What requests may ask of a pass beside its tokens; each entry is a ``passes.features.base.Feature``."""
+"""Request features: additions to a pass beside its tokens. Each entry is a ``passes.features.base.Feature``."""
 
 attention = Registry(
     "attention backend",
@@ -153,17 +155,19 @@ bundled: Mapping[str, Path] = {
     for name in (*_BUNDLED_MODELS, *_BUNDLED_HEADS)
     if name == "tiny" or (_BUNDLED / name).is_dir()
 }
-"""Checkpoints inside the package, by the name that stands wherever a PATH may: a model, and its draft heads."""
+"""Directories of the checkpoints inside the package, by the name that may stand in place of a PATH: models and draft
+heads.
+"""
 
 bundled_drafts: Mapping[str, SpeculativeConfig] = {
     "tiny": SpeculativeConfig("eagle3", model="tiny-eagle3"),
     "tiny-vl": SpeculativeConfig("eagle3", model="tiny-vl-eagle3"),
 }
-"""How bundled models speculate by default: with the fastest of their heads. Others carry MTP modules, or nothing."""
+"""Default speculation of bundled models: the fastest of their heads. Other models use their MTP modules, if any."""
 
 
 def drafts_of(path: Path) -> SpeculativeConfig | None:
-    """The default speculation of a bundled model's directory; None elsewhere, and where its head is not installed."""
+    """The default speculation of a bundled model's directory; None for others, and if its head is not installed."""
     name = next((name for name, home in bundled.items() if home.resolve() == path.resolve()), "")
     found = bundled_drafts.get(name)
     return found if found is not None and found.model in bundled else None
@@ -177,11 +181,11 @@ def bundled_path(name: str) -> Path:
 
 
 def resolve_name(path: str | Path, check: Callable[[Path], object] | None = None) -> Path:
-    """A PATH as users give it: a bundled name, a directory, or the id of a checkpoint on the Hugging Face Hub.
+    """Resolve a PATH of the user: a bundled name, a directory, or the id of a checkpoint on the Hugging Face Hub.
 
     A bundled name wins over a directory of the same name (write ``./tiny`` for the directory), and a directory over an
-    id. A checkpoint of the Hub is downloaded unless the cache has it; ``check`` gets the directory as soon as it has
-    config.json, before anything else is downloaded. Raises CheckpointError.
+    id. A checkpoint of the Hub is downloaded unless the cache has it; ``check`` is called with the directory as soon as
+    it has config.json, before anything else is downloaded. Raises CheckpointError.
     """
     if isinstance(path, str) and path in bundled:
         return bundled[path]
@@ -192,7 +196,9 @@ def resolve_name(path: str | Path, check: Callable[[Path], object] | None = None
 
 
 def find_directory(path: str | Path, check: Callable[[Path], object] | None = None) -> Path:
-    """The directory of a PATH, which has a config.json. Raises CheckpointError naming the cause.
+    """The directory of a PATH, which has a config.json.
+
+    Raises CheckpointError with the cause.
 
     check: see :func:`resolve_name`.
     """
@@ -210,7 +216,7 @@ def find_directory(path: str | Path, check: Callable[[Path], object] | None = No
 
 
 def _near(directory: Path) -> str:
-    """A bundled name, or a directory beside it, whose name is nearly that of ``directory``, for a message."""
+    """A bundled name or a sibling directory with a name similar to that of ``directory``, for a message."""
     beside: list[str] = []
     with contextlib.suppress(OSError):
         beside = [each.name for each in directory.absolute().parent.iterdir() if each.is_dir()]

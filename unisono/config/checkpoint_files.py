@@ -1,6 +1,6 @@
-"""File names of a Hugging Face checkpoint: which of them are read, and what a directory is that is no checkpoint.
+"""File names of a Hugging Face checkpoint: the files that are read, and the diagnosis of a directory without a model.
 
-Both the hub's listing and a local directory are judged by names here, so that a download takes only what is read and
+Both the Hub's listing and a local directory are judged by names here, so that a download takes only what is read, and
 an error names the cause (GGUF, an adapter, ModelOpt, weights in pickles). Imports types only.
 """
 
@@ -18,14 +18,14 @@ from unisono.types import CheckpointError
 CONFIG = "config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
-"""Weights of the first EAGLE heads, read as plain tensors; a model's are not."""
+"""Weights of the first EAGLE heads, read as plain tensors. Models in this format are refused."""
 
 ADAPTER_CONFIG = "adapter_config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
 OLD_GPTQ_CONFIG = "quantize_config.json"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
-"""One of them is there where a tokenizer is."""
+"""A checkpoint with a tokenizer has at least one of these."""
 
 SMALL = (
     CONFIG,
@@ -46,7 +46,7 @@ SMALL = (
     "processor_config.json",
     "1_Pooling/config.json",
 )
-"""Files beside the weights that are read."""
+"""Files that are read beside the weights."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 LFS = b"version https://git-lfs"
@@ -63,7 +63,7 @@ OTHER_FORMATS = {
     ".mlmodel": "Core ML",
     ".engine": "TensorRT",
 }
-"""Formats of weights that are not read, by their files' suffix."""
+"""Weight formats that are not supported, by file suffix."""
 
 
 def small_files(names: Iterable[str]) -> list[str]:
@@ -72,10 +72,10 @@ def small_files(names: Iterable[str]) -> list[str]:
 
 
 def weight_names(names: Collection[str], index: Any, where: object) -> list[str]:
-    """The files of a repository or directory that hold the weights which are read; empty where there are none.
+    """The weight files of a repository or directory that are read; empty if it has none.
 
-    names: all files. index: the object of INDEX, where ``names`` has it and has no WEIGHTS. A directory without
-    safetensors may have PICKLE, which a draft head is read from. Raises CheckpointError for an index without a
+    names: all files. index: the object of INDEX, if ``names`` has INDEX but not WEIGHTS. A directory without
+    safetensors may have PICKLE, from which a draft head is read. Raises CheckpointError for an index without a
     weight_map.
     """
     if WEIGHTS in names:
@@ -86,7 +86,7 @@ def weight_names(names: Collection[str], index: Any, where: object) -> list[str]
 
 
 def weight_map(index: Any, where: object) -> dict[str, Any]:
-    """Tensor -> file of an INDEX's object. Raises CheckpointError where it has none."""
+    """The map from tensor to file in an INDEX's object. Raises CheckpointError if it has none."""
     found = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{where} has no weight_map: download it again.")
@@ -94,7 +94,7 @@ def weight_map(index: Any, where: object) -> dict[str, Any]:
 
 
 def names_in(directory: Path) -> list[str]:
-    """The files of a directory and of its folders, one level deep, as a repository's listing has them."""
+    """The files of a directory and of its folders, one level deep, in the form of a repository's listing."""
     files = [f for f in directory.iterdir() if f.is_file()]
     folders = [f for f in directory.iterdir() if f.is_dir() and not f.is_symlink()]
     deeper: list[Path] = []
@@ -105,7 +105,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def not_a_directory(file: Path) -> str:
-    """The reason why a file's path is not a model, and what to give, as the end of a sentence."""
+    """The reason why a file's path is not a model, and the way out, as the end of a sentence."""
     suffix = file.suffix.lower()
     if suffix in OTHER_FORMATS:
         return f"is a file of {OTHER_FORMATS[suffix]}, which is not read: {_ORIGINAL}"
@@ -120,7 +120,7 @@ _ORIGINAL = "give the checkpoint that it was made from, a directory or a hub id 
 def no_config(names: Collection[str], adapter: Any = None) -> str:
     """The reason why files without a config.json are not a model, as the end of a sentence.
 
-    names: all files. adapter: the object of ADAPTER_CONFIG, where ``names`` has it.
+    names: all files. adapter: the object of ADAPTER_CONFIG, if ``names`` has it.
     """
     if ADAPTER_CONFIG in names:
         return _adapter(adapter)
@@ -143,7 +143,7 @@ def no_config(names: Collection[str], adapter: Any = None) -> str:
 
 
 def adapter_alone(names: Collection[str], adapter: Any = None) -> str | None:
-    """The refusal of a directory that has a config.json but only an adapter's weights; None for others."""
+    """The refusal of a directory with a config.json and only an adapter's weights; None for others."""
     weights = [name for name in names if name.endswith((".safetensors", *PICKLES)) and "/" not in name]
     if ADAPTER_CONFIG in names and all(name.startswith("adapter_model") for name in weights):
         return _adapter(adapter)
@@ -182,7 +182,7 @@ def no_weights(names: Collection[str]) -> str:
 
 
 def _other_formats(names: Iterable[str]) -> str:
-    """Files in formats that are not read, with the format's name; empty where there are none."""
+    """Files in unsupported weight formats, with the format's name; empty if there are none."""
     for suffix, kind in OTHER_FORMATS.items():
         if found := sorted(name for name in names if name.lower().endswith(suffix)):
             return f"{kind} files ({_listed(found)})"
@@ -195,7 +195,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def read_object(file: Path, limit: int | None = 1 << 20) -> Any:
-    """The JSON of a file; None where it cannot be read, or has more than ``limit`` bytes."""
+    """The JSON of a file; None if it cannot be read or has more than ``limit`` bytes."""
     try:
         if limit is not None and file.stat().st_size > limit:
             return None

@@ -1,7 +1,7 @@
-"""Configuration as data: what was asked for, and what it resolves to, with the reason of every choice.
+"""The engine's configuration as data: the flags, their resolved values, and the reason of every automatic choice.
 
-:class:`EngineConfig` holds the flags. :func:`resolve` never mutates it: it returns a
-:class:`ResolvedConfig` in which nothing is ``auto``, and a decision for each automatic choice.
+:class:`EngineConfig` holds the flags. :func:`resolve` never mutates it: it returns a :class:`ResolvedConfig` in which
+nothing is ``auto``, and a decision for each automatic choice.
 """
 
 from __future__ import annotations
@@ -23,81 +23,81 @@ if TYPE_CHECKING:
 
 DTYPE_ALIASES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 GPU_SIZES, CPU_SIZES = ("a GPU", 256, 8192), ("a CPU", 16, 512)
-"""What is said of the device, and its defaults of max_num_seqs and max_num_batched_tokens."""
+"""(device in words, default of max_num_seqs, default of max_num_batched_tokens)."""
 
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", *DTYPES)
-"""What ``--kv-cache-dtype`` may name: the model's dtype, or e4m3 with a scale for each token and KV head."""
+"""Values of ``--kv-cache-dtype``: the model's dtype, or e4m3 with a scale per token and KV head."""
 
 MAX_FORCED_TOKENS = 15
 """The largest ``max_forced_tokens``."""
 
 GRAPH_MODES = ("auto", "full", "segmented", "off")
 GRAPH_PROGRAMS = ("extend", "round", "score")
-"""What ``--graphs`` may name: prompt passes, rounds, prompt passes that report prompt log-probabilities."""
+"""Programs in ``--graphs``: prompt passes, rounds, and prompt passes that report prompt log-probabilities."""
 
 
 @dataclass(frozen=True, repr=False)
 class EngineConfig(Concise):
-    """The engine's flags; names are vLLM's and SGLang's. ``None`` and ``"auto"`` are resolved.
+    """The engine's flags, with vLLM's and SGLang's names.
 
-    model: a checkpoint directory or the name of a bundled one.
-    dtype: auto, float32, float16 (half) or bfloat16.
-    kv_cache_dtype: of keys and values: auto, the model's; fp8 or fp8_e4m3: e4m3 (docs/guide/quantise.md).
+    ``None`` and ``"auto"`` are resolved.
+
+    model: a checkpoint directory or the name of a bundled one. dtype: auto, float32, float16 (half) or bfloat16.
+    kv_cache_dtype: dtype of keys and values. auto: the model's. fp8 or fp8_e4m3: e4m3 (docs/guide/quantise.md).
     max_model_len: tokens per request, prompt and output together.
-    gpu_memory_utilization: share of the card's memory the engine may take, 0 … 1.
-    snapshot_share: share of the KV cache's bytes that snapshots of recurrent layers may take, for the prefix cache.
+    gpu_memory_utilization: fraction of the GPU's memory that the engine may use, 0 … 1.
+    snapshot_share: fraction of the KV cache's bytes for snapshots of recurrent layers, which the prefix cache needs.
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
-    max_stall_ms: milliseconds between two rounds of running requests, at most: prompt passes between them are as large
-    as fits, by what passes cost.
-    max_forced_tokens: tokens of a round, at most, that are drafted because a request's grammar leaves no choice about
-    them; 0: none. None: the drafter's k, or 7 without a drafter.
-    enable_mixed_chunk: running requests decode in prompt passes, where their rounds would draft nothing. None: on GPUs.
-    mm_encoder_cache_gb: GiB of the device that encoded pictures may take; None: a default of 1 GiB, less on a CPU.
+    max_stall_ms: longest time between two rounds of running requests, in milliseconds. Prompt passes in between are as
+    large as this allows, by the measured cost of passes.
+    max_forced_tokens: drafts per round that a request's grammar leaves no choice about, at most; 0: none. None: the
+    drafter's k, or 7 without a drafter.
+    enable_mixed_chunk: decode running requests in prompt passes if their rounds would draft nothing. None: on GPUs.
+    mm_encoder_cache_gb: GiB of device memory for encoded images. None: 1 GiB, less on a CPU.
     load_format: auto, or dummy for random weights (needs config.json only).
-    quantization: None: weights as the checkpoint has them. fp8: quantises a plain checkpoint while loading. Any method
-    that the checkpoint's quantization_config does not name is an error.
+    quantization: None: weights as in the checkpoint. fp8: quantise a plain checkpoint while loading. Any method that
+    the checkpoint's quantization_config does not name is an error.
     enforce_eager: short for graphs="off".
-    graphs: auto, full, segmented or off, for all passes or for some: "extend=segmented,round=full". auto captures
-    whole where the attention backend allows it, and prompt passes only in sizes where a graph pays; full and segmented
-    replay every pass. off captures nothing; every pass runs eagerly and is counted.
-    graph_capture: start: graphs are captured before the first request. lazy: each graph before the first pass that
+    graphs: auto, full, segmented or off, for all passes or by program: "extend=segmented,round=full". auto: whole
+    passes if the attention backend allows it, and prompt passes only in sizes that profit; off: every pass is eager.
+    graph_capture: start: capture graphs before the first request. lazy: capture each graph before the first pass that
     replays it, for programs that end soon; the self-test of drafts is skipped.
-    compile: pieces of every captured pass go through torch.compile first.
-    graph_memory: GiB that graphs may take; None: a share of what is free before the KV cache is sized.
-    speculative: how drafts are made; None: with the MTP modules that the checkpoint carries, and not at all where it
-    carries none. The method "none" turns speculation off. synthetic_acceptance_length: benchmarks only: accept so
-    many tokens a round on average, bonus included, whatever the drafts are; the text is then meaningless.
-    synthetic_acceptance_rates: benchmarks only, the same by place: the share of rounds in which draft 1, 2 … is
-    accepted, as /metrics counts it; places beyond the last never are.
-    enable_lora: whether requests may name adapters (docs/guide/adapters.md). max_loras: adapters on the device at once.
-    max_lora_rank: of an adapter, at most; memory is taken for that. max_cpu_loras: adapters in memory of the host;
-    None: as many as on the device. lora_modules: (name, directory) of adapters that are loaded at start. lora_dtype:
-    "auto" only: the model's.
-    generation_config: where sampling defaults come from: auto: the checkpoint's generation_config.json; vllm: vLLM's
-    neutral ones; or a directory with that file. EOS ids are the checkpoint's either way.
+    compile: send the pieces of every captured pass through torch.compile first.
+    graph_memory: GiB for graphs; None: a fraction of the memory that is free before the KV cache is sized.
+    speculative: the drafter. None: the MTP modules of the checkpoint, or no speculation if it has none. The method
+    "none" turns speculation off.
+    synthetic_acceptance_length: for benchmarks: accept this many tokens per round on average, bonus included, whatever
+    the drafts are. The text is then meaningless.
+    synthetic_acceptance_rates: for benchmarks: fraction of rounds in which draft 1, 2 … is accepted; later drafts are
+    never accepted.
+    enable_lora: requests may name adapters (docs/guide/adapters.md). max_loras: adapters on the device at once.
+    max_lora_rank: largest rank of an adapter; memory is reserved for it. max_cpu_loras: adapters in host memory; None:
+    as many as on the device. lora_modules: (name, directory) of adapters to load at start. lora_dtype: "auto" only: the
+    model's.
+    generation_config: source of sampling defaults. auto: the checkpoint's generation_config.json; vllm: vLLM's neutral
+    ones; or a directory with that file. EOS ids are always the checkpoint's.
     tokenizer: directory of the tokenizer; None: the checkpoint's.
-    hf_overrides: values in place of config.json's, by their names; objects within objects are merged.
-    logprobs_mode: log-probabilities of the model's own logits (raw), or of what tokens are drawn from: edited, divided
-    by the temperature, filtered (processed).
-    max_logprobs: what a request's logprobs may ask for at each position; -1: any number. More than 20 take whole rows
-    of logits to the host.
-    scheduling_policy: fcfs: first come, first served. priority: lower priority values first, then the same.
+    hf_overrides: values in place of config.json's, by name; nested objects are merged.
+    logprobs_mode: raw: log-probabilities of the model's logits; processed: of the distribution that tokens are sampled
+    from, after penalties, temperature and filters.
+    max_logprobs: largest ``logprobs`` of a request; -1: no limit. Above 20, whole logit rows are copied to the host.
+    scheduling_policy: fcfs: first come, first served. priority: lower priority values first, then fcfs.
     cpu_offload_gb: GiB of host memory for KV pages that the prefix cache evicts from the device; 0: none. Weights stay
     on the device. cpu_offload_ratio: the same as a multiple of the device's pages.
-    kv_offload_dir: a directory where such pages are written to as well, and read from; kv_offload_dir_gb: GiB of its
-    files, at most.
-    role: prefill: compute prompts for other engines; decode: have prompts computed by others; both: neither in
-    particular. transfer_listen: where a prefill engine listens, tcp://HOST:PORT or unix:///PATH. prefill_urls: where a
-    decode engine's prefill engines listen, with commas between. transfer_backend: what carries pages from host to host:
-    tcp, nixl (RDMA, where UCX finds it), or auto: nixl where both ends have it. transfer_timeout: seconds without news
-    of a prefill engine after which a decode engine computes its prompts itself.
-    enable_prefix_caching: whether a prompt may begin with pages that an earlier one left. It changes no text.
-    tensor_parallel_size: processes, with a GPU each, that hold the model together; the text is that of one.
-    enable_expert_parallel: experts are whole on one of them; else they are divided like other products. tp_reduce:
-    gather: no sum is divided, and the text is that of one process; ordered: the products after attention and of the MLP
-    are divided by inputs, and their terms are added in the order of processes: faster, the same text for one number.
-    enable_prompt_embeds, enable_return_hidden_states: whether the server takes embeddings in requests, and puts hidden
-    states into answers. The offline interface always does.
+    kv_offload_dir: a directory for evicted pages. kv_offload_dir_gb: largest size of its files, GiB.
+    role: prefill: compute prompts for other engines; decode: have prompts computed by others; both: either.
+    transfer_listen: address that a prefill engine listens on, tcp://HOST:PORT or unix:///PATH. prefill_urls: addresses
+    of a decode engine's prefill engines, separated by commas. transfer_backend: transport of pages between hosts: tcp,
+    nixl (RDMA, if UCX finds it), or auto: nixl if both ends have it. transfer_timeout: seconds without news of a
+    prefill engine after which a decode engine computes its prompts itself.
+    enable_prefix_caching: reuse the KV pages of common prompt prefixes. It changes no text.
+    tensor_parallel_size: processes, with a GPU each, that hold the model together; the text is the same as of one.
+    enable_expert_parallel: place whole experts on the ranks; otherwise every expert is divided like other layers.
+    tp_reduce: gather: no sum is divided, and the text is that of one process. ordered: the products after attention and
+    of the MLP are divided by inputs, and their terms are added in the order of ranks: faster, the same text for one
+    number of ranks.
+    enable_prompt_embeds: the server accepts embeddings in requests. enable_return_hidden_states: the server returns
+    hidden states. The offline interface always does both.
     """
 
     model: str = "tiny"
@@ -206,17 +206,17 @@ class EngineConfig(Concise):
 
     @property
     def synthetic(self) -> bool:
-        """Whether acceptance is not the drafter's own."""
+        """True if acceptance is synthetic instead of the drafter's own."""
         return self.synthetic_acceptance_length is not None or bool(self.synthetic_acceptance_rates)
 
     @property
     def offloads(self) -> bool:
-        """Whether evicted pages wait in host memory."""
+        """True if evicted pages are kept in host memory."""
         return self.cpu_offload_gb > 0 or self.cpu_offload_ratio > 0
 
     @property
     def exchanges_pages(self) -> bool:
-        """Whether other engines compute prompts for this one, or it for them."""
+        """True if other engines compute prompts for this one, or this one for others."""
         return bool(self.transfer_listen or self.prefill_urls)
 
     def _check_dtypes(self) -> None:
@@ -263,7 +263,7 @@ class EngineConfig(Concise):
             raise ConfigError(f"--transfer-timeout {self.transfer_timeout}: give seconds above 0.")
 
     def _check_files(self) -> None:
-        """That directories which flags name have what they are named for."""
+        """Check the contents of directories in flags. Raises ConfigError or CheckpointError."""
         if self.tokenizer is not None and not any(Path(self.tokenizer).glob("*token*")):
             raise ConfigError(f"--tokenizer {self.tokenizer}: there is no tokenizer; give a directory that has one.")
         source = self.generation_config
@@ -299,7 +299,7 @@ class EngineConfig(Concise):
 
 
 def parse_graphs(text: str) -> dict[str, str]:
-    """The mode of each program of "MODE" or "PROGRAM=MODE,…"; those that are not named are auto. Raises ConfigError."""
+    """The graph mode of each program, from "MODE" or "PROGRAM=MODE,…"; default: auto. Raises ConfigError."""
     if "=" not in text:
         _one_of("--graphs", text, GRAPH_MODES)
         return dict.fromkeys(GRAPH_PROGRAMS, text)
@@ -320,13 +320,13 @@ class Hardware:
     name: str
     total_bytes: int
     devices: int | None = None
-    """GPUs from ``device`` on; None on a CPU."""
+    """Number of GPUs from ``device`` on; None on a CPU."""
     capability: tuple[int, int] | None = None
     """Compute capability of the GPU."""
 
     @staticmethod
     def detect(device: str) -> Hardware:
-        """``auto`` is the first GPU, or the CPU when there is none. Raises ConfigError for an absent GPU."""
+        """The hardware of ``--device``; auto: the first GPU or the CPU. Raises ConfigError for an absent GPU."""
         import torch
 
         gpu = torch.cuda.is_available()
@@ -346,7 +346,7 @@ class Hardware:
 
 
 class CheckpointFacts(Protocol):
-    """What :func:`resolve` reads of a checkpoint (models/load/checkpoint.py)."""
+    """The properties of a checkpoint that :func:`resolve` reads (models/load/checkpoint.py)."""
 
     @property
     def dtype(self) -> torch.dtype | None: ...
@@ -367,12 +367,12 @@ class Decision:
 class ResolvedConfig:
     """An :class:`EngineConfig` with nothing left open.
 
-    kv_dtype: of the KV cache. graphs: the mode of each program. graph_bytes: what graphs may take, once the memory is
-    known. speculative: None where nothing drafts. forced_drafts: numbers of forced tokens that a round may propose,
-    ascending; empty: none (``max_forced_tokens``).
+    kv_dtype: dtype of the KV cache. graphs: mode of each program. graph_bytes: memory for graphs, once it is known.
+    speculative: None if nothing drafts. forced_drafts: numbers of forced tokens that a round may propose, ascending;
+    empty: none (``max_forced_tokens``).
     """
 
-    asked: EngineConfig
+    requested: EngineConfig
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -388,20 +388,20 @@ class ResolvedConfig:
     decisions: tuple[Decision, ...] = ()
 
     def decide(self, name: str, value: object, reason: str, **changes: Any) -> ResolvedConfig:
-        """A copy with one decision more and, if given, changed fields."""
+        """A copy with one more decision and the changed fields."""
         decision = Decision(name, str(value), reason)
         return dataclasses.replace(self, decisions=(*self.decisions, decision), **changes)
 
     @property
     def encoder_cache_bytes(self) -> int | None:
         """``mm_encoder_cache_gb`` in bytes."""
-        asked = self.asked.mm_encoder_cache_gb
-        return None if asked is None else int(asked * (1 << 30))
+        limit = self.requested.mm_encoder_cache_gb
+        return None if limit is None else int(limit * (1 << 30))
 
     def explain(self) -> dict[str, object]:
         """The resolved settings and every decision, as JSON-ready data."""
         settings = {
-            **vars(self.asked),
+            **vars(self.requested),
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "kv_cache_dtype": str(self.kv_dtype).removeprefix("torch."),
@@ -412,24 +412,24 @@ class ResolvedConfig:
             "attention_backend": self.attention_backend,
             "graphs": dict(self.graphs),
             "graph_bytes": self.graph_bytes,
-            "lora_modules": [{"name": name, "path": path} for name, path in self.asked.lora_modules],
+            "lora_modules": [{"name": name, "path": path} for name, path in self.requested.lora_modules],
             "speculative": dataclasses.asdict(self.speculative) if self.speculative else None,
-            "synthetic_acceptance_rates": list(self.asked.synthetic_acceptance_rates),
+            "synthetic_acceptance_rates": list(self.requested.synthetic_acceptance_rates),
         }
         return {"settings": settings, "decisions": [dataclasses.asdict(d) for d in self.decisions]}
 
 
 def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFacts) -> ResolvedConfig:
-    """Settle every ``auto``. Raises ConfigError for a flag that this checkpoint or machine cannot honour."""
+    """Resolve every ``auto``. Raises ConfigError for a flag that this checkpoint or machine cannot honour."""
     import torch
 
     gpu = hardware.device.type == "cuda"
     check_visible(config.tensor_parallel_size, hardware.devices, hardware.device)
     decisions: list[Decision] = []
 
-    def resolve_auto(name: str, asked: Any, value: Any, reason: str) -> Any:
-        if asked not in (None, "auto"):
-            return asked
+    def resolve_auto(name: str, requested: Any, value: Any, reason: str) -> Any:
+        if requested not in (None, "auto"):
+            return requested
         decisions.append(Decision(name, str(value).removeprefix("torch."), reason))
         return value
 
@@ -444,7 +444,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
         )
     kind, seqs, tokens = GPU_SIZES if gpu else CPU_SIZES
     return ResolvedConfig(
-        asked=config,
+        requested=config,
         device=torch.device(device),
         dtype=dtype,
         kv_dtype=resolve_auto("kv_cache_dtype", _kv_dtype(config, dtype, hardware), dtype, "the model's"),
@@ -469,7 +469,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
 
 
 def _auto_dtype(gpu: bool, stored: torch.dtype) -> tuple[torch.dtype, str]:
-    """The dtype that a checkpoint of dtype ``stored`` is served in, and the reason."""
+    """The serving dtype of a checkpoint of dtype ``stored``, and the reason."""
     import torch
 
     if not gpu:
@@ -481,17 +481,17 @@ def _auto_dtype(gpu: bool, stored: torch.dtype) -> tuple[torch.dtype, str]:
 
 
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype, hardware: Hardware) -> torch.dtype | None:
-    """The dtype of the KV cache; None where the model's is not asked for by name. Raises ConfigError."""
+    """The dtype of the KV cache; None if the flag is auto. Raises ConfigError."""
     import torch
 
-    asked = config.kv_cache_dtype
-    if asked in DTYPES and dtype_of(asked) != dtype:
+    requested = config.kv_cache_dtype
+    if requested in DTYPES and dtype_of(requested) != dtype:
         model = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"--kv-cache-dtype {asked}: the model has {model}; give auto, {model} or fp8.")
-    if asked.startswith("fp8") and hardware.capability is not None and hardware.capability < (8, 9):
+        raise ConfigError(f"--kv-cache-dtype {requested}: the model has {model}; give auto, {model} or fp8.")
+    if requested.startswith("fp8") and hardware.capability is not None and hardware.capability < (8, 9):
         has = ".".join(map(str, hardware.capability))
-        raise ConfigError(f"--kv-cache-dtype {asked}: this GPU has compute capability {has}, and e4m3 needs 8.9.")
-    return torch.float8_e4m3fn if asked.startswith("fp8") else None if asked == "auto" else dtype
+        raise ConfigError(f"--kv-cache-dtype {requested}: this GPU has compute capability {has}, and e4m3 needs 8.9.")
+    return torch.float8_e4m3fn if requested.startswith("fp8") else None if requested == "auto" else dtype
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

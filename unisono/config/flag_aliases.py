@@ -1,8 +1,9 @@
-"""Names that vLLM and SGLang give to settings, in one table: for the command line and for ``LLM``'s keywords.
+"""Names of settings in vLLM and SGLang, in one table for the command line and for ``LLM``'s keywords.
 
-``--tensor-parallel-size 1`` and ``LLM(tensor_parallel_size=1)`` are the same entry. An entry says that a name stands
-for a flag of ours, that some or all of its values change nothing here, or why it is refused and what is nearest.
-``cli_aliases`` and ``llm_arguments`` read it; ``docs/reference/flags.md`` prints it (a test compares them).
+``--tensor-parallel-size 1`` and ``LLM(tensor_parallel_size=1)`` are the same entry. An entry maps a name to a flag of
+Unisono, states that some or all of its values change nothing, or gives the reason of its refusal and the nearest
+alternative. ``cli/aliases.py`` and ``entrypoints`` read it; ``docs/reference/flags.md`` prints it (a test compares
+them).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SHORT = {
     "-sc": "--speculative-config",
     "-tp": "--tensor-parallel-size",
 }
-"""Short names and the long ones that they stand for."""
+"""Short names and their long forms."""
 
 RENAMED = {
     "--chunked-prefill-size": "--max-num-batched-tokens",
@@ -46,7 +47,7 @@ RENAMED = {
     "--tp-size": "--tensor-parallel-size",
     "--uvicorn-log-level": "--log-level",
 }
-"""Settings with a value that mean the same."""
+"""Settings with a value and their equivalents."""
 
 SWITCHES = {
     "--disable-cuda-graph": "--enforce-eager",
@@ -55,7 +56,7 @@ SWITCHES = {
     "--enable-torch-compile": "--compile",
     "--no-enforce-eager": "",
 }
-"""Settings without a value that mean the same; an empty one is what happens anyway."""
+"""Settings without a value and their equivalents; an empty one is the default behaviour."""
 
 _GRAMMARS = ("auto", "llguidance", "guidance", "xgrammar")
 _LLGUIDANCE = "the grammar engine is llguidance; the forms of xgrammar are read, too"
@@ -97,7 +98,7 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--task": (("auto", "generate", "embed", "embedding"), _EMBEDS),
     "--tokenizer-mode": (("auto", "hf"), "tokenizers are read through transformers"),
 }
-"""Settings with a value of which only these values can be honoured, and why."""
+"""Settings with a value of which only these values can be honoured, and the reason."""
 
 _ALWAYS_CHUNKED = "prompts are always computed in chunks, as large as --max-stall-ms allows; the text is the same"
 _OWN_GRAPHS = "which graphs are captured follows from --max-num-seqs and --graph-memory; --graphs sets the mode"
@@ -117,7 +118,7 @@ NOTED_VALUES = {
     "--lora-target-modules": "every linear layer has room for adapters",
     "--mm-attention-backend": "the tower has one attention, batch-invariant as the text model's",
     "--mm-encoder-attn-backend": "the tower has one attention, batch-invariant as the text model's",
-    "--mm-processor-cache-type": "preprocessed pictures are kept in the API process, --mm-processor-cache-gb of them",
+    "--mm-processor-cache-type": "preprocessed images are cached in the API process, up to --mm-processor-cache-gb",
     "--max-log-len": "prompts are never logged",
     "--max-prefill-tokens": "--max-num-batched-tokens bounds a prompt pass",
     "--max-seq-len-to-capture": _OWN_GRAPHS,
@@ -127,7 +128,7 @@ NOTED_VALUES = {
     "--swap-space": "nothing is swapped: what is preempted is computed again, with the same bytes",
     "--torch-compile-max-bs": _OWN_GRAPHS,
 }
-"""Settings with a value that change nothing here, and what happens instead: a note says it."""
+"""Settings with a value that change nothing, and what happens instead; a note reports it."""
 
 NOTED_SWITCHES = {
     "--async-scheduling": "the host always works while the device does",
@@ -149,7 +150,7 @@ NOTED_SWITCHES = {
     "--enable-p2p-check": "ranks reach each other's memory where torch says so, else through NCCL",
     "--enable-server-load-tracking": "the load is always tracked",
     "--is-embedding": "/v1/embeddings is always served, and text too (docs/guide/embed.md)",
-    "--enable-multimodal": "models with a vision tower take pictures",
+    "--enable-multimodal": "models with a vision tower take images",
     "--skip-mm-profiling": "memory of the tower's passes is measured with the others",
     "--no-async-scheduling": "the host always works while the device does; the text is the same",
     "--no-enable-chunked-prefill": _ALWAYS_CHUNKED,
@@ -158,7 +159,7 @@ NOTED_SWITCHES = {
     "--no-use-tqdm-on-load": "the stages of a start are shown as plain lines where standard error is no terminal",
     "--skip-server-warmup": "graphs are captured before the server is ready",
 }
-"""Settings without a value that change nothing here, and what happens instead."""
+"""Settings without a value that change nothing, and what happens instead."""
 
 _POOLING = "embeddings are pooled as the checkpoint's 1_Pooling/config.json says (docs/guide/embed.md)"
 
@@ -171,8 +172,8 @@ REFUSED = {
     "--disaggregation-ib-device": "with --transfer-backend nixl UCX picks devices; UCX_NET_DEVICES names them",
     "--dist-init-addr": _MACHINES,
     "--enable-force-include-usage": "clients ask for it: stream_options.include_usage",
-    "--enable-mm-embeds": "embeddings of pictures are not taken; send pictures",
-    "--interleave-mm-strings": "pictures stand where their content parts do",
+    "--enable-mm-embeds": "image embeddings are not supported; send images",
+    "--interleave-mm-strings": "images are placed where their content parts are",
     "--enable-sleep-mode": "nothing frees the GPU for a while; stop the server instead",
     "--headless": _MACHINES,
     "--hicache-storage-backend": "--kv-offload-dir DIR keeps pages in files",
@@ -191,16 +192,16 @@ REFUSED = {
     ),
     "--uds": "the server listens on --host and --port",
 }
-"""Settings that cannot be honoured, and the reason or what is nearest."""
+"""Settings that are refused, and the reason or the nearest alternative."""
 
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
-"""``kv_role`` of vLLM's ``--kv-transfer-config``, and the roles that they stand for."""
+"""``kv_role`` of vLLM's ``--kv-transfer-config`` -> role."""
 
 ALGORITHMS = {
     "NEXTN": "mtp", "MTP": "mtp", "EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "standalone", "NGRAM": "ngram",
     "NONE": "none",
 }  # fmt: skip
-"""Values of ``--speculative-algorithm``, and the methods that they stand for."""
+"""Values of ``--speculative-algorithm`` -> speculative method."""
 
 MAMBA_STRATEGIES = ("auto", "no_buffer", "extra_buffer", "extra_buffer_lazy")
 
@@ -211,7 +212,7 @@ MAMBA_NOTE = (
 
 
 def check_accepted(flag: str, value: str, shown: Callable[[str], str] = str) -> None:
-    """Raise ConfigError unless ``value`` of ``flag`` is among the ACCEPTED. shown: how the caller spells a flag."""
+    """Raise ConfigError unless ``value`` of ``flag`` is among the ACCEPTED. shown: spells a flag as the caller does."""
     values, reason = ACCEPTED[flag]
     if value not in values:
         choice = " or ".join(one or '""' for one in values)
@@ -224,7 +225,7 @@ def refuse(flag: str, shown: Callable[[str], str] = str) -> None:
 
 
 def algorithm(flag: str, value: Any) -> str:
-    """The method that SGLang's algorithm stands for. Raises ConfigError."""
+    """The speculative method of SGLang's algorithm ``value``. Raises ConfigError."""
     if str(value).upper() not in ALGORITHMS:
         raise ConfigError(f"{flag} {value!r} is unknown; choose one of {', '.join(ALGORITHMS)}.")
     return ALGORITHMS[str(value).upper()]

@@ -1,8 +1,8 @@
-"""Checkpoints by their id on the Hugging Face Hub: from huggingface_hub's cache, else downloaded.
+"""Checkpoints by their id on the Hugging Face Hub: from huggingface_hub's cache, or downloaded.
 
-config.json comes first, so that a model that is not supported costs one small file; then what is read beside the
-weights, then the weights' files that the index names. Environment variables are that library's: HF_HOME, HF_TOKEN,
-HF_HUB_OFFLINE, HF_ENDPOINT. Imports types and checkpoint_files only.
+config.json comes first, so that an unsupported model costs one small file; then the small files, then the weight files
+that the index names. Environment variables are that library's: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
+Imports types and checkpoint_files only.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from unisono.config.checkpoint_files import (
 from unisono.types import CheckpointError
 
 SECONDS = 5.0
-"""How long the Hub may take to answer a question about one file."""
+"""Timeout of the Hub's answer about one file, seconds."""
 
 
 def is_id(name: str) -> bool:
-    """Whether ``name`` reads as ``owner/name`` or ``owner/name@revision``."""
+    """True if ``name`` has the form ``owner/name`` or ``owner/name@revision``."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", name) is not None
 
 
 def fetch(name: str, check: Callable[[Path], object] | None = None, weights: bool = True) -> Path:
-    """The cached directory of checkpoint ``name``, downloaded unless it is whole there.
+    """The cached directory of checkpoint ``name``; downloads what is missing.
 
-    check: called with the directory when it has config.json and nothing else was downloaded; what it raises ends the
-    download. It belongs to a model, whose weights cannot be pickles; without it the checkpoint may be a draft head's,
-    whose weights can. weights: whether the weights' files are downloaded too. Raises CheckpointError.
+    check: called with the directory when it has config.json and nothing else was downloaded; an exception ends the
+    download. With ``check`` the checkpoint is a model, whose weights must not be pickles; without it, it may be a draft
+    head, whose weights may. weights: download the weight files too. Raises CheckpointError.
     """
     repo, _, revision = name.partition("@")
     found = _cached(repo, revision)
@@ -67,13 +67,14 @@ def fetch(name: str, check: Callable[[Path], object] | None = None, weights: boo
 
 
 def is_cached(name: str) -> bool:
-    """Decides whether the cache has checkpoint ``name`` with its weights."""
+    """True if the cache has checkpoint ``name`` with its weights."""
     found = _cached(*name.partition("@")[::2])
     return found is not None and _is_whole(found)
 
 
 def weight_bytes(name: str) -> int:
-    """Bytes of the weights' files of a checkpoint on the Hub, without downloading them; 0 where it does not tell.
+    """Bytes of the weight files of a checkpoint on the Hub, without downloading them; 0 if the Hub does not report
+    them.
 
     The checkpoint's small files must be in the cache (:func:`fetch` with weights=False). Raises CheckpointError.
     """
@@ -85,12 +86,12 @@ def weight_bytes(name: str) -> int:
         info = HfApi().model_info(repo, revision=revision or None, files_metadata=True, timeout=SECONDS)
     sizes = {each.rfilename: each.size for each in info.siblings or ()}
     index = read_object(found / INDEX, limit=None) if found is not None and (found / INDEX).is_file() else None
-    wanted = [sizes.get(file) for file in weight_names(sizes.keys(), index, f"{name}: {INDEX}")]
-    return sum(size for size in wanted if size)
+    weight_sizes = [sizes.get(file) for file in weight_names(sizes.keys(), index, f"{name}: {INDEX}")]
+    return sum(size for size in weight_sizes if size)
 
 
 def _cached(repo: str, revision: str) -> Path | None:
-    """The cache's directory of a revision, whole or not; None without one."""
+    """The cache's directory of a revision, complete or not; None without one."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -118,7 +119,7 @@ def _download(repo: str, revision: str, files: Sequence[str]) -> Path:
 
 
 def _no_config(name: str, names: Collection[str]) -> str:
-    """:func:`no_config` of a listing; an adapter's config is downloaded, for it names its base model."""
+    """:func:`no_config` of a listing. An adapter's config is downloaded, because it names the base model."""
     adapter = None
     if ADAPTER_CONFIG in names:
         repo, _, revision = name.partition("@")
@@ -128,7 +129,7 @@ def _no_config(name: str, names: Collection[str]) -> str:
 
 @contextmanager
 def _errors(name: str, partial: Path | None) -> Iterator[None]:
-    """Turns what the library, the network or the disk raises into a CheckpointError with the cause and the way out.
+    """Turn errors of the library, the network or the disk into a CheckpointError with the cause and the way out.
 
     partial: the cache's directory, which lacks files; None: the cache has nothing.
     """
@@ -159,13 +160,13 @@ def _errors(name: str, partial: Path | None) -> Iterator[None]:
     held = "is not in the cache of the Hugging Face hub" if partial is None else f"is in {partial} without its weights"
     near = _near(repo, Path(constants.HF_HUB_CACHE)) if partial is None else ""
     raise CheckpointError(
-        f"{name!r} is no directory here and {held}, and {reason}.{near} Give a directory, or run `hf download {repo}` "
-        "where there is a network."
+        f"{name!r} is not a directory here and {held}, and {reason}.{near} Give a directory, or run "
+        f"`hf download {repo}` on a machine with a network."
     )
 
 
 def _near(repo: str, cache: Path) -> str:
-    """An id in the cache that is nearly the one that was given, for a message."""
+    """An id in the cache that is similar to ``repo``, for a message."""
     ids: list[str] = []
     with suppress(OSError):
         ids = [each.name.removeprefix("models--").replace("--", "/", 1) for each in cache.glob("models--*")]
@@ -174,7 +175,7 @@ def _near(repo: str, cache: Path) -> str:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether a download into the cache was finished: the config and every file that holds weights."""
+    """True if a download into the cache is complete: the config and every weight file."""
     if not (directory / CONFIG).is_file():
         return False
     if (directory / WEIGHTS).is_file() or not (directory / INDEX).is_file():
@@ -183,11 +184,11 @@ def _is_whole(directory: Path) -> bool:
         files = weight_names([INDEX], read_object(directory / INDEX, limit=None), INDEX)
         return all((directory / file).is_file() for file in files)
     except (CheckpointError, TypeError):
-        return True  # its reader says what is wrong with it
+        return True  # the loader reports the error
 
 
 def _first_line(error: BaseException) -> str:
-    """The cause of an error, which libraries wrap in others, in one line."""
+    """The root cause of an error, in one line. Libraries wrap it in other errors."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,9 +1,8 @@
-"""Plain tensors in the archives that ``torch.save`` writes, read without unpickling anything.
+"""Plain tensors from archives of ``torch.save``, read without unpickling.
 
-The archive's pickle is a list of opcodes. Those that describe tensors are followed here, on a stack of plain values;
-any other opcode, and any other function, is an error. Nothing is imported or called, and nothing is allocated by a
-number that the archive claims: tensors are views of the bytes that are there, so no tensor has memory that nobody
-wrote.
+The archive's pickle is a list of opcodes. Opcodes that describe tensors are interpreted here, on a stack of plain
+values; any other opcode, and any other function, is an error. Nothing is imported or called. No allocation depends on a
+number in the archive: tensors are views of the bytes that are present.
 
 Imports nothing of the project.
 """
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 MAX_DIRECTORY_BYTES = 1 << 16
-"""Bytes of the archive's list of files: zipfile reads all of it."""
+"""Largest list of files in an archive, bytes; zipfile reads all of it."""
 MAX_PICKLE_BYTES = 1 << 14
-"""Bytes of the pickle of one tensor; some 200 are usual."""
+"""Largest pickle of one tensor, bytes; about 200 are usual."""
 MAX_STATE_BYTES = 1 << 24
-"""Bytes of the pickle, and of the list of files, of a checkpoint's state dict."""
+"""Largest pickle, and largest list of files, of a checkpoint's state dict, bytes."""
 MAX_DIMENSIONS = 8
 
 DTYPES = {
@@ -39,11 +38,11 @@ DTYPES = {
 }  # fmt: skip
 END, LOCATOR64, END64 = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
 END_BYTES, LOCATOR64_BYTES, END64_BYTES, COMMENT_BYTES = 22, 20, 56, 0xFFFF
-"""Signatures at the end of an archive, by which zipfile finds the list of files."""
+"""Sizes of the records at the end of an archive, by which zipfile finds the list of files."""
 
 
 class ArchiveError(ValueError):
-    """An archive that does not hold one plain tensor. Its text follows "it"."""
+    """An archive that does not hold plain tensors. Its text completes a sentence that begins with "it"."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +75,14 @@ _MARK = object()
 
 
 def read_tensor(data: bytes, limit: int) -> torch.Tensor:
-    """The one dense tensor in an archive whose files take at most ``limit`` bytes. Raises ArchiveError."""
+    """The one dense tensor in an archive with files of at most ``limit`` bytes. Raises ArchiveError."""
     _check_directory(data)
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return _read(archive, limit)
     except ArchiveError:
         raise
-    except Exception as error:  # zipfile raises anything from BadZipFile to a struct.error
+    except Exception as error:  # zipfile raises many types, from BadZipFile to struct.error
         raise ArchiveError("is not what torch.save writes; send base64 of that") from error
 
 
@@ -101,7 +100,7 @@ def read_state_dict(file: Path) -> dict[str, torch.Tensor]:
             files, found = _opened(archive, MAX_STATE_BYTES)
     except ArchiveError:
         raise
-    except Exception as error:  # zipfile raises anything from BadZipFile to a struct.error
+    except Exception as error:  # zipfile raises many types, from BadZipFile to struct.error
         raise ArchiveError("is not what torch.save writes") from error
     if not isinstance(found, dict) or not all(isinstance(one, _Tensor) for one in found.values()):
         raise ArchiveError("does not hold named tensors")
@@ -130,7 +129,7 @@ def _view(found: _Tensor, dtype: torch.dtype, shape: tuple[int, ...], data: Any,
 
 
 def _check_directory(data: bytes, most: int = MAX_DIRECTORY_BYTES) -> None:
-    """Raise ArchiveError for a list of files that is not the archive's end, or has more than ``most`` bytes."""
+    """Raise ArchiveError for a list of files that is not at the archive's end, or has more than ``most`` bytes."""
     at = data.rfind(END, max(0, len(data) - END_BYTES - COMMENT_BYTES))
     if at < 0 or len(data) - at < END_BYTES:
         raise ArchiveError("is not what torch.save writes; send base64 of that")
@@ -155,7 +154,7 @@ def _read(archive: zipfile.ZipFile, limit: int) -> torch.Tensor:
 
 
 def _opened(archive: zipfile.ZipFile, most: int) -> tuple[dict[str, zipfile.ZipInfo], Any]:
-    """The archive's files by name, and what its pickle of at most ``most`` bytes describes."""
+    """The archive's files by name, and the value that its pickle of at most ``most`` bytes describes."""
     entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
         raise ArchiveError("is compressed or encrypted, and torch.save writes neither")
@@ -173,7 +172,7 @@ def _opened(archive: zipfile.ZipFile, most: int) -> tuple[dict[str, zipfile.ZipI
 
 
 def _tensor(found: _Tensor, data: bytes) -> torch.Tensor:
-    """The tensor as a view of a copy of ``data``. Raises ArchiveError where it does not lie within it."""
+    """The tensor as a view of a copy of ``data``. Raises ArchiveError if it exceeds it."""
     import torch
 
     dtype = getattr(torch, found.storage.dtype)
@@ -181,7 +180,7 @@ def _tensor(found: _Tensor, data: bytes) -> torch.Tensor:
 
 
 def _placed(found: _Tensor, size: int, itemsize: int) -> tuple[int, ...]:
-    """The shape of a tensor that lies within ``size`` bytes. Raises ArchiveError for others."""
+    """The shape of a tensor that fits into ``size`` bytes. Raises ArchiveError for others."""
     count = size // itemsize
     if found.storage.count > count:
         raise ArchiveError(f"claims {found.storage.count} numbers, of which {count} were sent")
@@ -217,7 +216,7 @@ def described(pickle: bytes) -> Any:
 
 
 def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
-    """Do what one opcode says."""
+    """Interpret one opcode."""
     if name in _VALUES:
         stack.append(_VALUES[name](argument))
     elif name in ("BINPUT", "LONG_BINPUT"):
@@ -238,9 +237,9 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
     elif name == "BINPERSID":
         stack.append(_storage(stack.pop()))
     elif name == "BUILD":
-        stack.pop()  # attributes of the dict, as _metadata of a state dict
+        stack.pop()  # attributes of the dict, such as _metadata of a state dict
         if not isinstance(stack[-1], dict):
-            raise ArchiveError("cannot be loaded: it sets attributes of what is no dict")
+            raise ArchiveError("cannot be loaded: it sets attributes of an object that is not a dict")
     elif name == "REDUCE":
         arguments = stack.pop()
         stack.append(_rebuilt(stack.pop(), arguments))
@@ -249,8 +248,8 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
 
 
 _VALUES: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"), lambda given: given),
-    "GLOBAL": lambda given: _Name(*given.split(" ", 1)),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"), lambda value: value),
+    "GLOBAL": lambda value: _Name(*value.split(" ", 1)),
     "MARK": lambda _: _MARK,
     "NONE": lambda _: None,
     "NEWTRUE": lambda _: True,
@@ -259,19 +258,19 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "EMPTY_LIST": lambda _: [],
     "EMPTY_DICT": lambda _: {},
 }
-"""Value that each simple opcode puts on the stack."""
+"""The value that each simple opcode pushes on the stack."""
 
 
 def _marked(stack: list[Any]) -> list[Any]:
-    """Take what is above the last mark, and the mark."""
+    """Pop the values above the last mark, and the mark."""
     at = max(i for i, value in enumerate(stack) if value is _MARK)
     values = stack[at + 1 :]
     del stack[at:]
     return values
 
 
-def _storage(given: Any) -> _Storage:
-    kind, name, key, _, count = given
+def _storage(value: Any) -> _Storage:
+    kind, name, key, _, count = value
     if kind != "storage" or not isinstance(name, _Name) or name.module != "torch" or name.name not in DTYPES:
         raise ArchiveError(f"holds numbers of {name}; send float32, float16 or bfloat16")
     if not isinstance(key, str) or not _is_size(count):
@@ -280,7 +279,7 @@ def _storage(given: Any) -> _Storage:
 
 
 def _rebuilt(function: Any, arguments: Any) -> Any:
-    """Return the result of a call of one of the few known functions."""
+    """The result of a call of one of the few known functions."""
     known = str(function) if isinstance(function, _Name) else ""
     if known == "collections.OrderedDict" and arguments == ():
         return {}

@@ -1,6 +1,6 @@
-"""Files of a checkpoint, before anything reads them: it may come from anywhere, and be made to harm.
+"""Checks of a checkpoint's files before anything reads them: a checkpoint may be hostile.
 
-Owns which files of a directory may be opened, and the numbers of config.json that would take all memory or all time
+Decides which files of a directory may be opened, and refuses numbers in config.json that would take all memory or time
 before a check with more knowledge sees them. ``models`` and ``tokenizer`` call it. Raises CheckpointError.
 """
 
@@ -18,7 +18,7 @@ from unisono.types import CheckpointError
 
 MB = 1 << 20
 SIZES = {".jinja": 4 * MB, ".json": 512 * MB, ".model": 512 * MB, ".txt": 512 * MB}
-"""Bytes of a file that is read whole, by its suffix."""
+"""Largest size of a file that is read whole, bytes, by suffix."""
 
 SMALL = {"config.json": 16 * MB, "generation_config.json": MB, "chat_template.json": 4 * MB}
 
@@ -56,17 +56,17 @@ LARGEST = {
     "mtp_num_hidden_layers": 64,
     "num_nextn_predict_layers": 64,
 }
-"""The largest values of config.json that are tried. No model comes near them."""
+"""Largest accepted values of config.json, far beyond any model."""
 
 MAX_INTEGER = 1 << 63
 MAX_TOKEN_IDS = 1024
-"""End-of-sequence ids of one file."""
+"""Most end-of-sequence ids in one file."""
 ROPE = ("rope_parameters", "rope_scaling")
 ROPE_TYPES = ("default", "linear", "llama3", "mrope", "yarn")
 
 
 def check_directory(directory: Path) -> None:
-    """Refuse a directory in which a file is none, leads out of it, or is too large to be read whole."""
+    """Refuse a directory with an entry that is not a file, leads out of it, or is too large to be read whole."""
     inside = directory.resolve()
     allowed = [inside]
     if inside.parent.name == HUB_BLOBS[0]:
@@ -78,14 +78,14 @@ def check_directory(directory: Path) -> None:
 def _check_file(file: Path, allowed: list[Path]) -> None:
     try:
         status = file.stat()
-    except (OSError, RuntimeError) as error:  # a link to nothing, or to itself
+    except (OSError, RuntimeError) as error:  # a broken or circular link
         if file.is_symlink():
             raise CheckpointError(f"{file} is a link that leads nowhere: {error}. Download it again.") from None
         raise CheckpointError(f"{file} cannot be opened: {error}.") from None
     if stat.S_ISDIR(status.st_mode):
         return
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{file} is no regular file: remove it, reading it might never end.")
+        raise CheckpointError(f"{file} is not a regular file (a pipe or device?): remove it.")
     if file.is_symlink() and not any(file.resolve().is_relative_to(place) for place in allowed):
         raise CheckpointError(
             f"{file} is a link out of the checkpoint, to {file.resolve()}: copy the file into the directory."
@@ -99,7 +99,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in ``file``. Raises CheckpointError for anything else."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
-            raise CheckpointError(f"{file} is no regular file.")
+            raise CheckpointError(f"{file} is not a regular file.")
         content = json.loads(file.read_text(encoding="utf-8"))
     except RecursionError:
         raise CheckpointError(f"{file} cannot be read as JSON: it is nested too deeply.") from None
@@ -111,7 +111,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_values(raw: Mapping[str, Any], file: Path) -> None:
-    """Refuse values of config.json that nothing should compute with: before transformers does."""
+    """Refuse dangerous values of config.json before transformers reads them."""
     check_numbers(raw, file)
     check_rope(raw, file)
 
@@ -133,16 +133,16 @@ def check_numbers(raw: Mapping[str, Any], file: Path) -> None:
 
 
 def check_rope(raw: Mapping[str, Any], file: Path) -> None:
-    """Refuse rotary embeddings of a type that is not computed."""
+    """Refuse rotary embeddings of an unsupported type."""
     text = {name: part for name, part in raw.items() if not (name.endswith("_config") and name != "text_config")}
-    for name, value in _all_items(text):  # towers of other kinds, which are not computed, turn as they like
+    for name, value in _all_items(text):  # vision and audio towers are checked elsewhere
         if name in ROPE and isinstance(value, Mapping):
             _check_rope(name, value, file)
 
 
 def _check_rope(name: str, value: Mapping[str, Any], file: Path) -> None:
     kind = value.get("rope_type", value.get("type", "default"))
-    if isinstance(kind, Mapping):  # of kinds of layers, each with parameters of its own
+    if isinstance(kind, Mapping):  # a mapping by kind of layer, each with parameters of its own
         return
     if kind not in ROPE_TYPES:
         raise CheckpointError(
@@ -155,18 +155,18 @@ def _check_rope(name: str, value: Mapping[str, Any], file: Path) -> None:
 
 
 def check_token_ids(ids: tuple[int, ...], vocab_size: int, file: Path) -> None:
-    """Refuse end-of-sequence ids that no token of the vocabulary has."""
+    """Refuse end-of-sequence ids outside the vocabulary."""
     if len(ids) > MAX_TOKEN_IDS:
         raise CheckpointError(f"{file} names {len(ids)} end-of-sequence ids; at most {MAX_TOKEN_IDS} are taken.")
     wrong = next((i for i in ids if i >= vocab_size), None)
     if wrong is not None:
         raise CheckpointError(
-            f"{file}: eos_token_id={wrong} is no token of the vocabulary, whose ids are 0 to {vocab_size - 1}."
+            f"{file}: eos_token_id={wrong} is outside of the vocabulary, whose ids are 0 to {vocab_size - 1}."
         )
 
 
 def inside(directory: Path, name: object, index: Path) -> Path:
-    """The file that an index names. Raises CheckpointError for what is no file name in its directory."""
+    """The file that an index names. Raises CheckpointError unless it is a file name in the index's directory."""
     if not isinstance(name, str) or not name or "\0" in name:
         raise CheckpointError(f"{index}: weight_map has {str(name)[:80]!r} for a file's name; download it again.")
     path = Path(name)
@@ -176,7 +176,7 @@ def inside(directory: Path, name: object, index: Path) -> Path:
 
 
 def _all_items(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Each key with its value, of objects within objects and lists."""
+    """Each key with its value, of nested objects and lists."""
     if depth > 32:
         return
     if isinstance(value, Mapping):
@@ -189,7 +189,7 @@ def _all_items(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def _numbers(raw: Mapping[str, Any]) -> Iterator[tuple[str, int | float, str]]:
-    """(name, value, the name of the object that it stands in) of each number."""
+    """(name, value, name of the enclosing object) of each number."""
     todo: list[tuple[str, Any, str]] = [("", raw, "")]
     while todo:
         name, value, outside = todo.pop()

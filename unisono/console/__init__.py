@@ -1,1 +1,1 @@
-"""Output, help texts and flag values that all commands share."""
+"""Output, help texts and flag values, shared by all commands."""

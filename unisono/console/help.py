@@ -1,7 +1,9 @@
-"""``--help``: flags in groups, with whole names at any width. ``--help=GROUP``, ``=all``, ``=FLAG`` and ``=WORD``.
+"""``--help``: flags in groups, with whole names at any width.
 
-``cli`` gives each flag its group (``rich_help_panel``); commands use :class:`HelpfulCommand` or the group class of
-``cli_output``.
+``--help=GROUP``, ``=all``, ``=FLAG`` and ``=WORD``.
+
+``cli`` sets the group of each flag (``rich_help_panel``). Commands use :class:`HelpfulCommand`, or the group class of
+``console/output.py``.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "media": (
-        "Pictures and videos",
+        "Images and videos",
         (
             "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "allowed_media_domains",
             "allowed_local_media_path", "media_max_mb", "media_max_pixels", "media_max_frames", "media_timeout",
@@ -118,8 +120,10 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }  # fmt: skip
-"""Groups of flags in order: what each is about, and the names of its parameters. Those without names are for the
-flags that a command declares itself."""
+"""Groups of flags in order: title, and names of the parameters.
+
+A group without names is for flags that a command declares itself.
+"""
 
 GENERAL = "general"
 
@@ -127,7 +131,7 @@ VLLM_GROUPS = {
     "cache": "memory", "compilation": "graphs", "frontend": "server", "load": "model", "lora": "adapters",
     "multimodal": "media", "observability": "operations", "scheduler": "scheduling", "speculative": "speculation",
 }  # fmt: skip
-"""vLLM's groups (``--help=CacheConfig``) and those that have their flags here."""
+"""vLLM's groups (``--help=CacheConfig``) -> the group with their flags."""
 
 MOST_USED = (
     "prompt", "max_tokens", "temperature", "seed", "url", "system", "host", "port", "served_model_name", "api_key",
@@ -139,21 +143,21 @@ MOST_USED = (
 """Parameters that ``--help`` shows above the list of groups."""
 
 FEW = 16
-"""Up to this number of flags ``--help`` shows all."""
+"""``--help`` shows all flags of a command with at most this many."""
 
 COLUMN = 34
-"""Column of descriptions, where lines are wide enough."""
+"""Column of descriptions, on wide terminals."""
 
 _KINDS = {"str": "TEXT", "int": "INT", "float": "FLOAT", "bool": "", "path": "PATH", "list[str]": "TEXT"}
 
 
 def group_of(name: str, own: str = GENERAL) -> str:
-    """The group of a parameter. own: that of a command's own parameters."""
+    """The group of a parameter. own: the group of a command's own parameters."""
     return next((group for group, (_, names) in GROUPS.items() if name in names), own)
 
 
 class HelpfulCommand(TyperCommand):
-    """A command whose ``--help`` is in groups, and may name one."""
+    """A command with ``--help`` in groups, and ``--help=GROUP``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = args[: args.index("--")] if "--" in args else args
@@ -174,7 +178,7 @@ class HelpfulCommand(TyperCommand):
 
 
 class Page:
-    """Writes the help of one command. console: by default standard output, as wide as the terminal."""
+    """Writer of a command's help. console: default: standard output, as wide as the terminal."""
 
     def __init__(self, command: Any, ctx: Any, console: Console | None = None) -> None:
         self._command, self._ctx = command, ctx
@@ -192,7 +196,7 @@ class Page:
     # ---- pages ----------------------------------------------------------------------------------
 
     def overview(self) -> None:
-        """Usage, arguments, the flags that are used most, and the groups."""
+        """Print usage, arguments, the most used flags, and the groups."""
         self._head()
         if len(self._options) <= FEW:
             self._section("Flags", self._options)
@@ -210,7 +214,7 @@ class Page:
         self._row(Text(f"{path} --help=WORD"), "flags by name, or by a word of their name or description", COLUMN)
 
     def commands(self) -> None:
-        """A group's commands and its own flags."""
+        """Print the commands of a group and its own flags."""
         self._head()
         self._title("Commands")
         for name in self._command.list_commands(self._ctx):
@@ -222,7 +226,7 @@ class Page:
         self._section("Flags", self._options)
 
     def show(self, topic: str) -> None:
-        """The flags that ``--help=TOPIC`` names. Raises ConfigError where there are none."""
+        """Print the flags that match ``--help=TOPIC``. Raises ConfigError if there are none."""
         word = topic.lstrip("-").lower().replace("_", "-")
         group = word.removesuffix("config")
         group = VLLM_GROUPS.get(group, group)
@@ -243,7 +247,7 @@ class Page:
             self._section(self._titled(name), options)
 
     def _paged(self) -> None:
-        """All flags, in a pager where there is a terminal."""
+        """Show all flags, in a pager on a terminal."""
         if not sys.stdout.isatty():
             return self._all()
         with self._console.capture() as captured:
@@ -299,7 +303,7 @@ class Page:
         self._console.print(Text.assemble(("── ", "dim"), (lines[-1], "bold"), (f" {rule}", "dim")), no_wrap=True)
 
     def _row(self, head: Text, text: str, column: int) -> None:
-        """A name and its description beside it, or below it where they do not fit."""
+        """Print a name with its description beside it, or below it if it does not fit."""
         if self._width < 70 or head.cell_len + 4 > column:
             for part in head.split("\n") if self._width < 70 else [head]:
                 self._fit(part)
@@ -313,7 +317,7 @@ class Page:
         self._print(*(" " * indent + line for line in lines))
 
     def _fit(self, head: Text) -> None:
-        """Print a name, on several lines between its words where it is too long. Words are never cut."""
+        """Print a name, broken between its words if it is too long. Words are never cut."""
         words = head.split(" ")
         line = Text("  ")
         for number, word in enumerate(words):
@@ -339,7 +343,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _names(param: Any) -> Text:
-    """Every name of a parameter, and the kind of its value."""
+    """Every name of a parameter, and the type of its value."""
     if param.param_type_name == "argument":
         return Text(param.metavar or param.name.upper(), "bold cyan")
     names = Text(", ").join(Text(name, "bold cyan") for name in (*param.opts, *param.secondary_opts))
@@ -356,7 +360,7 @@ def _kind(param: Any) -> str:
 
 
 def _described(param: Any) -> str:
-    """Help, default and environment variable."""
+    """Help, default and environment variable of a parameter."""
     notes = list(_notes(param))
     return " ".join([param.help or "", *(f"[{note}]" for note in notes)]).strip()
 
@@ -367,8 +371,8 @@ def _notes(param: Any) -> Iterator[str]:
         yield "may be given again"
     if param.envvar:
         yield f"environment: {param.envvar}"
-    told = "default:" in help_text.lower() or (getattr(param, "is_flag", False) and not default)
-    if default not in (None, (), [], "") and not callable(default) and not told:
+    has_default = "default:" in help_text.lower() or (getattr(param, "is_flag", False) and not default)
+    if default not in (None, (), [], "") and not callable(default) and not has_default:
         if getattr(param, "is_flag", False):
             default = (param.opts if default else param.secondary_opts or ["off"])[0]
         yield f"default: {default}"

@@ -1,4 +1,4 @@
-"""Output of the command line: errors, notes, the stages of a start, and tables that are never cut."""
+"""Output of the command line: errors, notes, stages of a start, and tables without truncation."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ stderr = Console(stderr=True)
 
 
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
-"""click's, or that of the copy of click inside newer versions of typer."""
+"""click's class, or that of the copy of click inside newer versions of typer."""
 
 
-class Commands(TyperGroup):
-    """Commands that end with one red line and the right status when they raise on purpose, or are used wrongly."""
+class CommandGroup(TyperGroup):
+    """A group of commands that end with one red line and the right status after an error or a wrong flag."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -51,7 +51,7 @@ class Commands(TyperGroup):
 
 
 def sentence(text: str) -> str:
-    """The text with one mark at its end."""
+    """The text with exactly one mark at its end."""
     text = text.rstrip().rstrip(".")
     return text if text.endswith(("?", "!")) else text + "."
 
@@ -62,12 +62,12 @@ def complain(error: UnisonoError | str) -> None:
 
 
 def note(text: str) -> None:
-    """Print what a user may want to know, on one line."""
+    """Print a message for the user on one line."""
     stderr.print(f"[dim]{escape(text)}[/]", soft_wrap=True, highlight=False)
 
 
 class _Stages:
-    """Says what a start is doing: a bar for each stage on a terminal, elsewhere a line when it begins.
+    """Progress of a start: a bar per stage on a terminal, elsewhere a line when a stage begins.
 
     A stage ends when it is done or when the next one begins.
     """
@@ -109,7 +109,7 @@ class _Stages:
 
 @contextlib.contextmanager
 def show_progress() -> Iterator[Callable[[str, float], None]]:
-    """A callback for the stages of a start: called with a stage and its share done, 0 … 1."""
+    """A progress callback for the stages of a start. It is called with a stage and its completed fraction, 0 … 1."""
     stages = _Stages()
     try:
         yield stages.report
@@ -121,7 +121,7 @@ def show_progress() -> Iterator[Callable[[str, float], None]]:
 
 
 def print_tables(info: Mapping[str, Any]) -> None:
-    """Print what ``explain`` says of an engine's ``info()``."""
+    """Print the tables of ``explain`` from an engine's ``info()``."""
     _print("Settings", ("setting", "value"), list(info["settings"].items()))
     _print("Graph memory", ("figure", "value"), list(info["graph_memory"].items()))
     if costs := info["speculation"]["round_ms"]:
@@ -135,26 +135,27 @@ def print_tables(info: Mapping[str, Any]) -> None:
     tables["Passes"] = [_readable(row) for row in info["graphs"]]
     for title, rows in tables.items():
         if rows:
-            # Only what some row has: most runs have no eager pass, so no reason and no advice.
+            # Columns that are empty in every row are left out: most runs have no eager pass, so no reason and no
+            # advice.
             columns = list(dict.fromkeys(key for row in rows for key in row if row[key] != ""))
             _print(title, columns, [[row.get(c, "") for c in columns] for row in rows])
 
 
 def print_dry_run(tables: Mapping[str, Sequence[tuple[str, str]]], decisions: Sequence[Mapping[str, Any]]) -> None:
-    """Print what ``explain --dry-run`` found: tables of (name, value), and the decisions."""
+    """Print the result of ``explain --dry-run``: tables of (name, value), and the decisions."""
     for title, found in tables.items():
         _print(title, ("", ""), found)
     _print("Decisions", ("name", "value", "reason"), [list(each.values()) for each in decisions])
 
 
 MOST_FIXED, LEAST_WRAPPED = 20, 24
-"""Columns whose cells are at most this long are never wrapped; others are, down to this width."""
+"""Columns with cells of at most MOST_FIXED characters never wrap; others wrap, down to LEAST_WRAPPED."""
 
 
 def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table within the terminal's width, or that of COLUMNS; in a pipe without it, as wide as it is.
+    """Print a table within the terminal's width, or that of COLUMNS; in a pipe without COLUMNS, at its full width.
 
-    One column may wrap. Where that is not enough, each row is a record.
+    One column may wrap. If that is not enough, each row is printed as a record.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     table = Table(title=title, title_justify="left")
@@ -170,7 +171,7 @@ def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) ->
     width = Measurement.get(stdout, stdout.options.update(width=100_000), table).maximum
     limit = stdout.width if stdout.is_terminal or "COLUMNS" in os.environ else max(width, 80)
     if width > limit:
-        table.box = SIMPLE_HEAD  # without lines between columns, a wrapped cell can be read and copied
+        table.box = SIMPLE_HEAD  # without lines between columns, a wrapped cell can be copied
     if width <= limit or (wrapping == 1 and narrowest <= limit):
         Console(width=limit, file=stdout.file, color_system=_colours()).print(table)
     else:
@@ -182,7 +183,7 @@ def _colours() -> Any:
 
 
 def _print_records(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print rows of two cells as "a: b", others as a block each; long lines wrap."""
+    """Print rows of two cells as "a: b", longer rows as a block each. Long lines wrap."""
     stdout.print(f"[italic]{escape(title)}[/]")
     for row in rows:
         if len(columns) == 2:
@@ -196,7 +197,7 @@ def _print_records(title: str, columns: Sequence[str], rows: Sequence[Sequence[A
 
 
 def _readable(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of the passes' table with bytes as MiB and times to a tenth."""
+    """A row of the passes' table, with bytes as MiB and times to a tenth."""
     names = {"bytes": ("MiB", 1 << 20), "ms": ("ms", 1), "capture_ms": ("capture", 1)}
     shown = {}
     for key, value in row.items():

@@ -1,4 +1,4 @@
-"""Values of flags that take more than a type to read. Each raises ConfigError with the flag and the way out."""
+"""Parsers of flag values that need more than a type. Each raises ConfigError with the flag and the way out."""
 
 from __future__ import annotations
 
@@ -8,45 +8,42 @@ import os
 from pathlib import Path
 from typing import Any
 
-from unisono.config import catalog
+from unisono.config import catalog, env
 from unisono.types import ConfigError, SpeculativeConfig
-
-API_KEY = "UNISONO_API_KEY"
-"""The environment variable of ``--api-key``."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
-def checked_key(given: str | None) -> str | None:
-    """The API key, or None where none is asked for. An empty one would serve everybody while it looks protected."""
-    named = os.environ.get(API_KEY)
-    if given is None and named is not None:  # the parser takes an empty variable for none
-        given = named
-    if given is not None and not given.strip():
-        source = f"The environment variable {API_KEY}" if given == named else "--api-key"
+def checked_key(value: str | None) -> str | None:
+    """The API key; None for no key. An empty one is refused: it would look protected and serve everybody."""
+    named = env.api_key()
+    if value is None and named is not None:  # the parser treats an empty variable as unset
+        value = named
+    if value is not None and not value.strip():
+        source = f"The environment variable {env.API_KEY.name}" if value == named else "--api-key"
         raise ConfigError(f"{source} is empty, which protects nothing: give a key, or leave it out to serve openly.")
-    return given
+    return value
 
 
 def log_level_named(name: str) -> int:
-    """A level of ``logging``. ``trace``, uvicorn's, is debug."""
+    """A level of ``logging``. uvicorn's ``trace`` is debug."""
     known = logging.getLevelNamesMapping() | {"TRACE": logging.DEBUG}
     if name.lower() not in (*LOG_LEVELS, "trace"):
         raise ConfigError(f"--log-level {name!r} is unknown; choose one of {', '.join(LOG_LEVELS)}.")
     return known[name.upper()]
 
 
-def read_template(given: str | None) -> str | None:
-    """The text of a chat template: of a file, or given itself (then it has braces)."""
-    if given is None:
+def read_template(value: str | None) -> str | None:
+    """The text of a chat template: a file's, or the value itself if it has braces."""
+    if value is None:
         return None
-    text = given
-    if "{" not in given or Path(given).is_file():
+    text = value
+    if "{" not in value or Path(value).is_file():
         try:
-            text = Path(given).read_text()
+            text = Path(value).read_text()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"--chat-template {given}: cannot be read: {reason}.") from None
+            raise ConfigError(f"--chat-template {value}: cannot be read: {reason}.") from None
     import jinja2
     from jinja2.ext import loopcontrols
 
@@ -59,7 +56,7 @@ def read_template(given: str | None) -> str | None:
 
 
 def strings(flag: str, text: str) -> tuple[str, ...]:
-    """A JSON list of strings, as vLLM's flags take them; a plain word is a list of one."""
+    """A JSON list of strings, as in vLLM's flags; a plain word is a list of one."""
     if not text.lstrip().startswith("["):
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
@@ -72,18 +69,18 @@ def strings(flag: str, text: str) -> tuple[str, ...]:
 
 
 def speculative_dict(text: str) -> dict[str, Any]:
-    """The object of ``--speculative-config``."""
+    """Parse the JSON object of ``--speculative-config``."""
     try:
-        given = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"--speculative-config is not valid JSON: {error}.") from None
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         raise ConfigError(f"--speculative-config {text!r}: give a JSON object.")
-    return given
+    return value
 
 
 def speculative(text: str) -> SpeculativeConfig:
-    """``--speculative-config`` alone; its method is one of the catalog's."""
+    """Parse ``--speculative-config``; its method must be in the catalog."""
     config = SpeculativeConfig.parse(speculative_dict(text))
     if config.method not in catalog.drafters:
         known = ", ".join(catalog.drafters.names)
@@ -92,7 +89,7 @@ def speculative(text: str) -> SpeculativeConfig:
 
 
 def whole_numbers(flag: str, text: str, some: bool = False) -> list[int]:
-    """Whole numbers from 1 on, separated by commas. some: there must be one."""
+    """Parse whole numbers from 1 on, separated by commas. some: at least one is required."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     ok = all(part.isascii() and part.isdecimal() and 1 <= int(part[:12]) < 2**31 for part in parts)
     if not ok or (some and not parts):
@@ -101,7 +98,7 @@ def whole_numbers(flag: str, text: str, some: bool = False) -> list[int]:
 
 
 def shares(flag: str, text: str) -> tuple[float, ...]:
-    """Numbers separated by commas; none for an empty text."""
+    """Parse numbers from 0 to 1, separated by commas; an empty text is an empty tuple."""
     try:
         return tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
@@ -109,7 +106,7 @@ def shares(flag: str, text: str) -> tuple[float, ...]:
 
 
 def writable(flag: str, file: Path | None) -> None:
-    """Find out whether ``file`` can be written, before anything that takes long is done."""
+    """Check that ``file`` can be written, before anything that takes long runs."""
     if file is None:
         return
     folder = file.parent

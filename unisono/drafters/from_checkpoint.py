@@ -1,6 +1,7 @@
-"""Speculation with what a checkpoint brings along: the MTP modules beside its weights.
+"""Speculation with modules included in a checkpoint: MTP modules beside the target's weights.
 
-The engine asks before it builds. What counts is what the headers of the safetensors files hold, never a name.
+The engine calls this before it builds the model. The decision depends on the headers of the safetensors files only,
+never on a name.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ METHOD = "mtp"
 
 
 def carried_speculation(directory: Path, target: DecoderConfig) -> tuple[SpeculativeConfig | None, str] | None:
-    """The speculation that a checkpoint's own modules give, and why; None where it carries none.
+    """The speculation possible with a checkpoint's own modules, and the reason; None if it has none.
 
-    Modules that cannot be used give no speculation, and the reason. Raises CheckpointError for files that cannot be
-    read at all.
+    If its modules cannot be used, the result is no speculation, with the reason. Raises CheckpointError for files that
+    cannot be read at all.
     """
     tensors = read_tensors(directory)
     found = {models: numbers for models, layout in LAYOUTS.items() if (numbers := layout.numbers(tensors))}
@@ -36,7 +37,7 @@ def carried_speculation(directory: Path, target: DecoderConfig) -> tuple[Specula
 
 
 def carried_bytes(directory: Path) -> int:
-    """Bytes of the modules that a checkpoint carries beside its target's weights. Raises CheckpointError."""
+    """Bytes of the modules in a checkpoint besides its target's weights. Raises CheckpointError."""
     tensors = read_tensors(directory)
     found = [layout for layout in LAYOUTS.values() if layout.numbers(tensors)]
     if not found:

@@ -13,7 +13,7 @@ from unisono.types import SpeculativeConfig
 
 
 class NoDrafter:
-    """Proposes nothing and has nothing to catch up with. Raises ConfigError for a model or an option."""
+    """Proposes nothing and keeps no state. Raises ConfigError for a model or an option."""
 
     name = "none"
     num_drafts = 0

@@ -1,7 +1,8 @@
-"""The weights of drafters' modules in fp8, and a copy of the LM head that they draft with.
+"""fp8 weights of draft modules, and an fp8 copy of the LM head for drafting.
 
-Drafts need not have the target's precision, for the target verifies them: the text does not depend on how they are
-made. A module's step reads little but its LM head, and fp8 halves that. Drafters call it (``drafters/hidden.py``).
+Drafts need not have the target's precision, since the target verifies them: the text does not depend on how they are
+made. A module's step reads little besides its LM head, and fp8 halves that. Called by drafters
+(``drafters/hidden.py``).
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from unisono.models.blocks.decoder import Decoder
 from unisono.types import ConfigError
 
 CHOICES = ("auto", "fp8", "none")
-"""What ``draft_quantization`` may be, the default first."""
+"""Values of ``draft_quantization``, the default first."""
 
 LARGE = 1 << 26
-"""Bytes of an LM head from which on ``auto`` makes a copy."""
+"""Size of an LM head in bytes from which ``auto`` makes a copy."""
 
 
 @dataclass
 class DraftWeights:
-    """How a drafter's modules are stored. One object for all its modules, so that they share one copy of the LM head.
+    """Weight format of a drafter's modules. One object serves all its modules, so that they share one copy of the LM
+    head.
 
-    format: what linear layers get that the checkpoint does not quantise. why: it was chosen.
+    format: format of linear layers that the checkpoint does not quantise.
+    why: reason of the choice.
     """
 
     target: Decoder = field(repr=False)
@@ -37,22 +40,23 @@ class DraftWeights:
     _copy: Linear | None = field(default=None, repr=False)
 
     @classmethod
-    def choose(cls, asked: str, target: Decoder, *, shares_head: bool = True) -> DraftWeights:
-        """asked: one of CHOICES; ``auto`` is fp8 where it pays: with a large 16-bit LM head that is the target's, on a
-        GPU that multiplies e4m3. shares_head: whether the modules draft with the target's LM head.
+    def choose(cls, choice: str, target: Decoder, *, shares_head: bool = True) -> DraftWeights:
+        """Choose the format. Raises ConfigError for fp8 on a GPU without e4m3 products.
 
-        Raises ConfigError where fp8 is asked of a GPU that does not.
+        choice: one of CHOICES; ``auto`` is fp8 if that pays: with a large 16-bit LM head that is the target's, on a GPU
+            with e4m3 products.
+        shares_head: True if the modules draft with the target's LM head.
         """
         weight, device = target.lm_head.weight, target.embed.weight.device
         able = multiplies_e4m3(device)
-        if asked == "fp8" and device.type == "cuda" and not able:
+        if choice == "fp8" and device.type == "cuda" and not able:
             raise ConfigError(
                 f'"draft_quantization": "fp8": this GPU has compute capability '
                 f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and e4m3 products need 8.9: "
                 'give "none", or leave it out.'
             )
-        if asked != "auto":
-            return cls(target, ONLINE_FP8 if asked == "fp8" else PLAIN, f"draft_quantization={asked!r}")
+        if choice != "auto":
+            return cls(target, ONLINE_FP8 if choice == "fp8" else PLAIN, f"draft_quantization={choice!r}")
         reasons = {
             "the drafter has an LM head of its own": not shares_head,
             f"the LM head is stored as {target.lm_head.format.name}": target.lm_head.format is not PLAIN,
@@ -66,11 +70,11 @@ class DraftWeights:
         return cls(target, ONLINE_FP8, "a large LM head is what drafts read most")
 
     def of(self, module: str) -> WeightFormat:
-        """The format of a module by its path in a drafter's; embedding and LM head are plain until :meth:`head`."""
+        """Format of a module by its path in a drafter's module; embedding and LM head are plain until :meth:`head`."""
         return PLAIN if module in ("embed", "lm_head") else self.format
 
     def head(self, head: Linear) -> Linear:
-        """What to draft with in place of a loaded module's LM head: a copy, or the head itself where it stays."""
+        """LM head to draft with, in place of a loaded module's: a copy, or the head itself if it stays."""
         if self.format is PLAIN or head.format is not PLAIN:
             return head
         if head is not self.target.lm_head:
@@ -79,7 +83,7 @@ class DraftWeights:
         return self._copy
 
     def decision(self) -> tuple[str, str]:
-        """(value, reason) of what was chosen, with the bytes of the copy. For when modules have their heads."""
+        """(value, reason) of the choice, with the bytes of the copy. Call it after modules have their heads."""
         if self.format is PLAIN:
             return "as the checkpoint has them", self.why
         nbytes = sum(p.nbytes for p in self._copy.parameters()) if self._copy else 0
@@ -89,7 +93,7 @@ class DraftWeights:
 
 @torch.no_grad()
 def _converted(head: Linear, format: WeightFormat) -> Linear:
-    """A plain linear layer in another format that is made of plain weights."""
+    """Copy of a plain linear layer in another format that is made from plain weights."""
     copy = Linear(head.inputs, head.outputs, head.bias is not None, head.dtype, head.weight.device, format)
     for kind, place in copy.places():
         place.fill(getattr(head, kind))

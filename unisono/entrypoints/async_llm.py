@@ -1,16 +1,13 @@
-"""``AsyncLLM``: requests as async iterators, in the names of vLLM's class. It shares its engine with an ``LLM``."""
+"""``AsyncLLM``: requests as async iterators, with the names of vLLM's class. It shares its engine with an ``LLM``."""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import threading
-import weakref
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from unisono.engine.loop import Bell, EngineLoop, Inbox
+from unisono.engine.loop import EngineThread, Inbox
 from unisono.entrypoints.llm import LLM, Metric
 from unisono.entrypoints.llm_calls import as_ids, as_params, as_prompt, check_kind
 from unisono.frontend.collector import Collector
@@ -20,7 +17,7 @@ from unisono.types.lora import LoRARequest, one_each
 
 
 class AsyncEngineArgs:
-    """vLLM's way to name an engine's settings: ``AsyncLLM.from_engine_args(AsyncEngineArgs(model=…))``."""
+    """Engine settings in vLLM's form: ``AsyncLLM.from_engine_args(AsyncEngineArgs(model=…))``."""
 
     def __init__(self, model: str = "tiny", **flags: Any) -> None:
         self.model, self.flags = model, flags
@@ -31,12 +28,12 @@ class AsyncEngineArgs:
 
 
 class AsyncLLM:
-    """A model for asyncio programs. Takes what :class:`unisono.entrypoints.llm.LLM` takes; ``llm`` shares the engine of
-    an LLM.
+    """A model for asyncio programs. Takes the arguments of :class:`unisono.entrypoints.llm.LLM`; ``llm`` shares the
+    engine of an existing LLM.
 
-    A thread of its own steps the engine while there are requests, so the event loop never waits for the device.
-    Requests of several event loops, and of the LLM, run together. Use as a context manager or call :meth:`shutdown`.
-    Raises CheckpointError and ConfigError.
+    A thread steps the engine while there are requests, so the event loop never waits for the device. Requests of
+    several event loops, and of the LLM, run together. Use as a context manager or call :meth:`shutdown`. Raises
+    CheckpointError and ConfigError.
     """
 
     def __init__(self, model: str = "tiny", *, llm: LLM | None = None, **flags: Any) -> None:
@@ -44,7 +41,7 @@ class AsyncLLM:
             raise BadRequest(f"AsyncLLM(llm=…) uses the engine of that LLM; leave out {', '.join(sorted(flags))}.")
         self._owns = llm is None
         self.llm = llm or LLM(model, **flags)
-        self._driver = _Driver(self.llm.loop)
+        self._thread = EngineThread(self.llm.loop)
         self._active: dict[str, list[Inbox]] = {}
 
     def __repr__(self) -> str:
@@ -52,7 +49,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs, **ignored: Any) -> AsyncLLM:
-        """An engine with these settings."""
+        """Make an engine with these settings."""
         return cls(engine_args.model, **engine_args.flags)
 
     async def generate(
@@ -65,11 +62,11 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the request's output as it grows; ``sampling_params.output_kind`` says what each one holds.
+        """Yield the request's output as it grows; ``sampling_params.output_kind`` selects the content of each output.
 
         prompt: as of ``LLM.generate``. request_id: None picks one. Cancelling the task, or leaving the loop and closing
-        the iterator, aborts the request. trace_headers are not used. priority: as of ``LLM.generate``.
-        lora_request: the adapter to generate with.
+        the iterator, aborts the request. trace_headers are not used. priority: as of ``LLM.generate``. lora_request:
+        the adapter to generate with.
 
         Raises BadRequest for a wrong request or an id that is running, EngineDead.
         """
@@ -103,7 +100,7 @@ class AsyncLLM:
                 raise
             inbox = box
             self._active[request_id].append(box)
-            self._driver.wake()
+            self._thread.wake()
             async for output in self._outputs(collector, box, news, params.output_kind):
                 yield output
         finally:
@@ -118,11 +115,11 @@ class AsyncLLM:
                 self.llm.loop.abort(*inbox.open)
 
     async def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, as transformers has it."""
+        """Return the checkpoint's tokenizer, of transformers."""
         return self.llm.get_tokenizer()
 
     async def get_metrics(self) -> list[Metric]:
-        """As ``LLM.get_metrics``."""
+        """See ``LLM.get_metrics``."""
         return await asyncio.to_thread(self.llm.get_metrics)
 
     async def reset_prefix_cache(self) -> bool:
@@ -136,17 +133,17 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests can be served."""
+        """True if requests can be served."""
         return self.llm.loop.error is None
 
     @property
     def errored(self) -> bool:
-        """Whether the engine failed or was shut down."""
+        """True if the engine failed or was shut down."""
         return self.llm.loop.error is not None
 
     @property
     def dead_error(self) -> BaseException:
-        """What every call raises once the engine failed."""
+        """Error that every call raises once the engine failed."""
         return self.llm.loop.error or EngineDead("the engine lives.")
 
     def shutdown(self) -> None:
@@ -155,7 +152,7 @@ class AsyncLLM:
             self.llm.shutdown()
         else:
             self.llm.loop.abort(*(name for boxes in self._active.values() for box in boxes for name in box.open))
-        self._driver.stop()
+        self._thread.stop()
 
     def __enter__(self) -> AsyncLLM:
         return self
@@ -184,49 +181,10 @@ class AsyncLLM:
                 news.set()
 
     def _abort_begun(self, begun: asyncio.Future[tuple[Collector, Inbox]]) -> None:
-        """The caller was cancelled while its request was being added."""
+        """Abort a request whose caller was cancelled while it was being added."""
         if not begun.cancelled() and begun.exception() is None:
             self.llm.loop.abort(*begun.result()[1].open)
 
 
-class _Driver:
-    """The thread that steps the engine for those who wait in an event loop. It sleeps while there are no requests."""
-
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
-        self._work, self._stopping = threading.Event(), False
-        self._thread: threading.Thread | None = None
-        weak = weakref.ref(self)
-
-        def at_exit() -> None:
-            if (driver := weak()) is not None:
-                driver.stop()
-
-        self._at_exit = at_exit
-        atexit.register(at_exit)  # a thread that steps while the interpreter ends would crash it
-
-    def wake(self) -> None:
-        """There are requests."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="unisono-async", daemon=True)
-            self._thread.start()
-        self._work.set()
-
-    def stop(self) -> None:
-        """End the thread after its step."""
-        atexit.unregister(self._at_exit)
-        self._stopping = True
-        self._work.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        own = Bell()
-        while not self._stopping:
-            self._work.wait()
-            self._work.clear()
-            self._loop.wait(lambda: self._stopping or not self._loop.busy, own)
-
-
 AsyncLLMEngine = AsyncLLM
-"""vLLM's other name of it."""
+"""vLLM's other name of the class."""

@@ -33,6 +33,7 @@ from unisono.media.inputs import offline_mapping
 from unisono.media.loader import MediaLoader
 from unisono.media.parts import read_messages, with_request
 from unisono.media.settings import MediaSettings
+from unisono.text.chat_parsers import ChatParsers
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import (
     BadRequest,
@@ -52,7 +53,7 @@ from unisono.types.outputs import EmbeddingOutput, EmbeddingRequestOutput
 Conversation = Sequence[Mapping[str, Any]]
 
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
-"""``lora_request``: of all prompts, or of each."""
+"""``lora_request``: one for all prompts, or one each."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class LLM:
             raise
         if template is not None and self.tokenizer is not None:
             self.tokenizer.backend.chat_template = template
-        self.loop = EngineLoop(engine)
+        self.loop = EngineLoop(engine, engine.config.device)
         self._model, self._facts = model, _facts(engine)
         facts, directory = ModelFacts.of(engine.info(), self.tokenizer), engine.checkpoint.path
         loader = MediaLoader(facts.vision, Path(directory), media, facts.dtype, facts.max_model_len - 1)
@@ -131,18 +132,18 @@ class LLM:
         lora_request: Adapters = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts; returns one RequestOutput each, in order.
+        """Complete prompts; return one RequestOutput each, in order.
 
         A prompt is a string, a list of token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``. These mappings may
         have ``"embedding_overrides"``, embeddings in place of those of some tokens: {position: vector} or (positions,
-        tensor [n, hidden]). ``{"prompt_embeds": tensor [tokens, hidden]}`` is a prompt of embeddings alone.
-        A ``"cache_salt"`` in a mapping is a secret: only prompts of the same one share cached prefixes.
-        ``"multi_modal_data"`` has pictures (``{"image": picture or list}``, of Pillow or arrays) and videos, a
+        tensor [n, hidden]). ``{"prompt_embeds": tensor [tokens, hidden]}`` is a prompt of embeddings alone. A
+        ``"cache_salt"`` in a mapping is a secret: only prompts with the same salt share cached prefixes.
+        ``"multi_modal_data"`` has images (``{"image": image or list}``, of Pillow or arrays) and videos, with a
         placeholder in the prompt for each; ``"multi_modal_uuids"`` names them, ``"mm_processor_kwargs"`` has settings.
-        sampling_params: one for all prompts, or one each; None takes generation_config.json's. priority: of each
+        sampling_params: one for all prompts, or one each; None takes generation_config.json's. priority: one per
         prompt, lower ones run first; for an engine with ``scheduling_policy="priority"``. lora_request: the adapter of
-        all prompts, or of each (None: of none); for an engine with ``enable_lora=True``.
-        Raises BadRequest, before anything runs, if any of them is wrong.
+        all prompts, or one each (None: no adapter); for an engine with ``enable_lora=True``. Raises BadRequest, before
+        anything runs, if any of them is wrong.
         """
         batch = as_prompts(prompts)
         check_bar(use_tqdm)
@@ -160,14 +161,25 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Bar = True,
         lora_request: Adapters = None,
+        *,
+        reasoning_parser: str | None = None,
+        tool_parser: str | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of ``{"role": …, "content": …}``.
 
-        template: what :meth:`chat_prompt` takes.
+        reasoning_parser, tool_parser: names of ``unisono serve``'s parsers, or ``auto`` for the chat template's; they
+        set ``reasoning``, ``content`` and ``tool_calls`` of each output. template: arguments of :meth:`chat_prompt`.
         """
-        prompts = [self.chat_prompt(one, **template) for one in as_conversations(messages)]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        parsers = ChatParsers.of(self.tokenizer, reasoning_parser, tool_parser)
+        conversations = as_conversations(messages)
+        prompts = [self.chat_prompt(one, **template) for one in conversations]
+        params = [parsers.sampling(one) for one in as_params(sampling_params, len(prompts), self._default_params)]
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
+        for conversation, output in zip(conversations, outputs, strict=True):
+            last = conversation[-1].get("content") if template.get("continue_final_message") else None
+            parsers.parse(output, template.get("tools"), last if isinstance(last, str) else None)
+        return outputs
 
     def chat_prompt(
         self,
@@ -181,14 +193,13 @@ class LLM:
         documents: Sequence[Mapping[str, Any]] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The prompt that the chat template makes of one conversation. Names are vLLM's.
+        """Render one conversation with the chat template. Names are vLLM's.
 
         add_generation_prompt: end with the beginning of the assistant's answer. continue_final_message: let the last
-        message go on; give it with add_generation_prompt=False. tools: functions that the model may call, as OpenAI
-        writes them. chat_template_kwargs: variables of the template, for example ``{"enable_thinking": False}``.
-        chat_template: a Jinja template in place of the checkpoint's. documents: for templates that read them.
-        Contents may be lists of parts, pictures and videos among them (docs/guide/images.md);
-        mm_processor_kwargs are for these.
+        message go on; use it with add_generation_prompt=False. tools: functions that the model may call, in OpenAI's
+        form. chat_template_kwargs: variables of the template, for example ``{"enable_thinking": False}``.
+        chat_template: a Jinja template in place of the checkpoint's. documents: for templates that read them. Contents
+        may be lists of parts, including images and videos (docs/guide/images.md); mm_processor_kwargs are for these.
         """
         (messages,) = as_conversations([messages] if isinstance(messages, (list, tuple)) else messages)
         check_template_arguments(locals())
@@ -222,11 +233,11 @@ class LLM:
         use_tqdm: Bar = True,
         lora_request: Adapters = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Embed prompts as ``/v1/embeddings`` does: last hidden states, pooled as the checkpoint says.
+        """Embed prompts as ``/v1/embeddings`` does: last hidden states, pooled as the checkpoint configures.
 
-        dimensions: the first numbers of each embedding that are kept, 1 to the hidden size; None: all. normalize:
-        scale each embedding to length 1. Raises BadRequest, before anything runs, for a wrong argument and for a
-        checkpoint whose way to pool is not supported.
+        dimensions: number of leading values of each embedding that are kept, 1 to the hidden size; None: all.
+        normalize: scale each embedding to length 1. Raises BadRequest, before anything runs, for a wrong argument and
+        for a checkpoint with an unsupported pooling.
         """
         hidden_size = self._inputs.model.hidden_size
         check_kind("normalize", normalize, bool, "True or False")
@@ -247,14 +258,14 @@ class LLM:
     def beam_search(
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt that beam search finds (``frontend/beam_search.py``), as vLLM's.
+        """Return the likeliest continuations of each prompt by beam search (``frontend/beam_search.py``), as vLLM's.
 
         Raises BadRequest, before anything runs, if any prompt is wrong.
         """
         check_kind("params", params, BeamSearchParams, "BeamSearchParams(beam_width=…, max_tokens=…)")
         searches = []
-        for given in as_prompts(prompts):
-            prompt, sampling = self._inputs.prompt(given), params.sampling()
+        for each in as_prompts(prompts):
+            prompt, sampling = self._inputs.prompt(each), params.sampling()
             check_beams(sampling, self._inputs.model.max_logprobs)
             request = self._inputs.request(self.next_id(), prompt, sampling)
             self.loop.engine.check(request.sequences()[0])
@@ -266,7 +277,7 @@ class LLM:
         return [search.output(self.tokenizer, params) for search in searches]
 
     def _last_logprobs(self, requests: list[EngineRequest]) -> dict[str, TokenLogprobs]:
-        """Run requests of one token each; what they report of it, by id."""
+        """Run requests of one token each; return their log-probabilities by id."""
         reports: dict[str, TokenLogprobs] = {}
         inbox: Inbox | None = None
         try:
@@ -283,7 +294,9 @@ class LLM:
         return reports
 
     def stream(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> Iterator[TokenDelta]:
-        """Yield one request's tokens as they come. Leaving the loop early aborts it. Several may be read by turns."""
+        """Yield one request's tokens as they come. Leaving the loop early aborts it. Several streams may be read in
+        turn.
+        """
         (params,) = as_params(params, 1, self._default_params)
         request = self._request(as_prompt(prompt_token_ids), params)
         inbox: Inbox | None = None
@@ -297,15 +310,15 @@ class LLM:
                 self.loop.abort(*inbox.open)
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, as transformers has it. Raises BadRequest where there is none."""
+        """Return the checkpoint's tokenizer, of transformers. Raises BadRequest if there is none."""
         return self._inputs.require_tokenizer("get_tokenizer()").backend
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters where a call gives none: generation_config.json's."""
+        """Return the default sampling parameters: generation_config.json's."""
         return self._default_params
 
     def get_metrics(self) -> list[Metric]:
-        """The engine's counters and gauges; names are vLLM's, for example "vllm:generation_tokens"."""
+        """Return the engine's counters and gauges; names are vLLM's, for example "vllm:generation_tokens"."""
         samples = self.loop.call(lambda engine: engine.metrics())
         return [Metric("vllm:" + name, kind, labels, value, text) for name, kind, labels, value, text in samples]
 
@@ -315,7 +328,7 @@ class LLM:
         return True
 
     def shutdown(self) -> None:
-        """Free the device's memory. Calls that run in other threads, and later ones, raise EngineDead."""
+        """Free the device's memory. Running and later calls in all threads raise EngineDead."""
         self.loop.shutdown()
         self._inputs.media.close()
 
@@ -325,15 +338,15 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    # ---- for async_llm, too -------------------------------------------------------------------
+    # ---- also used by async_llm ---------------------------------------------------------------
 
     def next_id(self) -> str:
-        """A request id that no other request of this engine has."""
+        """Return a request id that no other request of this engine has."""
         return str(next(self._ids))
 
     def prepare(
         self,
-        given: PromptType,
+        prompt: PromptType,
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
@@ -342,37 +355,37 @@ class LLM:
         """Check a prompt and its parameters, and collect its ``params.n`` sequences. Raises BadRequest."""
         own_id = self.next_id()
         _ = self.loop.engine  # raises before anything is done
-        prompt = self._inputs.prompt(given, truncates=params.truncate_prompt_tokens is not None)
-        request = self._inputs.request(own_id, prompt, params, priority)
+        prepared = self._inputs.prompt(prompt, truncates=params.truncate_prompt_tokens is not None)
+        request = self._inputs.request(own_id, prepared, params, priority)
         if lora_request is not None:
             request = replace(request, adapter=self._adapter(lora_request))
         requests = request.sequences()
         self.loop.check(requests[0])
-        return Collector(request_id or own_id, requests, self.tokenizer, prompt.text, self.eos_token_ids)
+        return Collector(request_id or own_id, requests, self.tokenizer, prepared.text, self.eos_token_ids)
 
-    def _adapter(self, asked: LoRARequest) -> str:
-        """The name of an adapter, which is loaded if it is not yet. Raises BadRequest."""
+    def _adapter(self, adapter: LoRARequest) -> str:
+        """Return the name of an adapter; load it on first use. Raises BadRequest."""
         with self._loading:
-            known = self._adapters.get(asked.lora_name)
+            known = self._adapters.get(adapter.lora_name)
             if known is None:
-                if taken := [one for one in self._adapters.values() if one.lora_int_id == asked.lora_int_id]:
+                if taken := [one for one in self._adapters.values() if one.lora_int_id == adapter.lora_int_id]:
                     raise BadRequest(
-                        f"lora_int_id={asked.lora_int_id} is the adapter {taken[0].lora_name!r} already; give "
-                        f"{asked.lora_name!r} another number.",
+                        f"lora_int_id={adapter.lora_int_id} is the adapter {taken[0].lora_name!r} already; give "
+                        f"{adapter.lora_name!r} another number.",
                         "lora_request",
                     )
-                self._load_adapter(asked)
-                self._adapters[asked.lora_name] = asked
-            elif known != asked:
+                self._load_adapter(adapter)
+                self._adapters[adapter.lora_name] = adapter
+            elif known != adapter:
                 raise BadRequest(
-                    f"the adapter {asked.lora_name!r} is number {known.lora_int_id}, of {known.lora_path}; give "
+                    f"the adapter {adapter.lora_name!r} is number {known.lora_int_id}, of {known.lora_path}; give "
                     "another one another name.",
                     "lora_request",
                 )
-        return asked.lora_name
+        return adapter.lora_name
 
-    def _load_adapter(self, asked: LoRARequest) -> None:
-        arguments = {"name": asked.lora_name, "directory": str(asked.lora_path)}
+    def _load_adapter(self, adapter: LoRARequest) -> None:
+        arguments = {"name": adapter.lora_name, "directory": str(adapter.lora_path)}
         try:
             self.loop.call(lambda engine: engine.command("load_adapter", arguments))
         except (CheckpointError, ConfigError) as error:
@@ -382,7 +395,7 @@ class LLM:
         return self._inputs.request(self.next_id(), self._inputs.prompt(prompt), params)
 
     def _run(self, collectors: list[Collector], use_tqdm: Bar) -> None:
-        """Run everything to its end; whatever is left when an error or Ctrl-C comes is aborted."""
+        """Run all requests to their ends; abort the rest after an error or Ctrl-C."""
         owners = {request.request_id: one for one in collectors for request in one.requests}
         requests: list[EngineRequest] = [request for one in collectors for request in one.requests]
         inbox: Inbox | None = None
@@ -402,7 +415,7 @@ class LLM:
 
 
 def _facts(engine: Engine) -> str:
-    """Architecture, dtype, device, context and drafter."""
+    """Describe architecture, dtype, device, context and drafter."""
     info: Any = engine.info()
     settings, speculation = info["settings"], info["speculation"]
     facts = f"{info['architecture']}, {settings['dtype']} on {settings['device']}"

@@ -1,4 +1,6 @@
-"""``LLM``'s keywords to the fields of ``EngineConfig``: our names, vLLM's, and SGLang's through ``flag_table``."""
+"""Mapping from ``LLM``'s keywords to the fields of ``EngineConfig``: our names, vLLM's, and SGLang's
+(``flag_table``).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ MEDIA = {
     "media_io_kwargs", "media_max_mb", "media_max_pixels", "media_max_frames", "media_timeout",
     "mm_processor_cache_gb", "media_processes",
 }  # fmt: skip
-"""Keywords that say what pictures may be: the fields of ``frontend.media.settings.MediaSettings``."""
+"""Keywords that limit media: the fields of ``media.settings.MediaSettings``."""
 
 SPECULATIVE = {
     "speculative_method": "method", "speculative_algorithm": "method", "speculative_model": "model",
@@ -44,14 +46,14 @@ SPECULATIVE = {
     "speculative_tree_nodes": "num_draft_tokens", "speculative_num_draft_tokens": "num_draft_tokens",
     "speculative_draft_quantization": "draft_quantization",
 }  # fmt: skip
-"""Flags of the command line that are parts of ``speculative_config`` here, and their names in it."""
+"""Command-line flags that are parts of ``speculative_config`` here, and their names in it."""
 
 SERVER_ONLY = {"served_model_name", "api_key", "host", "port", "log_level"}
-"""Keywords that other engines' offline classes take and that only a server uses; any value is fine."""
+"""Keywords of other engines' offline classes that only a server uses; any value is accepted."""
 
 
 def check_constructor(model: Any, revision: Any, chat_template: Any, progress: Any) -> None:
-    """Raise ConfigError for arguments of ``LLM`` of a wrong kind that no field of ``EngineConfig`` checks."""
+    """Raise ConfigError for arguments of ``LLM`` of a wrong type that no field of ``EngineConfig`` checks."""
     for name, value, ok, words in (
         ("model", model, isinstance(model, (str, Path)), "a directory, a bundled name or a hub id"),
         ("revision", revision, revision is None or isinstance(revision, str), "a string"),
@@ -62,16 +64,16 @@ def check_constructor(model: Any, revision: Any, chat_template: Any, progress: A
             raise ConfigError(f"{name}={value!r}: give {words}.")
 
 
-def media_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Take the keywords for pictures out of those of ``LLM``."""
-    names = {name: _name(RENAMED.get(_flag(name), _flag(name))) for name in given}
-    return {renamed: given.pop(name) for name, renamed in names.items() if renamed in MEDIA}
+def media_arguments(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Remove and return the keywords for media."""
+    names = {name: _name(RENAMED.get(_flag(name), _flag(name))) for name in keywords}
+    return {renamed: keywords.pop(name) for name, renamed in names.items() if renamed in MEDIA}
 
 
-def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of EngineConfig that these keywords stand for. Raises ConfigError naming the keyword."""
+def engine_arguments(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the EngineConfig fields for these keywords. Raises ConfigError naming the keyword."""
     fields: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in keywords.items():
         renamed = _name(RENAMED.get(_flag(name), _flag(name)))
         if renamed == "lora_modules":
             if value is not None and not isinstance(value, (list, tuple, Mapping)):
@@ -86,24 +88,24 @@ def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         if (switch := SWITCHES.get(_flag(name))) is not None:
             name_of, equals, preset = switch.partition("=")
             renamed = _name(name_of.replace("--no-", "--"))
-            if equals and _is_given(renamed, given):
+            if equals and _is_set(renamed, keywords):
                 continue
             value = float(preset) if equals else not switch.startswith("--no-")
         if renamed not in FIELDS:
-            raise ConfigError(f"LLM takes no keyword {name}. {_instead(name, given)}")
+            raise ConfigError(f"LLM takes no keyword {name}. {_instead(name, keywords)}")
         if renamed in fields:
             raise ConfigError(f"{name}={value!r}: {renamed} is given twice; leave one of them out.")
         fields[renamed] = _plain(renamed, value)
     return fields
 
 
-def _is_given(field: str, given: Mapping[str, Any]) -> bool:
-    """Whether another keyword sets this field."""
-    return any(_name(RENAMED.get(_flag(name), _flag(name))) == field for name in given)
+def _is_set(field: str, keywords: Mapping[str, Any]) -> bool:
+    """True if another keyword sets this field."""
+    return any(_name(RENAMED.get(_flag(name), _flag(name))) == field for name in keywords)
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Whether this keyword changes nothing, with this value. Raises ConfigError for one that cannot be honoured."""
+    """True if this keyword has no effect with this value. Raises ConfigError for an unsupported one."""
     flag = _flag(name)
     flag = long if (long := RENAMED.get(flag)) in ACCEPTED else flag
     known = flag in ACCEPTED or flag in REFUSED or flag in SWITCHES or flag in NOTED_VALUES or flag in NOTED_SWITCHES
@@ -118,7 +120,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Values as vLLM's callers write them: a torch.dtype for its name, None for "auto"."""
+    """Normalise values of vLLM's callers: a torch.dtype to its name, None to "auto"."""
     if name == "dtype":
         return str(value).removeprefix("torch.")
     if name == "load_format" and value == "safetensors":
@@ -139,34 +141,34 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda value: isinstance(value, bool)),
     str: ("a string", lambda value: isinstance(value, str)),
 }
-"""What a field of this type takes, and how it is told."""
+"""By type: a description of the accepted values, and their check."""
 
 
 @functools.cache
 def _hints() -> dict[str, tuple[Any, ...]]:
-    """The plain types that each field takes; none where ``EngineConfig`` checks the values itself."""
+    """Return the plain types of each field; none if ``EngineConfig`` checks the values itself."""
     hints = typing.get_type_hints(EngineConfig)
     unions = {name: typing.get_args(hint) for name, hint in hints.items() if isinstance(hint, types.UnionType)}
     return {name: (hint,) if isinstance(hint, type) else () for name, hint in hints.items()} | unions
 
 
-def _speculative(given: Any) -> SpeculativeConfig | None:
-    if given is None or isinstance(given, SpeculativeConfig):
-        return given
+def _speculative(config: Any) -> SpeculativeConfig | None:
+    if config is None or isinstance(config, SpeculativeConfig):
+        return config
     try:
-        given = json.loads(given) if isinstance(given, str) else given
+        config = json.loads(config) if isinstance(config, str) else config
     except ValueError as error:
         raise ConfigError(f"speculative_config is not valid JSON: {error}.") from None
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"speculative_config={given!r}: give a dict.")
-    return SpeculativeConfig.parse(given)
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"speculative_config={config!r}: give a dict.")
+    return SpeculativeConfig.parse(config)
 
 
-def _instead(name: str, given: Mapping[str, Any]) -> str:
+def _instead(name: str, keywords: Mapping[str, Any]) -> str:
     """Return the advice about keyword ``name``: the form to write instead."""
     if name not in SPECULATIVE:
         return _nearest(name)
-    parts = {SPECULATIVE[key]: value for key, value in given.items() if key in SPECULATIVE and value is not None}
+    parts = {SPECULATIVE[key]: value for key, value in keywords.items() if key in SPECULATIVE and value is not None}
     method = parts.get("method")
     if isinstance(method, str):
         parts["method"] = ALGORITHMS.get(method.upper(), method)

@@ -1,4 +1,6 @@
-"""Arguments of the methods of ``LLM`` and ``AsyncLLM``: wrong kinds are told with what to give. Imports types only."""
+"""Checks of arguments of the methods of ``LLM`` and ``AsyncLLM``; messages name the accepted values. Imports types
+only.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,22 @@ PROMPT = "a string, a list of token ids or a mapping such as {'prompt': …} or 
 
 
 def as_prompts(prompts: Any) -> list[Any]:
-    """One prompt or many as a list; a list of ints is one prompt of token ids. Raises BadRequest."""
+    """Return one prompt or many as a list; a list of ints is one prompt of token ids. Raises BadRequest."""
     if isinstance(prompts, (str, Mapping)):
         return [_checked(prompts, "prompts")]
-    given = _as_list(prompts)
-    if given is None:
+    values = _as_list(prompts)
+    if values is None:
         raise BadRequest(f"prompts is {_kind(prompts)}; give {PROMPT}, or a list of these.", "prompts")
-    if given and all(_is_id(each) for each in given):
-        return [given]
-    for number, one in enumerate(given):
+    if values and all(_is_id(each) for each in values):
+        return [values]
+    for number, one in enumerate(values):
         if not isinstance(one, (str, Mapping)) and _token_ids(one) is None:
             raise BadRequest(f"prompts[{number}] is {_kind(one)}; give {PROMPT}.", "prompts")
-    return [_checked(one, f"prompts[{number}]") for number, one in enumerate(given)]
+    return [_checked(one, f"prompts[{number}]") for number, one in enumerate(values)]
 
 
 def as_prompt(prompt: Any) -> Any:
-    """One prompt, for a method that takes no list of them. Raises BadRequest."""
+    """Check a single prompt, for a method that takes no list of them. Raises BadRequest."""
     if isinstance(prompt, (str, Mapping)):
         return _checked(prompt, "prompt")
     ids = _token_ids(prompt)
@@ -36,7 +38,7 @@ def as_prompt(prompt: Any) -> Any:
 
 
 def _checked(prompt: Any, where: str) -> Any:
-    """A prompt of a right kind, whose token ids are a list and whose settings are mappings. Raises BadRequest."""
+    """Check a prompt's type; return it with token ids as a list. Raises BadRequest."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, Mapping):
@@ -48,13 +50,15 @@ def _checked(prompt: Any, where: str) -> Any:
         return prompt
     ids = _token_ids(prompt["prompt_token_ids"])
     if ids is None:
-        given = _kind(prompt["prompt_token_ids"])
-        raise BadRequest(f"{where}: prompt_token_ids is {given}; give a list of token ids.", "prompt")
+        kind = _kind(prompt["prompt_token_ids"])
+        raise BadRequest(f"{where}: prompt_token_ids is {kind}; give a list of token ids.", "prompt")
     return {**prompt, "prompt_token_ids": ids}
 
 
 def as_params(params: Any, count: int, default: SamplingParams) -> list[SamplingParams]:
-    """The sampling parameters of each of ``count`` prompts, from one for all, one each or None. Raises BadRequest."""
+    """Return the sampling parameters of each of ``count`` prompts, from one for all, one each or None. Raises
+    BadRequest.
+    """
     if params is None or isinstance(params, SamplingParams):
         return [default if params is None else params] * count
     if not isinstance(params, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in params):
@@ -71,7 +75,7 @@ def as_params(params: Any, count: int, default: SamplingParams) -> list[Sampling
 
 
 def as_priorities(priority: Any, count: int) -> list[int]:
-    """The priority of each of ``count`` prompts; None: 0. Raises BadRequest."""
+    """Return the priority of each of ``count`` prompts; None: 0. Raises BadRequest."""
     if priority is None:
         return [0] * count
     if not isinstance(priority, (list, tuple)) or not all(_is_id(one) for one in priority):
@@ -82,7 +86,7 @@ def as_priorities(priority: Any, count: int) -> list[int]:
 
 
 def as_conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
-    """One conversation or several as a list. Raises BadRequest."""
+    """Return one conversation or several as a list. Raises BadRequest."""
     shape = "a list of {'role': …, 'content': …}, or a list of such lists"
     if not isinstance(messages, (list, tuple)):
         raise BadRequest(f"messages is {_kind(messages)}; give {shape}.", "messages")
@@ -109,7 +113,7 @@ def _check_message(where: str, message: Any) -> None:
 
 
 def check_template_arguments(options: Mapping[str, Any]) -> None:
-    """The keywords of ``LLM.chat`` that go to the chat template. Raises BadRequest naming the first of a wrong kind."""
+    """Check the keywords of ``LLM.chat`` for the chat template. Raises BadRequest naming the first of a wrong type."""
     for name, kinds, words in (
         ("tools", (list, tuple), "a list of tools"),
         ("documents", (list, tuple), "a list of mappings"),
@@ -134,16 +138,16 @@ def check_bar(use_tqdm: Any) -> None:
         raise BadRequest(f"use_tqdm is {_kind(use_tqdm)}; give True, False or a function like tqdm.", "use_tqdm")
 
 
-def as_ids(given: Any) -> list[str]:
-    """Request ids of ``AsyncLLM.abort``, one or several. Raises BadRequest."""
-    ids = [given] if isinstance(given, str) else _as_list(given)
+def as_ids(values: Any) -> list[str]:
+    """Return request ids of ``AsyncLLM.abort``, one or several, as a list. Raises BadRequest."""
+    ids = [values] if isinstance(values, str) else _as_list(values)
     if ids is None or not all(isinstance(one, str) for one in ids):
-        raise BadRequest(f"request_id is {_kind(given)}; give a request's id, or a list of them.", "request_id")
+        raise BadRequest(f"request_id is {_kind(values)}; give a request's id, or a list of them.", "request_id")
     return ids
 
 
 def check_kind(name: str, value: Any, kind: type, words: str) -> None:
-    """Raise BadRequest unless an argument is of this kind. words: what to give."""
+    """Raise BadRequest unless an argument is of this type. words: description of the accepted values."""
     if not isinstance(value, kind):
         raise BadRequest(f"{name} is {_kind(value)}; give {words}.", name)
 
@@ -153,13 +157,13 @@ def _is_id(value: Any) -> bool:
 
 
 def _token_ids(value: Any) -> list[int] | None:
-    """A prompt of token ids as a list; None for anything else. An empty list has no token ids, which is told later."""
-    given = _as_list(value)
-    return given if given is not None and all(_is_id(each) for each in given) else None
+    """Return a prompt of token ids as a list; None for anything else. An empty list is refused later."""
+    values = _as_list(value)
+    return values if values is not None and all(_is_id(each) for each in values) else None
 
 
 def _as_list(value: Any) -> list[Any] | None:
-    """A list, tuple, array, tensor or generator as a list; None for anything else."""
+    """Return a list, tuple, array, tensor or generator as a list; None for anything else."""
     if isinstance(value, (list, tuple)):
         return list(value)
     if hasattr(value, "tolist"):  # numpy and torch
@@ -171,7 +175,7 @@ def _as_list(value: Any) -> list[Any] | None:
 
 
 def _kind(value: Any) -> str:
-    """A value of a wrong kind, for a message."""
+    """Describe the type of a wrong value, for a message."""
     if value is None:
         return "None"
     if isinstance(value, (bool, int, float)):

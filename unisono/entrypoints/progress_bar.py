@@ -32,7 +32,7 @@ def in_notebook() -> bool:
 
 
 def _tqdm() -> Any:
-    """The tqdm class for this standard error; None where a bar would only fill a log."""
+    """Return the tqdm class for this standard error; None if a bar would only fill a log."""
     notebook = in_notebook()
     if not notebook and not sys.stderr.isatty():
         return None
@@ -46,9 +46,11 @@ def _tqdm() -> Any:
 
 
 @contextlib.contextmanager
-def start_bars(wanted: bool) -> Iterator[Callable[[str, float], None]]:
-    """A callback for the stages of a start: called with a stage and its share done, 0 … 1. One bar, gone at the end."""
-    make = _tqdm() if wanted else None
+def start_bars(use_tqdm: bool) -> Iterator[Callable[[str, float], None]]:
+    """Return a callback for the stages of a start: called with a stage and its completed fraction, 0 … 1. One bar,
+    removed at the end.
+    """
+    make = _tqdm() if use_tqdm else None
     if make is None:
         yield lambda stage, share: None
         return
@@ -67,9 +69,9 @@ def start_bars(wanted: bool) -> Iterator[Callable[[str, float], None]]:
 
 
 @contextlib.contextmanager
-def prompts_bar(wanted: Bar, total: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar over ``total`` prompts. The callback takes the number of prompts that ended, and of their tokens."""
-    make = _tqdm() if wanted is True else wanted or None
+def prompts_bar(use_tqdm: Bar, total: int) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar over ``total`` prompts. The callback takes the number of prompts that ended, and of their tokens."""
+    make = _tqdm() if use_tqdm is True else use_tqdm or None
     if make is None:
         yield lambda prompts, tokens: None
         return

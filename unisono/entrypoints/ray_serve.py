@@ -3,8 +3,8 @@
     serve run unisono.entrypoints.ray_serve:build model=tiny data_parallel_size=2
 
 One deployment takes the HTTP requests; it has the API, the router and no model. The engines are Ray actors
-(``cluster/replicas/on_ray.py``), so that the router, which knows prefixes, places requests, and not Ray Serve's. Ray
-Serve listens, starts the deployment again when it has failed, and rolls out new versions. Needs ``ray[serve]``.
+(``cluster/replicas/on_ray.py``), so that the router, which knows prefixes, places requests, not Ray Serve's. Ray Serve
+listens, restarts a failed deployment, and rolls out new versions. Needs ``ray[serve]``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Arguments(BaseModel):
 
 
 class _Forward(Response):
-    """Lets another application answer."""
+    """Forward a request to another application."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class Unisono:
         self._app, self._service = await start_application(arguments.config(), arguments.settings())
 
     async def __call__(self, request: Request) -> Response:
-        """Every route is the API's."""
+        """Answer every route with the API's application."""
         return _Forward(self._app)
 
     async def check_health(self) -> None:
-        """Ray Serve starts the deployment again when this raises: no engine serves, and none will be back."""
+        """Raise if no engine serves and none will be back: Ray Serve then restarts the deployment."""
         client = self._service.client
         if client.death is not None and not client.restarting:
             raise EngineDead(client.death)
@@ -90,5 +90,5 @@ class Unisono:
 
 
 def build(arguments: Arguments) -> serve.Application:
-    """The application."""
+    """Return the application."""
     return Unisono.bind(arguments)  # type: ignore[attr-defined]

@@ -1,26 +1,26 @@
-"""The seam between what a pass computes and how it is replayed: Program, Buffers, Graph.
+"""Programs, their buffers, and the graphs that replay them.
 
-A *program* is a function over *buffers*: tensors at fixed addresses that a schema declares once. A
-*graph* is one capture of a program under a :class:`Key`. Rooms that write programs (engine, drafters)
-never import ``graphs``; ``graphs`` imports nothing but this room.
+A *program* is a function over *buffers*: tensors at fixed addresses, declared by a schema. A *graph* is one capture of
+a program under a :class:`GraphKey`. Code that writes programs (engine, passes, drafters) imports the names of this
+module only; the rest of the package plans, captures and replays.
 """
 
-from unisono.graphs.breaks import Capture, CaptureError, capturing, eager_break
-from unisono.graphs.buffers import Buffers, Dimension, Field, PendingOutputs, ProgramError, Schema
-from unisono.graphs.features import NO_FEATURES, Features, Hidden, Key, Logits, Shape, selected_rows
+from unisono.graphs.breaks import ActiveCapture, CaptureError, capturing, eager_break
+from unisono.graphs.buffers import Buffers, BufferSchema, Dimension, Field, PendingOutputs, ProgramError
+from unisono.graphs.features import NO_FEATURES, Features, GraphKey, Hidden, Logits, PassShape, selected_rows
 from unisono.graphs.program import Eager, Graph, Program, Reason, Replay
 
 __all__ = [
     "NO_FEATURES",
     "Buffers",
-    "Capture",
+    "ActiveCapture",
     "CaptureError",
     "Dimension",
     "Eager",
     "Field",
     "Graph",
     "Hidden",
-    "Key",
+    "GraphKey",
     "Logits",
     "Features",
     "PendingOutputs",
@@ -28,8 +28,8 @@ __all__ = [
     "ProgramError",
     "Reason",
     "Replay",
-    "Schema",
-    "Shape",
+    "BufferSchema",
+    "PassShape",
     "capturing",
     "eager_break",
     "selected_rows",

@@ -1,4 +1,4 @@
-"""Eager breaks: functions in a pass that no graph can hold, and the captures that they interrupt."""
+"""Eager breaks: functions in a pass that a graph cannot hold, and the captures that they interrupt."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 
 class CaptureError(RuntimeError):
-    """A pass did something that cannot be captured, such as a host synchronisation."""
+    """Raised when a pass cannot be captured, for example because of a host synchronisation."""
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Capture(Protocol):
-    """A capture under way, as an eager break sees it. ``splits``: whether optional breaks are taken."""
+class ActiveCapture(Protocol):
+    """A capture in progress, as seen by an eager break. ``splits``: take optional breaks too."""
 
     splits: bool
 
     def interrupt(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """End the segment, run ``function`` eagerly, record the call, begin the next segment; returns its result."""
+        """End the segment, run ``function`` eagerly, record the call, begin the next segment. Returns the function's
+        result."""
 
 
 class _Local(threading.local):
-    capture: Capture | None = None
+    capture: ActiveCapture | None = None
 
 
 _local = _Local()
 
 
 @contextmanager
-def capturing(capture: Capture | None) -> Iterator[None]:
-    """While this is entered, eager breaks that this thread reaches interrupt ``capture``."""
+def capturing(capture: ActiveCapture | None) -> Iterator[None]:
+    """Within the block, eager breaks reached by this thread interrupt ``capture``."""
     before, _local.capture = _local.capture, capture
     try:
         yield
@@ -50,14 +51,14 @@ def eager_break(*, optional: bool = ...) -> Callable[[Callable[P, R]], Callable[
 def eager_break(function: Callable[P, R] | None = None, *, optional: bool = False) -> Any:
     """Mark a function that cannot be captured: it runs eagerly, between two captured segments.
 
-    Outside a capture it is the plain function. A capture ends its segment here, runs the function and remembers the
-    call; every replay calls it again with the very arguments of the capture, whose tensors then hold the replay's
-    values, and copies what it returns into the tensors that the capture's call returned. So it may read tensors on
-    the host, plan, synchronise. What it returns must be tensors, None, numbers or strings, or tuples, lists and dicts
-    of them; only tensors' values may change from call to call (CaptureError). It may keep state in arguments that are
-    no tensors. A break inside a break is part of it.
+    Outside a capture, the function is unchanged. A capture ends its segment here, runs the function and records the
+    call. Every replay calls it again with the arguments of the capture, whose tensors then hold the replay's values,
+    and copies its results into the tensors returned during capture. So it may read tensors on the host, plan, and
+    synchronise. It must return tensors, None, numbers or strings, or tuples, lists and dicts of them; between calls
+    only the tensors' values may change (else CaptureError). It may keep state in non-tensor arguments. A break inside a
+    break is part of it.
 
-    optional: break only in segmented captures (``--graphs segmented``); others capture the function.
+    optional: break only in segmented captures (``--graphs segmented``); other captures record the function.
     """
     if function is None:
         return functools.partial(eager_break, optional=optional)

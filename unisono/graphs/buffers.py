@@ -1,4 +1,4 @@
-"""The tensors of a pass at fixed addresses, which a schema declares once, and their way to the host."""
+"""Tensors of a pass at fixed addresses, declared by a schema, and their transfer to the host."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from unisono.graphs.features import NO_FEATURES, Features, Logits, Shape, selected_rows
+from unisono.graphs.features import NO_FEATURES, Features, Logits, PassShape, selected_rows
 
 
 class ProgramError(RuntimeError):
-    """A batch does not fit its program's schema: always a bug of the engine, never of a user."""
+    """Raised when a batch does not match its program's schema: always a bug of the engine, never a user's error."""
 
 
 Dimension = int | str | tuple[str, int]
-"""Of a field: a number, a name that a pass's Shape gives a number, or such a name's number and one more."""
+"""Size of a field's dimension: a number, a name resolved by the pass's PassShape, or (name, number) for their sum."""
 
 
 @dataclass(frozen=True)
 class Field:
     """One tensor of a program's buffers.
 
-    dtype: a four-byte type (int32 or float32): all inputs travel as one packed copy.
-    shape: dimensions; ``"rows"``, ``"width"``, ``"drafts"`` (width - 1), ``"result"`` (width + 2) and ``"scored"``
-        (:func:`selected_rows`, or with Logits.ALL all rows) come from the pass's Shape; of a mixed pass ``"decodes"``
-        (width - 1), and of all passes with prompts ``"tokens"``, those of prompts. A pair of a name and a number is the
-        sum of both.
-    pad: the value of rows that no request fills.
-    output: written by the program and read by the host, rather than the other way round.
-    feature: only passes whose features cover these have this field.
+    dtype: a four-byte type (int32 or float32), since all inputs travel as one packed copy.
+    shape: dimensions. ``"rows"``, ``"width"``, ``"drafts"`` (width - 1), ``"result"`` (width + 2) and ``"scored"``
+        (:func:`selected_rows`, or all rows with Logits.ALL) are resolved by the pass's PassShape; in mixed passes also
+        ``"decodes"`` (width - 1), and in all passes with prompts ``"tokens"``, the number of prompt tokens. A pair
+        (name, number) is the sum of both.
+    pad: value of rows that no request fills.
+    output: True if the program writes the field and the host reads it; False for inputs.
+    feature: only passes whose features cover these have the field.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Field:
     output: bool = False
     feature: Features = NO_FEATURES
 
-    def dims(self, shape: Shape) -> tuple[int, ...]:
+    def dims(self, shape: PassShape) -> tuple[int, ...]:
         """The dimensions at this shape."""
         rows, width = shape.rows, shape.width
         known = {"rows": rows, "width": width, "drafts": width - 1, "result": width + 2, "scored": selected_rows(rows)}
@@ -57,16 +57,16 @@ class Field:
         return tuple(map(size, self.shape))
 
     def of(self, features: Features) -> Field:
-        """This field in passes with these needs."""
+        """This field in passes with these features."""
         if features.logits is not Logits.ALL or "scored" not in self.shape:
             return self
         return replace(self, shape=tuple("rows" if d == "scored" else d for d in self.shape))
 
 
 @dataclass(frozen=True)
-class Schema:
-    """The fields of a program's buffers, in the order in which they are packed. features: of the passes that have
-    them; none for all that a program declares."""
+class BufferSchema:
+    """The fields of a program's buffers, in packing order. features: features of the passes that have them; none if the
+    schema lists all declared fields."""
 
     fields: tuple[Field, ...]
     features: Features = NO_FEATURES
@@ -82,20 +82,20 @@ class Schema:
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)
 
-    def of(self, features: Features) -> Schema:
-        """The fields of a pass with these needs."""
+    def of(self, features: Features) -> BufferSchema:
+        """The fields of a pass with these features."""
         if features not in self._variants:
-            self._variants[features] = Schema(
+            self._variants[features] = BufferSchema(
                 tuple(f.of(features) for f in self.fields if features.covers(f.feature)), features
             )
         return self._variants[features]
 
     @cached_property
-    def _variants(self) -> dict[Features, Schema]:
+    def _variants(self) -> dict[Features, BufferSchema]:
         return {}
 
     def check(self, batch: Mapping[str, object]) -> None:
-        """Raises ProgramError unless ``batch`` names every input and nothing else."""
+        """Raise ProgramError unless ``batch`` names every input and nothing else."""
         names = self._input_names
         if batch.keys() != names:
             unknown, missing = sorted(batch.keys() - names), sorted(names - batch.keys())
@@ -115,13 +115,13 @@ class Schema:
 
     @cached_property
     def pads(self) -> Mapping[str, float]:
-        """What each field has where nothing is written."""
+        """Padding value of each field."""
         return {f.name: f.pad for f in self.fields}
 
     @cached_property
     def row_words(self) -> tuple[int, ...]:
-        """Words of each field. For schemas of which no field depends on a pass's shape."""
-        return tuple(math.prod(f.dims(Shape(1))) for f in self.fields)
+        """Words of each field. For schemas whose fields do not depend on the pass's shape."""
+        return tuple(math.prod(f.dims(PassShape(1))) for f in self.fields)
 
     @cached_property
     def packer(self) -> struct.Struct:
@@ -129,26 +129,26 @@ class Schema:
         kinds = {torch.float32: "f", torch.int32: "i"}
         return struct.Struct("".join(kinds[f.dtype] * n for f, n in zip(self.fields, self.row_words, strict=True)))
 
-    def words(self, shape: Shape, fields: tuple[Field, ...]) -> int:
-        """Four-byte words that these fields take at this shape."""
+    def words(self, shape: PassShape, fields: tuple[Field, ...]) -> int:
+        """Four-byte words of these fields at this shape."""
         return sum(math.prod(f.dims(shape)) for f in fields)
 
 
-def _carve(arena: torch.Tensor, fields: tuple[Field, ...], shape: Shape) -> dict[str, torch.Tensor]:
+def _carve(arena: torch.Tensor, fields: tuple[Field, ...], shape: PassShape) -> dict[str, torch.Tensor]:
     """Cut a flat int32 arena into one view per field."""
     places = _places(fields, shape)
     return {name: arena[first:end].view(dtype).view(dims) for name, first, end, dims, dtype in places}
 
 
-Place = tuple[str, int, int, tuple[int, ...], torch.dtype]
-"""Where a field is among packed words: name, first word, end, dimensions, and type."""
+FieldPlace = tuple[str, int, int, tuple[int, ...], torch.dtype]
+"""Position of a field in packed words: name, first word, end, dimensions, dtype."""
 
 _NUMPY = {torch.float32: np.float32, torch.int32: np.int32}
 
 
-def _places(fields: tuple[Field, ...], shape: Shape) -> tuple[Place, ...]:
-    """Where each of the fields is, one after the other."""
-    places: list[Place] = []
+def _places(fields: tuple[Field, ...], shape: PassShape) -> tuple[FieldPlace, ...]:
+    """Positions of the fields, packed in order."""
+    places: list[FieldPlace] = []
     at = 0
     for field in fields:
         dims = field.dims(shape)
@@ -159,22 +159,24 @@ def _places(fields: tuple[Field, ...], shape: Shape) -> tuple[Place, ...]:
 
 
 _STAGES = 3
-"""Host copies of the inputs. The engine has two passes under way at most (it launches pass i + 1 after
-reading the outputs of pass i - 1, which had its inputs long before), so the copy that is being filled is never one that
-a device copy still reads."""
+"""Host copies of the inputs. The engine has at most two passes in flight: it launches pass i + 1 after reading the
+outputs of pass i - 1, whose inputs were copied long before. So the copy being filled is never still read by a device
+copy.
+"""
 
 
 class Buffers:
     """The tensors of one program at one shape, at fixed addresses.
 
-    Fields are attributes: ``buffers.slots``; :meth:`find` is for those that only some passes have. :meth:`load` fills
-    the inputs, :meth:`fetch` starts the copy of the outputs to the host, from where the pass says that they are ready.
+    Fields are attributes: ``buffers.slots``; use :meth:`find` for fields that only some passes have. :meth:`load` fills
+    the inputs. :meth:`fetch` starts the copy of the outputs to the host, from the point at which the pass marks them as
+    ready.
     """
 
-    _complete: torch.cuda.Event | None = None  # where the outputs are, in a pass that publishes
-    _ready_outputs: torch.Tensor | None = None  # the same on a CPU: what they were there
+    _complete: torch.cuda.Event | None = None  # recorded when the outputs are ready
+    _ready_outputs: torch.Tensor | None = None  # on a CPU: the outputs at that point
 
-    def __init__(self, schema: Schema, shape: Shape, device: torch.device) -> None:
+    def __init__(self, schema: BufferSchema, shape: PassShape, device: torch.device) -> None:
         self.schema, self.shape, self.device = schema, shape, device
         _buffers[id(self)] = self
         self._input = torch.empty(schema.words(shape, schema.inputs), dtype=torch.int32, device=device)
@@ -199,19 +201,19 @@ class Buffers:
 
     @property
     def features(self) -> Features:
-        """What the pass was made for."""
+        """Features of the pass."""
         return self.schema.features
 
     def find(self, name: str) -> torch.Tensor | None:
-        """The field of this name; None where passes with these needs have none."""
+        """The field of this name; None if passes with these features do not have it."""
         return self._views.get(name)
 
     def load(self, batch: Mapping[str, object], features: Features | None = None) -> None:
-        """Copy a batch into the input buffers, padding what it does not fill, in one device copy.
+        """Copy a batch into the input buffers in one device copy, padding the rest.
 
-        ``batch`` maps every input field to an array whose dimensions are at most the field's. ``features`` are the
-        batch's own where these buffers may have fields for more: those are padded. Raises ProgramError for a field
-        that the schema lacks, one that is missing, or one that is too large.
+        batch: an array for every input field, with dimensions at most the field's.
+        features: the batch's own features, if these buffers may have fields for more: those are padded. Raises
+            ProgramError for a field that the schema lacks, one that is missing, or one that is too large.
         """
         (self.schema if features is None else self.schema.of(features)).check(batch)
         host, views = self._stage()
@@ -222,7 +224,7 @@ class Buffers:
                 value.ndim != view.ndim or any(a > b for a, b in zip(value.shape, view.shape, strict=True))
             ):
                 raise ProgramError(f"field {field.name!r} has shape {value.shape}, its buffer {view.shape}")
-            if value.shape[1:] == view.shape[1:]:  # whole rows: nothing is written twice, for masks are large
+            if value.shape[1:] == view.shape[1:]:  # whole rows: write nothing twice, since masks are large
                 view[: len(value)] = value
                 view[len(value) :] = field.pad
                 continue
@@ -232,7 +234,7 @@ class Buffers:
         self._input.copy_(host, non_blocking=True)
 
     def _stage(self) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
-        """The next host copy of the inputs, and a view of each field; copies are made when first used."""
+        """The next host copy of the inputs, and a view of each field. Copies are allocated on first use."""
         self._turn = (self._turn + 1) % _STAGES
         if len(self._staging) < _STAGES:
             host = torch.empty(self._input.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -242,9 +244,9 @@ class Buffers:
         return self._staging[self._turn]
 
     def outputs_ready(self) -> None:
-        """For programs: the outputs are complete, so the host may have them while the rest of the pass runs.
+        """Called by programs: the outputs are complete, so the host may read them while the rest of the pass runs.
 
-        The pass writes none of them from here on. One that does not publish has its outputs read at its end.
+        The pass must not write outputs after this. If a pass does not call it, its outputs are read at its end.
         """
         torch.ops.unisono.outputs_ready(self._output, id(self))
 
@@ -253,7 +255,7 @@ class Buffers:
             self._ready_outputs = self._output.clone()
             return
         if self._complete is None:
-            self._complete = torch.cuda.Event(external=True)  # one that a graph records whenever it gets there
+            self._complete = torch.cuda.Event(external=True)  # a graph records it at each replay
         self._complete.record()
 
     def fetch(self) -> PendingOutputs:
@@ -278,16 +280,16 @@ class Buffers:
 
 
 _buffers: WeakValueDictionary[int, Buffers] = WeakValueDictionary()
-"""All that are alive, by id: an op's arguments can't name them otherwise."""
+"""All live buffers by id: an op's arguments cannot name them otherwise."""
 
 
 @functools.cache
 def _aside(device: torch.device) -> torch.cuda.Stream:
-    """The stream that copies ready outputs while their passes go on."""
+    """Stream that copies ready outputs while their passes continue."""
     return torch.cuda.Stream(device)
 
 
-# It writes nothing, but has to stay after what writes the outputs: hence the mutable argument.
+# The op writes nothing, but must stay after the ops that write the outputs: hence the mutable argument.
 _library = torch.library.Library("unisono", "FRAGMENT")
 _library.define("outputs_ready(Tensor(a!) outputs, int buffers) -> ()")
 _library.impl(
@@ -297,25 +299,26 @@ _library.impl(
 
 @dataclass
 class PendingOutputs:
-    """Outputs of a launched pass on their way to the host. Owns its copy: a later replay can't change it.
+    """Outputs of a launched pass on their way to the host. Owns its copy, so a later replay cannot change it.
 
-    host: packed words, int32. done: set when they are there; the pass may go on after that
-    (:meth:`Buffers.outputs_ready`). span: the beginning and the end of the pass on the device, where it is timed.
+    host: packed words, int32.
+    done: event after which they are there; the pass may still run (:meth:`Buffers.outputs_ready`).
+    span: start and end events of the pass on the device, if it is timed.
     """
 
-    places: Sequence[Place]
+    places: Sequence[FieldPlace]
     host: torch.Tensor
     done: torch.cuda.Event | None
     span: tuple[torch.cuda.Event, torch.cuda.Event] | None
 
     def device_ms(self) -> float | None:
-        """Milliseconds that the pass took on the device; None while it is under way, or where it is not timed."""
+        """Milliseconds of device time of the pass; None while it runs, or if it is not timed."""
         if self.span is None or not self.span[1].query():
             return None
         return self.span[0].elapsed_time(self.span[1])
 
     def wait(self) -> dict[str, np.ndarray]:
-        """Block until the outputs are here; returns each output field as a numpy array."""
+        """Block until the outputs arrive; return each output field as a numpy array."""
         if self.done is not None:
             self.done.synchronize()
         words = self.host.numpy()

@@ -1,4 +1,4 @@
-"""What a graph is captured for: a shape, and what the caller wants of the pass beside its tokens."""
+"""Key of a graph: program, shape, and the optional parts of a pass."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, order=True)
-class Shape:
-    """What a graph is captured for.
+class PassShape:
+    """Shape that a graph is captured for.
 
     rows: padded number of requests (rounds) or of tokens (extend, mixed).
-    width: tokens per row: 1 + k in a round, 1 in an extend pass. In a mixed pass 1 + the requests that decode in it, a
-        token each; the other tokens are prompts'.
+    width: tokens per row: 1 + k in a round, 1 in an extend pass. In a mixed pass, 1 + the number of requests that
+        decode in it, one token each; the other tokens belong to prompts.
     """
 
     rows: int
@@ -20,36 +20,40 @@ class Shape:
 
 
 class Hidden(enum.IntEnum):
-    """Which hidden states a pass must return; a later one covers every earlier one but AUX."""
+    """Hidden states that a pass must return. Ordered: each level includes the levels before, except AUX."""
 
     NULL = 0  # none
-    LAST = 1  # of a prompt pass each row's last token's, of a round as FULL
+    LAST = 1  # of each row's last token in a prompt pass; in a round as FULL
     FULL = 2  # of every token, after the last layer
     AUX = 3  # of every token, from the layers in Features.aux_layers
 
 
 class Logits(enum.IntEnum):
-    """Of which prompt tokens a pass computes logits; a later one covers every earlier one."""
+    """Prompt tokens that get logits. Ordered: each level includes the ones before."""
 
-    LAST = 0  # of each row's last token, to sample from
-    SELECTED = 1  # also of up to selected_rows(rows) tokens that the batch names
-    ALL = 2  # also of every token, if the batch names it
+    LAST = 0  # each row's last token, for sampling
+    SELECTED = 1  # also up to selected_rows(rows) tokens named by the batch
+    ALL = 2  # also any number of tokens named by the batch
 
 
 def selected_rows(rows: int) -> int:
-    """Of how many of a pass's ``rows`` tokens Logits.SELECTED has logits: a quarter, but at least a product's tile."""
+    """Number of tokens with logits under Logits.SELECTED, in a pass of ``rows``: a quarter, but at least one GEMM
+    tile."""
     return min(rows, max(16, -(-rows // 4)))
 
 
 @dataclass(frozen=True)
 class Features:
-    """What the caller wants of a pass beside its tokens; part of the graph's key.
+    """Optional parts of a pass; part of the graph's key.
 
-    hidden, aux_layers: what the drafter reads. logits: of which prompt tokens. embeddings: the batch brings embeddings
-    that stand in for those of token ids. returned: final hidden states go to the host. masks: positions are sampled
-    under masks that come with the batch. whole_logits: each rank has whole rows of logits; asked for only where the LM
-    head is divided among ranks, for elsewhere they are whole in every pass. extra: names of features that other
-    packages add (docs/extend/feature.md).
+    hidden, aux_layers: hidden states read by the drafter.
+    logits: prompt tokens that get logits.
+    embeddings: the batch contains embeddings that replace those of token ids.
+    returned: final hidden states are copied to the host.
+    masks: positions are sampled under token masks in the batch.
+    whole_logits: each rank has whole rows of logits. Only set if the LM head is divided among ranks; otherwise they are
+        always whole.
+    extra: names of features added by other packages (docs/extend/feature.md).
     """
 
     hidden: Hidden = Hidden.NULL
@@ -63,13 +67,13 @@ class Features:
 
     @property
     def label(self) -> str:
-        """For reports: ``NULL``, ``FULL+embeddings`` …"""
+        """Label for reports: ``NULL``, ``FULL+embeddings`` …"""
         logits = (f"{self.logits.name} logits",) if self.logits else ()
         flags = (name for name in ("embeddings", "returned", "masks", "whole_logits") if getattr(self, name))
         return "+".join((self.hidden.name, *logits, *flags, *sorted(self.extra)))
 
     def __or__(self, other: Features) -> Features:
-        """What a pass needs that serves both. Of two different lists of auxiliary layers this one's stay."""
+        """Features of a pass that serves both. If the auxiliary layers differ, this object's are kept."""
         shown = other if other._shows(self) else self
         return Features(
             shown.hidden,
@@ -83,14 +87,14 @@ class Features:
         )
 
     def covers(self, other: Features) -> bool:
-        """True when a graph captured with these features also serves a pass that needs ``other``."""
+        """Return True if a graph captured with these features also serves a pass with ``other``."""
         inputs = self.embeddings >= other.embeddings and self.masks >= other.masks
         outputs = self.returned >= other.returned and self.logits >= other.logits
         outputs = outputs and self.whole_logits >= other.whole_logits
         return inputs and outputs and self.extra >= other.extra and self._shows(other)
 
     def _shows(self, other: Features) -> bool:
-        """Whether the hidden states that ``other`` wants are among these."""
+        """Return True if the hidden states of ``other`` are among these."""
         if other.hidden is Hidden.NULL:
             return True
         if Hidden.AUX in (self.hidden, other.hidden):
@@ -102,14 +106,14 @@ NO_FEATURES = Features()
 
 
 @dataclass(frozen=True)
-class Key:
-    """What a graph was captured for; a pass replays only a graph whose key covers its own."""
+class GraphKey:
+    """Key of a captured graph. A pass replays only a graph whose key covers its own."""
 
     program: str
-    shape: Shape
+    shape: PassShape
     features: Features = NO_FEATURES
 
-    def covers(self, other: Key) -> bool:
+    def covers(self, other: GraphKey) -> bool:
         return (
             self.program == other.program
             and self.shape.width == other.shape.width

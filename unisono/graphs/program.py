@@ -1,4 +1,4 @@
-"""A program, a captured graph of it, and the planner's two answers: replay, or run eagerly for a reason."""
+"""A program, its captured graphs, and the planner's two answers: replay, or run eagerly for a reason."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from unisono.graphs.buffers import Buffers, Schema
-from unisono.graphs.features import Features, Key
+from unisono.graphs.buffers import Buffers, BufferSchema
+from unisono.graphs.features import Features, GraphKey
 
 
 @dataclass(frozen=True)
 class Program:
-    """A pass as data: its name, its buffers' schema and the function that runs it.
+    """A pass as data: its name, the schema of its buffers and the function that runs it.
 
-    run: works in place on the buffers, at fixed addresses, without a host synchronisation.
+    run: works in place on the buffers, at fixed addresses, without host synchronisation.
     """
 
     name: str
-    schema: Schema
+    schema: BufferSchema
     run: Callable[[Buffers], None]
 
     def of(self, features: Features) -> Program:
@@ -28,9 +28,9 @@ class Program:
 
 
 class Reason(enum.Enum):
-    """Why a pass ran without a graph. Every value is counted, exported and shown by ``explain``.
+    """Reasons why a pass ran without a graph. Each is counted, exported and shown by ``explain``.
 
-    ``value`` says why, ``advice`` what the user could change.
+    ``value`` is the reason, ``advice`` what the user can change.
     """
 
     advice: str
@@ -60,12 +60,14 @@ class Reason(enum.Enum):
 class Graph(Protocol):
     """One captured pass: segments, and the breaks that run eagerly between them.
 
-    kind: full, segmented, compiled; on a CPU tape, tape-segmented, tape-compiled. cost_bytes: of the graph without its
-    buffers. replay_ms: time of one replay on padding. capture_seconds: time of the whole capture.
+    kind: full, segmented, compiled; on a CPU tape, tape-segmented, tape-compiled.
+    cost_bytes: memory of the graph without its buffers.
+    replay_ms: time of one replay on padding.
+    capture_seconds: time of the whole capture.
     """
 
     kind: str
-    key: Key
+    key: GraphKey
     buffers: Buffers
     cost_bytes: int
     replay_ms: float
@@ -76,7 +78,7 @@ class Graph(Protocol):
         """Eager calls in a replay."""
 
     def replay(self) -> None:
-        """Run the captured pass on what the buffers hold now."""
+        """Run the captured pass on the current contents of the buffers."""
 
     def close(self) -> None:
         """Free the graph's memory."""

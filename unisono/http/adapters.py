@@ -1,6 +1,6 @@
-"""The adapters that the server serves: their names, and loading and unloading them while it runs.
+"""The adapters that the server offers: their names, and loading and unloading at run time.
 
-The engine holds them (docs/guide/adapters.md); this is what the routes know of them. Made once by ``run``.
+The engine holds the weights (docs/guide/adapters.md); the routes read this registry. Created once by ``serve``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from unisono.http.errors import ApiError, show, unavailable
 from unisono.types import ConfigError, EngineDead
 
 LIMIT = 120.0
-"""Seconds that reading an adapter may take."""
+"""Timeout of loading an adapter, seconds."""
 
 CONFIG = "adapter_config.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """path: its directory. created: when it was loaded, in seconds since 1970."""
+    """An adapter. path: its directory. created: load time, seconds since 1970."""
 
     name: str
     path: str
     created: int
 
 
-class Adapters:
-    """The adapters by name. names: what the base model is called. allowed: below which adapters may be loaded."""
+class AdapterRegistry:
+    """The adapters by name. names: the base model's. allowed: the directory below which adapters may be loaded."""
 
     def __init__(self, client: Engines | None = None, names: Iterable[str] = (), allowed: Path | None = None):
         self._client, self._names, self._allowed = client, tuple(names), allowed
@@ -48,26 +48,26 @@ class Adapters:
         return len(self.found)
 
     def take(self, info: Mapping[str, Any]) -> None:
-        """The engine has started and has these. Raises ConfigError where one is called like the model."""
-        told = info.get("adapters", [])
-        self.found = {one["name"]: self._known(one) for one in told}
+        """Take over the adapters of a started engine. Raises ConfigError if one has the name of the model."""
+        entries = info.get("adapters", [])
+        self.found = {one["name"]: self._known(one) for one in entries}
         if both := next((name for name in self.found if name in self._names), None):
             raise ConfigError(f"--lora-modules {both}: the base model is called so; give the adapter another name.")
 
-    def _known(self, told: Mapping[str, Any]) -> Adapter:
-        name, path = told["name"], told["path"]
+    def _known(self, entries: Mapping[str, Any]) -> Adapter:
+        name, path = entries["name"], entries["path"]
         known = self.found.get(name)
         return known if known is not None and known.path == path else Adapter(name, path, int(time.time()))
 
     def amended(self, config: Any) -> Any:
-        """The config of an engine that is started again: with the adapters that are served now and still there."""
+        """The config for a restart of the engine: with the current adapters whose files still exist."""
         if not getattr(config, "enable_lora", False):
             return config
         there = [(one.name, one.path) for one in self.found.values() if (Path(one.path) / CONFIG).is_file()]
         return dataclasses.replace(config, lora_modules=tuple(there))
 
     async def load(self, name: str, path: str, again: bool = False) -> Adapter:
-        """Serve the adapter of a directory. Raises ApiError."""
+        """Load the adapter of a directory. Raises ApiError."""
         where = self._checked(path)
         if name in self._names:
             raise ApiError(
@@ -84,15 +84,15 @@ class Adapters:
         return self.found[name]
 
     async def unload(self, name: str) -> None:
-        """Serve an adapter no longer; answers under way are finished with it. Raises ApiError."""
+        """Remove an adapter; running answers finish with it. Raises ApiError."""
         if name not in self.found:
             message = f"The lora adapter {show(name)} cannot be found."
             raise ApiError(404, message, "not_found_error", param="lora_name", code="model_not_found")
-        del self.found[name]  # from here on no request is taken
+        del self.found[name]  # from here on requests for it are refused
         await self._call("unload_adapter", name=name)
 
     def _checked(self, path: str) -> Path:
-        """The directory that a request names. Raises ApiError where the flags do not allow it."""
+        """The directory in a request. Raises ApiError if the flags do not allow it."""
         if self._allowed is None:
             message = "Adapters are loaded at start only; start with --allowed-lora-path DIR to load others from there."
             raise ApiError(403, message, "permission_error", param="lora_path", code="adapters_fixed")
@@ -100,7 +100,7 @@ class Adapters:
         try:
             where = (allowed / Path(path).expanduser()).resolve()
         except (OSError, RuntimeError, ValueError) as error:
-            raise ApiError(400, f"lora_path={show(path)} is no path: {error}.", param="lora_path") from None
+            raise ApiError(400, f"lora_path={show(path)} is not a path: {error}.", param="lora_path") from None
         if not where.is_relative_to(allowed):
             message = f"lora_path={show(path)} is not below --allowed-lora-path {allowed}."
             raise ApiError(403, message, "permission_error", param="lora_path", code="path_not_allowed")

@@ -1,6 +1,6 @@
-"""The HTTP application: the routes of ``server/routes``, the form of errors, and the gate around them.
+"""The HTTP application: the routes of ``http/routes``, the form of errors, and the middleware around them.
 
-:func:`create_app` makes the ASGI application of a :class:`Service`; ``run`` serves it.
+:func:`create_app` makes the ASGI application of a :class:`Service`; ``serve`` runs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from unisono.http.anthropic_api.writer import error_object
 from unisono.http.errors import ApiError, as_api_error, show
-from unisono.http.middleware import Gate
+from unisono.http.middleware import RequestMiddleware
 from unisono.http.observability.request_note import note
 from unisono.http.routes import (
     adapters,
@@ -36,7 +36,7 @@ ROUTES = tuple(
     group.add
     for group in (adapters, admin, anthropic, docs, embeddings, openai, page, responses, sglang, state, tokens)
 )
-"""What adds each group of routes."""
+"""Functions that add a group of routes each."""
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -48,7 +48,7 @@ def create_app(service: Service) -> ASGIApp:
     app.add_exception_handler(RequestValidationError, _answer_bad_parameter)
     for add in ROUTES:
         add(app, service)
-    return Gate(app, service)
+    return RequestMiddleware(app, service)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -72,7 +72,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_bad_parameter(request: Request, error: Exception) -> Response:
-    """A parameter in the address that is not what the route declares."""
+    """The error for an invalid parameter in the URL."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])

@@ -1,9 +1,9 @@
-"""HTTP/1 connections: one request at a time, clients that close one direction, answers to HTTP/1.0.
+"""HTTP/1 connections: one request at a time, half-closed clients, answers to HTTP/1.0.
 
-:class:`OrderedProtocol` is uvicorn's HTTP protocol with three changes. It parses a pipelined request only when the one
-before it has been answered; until then its bytes wait, reading is paused, and :class:`ReadAhead` bounds what waits on
-all connections together. A client that shuts down its sending direction gets its answer. An answer of unknown length
-to an HTTP/1.0 client ends with the connection. ``limits`` adds sizes and times.
+:class:`OrderedProtocol` is uvicorn's HTTP protocol with three changes. It parses a pipelined request only after the
+answer to the one before it; until then its bytes are buffered, reading is paused, and :class:`ReadAhead` bounds the
+buffers of all connections together. A client that shuts down its sending direction gets its answer. An answer of
+unknown length to an HTTP/1.0 client ends with the connection. ``limits/connections`` adds sizes and times.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 STATUS_BEGINS = b"HTTP/1.1 "
-"""First bytes of every answer. Sent one by one, they tell whether a client that ended its input still reads."""
+"""First bytes of every answer. Sent one by one as probes, they reveal if a half-closed client still reads."""
 COMMENT = b":\n\n"
 """A comment of server-sent events, for the same purpose once a stream has begun."""
 PROBE_SECONDS = (0.05, 0.25, 1.0, 4.0, 15.0)
-"""Pauses between probes; the last one repeats."""
+"""Pauses between probes, seconds; the last one repeats."""
 PEER_SECONDS = 1.0
-"""Pause between looks at a client whose input is not read."""
+"""Interval of checks of a client whose input is not read, seconds."""
 CHUNKED_SLICE = 4096
-"""Bytes of a chunked body that are parsed at once. Its end is unknown, and bytes after it cannot be taken back."""
+"""Bytes of a chunked body that are parsed at once. Its end is unknown, and bytes after it cannot be unread."""
 HEAD_END = b"\r\n\r\n"
 GONE = select.POLLERR | select.POLLHUP
 ENDED = getattr(select, "POLLRDHUP", 0)
@@ -34,26 +34,26 @@ ENDED = getattr(select, "POLLRDHUP", 0)
 
 @dataclass
 class ReadAhead:
-    """Bytes of pipelined requests that wait on all connections. most: the limit."""
+    """Bytes of pipelined requests that are buffered on all connections. most: the limit."""
 
     most: int
     waiting: int = 0
 
 
 class OrderedProtocol(HttpToolsProtocol):
-    """One connection. Subclasses override :meth:`feed` to count what is parsed; :meth:`stop` ends parsing."""
+    """One connection. Subclasses override :meth:`feed` to count parsed bytes; :meth:`stop` ends parsing."""
 
     cycle: Cycle
     flow: _Reading
 
     def __init__(self, *args: Any, ahead: ReadAhead, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._ahead, self._waiting = ahead, bytearray()  # bytes after the request that is being answered
-        self._busy = False  # a whole request waits for its answer
-        self._stopped = False  # what comes is ignored
+        self._ahead, self._waiting = ahead, bytearray()  # bytes after the request in progress
+        self._busy = False  # a complete request waits for its answer
+        self._stopped = False  # further input is ignored
         self._ended = False  # the client has shut down its sending direction
-        self._body_left: int | None = 0  # of a body; None: chunked
-        self._in_body, self._last = False, b""  # the last bytes of a head that has not ended
+        self._body_left: int | None = 0  # bytes of the body still to come; None: chunked
+        self._in_body, self._last = False, b""  # the last bytes of an incomplete head
         self._probe_timer: TimerHandle | None = None
         self._probes = 0
 
@@ -76,7 +76,7 @@ class OrderedProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def stop(self) -> None:
-        """Parse and keep nothing more."""
+        """Ignore all further input."""
         self._stopped = True
         self._release()
 
@@ -90,7 +90,7 @@ class OrderedProtocol(HttpToolsProtocol):
             self._hold(data[at:])
 
     def _size(self, data: bytes, at: int) -> int:
-        """Return how many bytes from ``at`` on belong to the current request, as far as that is known."""
+        """The number of bytes from ``at`` on that belong to the current request, as far as known."""
         rest = len(data) - at
         if self._in_body:
             return min(rest, CHUNKED_SLICE if self._body_left is None else self._body_left or rest)
@@ -105,7 +105,7 @@ class OrderedProtocol(HttpToolsProtocol):
         return end + len(HEAD_END) - begun
 
     def _hold(self, data: bytes) -> None:
-        """Keep bytes that came before the answer was finished, and read no more until it is."""
+        """Buffer bytes that came before the answer was finished, and pause reading until it is."""
         self._ahead.waiting += len(data)
         self._waiting += data
         if self._ahead.waiting > self._ahead.most:  # HTTP lets a server close instead; clients send again
@@ -122,7 +122,7 @@ class OrderedProtocol(HttpToolsProtocol):
     # ---- the parser's callbacks ---------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._busy:  # bytes of a next request after a chunked body
+        if self._busy:  # bytes of the next request after a chunked body
             raise _NextRequest
         super().on_message_begin()
 
@@ -149,7 +149,7 @@ class OrderedProtocol(HttpToolsProtocol):
             self._begin_probes()
 
     def send_400_response(self, msg: str) -> None:
-        if self._busy:  # the request before is still to be answered
+        if self._busy:  # the previous request is still in progress
             self.cycle.keep_alive = False
             self.stop()
             return
@@ -170,7 +170,7 @@ class OrderedProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Parse what has waited."""
+        """Parse the buffered bytes."""
         if self.transport.is_closing() or self._busy:
             return
         data = self._release()
@@ -183,7 +183,7 @@ class OrderedProtocol(HttpToolsProtocol):
     # ---- the end of a connection ----------------------------------------------------------------------
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Keep the connection where a whole request waits for its answer. TLS has no such state in asyncio."""
+        """Keep the connection if a complete request waits for its answer. asyncio's TLS cannot be half-closed."""
         if not self._busy or self.scheme == "https":
             return None
         self._end_input()
@@ -200,10 +200,10 @@ class OrderedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _begin_probes(self) -> None:
-        """Find out whether the client still reads.
+        """Start probing if the client still reads.
 
-        A client that closes its socket and one that ends its input send the same. Only bytes of the answer tell them
-        apart: the machine of the first one answers with a reset, and the next write fails.
+        A closed and a half-closed client send the same FIN. Only bytes of the answer distinguish them: a closed one's
+        machine replies with a reset, and the next write fails.
         """
         self.cycle.waiting_for_100_continue = False
         self._probes = 0
@@ -222,7 +222,7 @@ class OrderedProtocol(HttpToolsProtocol):
         self._probe_timer = self.loop.call_later(seconds, self._look)
 
     def _look(self) -> None:
-        """Look at a client whose input is not read: it may have ended it, or have gone."""
+        """Check if a client whose input is not read has half-closed or closed its connection."""
         seen = _state(self.transport)
         if seen & GONE:
             self.transport.abort()
@@ -238,11 +238,11 @@ class OrderedProtocol(HttpToolsProtocol):
 
 
 class _NextRequest(Exception):
-    """Leaves the parser at the first byte of a request whose turn has not come."""
+    """Leaves the parser at the first byte of a request that must wait."""
 
 
 def _state(transport: asyncio.Transport) -> int:
-    """Return the poll events of a transport's socket: GONE, ENDED or neither."""
+    """The poll events of a transport's socket: GONE, ENDED or neither."""
     socket = transport.get_extra_info("socket")
     if socket is None or socket.fileno() < 0:
         return 0
@@ -252,7 +252,7 @@ def _state(transport: asyncio.Transport) -> int:
 
 
 class _Reading(FlowControl):
-    """Flow control with two more reasons not to read: pipelined bytes wait, or the client's input has ended."""
+    """Flow control with two more reasons to pause: buffered pipelined bytes, or the end of the client's input."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -281,7 +281,7 @@ class _Reading(FlowControl):
 class Cycle(RequestResponseCycle):
     """A request and its answer.
 
-    sent: how many of STATUS_BEGINS were sent as probes.
+    sent: bytes of STATUS_BEGINS that were sent as probes.
     """
 
     sent = 0
@@ -290,7 +290,7 @@ class Cycle(RequestResponseCycle):
 
     @classmethod
     def of(cls, cycle: RequestResponseCycle) -> Cycle:
-        """Return a Cycle in the state of a fresh one of uvicorn's."""
+        """A Cycle in the state of a new one of uvicorn's."""
         made = cls.__new__(cls)
         made.__dict__.update(cycle.__dict__)
         made.old = cycle.scope["http_version"] != "1.1"
@@ -301,7 +301,7 @@ class Cycle(RequestResponseCycle):
     expects: bool
 
     def probe(self) -> None:
-        """Send bytes that change nothing for a client: the next one of the status line, or a comment in a stream."""
+        """Send bytes without effect on a client: the next one of the status line, or a comment in a stream."""
         if not self.response_started:
             self.transport.write(STATUS_BEGINS[self.sent : self.sent + 1])
             self.sent = min(self.sent + 1, len(STATUS_BEGINS))
@@ -328,7 +328,7 @@ class Cycle(RequestResponseCycle):
             self.keep_alive = False  # the client may leave out the body that it announced
         bodyless = self.scope["method"] == "HEAD" or message["status"] in (204, 304)
         if self.old and not bodyless and b"content-length" not in headers:
-            # RFC 9112, 6.1: no chunks for HTTP/1.0. The body is as long as it takes and ends with the connection.
+            # RFC 9112, 6.1: no chunks for HTTP/1.0. The connection's end marks the end of the body.
             self.until_close, self.keep_alive = True, False
             self.chunked_encoding, self.expected_content_length = False, float("inf")  # type: ignore[assignment]
 
@@ -339,7 +339,7 @@ class Cycle(RequestResponseCycle):
 
 
 class _Rest:
-    """A transport that leaves out the first bytes of the next write: they have been sent."""
+    """A transport that drops the first bytes of the next write, which have been sent as probes."""
 
     def __init__(self, transport: asyncio.Transport, skip: int) -> None:
         self._transport, self._skip = transport, skip

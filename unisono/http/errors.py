@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API writes them: ``{"error": {"message", "type", "param", "code"}}`` and an HTTP status."""
+"""Errors in the form of the OpenAI API: ``{"error": {"message", "type", "param", "code"}}`` and an HTTP status."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unisono.types.excerpts import show as show
 
 
 class ApiError(Exception):
-    """What a client did wrong (4xx) or must hear about (5xx). retry_after: seconds until it may send it again."""
+    """An error of the client (4xx) or the server (5xx). retry_after: seconds until the client may retry."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiE
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """An error raised while a request ran, as the client sees it."""
+    """The client's view of an error that was raised while a request ran."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadRequest):
@@ -57,4 +57,6 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(500, f"The request ended early: {error}.", "server_error", code="engine_dead")
     if isinstance(error, UnisonoError):
         return ApiError(500, str(error), "server_error")
-    return ApiError(500, "The server failed on this request; its log says why.", "server_error", code="internal_error")
+    return ApiError(
+        500, "The server failed on this request; the reason is in its log.", "server_error", code="internal_error"
+    )

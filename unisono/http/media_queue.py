@@ -1,7 +1,7 @@
-"""Pictures and videos of requests, loaded in threads of their own while the event loop and the tokenizer go on.
+"""Images and videos of requests, loaded in threads while the event loop and the tokenizer continue.
 
-A request leaves its turn of being prepared (``overload.Turnstile``) while its items are loaded, and takes turns with
-other clients' items instead, item by item: a slow host or a large picture of one client holds up another by one item.
+A request releases its place of preparation (``overload.Turnstile``) while its items are loaded, and the items take
+turns with those of other clients: a slow host or a large image of one client delays another by one item.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from unisono.http.limits.overload import Ticket, Turnstile
-from unisono.media.fetching.sources import Loaded, MediaSource
+from unisono.media.fetching.sources import LoadedMedia, MediaSource
 from unisono.media.loader import MediaLoader
 
 PLACES = 16
@@ -27,8 +27,8 @@ class MediaQueue:
         self._turns = Turnstile(PLACES)
         self._threads = ThreadPoolExecutor(PLACES, "media")
 
-    async def load(self, sources: Sequence[MediaSource], ticket: Ticket | None) -> list[Loaded]:
-        """Load a prompt's items. ticket: of its request. Raises BadRequest of the first item that is wrong."""
+    async def load(self, sources: Sequence[MediaSource], ticket: Ticket | None) -> list[LoadedMedia]:
+        """Load a prompt's items. ticket: of its request. Raises BadRequest of the first wrong item."""
         if not sources:
             return []
         self._loader.check(sources)
@@ -47,7 +47,7 @@ class MediaQueue:
             await ticket.turn()
         return found
 
-    async def _load(self, source: MediaSource, label: str) -> Loaded:
+    async def _load(self, source: MediaSource, label: str) -> LoadedMedia:
         await self._turns.wait(label)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._loader.load, source)

@@ -1,7 +1,7 @@
-"""The outermost layer of the HTTP application: dates, numbers, counts and logs every request.
+"""The outermost layer of the HTTP application: times, numbers, counts and logs every request.
 
-Each request has an id: the client's ``x-request-id`` where it is one, else a new one. Answers carry it,
-and a request that fails is logged once, with it.
+Each request has an id: the client's ``x-request-id`` if it is valid, else a new one. Answers carry it, and a failed
+request is logged once, with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unisono.http.observability.metrics import REFUSALS
-from unisono.http.observability.request_note import Note
+from unisono.http.observability.request_note import RequestNote
 from unisono.http.service import Service
 from unisono.types.unknown_fields import dropping
 
@@ -25,13 +25,13 @@ REQUEST_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 ID_HEADERS = (b"x-request-id", b"request-id")
 """OpenAI's clients read the first, Anthropic's the second."""
 DROPPED_HEADER = b"x-unknown-fields"
-"""Names the fields of the request that were dropped (``--allow-unknown-fields``)."""
+"""Names of the dropped fields of the request (``--allow-unknown-fields``)."""
 MAX_LOGGED = 300
 """Characters of an error's message in the log."""
 
 
-class Gate:
-    """Wraps the application. HEAD is GET without the body."""
+class RequestMiddleware:
+    """Wraps the application. HEAD is handled as GET without the body."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -41,7 +41,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        written = Note(_request_id(scope))
+        written = RequestNote(_request_id(scope))
         method = scope["method"]
         scope = {**scope, "unisono": written, "method": "GET" if method == "HEAD" else method}
         headers = [(name, written.request_id.encode()) for name in ID_HEADERS]
@@ -49,8 +49,8 @@ class Gate:
         async def forward(message: Message) -> None:
             if message["type"] == "http.response.start":
                 written.status = message["status"]
-                told = [(DROPPED_HEADER, ", ".join(unknown).encode())] if unknown else []
-                message = {**message, "headers": [*message.get("headers", ()), *headers, *told]}
+                dropped_names = [(DROPPED_HEADER, ", ".join(unknown).encode())] if unknown else []
+                message = {**message, "headers": [*message.get("headers", ()), *headers, *dropped_names]}
             elif method == "HEAD" and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
             await send(message)
@@ -67,7 +67,8 @@ class Gate:
         except Exception:
             if written.status is None:
                 raise
-            logger.exception("A request failed [%s]", written.request_id)  # its client was told; the connection stays
+            # its client has the error; the connection stays
+            logger.exception("A request failed [%s]", written.request_id)
         finally:
             self._service.in_flight -= counted
             if written.error is not None:
@@ -78,7 +79,7 @@ class Gate:
             for name in self._service.metrics.unknown_fields(unknown):
                 logger.warning("Unknown field %s of a request to %s was dropped", name, _shown(scope["path"]))
 
-    def _finish(self, scope: Scope, method: str, written: Note) -> None:
+    def _finish(self, scope: Scope, method: str, written: RequestNote) -> None:
         """Count the request; log it if it failed."""
         path = getattr(scope.get("route"), "path", None) or "none"
         error, status = written.error, written.status or 500
@@ -100,7 +101,7 @@ class Gate:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error and of those it was raised from: their frames hold bodies in reference cycles."""
+    """Clear the tracebacks of an error and of its causes: their frames hold bodies in reference cycles."""
     todo: list[BaseException | None] = [error]
     while todo:
         if (one := todo.pop()) is not None:
@@ -109,8 +110,8 @@ def forget_frames(error: BaseException) -> None:
 
 
 def _request_id(scope: Scope) -> str:
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.decode() if REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+    client_id = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return client_id.decode() if REQUEST_ID.fullmatch(client_id) else f"req_{uuid.uuid4().hex}"
 
 
 def _shown(path: str) -> str:

@@ -1,7 +1,7 @@
-"""The JSON object that the page polls: the model, requests under way, latencies, caches, speculation and passes.
+"""The JSON object that the page polls: the model, running requests, latencies, caches, speculation and passes.
 
-Built from the engine's last samples and from what the API process counts itself, so it is available while the engine
-is busy. ``routes/page.py`` serves it as ``GET /page/state``.
+Built from the engine's last samples and the API process's own counters, so it is available while the engine is busy.
+``routes/page.py`` serves it as ``GET /page/state``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unisono.cluster.ipc import MetricSample
 from unisono.http.service import MAX_BODY_BYTES, Service
 
 PICTURE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp", "image/tiff")
-"""Content types of pictures that every server with a vision model reads."""
+"""Content types of images that every server with a vision model reads."""
 QUESTIONS = (
     "Why is the sky blue? Answer in three sentences.",
     "Write a Python function that returns the n-th Fibonacci number, and explain it.",
@@ -33,7 +33,7 @@ BUNDLED_QUESTIONS = (
     "Alan has 9 years more than Noah, and Noah has four times the years of Maria, who is 9. How old is Alan?",
 )
 BUNDLED_PICTURE_QUESTIONS = ("Add the orange and the red shapes.", "What is at the top-left?", "Describe the picture.")
-"""Suggestions of an empty conversation. The bundled models know word problems and small scenes only."""
+"""Suggestions for an empty conversation. The bundled models only know word problems and small scenes."""
 
 
 def page_state(
@@ -43,7 +43,7 @@ def page_state(
 
     Args:
         service: the server.
-        info: ``Engine.info()``, the latest that is known.
+        info: ``Engine.info()``, the latest known.
         samples: the engine's latest metrics.
         fresh: False if the engine did not answer in time and ``info`` and ``samples`` are older.
     """
@@ -81,7 +81,7 @@ def page_state(
 
 
 def _model(service: Service) -> dict[str, Any]:
-    """The served names, the context, the pictures that a prompt may have, and questions to try."""
+    """The served names, the context, the images that a prompt may have, and questions to try."""
     inputs = service.serving.inputs
     settings = inputs.media.settings
     most = settings.limit_mm_per_prompt["image"] if inputs.media.vision is not None else 0
@@ -101,17 +101,17 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 def questions(root: str, pictures: bool) -> Sequence[str]:
-    """Three questions to try. root: the checkpoint's directory. pictures: True if the model takes pictures."""
+    """Three questions to try. root: the checkpoint's directory. pictures: the model takes images."""
     if Path(root).parent == Path(str(files("unisono") / "bundled")):
         return BUNDLED_PICTURE_QUESTIONS if pictures else BUNDLED_QUESTIONS
     return PICTURE_QUESTIONS if pictures else QUESTIONS
 
 
 def _requests(service: Service, samples: Sequence[MetricSample]) -> dict[str, int]:
-    """Sequences that run and that wait.
+    """Number of running and of waiting sequences.
 
     A sequence whose answer has begun runs, even if the engine's samples are older than its first token. Every other
-    sequence that the server has accepted waits.
+    accepted sequence waits.
     """
     begun = sum(one.streaming for answer in service.running.values() for one in answer)
     running = max(begun, int(_sum(samples, "num_requests_running")))

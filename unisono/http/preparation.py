@@ -1,8 +1,8 @@
 """Threads that prepare requests, so that the event loop waits for no template, tokenizer or process.
 
-A :class:`Preparers` has a few threads, for which clients take turns. Work that does not end in time is given up: its
-client gets 503 with Retry-After, and another thread takes its place. When too many threads hang, requests are refused
-at once until one of them returns.
+A :class:`Preparers` has a few threads, shared round-robin by clients. Work beyond its time is abandoned: its client
+gets 503 with Retry-After, and another thread replaces the hung one. When too many threads hang, requests are refused
+until one of them returns.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from unisono.http.limits.overload import Turnstile
 T = TypeVar("T")
 
 SECONDS = 60.0
-"""Seconds that one preparation may take."""
+"""Timeout of one preparation, seconds."""
 MAX_LOST = 4
-"""Threads of one pool that may hang beside the working ones."""
+"""Hung threads of one pool, beside the working ones, before requests are refused."""
 RETRY_AFTER = 5
 TRIM_SECONDS = 0.5
 """Processor seconds of a preparation after which its freed memory is returned to the system."""
@@ -36,11 +36,11 @@ class _PreparationJob:
     work: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     done: asyncio.Future[Any]
-    thread: threading.Thread | None = None  # the one that works on it
+    thread: threading.Thread | None = None  # the thread that runs it
 
 
 class Preparers:
-    """``threads`` threads. waiting: jobs that may wait for one of them. seconds: that a job may take."""
+    """A pool of ``threads`` threads. waiting: most queued jobs. seconds: timeout of a job."""
 
     def __init__(self, name: str, threads: int, waiting: int, seconds: float = SECONDS) -> None:
         self._name, self._threads, self._waiting, self._seconds = name, threads, waiting, seconds
@@ -50,10 +50,10 @@ class Preparers:
         self._lost: set[threading.Thread] = set()
 
     async def run(self, label: str, work: Callable[..., T], *args: Any) -> T:
-        """Return what ``work`` returns in a thread, when it is the turn of the client with this label.
+        """The result of ``work``, run in a thread in the turn of the client with this label.
 
-        Raises what it raises, and ApiError (503) where it takes too long or too many wait. A caller that is cancelled
-        does not wait for the work to end.
+        Raises the errors of ``work``, and ApiError (503) on a timeout or with too many waiting. A cancelled caller does
+        not wait for the end of the work.
         """
         if self._turns.waiting >= self._waiting:
             message = f"{self._turns.waiting} requests wait to be prepared ({self._name}). Send it again later."
@@ -91,7 +91,7 @@ class Preparers:
         return self._alive > 0
 
     def _work(self) -> None:
-        """Do jobs until one was given up."""
+        """Run jobs until one was abandoned."""
         own = threading.current_thread()
         while own not in self._lost:
             job = self._jobs.get()

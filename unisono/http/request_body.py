@@ -1,11 +1,12 @@
-"""JSON bodies to Python's data: sizes are counted before anything is parsed, and what no field may hold is refused.
+"""JSON bodies to Python's data: sizes are counted before parsing, and values that no field may hold are refused.
 
-Whole numbers of more than 64 bits and strings with half a surrogate pair are JSON to some readers, and errors far from
-their cause to what comes after: msgpack, Rust's strings, the engine. ``protocol`` and the other APIs read bodies here.
+Whole numbers of more than 64 bits and strings with half a surrogate pair are valid for some JSON parsers, and cause
+errors far from their origin in others: msgpack, Rust's strings, the engine. ``protocol`` and the other APIs read bodies
+here.
 
 A parsed body takes memory and time by its values, not its bytes: 64 MiB of ``[],`` are 22 million lists. So values are
-counted first, in parts of the body, and a large body is read in a thread (:func:`off_loop`): no call of it keeps
-Python's lock for more than some 200 ms.
+counted first, in parts of the body, and a large body is read in a thread (:func:`off_loop`): no call of it keeps the
+GIL for more than about 200 ms.
 """
 
 from __future__ import annotations
@@ -23,34 +24,38 @@ from unisono.http.errors import ApiError, show
 T = TypeVar("T")
 
 MAX_VALUES = 1 << 20
-"""Values of a body, token ids mostly. Python makes a million of them in some 70 ms."""
+"""Values of a body, mostly token ids. Python makes a million of them in about 70 ms."""
 
 MAX_PARTS = 1 << 18
 """Strings (names of fields included), objects and lists of a body."""
 
 MAX_ODD_BYTES = 16 << 20
-"""Bytes of text with escapes or characters beyond ASCII, which takes four times the memory and time of other text. They
-are counted by pieces of CHUNK bytes. Pictures in base64 have neither."""
+"""Bytes of text with escapes or characters beyond ASCII, which takes four times the memory and time of other text.
+
+They are counted by pieces of CHUNK bytes. Images in base64 have neither.
+"""
 
 CHUNK = 256 << 10
 """Bytes that are counted at a time."""
 
 INLINE_BYTES = 32 << 10
-"""Bytes of a body that the event loop reads itself, within some 2 ms."""
+"""Largest body that the event loop reads itself, bytes; it takes at most about 2 ms."""
 
 NAMED_BYTES = 1 << 20
-"""Bytes of a broken body in which the wrong field is looked for."""
+"""Largest invalid body in which the wrong field is located, bytes."""
 
 HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 DIGITS = bytes(ord("0") if byte in b"0123456789" else 1 for byte in range(256))
-"""Makes a 0 of each digit, for ``bytes.translate``: ten times as fast as an expression, in bodies with pictures."""
+"""Translation table that maps digits to 0, for ``bytes.translate``: ten times as fast as an expression, in bodies with
+images.
+"""
 LONG_NUMBER = b"0" * 19
-"""What a number above 64 bits has in common with little else."""
+"""Found in every translated number above 64 bits, and in little else."""
 
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1
 SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_DIGITS = 40
-"""Digits of a number that an error shows."""
+"""Digits of a number in an error."""
 
 
 class _Huge:
@@ -61,12 +66,12 @@ class _Huge:
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """``work()``, in a thread for a body of ``size`` bytes that would stop the event loop."""
+    """Run ``work()``, in a thread for a body of ``size`` bytes that would block the event loop."""
     return work() if size <= INLINE_BYTES else await asyncio.to_thread(work)
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``. Raises ApiError (400) for too many values, and naming what no field may hold."""
+    """The JSON object in ``body``. Raises ApiError (400) for too many values, and for values that no field may hold."""
     check_size(body)
     try:
         data = pydantic_core.from_json(body, allow_inf_nan=False)
@@ -112,16 +117,16 @@ def check_size(body: bytes) -> None:
 
 
 def _is_suspicious(body: bytes) -> bool:
-    """True if there may be a number above 64 bits or a surrogate: only such bodies are looked through."""
+    """True if the body may have a number above 64 bits or a surrogate: only such bodies are searched."""
     for start in range(0, len(body), CHUNK):
-        end = start + CHUNK + len(LONG_NUMBER)  # what stands across the border is in both
+        end = start + CHUNK + len(LONG_NUMBER)  # a number across the border is in both pieces
         if HALF.search(body, start, end) or LONG_NUMBER in body[start:end].translate(DIGITS):
             return True
     return False
 
 
 def _name_the_field(body: bytes) -> None:
-    """Raise the error of a field where Python's reader, which takes more, can tell which it is."""
+    """Raise the error with the field, if Python's more tolerant parser can locate it."""
     if len(body) <= NAMED_BYTES and _is_suspicious(body):
         try:
             data = json.loads(body, parse_int=_integer)
@@ -135,7 +140,7 @@ def _integer(digits: str) -> Any:
 
 
 def _check(data: Any) -> None:
-    """Raise ApiError for the first value that no field may hold; without recursion, for it may be nested deeply."""
+    """Raise ApiError for the first value that no field may hold; iterative, because it may be nested deeply."""
     for keys, value in _values(data):
         rule = next((rule(value) for kind, rule in RULES.items() if isinstance(value, kind)), None)
         if rule is not None:
@@ -146,9 +151,9 @@ def _check(data: Any) -> None:
 
 
 def _values(data: Any) -> Iterator[tuple[list[Any], Any]]:
-    """Every key and every value that is no container, with the keys and indices that lead to it.
+    """Every key and every value that is no container, with its path of keys and indices.
 
-    The list of keys is one and the same, and changes with the next value.
+    The path is one list, which changes with the next value.
     """
     keys: list[Any] = []
     if not isinstance(data, (dict, list)):
@@ -175,7 +180,7 @@ def _entries(data: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _path(keys: list[Any]) -> str:
-    """``messages[2].content``."""
+    """A path in the form ``messages[2].content``."""
     text = ""
     for key in keys:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key

@@ -1,7 +1,7 @@
-"""The API process's life: bind, start the engine, serve, drain, stop.
+"""The life of the API process: bind, start the engine, serve, drain, stop.
 
-:func:`serve` is what ``unisono serve`` calls. Signals are handled here and nowhere else: the first one drains,
-the second ends both processes at once.
+``unisono serve`` calls :func:`serve`. Signals are handled here and nowhere else: the first one drains, the second ends
+both processes at once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from unisono.cluster.replicas.plan import ReplicaSettings, plan
 from unisono.cluster.restarts import Restarts
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.frontend.pooling import pooling_of
-from unisono.http.adapters import Adapters
+from unisono.http.adapters import AdapterRegistry
 from unisono.http.app import create_app
 from unisono.http.connection import ReadAhead
 from unisono.http.limits.connections import LimitedProtocol, Limits, open_files
 from unisono.http.limits.overload import Admission, LoadLimits
 from unisono.http.observability.metrics import ProgressLine, ServerMetrics, check_prefix
-from unisono.http.observability.traces import Tracer, endpoint_url
+from unisono.http.observability.traces import RequestTracer, check_endpoint
 from unisono.http.openai.chat import ChatFormat
 from unisono.http.openai.hosted_tools import HostedTools
 from unisono.http.openai.serving import Serving
@@ -63,9 +63,9 @@ logger = logging.getLogger(__name__)
 ENGINE = "unisono.engine.engine:Engine"
 PROGRESS_SECONDS = 10.0
 CONNECTION_LIMIT = 3
-"""Seconds that open connections get once every request has been answered or failed."""
+"""Seconds for open connections to close after every request has been answered or failed."""
 INTERRUPTED = 130
-"""Exit status after a second signal: what a shell reports of a program that Ctrl-C ended."""
+"""Exit status after a second signal: a shell's for a program that Ctrl-C ended."""
 
 
 @dataclass(frozen=True)
@@ -74,24 +74,23 @@ class ServerSettings:
 
     model_path: the checkpoint's directory. tokenizer: directory of the tokenizer, if not that. chat_template: text of a
     template that replaces the checkpoint's. http: TLS and CORS.
-    names: what clients may call the model; answers carry the one they used.
+    names: accepted model names; answers carry the one in the request.
     metrics_prefix: of the names in /metrics, a key of ``metrics.PREFIXES``.
-    otlp_traces_endpoint: where spans go, OTLP over HTTP; None sends none.
-    allowed_lora_path: below which adapters may be loaded while serving; None: none are.
-    profile_dir: where /stop_profile writes; None turns profiles off.
-    drain_timeout: seconds that running requests get to finish after the first signal.
+    otlp_traces_endpoint: URL for spans, OTLP over HTTP; None sends none.
+    allowed_lora_path: directory below which adapters may be loaded at run time; None: none.
+    profile_dir: directory for /stop_profile; None turns profiles off.
+    drain_timeout: seconds for running requests to finish after the first signal.
     api_key, api_key_file: keys that open the server; see ``key_file``.
-    limits: what a connection may cost before its key is looked at. load: what the server takes on.
-    reasoning_parser, tool_call_parser: how thinking and tool calls are told from what is said in chat answers
-    (``reasoning.PARSERS``, ``tools.formats.FORMATS``); None: as the chat template says.
-    ignore_hosted_tools: whether tools that an API's provider would run itself are left out of requests, not refused.
-    media: where pictures may come from, how large and how many.
+    limits: of connections, before a key is checked. load: admission limits.
+    reasoning_parser, tool_call_parser: formats of reasoning and tool calls in chat answers (``reasoning.PARSERS``,
+    ``tool_parsers.formats.FORMATS``); None: by the chat template.
+    ignore_hosted_tools: leave out tools that an API's provider would run, instead of refusing the request.
+    media: sources, sizes and numbers of images and videos.
     allow_unknown_fields: drop unknown fields of requests, with a count and a header, instead of refusing them.
-    trust_request_chat_template: whether bodies may bring a chat template, which is rendered in a sandbox.
-    restart_engine: an engine that died is started again, ``max_engine_restarts`` times within
-    ``engine_restart_window`` seconds. heartbeat_timeout: seconds without a heartbeat of the engine process after which
-    it counts as dead; 0: never.
-    scale: how many engines there are, and where.
+    trust_request_chat_template: bodies may have a chat template, which is rendered in a sandbox.
+    restart_engine: restart an engine that died, ``max_engine_restarts`` times within ``engine_restart_window`` seconds.
+    heartbeat_timeout: seconds without a heartbeat until the engine process counts as dead; 0: never.
+    scale: number and place of engines.
     engine: ``"module:Class"``, called with the engine's config in the engine process.
     """
 
@@ -125,7 +124,7 @@ class ServerSettings:
     tokenizer: Path | None = None
 
     def restarts(self) -> Restarts | None:
-        """How often a dead engine is started again; None: never. Raises ConfigError."""
+        """The restart policy of a dead engine; None: never. Raises ConfigError."""
         if self.heartbeat_timeout and not 1 <= self.heartbeat_timeout < float("inf"):
             raise ConfigError(
                 f"--heartbeat-timeout {self.heartbeat_timeout:g} must be 1 second or more; 0 turns the watchdog off."
@@ -133,7 +132,7 @@ class ServerSettings:
         return Restarts(self.max_engine_restarts, self.engine_restart_window) if self.restart_engine else None
 
     def client(self, config: Any, progress: Progress) -> Engines:
-        """What talks to the engine or engines; makes their files and connections only once it starts them."""
+        """The client of the engine or engines; it makes files and connections only when it starts them."""
         timeout = self.heartbeat_timeout
         if not self.scale.several:
             return EngineClient(self.engine, config, progress, self.restarts(), timeout)
@@ -142,19 +141,21 @@ class ServerSettings:
 
 
 def serve(config: Any, settings: ServerSettings, progress: Progress = lambda stage, share: None) -> None:
-    """Serve until a signal, then drain. ``config`` is the engine's: a dataclass that pickles.
+    """Serve until a signal, then drain.
 
-    ``progress`` is called with a stage of the engine's start and its share done, 0 … 1.
+    ``config`` is the engine's: a dataclass that can be pickled.
+
+    ``progress`` is called with a stage of the engine's start and its completed fraction, 0 … 1.
 
     Raises ConfigError if the port is taken, a parser or the metrics' prefix is unknown, or spans have no endpoint; and
-    what keeps the engine from starting (a UnisonoError).
+    the UnisonoError that keeps the engine from starting.
     """
     parser_named(settings.reasoning_parser)  # these raise before anything starts
     format_named(settings.tool_call_parser)
     keys_of(settings.api_key, settings.api_key_file)
     check_prefix(settings.metrics_prefix)
     if settings.otlp_traces_endpoint is not None:
-        endpoint_url(settings.otlp_traces_endpoint)
+        check_endpoint(settings.otlp_traces_endpoint)
     settings.restarts()
     with bind(settings.host, settings.port) as listener:
         loop_factory = _uvicorn_config(None).get_loop_factory()
@@ -167,7 +168,7 @@ BACKLOG = 2048
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not yet listening. Raises ConfigError naming port and flag."""
+    """A socket bound to the address, not yet listening. Raises ConfigError with the port and the flag."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -194,11 +195,8 @@ async def _serve(client: Engines, config: Any, settings: ServerSettings, listene
         if settings.api_key_file is not None:
             work = reread(service.keys, settings.api_key, settings.api_key_file)
             reporting.append(asyncio.create_task(work))
-        if service.tracer is not None:
-            reporting.append(asyncio.create_task(service.tracer.run()))
-        listener.listen(
-            BACKLOG
-        )  # uvicorn listens a moment later, and a client that reads the next line may connect at once
+        # uvicorn listens a moment later, and a client that reads the next line may connect at once
+        listener.listen(BACKLOG)
         freeze_heap()
         host, port = listener.getsockname()[:2]
         where = f"{settings.http.scheme}://{host}:{port}/v1"
@@ -216,9 +214,9 @@ async def _serve(client: Engines, config: Any, settings: ServerSettings, listene
 
 
 async def start_application(config: Any, settings: ServerSettings) -> tuple[ASGIApp, Service]:
-    """Start the engines, for a server that is not ours: the application, and what it works with.
+    """Start the engines for an external server; returns the application and its service.
 
-    ``service.client.shutdown()`` ends them. Raises what :func:`serve` raises.
+    ``service.client.shutdown()`` ends them. Raises the errors of :func:`serve`.
     """
     client = settings.client(config, lambda stage, share: None)
     client.start()
@@ -247,8 +245,8 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
     )
     for number, one in enumerate(infos):
         metrics.cache_config(one, number)
-    _say_drafts(info)
-    adapters = Adapters(client, settings.names, settings.allowed_lora_path)
+    _log_drafter(info)
+    adapters = AdapterRegistry(client, settings.names, settings.allowed_lora_path)
     adapters.take(info)
 
     def restarted(info: dict[str, Any], number: int) -> None:
@@ -276,20 +274,20 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
         drain_timeout=settings.drain_timeout,
         allow_unknown_fields=settings.allow_unknown_fields,
         profile_dir=settings.profile_dir,
-        tracer=None if settings.otlp_traces_endpoint is None else Tracer(settings.otlp_traces_endpoint),
+        tracer=None if settings.otlp_traces_endpoint is None else RequestTracer(settings.otlp_traces_endpoint),
         pooling=await asyncio.to_thread(pooling_of, settings.model_path),
         keys=keys,
         admission=Admission(settings.load, sum(one["settings"].get("max_num_seqs", 1) for one in infos)),
     )
 
 
-async def _in_daemon(work: Callable[..., T], *given: Any) -> T:
-    """The result of ``work`` in a thread that does not keep the process alive: a signal ends one that never returns."""
+async def _in_daemon(work: Callable[..., T], *args: Any) -> T:
+    """The result of ``work`` in a daemon thread: a signal can end the process even if it never returns."""
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def run() -> None:
         try:
-            result, error = work(*given), None
+            result, error = work(*args), None
         except BaseException as caught:
             result, error = None, caught
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
@@ -309,7 +307,7 @@ def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None)
 
 
 def _load_tokenizer(settings: ServerSettings) -> Tokenizer | None:
-    """The tokenizer, its chat template tried. Raises CheckpointError."""
+    """The tokenizer, after a trial of its chat template. Raises CheckpointError."""
     tokenizer = Tokenizer.load(settings.tokenizer or settings.model_path)
     if tokenizer is not None:
         if settings.chat_template is not None:
@@ -318,14 +316,14 @@ def _load_tokenizer(settings: ServerSettings) -> Tokenizer | None:
     return tokenizer
 
 
-def _say_drafts(info: dict[str, Any]) -> None:
-    """Log how the engine speculates, and why."""
-    if (told := info.get("speculation")) is None:
+def _log_drafter(info: dict[str, Any]) -> None:
+    """Log the engine's drafter, and the reason."""
+    if (speculation := info.get("speculation")) is None:
         return
     reasons = [row["reason"] for row in info["decisions"] if row["name"] == "speculative"]
-    if told["drafter"] != "none":
-        why = reasons[0] if reasons else "as asked for"
-        logger.info("Speculation: %s, k = %d (%s)", told["drafter"], told["num_speculative_tokens"], why)
+    if speculation["drafter"] != "none":
+        why = reasons[0] if reasons else "as requested"
+        logger.info("Speculation: %s, k = %d (%s)", speculation["drafter"], speculation["num_speculative_tokens"], why)
     else:
         why = reasons[0] if reasons else "--speculative-method chooses a drafter"
         logger.info("Speculation: none (%s)", why)
@@ -338,7 +336,7 @@ def _fingerprint(config: Any) -> str:
 
 
 def _public(settings: ServerSettings, facts: ModelFacts) -> dict[str, Any]:
-    """What /server_info tells of the server: everything but its keys."""
+    """The server's part of /server_info: everything but its keys."""
     shown: dict[str, Any] = dataclasses.asdict(settings)
     for fields in (shown, shown["media"]):
         fields |= {name: str(value) for name, value in fields.items() if isinstance(value, Path)}
@@ -361,7 +359,7 @@ async def _drain(service: Service, limit: float) -> None:
 
 
 async def _report_progress(service: Service) -> None:
-    """Log a line every PROGRESS_SECONDS while there is work."""
+    """Log a line every PROGRESS_SECONDS while requests run."""
     progress = ProgressLine()
     while True:
         await asyncio.sleep(PROGRESS_SECONDS)
@@ -387,7 +385,7 @@ def _stop_on_signal(client: Engines) -> asyncio.Event:
 
 
 async def _unless(stop: asyncio.Event, work: Any) -> Any:
-    """The result of ``work``, or None if ``stop`` comes first."""
+    """The result of ``work``, or None if ``stop`` is set first."""
     task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

@@ -1,6 +1,6 @@
-"""What every route needs: the engine, the preparation of requests, what is served and in which state the server is.
+"""The state that all routes share: the engine, preparation of requests, served models, and the server's status.
 
-:class:`Service` is made once by ``run``; the routes of ``server/routes`` read and change it.
+:class:`Service` is made once by ``serve``; the routes of ``http/routes`` read and change it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fastapi import Request
 
 from unisono.cluster.engines import Engines
 from unisono.frontend.pooling import Pooling
-from unisono.http.adapters import Adapters
+from unisono.http.adapters import AdapterRegistry
 from unisono.http.answers.generation import Generation
 from unisono.http.errors import ApiError, show, unavailable
 from unisono.http.limits.overload import Admission
 from unisono.http.observability.metrics import ServerMetrics
-from unisono.http.observability.traces import Parent, Tracer
+from unisono.http.observability.traces import RequestTracer
 from unisono.http.openai.hosted_tools import HostedTools
 from unisono.http.openai.serving import Serving
 from unisono.http.security.auth import Keys
@@ -30,17 +30,16 @@ MAX_BODY_BYTES = 64 * 2**20
 SMALL_BODY_BYTES = 2**20
 """Largest body of operators' routes, in bytes."""
 INSPECT_LIMIT = 5.0
-"""Seconds that /server_info and /metrics wait for the engine's step under way."""
+"""Timeout of /server_info and /metrics for the engine's current step, seconds."""
 CLIENT_GONE = 499
 
 
 @dataclass
 class Service:
-    """Everything the handlers need.
+    """The state that the handlers need.
 
-    ``draining`` and ``sleeping`` refuse new requests; ``in_flight`` counts the POST requests that are not fully
-    answered, ``running`` has the generations of each answer under way, by the answer's id. ``claimed`` has the ids of
-    answers from the moment on that they are chosen.
+    draining, sleeping: new requests are refused. in_flight: POST requests without a complete answer. running:
+    generations of each answer in progress, by the answer's id. claimed: ids of answers from their choice on.
     """
 
     client: Engines
@@ -51,14 +50,14 @@ class Service:
     fingerprint: str
     settings: dict[str, Any]
     keys: Keys = field(default_factory=Keys)
-    adapters: Adapters = field(default_factory=Adapters)
+    adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
     admission: Admission = field(default_factory=Admission)
     hosted: HostedTools = field(default_factory=HostedTools)
     drain_timeout: float = 30.0
     allow_unknown_fields: bool = False
     profile_dir: Path | None = None
     pooling: Pooling = field(default_factory=Pooling)
-    tracer: Tracer | None = None
+    tracer: RequestTracer | None = None
     draining: bool = False
     sleeping: bool = False
     in_flight: int = 0
@@ -67,7 +66,7 @@ class Service:
     claimed: set[str] = field(default_factory=set)
 
     def unhealthy(self) -> ApiError | None:
-        """Why the server serves no more, or None."""
+        """The reason why the server has stopped serving, or None."""
         if self.client.death is not None and not self.client.restarting:
             return unavailable(f"The engine is dead: {self.client.death}. Restart the server.", "engine_dead")
         if self.draining:
@@ -79,31 +78,31 @@ class Service:
         return None
 
     def refusal(self) -> ApiError | None:
-        """Why no request can be taken now, or None."""
+        """The reason to refuse every request now, or None."""
         if self.sleeping:
             return unavailable("The server sleeps; POST /wake_up wakes it.", "sleeping")
         return self.unhealthy()
 
     def check_ready(self) -> None:
-        """Raises ApiError (503) where no request can be taken now."""
+        """Raise ApiError (503) if no request can be taken now."""
         if (refusal := self.refusal()) is not None:
             raise refusal
 
     def close(self, answer_id: str, generations: Sequence[Generation], request: Request, arrival: float) -> None:
-        """An answer has been sent, has failed, or has lost its client: end what runs of it, and trace it."""
+        """End the rest of an answer that has been sent, has failed, or has lost its client, and trace it."""
         self.running.pop(answer_id, None)
         for generation in generations:
             generation.close()
         if self.tracer is None:
             return
-        parent = Parent.of(request.headers.get("traceparent"))
+        traceparent = request.headers.get("traceparent")
         own = {"gen_ai.response.model": self.names[0], "http.route": request.url.path}
         for generation in generations:
             if (attributes := generation.span()) is not None:
-                self.tracer.span(parent, arrival, {**own, **attributes}, generation.ended == "error")
+                self.tracer.span(traceparent, arrival, {**own, **attributes}, generation.ended == "error")
 
     def model(self, name: str | None) -> str:
-        """The served name that a request means, an adapter's too. Raises ApiError (404) for another model's."""
+        """The served name in a request, also an adapter's. Raises ApiError (404) for another model's."""
         if name is None:
             return self.names[0]
         if name not in self.names and name not in self.adapters.found:

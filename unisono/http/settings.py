@@ -1,4 +1,4 @@
-"""How the server speaks HTTP: TLS, and which pages of other origins a browser lets call it (CORS). Names are vLLM's."""
+"""Flags of HTTP: TLS, and access by pages of other origins (CORS). Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from unisono.types import ConfigError
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """Flags of ``unisono serve``.
+    """HTTP flags of ``unisono serve``.
 
-    allowed_origins, allowed_methods, allowed_headers: what a browser may send from other origins; ("*",): anything.
-    allow_credentials: whether it may send cookies. root_path: a proxy's prefix of the paths. ssl_keyfile, ssl_certfile:
-    PEM files; with them the server speaks HTTPS only. ssl_ca_certs, ssl_cert_reqs: which clients' certificates are
-    wanted, as of Python's ssl module: 0 none, 1 if they have one, 2 always. allowed_hosts: host names of the server
-    beside localhost, its --host and IP addresses (``hosts.KnownHosts``).
+    allowed_origins, allowed_methods, allowed_headers: CORS rules for browsers; ("*",): anything. allow_credentials:
+    browsers may send cookies. root_path: a proxy's prefix of the paths. ssl_keyfile, ssl_certfile: PEM files; with them
+    the server speaks HTTPS only. ssl_ca_certs, ssl_cert_reqs: client certificates, as in Python's ssl module: 0 none, 1
+    optional, 2 required. allowed_hosts: host names of the server beside localhost, its --host and IP addresses
+    (``hosts.KnownHosts``).
 
     Raises ConfigError.
     """
@@ -58,7 +58,7 @@ class HttpSettings:
         return "http" if self.ssl_certfile is None else "https"
 
     def with_cors(self, app: ASGIApp) -> ASGIApp:
-        """The application with the CORS headers that the flags allow."""
+        """The application with the CORS headers of the flags."""
         if not self.allowed_origins:
             return app
         return CORSMiddleware(

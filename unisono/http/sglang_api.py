@@ -1,6 +1,6 @@
 """SGLang's native ``/generate``: its body to a completion request, and pieces to its answers.
 
-A stream's events carry the text so far, not the new text, as SGLang's do.
+A stream's events carry the text so far instead of the new text, as SGLang's do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from unisono.http.answers.generation import Generation, Piece, merge
+from unisono.http.answers.generation import Generation, OutputPiece, merge
 from unisono.http.answers.writer import error_event
 from unisono.http.errors import show
 from unisono.http.limits.fields import AdapterNames, Strings, TokenIdLists, TokenIds
@@ -28,18 +28,18 @@ from unisono.types import BadRequest
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOKENS = 128
-"""``max_new_tokens`` where the body has none: SGLang's default."""
+"""Default ``max_new_tokens``: SGLang's."""
 SAMPLING = {
     "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed", "regex": "guided_regex",
     "json_schema": "guided_json", "ebnf": "guided_grammar", "no_stop_trim": "include_stop_str_in_output",
 }  # fmt: skip
-"""Names in ``sampling_params`` that a completion body calls otherwise; the others are the same."""
+"""Names in ``sampling_params`` -> names in a completion body; the others are the same."""
 
 
 MISPLACED = frozenset(
     {"prompt", "prompt_embeds", "embedding_overrides", "model", "stream", "stream_options", "request_id", "rid"}
 )
-"""Fields of a completion body that ``sampling_params`` may not set."""
+"""Fields of a completion body that ``sampling_params`` must not set."""
 
 
 class GenerateRequest(BaseModel):
@@ -70,27 +70,27 @@ class GenerateRequest(BaseModel):
 
     @property
     def adapter(self) -> str | None:
-        """The adapter of all prompts. Raises BadRequest where they are to have several."""
-        given = self.lora_path if isinstance(self.lora_path, list) else [self.lora_path]
-        if len(set(given)) > 1:
+        """The adapter of all prompts. Raises BadRequest for several."""
+        value = self.lora_path if isinstance(self.lora_path, list) else [self.lora_path]
+        if len(set(value)) > 1:
             raise BadRequest(
                 f"lora_path={show(self.lora_path)} names several adapters; send a request for each of them.",
                 "lora_path",
             )
-        return given[0] if given else None
+        return value[0] if value else None
 
 
 def completion_body(request: GenerateRequest, data: Mapping[str, Any]) -> tuple[dict[str, Any], Renames]:
-    """The completion body of a request, and where its parts come from. Raises BadRequest."""
+    """The completion body of a request, and the origins of its parts. Raises BadRequest."""
     own = GenerateRequest.model_fields.keys()
     body = {name: value for name, value in data.items() if name not in own and value not in (None, False, [], {})}
     if (request.text is None) == (request.input_ids is None):
         raise BadRequest("text and input_ids: give one of them.", "text")
-    given, prompt = ("text", request.text) if request.text is not None else ("input_ids", request.input_ids)
+    fields, prompt = ("text", request.text) if request.text is not None else ("input_ids", request.input_ids)
     body["prompt"] = prompt
     if (adapter := request.adapter) is not None:
         body["model"] = adapter
-    renames = {"prompt": given, "prompt_logprobs": "logprob_start_len", "logprobs": "top_logprobs_num"}
+    renames = {"prompt": fields, "prompt_logprobs": "logprob_start_len", "logprobs": "top_logprobs_num"}
     misplaced = next((name for name in request.sampling_params or {} if name in MISPLACED), None)
     if misplaced is not None:
         message = f"sampling_params has {misplaced}, which is a field of the body; move it there."
@@ -117,7 +117,7 @@ def completion_body(request: GenerateRequest, data: Mapping[str, Any]) -> tuple[
 
 
 def media_sources(request: GenerateRequest) -> list[list[MediaSource]]:
-    """The pictures and videos of each prompt; nothing where there are none. Raises BadRequest."""
+    """The images and videos of each prompt; empty if there are none. Raises BadRequest."""
     if not request.image_data and not request.video_data:
         return []
     several = request.text if isinstance(request.text, list) else request.input_ids
@@ -125,12 +125,12 @@ def media_sources(request: GenerateRequest) -> list[list[MediaSource]]:
     count = len(several) if many and several else 1
     found: list[list[MediaSource]] = [[] for _ in range(count)]
     for name, kind in (("image_data", IMAGE), ("video_data", VIDEO)):
-        given = getattr(request, name)
-        if not given:
+        value = getattr(request, name)
+        if not value:
             continue
-        each = [given] if not many else given
+        each = [value] if not many else value
         if not isinstance(each, list) or len(each) != count:
-            raise BadRequest(f"{name}={show(given)} is not valid: give a list with an entry for each prompt.", name)
+            raise BadRequest(f"{name}={show(value)} is not valid: give a list with an entry for each prompt.", name)
         for number, items in enumerate(each):
             where = f"{name}[{number}]" if many else name
             found[number] += _items(items, where, kind)
@@ -151,7 +151,7 @@ def _items(items: Any, where: str, kind: Any) -> list[MediaSource]:
 
 @dataclass
 class _Output:
-    """One sequence so far."""
+    """The state of one sequence."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -162,7 +162,7 @@ class _Output:
 
 @dataclass
 class GenerateReply:
-    """An answer on its way. many: the body had a list of prompts, or n above 1; then the answer is a list."""
+    """An answer in progress. many: the body had a list of prompts, or n above 1; then the answer is a list."""
 
     request: GenerateRequest
     answer_id: str
@@ -174,7 +174,7 @@ class GenerateReply:
         self._outputs = [_Output() for _ in self.generations]
 
     async def whole(self) -> Any:
-        """The finished answer. Raises what ended a generation early."""
+        """The complete answer. Raises the error that ended a generation early."""
         async with aclosing(merge(self.generations)) as pieces:
             async for piece in pieces:
                 self._take(piece)
@@ -201,7 +201,7 @@ class GenerateReply:
             yield error_event(error)
         yield DONE
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: OutputPiece) -> None:
         output, texts = self._outputs[piece.index], self.request.return_text_in_logprobs
         output.text += piece.text
         for token_id, report in zip(piece.token_ids, piece.reports or [], strict=False):
@@ -242,7 +242,7 @@ class GenerateReply:
                         ),
                         [None, None, None],
                     )
-                    for entries in (given or {} for given in generation.prompt_logprobs)
+                    for entries in (value or {} for value in generation.prompt_logprobs)
                 ]
         return {"text": output.text, "output_ids": list(output.ids), "meta_info": meta}
 

@@ -1,6 +1,6 @@
-"""State that requests leave on the device: declared by specs, allocated and owned by one store.
+"""State that requests keep on the device: declared by specs, allocated and owned by one store.
 
-Three kinds: *paged* state lives in pages of tokens that a page table finds; *per-slot* state lives as long as the
-request; a *tail* is a recurrence: a snapshot at an aligned position and the inputs since. The target model and the
-drafter declare theirs through ``state_specs()``. Host-side bookkeeping never touches the device.
+There are three kinds. *Paged* state lives in pages of tokens, found through a page table. *Per-slot* state lives as
+long as the request. *Recurrent* state is a snapshot at an aligned position plus the inputs since then. The target model
+and the drafter declare theirs through ``state_specs()``. Host-side bookkeeping never touches the device.
 """

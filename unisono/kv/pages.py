@@ -8,7 +8,7 @@
     cached            in the prefix tree; locked while a Reservation's page table names it
 
 Every page is in exactly one of these; :meth:`PagePool.check_integrity` proves it. The same holds for the pages of each
-window lifetime (``unisono/kv/window_pages.py``).
+window group (``unisono/kv/window_pages.py``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unisono.kv.offload.offloader import Offload, Plan
+from unisono.kv.offload.offloader import FetchPlan, Offload
 from unisono.kv.prefix_tree import Node, PrefixTree, Token
 from unisono.kv.snapshots import SnapshotPool
-from unisono.kv.specs import PADDING_PAGE, PAGE_SIZE, TAILS
+from unisono.kv.specs import PADDING_PAGE, PAGE_SIZE, SNAPSHOTS
 from unisono.kv.window_pages import WindowPages, WindowPool
 
 
@@ -34,10 +34,10 @@ def pages_for(tokens: int) -> int:
 
 @dataclass(slots=True)
 class _Entry:
-    """A page in a request's page table, and the tree node of its tokens, once committed.
+    """A page in a request's page table and, once committed, the tree node of its tokens.
 
-    The node is locked by this entry. Its page is this one, unless another request committed the same tokens first: then
-    the page stays private, and the lock keeps the path to the node.
+    This entry locks the node. The node's page is this page, unless another request committed the same tokens first:
+    then the page stays private, and the lock keeps the path to the node alive.
     """
 
     page: int
@@ -52,10 +52,13 @@ class _Entry:
 class Reservation:
     """The pages of one request, in order of position. Made by :meth:`PagePool.open`.
 
-    cached_tokens: tokens of the prefix that the tree had. snapshot: the id of the tails' snapshot after them, -1 for
-    none. windows: the pages of each window lifetime. branch: tokens after which the prompt leaves what the tree has;
-    more than ``cached_tokens`` where the tree lacks a snapshot there, which later prompts will want; else 0. plan: what
-    may come back from host memory, until :meth:`fetch`. ticket: of the last transfer that it has to wait for.
+    cached_tokens: length of the prefix found in the tree.
+    snapshot: id of the recurrent snapshot after that prefix; -1 for none.
+    windows: the request's pages by window group.
+    branch: tokens after which the prompt leaves the tree. It exceeds ``cached_tokens`` if the tree lacks a snapshot
+        there, which later prompts will need; otherwise 0.
+    plan: the transfer from host memory that is possible, until :meth:`fetch` starts it.
+    ticket: the last transfer to wait for.
     """
 
     pool: PagePool
@@ -64,30 +67,31 @@ class Reservation:
     entries: list[_Entry] = field(default_factory=list)
     windows: dict[int, WindowPages] = field(default_factory=dict)
     branch: int = 0
-    plan: Plan | None = None
+    plan: FetchPlan | None = None
     ticket: int = 0
-    _inserted: int = 0  # leading pages that the tree has seen
+    _inserted: int = 0  # leading pages offered to the tree
     _last: Node | None = None  # tree node of the inserted prefix
 
     @property
     def pages(self) -> list[int]:
-        """The pages of lifetime ALL."""
+        """The pages of window group ALL."""
         return [e.page for e in self.entries]
 
     @property
     def coming(self) -> bool:
-        """Whether pages or snapshots of the cached prefix are still on their way from host memory."""
+        """True while pages or snapshots of the cached prefix are in transfer from host memory."""
         return self.pool.offload is not None and self.ticket > self.pool.offload.arrived
 
     @property
     def snapshot_coming(self) -> bool:
-        """The same for the snapshot that the request begins with."""
+        """True while the snapshot that the request begins with is in transfer from host memory."""
         return self.pool.snapshots is not None and self._last in self.pool.snapshots.coming
 
     def fetch(self) -> None:
-        """Have the prefix's pages come back that :attr:`plan` names, right after the reservation was opened.
+        """Start the transfer of :attr:`plan`, right after the reservation was opened.
 
-        As many pages must be available. The prefix is cached from now on, but :attr:`coming`.
+        Enough pages must be available. From then on the prefix counts as cached, and :attr:`coming` is True until it
+        arrives.
         """
         plan, self.plan = self.plan, None
         if plan is not None and self.pool.offload is not None:
@@ -96,7 +100,7 @@ class Reservation:
             self.branch = 0
 
     def begin(self, path: list[Node]) -> None:
-        """Begin after the cached prefix of these nodes, which are locked for this reservation."""
+        """Begin after the cached prefix of these nodes, which are already locked for this reservation."""
         self.entries = [_Entry(node.page, node) for node in path]
         self.cached_tokens, self._inserted = len(path) * PAGE_SIZE, len(path)
         self.ticket = max((node.ticket for node in path), default=0)
@@ -104,7 +108,7 @@ class Reservation:
             window.open(path)
         if path:
             last = self._last = path[-1]
-            last.complete = True  # the prompt pass begins with what is missing there
+            last.complete = True  # the prompt pass first computes the missing state
             if self.pool.snapshots is not None:
                 self.snapshot = last.snapshot
                 self.pool.snapshots.touch(last)
@@ -115,25 +119,26 @@ class Reservation:
         return self._inserted * PAGE_SIZE
 
     def nodes(self) -> list[Node]:
-        """The tree's nodes of the leading pages that were offered to it."""
+        """Tree nodes of the leading pages offered to it."""
         return [entry.node for entry in self.entries[: self._inserted] if entry.node is not None]
 
     def pages_from(self, column: int) -> list[int]:
-        """The pages of lifetime ALL from a page-table column on."""
+        """Pages of window group ALL, from a page-table column on."""
         return [e.page for e in self.entries[column:]]
 
     def reserve(self, tokens: int) -> list[int]:
-        """Hold pages for ``tokens`` tokens in all; returns the pages added. Raises OutOfPages, adding none."""
+        """Hold pages for ``tokens`` tokens in total and return the added pages. Raises OutOfPages and adds none if they
+        do not fit."""
         added = self.pool.take(pages_for(tokens) - len(self.entries))
         self.entries.extend(_Entry(page) for page in added)
         return added
 
     def commit(self, tokens: Sequence[Token], complete: int | None = None) -> None:
-        """Offer the prefix tree the full pages of ``tokens``, whose state is written.
+        """Offer the full pages of ``tokens``, whose state is written, to the prefix tree.
 
-        complete: leading tokens whose state is complete, all by default. A drafter may compute a token's state one
-        round later than the target does, so the last token of a request's last round is incomplete. Whoever goes on
-        from such a page completes it; a request that has the same tokens complete replaces it.
+        complete: leading tokens whose state is complete; all by default. A drafter may compute a token's state one
+            round after the target, so the last token of a request's last round is incomplete. A request that continues
+            from such a page completes it; a request that has the same tokens complete replaces it.
         """
         complete = len(tokens) if complete is None else complete
         for i in range(self._inserted, len(tokens) // PAGE_SIZE):
@@ -149,13 +154,13 @@ class Reservation:
             self._inserted = i + 1
 
     def node_after(self, tokens: int) -> Node | None:
-        """The tree node whose last token is the ``tokens``-th of the request; None where the tree has none."""
+        """Tree node that ends with the request's ``tokens``-th token; None if the tree has none."""
         column = tokens // PAGE_SIZE - 1
         whole = tokens > 0 and tokens % PAGE_SIZE == 0 and column < self._inserted
         return self.entries[column].node if whole else None
 
     def release(self) -> None:
-        """Give everything back: private pages become free, the tree's are unlocked (leaves first)."""
+        """Return everything: free private pages, unlock the tree's pages (leaves first)."""
         for window in self.windows.values():
             window.release()
         for entry in reversed(self.entries):
@@ -168,11 +173,13 @@ class Reservation:
 
 
 class PagePool:
-    """All pages, and the prefix tree that keeps committed ones after their request ends.
+    """All pages, and the prefix tree that keeps committed pages after their request ends.
 
-    num_pages: of lifetime ALL. windows: pages of each window lifetime. snapshots: how many snapshots of tails the tree
-    may keep; None where the model has no tails, so that a cached prefix needs none. hits: whether reservations begin
-    with cached pages at all.
+    num_pages: pages of window group ALL.
+    windows: number of pages by window group.
+    snapshots: number of recurrent snapshots the tree may keep; None if the model has no recurrent state, so that a
+        cached prefix needs no snapshot.
+    hits: False to start every reservation without cached pages.
     """
 
     def __init__(
@@ -187,35 +194,36 @@ class PagePool:
         self.free = [p for p in range(num_pages - 1, -1, -1) if p != PADDING_PAGE]
         self.tree = PrefixTree(self._forget)
         self.windows = {
-            lifetime: WindowPool(lifetime, count, self._window_evicted) for lifetime, count in (windows or {}).items()
+            window_group: WindowPool(window_group, count, self._window_evicted)
+            for window_group, count in (windows or {}).items()
         }
         self.snapshots = None if snapshots is None else SnapshotPool(snapshots, self._snapshot_evicted)
         self.open_reservations: set[Reservation] = set()
 
     @property
     def available(self) -> int:
-        """Pages that a reservation could get: free ones and those the tree can evict."""
+        """Pages a reservation can get: free pages and pages the tree can evict."""
         return len(self.free) + self.tree.unlocked
 
     @property
     def usage(self) -> float:
-        """Share of pages held by requests, 0 … 1."""
+        """Fraction of pages held by requests, 0 … 1."""
         return 1 - self.available / max(1, self.num_pages - 1)
 
     def open(self, tokens: Sequence[Token], quotas: Mapping[int, int] | None = None) -> Reservation:
-        """A reservation that begins with the longest usable prefix of ``tokens`` (whole pages, locked).
+        """Open a reservation that begins with the longest usable prefix of ``tokens`` (whole pages, locked).
 
-        Where more of it waits in host memory the reservation has a plan, and begins once it is fetched.
+        If host memory holds more of the prefix, the reservation has a plan and begins once that is fetched. The last
+        token is never served from the cache, because its logits are needed.
 
-        The last token is never served from the cache: its logits are needed. quotas: pages that the request may need at
-        once of each window lifetime; see :meth:`has_quotas`.
+        quotas: by window group, the most pages the request needs at one time; see :meth:`has_quotas`.
         """
         tokens = tokens[: len(tokens) - 1]
         known = self.tree.match(tokens) if self.hits else []
         path = self.usable(known)
-        windows = {lifetime: WindowPages(pool, 0) for lifetime, pool in self.windows.items()}
-        for lifetime, window in windows.items():
-            window.set_quota((quotas or {}).get(lifetime, 0))
+        windows = {window_group: WindowPages(pool, 0) for window_group, pool in self.windows.items()}
+        for window_group, window in windows.items():
+            window.set_quota((quotas or {}).get(window_group, 0))
         reservation = Reservation(self, windows=windows)
         plan = self.offload.plan(self, tokens, known, len(path)) if self.offload is not None and self.hits else None
         for node in plan.path if plan is not None else path:
@@ -230,22 +238,22 @@ class PagePool:
         return reservation
 
     def has_quotas(self, quotas: Mapping[int, int]) -> bool:
-        """Whether a request may need this number of pages at once of each window lifetime."""
-        return all(self.windows[lifetime].unpromised >= pages for lifetime, pages in quotas.items())
+        """Return True if every window group can promise a request this many pages at one time."""
+        return all(self.windows[window_group].unpromised >= pages for window_group, pages in quotas.items())
 
     def take(self, count: int) -> list[int]:
         """Remove ``count`` pages from the free list, evicting from the tree as needed; all or nothing."""
         if count <= 0:
             return []
         if count > self.available:
-            raise OutOfPages(f"{count} pages asked for, {self.available} available of {self.num_pages - 1}")
+            raise OutOfPages(f"{count} pages requested, {self.available} available of {self.num_pages - 1}")
         if count > len(self.free):
             self.free.extend(self.tree.evict(count - len(self.free)))
         return [self.free.pop() for _ in range(count)]
 
     def drop_cached(self) -> int:
-        """Evict every unlocked page from the prefix tree, and forget what waits in host memory; returns how many pages
-        of the device are free."""
+        """Evict every unlocked page from the prefix tree and forget the copies in host memory. Return the number of
+        freed device pages."""
         if self.offload is not None:
             self.offload.forget()
         freed = self.tree.evict(self.tree.unlocked)
@@ -255,12 +263,12 @@ class PagePool:
         return len(freed)
 
     def flush(self) -> None:
-        """Have what gave way moved to host memory, before anything overwrites it."""
+        """Copy evicted parts to host memory before anything overwrites them."""
         if self.offload is not None:
             self.offload.flush()
 
     def usable(self, path: list[Node]) -> list[Node]:
-        """The longest beginning of a path after which every kind of state can go on."""
+        """The longest prefix of a path after which every kind of state can continue."""
         pages = len(path)
         while pages and not (
             (self.snapshots is None or path[pages - 1].snapshot >= 0)
@@ -269,13 +277,13 @@ class PagePool:
             pages -= 1
         return path[:pages]
 
-    def _window_evicted(self, node: Node, lifetime: int) -> None:
+    def _window_evicted(self, node: Node, window_group: int) -> None:
         if self.offload is not None:
-            self.offload.note(node, lifetime, node.windows[lifetime].page)
+            self.offload.note(node, window_group, node.windows[window_group].page)
 
     def _snapshot_evicted(self, node: Node) -> None:
         if self.offload is not None:
-            self.offload.note(node, TAILS, node.snapshot)
+            self.offload.note(node, SNAPSHOTS, node.snapshot)
 
     def _forget(self, node: Node) -> None:
         if self.offload is not None:
@@ -300,21 +308,21 @@ class PagePool:
         unlocked = sum(node.locks == 0 for node in nodes)
         if (self.tree.pages, self.tree.unlocked) != (len(nodes), unlocked):
             raise RuntimeError(f"tree counts {self.tree.pages}/{self.tree.unlocked}, holds {len(nodes)}/{unlocked}")
-        for lifetime, pool in self.windows.items():
-            held = {n: n.windows[lifetime] for n in nodes if lifetime in n.windows}
-            windows = [r.windows[lifetime] for r in self.open_reservations]
-            given = [entry for window in windows for entry in window.entries]
-            own = [page for page, node in given if node is None]
+        for window_group, pool in self.windows.items():
+            held = {n: n.windows[window_group] for n in nodes if window_group in n.windows}
+            windows = [r.windows[window_group] for r in self.open_reservations]
+            in_use = [entry for window in windows for entry in window.entries]
+            own = [page for page, node in in_use if node is None]
             owners = {
                 "the free list": pool.free,
                 "a reservation": own,
                 "the prefix tree": [h.page for h in held.values()],
             }
             _check_owners(pool.num_pages, owners)
-            coming = [node for transfer in transfers for node in transfer.windows.get(lifetime, ())]
-            _check_locks({n: h.locks for n, h in held.items()}, [*(node for _, node in given), *coming])
+            coming = [node for transfer in transfers for node in transfer.windows.get(window_group, ())]
+            _check_locks({n: h.locks for n, h in held.items()}, [*(node for _, node in in_use), *coming])
             if pool.unpromised + sum(w.quota for w in windows) + len(coming) != pool.num_pages - 1:
-                raise RuntimeError(f"quotas of window {lifetime} do not add up: {pool.unpromised} are left")
+                raise RuntimeError(f"quotas of window {window_group} do not add up: {pool.unpromised} are left")
 
 
 def _check_owners(num_pages: int, claims: Mapping[str, Iterable[int]]) -> None:

@@ -5,11 +5,11 @@
         root ── [page 7: "You are a helpful …"] ── [page 9: " assistant. …"] ── …
                               └──────────────────── [page 4: " translator. …"]
 
-One node holds one page of tokens, so a path from the root spells a prefix in whole pages. A node is *locked* while a
-request uses its page. Unlocked leaves are evicted, least recently used first. The tree owns the pages of its nodes.
+A node holds one page of tokens, so a path from the root spells a prefix in whole pages. A node is *locked* while a
+request uses its page. Unlocked leaves are evicted in least-recently-used order. The tree owns the pages of its nodes.
 
-Beside its page of lifetime ALL a node may hold a page of each window lifetime and a snapshot of the tails. These may be
-evicted before the node: ``unisono/kv/window_pages.py`` and ``unisono/kv/snapshots.py`` own them.
+Besides its page of window group ALL, a node may hold a page of each other window group and a snapshot of the recurrent
+state. These may be evicted before the node: ``unisono/kv/window_pages.py`` and ``unisono/kv/snapshots.py`` own them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from unisono.kv.specs import PAGE_SIZE
 
 Token = int | bytes
-"""What stands at a position: a token id, or a digest of the embedding there."""
+"""Key of one position: a token id, or a digest of the embedding that replaces it."""
 Tokens = tuple[Token, ...]
 
 
 @dataclass(slots=True)
 class WindowPage:
-    """A page of a window lifetime that a node holds. locks: requests whose page table names it."""
+    """A node's page of one window group. locks: requests whose page table contains it."""
 
     page: int
     locks: int = 0
@@ -39,12 +39,15 @@ class WindowPage:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One page of tokens. locks: requests whose page table names ``page``. used: when it was locked or unlocked last.
+    """One page of tokens.
 
-    complete: False where the state of the page's last token may be missing in part, see :meth:`Reservation.commit`.
-    windows: lifetime -> the page of that lifetime, where the node still has one. snapshot: id of the tails' snapshot
-    after the page's last token; -1 for none. ticket: the last transfer that writes a part of this node's state, see
-    ``unisono/kv/offload/offloader.py``. digest: see :func:`node_digest`; empty until somebody asks.
+    locks: requests whose page table contains ``page``.
+    used: time of the last lock or unlock.
+    complete: False if the state of the page's last token may be partly missing, see :meth:`Reservation.commit`.
+    windows: window group -> the node's page of that group, if it still has one.
+    snapshot: id of the recurrent snapshot after the page's last token; -1 for none.
+    ticket: the last transfer that writes to this node's state, see ``unisono/kv/offload/offloader.py``.
+    digest: see :func:`node_digest`; empty until first computed.
     """
 
     page: int
@@ -61,7 +64,8 @@ class Node:
 
 
 def page_digest(parent: bytes, key: Tokens) -> bytes:
-    """Names a prefix: 16 bytes that depend on the page's tokens and on all before. parent: b"" for the first page."""
+    """Digest of a prefix: 16 bytes that depend on the page's tokens and on all tokens before. parent: digest of the
+    previous page, b"" for the first."""
     try:
         tokens = b"i" + struct.pack(f"<{len(key)}q", *key)
     except struct.error:  # digests of embeddings stand among the token ids
@@ -71,7 +75,7 @@ def page_digest(parent: bytes, key: Tokens) -> bytes:
 
 
 def node_digest(node: Node) -> bytes:
-    """The :func:`page_digest` of the prefix that ends with a node of a tree."""
+    """The :func:`page_digest` of the prefix that ends with this tree node."""
     path: list[Node] = []
     while node.parent is not None and not node.digest:
         path.append(node)
@@ -83,25 +87,25 @@ def node_digest(node: Node) -> bytes:
 
 
 class PrefixTree:
-    """Longest-prefix lookup, insertion and eviction. All costs are linear in the pages touched.
+    """Longest-prefix lookup, insertion and eviction. All costs are linear in the number of pages visited.
 
-    Unlocked leaves are kept in order of use: one that is unlocked was used last. Only a node whose last child is
-    evicted may be older than others. ``on_evict`` is called with each node that is removed.
+    Unlocked leaves are kept in order of use; the leaf unlocked last comes last. Only a node whose last child was
+    evicted can be older than the other leaves. ``on_evict`` is called with each removed node.
     """
 
     def __init__(self, on_evict: Callable[[Node], None] = lambda node: None) -> None:
         self._root = Node(page=-1, key=(), parent=None, locks=1)
         self._on_evict = on_evict
         self._clock = itertools.count(1)
-        self._leaves: OrderedDict[Node, None] = OrderedDict()  # unlocked ones, least recently used first
-        # (used, tiebreak, node) of nodes that evictions made leaves; those used since are skipped when popped.
+        self._leaves: OrderedDict[Node, None] = OrderedDict()  # unlocked leaves, least recently used first
+        # (used, tiebreak, node) of nodes that became leaves by eviction. Nodes used since then are skipped when popped.
         self._bared: list[tuple[int, int, Node]] = []
         self._tiebreak = itertools.count()
         self.pages = 0
         self.unlocked = 0
 
     def match(self, tokens: Sequence[Token]) -> list[Node]:
-        """The nodes of the longest cached prefix of ``tokens``, in whole pages, from the root down."""
+        """Nodes of the longest cached prefix of ``tokens``, in whole pages, from the root down."""
         node, path = self._root, []
         for key in page_keys(tokens):
             child = node.children.get(key)
@@ -112,7 +116,7 @@ class PrefixTree:
         return path
 
     def lock(self, node: Node) -> None:
-        """Keep the node's page until it is unlocked as often."""
+        """Keep the node's page until :meth:`unlock` was called as often."""
         self.unlocked -= node.locks == 0
         node.locks += 1
         node.used = next(self._clock)
@@ -127,9 +131,9 @@ class PrefixTree:
             self._leaves[node] = None
 
     def insert(self, parent: Node | None, key: Tokens, page: int, complete: bool = True) -> Node:
-        """Put ``page`` under ``parent``, which is locked (None: the root), and return its node, not yet locked.
+        """Put ``page`` under ``parent``, which is locked (None: the root). Return its node, not yet locked.
 
-        Where the same tokens are there already, their node is returned and keeps its own page.
+        If the same tokens are already there, return their node, which keeps its own page.
         """
         parent = parent or self._root
         node = parent.children.get(key)
@@ -142,7 +146,8 @@ class PrefixTree:
         return node
 
     def evict(self, count: int) -> list[int]:
-        """Remove up to ``count`` nodes, least recently used leaves first; returns the freed pages of lifetime ALL."""
+        """Remove up to ``count`` nodes, least recently used leaves first. Return the freed pages of window group
+        ALL."""
         freed: list[int] = []
         while len(freed) < count and (node := self._least_used()) is not None:
             parent = node.parent
@@ -166,7 +171,7 @@ class PrefixTree:
             stack.extend(node.children.values())
 
     def _least_used(self) -> Node | None:
-        """Take the unlocked leaf that was used first; None where there is none."""
+        """Remove and return the least recently used unlocked leaf; None if there is none."""
         while self._bared:
             used, _, node = self._bared[0]
             if node.used == used and not node.locks and not node.children:

@@ -1,7 +1,7 @@
-"""Snapshots of tails that the prefix tree keeps, so that a cached prefix can be continued by a recurrence.
+"""Snapshots of recurrent state kept by the prefix tree, so that a recurrence can continue from a cached prefix.
 
-A snapshot is an id: a row of the store's snapshot tensors. It hangs on the node whose last token it follows. Where all
-ids are in use, the snapshot that was used least recently gives way.
+A snapshot is an id: a row of the store's snapshot tensors. It belongs to the node whose last token it follows. If all
+ids are in use, the least recently used snapshot is evicted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unisono.kv.prefix_tree import Node
 
 
 class SnapshotPool:
-    """All snapshot ids, 0 … count - 1. on_evict: called with a node whose snapshot gives way, which still has it."""
+    """All snapshot ids, 0 … count - 1. on_evict: called with the node of an evicted snapshot, before it is removed."""
 
     def __init__(self, count: int, on_evict: Callable[[Node], None] = lambda node: None) -> None:
         self.count, self._on_evict = count, on_evict
@@ -23,11 +23,11 @@ class SnapshotPool:
 
     @property
     def has_spare(self) -> bool:
-        """Whether :meth:`take` would give an id."""
+        """True if :meth:`take` returns an id."""
         return bool(self.free or self._held)
 
     def take(self) -> int:
-        """An id for a new snapshot, -1 where there are none at all."""
+        """Return an id for a new snapshot; -1 if the pool has no ids."""
         if not self.free and self._held:
             node, _ = self._held.popitem(last=False)
             self._on_evict(node)
@@ -36,7 +36,7 @@ class SnapshotPool:
         return self.free.pop() if self.free else -1
 
     def attach(self, node: Node, snapshot: int) -> None:
-        """Hang a snapshot on a node. One that is there already stays, and the new one is given back."""
+        """Give a node a snapshot. If it already has one, that stays and the new id is freed."""
         if node.snapshot >= 0:
             self.free.append(snapshot)
         else:
@@ -44,28 +44,28 @@ class SnapshotPool:
         self.touch(node)
 
     def give_back(self, snapshot: int) -> None:
-        """Return an id that was taken and not attached."""
+        """Free an id that was taken and not attached."""
         self.free.append(snapshot)
 
     def touch(self, node: Node) -> None:
-        """The node's snapshot was used."""
+        """Mark the node's snapshot as most recently used."""
         if node in self.coming:
             return
         self._held[node] = None
         self._held.move_to_end(node)
 
     def expect(self, node: Node) -> None:
-        """Give a locked node an id whose snapshot a transfer is about to write; it is kept until :meth:`arrived`."""
+        """Give a locked node an id whose snapshot a transfer is about to write. It is kept until :meth:`arrived`."""
         node.snapshot = self.take()
         self.coming.add(node)
 
     def arrived(self, node: Node) -> None:
-        """The snapshot is written."""
+        """Mark the node's snapshot as written."""
         self.coming.discard(node)
         self.touch(node)
 
     def forget(self, node: Node) -> None:
-        """The node left the tree: its snapshot's id is free."""
+        """Free the snapshot id of a node that left the tree."""
         if node.snapshot >= 0:
             self.free.append(node.snapshot)
             node.snapshot = -1

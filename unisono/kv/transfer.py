@@ -1,9 +1,8 @@
-"""Cached pages that move between engines: read into bytes here, written into another engine's prefix tree there.
+"""Transfer of cached pages between engines: packed to bytes here, written to another engine's prefix tree there.
 
-:func:`pack_pages` reads what a path of the tree has; an :class:`Incoming` puts it into another tree, where the next
-request with these tokens finds it. Both engines must serve the same model, drafter and dtype. The state of a page is
-what ``StateStore.parts`` names; a model that several ranks hold has parts of it on each
-(``engine/disaggregation/page_bytes.py``).
+:func:`pack_pages` reads the state of a tree path; an :class:`Incoming` puts it into another tree, where the next
+request with these tokens finds it. Both engines must serve the same model, drafter and dtype. ``StateStore.parts``
+defines the state of a page; with several ranks each holds a part of it (``engine/disaggregation/page_bytes.py``).
 """
 
 from __future__ import annotations
@@ -18,23 +17,25 @@ import torch
 
 from unisono.kv.pages import PagePool
 from unisono.kv.prefix_tree import Node, Token, page_keys
-from unisono.kv.specs import ALL, TAILS
+from unisono.kv.specs import ALL, SNAPSHOTS
 from unisono.kv.store import StateStore
 
 Buffer = bytes | bytearray | memoryview
 
 Parts = list[tuple[int, list[int]]]
-"""Kind, and the pages of a text (by place) that have it."""
+"""Kind, and the page indices within the text that have it."""
 
 Named = list[tuple[int, np.ndarray]]
-"""Kind, and numbers of the device's pages or snapshots, int32."""
+"""Kind, and device page or snapshot ids, int32."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The state of pages on its way to the host. done: when ``tensors`` are there; None: they are.
+    """State of pages on its way to the host.
 
-    others: the bytes of other ranks, whose parts of the same pages come after these.
+    tensors: this rank's part.
+    done: event after which ``tensors`` are complete; None if they are.
+    others: bytes of the other ranks, which follow these in order.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -42,7 +43,7 @@ class Packing:
     others: Sequence[Future[Buffer]] = ()
 
     def payload(self) -> list[Buffer]:
-        """The bytes, once they are there. Any thread may call it. Raises what keeps another rank from sending."""
+        """Wait for the bytes and return them. Thread-safe. Raises the error of a rank that fails to send."""
         if self.done is not None:
             self.done.synchronize()
         own = [tensor.view(torch.uint8).reshape(-1).numpy().data for tensor in self.tensors]
@@ -50,7 +51,7 @@ class Packing:
 
 
 def pack(store: StateStore, parts: Named) -> Packing:
-    """Read pages: kind by kind, of each tensor of it (``StateStore.parts``) the pages in this order."""
+    """Read pages: for each kind, from each of its tensors (``StateStore.parts``), the pages in this order."""
     tensors = []
     for kind, ids in parts:
         places = torch.from_numpy(ids.astype(np.int64)).to(store.device)
@@ -63,7 +64,7 @@ def pack(store: StateStore, parts: Named) -> Packing:
 
 
 def unpack(store: StateStore, parts: Named, payload: Buffer) -> None:
-    """Write the bytes that :func:`pack` gave for as many pages; an id of -1 leaves its bytes out."""
+    """Write the bytes made by :func:`pack` to as many pages; an id of -1 skips its bytes."""
     at, whole = 0, memoryview(payload)
     for kind, ids in parts:
         kept = torch.from_numpy((ids >= 0).nonzero()[0])
@@ -83,28 +84,28 @@ class Bytes(Protocol):
         ...
 
     def unpack(self, parts: Named, payload: Buffer) -> None:
-        """See :func:`unpack`. Raises ValueError for another number of bytes than the pages have."""
+        """See :func:`unpack`. Raises ValueError if the payload size does not match the pages."""
         ...
 
     def nbytes(self, parts: Named) -> int:
-        """Of all ranks' state of pages."""
+        """Bytes of the pages' state, over all ranks."""
         ...
 
 
 def check_size(pages: Bytes, parts: Named, payload: Buffer) -> None:
-    """Raise ValueError unless these are as many bytes as the pages have."""
+    """Raise ValueError unless the payload size matches the pages."""
     if len(payload) != pages.nbytes(parts):
         raise ValueError(f"{len(payload)} bytes are not the state of these pages")
 
 
-def pack_pages(pages: Bytes, nodes: Sequence[Node], first: int, wanted: Mapping[int, Collection[int]]) -> Packed:
-    """The state of a path's nodes from ``first`` on, gathered on the device and on its way to the host.
+def pack_pages(pages: Bytes, nodes: Sequence[Node], first: int, columns: Mapping[int, Collection[int]]) -> Packed:
+    """Pack the state of a path's nodes from ``first`` on: gathered on the device, copying to the host.
 
-    wanted: by kind, the pages that are to be packed where the nodes have it; every page of lifetime ALL.
+    columns: by kind, the pages to include if the nodes have them. Pages of window group ALL are always included.
     """
     parts: Parts = [(ALL, list(range(first, len(nodes))))]
     named: Named = [(ALL, _ids([node.page for node in nodes[first:]]))]
-    for kind, places in wanted.items():
+    for kind, places in columns.items():
         held = [(p, _held(nodes[p], kind)) for p in sorted(places) if p < len(nodes) and _held(nodes[p], kind) >= 0]
         if held:
             parts.append((kind, [page for page, _ in held]))
@@ -114,7 +115,7 @@ def pack_pages(pages: Bytes, nodes: Sequence[Node], first: int, wanted: Mapping[
 
 @dataclass(frozen=True)
 class Packed:
-    """Pages ``first`` … of a text. nbytes: of their state."""
+    """Packed pages of a text, from page ``first`` on. nbytes: size of their state."""
 
     first: int
     complete: list[bool]
@@ -124,10 +125,10 @@ class Packed:
 
 
 class Incoming:
-    """A text's pages as they come in, in order; their nodes stay locked until :meth:`close`.
+    """A text's pages as they arrive, in order. Their nodes stay locked until :meth:`close`.
 
-    tokens: of the whole pages that may come. ``path``: the nodes that are there; of the first ``first`` of them nothing
-    is expected.
+    tokens: tokens of the whole pages that may arrive. ``path``: the nodes present so far; the first ``first`` of them
+        were already cached.
     """
 
     def __init__(self, pool: PagePool, pages: Bytes, tokens: Sequence[Token]) -> None:
@@ -140,34 +141,35 @@ class Incoming:
             pool.tree.lock(node)
 
     def put(self, first: int, complete: Sequence[bool], parts: Parts, payload: Buffer) -> None:
-        """Write pages into the tree. Raises OutOfPages, and ValueError for what is not the next page's state."""
+        """Write pages into the tree. Raises OutOfPages, or ValueError if the payload is not the state of the next
+        pages."""
         if first > len(self.path) or first + len(complete) > len(self.keys):
             raise ValueError(f"pages {first} … came after {len(self.path)} of {len(self.keys)}")
         if any(not first <= page < first + len(complete) for _, pages in parts for page in pages):
             raise ValueError("a part belongs to none of the pages")
-        check_size(self._pages, [(kind, _ids(pages)) for kind, pages in parts], payload)  # before anything is taken
+        check_size(self._pages, [(kind, _ids(pages)) for kind, pages in parts], payload)  # before any page is taken
         fresh = self._nodes(first, complete)
         placed = [(kind, pages, [self._place(kind, page, fresh) for page in pages]) for kind, pages in parts]
-        self._pool.flush()  # what gave way for them
+        self._pool.flush()  # saves parts evicted to make room
         self._pages.unpack([(kind, _ids(ids)) for kind, _, ids in placed], payload)
         for kind, pages, ids in placed:
             self._finish(kind, pages, ids)
 
     def close(self) -> None:
-        """Unlock everything; what came stays cached."""
+        """Unlock everything; received pages stay cached."""
         for node in reversed(self.path):
             self._pool.tree.unlock(node)
         self.path.clear()
 
     def _nodes(self, first: int, complete: Sequence[bool]) -> set[int]:
-        """Append nodes for these pages; returns the pages whose state the device does not have yet."""
+        """Append nodes for these pages. Return the pages whose state is not on the device yet."""
         fresh = set()
         new = range(max(first, len(self.path)), first + len(complete))
-        for page, number in zip(new, self._pool.take(len(new)), strict=True):  # all or none
+        for page, number in zip(new, self._pool.take(len(new)), strict=True):  # takes all or none
             parent = self.path[-1] if self.path else None
             node = self._pool.tree.insert(parent, self.keys[page], number, complete[page - first])
             if node.page != number:
-                self._pool.free.append(number)  # the tree has these tokens
+                self._pool.free.append(number)  # the tree already has these tokens
             else:
                 fresh.add(page)
             self._pool.tree.lock(node)
@@ -175,11 +177,11 @@ class Incoming:
         return fresh
 
     def _place(self, kind: int, page: int, fresh: set[int]) -> int:
-        """Where a part goes on the device; -1 where it is not wanted."""
+        """Device page or snapshot id for a part; -1 to skip it."""
         node, pool = self.path[page], self._pool
         if kind == ALL:
             return node.page if page in fresh else -1
-        if kind == TAILS:
+        if kind == SNAPSHOTS:
             return pool.snapshots.take() if pool.snapshots is not None and node.snapshot < 0 else -1
         window = pool.windows[kind]
         if kind in node.windows or not window.has_spare:
@@ -188,11 +190,11 @@ class Incoming:
         return node.windows[kind].page
 
     def _finish(self, kind: int, pages: Sequence[int], ids: Sequence[int]) -> None:
-        """The parts are written: the tree may serve them."""
+        """Mark the parts as written, so that the tree may serve them."""
         for page, number in zip(pages, ids, strict=True):
             if number < 0 or kind == ALL:
                 continue
-            if kind == TAILS:
+            if kind == SNAPSHOTS:
                 assert self._pool.snapshots is not None
                 self._pool.snapshots.attach(self.path[page], number)
             else:
@@ -204,14 +206,14 @@ def _ids(numbers: Sequence[int]) -> np.ndarray:
 
 
 def _held(node: Node, kind: int) -> int:
-    """The device's page or snapshot of this kind; -1 for none."""
-    if kind == TAILS:
+    """Device page or snapshot id of this kind; -1 for none."""
+    if kind == SNAPSHOTS:
         return node.snapshot
     return node.windows[kind].page if kind in node.windows else -1
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host; from a GPU it is on its way."""
+    """Copy to the host; asynchronous from a GPU."""
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

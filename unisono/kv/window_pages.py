@@ -1,7 +1,7 @@
-"""Pages of window lifetimes: a request keeps those that a window still reaches, and frees the ones before.
+"""Pages of window groups: a request keeps the pages its attention window still reaches and frees those before.
 
-A request is admitted with a quota of pages, its worst case, so that it never runs out of them later. Pages that the
-prefix tree took over stay in their nodes until the pool needs them, least recently used first.
+A request is admitted with a quota of pages, its worst case, so that it never runs out of them later. Pages taken over
+by the prefix tree stay in their nodes until the pool needs them, least recently used first.
 """
 
 from __future__ import annotations
@@ -14,79 +14,81 @@ from unisono.kv.prefix_tree import Node, WindowPage
 from unisono.kv.specs import PADDING_PAGE, PAGE_SIZE
 
 
-def first_live_column(position: int, lifetime: int) -> int:
-    """The first page-table column that the token at ``position`` may read, with a window of ``lifetime`` positions."""
-    return max(0, position - lifetime + 1) // PAGE_SIZE
+def first_live_column(position: int, window: int) -> int:
+    """First page-table column readable by the token at ``position``, for a window of ``window`` positions."""
+    return max(0, position - window + 1) // PAGE_SIZE
 
 
 class WindowPool:
-    """All pages of one window lifetime. on_evict: called with a node whose page gives way, which still has it."""
+    """All pages of one window group. on_evict: called with the node of an evicted page, before it is removed."""
 
     def __init__(
-        self, lifetime: int, num_pages: int, on_evict: Callable[[Node, int], None] = lambda node, lifetime: None
+        self, window_group: int, num_pages: int, on_evict: Callable[[Node, int], None] = lambda node, window_group: None
     ) -> None:
-        self.lifetime, self.num_pages, self._on_evict = lifetime, num_pages, on_evict
+        self.window_group, self.num_pages, self._on_evict = window_group, num_pages, on_evict
         self.free = [p for p in range(num_pages - 1, -1, -1) if p != PADDING_PAGE]
-        self.unpromised = num_pages - 1  # pages that no request's quota holds
+        self.unpromised = num_pages - 1  # pages outside every request's quota
         self._evictable: OrderedDict[Node, None] = OrderedDict()  # unlocked pages' nodes, least recently used first
 
     def quota(self, tokens: int, max_model_len: int) -> int:
-        """Pages that a request may need at once whose passes reach ``tokens`` beyond what the host knows."""
+        """Most pages a request needs at one time if its passes reach ``tokens`` beyond the position known to the
+        host."""
         longest = -(-max_model_len // PAGE_SIZE)
-        return min(longest, (self.lifetime + tokens) // PAGE_SIZE + 3)
+        return min(longest, (self.window_group + tokens) // PAGE_SIZE + 3)
 
     @property
     def has_spare(self) -> bool:
-        """Whether a page can be taken beyond what quotas hold."""
+        """True if a page can be taken beyond all quotas."""
         return self.unpromised > 0 and bool(self.free or self._evictable)
 
     def take(self) -> int:
-        """A free page, or the page of the node that was used least recently."""
+        """Return a free page, or evict the least recently used node's page."""
         if not self.free:
             node, _ = self._evictable.popitem(last=False)
-            self._on_evict(node, self.lifetime)
-            self.free.append(node.windows.pop(self.lifetime).page)
+            self._on_evict(node, self.window_group)
+            self.free.append(node.windows.pop(self.window_group).page)
         return self.free.pop()
 
     def offer(self, node: Node, page: int) -> bool:
-        """Hand a request's page over to the node, locked by that request; False where the node has one already."""
-        if self.lifetime in node.windows:
+        """Hand a request's page over to the node, locked by that request. Return False if the node already has one."""
+        if self.window_group in node.windows:
             return False
-        node.windows[self.lifetime] = WindowPage(page, locks=1)
+        node.windows[self.window_group] = WindowPage(page, locks=1)
         return True
 
     def lock(self, node: Node) -> int:
-        """Keep the node's page; returns it."""
-        held = node.windows[self.lifetime]
+        """Lock the node's page and return it."""
+        held = node.windows[self.window_group]
         held.locks += 1
         self._evictable.pop(node, None)
         return held.page
 
     def unlock(self, node: Node) -> None:
         """Undo one :meth:`lock` or :meth:`offer`."""
-        held = node.windows[self.lifetime]
+        held = node.windows[self.window_group]
         held.locks -= 1
         if not held.locks:
             self._evictable[node] = None
 
     def forget(self, node: Node) -> None:
-        """The node left the tree: its page is free."""
-        held = node.windows.pop(self.lifetime, None)
+        """Free the page of a node that left the tree."""
+        held = node.windows.pop(self.window_group, None)
         if held is not None:
             self._evictable.pop(node, None)
             self.free.append(held.page)
 
     def usable(self, path: Sequence[Node], pages: int) -> bool:
-        """Whether a request may go on after the first ``pages`` nodes of a path: what its window reaches is there."""
-        first = first_live_column(pages * PAGE_SIZE, self.lifetime)
-        return all(self.lifetime in node.windows for node in path[first:pages])
+        """Return True if a request can continue after the first ``pages`` nodes of a path: every page its window
+        reaches is present."""
+        first = first_live_column(pages * PAGE_SIZE, self.window_group)
+        return all(self.window_group in node.windows for node in path[first:pages])
 
 
 @dataclass(eq=False)
 class WindowPages:
-    """One request's pages of one lifetime: of the columns from ``first`` on, in order.
+    """One request's pages of one window group, for the columns from ``first`` on, in order.
 
-    An entry is (page, node): node is None where the request owns the page, else the tree does and it is locked.
+    An entry is (page, node). node is None if the request owns the page; otherwise the tree owns it and it is locked.
     """
 
     pool: WindowPool
@@ -96,23 +98,23 @@ class WindowPages:
 
     @property
     def end(self) -> int:
-        """The column after the last one held."""
+        """Column after the last one held."""
         return self.first + len(self.entries)
 
     def open(self, path: Sequence[Node]) -> None:
         """Begin after a cached prefix: lock the pages that the next token's window reaches."""
-        self.first = first_live_column(len(path) * PAGE_SIZE, self.pool.lifetime)
+        self.first = first_live_column(len(path) * PAGE_SIZE, self.pool.window_group)
         self.entries.extend((self.pool.lock(node), node) for node in path[self.first :])
 
     def grow(self, tokens: int) -> tuple[int, list[int]]:
-        """Hold pages for ``tokens`` tokens in all; returns (the first new column, the pages added)."""
+        """Hold pages for ``tokens`` tokens in total. Return (first new column, added pages)."""
         start = self.end
         added = [self.pool.take() for _ in range(start, -(-tokens // PAGE_SIZE))]
         self.entries.extend((page, None) for page in added)
         return start, added
 
     def commit(self, column: int, node: Node) -> None:
-        """The tree holds the tokens of this column in ``node``: offer it the page, if the request still has it."""
+        """Offer the request's page of this column, if still held, to the tree node with its tokens."""
         at = column - self.first
         if 0 <= at < len(self.entries):
             page, owner = self.entries[at]
@@ -120,23 +122,23 @@ class WindowPages:
                 self.entries[at] = page, node
 
     def free_before(self, position: int) -> None:
-        """Give back the pages that tokens from the page of ``position`` on cannot read.
+        """Free the pages that tokens from the page of ``position`` on cannot read.
 
-        Not just from ``position`` on: a cached prefix ends with a page, and a request that goes on from there reads
-        as far back.
+        The bound is the page start, not ``position``: a cached prefix ends with a page, and a request that continues
+        from there reads as far back.
         """
-        live = first_live_column(position - position % PAGE_SIZE, self.pool.lifetime)
+        live = first_live_column(position - position % PAGE_SIZE, self.pool.window_group)
         while self.entries and self.first < live:
             self._give_back(*self.entries.popleft())
             self.first += 1
 
     def set_quota(self, pages: int) -> None:
-        """Change how many pages the request may need at once."""
+        """Change the number of pages the request may need at one time."""
         self.pool.unpromised += self.quota - pages
         self.quota = pages
 
     def release(self) -> None:
-        """Give everything back."""
+        """Return all pages and the quota."""
         while self.entries:
             self._give_back(*self.entries.pop())
         self.set_quota(0)

@@ -1,4 +1,4 @@
-"""Pictures and videos of offline prompts: vLLM's ``multi_modal_data`` and ``multi_modal_uuids``."""
+"""Images and videos of offline prompts: vLLM's ``multi_modal_data`` and ``multi_modal_uuids``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ KEYS = {DATA, UUIDS, KWARGS}
 """Keys of a prompt's mapping."""
 
 
-def sources_of(given: Mapping[str, Any]) -> list[MediaSource]:
-    """The pictures and videos of a prompt's mapping, pictures first. Raises BadRequest."""
-    data, uuids = given.get(DATA) or {}, given.get(UUIDS) or {}
+def sources_of(prompt: Mapping[str, Any]) -> list[MediaSource]:
+    """The images and videos of a prompt's mapping, images first. Raises BadRequest."""
+    data, uuids = prompt.get(DATA) or {}, prompt.get(UUIDS) or {}
     for name, value in ((DATA, data), (UUIDS, uuids)):
         if not isinstance(value, Mapping):
             raise BadRequest(f"{name} is a {type(value).__name__}; give a dict with image or video.", name)
@@ -42,29 +42,29 @@ def _sources(kind: Kind, data: Mapping[str, Any], uuids: Mapping[str, Any]) -> l
     ]
 
 
-def _source(kind: Kind, index: int, given: Any, uuid: str | None) -> MediaSource:
+def _source(kind: Kind, index: int, value: Any, uuid: str | None) -> MediaSource:
     param = f"{DATA}.{kind}[{index}]"
-    found, rate = with_metadata(given)
+    found, rate = with_metadata(value)
     if found is None and uuid is None:
         raise BadRequest(f"{param} is None; give it, or a name in {UUIDS} that it had before.", param)
     options = Options() if rate is None else Options(fps=checked("fps", rate, f"{param}.fps"))
     return MediaSource(kind, param, found, options, uuid)
 
 
-def _items(kind: Kind, given: Any) -> list[Any]:
+def _items(kind: Kind, value: Any) -> list[Any]:
     """One item or a list of them, as a list."""
-    if given is None or (isinstance(given, (list, tuple)) and not given):
+    if value is None or (isinstance(value, (list, tuple)) and not value):
         return []
-    if isinstance(given, Mapping):
-        raise BadRequest(f"{DATA}.{kind} is a dict: embeddings of pictures are not taken, give pictures.", DATA)
+    if isinstance(value, Mapping):
+        raise BadRequest(f"{DATA}.{kind} is a dict: image embeddings are not supported; give images.", DATA)
     if kind == "image":
-        several = isinstance(given, (list, tuple)) or (_ndim(given) == 4)
-        return list(given) if several else [given]
-    if isinstance(given, list) and given and not any(_is_frame(one) for one in given):
-        return list(given)
-    if _ndim(given) == 5:
-        return list(given)
-    return [given]
+        several = isinstance(value, (list, tuple)) or (_ndim(value) == 4)
+        return list(value) if several else [value]
+    if isinstance(value, list) and value and not any(_is_frame(one) for one in value):
+        return list(value)
+    if _ndim(value) == 5:
+        return list(value)
+    return [value]
 
 
 def _is_frame(one: Any) -> bool:
@@ -76,7 +76,7 @@ def _ndim(one: Any) -> int:
 
 
 def offline_mapping(sources: Sequence[MediaSource]) -> dict[str, Any]:
-    """The keys of a prompt's mapping that stand for these sources."""
+    """The keys of a prompt's mapping for these sources."""
     if not sources:
         return {}
     return {DATA: {kind: [one for one in sources if one.kind == kind] for kind in ("image", "video")}}

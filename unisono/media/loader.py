@@ -1,6 +1,6 @@
-"""Sources to loaded items: brings the bytes, has them decoded and preprocessed, keeps what may be asked for again.
+"""Loads sources: gets the bytes, has them decoded and preprocessed, caches items.
 
-Everything here blocks its thread. The server calls it in threads of its own, so its event loop waits for none of it.
+Every function blocks its thread. The server calls them in worker threads, never in its event loop.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from unisono.media.decoding.frames import Payload, frames_of, picture_of
+from unisono.media.decoding.frames import Payload, frames_of, image_payload
 from unisono.media.fetching.fetch import Fetcher
 from unisono.media.fetching.files import read_file
-from unisono.media.fetching.sources import WORDS, Loaded, MediaSource
+from unisono.media.fetching.sources import WITH_ARTICLE, LoadedMedia, MediaSource
 from unisono.media.settings import MediaSettings
 from unisono.media.workers import Workers
 from unisono.types import BadRequest, CheckpointError, Vectors
 
 SEEING = "Qwen3-VL, Qwen2.5-VL and Qwen3.5 checkpoints with a vision tower see (docs/reference/models.md)"
-"""Which models take pictures, for those who asked another one."""
+"""The models that take images, for the refusal by other models."""
 CHECKED = ("merge", "patch_size", "temporal_patch_size", "tokens_per_second")
-"""What the checkpoint's processors must agree with the tower on."""
+"""Settings in which the checkpoint's processors must agree with the tower."""
 FILM_TYPE = "video/jpeg"
-"""The media type of a data URL that has the frames of a video, base64 each, between commas: vLLM's form."""
+"""Media type of vLLM's data URL for the frames of a video: base64 each, separated by commas."""
 
 
 @dataclass(frozen=True)
 class Vision:
-    """What the frontend has to know of a vision tower, from the engine's ``info()["vision"]``.
+    """The properties of a vision tower that the frontend needs, from the engine's ``info()["vision"]``.
 
-    merge: merged patches on a side of an embedding. image_token_id, video_token_id: placeholders of a prompt.
-    tokens_per_second: 0 where text tells the times of a video's frames; None where nobody says.
-    max_frame_tokens: of a picture or of one frame of a video, at most.
+    merge: side of an embedding in patches. image_token_id, video_token_id: placeholders of a prompt. tokens_per_second:
+    0 if text gives the times of a video's frames; None if unknown. max_frame_tokens: most tokens of an image or of one
+    frame of a video.
     """
 
     merge: int
@@ -51,18 +51,18 @@ class Vision:
     max_frame_tokens: int | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> Vision | None:
+    def of(cls, value: Mapping[str, Any] | None) -> Vision | None:
         """From the engine's dict; None for a model without a tower."""
-        if given is None:
+        if value is None:
             return None
-        return cls(**{name: given[name] for name in cls.__dataclass_fields__ if name in given})
+        return cls(**{name: value[name] for name in cls.__dataclass_fields__ if name in value})
 
 
 class MediaLoader:
-    """Loads the pictures and videos of one model's requests.
+    """Loader of the images and videos of one model's requests.
 
     vision: None refuses all. directory: the checkpoint's. dtype: the model's, by name. max_tokens: of one item.
-    fetcher: stands in for the one of ``settings`` in tests.
+    fetcher: replaces that of ``settings`` in tests.
     """
 
     def __init__(
@@ -87,21 +87,21 @@ class MediaLoader:
         }
         self._dtype = dtype
         self._fetcher = fetcher or Fetcher(settings.allowed_media_domains, settings.max_bytes, settings.media_timeout)
-        self._kept = _Kept(int(settings.mm_processor_cache_gb * 2**30))
+        self._kept = _LoadedCache(int(settings.mm_processor_cache_gb * 2**30))
 
     @cached_property
     def workers(self) -> Workers:
-        """The processes that decode."""
+        """The decoding processes."""
         return Workers(self.setup, self.settings.media_processes)
 
     @property
     def has_processor(self) -> bool:
-        """Whether the checkpoint says how pictures become patches."""
+        """True if the checkpoint has an image processor."""
         names = ("preprocessor_config.json", "processor_config.json")
         return self._directory is not None and any((self._directory / name).is_file() for name in names)
 
     def prepare(self) -> None:
-        """Start the process that decodes, where there will be something to decode.
+        """Start a decoding process, if the model takes images.
 
         Raises CheckpointError for an image processor that cannot be used.
         """
@@ -117,20 +117,20 @@ class MediaLoader:
             self.workers.close()
 
     def check(self, sources: Sequence[MediaSource]) -> None:
-        """Raise BadRequest where this model takes no pictures, or fewer, before any of them is looked at."""
+        """Raise BadRequest if this model takes no images, or fewer, before any of them is read."""
         if not sources:
             return
         first = sources[0]
         if self.vision is None:
             raise BadRequest(
-                f"{first.param} is a {WORDS[first.kind]}, and this model takes text only. {SEEING}.",
+                f"{first.param} is {WITH_ARTICLE[first.kind]}, and this model takes text only. {SEEING}.",
                 first.param,
                 "unsupported_media",
             )
         if not self.has_processor:
             raise BadRequest(
-                f"{first.param} is a {WORDS[first.kind]}, and this checkpoint has no preprocessor_config.json, which "
-                "says how pictures are read; take that of the model it was made from.",
+                f"{first.param} is {WITH_ARTICLE[first.kind]}, and this checkpoint has no "
+                "preprocessor_config.json, which describes the preprocessing of images; copy it from the base model.",
                 first.param,
                 "unsupported_media",
             )
@@ -138,13 +138,13 @@ class MediaLoader:
             found = [one for one in sources if one.kind == kind]
             if len(found) > most:
                 raise BadRequest(
-                    f"{found[most].param} is {WORDS[kind]} {most + 1} of {len(found)}; at most {most} of a prompt are "
-                    "taken (--limit-mm-per-prompt).",
+                    f"{found[most].param} is {kind} {most + 1} of {len(found)}; the limit per prompt is "
+                    f"{most} (--limit-mm-per-prompt).",
                     found[most].param,
                     "too_many_media",
                 )
 
-    def load_all(self, sources: Sequence[MediaSource]) -> list[Loaded]:
+    def load_all(self, sources: Sequence[MediaSource]) -> list[LoadedMedia]:
         """Load the items of one prompt, several at once. Raises BadRequest."""
         self.check(sources)
         if len(sources) < 2:
@@ -152,9 +152,9 @@ class MediaLoader:
         with ThreadPoolExecutor(min(8, len(sources)), "media") as threads:
             return list(threads.map(self.load, sources))
 
-    def load(self, source: MediaSource) -> Loaded:
+    def load(self, source: MediaSource) -> LoadedMedia:
         """Load one item. Raises BadRequest."""
-        if source.given is None:
+        if source.content is None:
             return self._kept_by_name(source)
         payloads = self._payloads(source)
         key = _key(source, payloads)
@@ -164,7 +164,7 @@ class MediaLoader:
         self._kept.put(key, loaded, source.uuid and _name(source))
         return loaded
 
-    def _kept_by_name(self, source: MediaSource) -> Loaded:
+    def _kept_by_name(self, source: MediaSource) -> LoadedMedia:
         loaded = self._kept.get(_name(source))
         if loaded is None:
             raise BadRequest(
@@ -175,17 +175,17 @@ class MediaLoader:
 
     def _payloads(self, source: MediaSource) -> list[Payload]:
         """The encoded bytes, or pixels, of an item."""
-        given, param = source.given, source.param
+        value, param = source.content, source.param
         if source.kind == "image":
-            return [self._referred(given, param) if isinstance(given, str) else picture_of(given, param)]
-        if isinstance(given, str):
-            return self._film(given, param)
-        if isinstance(given, (bytes, bytearray, memoryview)):
-            return [picture_of(given, param)]
+            return [self._referred(value, param) if isinstance(value, str) else image_payload(value, param)]
+        if isinstance(value, str):
+            return self._film(value, param)
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return [image_payload(value, param)]
         found = []
-        for i, one in enumerate(frames_of(given, param)):
+        for i, one in enumerate(frames_of(value, param)):
             place = f"{param}[{i}]"
-            found.append(self._referred(one, place) if isinstance(one, str) else picture_of(one, place))
+            found.append(self._referred(one, place) if isinstance(one, str) else image_payload(one, place))
         return found
 
     def _film(self, url: str, param: str) -> list[Payload]:
@@ -206,8 +206,8 @@ class MediaLoader:
             return Payload("file", read_file(url, path, self.settings.max_bytes, param))
         if "://" in url[:40]:
             raise BadRequest(
-                f"{param} has a URL of the scheme {url[:40].partition(':')[0]!r}; taken are data:, and http(s): and "
-                "file: where the server allows them.",
+                f"{param} has a URL of the scheme {url[:40].partition(':')[0]!r}; supported are data:, "
+                "and http(s): and file: if the server allows them.",
                 param,
             )
         return self._base64(url, param)
@@ -230,7 +230,7 @@ class MediaLoader:
             raise BadRequest(f"{param} is not base64, and no URL that is known.", param)
         return Payload("base64", text.encode())
 
-    def _decoded(self, source: MediaSource, payloads: list[Payload]) -> Loaded:
+    def _decoded(self, source: MediaSource, payloads: list[Payload]) -> LoadedMedia:
         options = source.options
         message = {
             "kind": source.kind,
@@ -253,16 +253,16 @@ class MediaLoader:
         frames, rows, columns = facts["grid"]
         pixels = Vectors(self._dtype, facts["size"], data)
         stamps = tuple(facts["timestamps"])
-        return Loaded(source.kind, facts["digest"], (frames, rows, columns), pixels, facts["seconds"], stamps)
+        return LoadedMedia(source.kind, facts["digest"], (frames, rows, columns), pixels, facts["seconds"], stamps)
 
 
 def _name(source: MediaSource) -> tuple[str, ...]:
-    """Return the key of an item that a client has named."""
+    """The key of an item that a client has named."""
     return source.owner, source.kind, source.uuid or ""
 
 
 def _key(source: MediaSource, payloads: Sequence[Payload]) -> bytes:
-    """What a loaded item depends on."""
+    """A hash of everything that a loaded item depends on."""
     digest = hashlib.blake2b(digest_size=20)
     digest.update(repr((source.kind, source.options, [one.described() for one in payloads])).encode())
     for one in payloads:
@@ -270,16 +270,16 @@ def _key(source: MediaSource, payloads: Sequence[Payload]) -> bytes:
     return digest.digest()
 
 
-class _Kept:
-    """Loaded items, those of the last use, in ``size`` bytes of pixels. Names stand for items that are still kept."""
+class _LoadedCache:
+    """An LRU cache of loaded items, ``size`` bytes of pixels. Names refer to items in the cache."""
 
     def __init__(self, size: int) -> None:
         self._size, self._used = size, 0
         self._lock = threading.Lock()
-        self._items: OrderedDict[bytes, Loaded] = OrderedDict()
+        self._items: OrderedDict[bytes, LoadedMedia] = OrderedDict()
         self._names: OrderedDict[Any, bytes] = OrderedDict()
 
-    def get(self, key: Any) -> Loaded | None:
+    def get(self, key: Any) -> LoadedMedia | None:
         with self._lock:
             if not isinstance(key, bytes):
                 key = self._names.get(key, b"")
@@ -287,7 +287,7 @@ class _Kept:
                 self._items.move_to_end(key)
             return found
 
-    def put(self, key: bytes, item: Loaded, name: Any = None) -> None:
+    def put(self, key: bytes, item: LoadedMedia, name: Any = None) -> None:
         with self._lock:
             if key not in self._items and len(item.pixels.data) <= self._size:
                 self._items[key] = item

@@ -1,4 +1,4 @@
-"""Files in memory: how bytes travel between a process and its workers, beside the messages."""
+"""Files in memory, which carry bytes between a process and its workers beside the messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 
 
 def memory_file() -> int:
-    """A descriptor of a file that has no name."""
+    """A descriptor of a file without a name."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("unisono-media", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

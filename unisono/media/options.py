@@ -1,7 +1,7 @@
-"""How a request wants pictures to be read: ``mm_processor_kwargs`` and ``media_io_kwargs`` (vLLM's names), ``detail``.
+"""Preprocessing options of requests: ``mm_processor_kwargs`` and ``media_io_kwargs`` (vLLM's names), ``detail``.
 
-What is set nearer to the picture wins: its own part of a message, then the request, then the server's flags, then the
-checkpoint's preprocessor_config.json.
+The innermost setting wins: the content part, then the request, then the server's flags, then the checkpoint's
+preprocessor_config.json.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unisono.media.fetching.sources import Options, shown
 from unisono.types import BadRequest
 
 LOW_DETAIL_PIXELS = 512 * 512
-"""Pixels of a picture with ``detail`` low, at most: what OpenAI scales such pictures to."""
+"""Most pixels of an image with ``detail`` low: the size that OpenAI scales such images to."""
 DETAILS = ("auto", "low", "high", "original")
 
 PROCESSOR, IO = "mm_processor_kwargs", "media_io_kwargs"
@@ -37,18 +37,18 @@ RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "num_frames": (_whole, "a whole number from 1 on"),
     "fps": (_rate, "a number from 0.001 to 1000"),
 }
-"""Fields of Options that requests set by name: what they may be."""
+"""Fields of Options that requests set by name: (check, rule in words)."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "do_sample_frames": (True, False), "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,),
     "return_tensors": ("pt", "np"), "num_frames": (-1,), "use_audio_in_video": (False,),
 }  # fmt: skip
-"""Names that other engines know, with the values that change nothing here."""
+"""Names of other engines, with the values that change nothing here."""
 SIZES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
-"""Keys of the processors' ``size``, which count pixels whatever they are called."""
+"""Keys of the processors' ``size``; in spite of their names they count pixels."""
 
 
 def checked(name: str, value: Any, param: str) -> Any:
-    """The value of one of RULES. Raises BadRequest."""
+    """A checked value of one of RULES. Raises BadRequest."""
     ok, rule = RULES[name]
     if not ok(value):
         raise BadRequest(f"{param}={shown(value)} is not valid: it must be {rule}.", param)
@@ -56,7 +56,7 @@ def checked(name: str, value: Any, param: str) -> Any:
 
 
 def with_kwargs(options: Options, kind: str, kwargs: Mapping[str, Any], param: str = PROCESSOR) -> Options:
-    """``options`` with what mm_processor_kwargs set for items of a kind. Raises BadRequest for an unknown name."""
+    """``options`` with the mm_processor_kwargs for items of a kind. Raises BadRequest for an unknown name."""
     found: dict[str, Any] = {}
     for name, value in kwargs.items():
         where = f"{param}.{name}"
@@ -74,7 +74,7 @@ def with_kwargs(options: Options, kind: str, kwargs: Mapping[str, Any], param: s
             found[name] = checked(name, value, where)
         else:
             raise BadRequest(
-                f"{where}={shown(value)} is not supported; known names are {', '.join(RULES)}, size, "
+                f"{where}={shown(value)} is not supported; the supported names are {', '.join(RULES)}, size, "
                 f"{', '.join(NESTED.values())}.",
                 where,
             )
@@ -92,13 +92,13 @@ def _size(value: Any, where: str) -> dict[str, Any]:
 
 
 def with_io_kwargs(options: Options, kind: str, kwargs: Mapping[str, Any], param: str = IO) -> Options:
-    """``options`` with what media_io_kwargs set: {"image": {…}, "video": {…}}. Raises BadRequest."""
-    for name, given in kwargs.items():
+    """``options`` with the media_io_kwargs: {"image": {…}, "video": {…}}. Raises BadRequest."""
+    for name, settings in kwargs.items():
         where = f"{param}.{name}"
-        if name not in NESTED or not isinstance(given, Mapping):
-            raise BadRequest(f"{where}={shown(given)} is not valid: give an object for image or for video.", where)
+        if name not in NESTED or not isinstance(settings, Mapping):
+            raise BadRequest(f"{where}={shown(settings)} is not valid: give an object for image or for video.", where)
         found: dict[str, Any] = {}
-        for key, value in given.items():
+        for key, value in settings.items():
             place = f"{where}.{key}"
             if value is None or (key, value) in (("image_mode", "RGB"), ("num_frames", -1)):
                 continue
@@ -108,7 +108,7 @@ def with_io_kwargs(options: Options, kind: str, kwargs: Mapping[str, Any], param
                 found["background"] = _colour(value, place)
             else:
                 known = "fps, num_frames" if name == "video" else "rgba_background_color"
-                raise BadRequest(f"{place}={shown(value)} is not supported; known names are {known}.", place)
+                raise BadRequest(f"{place}={shown(value)} is not supported; the supported names are {known}.", place)
         if name == kind or "background" in found:
             options = replace(options, **found)
     return options
@@ -125,7 +125,7 @@ def _colour(value: Any, where: str) -> tuple[int, int, int]:
 
 
 def with_detail(options: Options, detail: Any, where: str) -> Options:
-    """``options`` with OpenAI's ``detail`` of a picture: low bounds its pixels, others change nothing."""
+    """``options`` with OpenAI's ``detail`` of an image: low bounds its pixels, other values change nothing."""
     if detail is not None and detail not in DETAILS:
         raise BadRequest(f"{where}={shown(detail)} is not supported; use one of {', '.join(DETAILS)}.", where)
     if detail != "low":

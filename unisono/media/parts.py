@@ -1,6 +1,6 @@
-"""Pictures and videos in the messages of a conversation: content parts to sources, and to what chat templates take.
+"""Images and videos in the messages of a conversation: content parts to sources, and to the input of chat templates.
 
-One table says which types of parts there are; the server and ``LLM.chat`` read messages by it.
+The server and ``LLM.chat`` read messages by the same table of part types.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from unisono.types.unknown_fields import known_part
 Part = Mapping[str, Any]
 
 SETTINGS = ("min_pixels", "max_pixels", "fps")
-"""What a part may say beside its content (Qwen's names)."""
+"""Settings in a part beside its content (Qwen's names)."""
 IGNORED = {"type", "uuid", "detail", "cache_control", "format", *SETTINGS}
 MEDIA_ROLES = ("user", "tool")
-"""Roles of messages that may have pictures."""
+"""Roles of messages that may have images."""
 
 
 def _referred(part: Part, name: str, where: str) -> tuple[Any, Part]:
     """The content of a part under ``name``: a string, or an object with ``url`` whose other keys are settings."""
-    given = part.get(name)
-    if isinstance(given, Mapping):
-        others = {key: value for key, value in given.items() if key != "url"}
+    content = part.get(name)
+    if isinstance(content, Mapping):
+        others = {key: value for key, value in content.items() if key != "url"}
         inner = known_part(others, IGNORED, f"{where}.{name}")
         unknown = next((key for key, value in inner.items() if key not in IGNORED and value is not None), None)
         if unknown is not None:
             place = f"{where}.{name}.{unknown}"
             raise BadRequest(f"{place}={shown(inner[unknown])} is not supported; remove it.", place)
-        return given.get("url"), inner
-    return given, {}
+        return content.get("url"), inner
+    return content, {}
 
 
 def _url_part(kind: Kind, *names: str) -> Callable[[Part, str], tuple[Kind, Any, Part]]:
-    """Reads a part of this kind whose content stands under one of ``names``."""
+    """A reader of a part of this kind, with its content under one of ``names``."""
 
     def read(part: Part, where: str) -> tuple[Kind, Any, Part]:
         known = {*names, *IGNORED}
@@ -63,24 +63,26 @@ READERS: Mapping[str, Callable[[Part, str], tuple[Kind, Any, Part]]] = {
     "video_url": _url_part(VIDEO, "video_url"),
     "video": _url_part(VIDEO, "video", "url"),
 }
-"""Types of parts that are pictures or videos."""
+"""Part type -> reader, for parts that are images or videos."""
 
 
 def is_media(part: Any) -> bool:
-    """Whether a content part is a picture or a video."""
+    """True if a content part is an image or a video."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return isinstance(kind, str) and kind in READERS
 
 
 def source_of(part: Part, where: str, role: str, plain: bool = True) -> MediaSource:
-    """The picture or video of a content part. Raises BadRequest.
+    """The image or video of a content part.
 
-    plain: whether the content must be JSON's, as in a request's body.
+    Raises BadRequest.
+
+    plain: the content must be JSON, as in a request's body.
     """
     kind, content, settings = READERS[part["type"]](part, where)
     if role not in MEDIA_ROLES:
         raise BadRequest(
-            f"{where}: pictures and videos stand in messages of the roles {' and '.join(MEDIA_ROLES)}, not {role}.",
+            f"{where}: images and videos are allowed in messages of the roles {' and '.join(MEDIA_ROLES)}, not {role}.",
             where,
         )
     found, rate = with_metadata(content)
@@ -114,18 +116,18 @@ def _is_url(content: Any, kind: str) -> bool:
 def with_request(
     sources: Sequence[MediaSource], processor: Mapping[str, Any] | None, io: Mapping[str, Any] | None
 ) -> list[MediaSource]:
-    """Sources with what the whole request says of them, where their parts do not. Raises BadRequest."""
+    """Sources with the settings of the whole request; their parts' own settings take precedence. Raises BadRequest."""
     found = []
     for one in sources:
         wide = with_io_kwargs(with_kwargs(Options(), one.kind, processor or {}), one.kind, io or {})
         found.append(_under(one, wide))
-    if not sources:  # wrong ones are errors of requests without pictures, too
+    if not sources:  # wrong settings are errors of requests without images, too
         with_io_kwargs(with_kwargs(Options(), "image", processor or {}), "image", io or {})
     return found
 
 
 def _under(source: MediaSource, wide: Options) -> MediaSource:
-    """``source`` with the options ``wide`` where it has none of its own."""
+    """``source`` with the options ``wide`` for those that it does not set."""
     blank, own = Options(), source.options
     changed = {
         name: getattr(wide, name)
@@ -137,14 +139,14 @@ def _under(source: MediaSource, wide: Options) -> MediaSource:
     return MediaSource(
         source.kind,
         source.param,
-        source.given,
+        source.content,
         Options(**{name: changed.get(name, getattr(own, name)) for name in blank.__dataclass_fields__}),
         source.uuid,
     )
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[MediaSource]]:
-    """A conversation of ``LLM.chat`` as chat templates take it, and its pictures and videos. Raises BadRequest."""
+    """A conversation of ``LLM.chat`` as input of chat templates, and its images and videos. Raises BadRequest."""
     written, sources = [], list[MediaSource]()
     for i, message in enumerate(messages):
         content = message.get("content")

@@ -1,10 +1,10 @@
-"""Loaded items into token ids: each placeholder becomes as many tokens as the item has embeddings."""
+"""Expansion of placeholders in token ids: as many tokens as the item has embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from unisono.media.fetching.sources import WORDS, Loaded
+from unisono.media.fetching.sources import LoadedMedia
 from unisono.media.loader import Vision
 from unisono.types import BadRequest, MediaItem
 
@@ -12,14 +12,14 @@ Encode = Callable[[str], list[int]]
 
 
 def expanded(
-    token_ids: Sequence[int], items: Sequence[Loaded], vision: Vision, end: int, encode: Encode, param: str
+    token_ids: Sequence[int], items: Sequence[LoadedMedia], vision: Vision, end: int, encode: Encode, param: str
 ) -> tuple[list[int], tuple[MediaItem, ...]]:
-    """The prompt with every placeholder written out, and the items with their positions, in order.
+    """The prompt with every placeholder expanded, and the items with their positions, in order.
 
-    The prompt has one placeholder for each item, as a chat template writes it; or as many as the item has embeddings,
-    where it was written out before. A video whose frames are told apart by text has ``<0.5 seconds>`` and marks around
-    each frame in its place, as transformers' processors write it; the marks around the placeholder stay. end: the token
-    that closes a picture. Raises BadRequest where placeholders and items do not belong together.
+    The prompt has one placeholder per item, as a chat template writes it, or is expanded already. A video with
+    timestamps becomes ``<0.5 seconds>`` and marks around each frame, as transformers' processors write it; the marks
+    around the placeholder stay. end: the token that closes an image. Raises BadRequest if placeholders and items do not
+    match.
     """
     tokens = {"image": vision.image_token_id, "video": vision.video_token_id}
     queues = {kind: [one for one in items if one.kind == kind] for kind in tokens}
@@ -50,8 +50,8 @@ def expanded(
     return ids, tuple(placed)
 
 
-def _item(item: Loaded, token: int, vision: Vision, end: int, encode: Encode) -> tuple[list[int], list[int]]:
-    """The tokens of one item, and where among them embeddings stand."""
+def _item(item: LoadedMedia, token: int, vision: Vision, end: int, encode: Encode) -> tuple[list[int], list[int]]:
+    """The tokens of one item, and the indices of its embeddings among them."""
     frames, rows, columns = item.grid
     each = rows * columns // vision.merge**2
     if not item.timestamps:
@@ -65,8 +65,8 @@ def _item(item: Loaded, token: int, vision: Vision, end: int, encode: Encode) ->
     return ids, at
 
 
-def _written_out(token_ids: Sequence[int], token: int, items: Sequence[Loaded], vision: Vision) -> bool:
-    """Whether the prompt has as many placeholders as items have embeddings, in runs of these lengths."""
+def _written_out(token_ids: Sequence[int], token: int, items: Sequence[LoadedMedia], vision: Vision) -> bool:
+    """True if the prompt's placeholders are expanded: runs with the lengths of the items' embeddings."""
     lengths = [one.grid[0] * one.grid[1] * one.grid[2] // vision.merge**2 for one in items]
     if any(one.timestamps for one in items) or sum(lengths) == len(items):
         return False
@@ -82,9 +82,8 @@ def _written_out(token_ids: Sequence[int], token: int, items: Sequence[Loaded], 
 
 
 def _mismatch(kind: str, placeholders: int, items: int, param: str) -> BadRequest:
-    word = WORDS[kind]
     return BadRequest(
-        f"{param}: the prompt has {placeholders} placeholders for {items} {word}{'' if items == 1 else 's'}. A text "
-        f"must not spell the {word}'s placeholder itself, and a prompt without a chat template must have one for each.",
+        f"{param}: the prompt has {placeholders} placeholders for {items} {kind}{'' if items == 1 else 's'}. A text "
+        f"must not spell the {kind}'s placeholder itself, and a prompt without a chat template must have one for each.",
         param,
     )

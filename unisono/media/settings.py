@@ -1,4 +1,4 @@
-"""What a server or an ``LLM`` allows of pictures and videos: where they may come from, how large and how many.
+"""Limits of a server or an ``LLM`` on images and videos: sources, sizes, numbers.
 
 Names of flags are vLLM's where it has them.
 """
@@ -17,19 +17,20 @@ KINDS = ("image", "video")
 MB = 1 << 20
 DEFAULT_LIMITS = {"image": 32, "video": 4}
 HINTS = {"width", "height", "num_frames", "length"}
-"""What vLLM's limits may say of sizes beside the count: they plan memory there."""
+"""Size hints in vLLM's limits, beside the count: vLLM plans memory by them. They are ignored here."""
 
 
 @dataclass(frozen=True)
 class MediaSettings:
-    """Fields are flags.
+    """The media flags.
 
-    allowed_media_domains: hosts that pictures may be fetched from; ``*.example.com`` are all below a domain, ``*`` is
+    allowed_media_domains: hosts that images may be fetched from; ``*.example.com`` matches all below a domain, ``*``
     any host. allowed_local_media_path: the directory of files that requests may name. limit_mm_per_prompt: items of
-    each kind in a prompt. mm_processor_kwargs, media_io_kwargs: what requests may set too (``options.py``).
-    media_max_mb: MiB of one picture or video, encoded. media_max_pixels: of one picture or frame, decoded.
-    media_max_frames: frames of a video. media_timeout: seconds that fetching one item may take.
-    mm_processor_cache_gb: GiB of preprocessed items that are kept. media_processes: items that are decoded at once.
+    each kind in a prompt. mm_processor_kwargs, media_io_kwargs: settings that requests may override (``options.py``).
+    media_max_mb: MiB of one encoded image or video. media_max_pixels: of one decoded image or frame. media_max_frames:
+    frames of a video. media_timeout: seconds to fetch one item. mm_processor_cache_gb: GiB of cached preprocessed
+    items.
+    media_processes: items decoded at once.
 
     Raises ConfigError.
     """
@@ -60,13 +61,13 @@ class MediaSettings:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of one item, encoded."""
+        """Most bytes of one encoded item."""
         return self.media_max_mb * MB
 
     @staticmethod
-    def of(**given: Any) -> MediaSettings:
-        """From flags' values, or from keywords of ``LLM``: JSON or objects; None stands for the default."""
-        fields = {name: value for name, value in given.items() if value is not None}
+    def of(**flags: Any) -> MediaSettings:
+        """Settings from flags' values, or from keywords of ``LLM``: JSON or objects; None is the default."""
+        fields = {name: value for name, value in flags.items() if value is not None}
         if (path := fields.pop("allowed_local_media_path", None)) not in (None, ""):
             fields["allowed_local_media_path"] = Path(path)
         if (domains := fields.get("allowed_media_domains")) is not None:
@@ -83,10 +84,10 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _domains(given: Any) -> tuple[str, ...]:
-    if isinstance(given, str):
-        given = json.loads(given) if given.lstrip().startswith("[") else given.split(",")
-    names = tuple(str(one).strip().lower().rstrip(".") for one in given)
+def _domains(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+    names = tuple(str(one).strip().lower().rstrip(".") for one in value)
     wrong = next((one for one in names if not one or set(one) & set("/:@ \\")), None)
     if wrong is not None:
         raise ConfigError(
@@ -95,13 +96,13 @@ def _domains(given: Any) -> tuple[str, ...]:
     return names
 
 
-def _limits(given: Any) -> dict[str, int]:
-    """``{"image": 4}``, vLLM's longer form with ``count``, or its older ``image=4,video=1``."""
-    if isinstance(given, str) and "=" in given and not given.lstrip().startswith("{"):
-        given = dict(part.strip().split("=", 1) for part in given.split(","))
-        given = {name: int(value) if value.isdecimal() else value for name, value in given.items()}
+def _limits(flags: Any) -> dict[str, int]:
+    """Parse ``{"image": 4}``, vLLM's longer form with ``count``, or its older ``image=4,video=1``."""
+    if isinstance(flags, str) and "=" in flags and not flags.lstrip().startswith("{"):
+        flags = dict(part.strip().split("=", 1) for part in flags.split(","))
+        flags = {name: int(value) if value.isdecimal() else value for name, value in flags.items()}
     found = dict(DEFAULT_LIMITS)
-    for name, value in _object("limit_mm_per_prompt", given).items():
+    for name, value in _object("limit_mm_per_prompt", flags).items():
         if isinstance(value, Mapping) and not value.keys() - {"count", *HINTS}:
             value = value.get("count", DEFAULT_LIMITS.get(name, 0))
         if name == "audio" and value == 0:
@@ -115,11 +116,11 @@ def _limits(given: Any) -> dict[str, int]:
     return found
 
 
-def _object(name: str, given: Any) -> dict[str, Any]:
+def _object(name: str, value: Any) -> dict[str, Any]:
     try:
-        given = json.loads(given) if isinstance(given, str) else given
+        value = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ConfigError(f"{_flag(name)} is not valid JSON: {error}.") from None
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{_flag(name)} {given!r}: give a JSON object.")
-    return dict(given)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{_flag(name)} {value!r}: give a JSON object.")
+    return dict(value)

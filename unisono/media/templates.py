@@ -1,4 +1,4 @@
-"""How a chat template takes pictures: as content parts, or as text that has their placeholders."""
+"""Image support of a chat template: content parts, or text with placeholders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("image", "video")
 
 
 def has_media(messages: Sequence[Message]) -> bool:
-    """Whether a conversation has pictures or videos."""
+    """True if a conversation has images or videos."""
     return any(
         isinstance(part, Mapping) and part.get("type") in KINDS
         for message in messages
@@ -25,14 +25,17 @@ def has_media(messages: Sequence[Message]) -> bool:
 
 @dataclass(frozen=True)
 class MediaTemplate:
-    """parts: whether the template writes lists of content parts. marks: what stands for an item in a text."""
+    """The image support of one template.
+
+    parts: it renders lists of content parts. marks: the text of an item by kind.
+    """
 
     parts: bool = True
     marks: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tokens: Mapping[str, str], start: str, render: Callable[[Sequence[Message]], str]) -> MediaTemplate:
-        """Try what a template writes. tokens: the text of each kind's placeholder; start: of what opens a picture."""
+        """Probe a template. tokens: the text of each kind's placeholder. start: the text that opens an image."""
         end = start.replace("start", "end")
         marks = {kind: f"{start}{token}{end}" for kind, token in tokens.items()}
         content = [{"type": "text", "text": PROBE}, {"type": "image"}]
@@ -43,7 +46,10 @@ class MediaTemplate:
         return cls(PROBE in written and tokens["image"] in written and "'type'" not in written, marks)
 
     def messages(self, messages: Sequence[Message], calls: bool) -> list[Message]:
-        """A conversation as the template takes it. calls: whether it writes results of tools. Raises BadRequest."""
+        """A conversation in the form that the template accepts.
+
+        calls: it renders results of tools. Raises BadRequest.
+        """
         return [self._message(message, f"messages[{i}]", calls) for i, message in enumerate(messages)]
 
     def _message(self, message: Message, where: str, calls: bool) -> Message:
@@ -53,6 +59,8 @@ class MediaTemplate:
         if self.parts and (message.get("role") != "tool" or calls):
             return message
         if not self.marks:
-            raise BadRequest(f"{where}.content: this model's chat template takes no pictures.", f"{where}.content")
+            raise BadRequest(
+                f"{where}.content: this model's chat template does not support images.", f"{where}.content"
+            )
         texts = [self.marks[part["type"]] if part["type"] in KINDS else str(part.get("text", "")) for part in content]
         return {**message, "content": "\n".join(texts)}

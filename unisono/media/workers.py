@@ -1,4 +1,4 @@
-"""The caller's side of the processes that decode: hands them bytes, gets items, replaces those that die."""
+"""The caller's side of the decoding processes: sends bytes, receives items, replaces processes that died."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.media.memory import memory_file
-from unisono.sandbox.channel import Channel, Gone
+from unisono.sandbox.channel import ForkChannel, Gone
 from unisono.sandbox.forks import Template
 
 SECONDS = 15.0
-"""Processor time of one item. A picture of 64 million pixels takes some 2 s."""
+"""Processor time of one item, seconds. An image of 64 million pixels takes about 2 s."""
 PATIENCE = 60.0
-"""Seconds that an item may take by the clock, whatever the machine is busy with."""
+"""Wall-clock limit of one item, seconds."""
 MEMORY = 4 << 30
-"""Bytes that decoding an item may take. The largest picture of Qwen3-VL (16,777,216 pixels) takes some 2 GiB."""
+"""Memory to decode an item, bytes. The largest image of Qwen3-VL (16,777,216 pixels) takes about 2 GiB."""
 
 
 class Workers:
-    """Up to ``places`` processes, started when they are first needed; threads may share it.
+    """A pool of up to ``places`` processes, started on demand; threads may share it.
 
-    setup: the first message of the template (``worker.Decoder``).
+    setup: the first message of the template process (``worker.Decoder``).
     """
 
     def __init__(self, setup: dict[str, Any], places: int, seconds: float = SECONDS) -> None:
@@ -31,15 +31,15 @@ class Workers:
         self._place = threading.BoundedSemaphore(places)
         self._lock = threading.Lock()
         self._template: Template | None = None
-        self._idle: list[Channel] = []
+        self._idle: list[ForkChannel] = []
 
     def start(self) -> None:
-        """Begin to start the template, which takes a second or two; the first item waits for it."""
+        """Start the template process in the background; it takes a second or two, and the first item waits for it."""
         with self._lock:
             self._start()
 
     def ask(self, message: dict[str, Any], payloads: Sequence[bytes | memoryview]) -> tuple[str, Any, bytes]:
-        """Have one item decoded: what became of it ("item", "bad" or "broken"), facts or a sentence, and its pixels."""
+        """Decode one item: ("item", "bad" or "broken"; properties or a sentence; its pixels)."""
         descriptor = memory_file()
         try:
             with open(os.dup(descriptor), "wb") as file:
@@ -51,7 +51,7 @@ class Workers:
             os.close(descriptor)
 
     def _ask(self, message: dict[str, Any], descriptor: int) -> tuple[str, Any, bytes]:
-        channel: Channel | None = None
+        channel: ForkChannel | None = None
         try:
             channel = self._connected()
             channel.send(message, [descriptor])
@@ -78,7 +78,7 @@ class Workers:
         return kind, facts, data
 
     def close(self) -> None:
-        """End the processes. A later item starts others."""
+        """End the processes. A later item starts new ones."""
         with self._lock:
             for channel in self._idle:
                 channel.close()
@@ -96,20 +96,20 @@ class Workers:
             self._template = Template("unisono.media.worker", [self._setup])
         return self._template
 
-    def _connected(self) -> Channel:
-        """A channel to a process that waits for an item."""
+    def _connected(self) -> ForkChannel:
+        """A channel to an idle process."""
         with self._lock:
             while self._idle:
                 channel = self._idle.pop()
                 if not channel.ended():
                     return channel
-                channel.close()  # killed while it was idle
+                channel.close()  # it was killed while idle
             channel, _ = self._start().fork()
         channel.socket.settimeout(PATIENCE)
         return channel
 
-    def _end(self, channel: Channel | None) -> None:
-        """Leave a process; it ends with its channel, or after its processor time."""
+    def _end(self, channel: ForkChannel | None) -> None:
+        """Close the channel of a process, which ends then, or after its processor time."""
         if channel is not None:
             channel.close()
 
@@ -121,7 +121,7 @@ class Workers:
 
 
 def _content(descriptor: int) -> bytes:
-    """All of a file in memory."""
+    """The content of a file in memory."""
     size, parts, start = os.fstat(descriptor).st_size, [], 0
     while start < size:
         part = os.pread(descriptor, min(size - start, 1 << 30), start)

@@ -1,4 +1,4 @@
-"""What passes are made of: target model, drafter, sampler, features and the state on the device that they work on."""
+"""Components shared by the passes: target model, drafter, sampler, features and device state."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from unisono.attention.base import AttentionInputs, LastTokens
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import whole
 from unisono.drafters.base import Drafter
-from unisono.graphs import Buffers, Hidden, Program, Schema
+from unisono.graphs import Buffers, BufferSchema, Hidden, Program
 from unisono.kernels.cache.pages import group_slot_mapping
 from unisono.kernels.speculation.rounds import commit
-from unisono.kv.recurrent_state import TailPass
+from unisono.kv.recurrent_state import RecurrentPass
 from unisono.kv.specs import ALL, PAGE_SIZE
 from unisono.kv.store import StateStore
 from unisono.models.blocks.decoder import Decoder
@@ -28,11 +28,13 @@ from unisono.sampling.pipeline import DraftSampler, edit_and_sample
 
 
 @dataclass(frozen=True)
-class Modules:
-    """The modules and tensors of one engine's passes.
+class PassContext:
+    """The modules and tensors used by the passes of one engine.
 
-    store: the state of requests. sampler: ``context.sample`` of drafters. features: what requests may ask for.
-    tree: where rounds try several paths for each request; None for chains.
+    store: the state of requests.
+    sampler: ``context.sample`` of drafters.
+    features: the optional request features.
+    tree: the draft tree, with several paths per request; None for chains.
     """
 
     model: Decoder
@@ -46,17 +48,18 @@ class Modules:
 
     @property
     def width(self) -> int:
-        """Positions of a request in a round with all drafts: 1 + k."""
+        """Positions per request in a round with all drafts: 1 + k."""
         return 1 + self.drafter.num_drafts
 
     @property
     def paths(self) -> int:
         return 1 if self.tree is None else len(self.tree.paths)
 
-    def program(self, name: str, schema: Schema, run: Callable[[Buffers], None]) -> Program:
-        """A program whose drafter, too, needs whole rows of logits only where its key says so.
+    def program(self, name: str, schema: BufferSchema, run: Callable[[Buffers], None]) -> Program:
+        """Build a program whose drafter gathers whole rows of logits only if the graph key requires them.
 
-        In other programs a drafter always has them, since their keys do not say what requests ask for.
+        Programs built otherwise always give the drafter whole rows, since their keys do not contain the requests'
+        needs.
         """
 
         def sampling(b: Buffers) -> None:
@@ -71,40 +74,45 @@ class Modules:
         rows: torch.Tensor,
         token_ids: torch.Tensor,
         inputs: AttentionInputs,
-        given: Sequence[Overriding] = (),
+        replaced: Sequence[Overriding] = (),
         last_tokens: LastTokens | None = None,
         rotary: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target's final hidden states [T, H], or those of ``last_tokens``, and those that the drafter asked
-        for. rows [N]: each row's slot. rotary: see ``PassContext.rotary_positions``."""
+        """Run the target. Returns its final hidden states [T, H], or [E, H] for ``last_tokens``, and the hidden states
+        read by the drafter.
+
+        rows [N]: slot of each row.
+        rotary: see ``ForwardContext.rotary_positions``.
+        """
         features = self.drafter.features
-        context = PassContext(self._groups(inputs), rotary, last_tokens, self._tails(inputs))
+        context = ForwardContext(self._groups(inputs), rotary, last_tokens, self._recurrent_pass(inputs))
         last = None if last_tokens is None else last_tokens.last
         tokens = TargetTokens(rows, token_ids.shape[0], inputs.width, inputs.query_start, last)
         with ExitStack() as around:
             for feature in self.features:
                 if (held := feature.around_target(b, tokens)) is not None:
                     around.enter_context(held)
-            hidden, aux = self.model(token_ids, context, self.store.view("target").tree, features.aux_layers, given)
-        if context.tails is not None:
-            context.tails.advance(self.store.tail_positions)
+            state = self.store.view("target").tree
+            hidden, aux = self.model(token_ids, context, state, features.aux_layers, replaced)
+        if context.recurrent is not None:
+            context.recurrent.advance(self.store.snapshot_positions)
         return hidden, {Hidden.NULL: None, Hidden.AUX: aux}.get(features.hidden, hidden)
 
     def _groups(self, inputs: AttentionInputs) -> dict[int, AttentionInputs]:
-        """The inputs of a pass for each page lifetime; ``inputs`` are those of ALL."""
+        """Attention inputs by window group; ``inputs`` are those of ALL."""
         groups, first = {ALL: inputs}, inputs.slot_mapping
-        for lifetime in self.store.lifetimes[1:]:
-            table = self.store.page_tables[lifetime]
+        for window_group in self.store.window_groups[1:]:
+            table = self.store.page_tables[window_group]
             mapping = group_slot_mapping(table, inputs.slots, inputs.positions, first, inputs.query_start, PAGE_SIZE)
-            groups[lifetime] = replace(inputs, page_table=table, slot_mapping=mapping)
+            groups[window_group] = replace(inputs, page_table=table, slot_mapping=mapping)
         return groups
 
-    def _tails(self, inputs: AttentionInputs) -> TailPass | None:
-        """Where the recurrences of a pass's rows begin; None where the model has none."""
-        if not self.store.tails:
+    def _recurrent_pass(self, inputs: AttentionInputs) -> RecurrentPass | None:
+        """Start and end of the rows' recurrences; None if the model has none."""
+        if not self.store.recurrent:
             return None
         i = inputs
-        return TailPass.of(i.slots, i.positions, i.kv_len, i.query_start, self.store.tail_positions, i.singles)
+        return RecurrentPass.of(i.slots, i.positions, i.kv_len, i.query_start, self.store.snapshot_positions, i.singles)
 
     def sample(
         self,
@@ -115,10 +123,11 @@ class Modules:
         drafts: torch.Tensor,
         outputs: Outputs,
     ) -> torch.Tensor:
-        """The target's tokens [N, W] after drafts [N, k]; features report what they want of them.
+        """Sample the target's tokens [N, W] after drafts [N, k], and let features write their outputs.
 
-        hidden: of all tokens that the pass computed. last [N · W, H]: of the positions that are sampled. rows [N]:
-        slots.
+        hidden: final hidden states of all computed tokens.
+        last [N · W, H]: hidden states of the sampled positions.
+        rows [N]: slots.
         """
         width, logits = 1 + drafts.shape[1], self.model.logit_columns(last)
         if b.features.whole_logits:
@@ -132,6 +141,6 @@ class Modules:
         return sampled.tokens.view(-1, width)
 
     def commit(self, sampled: torch.Tensor, drafts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Commit the accepted drafts and one token more; see :func:`unisono.kernels.speculation.rounds.commit`."""
+        """Commit the accepted drafts and one more token; see :func:`unisono.kernels.speculation.rounds.commit`."""
         s = self.slots
         return commit(sampled, drafts, rows, s.length, s.max_length, s.status, s.last_token, s.stop_ids, s.history)

@@ -1,7 +1,7 @@
-"""Messages between the engine's process and those that compile and follow grammars, over Unix sockets.
+"""Messages between a process and its sandboxed helpers, over Unix sockets.
 
 A message is its length, then msgpack; file descriptors may travel with it. Both sides of every channel are this
-project's own code: the engine's side trusts nothing but the types of the few fields that it reads.
+project's own code: the trusted side relies on nothing but the types of the few fields that it reads.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import msgspec
 
 HEADER = struct.Struct("<I")
 MAX_BYTES = 1 << 28
-"""Bytes of one message; the largest is a vocabulary."""
+"""Largest message in bytes; the largest in use is a vocabulary."""
 
 
 class Gone(Exception):
     """The other side has ended."""
 
 
-class Channel:
+class ForkChannel:
     """One end of a socket pair. ``send`` and ``receive`` raise Gone, and TimeoutError where a timeout is set."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
 
     @classmethod
-    def of(cls, descriptor: int) -> Channel:
+    def of(cls, descriptor: int) -> ForkChannel:
         return cls(socket.socket(fileno=descriptor))
 
     def fileno(self) -> int:
@@ -54,7 +54,7 @@ class Channel:
             raise Gone(str(error)) from None
 
     def receive(self) -> tuple[Any, list[int]]:
-        """The next message, and the descriptors that came with it."""
+        """Return the next message, and the descriptors that came with it."""
         try:
             head, descriptors, _, _ = socket.recv_fds(self.socket, HEADER.size, 4)
             head += self._exactly(HEADER.size - len(head)) if head else b""
@@ -70,7 +70,7 @@ class Channel:
             raise Gone(str(error)) from None
 
     def ended(self) -> bool:
-        """Whether the other side has ended, without waiting."""
+        """True if the other side has ended. Does not wait."""
         try:
             poll = select.poll()
             poll.register(self.socket, select.POLLIN)
@@ -91,7 +91,7 @@ class Channel:
         return bytes(data)
 
 
-def pair() -> tuple[Channel, socket.socket]:
-    """Our end of a new socket pair, and the other end, to be passed on and closed."""
+def pair() -> tuple[ForkChannel, socket.socket]:
+    """Return one end of a new socket pair, and the other end, to be passed on and closed."""
     ours, theirs = socket.socketpair()
-    return Channel(ours), theirs
+    return ForkChannel(ours), theirs

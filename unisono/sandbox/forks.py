@@ -1,7 +1,7 @@
-"""Processes that may be killed: a template of them that has imported what they need, and the forks of it.
+"""Sandboxed processes: a template that has imported its modules, and forks of it.
 
-What runs code or data that is not trusted (grammars of clients, chat templates of checkpoints) runs in such a process,
-under limits that the kernel enforces, and dies alone. A fork costs milliseconds where a new process costs seconds.
+Untrusted code and data (clients' grammars, checkpoints' chat templates) run in such a process, under limits that the
+kernel enforces; an error ends that process alone. A fork takes milliseconds, a new process seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.sandbox.channel import Channel, Gone, pair
+from unisono.sandbox.channel import ForkChannel, Gone, pair
 
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -27,17 +27,19 @@ QUIET = {
     "CUDA_VISIBLE_DEVICES": "",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-"""A template has one thread, or its forks would miss the others' locks."""
+"""A template has one thread, because its forks would miss the locks of others."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of malloc.h."""
+"""Parameter numbers of malloc.h."""
 
 
 class Template:
-    """A process that forks. module: what it runs, by ``module.main(descriptor)``. first: its first message."""
+    """A process that forks. module: its code, called as ``module.main(descriptor)``. first: its first message."""
 
     def __init__(self, module: str, first: Sequence[Any], patience: float | None = None) -> None:
-        """patience: seconds that a fork may take, the first with its imports; then TimeoutError. None: no limit."""
+        """patience: seconds that a fork may take, the first including the imports; then TimeoutError. None: no
+        limit.
+        """
         self._channel, theirs = pair()
         self._channel.socket.settimeout(patience)
         self._ready = False
@@ -53,13 +55,13 @@ class Template:
         self._channel.send(list(first))
 
     def wait(self) -> None:
-        """Wait till it has imported what it needs. Raises Gone."""
+        """Wait until the imports are done. Raises Gone."""
         if not self._ready:
             self._channel.receive()
             self._ready = True
 
-    def fork(self, message: Any = None) -> tuple[Channel, int]:
-        """A channel to a new fork, and its process id; waits till it can fork. Raises Gone."""
+    def fork(self, message: Any = None) -> tuple[ForkChannel, int]:
+        """Return a channel to a new fork, and its process id; wait until the template can fork. Raises Gone."""
         self.wait()
         ours, theirs = pair()
         with theirs:
@@ -68,7 +70,7 @@ class Template:
         return ours, pid
 
     def close(self) -> None:
-        """End it. Forks end by themselves, when their channels do."""
+        """End the template. Forks end when their channels do."""
         self._channel.close()
         self._process.kill()
         self._process.wait()
@@ -78,20 +80,20 @@ class Template:
 
 
 def run(module: str, descriptor: str) -> None:
-    """What the new process does."""
+    """Run the new process."""
     importlib.import_module(module).main(int(descriptor))
 
 
-def serve(descriptor: int, begin: Callable[[list[Any]], Callable[[Channel, Any], None]]) -> None:
-    """What a template does: prepare by ``begin(first message)``, then fork for each message; ends with the channel.
+def serve(descriptor: int, begin: Callable[[list[Any]], Callable[[ForkChannel, Any], None]]) -> None:
+    """Serve as a template: prepare by ``begin(first message)``, then fork for each message; end with the channel.
 
-    What ``begin`` returns is called in each fork, with its channel and the message.
+    The function that ``begin`` returns is called in each fork, with its channel and the message.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    channel = Channel.of(descriptor)
+    channel = ForkChannel.of(descriptor)
     with suppress(Gone):
         first, _ = channel.receive()
         work = begin(first)
@@ -101,27 +103,27 @@ def serve(descriptor: int, begin: Callable[[list[Any]], Callable[[Channel, Any],
             child = os.fork()
             if not child:
                 channel.close()
-                in_child(work, Channel.of(end), message)
+                in_child(work, ForkChannel.of(end), message)
             os.close(end)
             channel.send(child)
 
 
-def in_child(work: Callable[..., None], *given: Any) -> None:
-    """Do ``work`` and end, whatever comes: nothing of the parent's stack may run in its child."""
+def in_child(work: Callable[..., None], *arguments: Any) -> None:
+    """Call ``work`` and exit, even after an error: the parent's stack must not run in its child."""
     status = 1
     try:
         quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 2)  # what the C++ runtime says of a std::bad_alloc is no news
+        os.dup2(quiet, 2)  # hide the C++ runtime's message about std::bad_alloc
         os.close(quiet)
         with suppress(Gone):
-            work(*given)
+            work(*arguments)
         status = 0
     finally:
         os._exit(status)
 
 
 def limit_memory(size: int) -> None:
-    """At most ``size`` bytes more than now. What a process cannot get is a MemoryError or std::bad_alloc."""
+    """Limit this process to ``size`` more bytes than now. Larger allocations raise MemoryError or std::bad_alloc."""
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * mmap.PAGESIZE
@@ -129,16 +131,16 @@ def limit_memory(size: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep memory of large arrays for the next ones: faulting pages in anew can take longer than computing.
+    """Keep freed memory of large arrays for reuse: page faults of new memory can take longer than the computation.
 
-    With other C libraries than glibc it does nothing.
+    Does nothing with C libraries other than glibc.
     """
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value that glibc accepts
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def limit_time(seconds: float) -> None:
-    """End this process after this processor time of all its threads; 0: not any more."""
+    """End this process after this CPU time of all its threads; 0: remove the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -1,7 +1,7 @@
-"""Tests texts against a structured output without a server or an engine.
+"""Tests of texts against a structured output without a server or an engine.
 
 ``accepts("json", {"type": "integer"}, "5")`` is True. A text is accepted if the grammar takes it to its end, token by
-token, as an answer would be written.
+token, like a generated answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ END = 256
 
 
 class CheckVocabulary:
-    """The tokens that texts are spelt with: of a tokenizer, of a description as a worker has it, or single bytes."""
+    """The tokens in which texts are spelt: of a tokenizer, of a worker's description, or single bytes."""
 
     def __init__(self, tokenizer: Tokenizer | None = None, described: Mapping[str, Any] | None = None) -> None:
         import llguidance
@@ -43,17 +43,19 @@ def _bytes() -> dict[str, Any]:
 
 
 class TextCheck:
-    """A structured output that texts are tested against. Raises BadRequest if it cannot be compiled.
+    """A structured output that texts are tested against.
 
-    kind: the field of StructuredOutputs, value: what it is set to. compact: as ``disable_any_whitespace``. vocabulary:
-    single bytes by default.
+    Raises BadRequest if it cannot be compiled.
+
+    kind: the field of StructuredOutputs, value: its value. compact: ``disable_any_whitespace``. vocabulary: default:
+    single bytes.
     """
 
     def __init__(self, kind: str, value: Any, compact: bool = False, vocabulary: CheckVocabulary | None = None) -> None:
-        asked = StructuredOutputs(**{kind: value})
+        outputs = StructuredOutputs(**{kind: value})
         self._vocabulary = own = vocabulary or _of_bytes()
         try:
-            grammar = parse(kind, getattr(asked, kind), compact, own.names)
+            grammar = parse(kind, getattr(outputs, kind), compact, own.names)
             self._matcher: Any = own.matcher(own.tokens, grammar, log_level=0, limits=own.limits)
             if self._matcher.is_error():
                 raise RefusedError(self._matcher.get_error())
@@ -65,23 +67,23 @@ class TextCheck:
             raise BadRequest(f"structured_outputs.{kind} cannot be compiled: {reason(error)}.", kind) from None
 
     def matcher(self) -> Any:
-        """llguidance's matcher at the beginning of the form."""
+        """llguidance's matcher at the start of the form."""
         return self._matcher.deep_copy()
 
     def tokens(self, text: str) -> list[int]:
-        """The tokens of a text; the longest that fit where there is no tokenizer."""
+        """The tokens of a text; without a tokenizer, the longest that fit."""
         if self._vocabulary.tokenizer is None:
             return list(self._vocabulary.tokens.greedy_tokenize(text))
         return self._vocabulary.tokenizer.encode(text, add_special_tokens=False)
 
     def accepts(self, text: str) -> bool:
-        """Return True if ``text`` is a whole answer in this form."""
+        """True if ``text`` is a complete answer in this form."""
         tokens, matcher = self.tokens(text), self.matcher()
         return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
 def accepts(kind: str, value: Any, text: str, tokenizer: Tokenizer | None = None) -> bool:
-    """Return True if ``text`` is a whole answer in the form of a StructuredOutputs with ``kind`` set to ``value``.
+    """True if ``text`` is a complete answer in the form of a StructuredOutputs with ``kind`` set to ``value``.
 
     Raises BadRequest if the form cannot be compiled.
     """

@@ -1,4 +1,7 @@
-"""The generated part of docs/guide/structure.md: what structured outputs enforce. A test compares it with the page."""
+"""The generated part of docs/guide/structure.md: enforced keywords of structured outputs.
+
+A test compares it with the page.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Where one request stands in its grammar: masks for the positions to be sampled, and the tokens that were.
+"""The grammar state of one request: masks for the positions to be sampled, advanced by the sampled tokens.
 
-The engine keeps a matcher with each request that has a grammar, from its arrival to its end: preemption leaves it as it
-is. The grammar itself is followed in another process (a lane of ``worker.py``), which a hard one cannot leave: a mask
-that takes too much time or memory ends that process and this request.
+The engine keeps a matcher with each request that has a grammar, from arrival to end; preemption does not affect it.
+The grammar state itself lives in another process (a lane of ``worker.py``), which contains hard grammars: a mask that
+takes too much time or memory ends that process and this request.
 
-A round costs one message each way: committed tokens go with the drafts that masks are wanted for, and masks come back
-in memory that both processes map. Whether a token continues the grammar is read from the masks here.
+A round costs one message each way: committed tokens are sent with the drafts, and masks come back in memory that both
+processes map. The masks tell here if a token continues the grammar.
 
 Shapes: P paths of drafts (1 for a chain), k drafts each, W = 1 + k positions, words = ceil(vocabulary / 32).
 """
@@ -21,20 +21,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from unisono.sandbox.channel import Channel, Gone
+from unisono.sandbox.channel import ForkChannel, Gone
 from unisono.structured_output.workers.compiler import MEMORY, Compiled
 from unisono.structured_output.workers.walk import allow, allows
 from unisono.types import SamplingParams, UnisonoError
 
 ALL = -1
-"""A mask's word that forbids nothing."""
+"""A word of a mask that allows every token."""
 
 LONGEST_CALL = 0.5
-"""Seconds of processor time that following a grammar may take at once. It takes some 10 µs, a large schema's some
-milliseconds; but an expression that can be read in very many ways takes ever longer, and everybody waits."""
+"""Processor time of one message to a lane, seconds.
+
+It takes about 10 µs, for a large schema some milliseconds; but an expression with very many parses takes longer and
+longer, and all requests of the round wait.
+"""
 
 LONGEST_WAIT = 5.0
-"""Seconds that the engine waits for an answer, whatever the machine is busy with."""
+"""Seconds that the engine waits for a lane's answer."""
 
 
 NOTHING = "no token of the vocabulary that the request allows continues its structured output after {} tokens"
@@ -44,15 +47,16 @@ AMBIGUOUS = "its structured output is too ambiguous after {} tokens: {}. Avoid r
 
 
 class GrammarError(UnisonoError):
-    """A request cannot go on: no token continues its grammar, or following it takes too long."""
+    """A request cannot continue: no token continues its grammar, or advancing it takes too long."""
 
 
 class Follower(Protocol):
-    """What the engine needs of a request's matcher: :class:`Matcher`, or something around one.
+    """The engine's interface to a request's matcher: :class:`Matcher`, or a wrapper of one.
 
-    ``ask`` begins what ``collect`` ends, so that the masks of all requests are made at once. Where ``collect`` returns
-    False, ``ask`` is to be called once more. ``forced`` returns the tokens that the grammar forces after the committed
-    ones, as the tokenizer writes them and the masks allow them; none where it forces nothing or that is not known.
+    ``ask`` starts the computation of masks and ``collect`` waits for it, so that the masks of all requests are computed
+    at once. If ``collect`` returns False, ``ask`` must be called once more. ``forced`` returns the tokens that the
+    grammar forces after the committed ones, in the checkpoint's tokenization and allowed by the masks; empty if none or
+    unknown.
     It is called after ``accept`` and before ``ask``.
     """
 
@@ -63,32 +67,32 @@ class Follower(Protocol):
 
 
 class Matcher:
-    """Follows one output through ``compiled``.
+    """The grammar state of one output of ``compiled``.
 
-    While the output has fewer than ``params.min_tokens`` tokens, and for ever with ``params.ignore_eos``, masks forbid
-    the ids that would end it, wherever that leaves another.
+    While the output has fewer than ``params.min_tokens`` tokens, and always with ``params.ignore_eos``, masks forbid
+    the ids that would end it, if that leaves another token.
     """
 
     def __init__(self, compiled: Compiled, params: SamplingParams) -> None:
         self._compiled, self._eos = compiled, compiled.eos
         self._ends = compiled.eos, (*compiled.eos, *params.stop_token_ids), params.min_tokens, params.ignore_eos
         self._tokens: list[int] = []  # committed
-        self._told = 0  # of them, those that the lane knows
-        self._channel: Channel | None = None
+        self._told = 0  # number of committed tokens that the lane has
+        self._channel: ForkChannel | None = None
         self._lane = 0
         self._alone = False
         self._map = np.empty(0, np.int32)
         self._asked: tuple[np.ndarray, np.ndarray] | None = None
         self._dead: set[int] = set()
         self._failure = ""
-        self._forced: list[int] | None = None  # after the committed tokens; None: not known
-        self._tells = False  # whether each accept asks the lane for forced tokens at once
-        self._peeked = False  # whether the answer to that is still to be read
+        self._forced: list[int] | None = None  # after the committed tokens; None: unknown
+        self._tells = False  # each accept requests forced tokens from the lane at once
+        self._peeked = False  # the answer to that request is not read yet
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Take in committed tokens.
+        """Advance by committed tokens.
 
-        Raises GrammarError for one that does not continue the grammar, and where masks could not be made.
+        Raises GrammarError for a token that does not continue the grammar, and if masks could not be computed.
         """
         self._read_peek()
         if self._failure:
@@ -108,10 +112,10 @@ class Matcher:
             self._peek()
 
     def forced(self) -> list[int]:
-        """The tokens that the grammar forces after the committed ones: at most some 32, [] if none or not known.
+        """The tokens that the grammar forces after the committed ones: at most about 32, [] if none or unknown.
 
-        They are what the tokenizer makes of the text, and masks allow them. From the first call on each ``accept`` asks
-        the lane for the next ones, which computes them while the engine does other work.
+        They are the checkpoint's tokenization of the text, and masks allow them. From the first call on, each
+        ``accept`` requests the next ones from the lane, which computes them while the engine does other work.
         """
         if self._failure:
             return []
@@ -122,12 +126,12 @@ class Matcher:
         return list(self._forced or ())
 
     def _peek(self) -> None:
-        """Tell the lane the committed tokens, and ask for the forced ones."""
+        """Send the committed tokens to the lane, and request the forced ones."""
         self._peeked = True
         self._send(None, [], None)
 
     def _read_peek(self) -> None:
-        """Wait for the answer to :meth:`_peek`. A lane that has died is noticed by the next masks."""
+        """Wait for the answer to :meth:`_peek`. The next masks notice a dead lane."""
         if self._peeked:
             self._peeked = False
             answer = self._receive()
@@ -138,8 +142,8 @@ class Matcher:
         """Fill ``out [P, W, words]`` int32, contiguous, for the positions after ``drafts [P, k]`` (-1: none).
 
         out[p, j] is for the position after drafts[p, :j]. After a draft that the grammar refuses, or that ends the
-        text, it is all ones: the mask before forbids the one, and nothing follows the other. Where masks cannot be
-        made they allow EOS only, and :meth:`accept` says why.
+        text, it is all ones: the mask before it forbids the former, and nothing follows the latter. If masks cannot be
+        computed they allow EOS only, and :meth:`accept` raises the reason.
         """
         self.ask(drafts, out)
         if not self.collect():
@@ -147,17 +151,19 @@ class Matcher:
             self.collect()
 
     def ask(self, drafts: np.ndarray, out: np.ndarray) -> None:
-        """Begin to make :meth:`masks`; :meth:`collect` waits for them."""
+        """Start the computation of :meth:`masks`; :meth:`collect` waits for it."""
         self._read_peek()
         self._asked = drafts, out
         if not self._failure:
             self._send(drafts.tolist(), [], out)
 
     def collect(self) -> bool:
-        """Wait for the masks that were asked for, and write them. False: ask once more.
+        """Wait for the requested masks, and write them.
 
-        So it is where the lane has died, maybe of another output's mask. The second time it is a lane of this output
-        alone, which has itself to blame.
+        Returns False if :meth:`ask` must be called again.
+
+        That happens after the lane has died, possibly because of another output's mask. The second lane serves this
+        output alone, so a second death is this output's fault.
         """
         assert self._asked is not None
         out = self._asked[1]
@@ -172,9 +178,9 @@ class Matcher:
     # ---- tokens ---------------------------------------------------------------------------------
 
     def _known(self, tokens: list[int]) -> bool:
-        """Whether the last masks tell that the grammar takes these tokens; False where they do not reach.
+        """True if the last masks show that the grammar accepts these tokens; False if they do not reach that far.
 
-        Raises GrammarError for tokens that it does not take.
+        Raises GrammarError for tokens that it refuses.
         """
         if self._asked is None:
             return False
@@ -191,7 +197,7 @@ class Matcher:
     # ---- the lane -------------------------------------------------------------------------------
 
     def _send(self, drafts: list[list[int]] | None, more: list[int], out: np.ndarray | None) -> None:
-        """Ask the lane to take in what it does not know yet and ``more``, and to make masks; errors are for later."""
+        """Send the lane the tokens that it lacks and ``more``, and request masks. Errors are raised later."""
         descriptors = []
         try:
             if self._channel is None:
@@ -212,9 +218,9 @@ class Matcher:
                 os.close(descriptor)
 
     def _heard(self, out: np.ndarray | None, more: int) -> bool:
-        """Wait for the lane's answer and write the masks to ``out``; False where it should be asked again.
+        """Wait for the lane's answer and write the masks to ``out``; False if it must be asked again.
 
-        more: tokens that were sent along and are not committed yet.
+        more: number of tokens in the message that are not committed yet.
         """
         answer = self._receive()
         length = len(self._tokens)
@@ -230,7 +236,7 @@ class Matcher:
         return True
 
     def _take_in(self, answer: list[Any], known: int) -> bool:
-        """Read the lane's answer, after which it knows ``known`` tokens. Return False if the output cannot go on."""
+        """Read the lane's answer, after which it has ``known`` tokens. Returns False if the output cannot continue."""
         length = len(self._tokens)
         if answer[0] == "slow":
             self._failure = AMBIGUOUS.format(length, answer[1])
@@ -263,9 +269,9 @@ class Matcher:
 
 
 def fill(matchers: Sequence[Follower], drafts: np.ndarray, masks: np.ndarray, rows: Iterable[int]) -> None:
-    """Have each matcher fill its row of ``masks``, all at once: they compute in processes of their own."""
+    """Have each matcher fill its row of ``masks``, all at once: they compute in separate processes."""
     pairs = list(zip(matchers, rows, strict=True))
-    for _ in range(2):  # the second time those whose process has died
+    for _ in range(2):  # the second time only those whose process has died
         for matcher, row in pairs:
             matcher.ask(drafts[row], masks[row])
         pairs = [(matcher, row) for matcher, row in pairs if not matcher.collect()]

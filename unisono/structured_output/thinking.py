@@ -1,16 +1,16 @@
-"""Outputs that begin with a thought: grammars begin after it, and a budget of tokens ends it.
+"""Outputs that begin with reasoning: grammars begin after it, and a token budget ends it.
 
-:class:`ThinkingMatcher` is a :class:`~unisono.structured_output.matcher.Follower` as a Matcher is, and contains one
-where the request has a grammar. A thought is over where its closing mark is spelt, in one token or in several; the
-reader of the answer (``text/reasoning.py``) sees the same in the text. What a position may take follows from the
-committed tokens alone, so that drafts, batches and preemption change nothing.
+:class:`ThinkingMatcher` is a :class:`~unisono.structured_output.matcher.Follower` like Matcher, and wraps one if the
+request has a grammar. Reasoning ends with its closing mark, in one token or in several; the reasoning parser
+(``text/reasoning.py``) finds the same mark in the text. The mask of a position follows from the committed tokens alone,
+so that drafts, batches and preemption change nothing.
 
-    begin      a thought may be opened, or the grammar begins at once
-    opening    the opening mark has begun; the rest of it follows
-    thinking   anything but the end of the output (with a grammar), up to the budget
-    closing    the budget is spent: the closing mark follows
-    blank      after the mark, at most two line ends, as chat templates write them
-    content    the grammar, or anything
+begin      reasoning may be opened, or the grammar begins at once
+opening    the opening mark has begun; the rest of it follows
+thinking   anything but the end of the output (with a grammar), up to the budget
+closing    the budget is spent: the closing mark follows
+blank      after the mark, at most two line ends, as chat templates write them
+content    the grammar, or anything
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, SamplingParams, Thinking
 
 LINE_ENDS = 2
-"""Line ends that may part a thought from what follows."""
+"""Most line ends between reasoning and the text after it."""
 
 
 class Spelling:
-    """What the tokens of a vocabulary spell, in bytes. Special tokens spell their names."""
+    """The bytes of each token of a vocabulary. Special tokens spell their names."""
 
     def __init__(self, directory: str | Path, vocab_size: int) -> None:
         tokenizer = Tokenizer.load(directory)
         if tokenizer is None:
             raise BadRequest(
-                "a thought's marks are text, and this checkpoint has no tokenizer: serve one with tokenizer files, or "
-                "leave out thinking_token_budget and structured outputs of answers that think.",
+                "reasoning marks are text, and this checkpoint has no tokenizer: serve one with tokenizer files, or "
+                "leave out thinking_token_budget and structured outputs of answers with reasoning.",
                 "thinking_token_budget",
             )
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
@@ -51,23 +51,23 @@ class Spelling:
 
     @cached_property
     def line_ends(self) -> dict[int, int]:
-        """The tokens that are nothing but line ends, and how many."""
+        """The tokens that consist of line ends -> number of line ends."""
         found = {i: len(text) for i, text in enumerate(self.texts) if text and not text.strip(b"\n")}
         return {i: count for i, count in found.items() if count <= LINE_ENDS}
 
     def ids(self, mark: str) -> tuple[int, ...]:
-        """The tokens that spell ``mark``. Raises BadRequest where none of the model's do."""
+        """The tokens that spell ``mark``. Raises BadRequest if the model's tokens do not."""
         ids = [i for i in self.tokenizer.encode(mark, add_special_tokens=False) if i < self.vocab_size]
         while ids and not self.texts[ids[0]].strip(b" "):
             del ids[0]  # some tokenizers begin every text with a space
         if b"".join(self.texts[i] for i in ids).lstrip(b" ") != mark.encode():
-            raise BadRequest(f"the tokenizer cannot spell the mark {mark!r} of a thought.", "thinking_token_budget")
+            raise BadRequest(f"the tokenizer cannot spell the reasoning mark {mark!r}.", "thinking_token_budget")
         return tuple(ids)
 
 
 @dataclass
 class Marks:
-    """The marks of a thought in one vocabulary. start, end: their tokens."""
+    """The marks of reasoning in one vocabulary. start, end: their tokens."""
 
     spelling: Spelling
     opening: bytes
@@ -78,7 +78,9 @@ class Marks:
 
     @cached_property
     def _fall_back(self) -> list[int]:
-        """For each length of the closing mark's beginnings, the longest end that begins it too (Knuth-Morris-Pratt)."""
+        """Failure function of the closing mark (Knuth-Morris-Pratt): for each prefix, its longest proper suffix that is
+        a prefix.
+        """
         table, length = [0] * len(self.closing), 0
         for place in range(1, len(self.closing)):
             while length and self.closing[place] != self.closing[length]:
@@ -88,7 +90,9 @@ class Marks:
         return table
 
     def advance(self, matched: int, text: bytes) -> tuple[int, int | None]:
-        """After ``matched`` bytes of the closing mark and ``text``: (bytes matched now, where in ``text`` it ended)."""
+        """(matched bytes, end of the mark in ``text`` or None) after ``matched`` bytes of the closing mark and
+        ``text``.
+        """
         for place, byte in enumerate(text):
             while matched and byte != self.closing[matched]:
                 matched = self._fall_back[matched - 1]
@@ -99,7 +103,7 @@ class Marks:
 
     @cached_property
     def _may_overrun(self) -> list[int]:
-        """The tokens in which the closing mark may end before they do."""
+        """The tokens that may contain the mark's last byte before their end."""
         last = self.closing[-1:]
         return [i for i, text in enumerate(self.spelling.texts) if last in text[:-1]]
 
@@ -116,8 +120,8 @@ class Marks:
         return self._overrun[matched]
 
 
-class Thoughts:
-    """The marks of one model's thoughts, found in a thread: reading a vocabulary takes up to seconds."""
+class MarksCache:
+    """The reasoning marks of one model, found in a thread: reading a vocabulary takes up to seconds."""
 
     def __init__(self, directory: str | Path, vocab_size: int) -> None:
         self._directory, self._vocab_size = directory, vocab_size
@@ -127,7 +131,7 @@ class Thoughts:
         self._lock = threading.Lock()
 
     def prepare(self, thinking: Thinking) -> Future[Marks]:
-        """Begin to find the marks, unless that was done. The future's exception is a BadRequest."""
+        """Start to find the marks, once. The future's exception is a BadRequest."""
         with self._lock:
             key = thinking.start, thinking.end
             if key not in self._found:
@@ -141,15 +145,17 @@ class Thoughts:
         return Marks(spelling, start.encode(), end.encode(), spelling.ids(start), spelling.ids(end))
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Refuse further work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an output stands. matched: bytes of the closing mark. step: of a mark's tokens, or line ends.
+    """State of an output.
 
-    thought: tokens of the thought so far. text: of an output that may yet open a thought. length: all tokens so far.
+    matched: bytes of the closing mark. step: tokens of a mark, or line ends.
+
+    thought: reasoning tokens so far. text: of an output that may still open reasoning. length: all tokens so far.
     """
 
     phase: str
@@ -162,7 +168,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A position whose mask is the grammar's: of the path ``path``, ``index`` drafts on, ``step`` of them its own."""
+    """A position with the grammar's mask: path ``path``, after ``index`` drafts, ``step`` of them in the grammar."""
 
     path: int
     index: int
@@ -171,9 +177,11 @@ class _Row:
 
 
 class ThinkingMatcher:
-    """Follows an output that begins as ``thinking`` says. compiled: the grammar that comes then; None where none does.
+    """Matcher of an output that begins as ``thinking`` states.
 
-    A thought that a grammar follows may not have the ids that end an output. params: the request's.
+    compiled: the grammar after it; None without one.
+
+    Reasoning before a grammar must not contain the ids that end an output. params: the request's.
     """
 
     def __init__(self, thinking: Thinking, marks: Marks, compiled: Compiled | None, params: SamplingParams) -> None:
@@ -187,13 +195,13 @@ class ThinkingMatcher:
     # ---- Follower's interface -------------------------------------------------------------------
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Take in committed tokens. Raises GrammarError for one that may not come here."""
+        """Advance by committed tokens. Raises GrammarError for a token that is not allowed."""
         inner: list[int] = []
         for token in tokens:
             place, following = self._place, self._next(self._place, token)
             if following is None:
                 raise GrammarError(
-                    "no token of the vocabulary that the request allows continues its thought after "
+                    "no token of the vocabulary that the request allows continues its reasoning after "
                     f"{place.length} tokens"
                 )
             self._place = following
@@ -203,7 +211,7 @@ class ThinkingMatcher:
             self._inner.accept(inner)
 
     def forced(self) -> list[int]:
-        """The tokens that must come next: the rest of a mark that has begun, or those that the grammar forces."""
+        """The tokens that must follow: the rest of a mark, or those that the grammar forces."""
         place = self._place
         if place.phase in ("opening", "closing"):
             return list((self._marks.start if place.phase == "opening" else self._marks.end)[place.step :])
@@ -219,10 +227,10 @@ class ThinkingMatcher:
             self.collect()
 
     def ask(self, drafts: np.ndarray, out: np.ndarray) -> None:
-        """Begin to make :meth:`masks`: fill what needs no grammar, and ask the grammar for the rest."""
+        """Start the computation of :meth:`masks`: fill those that need no grammar, and request the rest."""
         out.fill(ALL)
         rows: list[_Row] = []
-        later = np.full_like(drafts, -1)  # of each path, the drafts that are the grammar's
+        later = np.full_like(drafts, -1)  # per path, the drafts inside the grammar
         for path in range(len(drafts)):
             rows += self._walk(path, drafts[path].tolist(), out, later)
         self._asked = None
@@ -232,7 +240,7 @@ class ThinkingMatcher:
             self._inner.ask(later, found)
 
     def collect(self) -> bool:
-        """Wait for the grammar's masks. False: ask once more."""
+        """Wait for the grammar's masks. Returns False if :meth:`ask` must be called again."""
         if self._inner is None or self._asked is None:
             return True
         if not self._inner.collect():
@@ -272,7 +280,7 @@ class ThinkingMatcher:
         return rows
 
     def _fill(self, place: _Place, row: np.ndarray) -> None:
-        """The mask of a position in a thought, or in one of its marks."""
+        """Fill the mask of a position in reasoning, or in one of its marks."""
         if place.phase != "thinking":
             row[:] = 0
             allow(row, [self._forced(place)])
@@ -282,7 +290,7 @@ class ThinkingMatcher:
             forbid(row, (*self._eos, *late))
 
     def _add_own(self, place: _Place, row: np.ndarray) -> None:
-        """Where the grammar may begin: also what opens a thought, or parts it from the grammar."""
+        """Allow, where the grammar may begin, also tokens that open reasoning or separate it from the grammar."""
         if place.phase == "begin":
             allow(row, self._marks.start[:1])
         elif place.phase == "blank":
@@ -290,7 +298,7 @@ class ThinkingMatcher:
             allow(row, [i for i, count in self._marks.spelling.line_ends.items() if count <= left])
 
     def _hold_back(self, length: int, row: np.ndarray) -> None:
-        """Forbid to end an output that has fewer than ``min_tokens``, wherever that leaves another token."""
+        """Forbid the end of an output with fewer than ``min_tokens``, if that leaves another token."""
         if length < self._params.min_tokens:
             before = row.copy()
             forbid(row, (*self._eos, *self._params.stop_token_ids))
@@ -301,7 +309,7 @@ class ThinkingMatcher:
         return (self._marks.start if place.phase == "opening" else self._marks.end)[place.step]
 
     def _is_inner(self, place: _Place, token: int) -> bool:
-        """Whether a token here is the grammar's. Where both may take it the thought does, and line ends are blank."""
+        """True if the grammar takes this token. Reasoning has precedence, and line ends are blank."""
         if place.phase == "begin":
             return token >= 0 and token != self._marks.start[0]
         if place.phase == "blank":
@@ -310,7 +318,7 @@ class ThinkingMatcher:
         return place.phase == "content"
 
     def _next(self, place: _Place, token: int) -> _Place | None:
-        """Where the output stands after ``token``; None where that may not come."""
+        """The state after ``token``; None if it is not allowed."""
         after = replace(place, length=place.length + 1)
         if place.phase == "content" or (self._inner is not None and self._is_inner(place, token)):
             return replace(after, phase="content")
@@ -332,7 +340,7 @@ class ThinkingMatcher:
         return replace(after, step=place.step + self._marks.spelling.line_ends[token])  # blank
 
     def _opened(self, place: _Place, token: int) -> _Place:
-        """A token at the output's beginning: it may begin the opening mark."""
+        """The state after a token at the output's beginning, which may begin the opening mark."""
         marks = self._marks
         if self._inner is not None:
             return replace(place, phase="opening" if len(marks.start) > 1 else "thinking", step=1)
@@ -343,7 +351,7 @@ class ThinkingMatcher:
         return replace(place, phase="begin" if marks.opening.startswith(text) else "content", text=text)
 
     def _thought(self, place: _Place, token: int) -> _Place | None:
-        """A token of a thought, or of the closing mark."""
+        """The state after a token of reasoning or of the closing mark."""
         text = self._text(token)
         matched, end = self._marks.advance(place.matched, text)
         if end is None:
@@ -353,7 +361,7 @@ class ThinkingMatcher:
         return None if end < len(text) else replace(place, phase="blank", step=0)
 
     def _closing(self, place: _Place) -> _Place:
-        """The same, closing where a thought has spent its budget."""
+        """``place``, in phase "closing" if the budget is spent."""
         if place.phase != "thinking" or self._budget is None or place.thought < self._budget:
             return place
         return replace(place, phase="closing", step=0)

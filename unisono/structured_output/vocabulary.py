@@ -1,4 +1,4 @@
-"""The bytes that each token of a vocabulary spells, and llguidance's tokenizer made from them.
+"""The bytes of each token of a vocabulary, and llguidance's tokenizer made from them.
 
 The engine's process reads the checkpoint's tokenizer (:func:`describe`); a process of ``worker.py`` makes an
 LLTokenizer of the description (:func:`build`), without importing transformers.
@@ -16,7 +16,7 @@ from unisono.structured_output.syntax.structural_tag import Vocabulary
 from unisono.text.tokenizer import Tokenizer
 
 SPECIAL = b"\xff"
-"""Prefix of a special token's name in llguidance's vocabularies: a byte that is in no UTF-8 text."""
+"""Prefix of a special token's name in llguidance's vocabularies: a byte that never occurs in UTF-8."""
 
 MARK = "\x02"
 """A character that no token spells together with another."""
@@ -27,7 +27,7 @@ _METASPACE = "\u2581"
 
 @cache
 def _byte_of_character() -> Mapping[str, int]:
-    """The bytes by the characters that stand for them in byte-level BPE vocabularies (GPT-2's table)."""
+    """Character -> byte in byte-level BPE vocabularies (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -37,7 +37,7 @@ def _byte_level(text: str) -> bytes:
     table = _byte_of_character()
     try:
         return bytes(table[char] for char in text)
-    except KeyError:  # a token that was added to the vocabulary as plain text
+    except KeyError:  # a token added to the vocabulary as plain text
         return text.encode()
 
 
@@ -47,7 +47,7 @@ def _byte_fallback(text: str) -> bytes:
 
 
 def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:
-    """The function that turns a vocabulary entry into bytes, chosen by the tokenizer's decoder."""
+    """The function from a vocabulary entry to bytes, chosen by the tokenizer's decoder."""
     vocabulary = tokenizer.backend.get_vocab()
     written = _fast_json(tokenizer)
     kinds = set(_types(json.loads(written).get("decoder"))) if written else set()
@@ -61,20 +61,20 @@ def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:
 
 
 def _types(decoder: Any) -> list[str]:
-    """The types of a decoder of tokenizer.json and of the decoders in it."""
+    """The types of a decoder of tokenizer.json and of its nested decoders."""
     if not isinstance(decoder, dict):
         return []
     return [str(decoder.get("type")), *(name for one in decoder.get("decoders") or () for name in _types(one))]
 
 
 def _fast_json(tokenizer: Tokenizer) -> str:
-    """The text of tokenizer.json as the ``tokenizers`` library writes it; empty for tokenizers written in Python."""
+    """The text of tokenizer.json from the ``tokenizers`` library; empty for tokenizers written in Python."""
     backend = getattr(tokenizer.backend, "_tokenizer", None)
     return str(backend.to_str()) if tokenizer.backend.is_fast and backend is not None else ""
 
 
 def spellings(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """The bytes of each of ``vocab_size`` tokens: a special token's name, and nothing for ids that are not used."""
+    """The bytes of each of ``vocab_size`` tokens: a special token's name, and nothing for unused ids."""
     spell, added = _speller(tokenizer), tokenizer.backend.added_tokens_decoder
     texts = [b""] * vocab_size
     for text, i in tokenizer.backend.get_vocab().items():
@@ -86,7 +86,7 @@ def spellings(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
 def describe(tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> dict[str, Any]:
     """A vocabulary as a message for :func:`build`.
 
-    Special tokens are part of no answer's text: they are marked, so that only a grammar that names one may have it.
+    Special tokens never belong to an answer's text: they are marked, so that only a grammar that names one allows it.
     """
     texts = spellings(tokenizer, vocab_size)
     specials = sorted({i for i in (*tokenizer.special_ids, *eos) if i < vocab_size})
@@ -104,7 +104,7 @@ def nameable(described: Mapping[str, Any]) -> Vocabulary:
 
 
 class _Wrapper:
-    """The object that LLTokenizer reads a vocabulary from. Called with a text it returns its token ids."""
+    """The object that LLTokenizer reads a vocabulary from. Called with a text, it returns token ids."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -143,7 +143,7 @@ class _Wrapper:
         return b"".join(self.tokens[i] for i in ids)
 
     def _greedy(self, data: bytes) -> list[int]:
-        """The longest token that fits, again and again."""
+        """Greedy tokenization: repeatedly the longest token that fits."""
         ids: list[int] = []
         at = 0
         while at < len(data):
@@ -157,7 +157,7 @@ class _Wrapper:
 
 
 def build(described: Mapping[str, Any]) -> tuple[Any, bool]:
-    """An LLTokenizer of a description, and whether it tokenizes text as the checkpoint does (canonically)."""
+    """(LLTokenizer of a description, canonical). canonical: it tokenizes text as the checkpoint does."""
     import llguidance
 
     wrapper = _Wrapper(described)

@@ -11,24 +11,27 @@ from unisono.types import FinishReason, SamplingParams
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PENDING = 3
-"""Replacement characters at the text's end that later bytes may still turn into one character (UTF-8: 4 bytes)."""
+"""Replacement characters at the text's end that later bytes may still combine into one character (UTF-8: 4 bytes)."""
 MAX_WINDOW = 32
-"""Tokens that a detokenizer's window holds before it looks for a place to cut."""
+"""Tokens in a detokenizer's window before it is shortened."""
 PROMPT_CONTEXT = 6
 """Prompt tokens before the first output token: enough for a space or a character that they share."""
 
 
 class Detokenizer:
-    """Text of one request, token by token. The pieces join to the same text however the tokens are grouped.
+    """Text of one request, token by token.
 
-    Holds back what later tokens may still change: an incomplete character, the beginning of a stop string.
+    The concatenated text does not depend on the grouping of tokens.
+
+    Holds back text that later tokens may still change: an incomplete character, the beginning of a stop string.
 
     params: ``stop`` strings and matches of ``stop_regex`` end the text, if they end after the first ``min_tokens``
-    tokens. They are part of it only with ``include_stop_str_in_output``, which also keeps the text of a stop token.
-    prompt_token_ids: the prompt; its last tokens are context (a leading space, half a character).
+    tokens.
+    ``include_stop_str_in_output`` keeps them, and the text of a stop token. prompt_token_ids: the prompt; its last
+    tokens are context (a leading space, half a character).
 
     ``stop_string`` is the string that ended the text, or None. ``num_tokens`` counts the tokens up to the text's end, a
-    stop token included; what the engine generated after a stop string does not count.
+    stop token included, without tokens after a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
@@ -46,9 +49,11 @@ class Detokenizer:
         return self._stops.found
 
     def feed(self, token_ids: Sequence[int], finish: FinishReason = FinishReason.RUNNING) -> str:
-        """The text that ``token_ids`` make certain. Any ``finish`` but RUNNING also releases what was held back.
+        """The text that ``token_ids`` complete.
 
-        The last id of a delta that finishes with STOP is the stop token: counted, and part of the text only with
+        Any ``finish`` but RUNNING also releases held-back text.
+
+        The last id of a delta that finishes with STOP is the stop token: it is counted, and part of the text only with
         ``include_stop``.
         """
         stopped = finish is FinishReason.STOP and not self._include_stop
@@ -71,9 +76,11 @@ class Detokenizer:
 
 
 class TokenOffsets:
-    """Finds where tokens begin in a text, in characters. Parameters as of :class:`Detokenizer`; stop strings count.
+    """Offsets of tokens in a text, in characters.
 
-    Tokens that share a character begin where it does. Special tokens that are left out of the text add nothing to it.
+    Parameters: see :class:`Detokenizer`; stop strings count.
+
+    Tokens that share a character begin where it does. Special tokens that are left out of the text have length 0.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
@@ -83,12 +90,12 @@ class TokenOffsets:
         self._length = 0
 
     def next(self, token_id: int) -> int:
-        """The characters before the next token."""
+        """Characters before the next token."""
         if self._silent(token_id):
             return self._length
         pending = self._window.pending
         piece = self._window.push(token_id)
-        # What was pending stays if the token did not complete it: then it begins after that.
+        # Pending text stays if the token did not complete it; the token then begins after it.
         begin = self._length + (len(pending) if piece.startswith(pending) else 0)
         self._length += len(piece)
         return begin
@@ -102,10 +109,10 @@ def _window(tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequ
 
 
 class _Window:
-    """Decodes the newest tokens after a few that are already text, since a token's text depends on its neighbours.
+    """Decodes the newest tokens after a few tokens of context, because a token's text depends on its neighbours.
 
     tokens  [ context | new tokens       ]
-    text    [ given out    | uncertain   ]
+    text    [ returned    | uncertain    ]
     """
 
     def __init__(self, decode: Callable[[list[int]], str], context: list[int]) -> None:
@@ -122,8 +129,8 @@ class _Window:
         certain = _certain(text)
         whole = certain == len(text)
         piece = ""
-        # A byte-fallback decoder makes one replacement character of every byte of a run that is not UTF-8 as a whole,
-        # so half a character takes the finished ones before it along until its other half comes.
+        # A byte-fallback decoder replaces every byte of a run that is not UTF-8 as a whole, so half a character
+        # makes the complete characters before it uncertain until its other half arrives.
         if whole or text.startswith(self._given):
             piece = text[len(self._given) : certain]
             self._given += piece
@@ -135,7 +142,7 @@ class _Window:
         return piece
 
     def push_all(self, token_ids: list[int]) -> str:
-        """What :meth:`push` gives for these tokens one after the other, with two decodings where all is certain."""
+        """The result of calling :meth:`push` for each token, with two decodings if all text is certain."""
         text = self._decode(self._ids + token_ids)
         if len(token_ids) < 2 or REPLACEMENT in text or not text.startswith(self._given):
             return "".join([self.push(token_id) for token_id in token_ids])
@@ -154,13 +161,15 @@ class _Window:
         return piece
 
     def _slide(self) -> None:
-        """All is certain: the tokens that made the last piece become the context."""
+        """All text is certain: make the tokens of the last piece the context."""
         self._ids = self._ids[self._context :]
         self._context = len(self._ids)
         self._given = self._decode(self._ids)
 
     def _cut(self, text: str) -> None:
-        """Shorten a window without a clean end (no UTF-8, for long) where its parts' texts join to the whole's."""
+        """Shorten a window without a clean end (a long run without UTF-8) at a place where the parts' texts join to the
+        whole.
+        """
         for cut in range(len(self._ids) - 1, 0, -1):
             head = self._decode(self._ids[:cut])
             if len(head) <= len(self._given) and head + self._decode(self._ids[cut:]) == text:
@@ -171,13 +180,13 @@ class _Window:
 
 
 def _certain(text: str) -> int:
-    """Characters of ``text`` that more tokens cannot change: all but the last few replacement characters."""
+    """Characters of ``text`` that later tokens cannot change: all but the last few replacement characters."""
     tail = text[-MAX_PENDING:]
     return len(text) - (len(tail) - len(tail.rstrip(REPLACEMENT)))
 
 
 class _Stops:
-    """Finds the stop string, or match of an expression, that is complete first; gives out only what none can begin in.
+    """Finds the first complete stop string or match of an expression; holds back text that may begin one.
 
     Stop strings and expressions read each character once, so positions are counted from the text's beginning.
     """
@@ -187,11 +196,11 @@ class _Stops:
         self._include, self._expressions = include, expressions
         self._state = 0
         self._held = ""
-        self._given = 0  # characters
+        self._given = 0  # characters returned so far
         self.found: str | None = None
 
     def push(self, text: str, may_stop: bool = True) -> str:
-        """The text that is certain now. A stop string that ends in ``text`` ends it all, if it may."""
+        """The text that is certain now. A stop string that ends in ``text`` ends the whole text, if ``may_stop``."""
         if self._strings is None and self._expressions is None:
             return text
         if self.found is not None:

@@ -1,9 +1,9 @@
-"""Messages of the harmony format, in which gpt-oss answers, read piece by piece.
+"""Messages of the harmony format, in which gpt-oss answers, parsed piece by piece.
 
 An answer is a sequence of messages ``<|start|>HEADER<|message|>TEXT<|end|>``; the prompt has the first ``<|start|>``
-and the role. A header is a role, perhaps a recipient, a channel and perhaps a content type:
+and the role. A header is a role, an optional recipient, a channel and an optional content type:
 ``assistant to=functions.f<|channel|>commentary <|constrain|>json``, the recipient after the role or after the channel.
-Channels: ``analysis`` is thinking, ``final`` the answer, ``commentary`` a call, or words before one. ``<|call|>`` and
+Channels: ``analysis`` is reasoning, ``final`` the answer, ``commentary`` a call, or words before one. ``<|call|>`` and
 ``<|return|>`` end a message and the answer. Source: OpenAI's harmony response format, and gpt-oss's chat template.
 """
 
@@ -20,41 +20,41 @@ ENDS = (END, CALL, RETURN)
 
 ANALYSIS, FINAL, COMMENTARY = "analysis", "final", "commentary"
 FUNCTIONS = "functions."
-"""How the recipient of a call begins."""
+"""Prefix of a call's recipient."""
 
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*([\w-]*)")
 ROLE_GOES_ON = re.compile(r"\s*(t|to|to=[^\s<]*\s*)?")
-"""What may follow the role that the prompt ends with, before a channel."""
+"""Text between the role that ends the prompt and a channel."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a message is. recipient: "" for one to the user."""
+    """The header of a message. recipient: "" for a message to the user."""
 
     channel: str
     recipient: str = ""
 
     @classmethod
     def of(cls, text: str) -> Header:
-        """From what stands between the marks of a message's beginning and of its text."""
+        """Parse the text between the start mark and the message mark."""
         channel, recipient = CHANNEL_NAME.search(text), RECIPIENT.search(text)
         return cls(channel[1] if channel else "", recipient[1] if recipient else "")
 
     @property
     def text(self) -> str:
-        """A beginning of a message that reads as this header."""
+        """The beginning of a message with this header."""
         to = f" to={self.recipient}" if self.recipient else ""
         return f"{CHANNEL}{self.channel}{to}{MESSAGE}"
 
 
 OUTSIDE = Header("")
-"""Of text that stands in no message."""
+"""The header of text outside messages."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """New text of a message. begins, ends: it is the message's first, or last; it may be empty then."""
+class MessagePart:
+    """New text of a message. begins, ends: it is the message's first or last part, which may be empty."""
 
     header: Header
     text: str = ""
@@ -62,10 +62,12 @@ class Part:
     ends: bool = False
 
 
-class Messages:
-    """Reads an answer; its pieces may cut marks anywhere. header: of the message whose text the answer begins in.
+class HarmonyMessages:
+    """Parser of an answer in pieces, which may split marks anywhere.
 
-    Text in no message is given out too, without marks; white space between messages is not.
+    header: of the message in which the answer begins.
+
+    Text outside messages is returned too, without marks; white space between messages is dropped.
     """
 
     def __init__(self, header: Header | None = None) -> None:
@@ -74,17 +76,17 @@ class Messages:
         self._header = header or OUTSIDE
         self._fresh, self._between = header is None, False
 
-    def feed(self, text: str, last: bool = False) -> list[Part]:
-        """What ``text`` adds. last: no more text comes; what is held back is given out."""
+    def feed(self, text: str, last: bool = False) -> list[MessagePart]:
+        """The parts of ``text``. last: no more text follows; held-back text is released."""
         self._held += text
-        found: list[Part] = []
+        found: list[MessagePart] = []
         steps = {"outside": self._outside, "header": self._in_header, "body": self._in_body}
         while steps[self._state](found, last):
             pass
         return found
 
     def _until(self, marks: Sequence[str], last: bool) -> tuple[str, str]:
-        """Take text up to the first of ``marks``, with the mark; without one, what is certainly before any mark."""
+        """Take text up to the first of ``marks``, with the mark; without one, the text before any possible mark."""
         held = self._held
         place, mark = min(((held.find(mark), mark) for mark in marks if mark in held), default=(-1, ""))
         if mark:
@@ -94,8 +96,8 @@ class Messages:
         self._held = held[cut:]
         return held[:cut], ""
 
-    def _outside(self, found: list[Part], last: bool) -> bool:
-        """Read text in no message. At the answer's beginning it may be the rest of the first header."""
+    def _outside(self, found: list[MessagePart], last: bool) -> bool:
+        """Read text outside messages. At the answer's beginning it may be the rest of the first header."""
         if self._fresh and not last and ROLE_GOES_ON.fullmatch(self._held.partition("<")[0]):
             if not any(mark in self._held for mark in MARKS) and _overlap(self._held, START, CHANNEL):
                 return False
@@ -108,7 +110,7 @@ class Messages:
         if self._between:
             text = text.lstrip()
         if text:
-            found.append(Part(OUTSIDE, text))
+            found.append(MessagePart(OUTSIDE, text))
             self._fresh = self._between = False
         if mark in (START, CHANNEL):
             self._begin_header(mark if mark == CHANNEL else "")
@@ -117,24 +119,24 @@ class Messages:
     def _begin_header(self, head: str) -> None:
         self._state, self._head, self._fresh, self._between = "header", head, False, False
 
-    def _in_header(self, found: list[Part], last: bool) -> bool:
-        """Read up to a message's text. A header that is cut off or ended says nothing."""
+    def _in_header(self, found: list[MessagePart], last: bool) -> bool:
+        """Read up to a message's text. A truncated header is dropped."""
         text, mark = self._until((MESSAGE, START, *ENDS), last)
         self._head += text
         if mark == MESSAGE:
             self._state, self._header = "body", Header.of(self._head)
-            found.append(Part(self._header, begins=True))
+            found.append(MessagePart(self._header, begins=True))
         elif mark == START:
             self._head = ""
         elif mark:
             self._state, self._between = "outside", True
         return bool(mark)
 
-    def _in_body(self, found: list[Part], last: bool) -> bool:
-        """Read a message's text. A header ends it too, where the model forgot to."""
+    def _in_body(self, found: list[MessagePart], last: bool) -> bool:
+        """Read a message's text. A new header ends it too, if the model omitted the end mark."""
         text, mark = self._until((START, CHANNEL, *ENDS), last)
         if text or mark:
-            found.append(Part(self._header, text, ends=bool(mark)))
+            found.append(MessagePart(self._header, text, ends=bool(mark)))
         if mark in ENDS:
             self._state, self._between = "outside", True
         elif mark:
@@ -143,6 +145,6 @@ class Messages:
 
 
 def _overlap(text: str, *marks: str) -> int:
-    """The number of characters at the end of ``text`` with which one of ``marks`` may begin."""
+    """Length of the longest suffix of ``text`` that is a prefix of one of ``marks``."""
     sizes = (n for mark in marks for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n]))
     return max(sizes, default=0)

@@ -1,6 +1,6 @@
-"""Prompts with a ``suffix``: the model writes what stands between two texts, by the infill tokens of its tokenizer.
+"""Prompts with a ``suffix``: the model fills in the text between two texts, by the infill tokens of its tokenizer.
 
-A tokenizer that has all tokens of a format is taken to mean it. The texts are tokenized by themselves.
+A format is supported by a tokenizer that has all of its tokens. The texts are tokenized separately.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ PREFIX, SUFFIX = "prefix", "suffix"
 
 @dataclass(frozen=True)
 class Infill:
-    """One format. parts: tokens, and PREFIX and SUFFIX where the texts stand. families: whose tokenizers have it."""
+    """One format.
+
+    parts: tokens, with PREFIX and SUFFIX in the places of the texts. families: models with this format.
+    """
 
     families: str
     parts: tuple[str, ...]
@@ -37,14 +40,16 @@ FORMATS = (
     Infill("Codestral", ("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX)),
     Infill("Seed-Coder", ("<[fim-suffix]>", SUFFIX, "<[fim-prefix]>", PREFIX, "<[fim-middle]>")),
 )
-"""As the families' model cards write them."""
+"""The formats of the families' model cards."""
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: list[int], suffix: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a prompt with what stands before the answer (ids) and after it (text).
+    """Token ids of an infill prompt.
 
-    add_special_tokens: whether it begins with what the tokenizer puts before every text, a BOS say.
-    Raises BadRequest where the tokenizer has no infill tokens that are known here.
+    prefix: token ids before the answer. suffix: text after it.
+
+    add_special_tokens: begin with the tokens that the tokenizer puts before every text, such as BOS. Raises BadRequest
+    if the tokenizer has no known infill tokens.
     """
     vocabulary = tokenizer.backend.get_vocab()
     form = next((form for form in FORMATS if all(token in vocabulary for token in form.tokens)), None)
@@ -63,6 +68,6 @@ def infill_prompt(tokenizer: Tokenizer, prefix: list[int], suffix: str, add_spec
 
 
 def _leading(tokenizer: Tokenizer) -> list[int]:
-    """The BOS, where the tokenizer begins every text with it."""
+    """The BOS id, if the tokenizer begins every text with it; else empty."""
     bos = tokenizer.backend.bos_token_id
     return [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []

@@ -1,9 +1,9 @@
-"""Splits a chat answer into the model's thinking and what it says: ``--reasoning-parser``.
+"""Splits a chat answer into reasoning and content: ``--reasoning-parser``.
 
-Thinking stands between two marks at the beginning of an answer. Chat templates often write the opening mark into the
-prompt, or an empty thought where thinking is turned off; so the prompt's end says how an answer begins. ``chat`` gives
-every sequence of a chat answer a :class:`Splitter`. Names are those of vLLM and SGLang, the marks those of the models'
-chat templates.
+Reasoning is enclosed in two marks at the beginning of an answer. Chat templates often write the opening mark into the
+prompt, or an empty reasoning section if reasoning is turned off; so the prompt's end determines the state of the
+answer's beginning. Every sequence of a chat answer has a :class:`Splitter`. Names are those of vLLM and SGLang, the
+marks those of the models' chat templates.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from unisono.text.harmony import ANALYSIS, CALL, END, FINAL, MESSAGE, Header, Messages, Part
+from unisono.text.harmony import ANALYSIS, CALL, END, FINAL, MESSAGE, HarmonyMessages, Header, MessagePart
 from unisono.types import ConfigError
 
 
 @dataclass(frozen=True)
 class Parser:
-    """The marks around a thought. opens: whether an answer begins inside one where the prompt shows neither mark."""
+    """The marks around reasoning. opens: an answer begins with reasoning if the prompt has neither mark."""
 
     start: str = "<think>"
     end: str = "</think>"
     opens: bool = False
 
     def begins(self, prompt: str, prefix: str | None = None) -> str:
-        """Where an answer begins: ``begin`` (it may open a thought), ``thinking`` or ``content``.
+        """The state of an answer's beginning: ``begin`` (it may open reasoning), ``thinking`` or ``content``.
 
-        prefix: the beginning of the answer, where the request gave one to be continued.
+        prefix: the beginning of the answer, if the request continues one.
         """
         before = prompt.rstrip() if prefix is None else prefix
         opened = before.endswith(self.start) if prefix is None else prefix.rfind(self.start) > prefix.rfind(self.end)
@@ -38,9 +38,11 @@ class Parser:
     def splitter(
         self, prompt: str, prefix: str | None = None, interrupts: Sequence[str] = (), calls: bool = False
     ) -> Splitter:
-        """For one answer; see :meth:`begins`. interrupts: marks of calls, with which a thought ends too.
+        """A splitter for one answer; see :meth:`begins`.
 
-        calls: whether calls are looked for in what is no thinking.
+        interrupts: marks of calls, which end reasoning too.
+
+        calls: a tool parser reads the content.
         """
         state = self.begins(prompt, prefix)
         return Splitter(self, "begin" if self.opens and state == "thinking" else state, interrupts)
@@ -48,7 +50,7 @@ class Parser:
 
 @dataclass(frozen=True)
 class HarmonyParser(Parser):
-    """Thinking is the messages of a channel (``text/harmony.py``), wherever in the answer they are."""
+    """Reasoning is the messages of the analysis channel (``text/harmony.py``), anywhere in the answer."""
 
     start: str = Header(ANALYSIS).text
     end: str = END
@@ -76,13 +78,13 @@ PARSERS: Mapping[str, Parser] = {
     "seed_oss": Parser("<seed:think>", "</seed:think>", opens=True),
     **dict.fromkeys(("openai_gptoss", "gpt_oss"), HarmonyParser()),
 }
-"""By the names that vLLM and SGLang give them."""
+"""Parsers by the names of vLLM and SGLang."""
 OFF = "none"
-"""``--reasoning-parser none``: no answer is split, whatever the template says."""
+"""``--reasoning-parser none``: answers are not split, whatever the template."""
 
 
 def parser_named(name: str | None) -> Parser | None:
-    """The parser of a name; None for None and ``none``. Raises ConfigError that lists the names."""
+    """The parser ``name``; None for None and ``none``. Raises ConfigError with the list of names."""
     if name is None or name == OFF:
         return None
     if (parser := PARSERS.get(name.replace("-", "_"))) is None:
@@ -91,7 +93,7 @@ def parser_named(name: str | None) -> Parser | None:
 
 
 def parser_of(template: str) -> Parser | None:
-    """The parser for a chat template with this text; None where it has no thinking."""
+    """The parser for a chat template with this text; None if it has no reasoning."""
     if PARSERS["openai_gptoss"].start in template:
         return PARSERS["openai_gptoss"]
     for parser in (PARSERS["seed_oss"], PARSERS["mistral"], PARSERS["kimi"], THINK):
@@ -102,10 +104,10 @@ def parser_of(template: str) -> Parser | None:
 
 @dataclass
 class Splitter:
-    """Reads one answer piece by piece; the pieces may cut a mark anywhere.
+    """Splitter of one answer in pieces, which may split a mark anywhere.
 
     state: ``begin`` (an opening mark may come first), ``thinking`` or ``content``. White space around marks belongs to
-    neither part. Text that may yet turn out to be a mark, or white space before one, is held back.
+    neither part. Text that may become a mark, and white space before one, is held back.
     """
 
     parser: Parser
@@ -115,7 +117,7 @@ class Splitter:
     _started: bool = False
 
     def feed(self, text: str, last: bool = False) -> tuple[str, str]:
-        """(new thinking, new content). last: no more text comes; what is held back is given out."""
+        """(new reasoning, new content). last: no more text follows; held-back text is released."""
         self._held += text
         if self.state == "begin" and not self._begin(last):
             return "", ""
@@ -123,7 +125,7 @@ class Splitter:
         return thinking, self._content() if self.state == "content" else ""
 
     def _begin(self, last: bool) -> bool:
-        """Look for the opening mark. Returns whether it is known how the answer begins."""
+        """Look for the opening mark. Returns True once the state of the beginning is known."""
         mark, text = self.parser.start, self._held.lstrip()
         if text.startswith(mark):
             self.state, self._held = "thinking", text[len(mark) :]
@@ -134,18 +136,18 @@ class Splitter:
         return True
 
     def _think(self, last: bool) -> str:
-        """New thinking up to the closing mark, without the white space at both ends."""
+        """New reasoning up to the closing mark, without white space at both ends."""
         if not self._started:
             self._held = self._held.lstrip()
-        thought, marks = self._held, (self.parser.end, *self.interrupts)
-        place, mark = min(((thought.find(mark), mark) for mark in marks if mark in thought), default=(-1, ""))
+        held, marks = self._held, (self.parser.end, *self.interrupts)
+        place, mark = min(((held.find(mark), mark) for mark in marks if mark in held), default=(-1, ""))
         if mark:
             rest = place + len(mark) if mark == self.parser.end else place
-            self.state, self._held, self._started = "content", thought[rest:], False
-            return thought[:place].rstrip()
-        kept = thought if last else thought[: len(thought) - max(_overlap(thought, mark) for mark in marks)]
+            self.state, self._held, self._started = "content", held[rest:], False
+            return held[:place].rstrip()
+        kept = held if last else held[: len(held) - max(_overlap(held, mark) for mark in marks)]
         new = kept if last else kept.rstrip()
-        self._held = thought[len(new) :]
+        self._held = held[len(new) :]
         self._started |= bool(new)
         return new
 
@@ -157,16 +159,18 @@ class Splitter:
 
 @dataclass
 class HarmonySplitter(Splitter):
-    """The analysis channel is thinking, all else content. Messages of a kind are parted by line ends.
+    """The analysis channel is reasoning, everything else content.
 
-    calls: messages to functions keep their marks, for a reader of calls; without one they count as thinking.
+    Messages of one kind are separated by newlines.
+
+    calls: messages to functions keep their marks, for a tool parser; otherwise they count as reasoning.
     """
 
     calls: bool = False
 
     def __post_init__(self) -> None:
         opened = {"thinking": Header(ANALYSIS), "content": Header(FINAL)}.get(self.state)
-        self._messages = Messages(opened)
+        self._messages = HarmonyMessages(opened)
         self._spoke = {"thinking": False, "content": False}
         self._parted = {"thinking": False, "content": False}
 
@@ -176,14 +180,14 @@ class HarmonySplitter(Splitter):
             header = part.header
             if header.recipient and self.calls:
                 new["content"] += (header.text if part.begins else "") + part.text + (CALL if part.ends else "")
-                self._parted["content"] = self._spoke["content"] = False  # the reader parts what calls part
+                self._parted["content"] = self._spoke["content"] = False  # the tool parser separates text around calls
             else:
                 thinks = header.channel == ANALYSIS or bool(header.recipient)
                 self._add(new, "thinking" if thinks else "content", part)
         return new["thinking"], new["content"]
 
-    def _add(self, new: dict[str, str], kind: str, part: Part) -> None:
-        """More thinking or content."""
+    def _add(self, new: dict[str, str], kind: str, part: MessagePart) -> None:
+        """Append reasoning or content."""
         self._parted[kind] |= part.begins and self._spoke[kind]
         if part.text:
             new[kind] += ("\n" if self._parted[kind] else "") + part.text
@@ -191,5 +195,5 @@ class HarmonySplitter(Splitter):
 
 
 def _overlap(text: str, mark: str) -> int:
-    """The number of characters at the end of ``text`` with which ``mark`` may begin."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``mark``."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,10 +1,10 @@
-"""Stop expressions: where a text first matches one of them, found character by character, in time linear in the text.
+"""Stop expressions: the first match in a text, found character by character in linear time.
 
-Python's ``re`` backtracks, for ever on some patterns, and cannot say what of a text may still become a match. So the
-pattern is compiled to an automaton (Thompson's construction) whose states are all tried at once, each with the place
-where its match began. The first character that completes a match ends the text: of the matches that end there it is
-the longest, whatever the tokens' borders are. Anchors, look-around and references are no regular language or need
-what comes later; they are refused.
+Python's ``re`` backtracks, exponentially for some patterns, and cannot tell which end of a text may still become a
+match. So the pattern is compiled to an automaton (Thompson's construction) whose states are all tracked at once, each
+with the start of its match. The first character that completes a match ends the text; of the matches that end there it
+is the longest, independent of token boundaries. Anchors, look-around and references are not regular, or need later
+text; they are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unisono.types import BadRequest
 from unisono.types.limits import SAMPLING, shown
 
 MAX_STATES = 500
-"""Of all expressions of a request: what a character costs at most."""
+"""Most states of all expressions of a request: the worst-case cost of a character."""
 
 Test = Callable[[str], bool]
 
@@ -46,7 +46,7 @@ _REFUSED = {
 
 @dataclass
 class _Automaton:
-    """States by number; an edge without a test is taken for nothing."""
+    """A nondeterministic automaton; states are numbers, and an edge without a test reads nothing."""
 
     tests: list[tuple[Test, int] | None] = field(default_factory=list)  # of a state that reads a character
     empty: list[list[int]] = field(default_factory=list)
@@ -86,10 +86,10 @@ class _Automaton:
         return end
 
     def _shared(self, code: Any, value: Any, flags: int) -> Test:
-        """The test of an element: one for all states that a repeat makes of it."""
+        """The test of an element, shared by all states that a repeat makes of it."""
         key = (code, id(value), flags)
         if key not in self.shared:
-            self.shared[key] = (value, _test(code, value, flags))  # with the value, whose id is no other's then
+            self.shared[key] = (value, _test(code, value, flags))  # keep the value alive, so that its id stays unique
         return self.shared[key][1]
 
     def _repeat(self, least: int, most: Any, inner: Any, start: int, flags: int) -> int:
@@ -110,14 +110,14 @@ class _Automaton:
         return end
 
     def _once(self, inner: Any, start: int, flags: int) -> int:
-        """One pass of what is repeated, at a state of its own: ``start`` may have other ways on."""
+        """Add one iteration of a repeat, at a new state: ``start`` may have other edges."""
         first = self.state()
         self.empty[start].append(first)
         return self.add(inner, first, flags)
 
 
 def _test(code: Any, value: Any, flags: int) -> Test:
-    """What a character must be. Raises ValueError for an element that this does not know."""
+    """The test of a character. Raises ValueError for an unknown element."""
     if code is codes.ANY:
         return (lambda c: True) if flags & re.DOTALL else (lambda c: c != "\n")
     one = _in(value) if code is codes.IN else _in([(code, value)])
@@ -150,9 +150,11 @@ def _in(items: Iterable[Any]) -> Test:
 
 
 class StopRegex:
-    """The automaton of some expressions, and one text's way through it. Raises BadRequest for what it cannot be.
+    """The automaton of some expressions, and its state after a text.
 
-    ``begun``: where the earliest match begins that the text so far may be a part of; None where there is none.
+    Raises BadRequest for unsupported expressions.
+
+    ``begun``: start of the earliest match that the text's end may belong to; None without one.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -163,7 +165,7 @@ class StopRegex:
         self._first = self._automaton.state()
         self._ends = {_compiled(self._automaton, pattern, self._first) for pattern in patterns}
         self._closures: dict[int, frozenset[int]] = {}
-        self._alive: dict[int, int] = {}  # states that read, and the earliest place where each one's match began
+        self._alive: dict[int, int] = {}  # reading states -> the earliest start of a match in that state
         self._position = 0
         if self._ends & self._reached(self._first):
             raise BadRequest("stop_regex matches the empty text, which would end every answer at once.", PARAM)
@@ -173,7 +175,7 @@ class StopRegex:
         return min(self._alive.values(), default=None)
 
     def feed(self, text: str) -> tuple[int, int] | None:
-        """Read on; (start, end) of the first match that ends in ``text``, counted from the text's beginning."""
+        """Read more text; (start, end) of the first match that ends in it, counted from the text's beginning."""
         found: tuple[int, int] | None = None
         for char in text:
             match = self._step(char)
@@ -181,11 +183,11 @@ class StopRegex:
         return found
 
     def _step(self, char: str) -> tuple[int, int] | None:
-        passed: dict[int, bool] = {}  # by the test's id: states that repeat one element share its test
+        passed: dict[int, bool] = {}  # by the test's id: states of a repeated element share its test
         alive: dict[int, int] = {}
         first = None
         begun = dict.fromkeys(self._reached(self._first), self._position)
-        # The earliest match first: then a state is reached once, from where its match began earliest.
+        # The earliest match first, so that each state is reached with its earliest start.
         for state, start in sorted({**begun, **self._alive}.items(), key=lambda one: one[1]):
             found = self._automaton.tests[state]
             if found is None:
@@ -202,7 +204,7 @@ class StopRegex:
         return None if first is None else (first, self._position)
 
     def _spread(self, state: int, known: dict[int, int], start: int) -> list[int]:
-        """Add ``state``, and what it is without reading more, to the ``known`` states; returns those that are new."""
+        """Add ``state`` and its empty closure to the ``known`` states; returns the new ones."""
         if state in known:
             return []
         known[state] = start
@@ -215,7 +217,7 @@ class StopRegex:
         return new
 
     def _reached(self, state: int) -> frozenset[int]:
-        """The states that ``state`` is, for nothing."""
+        """The empty closure of ``state``."""
         known = self._closures.get(state)
         if known is None:
             seen, stack = {state}, [state]

@@ -1,7 +1,8 @@
-"""Stop strings: one automaton for all of a request (Aho and Corasick 1975), so that their number costs nothing a token.
+"""Stop strings: one automaton per request (Aho and Corasick 1975), so that the cost per token is independent of their
+number.
 
-A state is the longest end of the text that some stop string begins with. Automata are immutable and shared by the
-sequences of a request; each sequence has a state of its own.
+A state is the longest suffix of the text that is a prefix of a stop string. Automata are immutable and shared by the
+sequences of a request; each sequence has its own state.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from functools import lru_cache
 
 
 class StopStrings:
-    """The automaton of some strings, none of them empty. State 0 is the first."""
+    """The automaton of non-empty strings. State 0 is the start."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
-        self._longest = [0]  # characters of the longest string that ends in a state
+        self._longest = [0]  # length of the longest string that ends in a state
         for string in strings:
             self._add(string)
         self._fallback = [0] * len(self._next)
@@ -46,10 +47,12 @@ class StopStrings:
         return self._next[state][char]
 
     def feed(self, state: int, text: str, may_stop: bool) -> tuple[int, tuple[int, int] | None]:
-        """Read ``text`` from ``state`` on. Returns the state after it, and the first match that ends in it.
+        """Read ``text`` from ``state`` on.
 
-        A match is (characters of ``text`` up to its end, its length): of those that end there it is the longest. It
-        is None where there is none or ``may_stop`` is false.
+        Returns the state after it, and the first match that ends in it.
+
+        A match is (characters of ``text`` up to its end, its length), the longest that ends there; None if there is
+        none or ``may_stop`` is false.
         """
         for place, char in enumerate(text, 1):
             state = self._step(state, char)
@@ -59,7 +62,7 @@ class StopStrings:
 
     def begun(self, state: int) -> int:
         """Characters at the text's end that may be the beginning of a string."""
-        while state and not self._next[state]:  # it is a whole string, and no longer one begins so
+        while state and not self._next[state]:  # a complete string that is no prefix of a longer one
             state = self._fallback[state]
         return self._depth[state]
 

@@ -1,6 +1,7 @@
-"""A checkpoint's tokenizer and chat template, read through transformers.
+"""A checkpoint's tokenizer and chat template, loaded through transformers.
 
-``frontend`` and the tools turn text into token ids and back with it; ``grammar`` asks what each token spells.
+``frontend`` and the tools convert text to token ids and back with it; ``structured_output`` reads the bytes of each
+token.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ if TYPE_CHECKING:
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""A token of one byte, of tokenizers that fall back to bytes."""
+"""A token of one byte, in tokenizers with byte fallback."""
 SPACE = "▁"
-"""A space in the vocabulary of a tokenizer like sentencepiece's."""
+"""A space in a vocabulary in sentencepiece's style."""
 RESERVED_VARIABLES = frozenset({"self", "messages", "conversation", "conversations"})
-"""Names of the messages, beside transformers' own arguments, on their way to a template: no variable may have them."""
+"""Names that no template variable may have: the messages' names on their way to a template."""
 
 HARMONY_ENDS = {"<|call|>", "<|return|>"}
 
 
 def _byte_level() -> dict[str, int]:
-    """The bytes that the characters of a byte-level vocabulary stand for, as GPT-2 defined them."""
+    """The bytes of the characters in a byte-level vocabulary, as GPT-2 defined them."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -52,7 +53,7 @@ class Tokenizer:
         self.size = max(backend.get_vocab().values(), default=-1) + 1
         added = backend.added_tokens_decoder
         self.special_ids = {i for i, token in added.items() if token.special} | set(backend.all_special_ids)
-        # Whether more tokens only add to a text: cleaning up spaces changes what stands before them.
+        # True if more tokens only append to a text: cleaning up spaces changes earlier text.
         self.appends = backend.is_fast and not backend.clean_up_tokenization_spaces
         # The fast decoder without transformers' wrapper: it runs twice for every generated token.
         self._token_bytes: dict[int, bytes] = {}
@@ -60,7 +61,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer | None:
-        """The tokenizer in checkpoint directory ``path``, never from a network; None where there is none.
+        """The tokenizer in checkpoint directory ``path``, never from a network; None if there is none.
 
         Raises CheckpointError for tokenizer files that cannot be read.
         """
@@ -68,7 +69,7 @@ class Tokenizer:
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             return None
         check_directory(path)
-        from transformers import AutoTokenizer  # seconds: the server has its engine start first
+        from transformers import AutoTokenizer  # takes seconds: the server lets its engine start first
 
         try:
             return cls(AutoTokenizer.from_pretrained(str(path), local_files_only=True))
@@ -77,16 +78,16 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's end-of-sequence id, if it has one; a checkpoint's configs may name more.
+        """The tokenizer's end-of-sequence ids; a checkpoint's configs may name more.
 
-        In the harmony format a call ends an answer, too, which not all configs of such checkpoints say.
+        In the harmony format a call ends an answer, too; not all configs of such checkpoints have its id.
         """
         eos, specials = self.backend.eos_token_id, self.special_tokens
         harmony = [specials[end] for end in HARMONY_ENDS if specials.keys() >= HARMONY_ENDS]
         return (() if eos is None else (int(eos),)) + tuple(sorted({*harmony} - {eos}))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises CheckpointError if the tokenizer makes ids that a model of ``vocab_size`` tokens lacks.
+        """Raise CheckpointError if the tokenizer makes ids that a model of ``vocab_size`` tokens lacks.
 
         Added tokens may lie beyond it: some checkpoints carry unused ones, and a prompt with one is refused.
         """
@@ -97,13 +98,13 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; special tokens (a leading BOS, say) as the checkpoint adds them."""
+        """Token ids of ``text``, with special tokens (such as a leading BOS) as the checkpoint adds them."""
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that spell ``words``, at the beginning of a text and, where that differs, after a space.
+        """The token sequences of ``words``, at the beginning of a text and, if different, after a space.
 
-        As vLLM makes them: a word in other pieces is not found.
+        As in vLLM, the same word in other tokens is not matched.
         """
         found: dict[tuple[int, ...], None] = {}
         for word in words:
@@ -117,7 +118,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, spaces: bool = True) -> str:
         """Text of ``token_ids``; ids that only pad the model's vocabulary have none.
 
-        spaces: whether a decoder's space between special tokens that follow each other stays.
+        spaces: keep a decoder's space between adjacent special tokens.
         """
         known = [i for i in token_ids if i < self.size]
         text = self._decode(known, skip_special_tokens=skip_special_tokens)
@@ -129,7 +130,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text: a part of a character's where several tokens share one."""
+        """The bytes that a token adds to a text: part of a character if several tokens share it."""
         if (found := self._token_bytes.get(token_id)) is None:
             found = self._token_bytes[token_id] = self._bytes_of(token_id)
         return found
@@ -154,9 +155,10 @@ class Tokenizer:
         return {one["type"] for one in [state, *state.get("decoders", [])]}
 
     def offsets(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
-        """Return the characters of ``text`` before each of its tokens; None where the ids are not its tokens.
+        """Characters of ``text`` before each of its tokens; None if the ids are not its tokens.
 
-        Tokens that share a character begin where it does; special tokens that are not in the text, where the next does.
+        Tokens that share a character begin where it does; special tokens that are not in the text begin where the next
+        does.
         """
         if not self.backend.is_fast:
             return None
@@ -168,12 +170,12 @@ class Tokenizer:
         return None
 
     def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether the token never adds text: it pads the vocabulary, or is special and those are skipped."""
+        """True if the token never adds text: it pads the vocabulary, or is special and those are skipped."""
         return token_id >= self.size or (skip_special_tokens and token_id in self.special_ids)
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The text of the chat template that conversations are written with; None where there is none."""
+        """The text of the default chat template; None without one."""
         if self.backend.chat_template is None:
             return None
         try:
@@ -202,13 +204,13 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
     ) -> str:
-        """The prompt text of a conversation (``role``/``content`` mappings), as the checkpoint's template writes it.
+        """The prompt text of a conversation (``role``/``content`` mappings) by the checkpoint's template.
 
-        tools: definitions in OpenAI's form, for a template that knows them (``text/templates/tools.py``).
+        tools: definitions in OpenAI's form, for a template that supports them (``text/templates/tools.py``).
+        template_kwargs, documents: variables of the template. chat_template: used instead of the checkpoint's.
 
-        Encode it with ``add_special_tokens=False``: the template writes them. ``template_kwargs`` and ``documents`` are
-        variables of the template; ``chat_template`` stands in for the checkpoint's. It runs in transformers' sandbox.
-        Raises BadRequest if there is no template, or if it refuses the messages.
+        Encode it with ``add_special_tokens=False``: the template writes them. It runs in transformers' sandbox. Raises
+        BadRequest if there is no template, or if it refuses the messages.
         """
         if self.backend.chat_template is None and chat_template is None:
             raise BadRequest(
@@ -249,9 +251,9 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The backend's ``apply_chat_template`` without tokenizing, in the renderer's process.
+        """Call the backend's ``apply_chat_template`` without tokenizing, in the renderer's process.
 
-        Raises TemplateFailed, ValueError where there is no such template, and TemporaryFailure without a process.
+        Raises TemplateFailed, ValueError if there is no such template, and TemporaryFailure without a process.
         """
         if not messages:
             raise ValueError("there are none: give at least one")
@@ -271,9 +273,9 @@ class Tokenizer:
             raise TemporaryFailure(str(error)) from None
 
     def check_template(self) -> None:
-        """Raises CheckpointError for a chat template that takes too much time or memory for two short messages.
+        """Raise CheckpointError for a chat template that takes too much time or memory for two short messages.
 
-        One that refuses them may take others.
+        A template that refuses them may accept others.
         """
         if self.backend.chat_template is None:
             return

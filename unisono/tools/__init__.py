@@ -1,1 +1,1 @@
-"""Commands of users: bench, chat, compare, eval, train-draft."""
+"""Commands for users: bench, chat, compare, eval, train-draft."""

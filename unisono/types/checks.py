@@ -1,6 +1,8 @@
-"""Checks of a prepared request against the model's sizes. This is the only copy of each check.
+"""Checks of a prepared request against the model's sizes.
 
-``frontend`` checks every request before it hands it to the engine. The engine checks every request that it is given.
+This is the only copy of each check.
+
+``frontend`` checks every request before it submits it. The engine checks every request that it receives.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from unisono.types.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_ID
 def check_request(
     request: EngineRequest, max_model_len: int, vocab_size: int, hidden_size: int, param: str = "prompt"
 ) -> None:
-    """Raise BadRequest, naming the value and the limit, for a request that a model of these sizes cannot run.
+    """Raise BadRequest with the value and the limit for a request that a model of these sizes cannot run.
 
-    param: the caller's name of the prompt, which errors cite.
+    param: the name of the prompt's field in errors.
     """
     prompt, params, overrides = request.prompt_token_ids, request.params, request.overrides
     if not prompt:
@@ -60,7 +62,7 @@ def check_request(
 
 
 def _check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str, embedded: Collection[int] = ()) -> None:
-    """Raise BadRequest for an id outside the vocabulary. ``embedded`` are positions that have no token."""
+    """Raise BadRequest for an id outside the vocabulary. embedded: positions without a token."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     wrong = next((t for i, t in enumerate(token_ids) if not 0 <= t < vocab_size and i not in embedded), None)
@@ -79,7 +81,7 @@ def _check_bad_words(bad_words: Sequence[Sequence[int]]) -> None:
 
 
 def _check_prompt_logprobs(request: EngineRequest, embedded: Collection[int]) -> None:
-    """Raise BadRequest where the log-probability of an embedded position is wanted: it has no token."""
+    """Raise BadRequest if the log-probability of an embedded position is requested: it has no token."""
     first = request.first_scored
     wrong = next((p for p in range(first, len(request.prompt_token_ids)) if p in embedded), None)
     if wrong is not None:

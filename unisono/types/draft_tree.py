@@ -1,9 +1,9 @@
-"""Draft trees as data: what a speculative config says of one, and the paths from its root to its leaves.
+"""Draft trees as data: their form in a speculative config, and the paths from root to leaves.
 
-A tree is fixed at start. A node is a tuple of digits, one for each step down from the root, which stands for the last
-committed token: digit d takes the d-th best candidate (0 is the best) of the logits that its parent leads to. Every
-round verifies the paths from root to leaf side by side. Only ``types`` imports this module, which imports nothing
-of the project; what is wrong with a tree is a ValueError here.
+A tree is fixed at start. A node is a tuple of digits, one for each step down from the root; the root is the last
+committed token. Digit d takes the d-th best candidate (0 is the best) of the logits after its parent. Every round
+verifies the paths from root to leaf side by side. Only ``types`` imports this module, which imports nothing of the
+project. Errors are ValueErrors.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from collections.abc import Collection
 Node = tuple[int, ...]
 
 MAX_PATHS = 32
-"""Leaves of a tree at most: each is a row of every round for every request."""
+"""Most leaves of a tree: each is a row of every round for every request."""
 
 RIGHT, NEXT = 0.6, 0.4
 """The prior of :func:`promising`: candidate d is the right one with probability RIGHT · NEXT^d, which sums to 1."""
 
 
-def parse_nodes(given: object) -> tuple[Node, ...]:
-    """The nodes of a tree as vLLM writes it: ``"[(0,), (1,), (0, 0)]"``, or the same as lists or tuples.
+def parse_nodes(value: object) -> tuple[Node, ...]:
+    """Parse the nodes of a tree in vLLM's form: ``"[(0,), (1,), (0, 0)]"``, or the same as lists or tuples.
 
-    Raises ValueError for anything else, for a node whose parent or elder sibling is missing, and for too many paths.
+    Raises ValueError for another form, for a node without its parent or elder sibling, and for too many paths.
     """
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given = ast.literal_eval(given)
+            value = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-            raise ValueError(f"{given!r} is no list of tuples") from None
-    if not isinstance(given, (list, tuple)) or not given:
-        raise ValueError(f"{given!r} is no list of tuples, one for each node but the root")
+            raise ValueError(f"{value!r} is not a list of tuples") from None
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"{value!r} is not a list of tuples, one for each node but the root")
     nodes = set()
-    for node in given:
+    for node in value:
         whole = isinstance(node, (list, tuple)) and all(isinstance(d, int) and not isinstance(d, bool) for d in node)
         if not whole or not node or min(node) < 0:
-            raise ValueError(f"{node!r} is no node: a tuple of whole numbers from 0 on, one for each step down")
+            raise ValueError(f"{node!r} is not a node: a tuple of whole numbers from 0 on, one for each step down")
         nodes.add(tuple(node))
     for node in sorted(nodes):
         if len(node) > 1 and node[:-1] not in nodes:
@@ -49,11 +49,11 @@ def parse_nodes(given: object) -> tuple[Node, ...]:
 
 
 def promising(children: int, budget: int, depth: int) -> tuple[Node, ...]:
-    """The ``budget`` likeliest nodes of a tree with this depth and this number of children per node.
+    """The ``budget`` likeliest nodes of a tree with this depth and number of children per node.
 
-    A node is likely as all of its path is: the product of RIGHT · NEXT^d over its digits, so a parent always comes
-    before its children and a sibling before the next. Of equals the shallower comes first. The tree is smaller where
-    ``children`` and ``depth`` give fewer nodes. Raises ValueError for too many paths.
+    A node's probability is the product of RIGHT · NEXT^d over the digits of its path, so a parent comes before its
+    children and a sibling before the next. Among equals the shallower comes first. The tree is smaller if ``children``
+    and ``depth`` allow fewer nodes. Raises ValueError for too many paths.
     """
     nodes: list[Node] = []
     waiting: list[tuple[float, int, Node]] = []
@@ -63,7 +63,7 @@ def promising(children: int, budget: int, depth: int) -> tuple[Node, ...]:
         heapq.heappush(waiting, (round(surprise, 9), len(node), node))
 
     offer((0,))
-    most = min(budget, MAX_PATHS * depth + 1)  # more are too many in any case
+    most = min(budget, MAX_PATHS * depth + 1)  # more nodes have too many paths in any case
     while waiting and len(nodes) < most:
         *_, node = heapq.heappop(waiting)
         nodes.append(node)

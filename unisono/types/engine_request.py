@@ -10,12 +10,12 @@ from unisono.types.outputs import Vectors, part_id
 from unisono.types.sampling_params import SamplingParams
 
 PLACEHOLDER = -1
-"""Stands among a prompt's token ids where an embedding does. It is no token: nothing matches, counts or repeats it."""
+"""Placeholder in a prompt's token ids at positions with an embedding. It is no token: nothing matches or counts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Embeddings [n, hidden] that stand in for those of a prompt's token ids at these positions, ascending."""
+    """Embeddings [n, hidden] in place of those of a prompt's token ids at ``positions``, ascending."""
 
     positions: list[int]
     vectors: Vectors
@@ -23,16 +23,18 @@ class Overrides:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What the engine needs of a request. Token ids in, token ids out; text never enters the engine.
+    """A request as the engine runs it.
 
-    ``stop_ids`` are the device's stop ids (the model's EOS ids unless ignored, and the request's own).
-    ``bad_words`` are the token sequences of ``params.bad_words``. ``params.seed`` is set (never None) by the time a
-    request reaches the engine. ``shares_with`` is an earlier request with the same prompt: this one starts after its
-    first token, when the prefix cache has the prompt's pages. ``overrides``: embeddings at some of the prompt's
-    positions, where ``prompt_token_ids`` has PLACEHOLDER. ``priority``: lower ones run first, if the engine schedules
-    by it. ``cache_salt``: cached prefixes are shared by requests of one salt only. ``client``: whose request it is;
-    clients take turns. ``media``: the prompt's pictures and videos. ``adapter``: the name of a loaded adapter.
-    ``prompt_only``: the prompt may fill the context; such a request ends with LENGTH and no token.
+    Token ids in, token ids out; text never enters the engine.
+
+    params: ``seed`` is set (never None) by the time a request reaches the engine. stop_ids: stop ids on the device: the
+    model's EOS ids unless ignored, and the request's own. bad_words: token sequences of ``params.bad_words``.
+    shares_with: an earlier request with the same prompt; this one starts after its first token, when the prefix cache
+    has the prompt's pages. overrides: embeddings at the positions where ``prompt_token_ids`` has PLACEHOLDER. priority:
+    lower values run first, if the engine schedules by priority. cache_salt: cached prefixes are shared only between
+    requests of one salt. client: owner of the request; the scheduler alternates between clients. media: images and
+    videos of the prompt. adapter: name of a loaded adapter. prompt_only: the prompt may fill the context; the request
+    ends with LENGTH and no token.
     """
 
     request_id: str
@@ -51,16 +53,16 @@ class EngineRequest:
 
     @property
     def first_scored(self) -> int:
-        """The first prompt position whose log-probability is reported, if any is: the first token has none."""
+        """The first prompt position whose log-probability is reported. The first token of a prompt has none."""
         return max(1, self.params.logprob_start_len)
 
     def sequences(self) -> list[EngineRequest]:
-        """A request for each of the ``n`` sequences: seeds count up from this one's, modulo 2**63."""
+        """One request per sequence (``n``): seeds count up from this one's, modulo 2**63."""
         seed, first = self.params.seed, part_id(self.request_id, 0)
         assert seed is not None
         if self.params.n == 1:
             return [self]
-        prompt_logprobs = [self.params.prompt_logprobs] + [None] * (self.params.n - 1)  # the first one's are all's
+        prompt_logprobs = [self.params.prompt_logprobs] + [None] * (self.params.n - 1)  # shared by all sequences
         return [
             replace(
                 self,

@@ -1,4 +1,7 @@
-"""Every error that is raised on purpose. Imports nothing of the project; everybody has these names from ``types``."""
+"""Every error that is raised on purpose.
+
+Imports nothing of the project; all rooms import these names from ``types``.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ class UnisonoError(Exception):
 
 
 class BadRequest(UnisonoError):
-    """The caller's input is wrong: names the value, the limit and the way out.
+    """Wrong input of the caller.
 
-    ``param`` is the offending parameter's name as the OpenAI API spells it, or None.
-    ``code`` is OpenAI's machine-readable code, for example ``context_length_exceeded``.
+    The text names the value, the limit and the way out.
+
+    param: the offending parameter as the OpenAI API spells it, or None. code: OpenAI's machine-readable code, for
+    example ``context_length_exceeded``.
     """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -29,11 +34,11 @@ class CheckpointError(UnisonoError):
 
 
 class TemporaryFailure(UnisonoError):
-    """Something that the request needs is not there now. The same request may succeed some seconds later."""
+    """Something that the request needs is unavailable now. The same request may succeed some seconds later."""
 
 
 class EngineUnavailable(UnisonoError):
-    """The engine that a request names does not serve now; others may."""
+    """The engine that a request names is not serving now; others may be."""
 
 
 class EngineDead(UnisonoError):

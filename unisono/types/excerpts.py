@@ -6,20 +6,23 @@ import itertools
 import json
 
 MAX_VALUE_CHARS = 80
-"""Characters of a value in an error message."""
+"""Longest value in an error message, characters."""
 
 
 def show(value: object) -> str:
-    """A value of the client's JSON, short enough for a sentence. It may be megabytes: only its beginning is read."""
+    """A value of the client's JSON, short enough for a sentence.
+
+    Only its beginning is read, because it may be megabytes.
+    """
     try:
         text = json.dumps(_beginning(value, [MAX_VALUE_CHARS]), ensure_ascii=False, default=str)
-    except (ValueError, RecursionError):  # a number of thousands of digits, objects nested in thousands
+    except (ValueError, RecursionError):  # a number of thousands of digits, or thousands of nested objects
         text = f"a {type(value).__name__}"
     return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"
 
 
 def _beginning(value: object, left: list[int]) -> object:
-    """The first part of a value that ``left[0]`` further values and the same number of characters of each text make."""
+    """The first part of a value: at most ``left[0]`` further values, and as many characters of each text."""
     left[0] -= 1
     if isinstance(value, str):
         return value[: MAX_VALUE_CHARS + 1]

@@ -1,8 +1,8 @@
-"""Limits of the values in a request, and one table of those of sampling parameters.
+"""Limits of the values in a request, and the table of limits of sampling parameters.
 
 ``types.SamplingParams`` checks its fields by :data:`SAMPLING`. ``http/limits/fields.py`` has the tables of all request
-bodies, made of the same objects. A limit is checked before anything reads the value: no check takes longer for a larger
-value than its limit allows.
+bodies, built from the same classes. A limit is checked before anything reads the value, and no check takes longer for a
+larger value than its limit allows.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any, Protocol
 from unisono.types.errors import BadRequest
 
 MAX_STOP_IDS = 16
-"""Stop token ids (EOS ids included) a slot holds on the device."""
+"""Stop token ids per slot on the device, EOS ids included."""
 
 MAX_STOPS, MAX_STOP_CHARS = 256, 1024
-"""Stop strings of a request, and the characters of each."""
+"""Stop strings of a request, and characters of each."""
 
 MAX_BIASES = 300
-"""Entries of ``logit_bias``: as many as OpenAI takes."""
+"""Entries of ``logit_bias``: OpenAI's limit."""
 
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 16
-"""Token sequences that a request may forbid, and their length. A word makes up to two: with a space before it too."""
+"""Token sequences that a request may forbid, and their length. A word gives up to two, one with a leading space."""
 
 MAX_BAD_WORD_CHARS = 1024
-"""Characters of a forbidden word, which is tokenized before its tokens are counted."""
+"""Characters of a forbidden word; it is tokenized before its tokens are counted."""
 
 MAX_LOGPROBS = 20
-"""Alternatives at each position that a kernel finds; more take the whole row of logits to the host."""
+"""Alternatives per position that the kernel finds. A larger number copies whole rows of logits to the host."""
 
 MAX_LOGPROB_IDS = 128
-"""Tokens that ``logprob_token_ids`` may name; vLLM's limit."""
+"""Tokens in ``logprob_token_ids``; vLLM's limit."""
 
 MAX_SEQUENCES = 128
-"""``n`` at most: OpenAI's limit."""
+"""Largest ``n``; OpenAI's limit."""
 
 MAX_TOKEN_IDS = 1 << 20
 """Token ids in a list that is not a prompt: more than any vocabulary has."""
@@ -51,25 +51,25 @@ MAX_SEED = 2**63 - 1
 MAX_INT32 = 2**31 - 1
 
 SHOWN_CHARS = 80
-"""Characters of a value that an error shows."""
+"""Characters of a value in an error."""
 
 
 class Limit(Protocol):
     """A limit of one value."""
 
     def problem(self, value: Any) -> str | None:
-        """The rule that ``value`` breaks, worded to follow "name=value is …"; None for a value within the limit.
+        """The rule that ``value`` breaks, to follow "name=value is …"; None for a value within the limit.
 
         Values of other types pass: their type is checked elsewhere.
         """
 
     def __str__(self) -> str:
-        """The limit as docs/reference/limits.md states it."""
+        """The limit in the words of docs/reference/limits.md."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number from ``least`` to ``most``. note: appended to the rule, the meaning of a special value."""
+    """A whole number from ``least`` to ``most``. note: meaning of a special value, appended to the rule."""
 
     least: int
     most: int = MAX_INT32
@@ -96,7 +96,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Real:
-    """A finite number from ``least`` to ``most``. above: ``least`` itself is excluded. note: appended to the rule."""
+    """A finite number from ``least`` to ``most``. above: exclude ``least``. note: appended to the rule."""
 
     least: float
     most: float
@@ -166,7 +166,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Entries:
-    """An object of at most ``most`` entries, whose names have at most ``name_chars`` characters."""
+    """An object of at most ``most`` entries, with names of at most ``name_chars`` characters."""
 
     most: int
     each: Limit | None = None
@@ -191,7 +191,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class Fields:
-    """An object of at most ``most`` entries, with limits for those of some names."""
+    """An object of at most ``most`` entries, some of which have limits by name."""
 
     limits: Mapping[str, Limit]
     most: int = 16
@@ -239,7 +239,10 @@ class Both:
 
 
 def weight(value: Any, most: int) -> int:
-    """Characters of ``value`` as JSON, at least: texts and names, and 2 for any other value. Stops above ``most``."""
+    """Characters of ``value`` as JSON, a lower bound: texts and names, and 2 for any other value.
+
+    Stops above ``most``.
+    """
     total, stack = 0, [value]
     while stack and total <= most:
         one = stack.pop()
@@ -260,7 +263,7 @@ def weight(value: Any, most: int) -> int:
 
 
 def shown(value: object) -> str:
-    """``repr`` of a value, cut to :data:`SHOWN_CHARS`, without reading more of it than that takes."""
+    """``repr`` of a value, cut to :data:`SHOWN_CHARS` without reading the rest."""
     if isinstance(value, (str, bytes)):
         text = repr(value[: SHOWN_CHARS + 1])
     elif isinstance(value, Mapping):
@@ -312,7 +315,7 @@ SAMPLING: Mapping[str, Limit] = {
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:
-    """Raise BadRequest that names the field, its value and the rule, unless ``ok``."""
+    """Raise BadRequest with the field, its value and the rule, unless ``ok``."""
     if not ok:
         raise BadRequest(f"{name}={shown(value)} is out of range: {rule}.", param=name)
 

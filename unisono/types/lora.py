@@ -1,4 +1,4 @@
-"""How callers name adapters (LoRA): vLLM's ``LoRARequest``, and the values of ``--lora-modules``."""
+"""Adapters (LoRA) as callers name them: vLLM's ``LoRARequest``, and the values of ``--lora-modules``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.types.errors import BadRequest, ConfigError
 class LoRARequest:
     """``LoRARequest("name", 1, "directory")``: generate with the adapter of this directory.
 
-    It is loaded when it is first named. lora_int_id: a number from 1 on, another one for each adapter.
+    It is loaded on first use. lora_int_id: a number from 1 on, unique to the adapter.
     """
 
     lora_name: str
@@ -30,26 +30,26 @@ class LoRARequest:
             raise BadRequest("lora_path is empty; give the adapter's directory.", "lora_request")
 
 
-def one_each(given: object, count: int) -> list[LoRARequest | None]:
-    """The adapter of each of ``count`` prompts, from one for all of them, or a list. Raises BadRequest."""
-    each = [given] * count if given is None or isinstance(given, LoRARequest) else given
+def one_each(modules: object, count: int) -> list[LoRARequest | None]:
+    """The adapter of each of ``count`` prompts: one for all of them, or a list. Raises BadRequest."""
+    each = [modules] * count if modules is None or isinstance(modules, LoRARequest) else modules
     if not isinstance(each, list | tuple) or not all(one is None or isinstance(one, LoRARequest) for one in each):
-        kind = type(given).__name__
+        kind = type(modules).__name__
         raise BadRequest(f"lora_request is a {kind}; give a LoRARequest, or a list with one for each.", "lora_request")
     if len(each) != count:
         raise BadRequest(f"{len(each)} lora_requests for {count} prompts; give one each.", "lora_request")
     return list(each)
 
 
-def read_modules(given: Sequence[Any] | Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def read_modules(modules: Sequence[Any] | Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """(name, directory) of each value of ``--lora-modules``: ``name=path``, or JSON with name and path, or a list.
 
-    In JSON, ``base_model_name`` is taken and not used. Raises ConfigError.
+    ``base_model_name`` in JSON is ignored. Raises ConfigError.
     """
-    if isinstance(given, Mapping):
-        return tuple((str(name), str(path)) for name, path in given.items())
+    if isinstance(modules, Mapping):
+        return tuple((str(name), str(path)) for name, path in modules.items())
     found: list[tuple[str, str]] = []
-    for value in given:
+    for value in modules:
         if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
             try:
                 value = json.loads(value)

@@ -1,6 +1,6 @@
-"""What comes of a request: new tokens round by round, whole answers, vectors as bytes, and why a text ended.
+"""Results of a request: token deltas of each round, complete answers, vectors as bytes, and finish reasons.
 
-Imports nothing of the project; everybody has these names from ``types``.
+Imports nothing of the project; all rooms import these names from ``types``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Shortened(reprlib.Repr):
 
     def repr1(self, x: Any, level: int) -> str:
         if dataclasses.is_dataclass(x):
-            return repr(x)  # which cuts its own parts
+            return repr(x)  # dataclasses of this package cut their own parts
         if hasattr(x, "shape") and hasattr(x, "dtype"):
             return f"<tensor {list(x.shape)} {str(x.dtype).removeprefix('torch.')}>"
         return super().repr1(x, level)
@@ -59,15 +59,15 @@ class Concise:
 
 
 def part_id(request_id: str, part: object) -> str:
-    """Return the id of a part of a request: a sequence, a prompt or a beam.
+    """The id of a part of a request: a sequence, a prompt or a beam.
 
-    Ids that clients choose have no ``#`` (``http/request_ids.py``), so no client's id equals a part of another's.
+    Ids that clients choose have no ``#`` (``http/request_ids.py``), so no client's id equals that of another's part.
     """
     return f"{request_id}#{part}"
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request stopped producing tokens. The device writes these numbers in ``Slots.status``."""
+    """Reasons for the end of a request. The device writes these numbers to ``Slots.status``."""
 
     RUNNING = 0
     STOP = 1
@@ -85,8 +85,7 @@ class FinishReason(enum.IntEnum):
 class Vectors:
     """Rows of numbers on their way between rooms and processes; ``vectors.py`` makes tensors of them.
 
-    dtype: float32, float16 or bfloat16. size: numbers in a row. data: the rows, one after the other, in the machine's
-    byte order.
+    dtype: float32, float16 or bfloat16. size: numbers per row. data: the rows in order, in native byte order.
     """
 
     dtype: str
@@ -94,12 +93,12 @@ class Vectors:
     data: bytes
 
     def head(self, rows: int) -> Vectors:
-        """The first ``rows`` rows; all where there are fewer."""
+        """The first ``rows`` rows, or all if there are fewer."""
         itemsize = 4 if self.dtype == "float32" else 2
         return Vectors(self.dtype, self.size, self.data[: rows * self.size * itemsize])
 
     def joined(self, later: Vectors) -> Vectors:
-        """These rows, then those of ``later``."""
+        """These rows followed by those of ``later``."""
         return Vectors(self.dtype, self.size, self.data + later.data)
 
 
@@ -114,15 +113,18 @@ class Logprob(Concise):
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: of the token there, its rank (1 is the likeliest; ties count), and of the
-    likeliest tokens, ``(token id, logprob)`` in order."""
+    """Log-probabilities at one position.
+
+    logprob, rank: of the token there; rank 1 is the likeliest, ties count. top: the likeliest tokens, ``(token id,
+    logprob)`` in order.
+    """
 
     logprob: float
     rank: int
     top: list[tuple[int, float]] = field(default_factory=list)
 
     def named(self, token_id: int, text_of: Callable[[int], str | None], most: int) -> dict[int, Logprob]:
-        """The position as vLLM words it: the token's own entry first, then those of the ``most`` likeliest."""
+        """The position in vLLM's form: the token's own entry first, then the ``most`` likeliest."""
         entries = {token_id: Logprob(self.logprob, self.rank, text_of(token_id))}
         for place, (alternative, logprob) in enumerate(self.top[:most], 1):
             entries[alternative] = Logprob(logprob, place, text_of(alternative))
@@ -130,19 +132,18 @@ class TokenLogprobs:
 
 
 class TokenDelta(msgspec.Struct, omit_defaults=True):
-    """New tokens of one request, one per round or more; ``finish`` is RUNNING until the last delta.
+    """New tokens of one request, of one round or more; ``finish`` is RUNNING until the last delta.
 
-    A struct, which a round of hundreds of requests makes and sends in half a dataclass's time.
-    ``cached_tokens`` (prompt tokens served by the prefix cache) and ``queued_seconds`` (from the queue to the first
-    pass) are set on a request's first delta.
-    ``logprobs`` has an entry for each token if the request asked for them; ``prompt_logprobs``, on its first delta, one
-    for each prompt token but the first. ``drafted_tokens`` were proposed for these tokens, ``accepted_tokens`` of them
-    accepted.
-    ``hidden_states`` are those of generated tokens, if the request asked for them: of the one before each of these, but
-    the first; ``prompt_hidden_states``, on its first delta, those of the prompt.
-    ``extra``: what features of other packages report, a list for each name; lists of successive deltas are joined.
-    ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
-    ``joined``: of a delta that several were joined to, the rounds of each; see :attr:`rounds`.
+    A msgspec struct, because it takes half the time of a dataclass to build and send.
+    cached_tokens: prompt tokens served by the prefix cache. queued_seconds: time from the queue to the first pass. Both
+    are set on a request's first delta.
+    logprobs: one entry per token, if requested. prompt_logprobs: on the first delta, one entry per prompt token but the
+    first. drafted_tokens: drafts proposed for these tokens; accepted_tokens: the accepted ones.
+    hidden_states: of generated tokens, if requested: the state before each of these tokens except the very first.
+    prompt_hidden_states: those of the prompt, on the first delta.
+    extra: reports of features of other packages, a list by name; lists of successive deltas are concatenated.
+    error: the request failed inside the engine; ``finish`` is then ABORT.
+    joined: rounds of a delta that combines several; see :attr:`rounds`.
     """
 
     request_id: str
@@ -162,16 +163,13 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
 
     @property
     def rounds(self) -> list[tuple[int, int, int]]:
-        """Of each round in this delta: its tokens, how many were drafted for it, how many of these were accepted.
-
-        A round's accepted drafts are its first tokens.
-        """
+        """(tokens, drafted, accepted) of each round in this delta. A round's accepted drafts are its first tokens."""
         if self.joined is not None:
             return self.joined
         return [(len(self.token_ids), self.drafted_tokens, self.accepted_tokens)] if self.token_ids else []
 
     def absorb(self, later: TokenDelta) -> None:
-        """Make this delta what it and the one after it bring together."""
+        """Append the delta that follows this one."""
         if self.joined is None:
             self.joined = self.rounds
         self.joined += later.rounds
@@ -190,7 +188,7 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of ``AsyncLLM.generate`` holds: all so far, what is new since the one before it, or the end."""
+    """Contents of each output of ``AsyncLLM.generate``: everything so far, the new part, or only the final result."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -199,11 +197,14 @@ class RequestOutputKind(enum.Enum):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request. Names are vLLM's.
+    """Times of a request.
 
-    arrival_time: seconds since 1970. The ``_ts`` are seconds of ``time.monotonic``: when the request was ready for the
-    engine, and when its first and its latest tokens left the engine; 0 before that. first_token_latency: seconds from
-    queued_ts to first_token_ts. num_generation_tokens: of all the request's sequences.
+    Names are vLLM's.
+
+    arrival_time: seconds since 1970. queued_ts, first_token_ts, last_token_ts: seconds of ``time.monotonic`` when the
+    request was ready for the engine, and when its first and latest tokens left the engine; 0 before that.
+    first_token_latency: seconds from queued_ts to first_token_ts. num_generation_tokens: of all the request's
+    sequences.
     """
 
     arrival_time: float = 0.0
@@ -214,16 +215,26 @@ class RequestMetrics:
     num_generation_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedToolCall:
+    """A tool call in an answer. arguments: JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 @dataclass(slots=True, repr=False)
 class CompletionOutput(Concise):
-    """One generated sequence: ``token_ids`` (EOS included), ``text`` (stop string excluded unless asked for).
+    """One generated sequence.
 
-    ``stop_reason``: the stop string, or the id of ``stop_token_ids``, that ended it; None for EOS and everything else.
-
-    ``logprobs`` maps, for each token, ids to their log-probability: the token's own and the likeliest ones'.
-    ``hidden_states``: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
-    ``extra``: what features of other packages report, a list for each name.
-    ``error``: why it could not go on, where ``finish_reason`` is "abort" and no caller asked for it.
+    token_ids: EOS included. text: without the stop string, unless requested. stop_reason: the stop string, or the id of
+    ``stop_token_ids``, that ended it; None for EOS and everything else.
+    logprobs: for each token a map from id to log-probability: the token's own and the likeliest ones.
+    hidden_states: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
+    extra: reports of features of other packages, a list by name.
+    error: the failure that ended it; then ``finish_reason`` is "abort" though no caller aborted it.
+    reasoning, content, tool_calls: the parts of ``text``, with the parsers of ``LLM.chat``; None and empty without.
     """
 
     index: int
@@ -236,19 +247,24 @@ class CompletionOutput(Concise):
     error: str | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict)
     stop_reason: int | str | None = None
+    reasoning: str | None = None
+    content: str | None = None
+    tool_calls: list[ParsedToolCall] = field(default_factory=list)
 
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """True once the sequence has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True, repr=False)
 class RequestOutput(Concise):
-    """What ``LLM.generate`` returns for one prompt; ``seed`` reproduces it: seed + i its output i.
+    """The result of ``LLM.generate`` for one prompt.
 
-    ``prompt_logprobs`` has an entry for each prompt token, None for the first and those before ``logprob_start_len``.
-    ``prompt_hidden_states``: a tensor [prompt tokens, hidden] in the model's dtype. ``prompt_token_ids`` has -1 where
-    an embedding stood. ``metrics``: when it came and when its tokens did.
+    ``seed`` reproduces it: output i has seed + i.
+
+    prompt_logprobs: one entry per prompt token, None for the first and those before ``logprob_start_len``.
+    prompt_hidden_states: a tensor [prompt tokens, hidden] in the model's dtype. prompt_token_ids: -1 at the positions
+    of embeddings. metrics: times of the request and its tokens.
     """
 
     request_id: str
@@ -265,7 +281,7 @@ class RequestOutput(Concise):
 
 @dataclass
 class EmbeddingOutput:
-    """An embedding: numbers, as many as the model's hidden size or as were requested. Names are vLLM's."""
+    """An embedding: the model's hidden size, or the requested number of dimensions. Names are vLLM's."""
 
     embedding: list[float]
 

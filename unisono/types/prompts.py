@@ -1,4 +1,4 @@
-"""The mappings that ``LLM.generate`` takes as prompts, as types: vLLM's names. Each call makes a plain dict."""
+"""Types of the mappings that ``LLM.generate`` takes as prompts, with vLLM's names. Each call makes a plain dict."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any, NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """``TextPrompt(prompt="…")``. embedding_overrides: embeddings in place of those of some tokens.
-    cache_salt: the prefix cache shares the prompt only with prompts of the same one. multi_modal_data: pictures and
-    videos; multi_modal_uuids: names of them; mm_processor_kwargs: settings for them.
+    """``TextPrompt(prompt="…")``.
+
+    embedding_overrides: embeddings in place of those of some tokens. cache_salt: share cached prefixes only with
+    prompts of the same salt. multi_modal_data: images and videos; multi_modal_uuids: their names; mm_processor_kwargs:
+    their preprocessing settings.
     """
 
     prompt: str
@@ -20,7 +22,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """``TokensPrompt(prompt_token_ids=[…])``. prompt: the text that they spell, for the output to carry."""
+    """``TokensPrompt(prompt_token_ids=[…])``. prompt: the text of these tokens, copied to the output."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]

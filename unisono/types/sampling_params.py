@@ -32,43 +32,45 @@ def _within(limits: Mapping[str, Any], values: Any) -> None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams(Concise):
-    """How one request picks its tokens. Names and defaults are vLLM's.
+    """The sampling parameters of one request.
+
+    Names and defaults are vLLM's.
 
     temperature: 0 is greedy (ties to the lowest id); otherwise logits are divided by it.
     repetition_penalty: logits of tokens in prompt or output are divided (positive) or multiplied by it; 1 is off.
     presence_penalty, frequency_penalty: subtracted from the logits of output tokens, once and once per occurrence.
-    logit_bias: token id to what is added to its logit, -100 … 100, before the penalties.
-    allowed_token_ids: the only ids that may be picked; None allows all.
-    bad_words: texts that are not generated.
+    logit_bias: token id -> number added to its logit, -100 … 100, before the penalties.
+    allowed_token_ids: the only ids that may be sampled; None allows all.
+    bad_words: texts that are never generated.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     top_p: keep the smallest set with at least this probability, computed after top-k; 1 keeps all.
     min_p: drop tokens less likely than min_p times the most likely one; 0 drops none.
     seed: 0 … 2**63 - 1; None lets the engine choose one and report it.
-    n: sequences to generate for the prompt; sequence i is what a request with seed + i gives.
-    max_tokens: tokens to generate at most; None means up to the context's end.
-    min_tokens: tokens to generate before any stop id or stop string may end the request.
-    stop: strings that end the text; include_stop_str_in_output: whether they are part of it.
+    n: sequences to generate for the prompt; sequence i equals a request with seed + i.
+    max_tokens: most tokens to generate; None: up to the context's end.
+    min_tokens: tokens to generate before a stop id or stop string may end the request.
+    stop: strings that end the text. include_stop_str_in_output: keep the string in the text.
     stop_token_ids: ids that end the request beside the model's EOS ids.
-    stop_regex (SGLang's name): expressions that end the text where one first matches, as stop strings do.
-    ignore_eos: go on after EOS (for benchmarks).
-    logprobs: report the log-probability of each token and of this number of likeliest ones; None reports none, -1 those
-    of the whole vocabulary. logprob_token_ids: of these tokens in place of the likeliest ones.
+    stop_regex (SGLang's name): expressions that end the text at their first match, like stop strings.
+    ignore_eos: continue after EOS (for benchmarks).
+    logprobs: report the log-probability of each token and of this many likeliest ones. None: none; -1: the whole
+    vocabulary. logprob_token_ids: report these tokens instead of the likeliest ones.
     prompt_logprobs: the same for each prompt token but the first. logprob_start_len (SGLang's name): only for prompt
-    tokens from this position on. The prompt is computed from the token before that, without the prefix cache.
+    tokens from this position on. The prompt is computed from the token before it, without the prefix cache.
     return_hidden_states (SGLang's name): report the final hidden state, after the last norm, of each prompt token and
-    each generated one but the last. No cached prefix has them, so such a prompt is computed whole.
-    detokenize: whether the answer has text; without, it ends by token ids and lengths only.
-    spaces_between_special_tokens: False writes special tokens that follow each other without a space between them.
-    truncate_prompt_tokens: keep this number of the prompt's tokens, by default the last ones (truncation_side "left");
-    -1 keeps what the context leaves beside max_tokens.
-    max_drafts: drafts per round at most for this request; 0 turns speculation off; None takes the engine's k.
-    extra_args (vLLM's name): parameters of features that other packages add, by name (docs/extend/feature.md).
-    structured_outputs: what the output must be; where it is complete only EOS may come. ignore_eos and min_tokens then
-        forbid ending it only where it can go on.
-    thinking: how the output's thought is marked; structured_outputs begins after it.
-    output_kind: what each output of ``AsyncLLM.generate`` holds.
+    each generated one but the last. Cached prefixes have none, so the prompt is computed whole.
+    detokenize: produce text. If False, the request ends by token ids and lengths only.
+    spaces_between_special_tokens: if False, adjacent special tokens are written without a space between them.
+    truncate_prompt_tokens: keep this many prompt tokens, by default the last ones (truncation_side "left"); -1 keeps as
+    many as the context leaves beside max_tokens.
+    max_drafts: most drafts per round for this request; 0 turns speculation off; None: the engine's k.
+    extra_args (vLLM's name): parameters of features of other packages, by name (docs/extend/feature.md).
+    structured_outputs: the form of the output. Once it is complete, only EOS may follow; ignore_eos and min_tokens
+    forbid the end only while the output can continue.
+    thinking: the marks of the reasoning section; structured_outputs applies after it.
+    output_kind: contents of each output of ``AsyncLLM.generate``.
 
-    Raises BadRequest naming the value and the limit.
+    Raises BadRequest with the value and the limit.
     """
 
     temperature: float = 1.0
@@ -108,7 +110,10 @@ class SamplingParams(Concise):
 
     @property
     def followed_thinking(self) -> Thinking | None:
-        """The thought, where masks have to follow it: it has a budget, or a grammar begins after it."""
+        """The reasoning section, if token masks depend on it: it has a budget, or a grammar begins after it.
+
+        Otherwise None.
+        """
         thinking = self.thinking
         if thinking is None or thinking.state == "content":
             return None
@@ -138,7 +143,7 @@ class SamplingParams(Concise):
         self._check_bias()
 
     def _make_tuple(self, name: str) -> None:
-        """Make a field a tuple: one string is a tuple of one. None stays where it means that nothing is limited."""
+        """Convert a field to a tuple: one string becomes a tuple of one. None stays where it means no limit."""
         value = getattr(self, name)
         if value is None and name in _OPTIONAL:
             return
@@ -148,16 +153,18 @@ class SamplingParams(Concise):
 
     @property
     def wants_wide_logprobs(self) -> bool:
-        """True if log-probabilities are requested that no kernel finds: more than MAX_LOGPROBS, or of tokens by id."""
+        """True if log-probabilities are requested that the kernel does not find: more than MAX_LOGPROBS, or of tokens
+        by id.
+        """
         return self.logprob_token_ids is not None or not -1 < (self.logprobs or 0) <= MAX_LOGPROBS
 
     @property
     def found_logprobs(self) -> int | None:
-        """How many likely tokens the kernel is to find; None for no log-probabilities at all."""
+        """Number of likeliest tokens that the kernel finds; None for no log-probabilities at all."""
         return 0 if self.wants_wide_logprobs else self.logprobs
 
     def _check_ids(self) -> None:
-        """Drop repeated ids of lists that must not be empty. Raises BadRequest."""
+        """Remove repeated ids from lists that must not be empty. Raises BadRequest."""
         for name, most in (("logprob_token_ids", MAX_LOGPROB_IDS), ("allowed_token_ids", MAX_TOKEN_IDS)):
             if (value := getattr(self, name)) is not None:
                 ids = tuple(dict.fromkeys(value))
@@ -167,7 +174,7 @@ class SamplingParams(Concise):
             object.__setattr__(self, "logprobs", self.logprobs or 0)
 
     def _check_ends(self) -> None:
-        """Check the fields that end the text, and those that cut the prompt. Raises BadRequest."""
+        """Check the fields that end the text, and those that truncate the prompt. Raises BadRequest."""
         for name in ("stop", "stop_regex"):
             if getattr(self, name) and not self.detokenize:
                 raise BadRequest(f"{name} ends texts, and detokenize=False makes none; leave out one of them.", name)
@@ -178,7 +185,7 @@ class SamplingParams(Concise):
         require(ok, "min_tokens", self.min_tokens, f"it must be a whole number from 0 to max_tokens={self.max_tokens}")
 
     def _check_bias(self) -> None:
-        """Check the biases of tokens. Raises BadRequest."""
+        """Check ``logit_bias``. Raises BadRequest."""
         bias, limit = {} if self.logit_bias is None else self.logit_bias, Real(-100, 100)
         ok = isinstance(bias, Mapping) and all(is_int(t) and t >= 0 for t in bias)
         require(ok, "logit_bias", bias, "it must map token ids (whole numbers ≥ 0) to numbers")

@@ -12,18 +12,18 @@ from unisono.types.limits import is_int
 from unisono.types.outputs import Concise
 
 MAX_DRAFTS = 15
-"""Drafts per round at most."""
+"""Most drafts per round."""
 
 
 @dataclass(frozen=True, repr=False)
 class SpeculativeConfig(Concise):
-    """How drafts are made; the JSON of ``--speculative-config`` has vLLM's names.
+    """The drafter and its settings; the JSON of ``--speculative-config`` has vLLM's names.
 
-    method: a drafter of the catalog. model: its checkpoint, if it has one. num_speculative_tokens: k, drafts per
-    round. options: what this method alone understands; the drafter refuses the rest. token_tree: the nodes of a tree of
-    drafts (``token_tree.py``), whose depth k then is; empty: a chain. adaptive: draft fewer than k, or nothing, in
-    rounds where that brings more tokens a second. draft_tensor_parallel_size: ranks that hold the draft model together,
-    all of the target's or 1: each holds it whole; None: as the method does by itself (``DivisibleDrafter``).
+    method: a drafter of the catalog. model: its checkpoint, if it has one. num_speculative_tokens: k, drafts per round.
+    options: settings of this method; the drafter refuses unknown ones. token_tree: nodes of a draft tree
+    (``draft_tree.py``), whose depth is k; empty: a chain. adaptive: draft fewer than k tokens, or none, in rounds where
+    that gives more tokens per second. draft_tensor_parallel_size: ranks that share the draft model: all of the
+    target's, or 1 (each holds it whole); None: the method's own default (``DivisibleDrafter``).
     """
 
     method: str = "none"
@@ -59,31 +59,32 @@ class SpeculativeConfig(Concise):
 
     @property
     def paths(self) -> tuple[Node, ...]:
-        """The tree's paths from root to leaf, two at least; empty for a chain."""
+        """The tree's paths from root to leaf, at least two; empty for a chain."""
         paths = leaves(self.token_tree)
         return paths if len(paths) > 1 else ()
 
     @staticmethod
-    def parse(given: Mapping[str, Any]) -> SpeculativeConfig:
-        """From vLLM's flat form: every key that is no field of this class is an option of the method.
+    def parse(config: Mapping[str, Any]) -> SpeculativeConfig:
+        """Parse vLLM's flat form: every key that is no field of this class is an option of the method.
 
-        A tree is ``speculative_token_tree`` (its nodes, as vLLM writes them), or ``topk`` and ``num_draft_tokens``:
-        that number of likeliest nodes with at most ``topk`` children each, by the prior of ``token_tree.promising``.
+        A tree is ``speculative_token_tree`` (its nodes, in vLLM's form), or ``topk`` and ``num_draft_tokens``: the
+        likeliest ``num_draft_tokens`` nodes with at most ``topk`` children each, by the prior of
+        ``draft_tree.promising``.
         """
-        if not isinstance(given.get("method"), str):
-            if "num_speculative_tokens" in given:
-                SpeculativeConfig(num_speculative_tokens=given["num_speculative_tokens"])  # it is in range
-            asked = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        if not isinstance(config.get("method"), str):
+            if "num_speculative_tokens" in config:
+                SpeculativeConfig(num_speculative_tokens=config["num_speculative_tokens"])  # checks the range
+            settings = ", ".join(f"{name}={value!r}" for name, value in config.items())
             raise ConfigError(
-                f'{asked or "the speculative config"}: say how drafts are made, with --speculative-method or "method" '
+                f'{settings or "the speculative config"}: choose a drafter with --speculative-method or "method" '
                 "of the speculative config (mtp for the MTP modules of the checkpoint; --help lists all)."
             )
-        known = {name: given[name] for name in _FLAT_KEYS if name in given}
-        nodes = _asked_tree(given)
+        known = {name: config[name] for name in _FLAT_KEYS if name in config}
+        nodes = _asked_tree(config)
         if nodes:
             known["token_tree"] = nodes
             known.setdefault("num_speculative_tokens", min(len(nodes[-1]), MAX_DRAFTS))
-        options = {k: v for k, v in given.items() if k not in known and k not in _TREE_KEYS}
+        options = {k: v for k, v in config.items() if k not in known and k not in _TREE_KEYS}
         return SpeculativeConfig(**known, options=options)
 
 
@@ -91,9 +92,9 @@ _FLAT_KEYS = ("method", "model", "num_speculative_tokens", "adaptive", "draft_te
 _TREE_KEYS = ("speculative_token_tree", "topk", "num_draft_tokens")
 
 
-def _asked_tree(given: Mapping[str, Any]) -> tuple[Node, ...]:
-    """The nodes that a flat speculative config asks for; none for a chain."""
-    explicit, topk, budget = (given.get(name) for name in _TREE_KEYS)
+def _asked_tree(config: Mapping[str, Any]) -> tuple[Node, ...]:
+    """The nodes of the tree in a flat speculative config; empty for a chain."""
+    explicit, topk, budget = (config.get(name) for name in _TREE_KEYS)
     if explicit is not None:
         if topk is not None or budget is not None:
             raise ConfigError("speculative_token_tree names every node: leave out topk and num_draft_tokens.")
@@ -103,13 +104,13 @@ def _asked_tree(given: Mapping[str, Any]) -> tuple[Node, ...]:
     for name, value in (("topk", topk), ("num_draft_tokens", budget)):
         if not (isinstance(value, int) and is_int(value) and value >= 1):
             raise ConfigError(f"{name}={value!r}: topk and num_draft_tokens go together, whole numbers from 1 on.")
-    k = given.get("num_speculative_tokens", SpeculativeConfig.num_speculative_tokens)
-    SpeculativeConfig(num_speculative_tokens=k)  # k is in range
+    k = config.get("num_speculative_tokens", SpeculativeConfig.num_speculative_tokens)
+    SpeculativeConfig(num_speculative_tokens=k)  # checks the range of k
     return _tree(f"topk={topk} with num_draft_tokens={budget}", promising, topk, budget, k)
 
 
-def _tree(what: str, make: Callable[..., tuple[Node, ...]], *given: Any) -> tuple[Node, ...]:
+def _tree(what: str, make: Callable[..., tuple[Node, ...]], *config: Any) -> tuple[Node, ...]:
     try:
-        return make(*given)
+        return make(*config)
     except ValueError as error:
         raise ConfigError(f"{what}: {error}.") from None

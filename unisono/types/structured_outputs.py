@@ -1,6 +1,6 @@
-"""StructuredOutputs and Thinking: the form that an output must have, checked without a grammar library.
+"""StructuredOutputs and Thinking: the form of an output, checked without a grammar library.
 
-``structured_output/`` compiles what passes these checks.
+``structured_output/`` compiles values that pass these checks.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from unisono.types.limits import Whole, require
 from unisono.types.outputs import Concise
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-"""The fields that say what the output must be; a request sets one."""
+"""The fields that define the form; a request sets one."""
 
 MAX_CHARS = 100_000
-"""Characters of a schema, expression or grammar, choices together."""
+"""Characters of a schema, expression or grammar, or of all choices together."""
 
 MAX_DEPTH = 64
-"""Nesting of a JSON schema: reading one takes time that grows with the third power of it, 8 ms at 64."""
+"""Nesting of a JSON schema. Reading one takes time cubic in its depth: 8 ms at 64."""
 
 
 def checked(kind: str, value: Any) -> Any:
-    """``value`` of the field ``kind`` as it is kept: JSON as text, choices as a tuple. Raises ValueError."""
+    """The stored form of ``value`` of the field ``kind``: JSON as text, choices as a tuple. Raises ValueError."""
     if kind == "json_object":
         if value is not True:
             raise ValueError("it must be true, or left out")
@@ -52,7 +52,7 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 
 def _json(value: Any) -> str:
-    """JSON as text, from text or data; properties keep their order, for answers follow it."""
+    """JSON as text, from text or data. Properties keep their order, which the output follows."""
     if isinstance(value, str):
         if len(value) > MAX_CHARS:
             return value
@@ -62,7 +62,7 @@ def _json(value: Any) -> str:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH}") from None
         except ValueError as error:
             raise ValueError(f"it is not valid JSON: {error}") from None
-    if _deeper(value, MAX_DEPTH):  # as of what was too deep to be read, whatever it is: Pythons differ in what that is
+    if _deeper(value, MAX_DEPTH):  # the limit of Python's parser depends on its version
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
     if not isinstance(value, (Mapping, bool)):
         raise ValueError("it must be a JSON object")
@@ -73,7 +73,7 @@ def _json(value: Any) -> str:
 
 
 def _deeper(value: Any, limit: int) -> bool:
-    """Whether objects and lists are nested deeper than ``limit``."""
+    """True if objects and lists are nested deeper than ``limit``."""
     layer = [value]
     for _ in range(limit + 1):
         layer = [
@@ -89,13 +89,15 @@ def _deeper(value: Any, limit: int) -> bool:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StructuredOutputs(Concise):
-    """What the output must be: exactly one of these. Names are vLLM's.
+    """The form of the output: exactly one of these.
 
-    json: a JSON schema, as data or text (kept as text). json_object: any JSON object. regex: a regular expression that
-    the whole output matches. choice: one of these strings. grammar: Lark (rule ``start``) or EBNF (rule ``root``).
+    Names are vLLM's.
+
+    json: a JSON schema, as data or text (stored as text). json_object: any JSON object. regex: a regular expression
+    that matches the whole output. choice: one of these strings. grammar: Lark (rule ``start``) or EBNF (rule ``root``).
     structural_tag: vLLM's form, as data or text. disable_any_whitespace: JSON without blanks between its parts.
 
-    Raises BadRequest. Whether a schema, expression or grammar means anything is found out when it is compiled.
+    Raises BadRequest. Errors inside a schema, expression or grammar are found when it is compiled.
     """
 
     json: str | dict[str, Any] | None = None
@@ -107,11 +109,11 @@ class StructuredOutputs(Concise):
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        given = [kind for kind in KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
-            found = f"{', '.join(given)} are set" if given else "nothing is set"
+        value = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(value) != 1:
+            found = f"{', '.join(value)} are set" if value else "nothing is set"
             raise BadRequest(f"structured_outputs: {found}; set one of {', '.join(KINDS)}.", "structured_outputs")
-        (kind,) = given
+        (kind,) = value
         try:
             object.__setattr__(self, kind, checked(kind, getattr(self, kind)))
         except ValueError as error:
@@ -128,17 +130,17 @@ class StructuredOutputs(Concise):
 
 
 StructuredOutputsParams = StructuredOutputs
-"""vLLM's name of it."""
+"""vLLM's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """A thought at the output's beginning, which the marks ``start`` and ``end`` enclose.
+    """A reasoning section at the output's beginning, between the marks ``start`` and ``end``.
 
-    state: where the output begins: ``begin`` (it may open a thought), ``thinking`` (the prompt has opened one) or
-    ``content``. budget: tokens that the thought may have; then its closing mark follows. None: as many as it likes.
+    state: the output's beginning: ``begin`` (it may open a section), ``thinking`` (the prompt has opened one) or
+    ``content``. budget: most tokens of the section; then its closing mark is forced. None: no limit.
 
-    Raises BadRequest naming the value.
+    Raises BadRequest with the value.
     """
 
     start: str

@@ -1,6 +1,6 @@
-"""Unknown fields of requests: an error, or dropped and counted where a server runs with ``--allow-unknown-fields``.
+"""Unknown fields of requests: an error, or dropped and counted if a server runs with ``--allow-unknown-fields``.
 
-The server opens :func:`dropping` around a request; whatever reads a part of its body asks :func:`dropped` before it
+The server opens :func:`dropping` around a request; each reader of a part of its body calls :func:`dropped` before it
 refuses a name.
 """
 
@@ -13,16 +13,16 @@ from contextvars import ContextVar
 from typing import Any
 
 MOST_NAMED = 32
-"""Names that are kept of one request."""
+"""Most names kept per request."""
 MOST_CHARACTERS = 64
-"""Characters of a name that are kept."""
+"""Most characters kept of a name."""
 
 _names: ContextVar[dict[str, None] | None] = ContextVar("unknown fields", default=None)
 
 
 @contextmanager
 def dropping() -> Iterator[dict[str, None]]:
-    """Drop unknown fields inside, in this task; yields their names, as they are found."""
+    """Drop unknown fields inside this context, in this task; yields their names, which are added as they are found."""
     names: dict[str, None] = {}
     token = _names.set(names)
     try:
@@ -32,7 +32,7 @@ def dropping() -> Iterator[dict[str, None]]:
 
 
 def dropped(name: str) -> bool:
-    """True if an unknown field is to be dropped; its name is noted. ``messages[3].x`` counts as ``messages[].x``."""
+    """True if an unknown field is to be dropped; records its name. ``messages[3].x`` counts as ``messages[].x``."""
     names = _names.get()
     if names is None:
         return False

@@ -1,8 +1,8 @@
 """Tensors as bytes, for embeddings and hidden states that pass between rooms and processes.
 
-``frontend`` packs embeddings and unpacks hidden states; the engine unpacks embeddings; ``server`` reads hidden states
-as numbers. Torch is imported where a tensor is made: its import takes 1.5 s, longer than the other imports of the API
-process together, which starts the engine after them. (Transformers imports it later, where there is a tokenizer.)
+``frontend`` packs embeddings and unpacks hidden states; the engine unpacks embeddings; ``http`` reads hidden states as
+numbers. Torch is imported inside functions: its import takes 1.5 s, longer than the other imports of the API process
+together, which starts the engine after them. (Transformers imports it later, if there is a tokenizer.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "float16", "bfloat16")
-"""Names of the dtypes that vectors may have."""
+"""Dtypes of vectors."""
 
 
 def dtype_of(name: str) -> torch.dtype:

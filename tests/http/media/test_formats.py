@@ -202,7 +202,7 @@ def test_messages(sees: Server, cat: str, host: str) -> None:
     result["content"] = "nothing"
     body = {"model": "fake", "max_tokens": 2, "messages": [*messages[:2], {"role": "user", "content": [result, bad]}]}
     error = sees.http.post("/v1/messages", json=body).json()["error"]
-    assert error["message"].startswith("messages[2].content[1] is no picture")
+    assert error["message"].startswith("messages[2].content[1] is not an image")
     for source, words in (
         ({"type": "file", "file_id": "f"}, "source.type"),
         ({"type": "url"}, "source.url"),

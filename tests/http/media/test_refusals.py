@@ -37,8 +37,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "truncated PNG": (data_url(PNG[: len(PNG) // 2]), "is damaged: "),
     "truncated JPEG": (data_url(JPEG[:2000]), "is damaged: .*truncated"),
     "missing rows": (data_url(pics.bomb(900, 900)), "is damaged: "),
-    "wrong type": (data_url(b"%PDF-1.7 and so on"), "is no picture that is read here: taken are PNG, JPEG"),
-    "PostScript": (data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "is no picture"),
+    "wrong type": (data_url(b"%PDF-1.7 and so on"), "is not an image in a supported format: PNG, JPEG"),
+    "PostScript": (data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "is not an image"),
     "SVG": (data_url(SVG, "image/svg+xml"), "is an SVG, a drawing that has no pixels: render it to PNG"),
     "MP4": (data_url(b"\0\0\0\x18ftypmp42" + bytes(50), "video/mp4"), "is an MP4 or QuickTime file.*send its frames"),
     "0 bytes": (data_url(b""), "has 0 bytes"),
@@ -89,10 +89,10 @@ def test_too_many(sees: Server) -> None:
     url = data_url(CAT)
     error = ask(sees, *[part(url)] * 4).json()["error"]
     assert error["param"] == "messages[0].content[3]"
-    assert "is picture 4 of 4; at most 3 of a prompt are taken (--limit-mm-per-prompt)" in error["message"]
+    assert "is image 4 of 4; the limit per prompt is 3 (--limit-mm-per-prompt)" in error["message"]
     film = {"type": "video_url", "video_url": {"url": frame_urls(2)}}
     error = ask(sees, film, film).json()["error"]
-    assert "is video 2 of 2; at most 1 " in error["message"]
+    assert "is video 2 of 2; the limit per prompt is 1 " in error["message"]
 
 
 def test_more_tokens_than_the_context(sees: Server) -> None:
@@ -118,7 +118,7 @@ def test_more_tokens_than_the_context(sees: Server) -> None:
         ([part(None, uuid="cat")], "messages[0].content[0]", "has no content"),
         ([{"type": "input_audio", "input_audio": {}}], "messages[0].content[0]", "types text, image_url"),
         ([{"type": "video_url", "video_url": {"url": []}}], "messages[0].content[0]", "a list of them, the frames"),
-        ([part(data_url(CAT)), text(pics.IMAGE)], "messages", "2 placeholders for 1 picture"),
+        ([part(data_url(CAT)), text(pics.IMAGE)], "messages", "2 placeholders for 1 image"),
     ],
 )
 def test_bad_parts(content: Any, param: str, words: str, sees: Server) -> None:
@@ -156,7 +156,7 @@ def test_a_model_that_sees_nothing(server: Server) -> None:
         answer = server.http.post(path, json=body)
         assert answer.status_code == 400, (path, answer.text)
         message = answer.json()["error"]["message"]
-        assert "is a picture, and this model takes text only. Qwen3-VL, Qwen2.5-VL and Qwen3.5" in message, (
+        assert "is an image, and this model takes text only. Qwen3-VL, Qwen2.5-VL and Qwen3.5" in message, (
             path,
             message,
         )
@@ -251,7 +251,7 @@ def test_workers_end_with_the_server(strict: Server) -> None:
 
     assert ask(strict, part(data_url(CAT))).status_code == 200
     below = [one for child in children(strict.process.pid) for one in (child, *children(child))]
-    assert sum("frontend.media.worker" in named(one) for one in below) >= 2
+    assert sum("unisono.media.worker" in named(one) for one in below) >= 2
     strict.kill()
     until(lambda: not any(named(one) for one in below))
 

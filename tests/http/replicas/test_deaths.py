@@ -101,7 +101,7 @@ def test_without_restarts_the_others_go_on(start: Start) -> None:
     assert set(ended(server)) == {"0"}
     answer = server.http.post(TEXT, json={"prompt": [5]}, headers={"X-data-parallel-rank": "1"})
     assert answer.status_code == 503
-    assert "Engine 1, which X-data-parallel-rank asks for, does not serve now" in answer.json()["error"]["message"]
+    assert "Engine 1, requested by X-data-parallel-rank, does not serve now" in answer.json()["error"]["message"]
     os.kill(engines(server)[0]["info"]["pid"], signal.SIGKILL)
     until(lambda: server.http.get("/health").status_code == 503)
     error = server.http.post(TEXT, json={"prompt": [5]}).json()["error"]

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.cluster.engines import ANYWHERE, Wish
+from unisono.cluster.engines import ANYWHERE, Placement
 from unisono.cluster.replicas.devices import environments
 from unisono.cluster.replicas.prefixes import PrefixIndex, page_hashes
 from unisono.cluster.replicas.router import Router, Sticky
-from unisono.http.errors import ApiError
 from unisono.types import BadRequest, ConfigError, EngineDead, EngineRequest, MediaItem, SamplingParams, Vectors
+from unisono.types.errors import EngineUnavailable
 
 PAGE = 16
 
@@ -80,26 +80,26 @@ def test_what_runs_together() -> None:
         follower = replace(leader, request_id=f"x-{i}", shares_with="x-0")
         assert router.choose(follower, ANYWHERE) == home
     assert router.loads[home].work - work == 8 * (16 + 2 * 8), "the prompt counts once"
-    beams = [router.choose(request(f"b{i}", tokens(i, 50)), Wish(group="beams")) for i in range(6)]
+    beams = [router.choose(request(f"b{i}", tokens(i, 50)), Placement(group="beams")) for i in range(6)]
     assert len(set(beams)) == 1
-    session = [router.choose(request(f"s{i}", tokens(i, 50)), Wish("me")) for i in range(6)]
+    session = [router.choose(request(f"s{i}", tokens(i, 50)), Placement("me")) for i in range(6)]
     assert len(set(session)) == 1
     router.lost(session[0])
-    moved = {router.choose(request(f"t{i}", tokens(i, 50)), Wish("me")) for i in range(6)}
+    moved = {router.choose(request(f"t{i}", tokens(i, 50)), Placement("me")) for i in range(6)}
     assert len(moved) == 1
     assert moved.isdisjoint(session)
     router.sized(session[0], 10, PAGE)
-    assert {router.choose(request("u", [1]), Wish("me"))} == moved, "a session that has moved stays"
+    assert {router.choose(request("u", [1]), Placement("me"))} == moved, "a session that has moved stays"
 
 
 def test_ranks() -> None:
     router = Router(2)
-    assert {router.choose(request(f"r{i}", [i]), Wish(rank=1)) for i in range(4)} == {1}
+    assert {router.choose(request(f"r{i}", [i]), Placement(rank=1)) for i in range(4)} == {1}
     with pytest.raises(BadRequest, match="X-data-parallel-rank=2 is not valid: this server has the engines 0 to 1"):
-        router.choose(request("a", [1]), Wish(rank=2))
+        router.choose(request("a", [1]), Placement(rank=2))
     router.lost(1)
-    with pytest.raises(ApiError, match="Engine 1, which X-data-parallel-rank asks for, does not serve now"):
-        router.choose(request("a", [1]), Wish(rank=1))
+    with pytest.raises(EngineUnavailable, match="Engine 1, requested by X-data-parallel-rank, does not serve now"):
+        router.choose(request("a", [1]), Placement(rank=1))
     router.lost(0)
     with pytest.raises(EngineDead, match="no engine serves"):
         router.choose(request("a", [1]), ANYWHERE)

@@ -1,7 +1,7 @@
-"""Several engines with the interface of one: what a request does, and what operators do, goes where it belongs.
+"""Client of several engines with the interface of one: routes requests, and sends operators' commands to all.
 
-Runs in the API process's event loop. Each replica has an ``EngineClient`` of its own, which starts it again when it has
-died; meanwhile its requests run on the others as far as their clients have no tokens yet.
+Runs in the API process's event loop. Each replica has its own ``EngineClient``, which restarts it after its death;
+meanwhile its requests run on the others, unless their clients have received tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from unisono.cluster import ipc
 from unisono.cluster.client import HEARTBEAT_TIMEOUT, EngineClient
 from unisono.cluster.engine_handle import Launcher, Progress
-from unisono.cluster.engines import ANYWHERE, Observer, Wish
+from unisono.cluster.engines import ANYWHERE, Observer, Placement
 from unisono.cluster.replicas.prefixes import PAGE_SIZE
 from unisono.cluster.replicas.router import Router
 from unisono.cluster.restarts import Restarts
@@ -25,17 +25,19 @@ from unisono.types import BadRequest, EngineDead, EngineRequest, TokenDelta, Uni
 logger = logging.getLogger(__name__)
 
 PAGES = 1 << 16
-"""Pages of a replica that does not say how many it has."""
+"""Default number of pages of a replica that does not report it."""
 SUMMED = frozenset({"reset_prefix_cache", "free_memory"})
 """Commands whose results are added up over the replicas."""
 FORGETTING = frozenset({"reset_prefix_cache"})
-"""Commands after which a replica's cache is empty."""
+"""Commands that empty a replica's cache."""
 
 
 @dataclass
 class ReplicaPlan:
-    """launchers: one for each replica; each starts that replica's engine. configs: the engine's config of each; empty:
-    all have the same. restarts: makes the count of each one's. release: called when all is over.
+    """Start of the replicas.
+
+    launchers: one for each replica; each starts that replica's engine. configs: each engine's config; empty: all have
+    the same. restarts: makes each one's counter of restarts. release: called at the end.
     """
 
     launchers: Sequence[Launcher]
@@ -46,9 +48,9 @@ class ReplicaPlan:
 
 
 class ReplicaClient:
-    """Engines as ``plan`` says, with one router. factory, config, progress: as of EngineClient.
+    """Several engines, started according to ``plan``, with one router. factory, config, progress: as of EngineClient.
 
-    ``death`` is why no engine serves; one that serves is enough for None. ``restarting``: no engine serves, and one
+    ``death``: the reason why no engine serves; None while one serves. ``restarting``: True if no engine serves and one
     will be back.
     """
 
@@ -83,7 +85,7 @@ class ReplicaClient:
             client.start()
 
     async def ready(self) -> dict[str, Any]:
-        """``Engine.info()`` of the first replica once all are loaded. Raises the first error that kept one from it."""
+        """Return ``Engine.info()`` of the first replica once all are loaded. Raises the first error of loading."""
         infos = await asyncio.gather(*(client.ready() for client in self.clients))
         for i, info in enumerate(infos):
             self._sized(i, info)
@@ -110,7 +112,7 @@ class ReplicaClient:
 
     @property
     def samples(self) -> list[ipc.MetricSample]:
-        """The metrics of the last :meth:`inspect`, and the router's. Each has the label ``engine``."""
+        """Metrics of the last :meth:`inspect`, and the router's. Each has the label ``engine``."""
         found = []
         for i, client in enumerate(self.clients):
             found += [_labelled(sample, i) for sample in (*client.samples, *self._routing(i))]
@@ -131,32 +133,32 @@ class ReplicaClient:
             ipc.MetricSample("router_matched_tokens", "counter", {}, float(router.matched[replica]), matched),
         ]
 
-    async def submit(self, request: EngineRequest, wish: Wish = ANYWHERE) -> TokenStream:
-        """Hand ``request`` to the replica that is to run it. Raises BadRequest, and EngineDead where none is left."""
+    async def submit(self, request: EngineRequest, placement: Placement = ANYWHERE) -> TokenStream:
+        """Send ``request`` to the chosen replica. Raises BadRequest, and EngineDead if none is left."""
         if request.request_id in self._homes:
             raise BadRequest(f"request_id={request.request_id!r} is running already; give another.", "request_id")
         waiting = [i for i, client in enumerate(self.clients) if client.restarting]
-        home = self.router.choose(request, wish, waiting)
+        home = self.router.choose(request, placement, waiting)
         self._homes[request.request_id] = home
         try:
-            return await self.clients[home].submit(request, wish)
+            return await self.clients[home].submit(request, placement)
         except BaseException:
             self._close(self._homes.get(request.request_id, home), request.request_id)
             raise
 
     async def inspect(self, limit: float) -> ipc.Stats:
-        """Fresh metrics of all replicas that serve, and the info of the first one. Raises as EngineClient's."""
-        asked = [client.inspect(limit) for client in self.clients if client.death is None]
-        if not asked:
+        """Return fresh metrics of all serving replicas, and the info of the first one. Raises as EngineClient's."""
+        queries = [client.inspect(limit) for client in self.clients if client.death is None]
+        if not queries:
             raise EngineDead(str(self.death))
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*queries, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, ipc.Stats):
                 return answer
         raise next(answer for answer in answers if isinstance(answer, BaseException))
 
     def replicas(self) -> list[dict[str, Any]]:
-        """Of each replica: its number, place, state, restarts, open requests and their work."""
+        """Return each replica's number, place, state, restarts, open requests and their work."""
         return [
             {
                 "engine": i,
@@ -172,9 +174,9 @@ class ReplicaClient:
         ]
 
     async def call(self, command: str, limit: float, **arguments: Any) -> Any:
-        """Run a command in every replica that serves.
+        """Run a command in every serving replica.
 
-        Returns the sum of the results of SUMMED commands; of others the result, or a list where they differ. Raises as
+        Return the sum of the results of SUMMED commands; of others the result, or a list if they differ. Raises as
         EngineClient's.
         """
         serving = [i for i, client in enumerate(self.clients) if client.death is None]
@@ -189,7 +191,7 @@ class ReplicaClient:
         return results[0] if all(one == results[0] for one in results) else list(results)
 
     def cancel(self, request_id: str) -> None:
-        """As EngineClient's."""
+        """See EngineClient's."""
         if (home := self._homes.get(request_id)) is not None:
             self.clients[home].cancel(request_id)
 
@@ -214,30 +216,30 @@ class ReplicaClient:
         self.router.sized(replica, cache.get("pages", PAGES), cache.get("page_size", PAGE_SIZE))
 
     def _back(self, info: dict[str, Any], replica: int) -> None:
-        """A replica was started again."""
+        """Update the router after a replica's restart."""
         self._sized(replica, info)
         self.restarted(info, replica)
 
     def _move(self, stream: TokenStream, dead: int) -> bool:
-        """Another replica takes over a request of a dead one; False where none serves."""
+        """Move a request of a dead replica to another one; False if none serves."""
         request = stream.request
         if not any(load.serves for load in self.router.loads):
             return False
         stream.retry()
-        home = self.router.choose(request, replace(self.router.wish(dead, request.request_id), rank=None))
+        home = self.router.choose(request, replace(self.router.placement(dead, request.request_id), rank=None))
         self._homes[request.request_id] = home
         self.clients[home].adopt(stream)
         return True
 
     def _close(self, replica: int, request_id: str, tokens: Sequence[int] = (), ended: bool = False) -> None:
-        """A replica is done with a request."""
+        """Remove a request that a replica has finished."""
         self.router.close(replica, request_id, tokens, ended)
         if self._homes.get(request_id) == replica:
             del self._homes[request_id]
 
 
 class _ReplicaObserver(Observer):
-    """Tells the router what happens to one replica."""
+    """Report the events of one replica to the router."""
 
     def __init__(self, owner: ReplicaClient, replica: int) -> None:
         self._owner, self._replica = owner, replica

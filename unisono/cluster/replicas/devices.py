@@ -1,4 +1,4 @@
-"""Which GPUs and processors each replica has, as environment variables of its process."""
+"""Assignment of GPUs and CPU threads to replicas, as environment variables of their processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ THREADS = "OMP_NUM_THREADS"
 def environments(
     count: int, device: str, ranks: int = 1, variables: Mapping[str, str] = os.environ
 ) -> list[dict[str, str]]:
-    """The variables of ``count`` replicas with ``ranks`` GPUs each.
+    """Return the variables of ``count`` replicas with ``ranks`` GPUs each.
 
-    device: as of ``--device``. GPUs are given out in order, whole ones only. On CPUs each replica gets its share of the
-    processors' threads, unless ``OMP_NUM_THREADS`` says how many it has. Raises ConfigError where there are too few
-    GPUs, or ``device`` names one.
+    device: as of ``--device``. GPUs are assigned in order, whole ones only. On CPUs each replica gets its share of the
+    threads, unless ``OMP_NUM_THREADS`` is set. Raises ConfigError for too few GPUs, or if ``device`` names one.
     """
     kind, _, index = device.partition(":")
     if index:
@@ -40,11 +39,11 @@ def environments(
 
 
 def visible_gpus(variables: Mapping[str, str] = os.environ) -> list[str]:
-    """The names of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` takes them."""
+    """Return the names of the GPUs that this process may use, in the form of ``CUDA_VISIBLE_DEVICES``."""
     import torch
 
     if not torch.cuda.is_available():
         return []
-    if given := variables.get(GPUS):
-        return [name.strip() for name in given.split(",") if name.strip()]
+    if listed := variables.get(GPUS):
+        return [name.strip() for name in listed.split(",") if name.strip()]
     return [str(i) for i in range(torch.cuda.device_count())]

@@ -1,9 +1,9 @@
-"""Engines as actors of a Ray cluster: Ray says where each one runs, starts it, and starts it again when it has died.
+"""Engines as actors of a Ray cluster: Ray places, starts and restarts them.
 
 Each replica has an :class:`EngineSlot`: a placement group of one bundle, so that a whole model is on one machine, and
-an actor in it that Ray restarts for as long as the server lives. The actor runs the engine's loop. Messages go the way
-they go between processes of one machine, over ZeroMQ, here over TCP and encrypted (``cluster/curve.py``): one message a
-step in order, the same loop, and no object store in between. Only this module imports Ray.
+an actor in it that Ray restarts for as long as the server lives. The actor runs the engine's loop. Messages travel over
+ZeroMQ as between processes of one machine, here over TCP and encrypted (``cluster/curve.py``): one message per step, in
+order, without the object store. Only this module imports Ray.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "unisono"
 POLL_SECONDS = 0.5
-"""Between two looks at whether Ray has an actor up again."""
+"""Seconds between two checks if Ray has restarted an actor."""
 SAY_AFTER = 10.0
-"""Seconds that a replica may wait for its place before the log says what it waits for."""
+"""Seconds that a replica may wait for its place before the log reports it."""
 
 
 def connect(address: str | None) -> Any:
-    """Join the cluster at ``address``, HOST:PORT; None and auto: the one that this machine belongs to. Returns ``ray``.
+    """Join the cluster at ``address``, HOST:PORT; None and auto: the cluster of this machine. Returns ``ray``.
 
-    Raises ConfigError where there is no Ray, or no cluster.
+    Raises ConfigError without Ray or without a cluster.
     """
     if address is not None and "://" in address:
         raise ConfigError(
@@ -57,21 +57,22 @@ def connect(address: str | None) -> Any:
 
 
 class EngineActor:
-    """What runs in an actor's process."""
+    """Actor that runs an engine."""
 
     def ping(self) -> str:
-        """The id of the node that it runs on."""
+        """Return the id of the actor's node."""
         import ray
 
-        return ray.get_runtime_context().get_node_id()
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
     def serve(self, address: str, factory: str, config: Any, heartbeats: str | None, key: bytes) -> None:
-        """Make the engine and serve it until it is told to stop. Another error ends the actor's process."""
+        """Make the engine and serve it until Shutdown. Another error ends the actor's process."""
         engine_process.main(address, factory, config, heartbeats, key)
 
 
 class EngineSlot:
-    """The place of one replica in a cluster, and its actor. bundle: what it takes, ``{"GPU": 1, "CPU": 1}``."""
+    """Place of one replica in a cluster, and its actor. bundle: its resources, ``{"GPU": 1, "CPU": 1}``."""
 
     def __init__(self, ray: Any, number: int, bundle: dict[str, float]) -> None:
         self.ray, self.number, self.bundle = ray, number, bundle
@@ -79,7 +80,7 @@ class EngineSlot:
         self._actor: Any = None
 
     def actor(self) -> Any:
-        """The actor; a new one where there is none. It may not be up yet."""
+        """Return the actor; a new one if there is none. It may not be up yet."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -97,14 +98,15 @@ class EngineSlot:
         return self._actor
 
     async def up(self) -> str:
-        """Wait until Ray has the actor up, however long that takes; returns its node's id. Raises EngineDead."""
+        """Wait until Ray has the actor up, without a limit; return its node's id. Raises EngineDead."""
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
         saying = asyncio.get_running_loop().call_later(SAY_AFTER, self._say)
         try:
             while True:
                 try:
-                    return await self.actor().ping.remote()
+                    node: str = await self.actor().ping.remote()
+                    return node
                 except ActorUnavailableError:
                     await asyncio.sleep(POLL_SECONDS)
                 except ActorDiedError as error:
@@ -118,13 +120,13 @@ class EngineSlot:
         logger.warning("Engine %d waits for Ray to place it: it needs %s on one machine.", self.number, needs)
 
     def restart(self) -> None:
-        """End the actor's process, whatever it does; Ray starts another."""
+        """End the actor's process; Ray starts another."""
         if self._actor is not None:
             with contextlib.suppress(Exception):  # it is gone already
                 self.ray.kill(self._actor, no_restart=False)
 
     def release(self) -> None:
-        """End the actor and give its place back. May be called more than once."""
+        """End the actor and release its place. May be called more than once."""
         from ray.util.placement_group import remove_placement_group
 
         actor, group, self._actor, self._group = self._actor, self._group, None, None
@@ -138,7 +140,7 @@ class EngineSlot:
 
 
 class RayHandle(EngineHandle):
-    """An engine in the actor of ``slot``. The other arguments are EngineHandle's."""
+    """Handle of an engine in the actor of ``slot``. The other arguments are EngineHandle's."""
 
     def __init__(self, *arguments: Any, slot: EngineSlot) -> None:
         super().__init__(*arguments)
@@ -158,7 +160,7 @@ class RayHandle(EngineHandle):
         self._tasks.append(loop.create_task(self._serve(public)))
 
     async def _serve(self, key: bytes) -> None:
-        """The engine's life in its actor."""
+        """Run the engine in its actor until it ends."""
         try:
             self._node = await self._slot.up()
             logger.info("Engine %d is on %s.", self._slot.number, self.where)
@@ -176,7 +178,7 @@ class RayHandle(EngineHandle):
             self._end(EngineDead(f"its Ray actor ended: {_one_line(error)}"))
 
     async def stop(self, gently: bool) -> None:
-        """End the engine; Ray keeps its place. ``EngineSlot.release`` gives it back."""
+        """End the engine; Ray keeps its place. ``EngineSlot.release`` releases it."""
         self.over = True
         if gently and self._run is not None:
             self.send(ipc.encode(ipc.Shutdown()))
@@ -187,11 +189,11 @@ class RayHandle(EngineHandle):
         await self._close()
 
     def kill(self) -> None:
-        """End the actor at once and give its place back."""
+        """End the actor at once and release its place."""
         self._slot.release()
 
     def hide(self) -> None:
-        """There is nothing on disk."""
+        """Do nothing: there are no names on disk."""
 
     @property
     def where(self) -> str:
@@ -202,9 +204,9 @@ class RayHandle(EngineHandle):
 
 
 def slots(count: int, address: str | None, device: str, ranks: int) -> list[EngineSlot]:
-    """Places for ``count`` replicas with ``ranks`` GPUs each, not asked for yet. Raises ConfigError.
+    """Return places for ``count`` replicas with ``ranks`` GPUs each, not requested from Ray yet. Raises ConfigError.
 
-    device: as of ``--device``; auto takes GPUs where the cluster has any.
+    device: as of ``--device``; auto takes GPUs if the cluster has any.
     """
     kind, _, index = device.partition(":")
     if index:
@@ -216,7 +218,7 @@ def slots(count: int, address: str | None, device: str, ranks: int) -> list[Engi
 
 
 def launcher(slot: EngineSlot) -> Any:
-    """Starts the engine of ``slot``."""
+    """Return the launcher of ``slot``'s engine."""
     return partial(RayHandle, slot=slot)
 
 

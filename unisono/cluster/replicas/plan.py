@@ -1,4 +1,4 @@
-"""From flags to replicas: how many there are, and what starts each."""
+"""Number and start of replicas, from flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReplicaSettings:
 
     data_parallel_size: engines, each with a whole copy of the model. distributed_executor_backend: mp starts them as
     processes of this machine, ray as actors of a Ray cluster. ray_address: the cluster's, HOST:PORT; None or auto: the
-    one that this machine belongs to. Raises ConfigError.
+    cluster of this machine. Raises ConfigError.
     """
 
     data_parallel_size: int = 1
@@ -33,7 +33,7 @@ class ReplicaSettings:
 
     @classmethod
     def of(cls, data_parallel_size: int, distributed_executor_backend: str, ray_address: str | None) -> ReplicaSettings:
-        """From the flags: an address implies Ray."""
+        """Make settings from the flags: an address implies Ray."""
         backend = {"uni": "mp"}.get(distributed_executor_backend, distributed_executor_backend)
         return cls(data_parallel_size, "ray" if ray_address is not None else backend, ray_address)
 
@@ -48,7 +48,7 @@ class ReplicaSettings:
 
     @property
     def several(self) -> bool:
-        """Whether there is a router."""
+        """True if there is a router."""
         return self.data_parallel_size > 1 or self.distributed_executor_backend == "ray"
 
 
@@ -58,9 +58,9 @@ def plan(
     restarts: Callable[[], Restarts | None] = lambda: None,
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
 ) -> ReplicaPlan:
-    """How the replicas start. config: the engine's.
+    """Plan the start of the replicas. config: the engine's.
 
-    Raises ConfigError where this machine has too few GPUs, and where there is no Ray cluster.
+    Raises ConfigError if this machine has too few GPUs, or if there is no Ray cluster.
     """
     ranks, device = getattr(config, "tensor_parallel_size", 1), getattr(config, "device", "cpu")
     count = settings.data_parallel_size
@@ -76,7 +76,7 @@ def plan(
 
 
 def _own_files(config: Any, number: int) -> Any:
-    """The config of one replica: a directory of pages belongs to one engine."""
+    """Return the config of one replica: a directory of pages belongs to one engine."""
     if (directory := getattr(config, "kv_offload_dir", None)) is None:
         return config
     return replace(config, kv_offload_dir=str(Path(directory) / f"engine-{number}"))

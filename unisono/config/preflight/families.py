@@ -1,7 +1,7 @@
-"""The model types of each architecture, and the fields of config.json that its family reads beside the common ones.
+"""The model types of each architecture, and the config.json fields that its family reads beside the common ones.
 
 ``formula`` checks a config.json by this table, for the early check and for the loader. An architecture of an installed
-package (entry point ``unisono.models``) has no entry here, and its own ``read`` is responsible for what it is given.
+package (entry point ``unisono.models``) has no entry here; its own ``read`` checks the config.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ANY = object()
-"""A value of :attr:`Facts.takes`: every value of the field is read, or its tensors are compared."""
+"""A value of :attr:`Facts.takes`: the family reads every value of the field, or its tensors are compared."""
 
 
 @dataclass(frozen=True)
 class Facts:
     """Values that an architecture's config.json may have.
 
-    model_types: values of ``model_type``. text_types: of ``text_config.model_type``, where the config has one.
+    model_types: values of ``model_type``. text_types: values of ``text_config.model_type``, if the config has one.
     takes: field of config.json -> ANY, or the values that the family computes; a field of ``formula.FORMULA`` that is
-    not here must be neutral. windows: the field ``layer_types`` chooses windows ("by layer"), all layers have
-    ``sliding_window`` ("all"), or none has one ("none"). experts: whether layers may have experts. partial_rotary:
-    whether a part of a head may be rotated.
+    missing here must be neutral. windows: "by layer": ``layer_types`` chooses sliding windows; "all": every layer has
+    ``sliding_window``; "none": no layer has one. experts: layers may have experts. partial_rotary: a fraction of a head
+    may be rotated.
     """
 
     model_types: Sequence[str]

@@ -1,8 +1,8 @@
 """Fields of config.json that change what a model computes, and the check that its family computes them.
 
-A checkpoint of another model that is renamed to a supported architecture loads without a tensor missing and writes
-garbage, for what differs is in fields alone (Granite's multipliers, SmolLM3's layers without rotary embeddings). So
-``model_type`` is compared with the architecture, and every field of :data:`FORMULA` must have a value that changes
+A checkpoint of another model that is renamed to a supported architecture loads without a missing tensor and writes
+garbage, because the difference is in fields alone (Granite's multipliers, SmolLM3's layers without rotary embeddings).
+So ``model_type`` is compared with the architecture, and every field of :data:`FORMULA` must have a value that changes
 nothing, unless the family reads it (``families.Facts.takes``). Names are those of transformers' configuration classes
 and of checkpoints with code of their own.
 """
@@ -17,7 +17,7 @@ from unisono.config.preflight.families import ANY, ARCHITECTURES, Facts
 from unisono.types import CheckpointError
 
 Neutral = Callable[[Any, Mapping[str, Any]], bool]
-"""Decides whether a value changes nothing; gets the value and the text model's config."""
+"""A predicate: True if a value changes nothing. Arguments: the value and the text model's config."""
 
 OPEN_MODEL = "a checkpoint of another model cannot be renamed to it"
 
@@ -49,9 +49,9 @@ def check_model_type(architecture: str, raw: Mapping[str, Any], where: object) -
 
 
 def check_formula(architecture: str, raw: Mapping[str, Any], where: object) -> None:
-    """Raise CheckpointError naming the first field that changes the model's formula and that its family does not read.
+    """Raise CheckpointError for the first field that changes the model's formula and that its family does not read.
 
-    raw: config.json, or a draft head's. where: the file, for the message.
+    raw: config.json of a model or a draft head. where: the file, for the message.
     """
     facts = ARCHITECTURES.get(architecture)
     if facts is None:
@@ -93,37 +93,37 @@ def _number(value: Any) -> bool:
 
 
 def one(value: Any, config: Mapping[str, Any]) -> bool:
-    """A factor of 1, or a list of them."""
+    """True for a factor of 1, or a list of them."""
     return all(one(each, config) for each in value) if isinstance(value, list) else _number(value) and value == 1
 
 
 def off(value: Any, config: Mapping[str, Any]) -> bool:
-    """False, 0, or nothing in a list."""
+    """True for False, 0 or an empty list."""
     return not value
 
 
 def on(value: Any, config: Mapping[str, Any]) -> bool:
-    """True, or 1."""
+    """True for True or 1."""
     return value is True or value == 1
 
 
 def among(*values: Any) -> Neutral:
-    """One of these, whatever the case of its letters."""
+    """A predicate: the value is one of ``values``, ignoring case."""
     return lambda value, config: (value.lower() if isinstance(value, str) else value) in values
 
 
 def every(*values: Any) -> Neutral:
-    """A list of these alone."""
+    """A predicate: the value is a list with only ``values`` in it."""
     return lambda value, config: isinstance(value, list) and all(each in values for each in value)
 
 
 def same_as(field: str) -> Neutral:
-    """The value of another field of the config."""
+    """A predicate: the value equals another field of the config."""
     return lambda value, config: value == config.get(field)
 
 
 def head_dim(config: Mapping[str, Any]) -> float:
-    """Elements of a head; NaN where the config does not tell."""
+    """Elements of a head; NaN if the config does not state it."""
     found = config.get("head_dim")
     if found is None:
         width, heads = config.get("hidden_size"), config.get("num_attention_heads")
@@ -132,7 +132,7 @@ def head_dim(config: Mapping[str, Any]) -> float:
 
 
 def _of_head(expected: Callable[[float], float]) -> Neutral:
-    """A number that follows from the size of a head."""
+    """A predicate: the value follows from the size of a head."""
 
     def neutral(value: Any, config: Mapping[str, Any]) -> bool:
         size = head_dim(config)
@@ -142,17 +142,17 @@ def _of_head(expected: Callable[[float], float]) -> Neutral:
 
 
 def _no_layer_without_rope(value: Any, config: Mapping[str, Any]) -> bool:
-    """Every layer rotates: 1 for each (transformers' lists have 0 where a layer does not)."""
+    """True if every layer rotates: a list of ones (transformers' lists have 0 for a layer that does not)."""
     return isinstance(value, list) and all(each == 1 for each in value)
 
 
 def _interval_without_rope(value: Any, config: Mapping[str, Any]) -> bool:
-    """No layer follows from it, or ``no_rope_layers`` is there and decides."""
+    """True if the interval leaves no layer without rotation, or ``no_rope_layers`` is present and decides."""
     return not value or _no_layer_without_rope(config.get("no_rope_layers") or None, config)
 
 
 def _depth(value: Any, config: Mapping[str, Any]) -> bool:
-    """MiniCPM adds scale_depth / sqrt(layers) of a block's result."""
+    """True if the value is sqrt(layers): MiniCPM scales a block's result by scale_depth / sqrt(layers)."""
     layers = config.get("num_hidden_layers")
     return _number(value) and isinstance(layers, int) and math.isclose(value, math.sqrt(max(layers, 0)), rel_tol=1e-6)
 
@@ -194,7 +194,7 @@ _SWITCHES = (
     "num_key_value_heads_per_layer", "compress_rates", "index_topk", "attn_layer_indices", "hybrid_layer_ids",
     "activation_sparsity_pattern", "learned_pos_emb", "rescale_every",
 )  # fmt: skip
-"""Neutral where they are false, 0 or empty."""
+"""Neutral if false, 0 or empty."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Numbers of experts: a family without experts has at most one."""
@@ -234,7 +234,7 @@ FORMULA: Mapping[str, Neutral] = {
     "v_head_dim": _of_head(lambda size: size),
     "word_embed_proj_dim": same_as("hidden_size"),
 }
-"""Field of config.json -> the values with which it changes nothing; a field that is absent or null never does."""
+"""Field of config.json -> predicate of the values that change nothing. An absent or null field changes nothing."""
 
 # ---- fields that are read together ------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ _PATTERNS = (
 
 
 def _check_windows(facts: Facts, config: Mapping[str, Any], architecture: str, where: object) -> None:
-    """Check the layers with a sliding window: as the family computes it, or none."""
+    """Check the layers with a sliding window: the family computes them, or there are none."""
     types, longest = config.get("layer_types"), config.get("max_position_embeddings")
     window = False
     for name in _WINDOWS:
@@ -272,7 +272,7 @@ def _only_full(types: Any) -> bool:
 
 
 def _check_rope(facts: Facts, config: Mapping[str, Any], architecture: str, where: object) -> None:
-    """Check the rotated share of a head and its angles."""
+    """Check the rotated fraction of a head and the rotary parameters."""
     for name in ("partial_rotary_factor", "rotary_pct", "rotary_percent", "rope_pct"):
         value = config.get(name)
         if value is not None and not facts.partial_rotary and not one(value, config):
@@ -289,7 +289,7 @@ def _check_rope(facts: Facts, config: Mapping[str, Any], architecture: str, wher
 
 
 def _check_norms(config: Mapping[str, Any], architecture: str, where: object) -> None:
-    """An epsilon under another name alone is that of another norm."""
+    """Refuse an epsilon under another name alone: it belongs to another kind of norm."""
     if config.get("rms_norm_eps") is None:
         for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "layernorm_epsilon"):
             if config.get(name) is not None:

@@ -1,7 +1,7 @@
-"""The check of a model before anything slow is imported: its directory, config.json, weights' headers and tokenizer.
+"""The check of a model before anything slow is imported: its directory, config.json, weight headers and tokenizer.
 
-:func:`check_config` is also what the loader reads a config.json with. Both raise CheckpointError or ConfigError, with
-the cause and the way out.
+The loader reads config.json with :func:`check_config`, too. Both raise CheckpointError or ConfigError with the cause
+and the way out.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def check_model(
     tokenizer: str | None = None,
     weights: bool = True,
 ) -> Path:
-    """The directory of a model that can be served with these flags, as far as its files tell.
+    """Check that a model can be served with these flags, as far as its files tell; returns its directory.
 
-    path: a directory, a bundled name or a hub id; of a hub id config.json is checked before anything else is
-    downloaded. needs_text: a tokenizer must be there, or in ``tokenizer``. weights: those of a hub id are downloaded;
-    otherwise they may be absent. The other arguments are fields of
-    ``EngineConfig``. Raises CheckpointError and ConfigError.
+    path: a directory, a bundled name or a hub id; config.json of a hub id is checked before anything else is
+    downloaded.
+    needs_text: a tokenizer must be there, or in ``tokenizer``. weights: download the weights of a hub id; otherwise
+    they may be absent. The other arguments are fields of ``EngineConfig``. Raises CheckpointError and ConfigError.
     """
     check_gpus(tensor_parallel_size, device)
 
@@ -66,26 +66,26 @@ def check_model(
 
 
 def find_model(path: str | Path, check: Callable[[Path], object] | None = None, weights: bool = True) -> Path:
-    """``catalog.find_directory``; weights: those of a hub id are downloaded. Raises CheckpointError."""
+    """Call ``catalog.find_directory``. weights: download those of a hub id. Raises CheckpointError."""
     if not weights and isinstance(path, str) and is_remote(path):
         return hub.fetch(path, check, weights=False)
     return catalog.find_directory(path, check)
 
 
 def is_remote(path: str) -> bool:
-    """Decides whether a PATH is the id of a checkpoint on the hub."""
+    """True if a PATH is the id of a checkpoint on the hub."""
     return path not in catalog.bundled and hub.is_id(path) and not Path(path).expanduser().exists()
 
 
 def remote_bytes(path: str | Path) -> int | None:
-    """Bytes of the weights of a hub id that are not here; None where they are, and for a directory."""
+    """Bytes of a hub id's weights that are not in the cache; None if they are, and for a directory."""
     if not isinstance(path, str) or not is_remote(path) or hub.is_cached(path):
         return None
     return hub.weight_bytes(path)
 
 
 class EngineFlags(Protocol):
-    """Fields of ``unisono.config.EngineConfig`` that are checked here."""
+    """The fields of ``unisono.config.EngineConfig`` that are checked here."""
 
     @property
     def model(self) -> str: ...
@@ -112,8 +112,8 @@ def check_engine_model(
 ) -> Path:
     """Check the model, drafter and adapters that an engine's flags name; returns the model's directory.
 
-    needs_text, weights: as of :func:`check_model`. headers: the weights' files are looked at. Raises
-    CheckpointError and ConfigError.
+    needs_text, weights: see :func:`check_model`. headers: check the headers of the weight files. Raises CheckpointError
+    and ConfigError.
     """
     names = ("quantization", "load_format", "tensor_parallel_size", "device", "hf_overrides", "tokenizer")
     flags = {name: getattr(config, name) for name in names}
@@ -126,9 +126,11 @@ def check_engine_model(
 
 
 def check_drafter(speculative: SpeculativeConfig | None) -> None:
-    """Check the checkpoint of ``--speculative-model`` by its files. Raises CheckpointError.
+    """Check the checkpoint of ``--speculative-model`` by its files.
 
-    Methods of other packages, and options, are left to the drafter itself.
+    Raises CheckpointError.
+
+    Options, and methods of other packages, are checked by the drafter itself.
     """
     if speculative is None or speculative.model is None:
         return
@@ -152,10 +154,10 @@ def check_adapters(modules: Iterable[tuple[str, str]]) -> None:
 def check_config(
     directory: Path, quantization: str | None = None, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The config.json of a model, with ``overrides``, after every check that it alone allows.
+    """The config.json of a model, with ``overrides``, after every check that needs no other file.
 
-    quantization: ``--quantization``. Raises CheckpointError: files that may not be opened, an architecture, model type,
-    field or quantization that is not supported; ConfigError for a flag that the checkpoint contradicts.
+    quantization: ``--quantization``. Raises CheckpointError for files that must not be opened, and for an architecture,
+    model type, field or quantization that is not supported; ConfigError for a flag that the checkpoint contradicts.
     """
     check_directory(directory)
     file = directory / CONFIG
@@ -173,7 +175,7 @@ def check_config(
 
 
 def overridden(raw: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``raw`` with the values of ``overrides``; objects within objects are merged."""
+    """``raw`` with the values of ``overrides``; nested objects are merged."""
     merged = dict(raw)
     for name, value in (overrides or {}).items():
         inner = merged.get(name)
@@ -211,12 +213,12 @@ def _is_draft_head(architecture: str, raw: Mapping[str, Any]) -> bool:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Decides whether a directory has a tokenizer's files."""
+    """True if a directory has a tokenizer's files."""
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def read_overrides(flag: str, value: Any) -> dict[str, Any]:
-    """``--hf-overrides``: a JSON object, or a mapping. Raises ConfigError."""
+    """Parse ``--hf-overrides``: a JSON object, or a mapping. Raises ConfigError."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:

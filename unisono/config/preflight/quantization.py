@@ -1,7 +1,7 @@
-"""Rules of ``quantization_config``: the schemes that are supported, decided from config.json alone.
+"""Rules of ``quantization_config``: the supported schemes, decided from config.json alone.
 
-The readers of weight formats (``layers/formats_*``) call the same functions before they make a format, so that what is
-refused early and what is refused while loading is one list.
+The readers of weight formats (``layers/formats/``) call the same functions before they build a format, so that the
+early check and the loader refuse the same configs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from unisono.config.checkpoint_files import CONFIG, MODELOPT_CONFIG, OLD_GPTQ_CO
 from unisono.types import CheckpointError, ConfigError
 
 BLOCK = 128
-"""Outputs and inputs of a block of fp8 weights that share a scale."""
+"""Side of a square block of fp8 weights with one scale: 128 outputs by 128 inputs."""
 
 INT4_GROUPS = (32, 64, 128, -1)
-"""Inputs that share a scale of 4-bit weights; -1: all of them."""
+"""Group sizes of 4-bit weights: inputs with one scale; -1: all inputs."""
 
 
 def require(method: str, config: Mapping[str, Any], rules: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise CheckpointError unless each field of a quantization_config is one of its supported values.
+    """Raise CheckpointError unless each field of a quantization_config has one of its supported values.
 
-    The first of them is what a config means that leaves the field out.
+    rules: supported values by field; the first one is the meaning of an absent field.
     """
     for name, supported in rules.items():
         value = config.get(name, supported[0])
@@ -37,7 +37,7 @@ def require(method: str, config: Mapping[str, Any], rules: Mapping[str, tuple[An
 
 
 def check_fp8(config: Mapping[str, Any]) -> None:
-    """quant_method "fp8": e4m3 with blocks of 128 x 128, or a scale for each projection."""
+    """Check quant_method "fp8": e4m3 with blocks of 128 x 128, or one scale per projection."""
     block = config.get("weight_block_size")
     require("fp8", config, {"fmt": ("e4m3", "float8_e4m3fn"), "scale_fmt": ("float", None), "expert_dtype": ("fp8",)})
     require("fp8", config, {"weight_block_size": (None, [BLOCK, BLOCK]), "modules_to_convert": (None, [])})
@@ -45,13 +45,13 @@ def check_fp8(config: Mapping[str, Any]) -> None:
 
 
 def check_awq(config: Mapping[str, Any]) -> None:
-    """quant_method "awq": 4 bits, the gemm version, with zeros."""
+    """Check quant_method "awq": 4 bits, the gemm version, with zeros."""
     require("awq", config, {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)})
     require("awq", config, {"group_size": (128, *INT4_GROUPS)})
 
 
 def check_gptq(config: Mapping[str, Any]) -> None:
-    """quant_method "gptq": 4 bits without activation order; of dynamic rules those that leave modules out."""
+    """Check quant_method "gptq": 4 bits without activation order; of dynamic rules only those that exclude modules."""
     versions = ("gptq", "gptq_v2")
     require("gptq", config, {"bits": (4,), "desc_act": (False,), "checkpoint_format": versions, "lm_head": (False,)})
     require("gptq", config, {"group_size": (128, *INT4_GROUPS)})
@@ -66,16 +66,15 @@ SUPPORTED = (
 )
 
 COMPRESSED_FORMATS = (None, "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
-"""Values of compressed-tensors' ``format``; it says how tensors are stored, which the schemes say too."""
+"""Values of compressed-tensors' ``format``. It repeats what the schemes state about storage."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Weights and activations of a group of modules in compressed-tensors.
+    """Weight and activation formats of a group of modules in compressed-tensors.
 
-    kind: "fp8 block", "fp8 row" or "int4". by_projection: one scale for all outputs of a projection. static: the
-    scales of activations are in the checkpoint. group: inputs that share a scale of int4 weights. symmetric: int4
-    without zeros.
+    kind: "fp8 block", "fp8 row" or "int4". by_projection: one scale for all outputs of a projection. static: activation
+    scales are in the checkpoint. group: inputs that share a scale of int4 weights. symmetric: int4 without zeros.
     """
 
     kind: str
@@ -86,7 +85,7 @@ class Scheme:
 
 
 def check_compressed(config: Mapping[str, Any]) -> None:
-    """quant_method "compressed-tensors": every group has a scheme that is supported."""
+    """Check quant_method "compressed-tensors": every group has a supported scheme."""
     compressed_schemes(config)
 
 
@@ -155,13 +154,13 @@ CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "fp8": check_fp8,
     "gptq": check_gptq,
 }
-"""By quant_method; a method of the catalog that is not here has no rules."""
+"""By quant_method; a method of the catalog without an entry has no rules."""
 
 # ---- a checkpoint's method --------------------------------------------------------------------------
 
 
 def quantization_config(raw: Mapping[str, Any]) -> Any:
-    """The quantization_config of a config.json, also of one whose text model has a config of its own; None: none."""
+    """The quantization_config of a config.json or of its text_config; None without one."""
     of_text = raw.get("text_config")
     inner = of_text.get("quantization_config") if isinstance(of_text, dict) else None
     return raw.get("quantization_config") or raw.get("compression_config") or inner
@@ -172,9 +171,9 @@ def quantization_method(
 ) -> str | None:
     """The method in which a checkpoint's weights are stored; None for plain weights.
 
-    raw: config.json. flag: ``--quantization``. methods: the supported ones. online: those that are made while a plain
-    checkpoint is loaded. Raises CheckpointError for a quantization that is not supported, ConfigError for a flag that
-    the checkpoint contradicts.
+    raw: config.json. flag: ``--quantization``. methods: the supported ones. online: those that quantise a plain
+    checkpoint while loading. Raises CheckpointError for a quantization that is not supported, ConfigError for a flag
+    that the checkpoint contradicts.
     """
     config = quantization_config(raw)
     if flag is not None and flag not in methods:
@@ -205,7 +204,7 @@ def quantization_method(
             check(config)
     except CheckpointError as error:
         raise CheckpointError(f"{directory / CONFIG}: quantization_config: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # any tool may have written it
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # other tools write other types
         raise CheckpointError(f"{directory / CONFIG}: quantization_config: {error!r}.") from None
     return str(method)
 
@@ -218,7 +217,7 @@ def _is_mlx(config: Any) -> bool:
 
 
 def _check_other_tools(raw: Mapping[str, Any], directory: Path, methods: tuple[str, ...]) -> None:
-    """Quantisation that is told elsewhere than in quantization_config."""
+    """Refuse quantisation that is declared elsewhere than in quantization_config."""
     if _is_mlx(raw.get("quantization")):
         raise _of_another_tool(directory, "MLX", CONFIG, raw["quantization"], methods)
     for name, tool in ((MODELOPT_CONFIG, "ModelOpt"), (OLD_GPTQ_CONFIG, "GPTQ")):
@@ -233,9 +232,9 @@ def _of_another_tool(
     directory: Path, tool: str, file: str, config: Mapping[str, Any], methods: tuple[str, ...]
 ) -> CheckpointError:
     names = ("quant_algo", "kv_cache_quant_algo", "bits", "group_size", "desc_act")
-    told = ", ".join(f"{name}={config[name]!r}" for name in names if config.get(name) is not None)
+    settings = ", ".join(f"{name}={config[name]!r}" for name in names if config.get(name) is not None)
     return CheckpointError(
-        f"{directory} is quantised with {tool} ({file}{': ' if told else ''}{told}), and config.json has no "
+        f"{directory} is quantised with {tool} ({file}{': ' if settings else ''}{settings}), and config.json has no "
         f"quantization_config that says how: weights are read in {_READ}{', '.join(methods)}. Give the unquantised "
         "checkpoint or one in these formats."
     )

@@ -1,4 +1,4 @@
-"""Rules for --tensor-parallel-size: heads that can be divided among ranks, and GPUs that a machine has."""
+"""Rules for --tensor-parallel-size: heads must divide among ranks, and each rank needs a GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from unisono.types import ConfigError
 
 GPUS = Path("/proc/driver/nvidia/gpus")
-"""A directory for each GPU that the driver knows."""
+"""A directory with an entry for each GPU that the driver knows."""
 
 
 def fitting_sizes(heads: int, kv_heads: int) -> str:
-    """The numbers of ranks that heads can be divided among, for a message."""
+    """The rank counts that heads can be divided among, for a message."""
     sizes = [n for n in range(1, heads + 1) if _divides(heads, kv_heads, n)]
     return " or ".join((", ".join(map(str, sizes[:-1])), str(sizes[-1]))) if len(sizes) > 1 else str(sizes[0])
 
@@ -26,7 +26,7 @@ def _divides(heads: int, kv_heads: int, count: int) -> bool:
 def check_heads(layer: str, heads: tuple[int, str], kv_heads: tuple[int, str], count: int) -> None:
     """Raise ConfigError unless the heads of a kind of layer can be divided among ``count`` ranks.
 
-    layer: its name in the message. heads, kv_heads: their number and their name.
+    layer: its name in the message. heads, kv_heads: (number, name).
     """
     (queries, name), (keys, key_name) = heads, kv_heads
     if not _divides(queries, keys, count):
@@ -37,19 +37,19 @@ def check_heads(layer: str, heads: tuple[int, str], kv_heads: tuple[int, str], c
 
 
 def check_attention_heads(heads: int, kv_heads: int, count: int) -> None:
-    """:func:`check_heads` of a layer that attends."""
+    """Check the heads of an attention layer; see :func:`check_heads`."""
     check_heads("a layer", (heads, "query heads"), (kv_heads, "KV heads"), count)
 
 
 def check_recurrent_heads(values: int, keys: int, count: int) -> None:
-    """:func:`check_heads` of a Gated DeltaNet layer."""
+    """Check the heads of a Gated DeltaNet layer; see :func:`check_heads`."""
     check_heads("a recurrent layer", (values, "value heads"), (keys, "key heads"), count)
 
 
 def check_config_heads(config: Mapping[str, Any], count: int) -> None:
-    """Raise ConfigError where the heads that a text model's config.json names cannot be divided among ranks.
+    """Raise ConfigError if the heads in a text model's config.json cannot be divided among ranks.
 
-    Numbers that are missing or wrong are left to the family's reader.
+    Missing or wrong numbers are left to the family's reader.
     """
     if count <= 1:
         return
@@ -68,7 +68,7 @@ def _size(config: Mapping[str, Any], name: str) -> int:
 
 
 def most_gpus(device: str) -> int | None:
-    """GPUs that ranks can have, at most, from ``device`` on; None where nothing is known without the driver's library.
+    """Number of GPUs from ``device`` on, as an upper bound; None if it cannot be known without the driver's library.
 
     device: ``--device``.
     """
@@ -86,7 +86,7 @@ def most_gpus(device: str) -> int | None:
 
 
 def check_gpus(count: int, device: str) -> None:
-    """Raise ConfigError for more ranks than there can be GPUs for; without any, ranks run on the CPU."""
+    """Raise ConfigError for more ranks than GPUs. Without any GPU, ranks run on the CPU."""
     known = most_gpus(device)
     if known and count > known:
         raise ConfigError(_too_many(count, known, "here"))
@@ -100,6 +100,6 @@ def _too_many(count: int, known: int, where: str) -> str:
 
 
 def check_visible(count: int, known: int | None, device: object) -> None:
-    """Raise ConfigError for more ranks than GPUs are visible from ``device`` on. known: these; None on a CPU."""
+    """Raise ConfigError for more ranks than visible GPUs. known: GPUs from ``device`` on; None on a CPU."""
     if known is not None and count > known:
         raise ConfigError(_too_many(count, known, f"from {device} on"))

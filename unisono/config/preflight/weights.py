@@ -1,4 +1,4 @@
-"""Weight files of a checkpoint, found and compared with their headers, without reading a weight."""
+"""Weight files of a checkpoint: found, and compared with their headers, without reading a weight."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from unisono.config.untrusted_files import inside, read_json
 from unisono.types import CheckpointError
 
 LENGTH = 8
-"""Bytes at a file's beginning that hold its header's length, little-endian; the tensors' bytes follow the header."""
+"""Bytes of the length field at the start of a file: the header's length, little-endian.
+
+Tensor data follows the header.
+"""
 
 MOST_HEADER = 100_000_000
-"""Bytes of a header; safetensors refuses longer ones."""
+"""Largest header in bytes; safetensors refuses longer ones."""
 
 
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
-    """The safetensors files of a model's directory, and for each tensor of an index its file's name.
+    """The safetensors files of a model's directory, and the file name of each tensor in the index.
 
-    Raises CheckpointError: no safetensors, an index without files, a shard of the index missing.
+    Raises CheckpointError: no safetensors, an index without files, a missing shard.
     """
     single, index = directory / WEIGHTS, directory / INDEX
     if single.exists():
@@ -49,7 +52,10 @@ def check_weights(directory: Path) -> int:
 
 
 def check_header(file: Path) -> int:
-    """The bytes of a safetensors file's tensors. Raises CheckpointError for a truncated file, or another one."""
+    """Bytes of the tensors in a safetensors file.
+
+    Raises CheckpointError for a truncated file, or one of another format.
+    """
     size = file.stat().st_size
     with file.open("rb") as opened:
         first = opened.read(LENGTH)
@@ -78,7 +84,7 @@ def _header(content: bytes, file: Path, size: int) -> Any:
 
 
 def _end(header: Any) -> int | None:
-    """The end of the last tensor's bytes; None for a header that is not one of safetensors."""
+    """End of the last tensor's bytes; None for a header that is not one of safetensors."""
     if not isinstance(header, dict):
         return None
     ends = [0]

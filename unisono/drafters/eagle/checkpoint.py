@@ -1,9 +1,9 @@
-"""Draft heads on disk: the layouts of EAGLE-1/2, EAGLE-3 and vLLM's speculators, read and checked against a target.
+"""Draft heads on disk: the formats of EAGLE-1/2, EAGLE-3 and vLLM's speculators, read and checked against a target.
 
-Owns what a head's config.json says, what its tensors are called, and every way in which it can fail to fit: a head
-wired wrongly yields correct text and useless drafts, so what does not fit is an error and what was inferred is
-logged. Formats: https://github.com/SafeAILab/EAGLE (EAGLE, EAGLE-3 original), SGLang's ``LlamaForCausalLMEagle3``,
-https://github.com/vllm-project/speculators. Drafters call it.
+Reads a head's config.json, maps its tensor names, and checks that it fits the target: a head wired wrongly yields
+correct text and useless drafts, so a misfit is an error and an inferred setting is logged. Formats:
+https://github.com/SafeAILab/EAGLE (EAGLE, EAGLE-3 original), SGLang's ``LlamaForCausalLMEagle3``,
+https://github.com/vllm-project/speculators. Called by drafters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unisono.config.preflight.families import DRAFT_LAYERS
 from unisono.config.preflight.formula import check_formula
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.eagle.model import DraftConfig, Eagle3Head, EagleHead
-from unisono.layers.formats.base import Place, WeightFormat
+from unisono.layers.formats.base import LoadTarget, WeightFormat
 from unisono.layers.norm import RMSNorm
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import DecoderConfig
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 CONVENTIONS = ("auto", "input", "output")
-"""What ``eagle_aux_hidden_state_layer_ids`` may number: inputs of layers, or outputs."""
+"""Meanings of ``eagle_aux_hidden_state_layer_ids``: inputs of layers, or outputs."""
 
 _NAMES = {
     **{
@@ -60,11 +60,11 @@ Head = EagleHead | Eagle3Head
 
 @dataclass(frozen=True)
 class DraftCheckpoint:
-    """A head's directory, opened and found to fit its target. Made by :func:`open_eagle` and :func:`open_eagle3`.
+    """The opened directory of a head that fits its target. Made by :func:`open_eagle` and :func:`open_eagle3`.
 
-    tensors: by speculators' names, where they are in its files; None builds random weights. ids [V'] int32:
-    the target's token of each draft token; None where they are the same. why: how it is known which of the target's
-    layers it reads, if several.
+    tensors: headers by speculators' names; None builds random weights.
+    ids [V'] int32: the target's token of each draft token; None if they are the same.
+    why: how the target layers it reads are known, if several.
     """
 
     path: Path
@@ -98,11 +98,11 @@ class DraftCheckpoint:
         format: Callable[[str], WeightFormat] = plain,
         ranks: Ranks = ALONE,
     ) -> Head:
-        """The head on ``device`` in ``dtype``; it shares the target's embedding and LM head where it has none.
+        """Build the head on ``device`` in ``dtype``. It shares the target's embedding and LM head if it has none.
 
-        ``progress`` is called with the share of its elements that is in place, 0 … 1. format: what linear layers get
-        while they are loaded, by their paths in the head. ranks: among which its layers are divided. Raises ConfigError
-        where they cannot be.
+        progress: called with the fraction of its elements that is loaded, 0 … 1.
+        format: weight format of linear layers, by their paths in the head.
+        ranks: ranks among which its layers are divided. Raises ConfigError if they cannot be.
         """
         hidden, eps = self.config.layer.hidden_size, self.config.layer.rms_eps
         builder = Builder(hidden, eps, dtype, device, attention, max_positions, format)
@@ -121,7 +121,7 @@ class DraftCheckpoint:
         return head.eval()
 
     def choices(self, head: Head, target: Decoder) -> list[tuple[str, str, str]]:
-        """(name, value, reason) of what was inferred for a head that :meth:`build` made."""
+        """(name, value, reason) of the inferred settings of a head made by :meth:`build`."""
         found = []
         if self.config.aux_layers:
             found.append(
@@ -145,7 +145,7 @@ class DraftCheckpoint:
         return found
 
     def check(self) -> None:
-        """Compare the tensors with what the config asks for. Raises CheckpointError naming the first that differs."""
+        """Compare the tensors with the config. Raises CheckpointError naming the first that differs."""
         layer, file = self.config.layer, self.path
         if layer.hidden_size != self.config.target_hidden and not (self.own_embed and self.own_head):
             raise CheckpointError(
@@ -165,14 +165,14 @@ class DraftCheckpoint:
             )
 
     def _blank(self, builder: Builder) -> Head:
-        """The head, uninitialised; an embedding and an LM head that it is to share take no memory."""
+        """The head, uninitialised; shared embedding and LM head take no memory."""
         embed = builder.embedding(self.config.layer.vocab_size, empty=not self.own_embed)
         sizes = builder.hidden_size, self.config.draft_vocab
         lm_head = builder.joined("lm_head", *sizes, split_inputs=False, empty=not self.own_head)
         return self.kind(self.config, embed, lm_head, builder)
 
-    def targets(self, head: Head) -> dict[str, Place]:
-        """A checkpoint's tensor names, by speculators -> where they go."""
+    def targets(self, head: Head) -> dict[str, LoadTarget]:
+        """Checkpoint tensor names, in speculators' spelling -> the parameters they fill."""
         shared = {EMBED: not self.own_embed, LM_HEAD: not self.own_head}
         targets = {f"{_NAMES.get(module, module)}.{kind}": place for module, kind, place in weights.places(head)}
         return {name: place for name, place in targets.items() if not shared.get(name, False)}
@@ -180,7 +180,7 @@ class DraftCheckpoint:
     def _fill_randomly(self, head: Head) -> None:
         generator = torch.Generator(head.fc.weight.device).manual_seed(0)
         for module in head.modules():
-            if not isinstance(module, RMSNorm):  # norms are born as ones
+            if not isinstance(module, RMSNorm):  # norms are initialised to ones
                 for parameter in module.parameters(recurse=False):
                     if not parameter.is_meta:
                         draw_held(parameter, generator)
@@ -190,7 +190,7 @@ class DraftCheckpoint:
 
 
 def open_eagle(path: str | Path, target: DecoderConfig, *, dummy: bool = False) -> DraftCheckpoint:
-    """An EAGLE or EAGLE-2 head for ``target``. ``dummy`` needs config.json only and draws random weights.
+    """Open an EAGLE or EAGLE-2 head for ``target``. ``dummy`` needs config.json only and draws random weights.
 
     Raises CheckpointError naming what is missing, broken or does not fit.
     """
@@ -225,11 +225,12 @@ def open_eagle(path: str | Path, target: DecoderConfig, *, dummy: bool = False) 
 def open_eagle3(
     path: str | Path, target: DecoderConfig, *, dummy: bool = False, convention: str = "auto"
 ) -> DraftCheckpoint:
-    """An EAGLE-3 head for ``target``, in the original's, SGLang's or speculators' layout.
+    """Open an EAGLE-3 head for ``target``, in the original's, SGLang's or speculators' layout. Logs the layers it reads
+    and why.
 
-    dummy: needs config.json only and draws random weights. convention: what the layer ids number, one of CONVENTIONS.
-    A speculators head that is silent on ``norm_before_residual`` has it, as in vLLM. Raises CheckpointError naming what
-    is missing, broken or does not fit. Logs which layers it reads and why.
+    dummy: needs config.json only and draws random weights.
+    convention: meaning of the layer ids, one of CONVENTIONS. A speculators head without ``norm_before_residual`` has
+        it, as in vLLM. Raises CheckpointError naming what is missing, broken or does not fit.
     """
     directory = find_directory(path)
     raw = read_config(directory)
@@ -286,7 +287,7 @@ def _eagle3_settings(raw: dict[str, Any], directory: Path) -> tuple[dict[str, An
 def _layer_config(
     fields: Mapping[str, Any], raw: Mapping[str, Any], target: DecoderConfig, directory: Path
 ) -> DecoderConfig:
-    """The head's decoder layer, read as the family of its ``model_type`` reads its own."""
+    """The head's decoder layer, read by the family of its ``model_type``."""
     model_type = fields.get("model_type", "llama")
     if model_type not in DRAFT_LAYERS:
         raise CheckpointError(
@@ -294,15 +295,15 @@ def _layer_config(
             f"{', '.join(sorted(DRAFT_LAYERS))}."
         )
     check_formula(DRAFT_LAYERS[model_type], fields, directory / CONFIG)
-    given = {k: v for k, v in fields.items() if k != "model_type"}
+    values = {k: v for k, v in fields.items() if k != "model_type"}
 
     def by_transformers() -> Any:
-        from transformers import AutoConfig  # seconds to import
+        from transformers import AutoConfig  # takes seconds to import
 
-        return AutoConfig.for_model(model_type, **given)
+        return AutoConfig.for_model(model_type, **values)
 
     try:
-        hf_config = stored_config(json.dumps([model_type, given], sort_keys=True).encode(), "", by_transformers)
+        hf_config = stored_config(json.dumps([model_type, values], sort_keys=True).encode(), "", by_transformers)
         hf_config.architectures = raw.get("architectures") or ["draft head"]
         config = catalog.models.load(DRAFT_LAYERS[model_type]).read(hf_config)
     except CheckpointError as error:
@@ -343,23 +344,25 @@ def _aux_layers(
     settings: Mapping[str, Any], speculators: bool, num_layers: int, convention: str, directory: Path
 ) -> tuple[tuple[int, ...], str]:
     """(the layers whose inputs the head reads, how that is known); logs the choice."""
-    given = settings.get("eagle_aux_hidden_state_layer_ids")
+    layer_ids = settings.get("eagle_aux_hidden_state_layer_ids")
     layers: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
     why, sure = "the default, config.json names none", True
-    if not given:
+    if not layer_ids:
         if min(layers) < 0:
             raise CheckpointError(
                 f"{directory}: config.json has no eagle_aux_hidden_state_layer_ids, and the default {list(layers)} "
                 f"does not fit a target of {num_layers} layers. Name the layers."
             )
     else:
-        if not isinstance(given, list) or not all(isinstance(i, int) and i >= 0 for i in given):
-            raise CheckpointError(f"{directory}: eagle_aux_hidden_state_layer_ids={given!r} must list layer numbers.")
-        layers, why, sure = infer_aux_layers(given, num_layers, convention, speculators)
+        if not isinstance(layer_ids, list) or not all(isinstance(i, int) and i >= 0 for i in layer_ids):
+            raise CheckpointError(
+                f"{directory}: eagle_aux_hidden_state_layer_ids={layer_ids!r} must list layer numbers."
+            )
+        layers, why, sure = infer_aux_layers(layer_ids, num_layers, convention, speculators)
     if max(layers) > num_layers:
         raise CheckpointError(
-            f"{directory}: eagle_aux_hidden_state_layer_ids={given} name the inputs of layers {list(layers)} ({why}); "
-            f"the target has {num_layers} layers."
+            f"{directory}: eagle_aux_hidden_state_layer_ids={layer_ids} name the inputs of layers {list(layers)} "
+            f"({why}); the target has {num_layers} layers."
         )
     message = "%s reads the inputs of the target's layers %s: %s."
     if sure:
@@ -371,32 +374,32 @@ def _aux_layers(
 
 
 def infer_aux_layers(
-    given: Sequence[int], num_layers: int, convention: str = "auto", speculators: bool = False
+    layer_ids: Sequence[int], num_layers: int, convention: str = "auto", speculators: bool = False
 ) -> tuple[tuple[int, ...], str, bool]:
-    """Two conventions share one field: ids of layers whose *inputs* are read, or whose *outputs* are.
+    """Resolve layer ids that may name layers whose *inputs* are read, or layers whose *outputs* are.
 
-    The output of layer X is the input of layer X + 1. Trainers start at the same place, which one names 1 and the
-    other 2; a list that has the number of layers can only name inputs. Returns (the layers whose inputs are
-    read, how that was inferred, whether it is beyond doubt).
+    The output of layer X is the input of layer X + 1. Trainers start at the same place, which one calls 1 and the other
+    2; a list that contains the number of layers can only name inputs. Returns (the layers whose inputs are read, how
+    that was inferred, True if it is certain).
     """
-    inputs, outputs = tuple(given), tuple(i + 1 for i in given)
+    inputs, outputs = tuple(layer_ids), tuple(i + 1 for i in layer_ids)
     if convention != "auto":
         return (inputs if convention == "input" else outputs), f"set in the speculative config ({convention})", True
-    if max(given) >= num_layers:
-        return inputs, f"{list(given)} can only name inputs, for the last output is that of {num_layers - 1}", True
-    if given[0] == 1:
-        why = f"{list(given)} starts at 1, so it names outputs"
+    if max(layer_ids) >= num_layers:
+        return inputs, f"{list(layer_ids)} can only name inputs, for the last output is that of {num_layers - 1}", True
+    if layer_ids[0] == 1:
+        why = f"{list(layer_ids)} starts at 1, so it names outputs"
         return outputs, f"{why}, though speculators' own convention is inputs" if speculators else why, not speculators
-    if given[0] == 2 or speculators:
-        return inputs, f"{list(given)} names inputs" + (" (it starts at 2)" if given[0] == 2 else ""), True
-    return inputs, f"{list(given)} starts at neither 1 nor 2; taken to name inputs, it may name outputs", False
+    if layer_ids[0] == 2 or speculators:
+        return inputs, f"{list(layer_ids)} names inputs" + (" (it starts at 2)" if layer_ids[0] == 2 else ""), True
+    return inputs, f"{list(layer_ids)} starts at neither 1 nor 2; taken to name inputs, it may name outputs", False
 
 
 # ---- tensors ----------------------------------------------------------------------------------------
 
 
 def _tensors(directory: Path) -> dict[str, TensorInfo]:
-    """Every tensor by its speculators name, of safetensors or the original's pickle."""
+    """Header of every tensor by its speculators name, from safetensors or the original's pickle."""
     pickled = directory / PICKLE
     if pickled.exists() and not any(directory.glob("*.safetensors*")):
         stored = tensor_files.read_pickle(pickled)

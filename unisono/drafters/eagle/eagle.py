@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-2: one decoder layer goes on from the target's final hidden state. Loaded by the catalog."""
+"""EAGLE and EAGLE-2: one decoder layer over the target's final hidden state. Loaded by the catalog."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from unisono.types import SpeculativeConfig
 class EagleDrafter(HiddenDrafter):
     """EAGLE (Li et al., arXiv 2401.15077, 2406.16858) as a chain or a fixed tree, coupled with the target's noise.
 
-    ``spec.model`` is the head's directory; option ``load_format="dummy"`` gives it random weights (needs config.json
-    only), ``draft_quantization`` is as in ``drafters/quantization.py``. Raises ConfigError for other options,
-    CheckpointError for a head that does not fit the target.
+    ``spec.model`` is the head's directory. Option ``load_format="dummy"`` uses random weights (needs config.json only);
+    ``draft_quantization``: see ``drafters/quantization.py``. Raises ConfigError for other options, CheckpointError for
+    a head that does not fit the target.
     """
 
     name = "eagle"

@@ -1,4 +1,4 @@
-"""EAGLE-3: one decoder layer over the hidden states of three of the target's. Loaded by the catalog."""
+"""EAGLE-3: one decoder layer over the hidden states of three target layers. Loaded by the catalog."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from unisono.types import ConfigError, SpeculativeConfig
 class Eagle3Drafter(HiddenDrafter):
     """EAGLE-3 (Li et al., arXiv 2503.01840) as a chain or a fixed tree, coupled with the target's noise.
 
-    ``spec.model`` is the head's directory. Options: ``load_format="dummy"`` gives it random weights (needs config.json
-    only); ``aux_layers`` says what the head's layer ids number where that is in doubt: ``input`` or ``output``;
-    ``draft_quantization`` is as in ``drafters/quantization.py``.
-    Raises ConfigError for other options, CheckpointError for a head that does not fit the target.
+    ``spec.model`` is the head's directory. Options: ``load_format="dummy"`` uses random weights (needs config.json
+    only); ``aux_layers``, ``input`` or ``output``, sets the meaning of ambiguous layer ids; ``draft_quantization``: see
+    ``drafters/quantization.py``. Raises ConfigError for other options, CheckpointError for a head that does not fit the
+    target.
     """
 
     name = "eagle3"
@@ -32,14 +32,15 @@ class Eagle3Drafter(HiddenDrafter):
         self.draft_quantization, self.shares_head = options["draft_quantization"], not opened.own_head
         self.features = Features(Hidden.AUX, opened.config.aux_layers)
         causes = (
-            f"{OTHER_TARGET}; or its layer ids number something else: it is given the inputs of layers "
+            f"{OTHER_TARGET}; or its layer ids number something else: it reads the inputs of layers "
             f'{list(opened.config.aux_layers)} ({opened.why}); set "aux_layers" to "input" or "output" in the '
             "speculative config"
         )
         self.self_test = SelfTest(causes, RANDOM if dummy else None)
 
     def divides(self, ranks: Ranks) -> bool:
-        """Where its heads can be: a round with k = 3 of an 8B model then takes 4 % less on two H200s."""
+        """Return True if its heads can be divided: a round with k = 3 of an 8B model then takes 4 % less on two
+        H200s."""
         try:
             self._checkpoint.config.layer.check_divides(ranks)
         except ConfigError:

@@ -1,19 +1,19 @@
-"""Draft heads that read the target's hidden states: EAGLE-1/2 and EAGLE-3, one decoder layer each.
+"""Draft heads over the target's hidden states: EAGLE-1/2 and EAGLE-3, one decoder layer each.
 
-Owns their forward passes and parameters (uninitialised until ``draft_checkpoint`` fills them). Inference only;
-drafters call them. A head's entry at position p joins the token at p with the hidden state of p - 1 and
-predicts p + 1 (Li et al., arXiv 2401.15077, 2406.16858 and 2503.01840). The papers number entries from 0, here they
-have their token's position: rotary attention sees differences only.
+Owns their forward passes and parameters (uninitialised until ``eagle/checkpoint.py`` fills them). Inference only;
+called by drafters. A head's entry at position p joins the token at p with the hidden state of p - 1 and predicts p + 1
+(Li et al., arXiv 2401.15077, 2406.16858 and 2503.01840). The papers number entries from 0; here an entry has its
+token's position, since rotary attention depends on differences only.
 
-What drafters ask of a head is the same for both, and for the modules of ``mtp``::
+All heads, and the modules of ``mtp``, have the same interface::
 
-    encode(seen)                                 what the target showed, as the head takes it      [T, H]
-    forward(token_ids, hidden, context, state, given)   one pass, writes T keys and values [T, H] or [E, H]
+    encode(seen)                                 the target's hidden states as the head's input    [T, H]
+    forward(token_ids, hidden, context, state, overriding)   one pass, writes T keys and values    [T, H] or [E, H]
     finish(out)                                  (hidden state for the next step, logits)
-    state_specs()                                what its layer keeps of requests
+    state_specs()                                state of its layer
 
-Shapes: T tokens in a pass, E of them whose output is read (``attention.base.LastTokens``), H the head's hidden size,
-Ht the target's, V' draft vocabulary.
+Shapes: T tokens in a pass, E of them whose output is read (``attention.base.LastTokens``), H the head's hidden size, Ht
+the target's, V' draft vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.kernels.norm.concat_norm import concat_norm
 from unisono.kv.specs import Tree
@@ -40,14 +40,18 @@ from unisono.models.load.build import Builder
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """What a head is. Sizes are element counts.
+    """Configuration of a head. Sizes are element counts.
 
-    layer: a decoder of its one layer; ``vocab_size`` there is the target's. target_hidden: Ht. draft_vocab: V'.
-    fc_bias, input_norm: EAGLE-1: whether fc has a bias, and the layer a norm on its input (the original has none).
-    aux_layers: EAGLE-3: the target's layers whose *inputs* the head reads; the number of layers names the last
-        one's output.
-    norm_before_residual: the residual is the normed hidden state. norm_before_fc: one norm over all that fc reads;
-    fc_norm: one norm for each layer's part. norm_output: the next step reads the normed output.
+    layer: a decoder config with its one layer; ``vocab_size`` there is the target's.
+    target_hidden: Ht.
+    draft_vocab: V'.
+    fc_bias, input_norm: EAGLE-1: fc has a bias; the layer has a norm on its input (the original has none).
+    aux_layers: EAGLE-3: the target's layers whose *inputs* the head reads; the number of layers names the last one's
+        output.
+    norm_before_residual: the residual is the normed hidden state.
+    norm_before_fc: one norm over the whole input of fc.
+    fc_norm: one norm per layer's part of the input of fc.
+    norm_output: the next step reads the normed output.
     """
 
     layer: DecoderConfig
@@ -63,9 +67,9 @@ class DraftConfig:
 
 
 class DraftBlock(nn.Module):
-    """A pass of any head through its decoder layer; embedding and LM head are its own or the target's.
+    """Base of all heads: a pass through the decoder layer. Embedding and LM head are its own or the target's.
 
-    ids [V'] int32 names the target's token of each logit; None where they are the same. target_hidden: Ht; None: H.
+    ids [V'] int32: the target's token of each logit; None if they are the same. target_hidden: Ht; None: H.
     """
 
     layer: DecoderLayer
@@ -80,46 +84,45 @@ class DraftBlock(nn.Module):
         self.ids: torch.Tensor | None = None
 
     def state_specs(self) -> Tree:
-        """What the layer keeps of requests: keys and values."""
+        """State of the layer: keys and values."""
         return self.layer.state_specs()
 
     def encode(self, seen: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states as they are: [T, H]."""
+        """Return the target's hidden states [T, H] unchanged."""
         return seen
 
     def forward(
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
-        context: PassContext,
+        context: ForwardContext,
         state: Sequence[torch.Tensor],
-        given: Sequence[Overriding] = (),
+        overriding: Sequence[Overriding] = (),
     ) -> torch.Tensor:
-        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], with last tokens [E, H].
+        """token_ids [T] i32, hidden [T, H] of the positions before -> [T, H], or [E, H] with last tokens.
 
-        given: the target's embeddings in place of those of some token ids; unread where :attr:`sees_embeddings` is
-        false.
+        overriding: the target's embeddings in place of those of some token ids; ignored unless :attr:`sees_embeddings`.
         """
-        return self.layer(self.begin(token_ids, hidden, given if self.sees_embeddings else ()), context, state).x
+        return self.layer(self.begin(token_ids, hidden, overriding if self.sees_embeddings else ()), context, state).x
 
     @property
     def sees_embeddings(self) -> bool:
-        """Whether the target's embeddings are as wide as the head's own, so that they can stand in for these."""
+        """True if the target's embeddings have the head's width, so that they can replace its own."""
         return self.embed.weight.shape[1] == self.target_hidden
 
-    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, given: Sequence[Overriding] = ()) -> Stream:
-        """What the layer reads."""
+    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, overriding: Sequence[Overriding] = ()) -> Stream:
+        """Input of the layer."""
         raise NotImplementedError
 
-    def embedded(self, token_ids: torch.Tensor, given: Sequence[Overriding]) -> torch.Tensor:
-        """Embeddings [T, H] of token ids, with those that stand in for them."""
-        return merged(self.embed(token_ids), given)
+    def embedded(self, token_ids: torch.Tensor, overriding: Sequence[Overriding]) -> torch.Tensor:
+        """Embeddings [T, H] of token ids, with overrides."""
+        return merged(self.embed(token_ids), overriding)
 
 
 class EagleHead(DraftBlock):
     """EAGLE-1/2: an ordinary decoder layer over ``fc([embedding, hidden])``; the target's LM head reads its output.
 
-    hidden is the target's after its final norm, which the output stands in for at the next step.
+    hidden: the target's after its final norm; the layer's output takes its place at the next step.
     """
 
     def __init__(self, config: DraftConfig, embed: Embedding, lm_head: Linear, builder: Builder) -> None:
@@ -130,8 +133,8 @@ class EagleHead(DraftBlock):
         if not config.input_norm:
             self.layer.mixer_norm = nn.Identity()
 
-    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, given: Sequence[Overriding] = ()) -> Stream:
-        return self.layer.begin(self.fc(torch.cat((self.embedded(token_ids, given), hidden), dim=1)))
+    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, overriding: Sequence[Overriding] = ()) -> Stream:
+        return self.layer.begin(self.fc(torch.cat((self.embedded(token_ids, overriding), hidden), dim=1)))
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | Columns]:
         """out [R, H] -> (hidden state for the next step [R, H], logits [R, V'], not gathered)."""
@@ -139,10 +142,10 @@ class EagleHead(DraftBlock):
 
 
 class Eagle3Head(DraftBlock):
-    """EAGLE-3: a decoder layer over the states of several of the target's layers, a norm and an LM head.
+    """EAGLE-3: a decoder layer over the states of several target layers, a norm and an LM head.
 
     The layer's mixer reads the normed embedding beside the normed hidden state. The next step reads the layer's output
-    before the norm, or with ``norm_output`` after it.
+    before the norm, or after it with ``norm_output``.
     """
 
     def __init__(self, config: DraftConfig, embed: Embedding, lm_head: Linear, builder: Builder) -> None:
@@ -157,7 +160,7 @@ class Eagle3Head(DraftBlock):
         self.norm = builder.norm()
 
     def encode(self, seen: torch.Tensor) -> torch.Tensor:
-        """seen [T, layers · Ht], side by side in the order of ``aux_layers`` -> [T, H]."""
+        """seen [T, layers · Ht], concatenated in the order of ``aux_layers`` -> [T, H]."""
         if self.input_norm is not None:
             seen = self.input_norm(seen)
         if self.fc_norm is not None:
@@ -165,12 +168,12 @@ class Eagle3Head(DraftBlock):
             seen = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=1)
         return self.fc(seen)
 
-    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, given: Sequence[Overriding] = ()) -> Stream:
-        """Both normed, side by side [T, 2 H], and the residual [T, H]."""
+    def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, overriding: Sequence[Overriding] = ()) -> Stream:
+        """Both normed and concatenated [T, 2 H], and the residual [T, H]."""
         of_embedding, of_hidden = cast(RMSNorm, self.layer.mixer_norm).weight, self.hidden_norm.weight
         table: torch.Tensor = self.embed.weight
-        if given:  # the kernel gathers from a table: here each token has a row of its own
-            table = self.embedded(token_ids, given)
+        if overriding:  # the kernel gathers from a table: here each token has a row of its own
+            table = self.embedded(token_ids, overriding)
             token_ids = torch.arange(token_ids.shape[0], dtype=torch.int32, device=token_ids.device)
         both = concat_norm(token_ids, table, hidden, of_embedding, of_hidden, self.hidden_norm.eps)
         return Stream(both[:, hidden.shape[1] :] if self.norm_before_residual else hidden, both)
@@ -182,5 +185,5 @@ class Eagle3Head(DraftBlock):
 
 
 def _wide(layer: LayerSpec, builder: Builder) -> LayerSpec:
-    """The layer with a mixer that reads 2 H elements of a token."""
+    """The layer with a mixer whose input has 2 H elements per token."""
     return replace(layer, mixer=replace(layer.mixer, input_size=2 * builder.hidden_size))  # type: ignore[type-var]

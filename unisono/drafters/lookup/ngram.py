@@ -1,16 +1,16 @@
-"""Prompt lookup: what followed the request's last tokens when they stood in a text before.
+"""Prompt lookup: draft the tokens that followed an earlier occurrence of the request's last tokens.
 
-Saxena, "Prompt Lookup Decoding" (2023); vLLM's ``ngram``, which looks in the request's own text. SGLang's also looks in
-what other requests were answered, and so does this (``shared_tokens``). The whole of it is one kernel over what the
-device holds anyway, so a round stays one launch. No weights, no KV.
+Saxena, "Prompt Lookup Decoding" (2023); vLLM's ``ngram``, which searches the request's own text. SGLang also searches
+the outputs of other requests, and so does this (``shared_tokens``). It is a single kernel over data that is on the
+device anyway, so a round stays one launch. No weights, no KV.
 
-Of the earlier places where the last ``prompt_lookup_min`` … ``prompt_lookup_max`` tokens stand, the longest match
-counts, of equals the request's own, and the latest (vLLM takes the earliest: recent text resembles what comes next
-more; a vote of all of them was accepted less often). A copy that reaches the end of the text goes on with what it has
-just copied, so that loops are drafted whole.
+Among the earlier occurrences of the last ``prompt_lookup_min`` … ``prompt_lookup_max`` tokens, the longest match wins;
+among equal ones the request's own text, then the latest (vLLM takes the earliest; recent text predicts the next tokens
+better, and a vote of all matches was accepted less often). A copy that reaches the end of the text continues with its
+own output, so that loops are drafted whole.
 
-Of a tree each path copies what followed another match in the request's own text: the best whose tokens differ from
-those of the paths before. The tree's digits say how many paths there are and how long each is, no more.
+In a tree, each path copies the continuation of another match in the request's own text: the best whose tokens differ
+from those of the paths before. The tree's digits only define the number of paths and their lengths.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from unisono.models.config import DecoderConfig
 from unisono.types import ConfigError, SpeculativeConfig
 
 LONGEST_MATCH = 64
-"""Tokens that a match is counted up to, at most: in a text of one token, every position is compared so far."""
+"""Limit of the counted match length in tokens: in a text of one repeated token, every position is compared this far."""
 
 
 class NgramDrafter:
-    """See the module. Options, in tokens: ``prompt_lookup_max`` and ``prompt_lookup_min``, of a match;
-    ``shared_tokens``, of ended outputs that all requests share, 4 bytes each; 0 looks in the request's own text alone.
+    """The prompt-lookup drafter. Options, in tokens: ``prompt_lookup_max`` and ``prompt_lookup_min``, lengths of a
+    match; ``shared_tokens``, ended outputs shared by all requests, 4 bytes each; 0 searches the request's own text
+    only.
 
     Raises ConfigError for other options and for values out of range.
     """

@@ -1,9 +1,9 @@
-"""Outputs that all requests of an engine share, for drafters that draft from text.
+"""Outputs shared by all requests of an engine, for drafters that draft from text.
 
-Owns the ring of tokens and its upkeep inside rounds (``kernels/speculation/lookup.py: remember``). Outputs enter when
-the device ends their request, by a stop id or its limit; those of aborted requests (stop strings among them) do not,
-nor what preceded a preemption. What is shared decides what is drafted, never what is sampled: texts do not depend on
-it.
+Owns the ring of tokens and its updates inside rounds (``kernels/speculation/lookup.py: remember``). An output enters
+when the device ends its request, by a stop id or its limit. Outputs of aborted requests (including stop strings) and
+output before a preemption do not enter. Shared outputs influence the drafts, never the sampled tokens: texts do not
+depend on them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from unisono.kernels.speculation.lookup import remember
 from unisono.kv.specs import PerSlot, Tree
 
 SHARED_TOKENS, MOST_SHARED = 1 << 16, 1 << 24
-"""Tokens that are shared by default, and at most."""
+"""Number of shared tokens: default, and maximum."""
 
 
 class SharedTexts:
-    """The last ``size`` tokens of ended outputs; with 0 nothing is shared. S slots."""
+    """The last ``size`` tokens of ended outputs; 0 shares nothing. S slots."""
 
     def __init__(self, size: int, context: DrafterContext) -> None:
         self._context, self._slots, history = context, context.slots, context.slots.history
@@ -33,15 +33,15 @@ class SharedTexts:
         return self._context.state["output_start"]
 
     def state_specs(self) -> Tree:
-        """output_start [S]: the position at which each slot's output begins."""
+        """output_start [S]: position of each slot's first output token."""
         return {"output_start": PerSlot((), torch.int32)}
 
     def observe(self, verified: Verified) -> None:
-        """Share the outputs that this round ended."""
+        """Add the outputs that ended in this round."""
         if self.ring is not None and self.head is not None:
             s = self._slots
             remember(self.ring, self.head, verified.slots, verified.result, s.history, s.length, self._output_start)
 
     def observe_prompt(self, prompt: PromptPass) -> None:
-        """Note where the output begins: after the last prompt token seen."""
+        """Record the start of the output: the position after the last prompt token seen."""
         self._output_start.index_copy_(0, prompt.slots.long(), prompt.start + prompt.query_start.diff())

@@ -1,18 +1,19 @@
-"""Suffix decoding on the device: what followed the last tokens in this request's text and in others' outputs.
+"""Suffix decoding on the device: draft the tokens that followed earlier matches in this request's text and in other
+outputs.
 
-After Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), as vLLM and ArcticInference offer it; here it needs no
-host: one kernel drafts, one feeds the shared outputs, both inside the round's graph.
+After Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), as offered by vLLM and ArcticInference. Here it needs no host:
+one kernel drafts, one adds to the shared outputs, both inside the round's graph.
 
-What is the paper's: matches come from the request's own prompt and output and from outputs of earlier requests; a
-continuation is scored by the frequencies of its tokens, its expected accepted length; the match's length and
-the frequencies bound how far it drafts. What differs:
+As in the paper, matches come from the request's own prompt and output and from outputs of earlier requests; a
+continuation is scored by the frequencies of its tokens, its expected accepted length; the match length and the
+frequencies bound the number of drafts. Differences:
 
 * No suffix tree. Every position of the texts is compared in every round, so there is nothing to insert, evict or
-  rebalance, and memory is what ``shared_tokens`` says.
-* Frequencies are of a sample: the best match of each of 16 residue classes of positions, not of all nodes.
-* One vote over both texts, where the paper takes the better of two trees; a continuation is judged once, among
-  the matches at least as long as its longest, where the paper tries every length.
-* Chains only. Which outputs are shared: ``drafters/lookup/shared_outputs.py``.
+  rebalance, and ``shared_tokens`` sets the memory.
+* Frequencies come from a sample: the best match of each of 16 residue classes of positions, not from all nodes.
+* One vote over both texts, where the paper takes the better of two trees. A continuation is judged once, among the
+  matches at least as long as its longest, where the paper tries every length.
+* Chains only. Shared outputs: ``drafters/lookup/shared_outputs.py``.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from unisono.models.config import DecoderConfig
 from unisono.types import SpeculativeConfig
 
 VOTERS = 16
-"""Matches that are weighed against each other in each round. 64, and all there are, were accepted no more often."""
+"""Matches weighed against each other in each round. 64, or all, were accepted no more often."""
 
 OPTIONS = {
     "suffix_decoding_max_tree_depth": 24,
-    "suffix_decoding_max_spec_factor": 4.0,  # vLLM's is 1; but a round is 1 + k wide, however few are drafted
+    "suffix_decoding_max_spec_factor": 4.0,  # vLLM's is 1; here a round is 1 + k wide however few are drafted
     "suffix_decoding_min_token_prob": 0.1,
     "shared_tokens": SHARED_TOKENS,
 }
 
 
 class SuffixDrafter:
-    """See the module. Options, vLLM's names where they mean the same:
+    """The suffix-decoding drafter. Options, with vLLM's names if they mean the same:
 
     suffix_decoding_max_tree_depth: tokens of a match and its drafts together.
-    suffix_decoding_max_spec_factor: drafts per matched token. suffix_decoding_min_token_prob: draft while the
-    share of matches that agree is at least this, 0 … 1.
-    shared_tokens: how many tokens of ended outputs all requests share, 4 bytes each; 0 shares none.
+    suffix_decoding_max_spec_factor: drafts per matched token.
+    suffix_decoding_min_token_prob: draft while the fraction of matches that agree is at least this, 0 … 1.
+    shared_tokens: tokens of ended outputs shared by all requests, 4 bytes each; 0 shares none.
 
     Raises ConfigError for other options and for values out of range.
     """

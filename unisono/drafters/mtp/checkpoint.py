@@ -1,8 +1,8 @@
-"""Multi-token prediction modules as checkpoints keep them: beside the target's weights or in a directory alone.
+"""Multi-token prediction modules in checkpoints: beside the target's weights or in a directory of their own.
 
-Owns the key layouts, what a block's shapes tell, and every way in which modules do not fit their target. Drafters
-call it. A block attends as the target's attention layers do and has their norms; where it has experts, it routes as the
-target does. Other blocks are refused by name.
+Owns the tensor names, infers a block's sizes from tensor shapes, and checks that modules fit their target. Called by
+drafters. A block attends as the target's attention layers do and has their kind of norm; if it has experts, it routes
+as the target does. Other blocks are refused by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from unisono.config import catalog
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.mtp.model import MTPModule
-from unisono.layers.formats.base import PLAIN, Place, WeightFormat
+from unisono.layers.formats.base import PLAIN, LoadTarget, WeightFormat
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.layers import BlockSpec, LayerSpec, MLPSpec
@@ -37,18 +37,19 @@ BLOCK = {
     for ours, theirs in {**QWEN3.names, **EXPERTS}.items()
     if ours.startswith("layers.*.")
 }
-"""Names inside a decoder block, relative to it: Llama's, Qwen3's head norms, the experts of Qwen's."""
+"""Names inside a decoder block, relative to it: Llama's, Qwen3's head norms, and Qwen's experts."""
 
 SHARED = ("embed", "lm_head")
-"""What a module shares with the target, though its checkpoint may store it."""
+"""Modules shared with the target, even if the checkpoint stores them."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where a family of checkpoints keeps its modules; ``*`` is a module's number in ``block`` and ``names``.
+class MTPLayout:
+    """Tensor names of a family of checkpoints; ``*`` is a module's number in ``block`` and ``names``.
 
-    block: what a decoder block's names begin with. names: the rest of the module, and what the block renames. root:
-    what the names of all modules' tensors begin with, where nothing else's do.
+    block: prefix of a decoder block's names.
+    names: names of the rest of the module, and exceptions within the block.
+    root: prefix of all modules' tensors and of no others.
     """
 
     block: str
@@ -57,17 +58,17 @@ class Layout:
     root: str = ""
 
     def name(self, module: str, number: int) -> str:
-        """The checkpoint's name of one of our modules in MTP module ``number``."""
+        """Checkpoint name of a module of ours in MTP module ``number``."""
         if module in self.names:
             return self.names[module].replace("*", str(number))
         return self.block.replace("*", str(number)) + checkpoint_name(BLOCK, module.removeprefix("layer."))
 
     def targets(
         self, module: MTPModule, number: int, shared: Sequence[str] = SHARED, tensors: Container[str] = ()
-    ) -> dict[str, Place]:
-        """The checkpoint's names of a module's tensors -> where they go, but for those of ``shared`` parts.
+    ) -> dict[str, LoadTarget]:
+        """Checkpoint names of a module's tensors -> the parameters they fill, except ``shared`` parts.
 
-        tensors: what the checkpoint holds.
+        tensors: tensors in the checkpoint.
         """
 
         def named(path: str, kind: str) -> str:
@@ -80,16 +81,16 @@ class Layout:
         return {named(path, kind): place for path, kind, place in found if path not in shared}
 
     def numbers(self, tensors: Mapping[str, TensorInfo]) -> list[int]:
-        """The numbers of the modules that the checkpoint holds, in order."""
+        """Numbers of the modules in the checkpoint, in order."""
         pattern = re.compile(re.escape(self.block).replace(r"\*", r"(\d+)"))
         found = {int(match[1]) for match in map(pattern.match, tensors) if match}
         return sorted(n for n in found if self.name("project", n) + ".weight" in tensors)
 
 
-def _nextn(block: str, **names: str) -> Layout:
-    """A layout whose projection and norms lie in the module, named as DeepSeek's unless ``names`` say otherwise."""
+def _nextn(block: str, **names: str) -> MTPLayout:
+    """A layout whose projection and norms lie in the module, with DeepSeek's names unless ``names`` differ."""
     inside = {"embed_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "final_layernorm"}
-    return Layout(block, {ours: block + theirs for ours, theirs in {**inside, **names}.items()})
+    return MTPLayout(block, {ours: block + theirs for ours, theirs in {**inside, **names}.items()})
 
 
 QWEN = "Qwen3-Next, Qwen3.5"
@@ -98,7 +99,7 @@ LAYOUTS = {
     "DeepSeek-V3, GLM": _nextn(
         "model.layers.*.", norm="shared_head.norm", embed="embed_tokens", lm_head="shared_head.head"
     ),
-    QWEN: Layout(
+    QWEN: MTPLayout(
         "mtp.layers.*.",
         {
             "embed_norm": "mtp.pre_fc_norm_embedding",
@@ -116,7 +117,8 @@ LAYOUTS = {
     ),
     "MiMo-V2": _nextn("model.mtp.layers.*.", **{"layer.feed_forward_norm": "pre_mlp_layernorm"}),
 }
-"""By the models that use it. Sources: the models' files in vLLM and SGLang, and transformers' ``MtpModel``."""
+"""Layouts by the models that use them. Sources: the models' files in vLLM and SGLang, and transformers'
+``MtpModel``."""
 
 EXPERTS_NAMES = r"\.(mlp\.experts|mlp\.gate\.|mlp\.shared_expert|moe\.)"
 """Tensors of a mixture of experts."""
@@ -135,13 +137,14 @@ class MTPCheckpoint:
     """Opened modules, checked against the target's shapes. Make one with :meth:`open`.
 
     config: a decoder of one layer with the shapes of a module's block; vocabulary, head size, rotary angles, window and
-    kind of norms are those of the target('s last layer that attends). numbers: each module's in the checkpoint's names,
-    first step first. tensors: None for random weights. formats: the weight format of a module by its name in the
-    checkpoint.
+        kind of norms are those of the target('s last attention layer).
+    numbers: each module's number in the checkpoint's names, first step first.
+    tensors: headers; None for random weights.
+    formats: weight format of a module by its name in the checkpoint.
     """
 
     path: Path
-    layout: Layout = field(repr=False)
+    layout: MTPLayout = field(repr=False)
     config: DecoderConfig
     numbers: tuple[int, ...]
     tensors: Mapping[str, TensorInfo] | None = field(repr=False)
@@ -149,18 +152,18 @@ class MTPCheckpoint:
 
     @property
     def depth(self) -> int:
-        """How many modules there are."""
+        """Number of modules."""
         return len(self.numbers)
 
     @classmethod
     def open(cls, path: str | Path, target: DecoderConfig, *, dummy: bool = False) -> MTPCheckpoint:
-        """Find the modules in a directory, which may be the target's own, from its safetensors' headers.
+        """Find the modules in a directory, which may be the target's own, from its safetensors headers.
 
-        dummy: random weights; reads nothing, for the target's config says how many modules there are. Their blocks are
-        then as the target's last layer, but for its mixer, which is that of its last layer that attends.
+        dummy: random weights. Nothing is read; the target's config gives the number of modules. Their blocks then copy
+            the target's last layer, with the mixer of its last attention layer.
 
-        Raises CheckpointError: no directory, no modules, blocks of a kind that is not supported, a hidden size that
-        is not the target's, tensors that are missing or have no place.
+        Raises CheckpointError: no directory, no modules, unsupported blocks, a hidden size other than the target's,
+        missing or unexpected tensors.
         """
         directory = catalog.resolve_name(path)
         if not directory.is_dir():
@@ -203,12 +206,14 @@ class MTPCheckpoint:
         format: Callable[[str], WeightFormat] = plain,
         ranks: Ranks = ALONE,
     ) -> MTPModule:
-        """The module of a step, from 0, with its weights in ``dtype`` on the target's device.
+        """Load the module of a step, from 0, with its weights in ``dtype`` on the target's device.
 
-        Its embedding and LM head are the target's, unless the checkpoint stores others. ``progress`` is called with the
-        share of its elements that is in place, 0 … 1. format: what linear layers get while they are loaded, by their
-        paths in the module; a checkpoint that declares a quantisation is loaded as it is. ranks: among which its layers
-        are divided.
+        Its embedding and LM head are the target's, unless the checkpoint stores different ones.
+
+        progress: called with the fraction of its elements that is loaded, 0 … 1.
+        format: weight format of linear layers, by their paths in the module; a checkpoint that declares a quantisation
+            keeps it.
+        ranks: ranks among which its layers are divided.
         """
         number, kind = self.numbers[step], self.config.zero_centered_norms
         builder = target.builder.beside(attention, dtype, zero_centered_norms=kind, ranks=ranks)
@@ -223,7 +228,7 @@ class MTPCheckpoint:
         return module.eval()
 
     def choices(self, modules: Sequence[MTPModule], target: Decoder) -> list[tuple[str, str, str]]:
-        """(name, value, reason) of what was inferred for the modules that :meth:`load` made."""
+        """(name, value, reason) of the inferred settings of modules made by :meth:`load`."""
         layout = next(models for models, layout in LAYOUTS.items() if layout is self.layout)
         used = f"{len(modules)} of {self.depth}, named as by {layout}"
         found = [("draft modules", used, "one for each step" if len(modules) > 1 else "reused for every step")]
@@ -234,11 +239,11 @@ class MTPCheckpoint:
         return found
 
     def _stores(self, part: str, number: int) -> bool:
-        """Whether the checkpoint stores an embedding or LM head of a module, which may be a copy of the target's."""
+        """True if the checkpoint stores a module's embedding or LM head, which may be a copy of the target's."""
         return part in self.layout.names and f"{self.layout.name(part, number)}.weight" in (self.tensors or {})
 
     def _module(self, number: int, builder: Builder, format: Callable[[str], WeightFormat] = plain) -> MTPModule:
-        """A module, uninitialised; what it is to share takes no memory."""
+        """A module, uninitialised; shared parts take no memory."""
         config, hidden = self.config, self.config.hidden_size
         builder = replace(builder, format=format if self.formats is plain else partial(self._format, number))
         embed = builder.embedding(config.vocab_size, empty=not self._stores("embed", number))
@@ -247,28 +252,28 @@ class MTPCheckpoint:
         return MTPModule(config, embed, lm_head, builder, self.layout.hidden_first)
 
     def _format(self, number: int, module: str) -> WeightFormat:
-        """Of one of module ``number``'s modules; what it shares is the target's."""
+        """Weight format of a submodule of module ``number``; shared parts have the target's."""
         shared = module in SHARED and not self._stores(module, number)
         return PLAIN if shared else self.formats(self.layout.name(module, number))
 
-    def _targets(self, module: MTPModule, number: int) -> dict[str, Place]:
+    def _targets(self, module: MTPModule, number: int) -> dict[str, LoadTarget]:
         shared = [part for part in SHARED if not self._stores(part, number)]
         return self.layout.targets(module, number, shared, self.tensors or {})
 
     def _check(self) -> None:
-        """Compare every module's tensors with what it needs. Raises CheckpointError naming the first misfit."""
+        """Compare every module's tensors with its parameters. Raises CheckpointError naming the first misfit."""
         c, layout = self.config, self.layout
         zero_centered = c.zero_centered_norms
         builder = Builder(
             c.hidden_size, c.rms_eps, torch.float32, "meta", no_attention, 1, zero_centered_norms=zero_centered
         )
         for number in self.numbers:
-            wanted = self._targets(self._module(number, builder), number)
-            weights.check(wanted, self.tensors or {}, self.path, partial(_unexpected, layout, number))
+            targets = self._targets(self._module(number, builder), number)
+            weights.check(targets, self.tensors or {}, self.path, partial(_unexpected, layout, number))
 
 
-def _unexpected(layout: Layout, number: int, name: str) -> str | None:
-    """Why a tensor of module ``number`` has no place; None for other modules' and the target's tensors."""
+def _unexpected(layout: MTPLayout, number: int, name: str) -> str | None:
+    """Reason why a tensor of module ``number`` is unexpected; None for tensors of other modules and of the target."""
     own, of_blocks = layout.block.replace("*", str(number)), layout.block.partition("*")[0]
     common = layout.root and name.startswith(layout.root) and not name.startswith(of_blocks)
     return "an MTP module has none like it" if common or name.startswith(own) else None
@@ -276,13 +281,13 @@ def _unexpected(layout: Layout, number: int, name: str) -> str | None:
 
 def _block_config(
     directory: Path,
-    layout: Layout,
+    layout: MTPLayout,
     number: int,
     tensors: Mapping[str, TensorInfo],
     target: DecoderConfig,
     formats: Callable[[str], WeightFormat],
 ) -> DecoderConfig:
-    """The shapes of a module's block, from its tensors; what they do not tell is the target's."""
+    """Shapes of a module's block, from its tensors; everything else is the target's."""
     prefix = layout.root or layout.block.replace("*", str(number))
 
     def like(pattern: str) -> list[str]:
@@ -335,7 +340,8 @@ def _block_config(
 
 
 def _experts(directory: Path, target: DecoderConfig, name: str) -> ExpertsSpec:
-    """The last of the target's mixtures of experts, as which a module routes; ``name``: a tensor of the module's."""
+    """Spec of the target's last mixture of experts, whose routing the module uses. ``name``: a tensor of the module,
+    for the message."""
     for layer in reversed(target.layers):
         if isinstance(layer.feed_forward, ExpertsSpec):
             return layer.feed_forward

@@ -1,7 +1,7 @@
 """Frozen-KV multi-token prediction: drafts from the target's own keys and values. Chains; loaded by the catalog.
 
-Nothing is cached, so nothing is caught up with, prefix hits cost nothing, and of a round one hidden state is kept: the
-target's at the position before the last committed token. Every step reads the target's KV up to there.
+Nothing is cached, so there is nothing to catch up with and prefix hits cost nothing. One hidden state is kept per
+round: the target's at the position before the last committed token. Every step reads the target's KV up to there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET
 from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
@@ -26,7 +26,8 @@ from unisono.types import SpeculativeConfig
 class FrozenMTPDrafter:
     """A chain of k drafts from the model in ``spec.model``, coupled with the target's noise.
 
-    There are no options. Raises ConfigError for any and for no model, CheckpointError for one that does not fit.
+    There are no options. Raises ConfigError for any option or a missing model, CheckpointError for a model that does
+    not fit.
     """
 
     name = "mtp_frozen"
@@ -54,12 +55,12 @@ class FrozenMTPDrafter:
             slots, drafts, s.history, s.length, s.max_length, s.status, s.page_table, context.page_size,
             context.target.config.vocab_size, -1, 1,
         )  # fmt: skip
-        # Of the last committed token the target has no key yet: what is seen ends before it.
+        # The target has no key of the last committed token yet, so attention ends before it.
         seen, known = (positions - 1).clamp_min(-1), (kv_len - 1).clamp_min(0)
         tables = context.page_tables.items()
         groups = {g: AttentionInputs(slots, seen, slot_mapping, known, table, width=1) for g, table in tables}
         rotary = context.rotary(slots, positions)
-        pass_context = PassContext(groups, rotary_positions=positions if rotary is None else rotary)
+        pass_context = ForwardContext(groups, rotary_positions=positions if rotary is None else rotary)
         hidden, kv = context.state["hidden"].index_select(0, slots), context.target_state.tree
         for step in range(drafts.shape[1]):
             hidden, logits = head(token_ids, hidden, pass_context, kv)

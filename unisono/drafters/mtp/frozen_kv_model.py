@@ -1,15 +1,15 @@
-"""Frozen-KV multi-token prediction: a small decoder whose queries attend over the target's own keys and values.
+"""Frozen-KV multi-token prediction model: a small decoder whose queries attend over the target's keys and values.
 
-Owns its forward pass, its checkpoint's names and what does not fit. It has no keys, no values and no cache, so nothing
-to catch up with. The shape is that of Gemma 4's assistants (transformers ``Gemma4AssistantForCausalLM`` and
+Owns its forward pass, its tensor names and the checks against the target. It has no keys, values or cache, so nothing
+to catch up with. Its structure is that of Gemma 4's assistants (transformers ``Gemma4AssistantForCausalLM`` and
 ``SinglePositionMultiTokenCandidateGenerator``; vLLM's ``gemma4_mtp``) over the blocks of the supported families::
 
     x = pre_projection([embed(token) ; hidden])      the target's embedding and last hidden state, both Ht wide
     x = layers(x)                                    pre-norm blocks; queries only, over the target's last layer
     y = norm(x)        draft: lm_head(y)        the next step's hidden: post_projection(y)
 
-All steps of a round stand at the last committed token's position and see what lies before it. Gemma's own assistants
-have blocks that are not supported yet, and are refused by name.
+All steps of a round are at the last committed token's position and see the positions before it. Gemma's own assistants
+have unsupported blocks and are refused by name.
 
 Shapes: R rows, H hidden, Ht the target's, V vocabulary.
 """
@@ -26,11 +26,11 @@ from typing import cast
 import torch
 from torch import nn
 
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.config import catalog
 from unisono.kv.specs import Tree
 from unisono.layers.embedding import Embedding
-from unisono.layers.formats.base import Place
+from unisono.layers.formats.base import LoadTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec, QuerySpec, build_layers
 from unisono.models.config import DecoderConfig, attention_of, checkpoint_name
@@ -47,7 +47,7 @@ NAMES = {
     "pre_projection": "pre_projection",
     "post_projection": "post_projection",
 }
-"""Our modules -> the checkpoint's. An LM head that is absent is tied to ``model.embed_tokens``."""
+"""Our modules -> the checkpoint's. A missing LM head is tied to ``model.embed_tokens``."""
 
 EMBED = "model.embed_tokens.weight"
 
@@ -61,8 +61,9 @@ UNSUPPORTED = {
 class FrozenHead(nn.Module):
     """The whole drafter model.
 
-    config: its layers, whose mixers attend over keys and values of the target. reads: for each, the number of the
-    target's layer that wrote these. embed: the target's embedding.
+    config: its layers, whose mixers attend over keys and values of the target.
+    reads: for each layer, the number of the target layer that wrote these.
+    embed: the target's embedding.
     """
 
     def __init__(self, config: DecoderConfig, reads: Sequence[int], embed: Embedding, builder: Builder) -> None:
@@ -77,16 +78,20 @@ class FrozenHead(nn.Module):
         self.post_projection = builder.linear("post_projection", config.hidden_size, wide)
 
     def state_specs(self) -> Tree:
-        """Nothing: the keys and values are the target's."""
+        """None: the keys and values are the target's."""
         return ()
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, context: PassContext, kv: Sequence[Sequence[torch.Tensor]]
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        kv: Sequence[Sequence[torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step: token_ids [R] i32, hidden [R, Ht] -> (the next step's hidden [R, Ht], logits [R, V]).
+        """Run one step: token_ids [R] i32, hidden [R, Ht] -> (the next step's hidden [R, Ht], logits [R, V]).
 
-        The context's inputs say what is seen, keys up to its positions; ``context.rotary_positions`` [R] i32, where the
-        queries stand, lie after those. kv: the target's state, per layer; only read.
+        The context's inputs define the visible keys, up to its positions. ``context.rotary_positions`` [R] i32, the
+        positions of the queries, lie after those. kv: the target's state, per layer; read-only.
         """
         x = self.pre_projection(torch.cat((self.embed(token_ids), hidden), dim=1))
         stream = self.layers[0].begin(x)  # type: ignore[operator]
@@ -109,8 +114,7 @@ class FrozenCheckpoint:
     def open(cls, path: str | Path, target: DecoderConfig) -> FrozenCheckpoint:
         """Read the headers of a directory's safetensors, and ``layer_types`` of its config.json if it has one.
 
-        Raises CheckpointError: no directory, not of this kind, blocks that are not supported, sizes that do not
-        fit the target's.
+        Raises CheckpointError: no directory, not of this kind, unsupported blocks, sizes that do not fit the target's.
         """
         directory = catalog.resolve_name(path)
         if not directory.is_dir():
@@ -132,9 +136,9 @@ class FrozenCheckpoint:
         dtype: torch.dtype,
         progress: Callable[[float], None] = lambda share: None,
     ) -> FrozenHead:
-        """The model with its weights in ``dtype`` on the target's device.
+        """Load the model with its weights in ``dtype`` on the target's device.
 
-        ``progress`` is called with the share of its elements that is in place, 0 … 1.
+        ``progress`` is called with the fraction of its elements that is loaded, 0 … 1.
         """
         builder = target.builder.beside(attention, dtype, self.config.hidden_size, ranks=target.builder.ranks)
         head = FrozenHead(self.config, self.reads, target.embed, builder)
@@ -142,15 +146,15 @@ class FrozenCheckpoint:
         return head.eval()
 
     def _check(self, target: DecoderConfig) -> None:
-        """Compare the tensors with what the head needs. Raises CheckpointError naming the first misfit."""
+        """Compare the tensors with the head's parameters. Raises CheckpointError naming the first misfit."""
         builder = Builder(self.config.hidden_size, self.config.rms_eps, torch.float32, "meta", no_attention, 1)
         embed = Embedding(target.vocab_size, target.hidden_size, torch.float32, "meta")
         reason = "it has no place in this drafter"
-        wanted = self._targets(FrozenHead(self.config, self.reads, embed, builder))
-        weights.check(wanted, self.tensors, self.path, lambda name: None if name == EMBED else reason)
+        targets = self._targets(FrozenHead(self.config, self.reads, embed, builder))
+        weights.check(targets, self.tensors, self.path, lambda name: None if name == EMBED else reason)
 
-    def _targets(self, head: FrozenHead) -> dict[str, Place]:
-        """The checkpoint's names of the head's own tensors -> where they go."""
+    def _targets(self, head: FrozenHead) -> dict[str, LoadTarget]:
+        """Checkpoint names of the head's own tensors -> the parameters they fill."""
         targets = {
             f"{checkpoint_name(NAMES, path)}.{kind}": place
             for path, kind, place in weights.places(head)
@@ -162,14 +166,14 @@ class FrozenCheckpoint:
 
 
 def _depth(tensors: Mapping[str, TensorInfo]) -> int:
-    """How many layers there are."""
+    """Number of layers."""
     return sum(re.fullmatch(r"model\.layers\.\d+\.self_attn\.q_proj\.weight", name) is not None for name in tensors)
 
 
 def _config(
     directory: Path, tensors: Mapping[str, TensorInfo], target: DecoderConfig, reads: Sequence[int]
 ) -> DecoderConfig:
-    """The head's layers, from the tensors and from the target's layers whose keys they read."""
+    """Config of the head's layers, from the tensors and from the target layers whose keys they read."""
 
     def shape(name: str) -> tuple[int, ...]:
         if name not in tensors:
@@ -196,12 +200,12 @@ def _config(
             theirs.num_kv_heads,
             theirs.head_dim,
             theirs.rotary,
-            # The query stands one after the last key it sees: of its window that one is spent on itself.
+            # The query is one position after the last visible key, so its own position uses up one of the window.
             max(theirs.window - 1, 0),
             qk_norm=f"{layer}self_attn.q_norm.weight" in tensors,
             qkv_bias=f"{layer}self_attn.q_proj.bias" in tensors,
             o_bias=f"{layer}self_attn.o_proj.bias" in tensors,
-            pages=theirs.lifetime,
+            pages=theirs.window_group,
         )
         down = f"{layer}mlp.down_proj"
         layers.append(LayerSpec(mixer, MLPSpec(shape(f"{down}.weight")[1], f"{down}.bias" in tensors)))
@@ -209,7 +213,7 @@ def _config(
 
 
 def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[tuple[int, ...], str]:
-    """The last layer of the target that attends, or the last of each type that config.json lists; and why."""
+    """The target's last attention layer, or the last of each type listed in config.json; and the reason."""
     file = directory / "config.json"
     types = json.loads(file.read_text()).get("layer_types") if file.is_file() else None
     if types is None:
@@ -226,7 +230,7 @@ def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[tuple[in
 
 
 def _attending(target: DecoderConfig) -> list[int]:
-    """The numbers of the target's layers that attend, one at least."""
+    """Numbers of the target's attention layers, at least one."""
     found = [number for number, layer in enumerate(target.layers) if attention_of(layer) is not None]
     if not found:
         raise CheckpointError(f"a frozen-KV drafter reads keys, and no layer of a {target.architecture} has any.")

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP, NEXTN) with one module, which is reused for k steps. Loaded by the catalog."""
+"""Multi-token prediction (MTP, NEXTN) with one module, reused for k steps. Loaded by the catalog."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from unisono.types import SpeculativeConfig
 
 
 class MTPDrafter(HiddenDrafter):
-    """DeepSeek-V3's module (arXiv 2412.19437, section 2.2), going on from its own hidden states.
+    """DeepSeek-V3's module (arXiv 2412.19437, section 2.2), applied to its own hidden states.
 
-    The modules are in ``spec.model``, by default in the target's own directory. Where there are several, module i
-    drafts token i, and what is made is a MultiMTPDrafter, for chains only. Option ``load_format="dummy"`` gives random
-    weights to as many modules as the target's config.json declares, ``draft_quantization`` is as in
-    ``drafters/quantization.py``. Raises ConfigError for other options,
-    CheckpointError for modules that are missing or do not fit the target.
+    The modules are in ``spec.model``, by default in the target's own directory. If there are several, module i drafts
+    token i, and the constructor returns a MultiMTPDrafter, for chains only. Option ``load_format="dummy"`` uses random
+    weights for as many modules as the target's config.json declares; ``draft_quantization``: see
+    ``drafters/quantization.py``. Raises ConfigError for other options, CheckpointError for modules that are missing or
+    do not fit the target.
     """
 
     name = "mtp"
@@ -46,8 +46,8 @@ class MTPDrafter(HiddenDrafter):
 
     def build(self, context: DrafterContext) -> MTPModule:
         attention, dtype = self.attention(context), context.dtype
-        given = context.progress, self.weights.of, context.ranks
-        module = self._checkpoint.load(context.target, 0, attention, dtype, *given)
+        rest = context.progress, self.weights.of, context.ranks
+        module = self._checkpoint.load(context.target, 0, attention, dtype, *rest)
         for choice in self._checkpoint.choices([module], context.target):
             context.decide(*choice)
         return module

@@ -1,7 +1,7 @@
-"""Multi-token prediction with a module for each step, as MiMo, GLM and Step are trained.
+"""Multi-token prediction with one module per step, as MiMo, GLM and Step are trained.
 
-Owns each module's KV cache and the hidden state that each of them carries from one round to the next. Module i
-goes on from module i - 1 (``drafters/mtp/model.py``), module 0 from the target. With n committed tokens, [a … b] being
+Owns each module's KV cache and the hidden state that each carries from one round to the next. Module i continues from
+module i - 1 (``drafters/mtp/model.py``), module 0 from the target. With n committed tokens, and [a … b] denoting
 entries (``kernels/speculation/catch_up.py``)::
 
                 module 0            module 1            module 2            kept of each
@@ -9,10 +9,10 @@ entries (``kernels/speculation/catch_up.py``)::
     step 1                          [n] → draft 1
     step 2                                              [n, n+1] → draft 2
 
-So step i runs the i entries of module i that hold drafts: their tokens are drafts, and so are all but the first of
-the hidden states they join, which is module i - 1's at n - 1. That is why every module's own state is kept: one
-state for all, and from draft 2 on a module would go on from where another stands. ``observe`` then writes these
-entries anew from what the target committed. Steps beyond the last module reuse it, one entry each.
+Step i runs the i entries of module i that contain drafts: their tokens are drafts, and so are all hidden states they
+join but the first, which is module i - 1's at n - 1. Therefore every module's own state is kept; with one state for
+all, modules from draft 2 on would continue from the wrong position. ``observe`` then rewrites these entries from the
+tokens committed by the target. Steps beyond the last module reuse it, one entry each.
 
 Module i has no entry at positions 0 … i. Shapes: R rows, W = 1 + k, E rows of a prompt pass, H hidden, S slots.
 """
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET, FromFirstEntry, seen_size
@@ -46,8 +46,12 @@ from unisono.types import SpeculativeConfig
 
 @dataclass
 class _Stage:
-    """A module and its state: hidden [S, H], its hidden state at the last committed position; kv; page_hidden [NP, H],
-    of every page the hidden state *before* the module's that the position after the page joins."""
+    """A module and its state.
+
+    hidden [S, H]: its hidden state at the last committed position.
+    kv: its keys and values.
+    page_hidden [NP, H]: for every page, the hidden state *before* the module that the position after the page joins.
+    """
 
     module: MTPModule
     context: DrafterContext
@@ -74,11 +78,11 @@ class _Stage:
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
-        context: PassContext,
-        given: Sequence[Overriding] = (),
+        context: ForwardContext,
+        overriding: Sequence[Overriding] = (),
     ) -> torch.Tensor:
-        """Entries [T] -> their states [T, H], or with ``context.last_tokens`` theirs [E, H]."""
-        return self.module.norm(self.module(token_ids, hidden, context, self.kv, given))
+        """Entries [T] -> their states [T, H], or [E, H] with ``context.last_tokens``."""
+        return self.module.norm(self.module(token_ids, hidden, context, self.kv, overriding))
 
 
 class MultiMTPDrafter(CatchesUp):
@@ -93,7 +97,7 @@ class MultiMTPDrafter(CatchesUp):
     def __init__(self, spec: SpeculativeConfig, checkpoint: MTPCheckpoint) -> None:
         self.num_drafts = spec.num_speculative_tokens
         self._checkpoint = checkpoint
-        self._depth = min(checkpoint.depth, self.num_drafts)  # modules beyond k would never draft
+        self._depth = min(checkpoint.depth, self.num_drafts)  # modules beyond k never draft
 
     def divides(self, ranks: Ranks) -> bool:
         return False
@@ -130,7 +134,9 @@ class MultiMTPDrafter(CatchesUp):
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
         context, s, vocab = self._context, self._context.slots, self._checkpoint.config.vocab_size
         drafts[:, :1].copy_(self._context.state["draft"].index_select(0, slots))
-        hidden = self._stages[0].hidden.index_select(0, slots)[:, None]  # of what the next step's entries join
+        hidden = self._stages[0].hidden.index_select(0, slots)[
+            :, None
+        ]  # hidden states joined by the next step's entries
         for step in range(1, drafts.shape[1]):
             stage, width = self._stages[min(step, self._depth - 1)], hidden.shape[1]
             token_ids, positions, slot_mapping, kv_len = draft_inputs(
@@ -138,7 +144,7 @@ class MultiMTPDrafter(CatchesUp):
                 step - width, width,
             )  # fmt: skip
             inputs = AttentionInputs(slots, positions, slot_mapping, kv_len, s.page_table, width)
-            pass_context = PassContext.of(inputs, None, context.rotary(slots, positions))
+            pass_context = ForwardContext.of(inputs, None, context.rotary(slots, positions))
             states = stage.run(token_ids, hidden.flatten(0, 1), pass_context).view_as(hidden)
             last = states[:, -1].contiguous()
             drafts[:, step].copy_(context.sample(stage.module.lm_head.columns(last), slots, step, None))
@@ -152,7 +158,7 @@ class MultiMTPDrafter(CatchesUp):
         new = catch_up(slots, verified.result, verified.sampled, s.length, s.page_table, self._context.page_size)
         inputs = AttentionInputs(slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, width)
         last_tokens, hidden = inputs.last_tokens(new.last), verified.hidden
-        context = PassContext.of(inputs, last_tokens, self._context.rotary(slots, new.positions))
+        context = ForwardContext.of(inputs, last_tokens, self._context.rotary(slots, new.positions))
         for stage in self._stages[:-1]:
             keep_rows(stage.page_hidden, new.pages, hidden)
             states = stage.run(new.token_ids, hidden, context.all_tokens)
@@ -174,17 +180,17 @@ class MultiMTPDrafter(CatchesUp):
         inputs = AttentionInputs(
             new.slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, None, new.query_start
         )
-        given, rotary = prompt.of_entries()
+        overriding, rotary = prompt.of_entries()
         last_tokens = inputs.last_tokens(new.last)
-        context = PassContext.of(inputs, last_tokens, rotary)
+        context = ForwardContext.of(inputs, last_tokens, rotary)
         for stage, following in itertools.pairwise(self._stages):
             keep_rows(stage.page_hidden, new.pages, hidden[len(new.sources) :])
-            states = stage.run(new.token_ids, hidden, context.all_tokens, given)
+            states = stage.run(new.token_ids, hidden, context.all_tokens, overriding)
             carried = stage.hidden.index_select(0, prompt.slots)
             cached = following.page_hidden.index_select(0, new.sources)
             hidden = torch.cat((states, carried, cached)).index_select(0, before)
             keep_rows(stage.hidden, new.owners, last_tokens.select(states))
-        self._finish(new, hidden, context, given)
+        self._finish(new, hidden, context, overriding)
         self._keep_draft(prompt.slots, new.owners)
         self._unobserved.mark_observed(prompt.slots)
 
@@ -192,30 +198,30 @@ class MultiMTPDrafter(CatchesUp):
         self,
         new: CatchUp | CatchUpExtend,
         hidden: torch.Tensor,
-        context: PassContext,
-        given: Sequence[Overriding] = (),
+        context: ForwardContext,
+        overriding: Sequence[Overriding] = (),
     ) -> None:
-        """The last module's entries, of which only each row's last state is kept. hidden: [N, H], what they join."""
+        """Run the last module's entries and keep each row's last state. hidden [N, H]: the states they join."""
         stage = self._stages[-1]
         keep_rows(stage.page_hidden, new.pages, hidden[-len(new.pages) :])
-        keep_rows(stage.hidden, new.owners, stage.run(new.token_ids, hidden, context, given))
+        keep_rows(stage.hidden, new.owners, stage.run(new.token_ids, hidden, context, overriding))
 
     def _keep_draft(self, slots: torch.Tensor, owners: torch.Tensor) -> None:
-        """Draft 0 of the next round, from module 0's states that were just kept."""
+        """Store draft 0 of the next round, from module 0's states just kept."""
         stage = self._stages[0]
         logits = stage.module.lm_head.columns(stage.hidden.index_select(0, slots))
         keep_rows(self._context.state["draft"], owners, self._context.sample(logits, slots, 0, None)[:, None])
 
 
 def _states_before(new: CatchUpExtend, query_start: torch.Tensor) -> torch.Tensor:
-    """Where the state before each entry of a prompt pass stands in [states [N], carried [E], cached [E]]: [N] int32.
+    """Index of the state before each entry of a prompt pass in [states [N], carried [E], cached [E]]: [N] int32.
 
-    Behind another entry of the row it is that one's; a row's leading entry goes on from its cached page, and the
-    first of its tokens from the leading entry, or without one from what the row's last chunk left.
+    After another entry of the row it is that entry's state. A row's leading entry continues from its cached page; the
+    first of its tokens from the leading entry or, without one, from the state left by the row's last chunk.
     """
     entries, rows = new.positions.shape[0], new.sources.shape[0]
     each = torch.arange(entries, dtype=torch.int32, device=query_start.device)
-    behind = torch.cat((each - 1, each[:1]))  # the spare place at the end is for rows without tokens
+    behind = torch.cat((each - 1, each[:1]))  # the spare element at the end is for rows without tokens
     behind[:rows] = each[:rows] + entries + rows
     leads = new.positions[:rows] >= 0
     begins = (query_start[:-1] + rows).long()

@@ -1,8 +1,8 @@
-"""Whether two engines compute the same state: what pages may be exchanged for, by file or between engines.
+"""Identity of an engine's state: two engines may exchange pages, by file or directly, only if it is equal.
 
 The identity is a digest of the code, the device, the dtypes of model and KV cache, the number of ranks, the shape of
 every part of the state, and a sample of every weight of target and drafter, of rank 0's part of them. A sample is 64
-values spread over the weight, so two checkpoints that were trained apart differ, wherever they lie.
+values spread over the weight, so checkpoints that were trained apart differ, regardless of their path.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import nn
 
 from unisono.config import ResolvedConfig
 from unisono.engine.worker.worker import Worker
-from unisono.kv.specs import PAGE_SIZE, TAILS
+from unisono.kv.specs import PAGE_SIZE, SNAPSHOTS
 
 SAMPLES = 64
-"""Values of each weight that are looked at."""
+"""Sampled values of each weight."""
 
 
 def engine_identity(config: ResolvedConfig, worker: Worker) -> bytes:
-    """16 bytes that two engines share only if each may use the other's pages."""
+    """Return 16 bytes that two engines share only if each may use the other's pages."""
     device = config.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     store = worker.store
-    kinds = [*store.lifetimes, *([TAILS] if store.tails else [])]
+    kinds = [*store.window_groups, *([SNAPSHOTS] if store.recurrent else [])]
     shapes = [(kind, [(tuple(part.shape[1:]), str(part.dtype)) for part in store.parts(kind)]) for kind in kinds]
     facts = (
         _code(),
@@ -36,8 +36,8 @@ def engine_identity(config: ResolvedConfig, worker: Worker) -> bytes:
         name,
         str(config.dtype),
         str(config.kv_dtype),
-        config.asked.quantization,
-        (config.asked.tensor_parallel_size, config.asked.tp_reduce),
+        config.requested.quantization,
+        (config.requested.tensor_parallel_size, config.requested.tp_reduce),
         PAGE_SIZE,
         worker.drafter.name,
         shapes,
@@ -52,7 +52,7 @@ def engine_identity(config: ResolvedConfig, worker: Worker) -> bytes:
 
 @functools.cache
 def _code() -> bytes:
-    """A digest of this package's source: a change of a kernel may change bits."""
+    """Return a digest of this package's source, since a change of a kernel may change bits."""
     package = Path(__file__).parents[2]
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(package.rglob("*.py")):
@@ -61,7 +61,7 @@ def _code() -> bytes:
 
 
 def _modules_of(owner: object) -> Iterator[nn.Module]:
-    """The modules that a drafter holds in its attributes."""
+    """Iterate over the modules in a drafter's attributes."""
     for value in vars(owner).values():
         for one in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(one, nn.Module):
@@ -69,7 +69,7 @@ def _modules_of(owner: object) -> Iterator[nn.Module]:
 
 
 def _tensors(modules: list[nn.Module]) -> Iterator[torch.Tensor]:
-    """Every weight once, in the modules' order."""
+    """Iterate over every weight once, in the modules' order."""
     seen: set[int] = set()
     for module in modules:
         for tensor in module.parameters(recurse=False):

@@ -1,10 +1,10 @@
 """Pages as bytes, for engines that exchange them: one rank's part, and all ranks' parts together.
 
-:class:`PageBytes` is of a worker: it executes the commands that read pages into bytes and write bytes into pages.
-:class:`SharedPages` is rank 0's: the bytes of a page are those of every rank, one rank after another. Ranks pass theirs
-through shared memory of the host. With one rank nothing is sent.
+:class:`PageBytes` belongs to a worker: it executes the commands that read pages into bytes and write bytes into pages.
+:class:`SharedPages` belongs to rank 0: the bytes of a page are those of every rank, one rank after another. Ranks pass
+theirs through shared memory of the host. With one rank nothing is sent.
 
-Nothing here waits for the device, but who asks for bytes (``Packing.payload``), in any thread.
+Only callers of ``Packing.payload``, in any thread, wait for the device.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from unisono.transport.channel import PEERS, Buffer, Channel, ChannelError, chan
 from unisono.types import EngineDead
 
 NUMBER = struct.Struct("<Q")
-"""What says in a message which command its bytes belong to."""
+"""Message header: the number of the command that its bytes belong to."""
 
 PATIENCE = 60.0
-"""Seconds that a rank may need to take what is sent to it; one that hangs is noticed sooner (``Peers``)."""
+"""Seconds within which a rank has to take its bytes; one that hangs is noticed sooner (``RankProcesses``)."""
 
 
 class PageBytes:
     """One rank's part of pages. store: its state.
 
-    packed: what the last commands have read, by their numbers, until it is taken. given: the bytes to be written, by
-    the numbers of commands that will come.
+    packed: results of the last commands by number, until they are taken. incoming: bytes to be written, by the numbers
+    of commands to come.
     """
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
         self.packed: dict[int, Packing] = {}
-        self.given: dict[int, Buffer] = {}
+        self.incoming: dict[int, Buffer] = {}
 
     def execute(self, command: PackPages | UnpackPages) -> None:
         """Read pages, or write them."""
@@ -55,11 +55,11 @@ class PageBytes:
         self.packed[number] = packing
 
     def _bytes_of(self, number: int) -> Buffer:
-        return self.given.pop(number)
+        return self.incoming.pop(number)
 
 
 class RankPages(PageBytes):
-    """The same of a rank that is not the first; bytes come from rank 0 and go there. pages: the socket for them."""
+    """PageBytes of a rank other than 0; bytes come from rank 0 and go there. pages: the socket for them."""
 
     def __init__(self, store: StateStore, pages: socket.socket) -> None:
         super().__init__(store)
@@ -77,7 +77,7 @@ class RankPages(PageBytes):
         return payload
 
     def _send(self) -> None:
-        """Send what was read, in order, until rank 0 hangs up."""
+        """Send packed bytes, in order, until rank 0 hangs up."""
         with contextlib.suppress(ChannelError):
             while True:
                 number, packing = self._outbox.get()
@@ -104,9 +104,9 @@ class SharedPages:
         return Packing(own.tensors, own.done, others)
 
     def unpack(self, parts: Named, payload: Buffer) -> None:
-        """Write pages; an id of -1 leaves its bytes out.
+        """Write pages; an id of -1 skips its bytes.
 
-        Raises ValueError unless there are bytes for all of them, EngineDead where a rank does not take its own.
+        Raises ValueError unless there are bytes for all of them, EngineDead if a rank does not take its part.
         """
         check_size(self, parts, payload)
         number, each = next(self._numbers), len(payload) // self.ranks
@@ -116,26 +116,26 @@ class SharedPages:
                 other.channel.send(NUMBER.pack(number), [whole[rank * each : (rank + 1) * each]])
             except ChannelError as error:
                 raise EngineDead(f"rank {rank} of the model takes no pages: {error}.") from None
-        self._own.given[number] = whole[:each]
+        self._own.incoming[number] = whole[:each]
         self._send(UnpackPages(number, parts))
 
     @property
     def ranks(self) -> int:
-        """How many ranks have a part of each page, all of the same size."""
+        """Number of ranks that have a part of each page, all of the same size."""
         return 1 + len(self._others)
 
     def nbytes(self, parts: Named) -> int:
-        """Of the state of pages, on all ranks."""
+        """Bytes per page, all ranks."""
         return self.ranks * sum(len(ids) * kind_bytes(self._store, kind) for kind, ids in parts)
 
     def close(self) -> None:
-        """Hang up; who still waits for bytes gets ChannelError."""
+        """Hang up; callers that wait for bytes get ChannelError."""
         for other in self._others:
             other.channel.close()
 
 
 class _Other:
-    """Another rank, from rank 0. A thread reads the bytes that come from it."""
+    """Rank 0's connection to another rank. A thread reads its bytes."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -145,7 +145,7 @@ class _Other:
         threading.Thread(target=self._receive, name="pages", daemon=True).start()
 
     def expect(self, number: int) -> Future[Buffer]:
-        """The bytes that the rank will send for this command."""
+        """Return the bytes that the rank will send for this command."""
         future: Future[Buffer] = Future()
         with self._lock:
             if self._error is None:
@@ -170,7 +170,7 @@ class _Other:
 
 
 def _channel(end: socket.socket) -> Channel:
-    """The channel of a rank, whose messages may be as large as a known peer's."""
+    """Return the channel of a rank, whose messages may be as large as a known peer's."""
     channel = channel_of(end, PATIENCE)
     channel.most = PEERS
     return channel

@@ -1,8 +1,8 @@
-"""A decode engine's side of disaggregation: prompts go to prefill engines, and their pages into the prefix tree.
+"""Decode engine's side of disaggregation: sends prompts to prefill engines and puts their pages into the prefix tree.
 
-A request waits in front of the queue until its pages are there, then begins with a prefix hit. Whatever goes wrong (no
-peer, a slow one, one that serves another model, no room), the request joins the queue with what has come, and the rest
-of its prompt is computed here; :attr:`PrefillClient.results` counts why. Threads talk to the peers.
+A request waits in front of the queue until its pages are there, then begins with a prefix hit. On any failure (no peer,
+a slow one, one with another model, no room) the request joins the queue with the pages that have arrived, and the rest
+of its prompt is computed here; :attr:`PrefillClient.results` counts the reasons. Threads talk to the peers.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from unisono.kv.transfer import Bytes, Incoming
 from unisono.transport.addresses import Address
 from unisono.transport.backends import agree_to_connect
 from unisono.transport.channel import Buffer, Channel, ChannelError, connect
-from unisono.transport.handshake import Refused, introduce
+from unisono.transport.handshake import PeerRefused, introduce
 from unisono.transport.messages import Cancel, Done, Message, Pages, Prefill, decode, encode
 
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
 RETRY_SECONDS = 5.0
-"""How long a peer that could not be reached, or was lost, is left alone."""
+"""Seconds before a peer that could not be reached, or was lost, is tried again."""
 
 CLOSE_SECONDS = 5.0
-"""How long closing waits for what still reads from one peer."""
+"""Seconds that closing waits for the thread that reads from a peer."""
 
 News = tuple[Message, Buffer, str]
-"""A message, its payload, and what carried that."""
+"""A message, its payload, and the name of the backend that carried it."""
 
 
 class RemotePrompt:
-    """A request's prompt on its way. ``result`` is empty while it is."""
+    """A request's prompt on its way. ``result`` is empty until it is finished."""
 
     def __init__(self, number: int, incoming: Incoming, request: Prefill, timeout: float) -> None:
         self.number, self.incoming, self.request = number, incoming, request
-        self.inbox: queue.SimpleQueue[News | str] = queue.SimpleQueue()  # str: why nothing more comes
-        self.peer: _Peer | None = None
+        self.inbox: queue.SimpleQueue[News | str] = queue.SimpleQueue()  # str: the reason why nothing more comes
+        self.peer: _PrefillPeer | None = None
         self.result = ""
         self.pages = 0
         self.bytes: Counter[str] = Counter()
@@ -56,11 +56,11 @@ class RemotePrompt:
 
     @property
     def open(self) -> bool:
-        """Whether the request may join the queue."""
+        """True once the request can be queued."""
         return bool(self.result)
 
     def poll(self) -> None:
-        """Put what has come into the prefix tree."""
+        """Put received pages into the prefix tree."""
         with contextlib.suppress(queue.Empty):
             while not self.result:
                 news = self.inbox.get_nowait()
@@ -86,30 +86,30 @@ class RemotePrompt:
 
 
 class PrefillClient:
-    """See the module. addresses: of prefill engines; the one with the fewest prompts under way is asked.
+    """Client of prefill engines. addresses: theirs; a prompt goes to the one with the fewest prompts in progress.
 
-    timeout: seconds without news of a peer after which the prompts that it has are computed here. backends: what may
-    carry pages. pages: what writes them.
+    timeout: seconds without news of a peer after which its prompts are computed here. backends: transports for pages.
+    pages: writes them.
     """
 
     def __init__(
         self, addresses: Ids[Address], key: bytes, identity: bytes, timeout: float, backends: Ids[str], pages: Bytes
     ) -> None:
         self._pages = pages
-        self._peers = [_Peer(address, key, identity, timeout, backends) for address in addresses]
+        self._peers = [_PrefillPeer(address, key, identity, timeout, backends) for address in addresses]
         self._timeout = timeout
         self._numbers = itertools.count()
         self._open: list[RemotePrompt] = []
         self.results: Counter[str] = Counter()
         self.pages = 0
-        self.bytes: Counter[str] = Counter()  # by what carried them
+        self.bytes: Counter[str] = Counter()  # by backend
 
-    def ask(self, sequence: Sequence, pool: PagePool) -> RemotePrompt | None:
-        """Have a prompt computed elsewhere; None where nothing is gained, or the tokens' ids do not say all of it."""
+    def request(self, sequence: Sequence, pool: PagePool) -> RemotePrompt | None:
+        """Send a prompt to a peer; None if nothing is gained, or if token ids do not describe it completely."""
         keys, salt = sequence.keys, sequence.request.cache_salt
         start: Token = sequence.request.prompt_token_ids[0]
         own = [start, *keys[1:]]
-        known = keys[0] == (salted(start, salt) if salt is not None else start)  # no adapter, no picture
+        known = keys[0] == (salted(start, salt) if salt is not None else start)  # no adapter, no image
         if not known or sequence.reusable < len(keys) or not all(isinstance(key, int) for key in own):
             return None
         pages = (len(keys) - 1) // PAGE_SIZE
@@ -130,19 +130,19 @@ class PrefillClient:
             prompt.incoming.close()
             self.results["no peer"] += 1
             return None
-        min(peers, key=lambda peer: len(peer.prompts)).ask(prompt)
+        min(peers, key=lambda peer: len(peer.prompts)).send(prompt)
         self._open.append(prompt)
         return prompt
 
     def poll(self) -> None:
-        """Take what has come since the last call."""
+        """Process the messages since the last call."""
         for prompt in self._open:
             prompt.poll()
         for prompt in [prompt for prompt in self._open if prompt.result]:
             self._end(prompt)
 
     def drop(self, prompt: RemotePrompt) -> None:
-        """Nobody waits for this prompt any more."""
+        """Forget a prompt of an aborted request."""
         if not prompt.result:
             prompt.result = "aborted"
             self._end(prompt)
@@ -151,7 +151,7 @@ class PrefillClient:
         self._open.remove(prompt)
         prompt.incoming.close()
         if prompt.peer is not None:
-            prompt.peer.forget(prompt, tell=prompt.result not in ("done", "failed"))
+            prompt.peer.forget(prompt, notify=prompt.result not in ("done", "failed"))
         self.results[prompt.result] += 1
         self.pages += prompt.pages
         self.bytes += prompt.bytes
@@ -163,12 +163,12 @@ class PrefillClient:
 
     @property
     def peers(self) -> dict[str, str]:
-        """By address what carries a prefill engine's pages; empty: it is not connected."""
+        """Backend of each prefill engine by address; empty if it is not connected."""
         return {str(peer.address): peer.transport for peer in self._peers}
 
 
-class _Peer:
-    """One prefill engine, connected when it is first asked. A thread connects and reads."""
+class _PrefillPeer:
+    """One prefill engine, connected at the first prompt. A thread connects and reads."""
 
     def __init__(self, address: Address, key: bytes, identity: bytes, timeout: float, backends: Ids[str]) -> None:
         self.address, self._key, self._identity = address, key, identity
@@ -179,13 +179,13 @@ class _Peer:
         self._channel: Channel | None = None
         self._thread: threading.Thread | None = None
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._again = self.heard = 0.0  # when it may be asked again; when it sent something
+        self._again = self.heard = 0.0  # time of the next attempt; time of the last message
 
     @property
     def usable(self) -> bool:
         return time.monotonic() >= self._again
 
-    def ask(self, prompt: RemotePrompt) -> None:
+    def send(self, prompt: RemotePrompt) -> None:
         """Send a prompt, once there is a connection. Returns at once."""
         prompt.peer = self
         with self._lock:
@@ -195,10 +195,10 @@ class _Peer:
                 self._thread = threading.Thread(target=self._run, name="prefill-client", daemon=True)
                 self._thread.start()
 
-    def forget(self, prompt: RemotePrompt, tell: bool) -> None:
+    def forget(self, prompt: RemotePrompt, notify: bool) -> None:
         with self._lock:
             known = self.prompts.pop(prompt.number, None) is not None
-        if tell and known:
+        if notify and known:
             self._outbox.put(Cancel(prompt.number))
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class _Peer:
                 if prompt is not None and isinstance(message, (Pages, Done)):
                     prompt.inbox.put((message, payload, channel.transport))
         except (ChannelError, msgspec.MsgspecError) as error:
-            reason = "refused" if isinstance(error, Refused) else why
+            reason = "refused" if isinstance(error, PeerRefused) else why
             if self._again != float("inf"):
                 logger.warning("Prefill engine %s: %s (%s). Prompts are computed here.", self.address, reason, error)
                 self._again = time.monotonic() + RETRY_SECONDS
@@ -253,5 +253,5 @@ class _Peer:
             try:
                 channel.send(encode(message))
             except ChannelError:
-                channel.close()  # the reading thread tells everybody
+                channel.close()  # the reading thread reports the loss
                 return

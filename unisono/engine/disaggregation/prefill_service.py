@@ -1,8 +1,8 @@
-"""A prefill engine's side of disaggregation: it computes prompts for other engines and sends their pages as they come.
+"""Prefill engine's side of disaggregation: computes prompts for other engines and sends their pages as they are ready.
 
-Threads talk to the peers; the engine takes their requests between two steps, runs each as a request of its own that
-samples one token, and hands over pages whenever a prompt pass was read. A thread for each peer sends them. A peer that
-takes nothing for ``timeout`` seconds, or lets too much pile up, is hung up on.
+Threads talk to the peers; the engine takes their requests between two steps, runs each as a request that samples one
+token, and hands over pages after each prompt pass. A thread for each peer sends them. The service disconnects a peer
+that takes nothing for ``timeout`` seconds, or whose outbox is full.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from unisono.engine.sequence import Sequence
-from unisono.kv.specs import PAGE_SIZE, TAILS
+from unisono.kv.specs import PAGE_SIZE, SNAPSHOTS
 from unisono.kv.transfer import Bytes, Packing, pack_pages
 from unisono.kv.window_pages import first_live_column
 from unisono.transport.addresses import Address
@@ -34,14 +34,14 @@ from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 256
-"""Messages that wait to be sent to one peer, at most."""
+"""Largest number of messages in the outbox of one peer."""
 CLOSE_SECONDS = 5.0
-"""How long closing waits for what still sends to one peer."""
+"""Seconds that closing waits for the thread that sends to a peer."""
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, seed=0, ignore_eos=True)
 
 
 @dataclass(eq=False)
-class _Peer:
+class _DecodePeer:
     """A connection. outbox: (message, pages) to send; None ends ``sender``, the thread that sends them."""
 
     channel: Channel
@@ -53,18 +53,19 @@ class _Peer:
 
 
 @dataclass(eq=False)
-class _Job:
-    """A prompt that is being computed for a peer. pages: whole ones that are wanted; sent: up to which they are."""
+class _PrefillJob:
+    """A prompt that is being computed for a peer. pages: requested whole pages; sent: number of them that are sent."""
 
-    peer: _Peer
+    peer: _DecodePeer
     number: int
     pages: int
     sent: int
 
 
 class PrefillService:
-    """See the module. backends: what may carry pages. pages: what reads them. wake: called, in any thread, when there
-    is news for the engine."""
+    """Service for decode engines. backends: transports for pages. pages: reads them. wake: called, in any thread, when
+    there is news for the engine.
+    """
 
     def __init__(
         self,
@@ -85,12 +86,12 @@ class PrefillService:
         self.address = address
         if address.scheme == "tcp":
             self.address = Address("tcp", address.host, self._listener.getsockname()[1])
-        self._inbox: queue.SimpleQueue[tuple[_Peer, Message | None]] = queue.SimpleQueue()
-        self._jobs: dict[str, _Job] = {}
-        self._peers: set[_Peer] = set()
+        self._inbox: queue.SimpleQueue[tuple[_DecodePeer, Message | None]] = queue.SimpleQueue()
+        self._jobs: dict[str, _PrefillJob] = {}
+        self._peers: set[_DecodePeer] = set()
         self._numbers = itertools.count()
         self.requests = self.failed = self.pages_sent = self.hung_up = 0
-        self.bytes_sent: Counter[str] = Counter()  # by what carried them
+        self.bytes_sent: Counter[str] = Counter()  # by backend
         threading.Thread(target=self._accept, name="prefill-accept", daemon=True).start()
 
     # ---- the engine's side ---------------------------------------------------------------------
@@ -100,7 +101,7 @@ class PrefillService:
         return not self._inbox.empty()
 
     def poll(self, add: Callable[[EngineRequest], None], abort: Callable[[str], None]) -> None:
-        """Take what peers have asked for since the last call."""
+        """Take the peers' requests since the last call."""
         with contextlib.suppress(queue.Empty):
             while True:
                 peer, message = self._inbox.get_nowait()
@@ -113,19 +114,19 @@ class PrefillService:
                             del self._jobs[request_id]
                             abort(request_id)
 
-    def _begin(self, peer: _Peer, asked: Prefill, add: Callable[[EngineRequest], None]) -> None:
+    def _begin(self, peer: _DecodePeer, message: Prefill, add: Callable[[EngineRequest], None]) -> None:
         request_id = f"prefill-{next(self._numbers)}"
-        pages = (len(asked.tokens) - 1) // PAGE_SIZE
-        tokens = asked.tokens[: pages * PAGE_SIZE + 1]
+        pages = (len(message.tokens) - 1) // PAGE_SIZE
+        tokens = message.tokens[: pages * PAGE_SIZE + 1]
         self.requests += 1
-        self._jobs[request_id] = _Job(peer, asked.number, pages, asked.first)
+        self._jobs[request_id] = _PrefillJob(peer, message.number, pages, message.first)
         try:
-            add(EngineRequest(request_id, tokens, ONE_TOKEN, cache_salt=asked.salt))
+            add(EngineRequest(request_id, tokens, ONE_TOKEN, cache_salt=message.salt))
         except BadRequest as error:
             self._end(request_id, str(error))
 
     def committed(self, sequence: Sequence) -> None:
-        """A prompt pass of this request was read, and its pages are in the prefix tree."""
+        """Send pages after a prompt pass of this request was read; they are in the prefix tree."""
         job = self._jobs.get(sequence.request.request_id)
         if job is None or sequence.pages is None:
             return
@@ -133,14 +134,14 @@ class PrefillService:
         last = len(nodes) == job.pages
         if len(nodes) <= job.sent and not last:
             return
-        wanted: dict[int, range] = {}
-        if last:  # what a request needs that goes on from here; earlier windows and snapshots are of no use to it
-            for lifetime in sequence.pages.windows:
-                wanted[lifetime] = range(first_live_column(job.pages * PAGE_SIZE, lifetime), job.pages)
-            wanted[TAILS] = range(job.pages - 1, job.pages)
-        first = min([job.sent, *(pages.start for pages in wanted.values())])
+        columns: dict[int, range] = {}
+        if last:  # state for a request that goes on from here; it does not need earlier windows and snapshots
+            for window_group in sequence.pages.windows:
+                columns[window_group] = range(first_live_column(job.pages * PAGE_SIZE, window_group), job.pages)
+            columns[SNAPSHOTS] = range(job.pages - 1, job.pages)
+        first = min([job.sent, *(pages.start for pages in columns.values())])
         if nodes[first:]:
-            packed = pack_pages(self._pages, nodes, first, wanted)
+            packed = pack_pages(self._pages, nodes, first, columns)
             message = Pages(job.number, first, packed.complete, packed.parts)
             self.pages_sent += len(nodes) - first
             self.bytes_sent[job.peer.channel.transport] += packed.nbytes
@@ -148,7 +149,7 @@ class PrefillService:
         job.sent = len(nodes)
 
     def finished(self, deltas: Iterable[TokenDelta]) -> list[TokenDelta]:
-        """End the requests that are this service's own; returns the deltas of the others."""
+        """End this service's own requests; return the deltas of the others."""
         others = []
         for delta in deltas:
             if delta.request_id not in self._jobs:
@@ -162,7 +163,7 @@ class PrefillService:
         self.failed += bool(error)
         self._post(job.peer, Done(job.number, error), None)
 
-    def _post(self, peer: _Peer, message: Message, packed: Packing | None) -> None:
+    def _post(self, peer: _DecodePeer, message: Message, packed: Packing | None) -> None:
         try:
             peer.outbox.put_nowait((message, packed))
         except queue.Full:
@@ -171,7 +172,7 @@ class PrefillService:
             peer.channel.close()
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Hang up on all peers."""
         self._listener.close()
         for peer in list(self._peers):
             peer.channel.close()
@@ -182,7 +183,7 @@ class PrefillService:
 
     @property
     def peers(self) -> Counter[str]:
-        """Connections by what carries their pages."""
+        """Connections by backend."""
         return Counter(peer.channel.transport for peer in list(self._peers))
 
     # ---- the peers' side -----------------------------------------------------------------------
@@ -205,7 +206,7 @@ class PrefillService:
             logger.warning("A peer was refused: %s.", error)
             channel.close()
             return
-        peer = _Peer(channel, str(self.address))
+        peer = _DecodePeer(channel, str(self.address))
         peer.sender = threading.Thread(target=self._send, args=(peer,), name="prefill-send", daemon=True)
         self._peers.add(peer)
         peer.sender.start()
@@ -220,7 +221,7 @@ class PrefillService:
         channel.close()
         self._peers.discard(peer)
 
-    def _send(self, peer: _Peer) -> None:
+    def _send(self, peer: _DecodePeer) -> None:
         try:
             while (item := peer.outbox.get()) is not None:
                 message, packed = item

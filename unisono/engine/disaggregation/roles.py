@@ -1,13 +1,12 @@
-"""Prefill and decode apart: what an engine of a role has beside the usual, and what it tells."""
+"""Roles of an engine in prefill/decode disaggregation: their services and reports."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Mapping
 
-from unisono.config import ResolvedConfig
+from unisono.config import ResolvedConfig, env
 from unisono.engine.disaggregation.identity import engine_identity
 from unisono.engine.disaggregation.page_bytes import SharedPages
 from unisono.engine.disaggregation.prefill_client import PrefillClient
@@ -18,12 +17,10 @@ from unisono.transport.addresses import Address
 from unisono.transport.backends import usable_backends
 from unisono.types import ConfigError, EngineRequest
 
-KEY = "UNISONO_TRANSFER_KEY"
-"""The environment variable with the key that engines share."""
-
 
 class Roles:
-    """service: of a prefill engine that listens. client: of a decode engine that has peers. Either may be None.
+    """Services of an engine's role. service: of a prefill engine that listens, or None. client: of a decode engine with
+    peers, or None.
 
     wakes: a socket that becomes readable when the service has news for an engine that sleeps.
     """
@@ -33,19 +30,19 @@ class Roles:
         self.client: PrefillClient | None = None
         self.wakes: socket.socket | None = None
         self._pages: SharedPages | None = None
-        if config is None or runner is None or not config.asked.exchanges_pages:
+        if config is None or runner is None or not config.requested.exchanges_pages:
             return
-        asked = config.asked
-        listens = [Address.parse(asked.transfer_listen, "--transfer-listen")] if asked.transfer_listen else []
-        urls = asked.prefill_urls.split(",") if asked.prefill_urls else []
+        requested = config.requested
+        listens = [Address.parse(requested.transfer_listen, "--transfer-listen")] if requested.transfer_listen else []
+        urls = requested.prefill_urls.split(",") if requested.prefill_urls else []
         peers = [Address.parse(text, "--prefill-url") for text in urls]
-        if asked.transfer_backend == "nixl" and any(address.scheme == "unix" for address in listens + peers):
+        if requested.transfer_backend == "nixl" and any(address.scheme == "unix" for address in listens + peers):
             raise ConfigError(
                 "--transfer-backend nixl: over a Unix socket pages go through shared memory; give tcp://HOST:PORT."
             )
-        backends = usable_backends(asked.transfer_backend)
+        backends = usable_backends(requested.transfer_backend)
         self._pages = pages = runner.share_pages()
-        identity, timeout = engine_identity(config, runner.worker), asked.transfer_timeout
+        identity, timeout = engine_identity(config, runner.worker), requested.transfer_timeout
         for address in listens:
             self.wakes, self._wake = socket.socketpair()
             self.wakes.setblocking(False)
@@ -60,7 +57,7 @@ class Roles:
             self._wake.send(b"!")
 
     def poll(self, add: Callable[[EngineRequest], None], abort: Callable[[str], None]) -> None:
-        """Take what other engines ask and send."""
+        """Process the messages of other engines."""
         if self.service is not None:
             self._awake()
             self.service.poll(add, abort)
@@ -68,23 +65,23 @@ class Roles:
             self.client.poll()
 
     def _awake(self) -> None:
-        """The engine looks at everything now."""
+        """Drain :attr:`wakes`: the engine now looks at all messages."""
         with contextlib.suppress(OSError):
             while self.wakes is not None and self.wakes.recv(4096):
                 pass
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Hang up on all peers."""
         for part in (self.service, self.client, self._pages):
             if part is not None:
                 part.close()
 
 
 def info(roles: Roles) -> dict[str, object]:
-    """For ``explain`` and ``/server_info``."""
-    told: dict[str, object] = {}
+    """Return the state of both roles for ``explain`` and ``/server_info``."""
+    state: dict[str, object] = {}
     if (service := roles.service) is not None:
-        told["service"] = {
+        state["service"] = {
             "address": str(service.address),
             "requests": service.requests,
             "failed": service.failed,
@@ -96,18 +93,18 @@ def info(roles: Roles) -> dict[str, object]:
             "hung_up": service.hung_up,
         }
     if (client := roles.client) is not None:
-        told["client"] = {
+        state["client"] = {
             "results": dict(client.results),
             "pages": client.pages,
             "bytes": client.bytes.total(),
             "bytes_by_transport": dict(client.bytes),
             "peers": client.peers,
         }
-    return told
+    return state
 
 
 def metrics(roles: Roles) -> list[Metric]:
-    """For ``/metrics``."""
+    """Return the samples of both roles for ``/metrics``."""
     samples: list[Metric] = []
     if (service := roles.service) is not None:
         samples += [
@@ -135,7 +132,9 @@ def _bytes(name: str, counts: Mapping[str, int]) -> list[Metric]:
 
 
 def _key(addresses: list[Address]) -> bytes:
-    key = os.environ.get(KEY, "")
+    key = env.transfer_key()
     if not key and any(address.scheme == "tcp" for address in addresses):
-        raise ConfigError(f"Engines that exchange pages over TCP share a key: set {KEY} to the same secret for all.")
-    return key.encode()
+        raise ConfigError(
+            f"Engines that exchange pages over TCP share a key: set {env.TRANSFER_KEY.name} to the same secret for all."
+        )
+    return key

@@ -1,9 +1,9 @@
-"""How many drafts the next round should have: the most tokens per second, by what rounds cost and what is accepted.
+"""Adaptive number of drafts: the most expected tokens per second, from measured costs and acceptance.
 
-Plain arithmetic over what the host has read; nothing of the device. :class:`Acceptance` estimates, for each request and
-place in a draft, how often it is accepted once those before it were. :class:`RoundCosts` says what a round takes: its
-graph's time on padding, and how much longer rounds with this number of requests really take.
-:class:`AdaptiveK` chooses. It may be wrong about both; no choice changes a text.
+Pure arithmetic on values that the host has read. :class:`AcceptanceEstimate` estimates, per request and draft position,
+the probability of acceptance given that the drafts before it were accepted. :class:`RoundCosts` estimates the time of a
+round: its graph's time on padding plus a measured offset for rounds with this number of requests. :class:`AdaptiveK`
+chooses. A wrong estimate costs time and does not change the text.
 
 Shapes: R rows of a round, K drafts at most, S slots.
 """
@@ -18,38 +18,42 @@ from dataclasses import dataclass, field
 import numpy as np
 
 PRIOR, PRIOR_TRIALS = 0.7, 8.0
-"""Acceptance at each place before anything is known, and how many trials it counts as: drafting is tried at first."""
+"""Prior acceptance at each position, and its weight in trials. It is high so that drafting is tried at first."""
 
 OWN_DECAY, SHARED_DECAY = 0.98, 0.998
-"""What a trial of a request's own, or of any request, still counts for after the next one."""
+"""Factor by which the weight of a trial decays per later trial of the same request, and of any request."""
 
 SHARED_TRIALS = 16.0
-"""As how many of a request's own trials the estimate over all requests counts."""
+"""Weight of the shared estimate, in trials of one request."""
 
 HYSTERESIS = 0.005
-"""Gain below which the number of drafts stays as it is."""
+"""Least relative gain for which the number of drafts changes."""
 
 PROBE_SHARE, PROBE_PAUSE = 0.003, 16
-"""Of the time, what may go to rounds with more drafts than seem best; and how many rounds lie between two of them."""
+"""Fraction of the time for rounds with more drafts than seem best, and the least number of rounds between two of them.
+"""
 
 PAYBACK_ROUNDS = 64
-"""Rounds within which resuming has to pay for the drafter's catching up."""
+"""Rounds within which resuming has to pay for the drafter's catch-up."""
 
 STEADY, WINDOW = 5, 9
-"""Rounds with one number of drafts before their times are believed, and how many of them count."""
+"""Rounds with a constant number of drafts before their times count, and the length of the window of times."""
 
 BELIEF = 0.25
-"""How far what a single round took corrects what is known of its number of drafts."""
+"""Weight of a single measured round in the correction for its number of drafts."""
 
 FREE_PROBES = 4
-"""So many probes of fewer drafts are made at first, whatever they lose: it is a round each."""
+"""Probes of fewer drafts at the start that are free of the time budget: one round each."""
 
 MOST_CORRECTION = 4.0
-"""Of a graph's time on padding, by how much a number of drafts may turn out to cost more or less than others."""
+"""Largest relative correction of one number of drafts against the others, as a factor of its graph's time on padding.
+"""
 
 
-class Acceptance:
-    """Estimates of S slots and K places: a moving average of each request's own, shrunk towards that of all."""
+class AcceptanceEstimate:
+    """Acceptance estimates for S slots and K positions: moving averages per request, shrunk towards the shared
+    average.
+    """
 
     def __init__(self, slots: int, drafts: int) -> None:
         self._places = np.arange(drafts)
@@ -58,13 +62,15 @@ class Acceptance:
         self._all_taken = PRIOR * self._all_tried
 
     def begin(self, slots: np.ndarray | int) -> None:
-        """Other requests have these slots: nothing of their own is known."""
+        """Reset the estimates of slots that were assigned to other requests."""
         self._tried[slots] = self._taken[slots] = 0
 
-    def count(self, slots: np.ndarray, asked: np.ndarray, accepted: np.ndarray) -> None:
-        """A round: of slots [R], drafts asked for [R] and accepted [R]. Where none was found it counts as rejected."""
+    def count(self, slots: np.ndarray, requested: np.ndarray, accepted: np.ndarray) -> None:
+        """Count a round: slots [R], requested drafts [R], accepted drafts [R]. A draft that was not found counts as
+        rejected.
+        """
         taken = self._places < accepted[:, None]
-        tried = (self._places <= accepted[:, None]) & (self._places < asked[:, None])
+        tried = (self._places <= accepted[:, None]) & (self._places < requested[:, None])
         fade = np.where(tried, OWN_DECAY, 1.0)
         self._tried[slots] = self._tried[slots] * fade + tried
         self._taken[slots] = self._taken[slots] * fade + (taken & tried)
@@ -74,20 +80,24 @@ class Acceptance:
         self._all_taken = self._all_taken * fade + (taken & tried).sum(0)
 
     def conditional(self, slots: np.ndarray) -> np.ndarray:
-        """[R, K]: the share in which a place's draft is accepted where those before it were."""
+        """Return [R, K]: the probability that each position is accepted if all before it were."""
         shared = SHARED_TRIALS * self._all_taken / self._all_tried
-        return (self._taken[slots] + shared) / (self._tried[slots] + SHARED_TRIALS)
+        rates: np.ndarray = (self._taken[slots] + shared) / (self._tried[slots] + SHARED_TRIALS)
+        return rates
 
     def expected(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """[K + 1]: tokens that a round of slots [R] commits with 0 … K drafts, of which each may have ``most`` [R]."""
+        """Return [K + 1]: expected tokens of a round of slots [R] with 0 … K drafts. ``most`` [R]: each row's limit."""
         reached = np.where(self._places < most[:, None], self.conditional(slots), 0.0).cumprod(axis=1)
         return len(slots) + np.concatenate(([0.0], reached.sum(0).cumsum()))
 
 
 @dataclass
 class _Level:
-    """For rounds with about this number of requests: how much longer they take than on padding, and how much each
-    number of drafts differs from the first one seen. recent: times beyond padding, of ``drafts`` without a change."""
+    """Measurements of rounds with about this number of requests.
+
+    Holds the time beyond the time on padding, and the difference of each number of drafts from the first one seen.
+    recent: times beyond padding for ``drafts``, while it did not change.
+    """
 
     offset: float | None = None
     correction: dict[int, float] = field(default_factory=dict)
@@ -97,11 +107,11 @@ class _Level:
 
 
 class RoundCosts:
-    """Milliseconds of rounds. table: (rows, drafts) -> its graph's time on padding, None where there is no graph.
+    """Milliseconds of rounds. table: (rows, drafts) -> time of the graph on padding, None without a graph.
 
-    Real rounds read keys and values of real texts: that takes longer, by about the same for any number of drafts. So
-    what is measured of one number serves all (``offset``), and only where the number changes from one round to the
-    next, all else being equal, a difference to the table is put down to it (``correction``).
+    Real rounds take longer because they read the keys and values of real texts; the increase is about the same for any
+    number of drafts. One measured number therefore serves all (``offset``). Only if the number of drafts changes
+    between two otherwise equal rounds is a difference to the table attributed to it (``correction``).
     """
 
     def __init__(self, table: Callable[[int, int], float | None]) -> None:
@@ -110,7 +120,7 @@ class RoundCosts:
         self._last: _Level | None = None
 
     def ms(self, rows: int, drafts: int) -> float | None:
-        """Milliseconds of a round with this number of requests; None: it has no graph, and should not be chosen."""
+        """Milliseconds of a round with this number of requests; None: it has no graph and should not be chosen."""
         padding = self._table(rows, drafts)
         if padding is None:
             return None
@@ -121,11 +131,13 @@ class RoundCosts:
         return max(padding + more, 0.25 * padding)
 
     def interrupted(self) -> None:
-        """The next rounds are of other texts: what differs then is not to be put down to their number of drafts."""
+        """Discard the last time: the next rounds have other requests, so a difference is not due to the number of
+        drafts.
+        """
         self._last = None
 
     def measured(self, rows: int, drafts: int, ms: float) -> None:
-        """A round with this number of requests took ``ms``, and so did those around it."""
+        """Record the time of a round like the ones around it."""
         padding = self._table(rows, drafts)
         if padding is None:
             return
@@ -148,36 +160,38 @@ class RoundCosts:
             level.offset = more - known
 
     def probed(self, rows: int, drafts: int, ms: float) -> None:
-        """A single round with another number of drafts than those around it took so long."""
+        """Record the time of a single round with another number of drafts than those around it."""
         padding, level = self._table(rows, drafts), self._levels.get(rows.bit_length())
         if padding is None or level is None or level.offset is None:
             return
         bound, known = MOST_CORRECTION * padding, level.correction.get(drafts, 0.0)
         found = min(max(ms - padding - level.offset, -bound), bound)
-        belief = BELIEF if drafts in level.correction or drafts else 1.0  # of none nothing else tells
+        belief = BELIEF if drafts in level.correction or drafts else 1.0  # only probes measure zero drafts
         level.correction[drafts] = known + belief * (found - known)
 
 
 class AdaptiveK:
-    """The number of drafts of each round, one of ``choices``, ascending.
+    """Choose the number of drafts of each round among ``choices``, ascending.
 
-    ``choose`` is called for every round, with what is known by then. ``drafts`` is what it stays at, probes aside.
-    down: fewest drafts are probed too, for a drafter that may pause at no cost: what it takes to draft depends on the
-    texts, as a look-up's time does, and is seen only where it does not.
+    ``choose`` is called for every round with the knowledge at that time. ``drafts``: the current number, probes aside.
+    down: probe the fewest drafts too, for a drafter that can pause at no cost. The time of such a drafter depends on
+    the text (a look-up) and shows only while it pauses.
     """
 
-    def __init__(self, choices: Sequence[int], acceptance: Acceptance, costs: RoundCosts, down: bool = False) -> None:
+    def __init__(
+        self, choices: Sequence[int], acceptance: AcceptanceEstimate, costs: RoundCosts, down: bool = False
+    ) -> None:
         self.choices, self.acceptance, self.costs, self.down = tuple(choices), acceptance, costs, down
         self.drafts = self.choices[-1]
-        self._budget = 0.0  # milliseconds that probes may lose
+        self._budget = 0.0  # milliseconds that probes may cost
         self._since_probe = 0
-        self._rung = 0  # which of the larger numbers is probed next
+        self._rung = 0  # the larger number to probe next
 
     def choose(self, slots: np.ndarray, most: np.ndarray, catch_up_ms: float, standby_ms: float = 0.0) -> int:
-        """Drafts for a round of slots [R], of which each may have ``most`` [R].
+        """Return the drafts for a round of slots [R]. ``most`` [R]: each row's limit.
 
-        catch_up_ms: what the drafter takes to catch up before it can draft, 0 where nothing is pending. standby_ms:
-        what a round without drafts costs later, for a paused drafter that can remember only so much.
+        catch_up_ms: time the drafter needs to catch up before it can draft, 0 if nothing is pending. standby_ms: later
+        cost of a round without drafts, for a paused drafter that remembers a limited number of tokens.
         """
         costs = [self.costs.ms(len(slots), k) for k in self.choices]
         ms = {k: cost for k, cost in zip(self.choices, costs, strict=True) if cost is not None}
@@ -202,7 +216,7 @@ class AdaptiveK:
         return best
 
     def _probe(self, rate: dict[int, float], ms: dict[int, float], tokens: np.ndarray, catch_up_ms: float) -> int:
-        """Now and then more drafts than seem best: of places that are never tried nothing would be learnt."""
+        """From time to time, return more drafts than seem best: an untried position would never be measured."""
         best = self.drafts
         others = [k for k in rate if k > best or (self.down and k == min(ms) < best)]
         self._since_probe += 1

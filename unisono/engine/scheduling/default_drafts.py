@@ -1,4 +1,4 @@
-"""Speculation where no flag says how: with what the checkpoint carries, or with a bundled model's head."""
+"""Default speculation: the checkpoint's own head, or a bundled model's head."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from unisono.models.load.checkpoint import Checkpoint
 
 
 def with_default_drafts(config: ResolvedConfig, checkpoint: Checkpoint) -> ResolvedConfig:
-    """Speculation by what the checkpoint carries, or by a bundled model's head, unless flags say how to speculate or
-    the weights are not read."""
-    if config.asked.speculative is not None or config.asked.load_format == "dummy":
+    """Return the configuration with default speculation, unless flags choose one or the weights are not read."""
+    if config.requested.speculative is not None or config.requested.load_format == "dummy":
         return config
     if (head := catalog.drafts_of(checkpoint.path)) is not None:
         value = f"{head.method} ({head.model}), k = {head.num_speculative_tokens}"

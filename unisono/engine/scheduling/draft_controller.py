@@ -1,8 +1,8 @@
-"""How each round drafts: how many tokens, and whose drafter has to catch up before.
+"""Draft controller: chooses the number of drafts of each round and schedules catch-up passes of paused drafters.
 
-Between the scheduler, which says who runs, and the runner. Owns the bookkeeping of paused drafters (what is *pending*
-of each sequence, ``Progress.unobserved``) and feeds :mod:`unisono.engine.scheduling.adaptive` with what rounds brought
-and how long they took.
+Called between the scheduler, which chooses the requests, and the runner. Owns the bookkeeping of paused drafters
+(*pending* tokens of each sequence, ``Progress.unobserved``) and feeds :mod:`unisono.engine.scheduling.adaptive` with
+the results and times of rounds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unisono.engine.scheduling.adaptive import Acceptance, AdaptiveK, RoundCosts
+from unisono.engine.scheduling.adaptive import AcceptanceEstimate, AdaptiveK, RoundCosts
 from unisono.engine.scheduling.forced_drafts import ForcedDrafts
-from unisono.engine.sequence import Extend, Pass, Preparation, Round, Rows, Sequence
+from unisono.engine.sequence import Extend, FeaturePass, Pass, Round, Rows, Sequence
 from unisono.engine.startup.buckets import CPU_COST
 from unisono.engine.worker.progress import NOBODY, Progress
 from unisono.types import FinishReason
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from unisono.engine.worker.runner import Runner
 
 ROUNDS_PER_CHOICE = 16
-"""Rounds before rounds with another number of drafts are captured, where graphs are captured lazily."""
+"""Rounds before rounds with another number of drafts are captured, if graphs are captured lazily."""
 
 
 class DraftController:
-    """Chooses for the rounds of one engine. ``pinned``: a fixed number of drafts; None: adapt.
+    """Choose drafts for the rounds of one engine. ``pinned``: a fixed number of drafts; None: adapt.
 
     ``rounds[k]`` counts rounds with k drafts.
     """
@@ -40,25 +40,27 @@ class DraftController:
         self.pinned: int | None = choices[0] if len(choices) == 1 else None
         self.rounds: Counter[int] = Counter()
         drafter = runner.worker.drafter
-        acceptance = Acceptance(runner.worker.slots.padding + 1, drafter.num_drafts)
+        acceptance = AcceptanceEstimate(runner.worker.slots.padding + 1, drafter.num_drafts)
         self.policy = AdaptiveK(choices, acceptance, RoundCosts(self.padding_ms), down=not runner.max_unobserved)
-        # Rounds whose drafts the host reads have no widths between the extremes.
+        # Rounds whose drafts the host reads exist with 0 and k drafts only.
         self._reading_policy = AdaptiveK(sorted({choices[0], choices[-1]}), acceptance, self.policy.costs)
         self._limit = None if getattr(drafter, "unlimited", False) else runner.max_unobserved
-        self._owners = np.full_like(progress.owner, NOBODY)  # [slots]: whom ``acceptance`` knows
+        self._owners = np.full_like(progress.owner, NOBODY)  # [slots]: the requests that ``acceptance`` knows
         self._forced = ForcedDrafts(runner.config, drafter.num_drafts, progress)
-        self._launched: Round | None = None  # the round launched last, unless another pass came after it
-        self._read_at: float | None = None  # when the pass read last was over
-        self._put_off: dict[bool, int] = {}  # by kind of round: drafts that wait for a drafter to catch up
-        lazy = runner.config.asked.graph_capture == "lazy"
+        self._launched: Round | None = None  # the round launched last, unless another pass followed
+        self._read_at: float | None = None  # end of the pass read last
+        self._put_off: dict[bool, int] = {}  # by kind of round: drafts that wait for a catch-up pass
+        lazy = runner.config.requested.graph_capture == "lazy"
         self._until_next_choice = ROUNDS_PER_CHOICE if lazy else None
 
     def padding_ms(self, rows: int, drafts: int) -> float | None:
-        """What a round's graph took on padding; None where no graph serves it."""
+        """Time of a round's graph on padding, in milliseconds; None if no graph serves it."""
         return self._runner.planner.pass_ms(self._runner.round_key(rows, drafts))
 
     def round_ms(self, running: Collection[Sequence]) -> float:
-        """What the next round of these requests takes; where both kinds run, a turn of both: one reads, two others."""
+        """Expected milliseconds of the next round of these requests. If both kinds run: the sum of one round of
+        each.
+        """
         reading = sum(s.reads_drafts for s in running)
         plain = len(running) - reading
         return self._round_ms(reading) + self._round_ms(plain) * (2 if reading else 1)
@@ -73,14 +75,14 @@ class DraftController:
         return self.policy.costs.ms(rows, drafts) or self._runner.planner.expected_ms(key)
 
     def pin(self, drafts: int | None) -> None:
-        """Draft this number of tokens in every round; None: adapt, where there is a choice."""
+        """Fix the number of drafts of every round; None: adapt, if there is a choice."""
         choices = self._runner.choices
         self.pinned = choices[0] if len(choices) == 1 else drafts
 
     # ---- before a pass ------------------------------------------------------------------------
 
     def launching(self, work: Pass | None) -> Pass | None:
-        """The pass as it is to be launched: a round with its number of drafts."""
+        """Return the pass to launch: a round gets its number of drafts."""
         if not isinstance(work, Round):
             self._launched = None
             if isinstance(work, Extend) and work.decodes:
@@ -88,10 +90,10 @@ class DraftController:
                 self._undrafted(work.decodes)
             return work
         self._know(work.rows)
-        wanted = self._put_off.get(work.reads_drafts) if self.pinned is None else self.pinned
-        drafts = self._choose(work.rows) if wanted is None else wanted
+        fixed = self._put_off.get(work.reads_drafts) if self.pinned is None else self.pinned
+        drafts = self._choose(work.rows) if fixed is None else fixed
         if drafts and work.reads_drafts:
-            drafts = self._runner.choices[-1]  # their passes have no widths between
+            drafts = self._runner.choices[-1]  # rounds that the host reads have no widths in between
         work = work if drafts == work.drafts else replace(work, drafts=drafts)
         work = self._with_catch_up(self._forced.added(work) if work.reads_drafts else work)
         self.rounds[work.drafts] += 1
@@ -99,8 +101,10 @@ class DraftController:
         return work
 
     def drafts_nothing(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether the next round of these, which the host need not read in between, would draft nothing, and no
-        drafter has to catch up before it."""
+        """True if the next round of these requests would draft nothing and needs no catch-up pass.
+
+        The host does not read drafts of these requests.
+        """
         drafts = self.policy.drafts if self.pinned is None else self.pinned
         if drafts or self._put_off.get(False):
             return False
@@ -108,7 +112,7 @@ class DraftController:
         return limit is None or all(self._progress.unobserved[s.slot] < limit for s in sequences)
 
     def _undrafted(self, rows: Rows) -> None:
-        """These commit a token without drafts: a drafter that pauses observes it later."""
+        """Note rows that commit a token without drafts; a paused drafter observes it later."""
         if self._runner.max_unobserved:
             self._progress.unobserved[rows.slots] += 1
 
@@ -119,9 +123,9 @@ class DraftController:
         return policy.choose(rows.slots, most, self._catch_up_ms(rows), self._standby_ms(len(rows)))
 
     def _add_choice(self, rows: int) -> None:
-        """Capture rounds with another number of drafts, now and then, if graphs are captured lazily.
+        """Capture rounds with another number of drafts from time to time, if graphs are captured lazily.
 
-        The policy chooses among captured rounds, so a short answer needs one graph, and a long one adapts.
+        The policy chooses among captured rounds: a short answer needs one graph, and a long one adapts.
         """
         if self._until_next_choice is None:
             return
@@ -140,7 +144,7 @@ class DraftController:
             self.policy.acceptance.begin(new)
 
     def _catch_up_ms(self, rows: Rows) -> float:
-        """What catching up would take now: whole passes, however little is pending."""
+        """Milliseconds of catching up now: whole passes, even if little is pending."""
         pending = self._progress.unobserved[rows.slots]
         if not pending.any():
             return 0.0
@@ -149,16 +153,18 @@ class DraftController:
         return runner.planner.expected_ms(runner.catch_up_key(int(np.count_nonzero(pending)))) * passes
 
     def _standby_ms(self, rows: int) -> float:
-        """What each round without drafts adds to a drafter's catching up, which it has to before it forgets."""
+        """Milliseconds that each round without drafts adds to the later catch-up of a drafter that remembers a limited
+        number of tokens.
+        """
         runner = self._runner
         if not runner.max_unobserved or self._limit is None:
             return 0.0
         return runner.planner.expected_ms(runner.catch_up_key(rows)) / runner.max_unobserved
 
     def _with_catch_up(self, work: Round) -> Round:
-        """Have drafters catch up before a round that drafts, or before they can remember no more.
+        """Schedule a catch-up pass before a round that drafts, or before the drafter's memory is full.
 
-        One pass of catching up before each round: where more is pending than it takes, the round drafts nothing yet.
+        One catch-up pass per round: if more tokens are pending than it takes, this round drafts nothing.
         """
         self._put_off.pop(work.reads_drafts, None)
         if not self._runner.max_unobserved:
@@ -177,10 +183,10 @@ class DraftController:
 
     # ---- after a pass -------------------------------------------------------------------------
 
-    def read(self, work: Extend | Preparation | Round, result: np.ndarray) -> None:
-        """A pass was read. result [rows, …] int32: of each row how many tokens it committed, and its status."""
+    def read(self, work: Extend | FeaturePass | Round, result: np.ndarray) -> None:
+        """Learn from a pass that was read. result [rows, …] int32: committed tokens and status of each row."""
         now, before, after = time.perf_counter(), self._read_at, self._launched
-        # Of prompts and rounds whose drafts the host reads the outputs come before the drafter has caught up
+        # Outputs of prompts, and of rounds whose drafts the host reads, arrive before the drafter has caught up
         # (Buffers.outputs_ready).
         self._read_at = now if isinstance(work, Round) and not work.reads_drafts else None
         if not isinstance(work, Round):
@@ -192,27 +198,27 @@ class DraftController:
             self._learn_cost(work, after, 1e3 * (now - before))
         if work.drafts:
             rows, result = work.rows, result[: len(work.rows)]
-            asked = np.minimum(work.drafts, self._progress.max_drafts[rows.slots])
-            # What ended was cut short, and has a slot that may be another's by now.
+            requested = np.minimum(work.drafts, self._progress.max_drafts[rows.slots])
+            # Skip ended requests: their last round was truncated, and another request may have their slots.
             going_on = (result[:, 1] == FinishReason.RUNNING) & self._progress.owned(rows.slots, rows.owners)
-            known = (asked > 0) & (result[:, 0] > 0) & going_on
-            if work.forced is not None:  # forced drafts tell nothing about the drafter
+            known = (requested > 0) & (result[:, 0] > 0) & going_on
+            if work.forced is not None:  # forced drafts say nothing about the drafter
                 known &= work.forced[:, 0] < 0
             if known.any():
-                self.policy.acceptance.count(rows.slots[known], asked[known], result[known, 0] - 1)
+                self.policy.acceptance.count(rows.slots[known], requested[known], result[known, 0] - 1)
 
     def _learn_cost(self, work: Round, after: Round, ms: float) -> None:
-        """``work`` was read this long after the pass before it; ``after`` was launched next."""
+        """Learn the cost of ``work``, read ``ms`` after the pass before it. ``after``: the round launched next."""
         if _alike(work, after):
             self.policy.costs.measured(len(work.rows), work.drafts, ms)
             return
-        # On a GPU that is the time of this pass; a CPU has run the next one meanwhile.
+        # On a GPU that is the time of this pass. On a CPU it is the time of the next one, which ran meanwhile.
         timed = after if self._runner.config.device.type == "cpu" else work
         if self.pinned is None and timed.plain and timed.drafts != self.policy.drafts:
             self.policy.costs.probed(len(timed.rows), timed.drafts, ms)
 
 
 def _alike(one: Round, other: Round) -> bool:
-    """Whether two rounds are of the same kind, so that the time between them is that of either."""
+    """True if two rounds are of the same kind, so that the time between them is the time of either."""
     same = one.drafts == other.drafts and len(one.rows) == len(other.rows)
     return same and one.plain and other.plain

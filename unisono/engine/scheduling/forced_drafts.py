@@ -1,7 +1,8 @@
-"""Drafts that features force: tokens that a grammar leaves no choice about (``RequestState.forced``).
+"""Forced drafts: tokens that a feature knows in advance, such as the only token that a grammar allows
+(``RequestState.forced``).
 
-They are verified as any draft, so they change no text. A drafter's k bounds them; an engine without a drafter verifies
-them in passes of widths of their own, chosen by the number of requests.
+They are verified as all drafts are, so they do not change the text. A drafter's k bounds them. An engine without a
+drafter verifies them in passes of their own widths, chosen by the number of requests.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from unisono.engine.worker.progress import Progress
 from unisono.types import ConfigError
 
 DEFAULT_FORCED = 7
-"""Forced tokens of a round without a drafter. A key of a JSON object takes 2 to 8 tokens."""
+"""Forced tokens per round without a drafter. A key of a JSON object takes 2 to 8 tokens."""
 
 MAX_VERIFIED = 128
-"""Tokens of a verify pass without a drafter, at most. Up to there a GPU mostly reads weights."""
+"""Largest verify pass without a drafter, in tokens. Up to this size a GPU pass is bound by reading weights."""
 
 
 def with_forced_drafts(config: ResolvedConfig, drafter: Drafter, paths: int, recurrent: bool) -> ResolvedConfig:
     """Resolve ``--max-forced-tokens`` to ``forced_drafts``.
 
-    paths: of the draft tree; 1 for a chain. recurrent: the model has recurrent layers. Raises ConfigError for a value
-    that cannot be honoured.
+    paths: paths of the draft tree; 1 for a chain. recurrent: True if the model has recurrent layers. Raises ConfigError
+    for an unsupported value.
     """
-    requested, num_drafts, obstacle = config.asked.max_forced_tokens, drafter.num_drafts, None
+    requested, num_drafts, obstacle = config.requested.max_forced_tokens, drafter.num_drafts, None
     choices: tuple[int, ...] = ()
-    if config.asked.synthetic:
+    if config.requested.synthetic:
         obstacle = "synthetic acceptance accepts drafts unseen"
     elif paths > 1:
         obstacle = "a draft tree is verified on pages that its draft pass prepares"
@@ -56,7 +57,9 @@ def with_forced_drafts(config: ResolvedConfig, drafter: Drafter, paths: int, rec
 
 
 def forced_rows(drafts: int) -> int:
-    """The most requests of a verify pass with this number of forced drafts for each, without a drafter."""
+    """Return the largest number of requests in a verify pass with this number of forced drafts each, without a
+    drafter.
+    """
     return max(1, MAX_VERIFIED // (1 + drafts))
 
 
@@ -65,10 +68,10 @@ class ForcedDrafts:
 
     def __init__(self, config: ResolvedConfig, num_drafts: int, progress: Progress) -> None:
         self._choices, self._num_drafts, self._progress = config.forced_drafts, num_drafts, progress
-        self._most = config.asked.max_forced_tokens or max(self._choices, default=0)
+        self._most = config.requested.max_forced_tokens or max(self._choices, default=0)
 
     def added(self, work: Round) -> Round:
-        """``work`` with the tokens that features force; ``work`` itself if there are none."""
+        """Return ``work`` with the forced tokens of its requests; ``work`` itself if there are none."""
         if not self._choices:
             return work
         slots = work.rows.slots
@@ -85,16 +88,17 @@ class ForcedDrafts:
         return replace(work, drafts=drafts, forced=forced, proposes=proposes)
 
     def _width(self, rows: int) -> int:
-        """Forced drafts of a round in which nothing else drafts; 0: none."""
+        """Forced drafts per request of a round without other drafts; 0 for none."""
         if self._num_drafts:
             return self._num_drafts if rows <= forced_rows(self._num_drafts) else 0
         return max((n for n in self._choices if rows <= forced_rows(n)), default=0)
 
 
 def merged(drafts: np.ndarray, forced: np.ndarray | None) -> np.ndarray:
-    """A drafter's ``drafts [rows, P, k]`` with forced tokens [rows, k] first.
+    """Put forced tokens [rows, k] in front of a drafter's ``drafts [rows, P, k]``.
 
-    A draft after forced tokens is kept only if the drafter drafted these as well: else it continues another text.
+    A draft after forced tokens is kept only if the drafter proposed these tokens too; otherwise it continues another
+    text.
     """
     if forced is None:
         return drafts

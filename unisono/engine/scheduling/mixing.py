@@ -1,7 +1,7 @@
-"""Whether running requests decode in the prompt passes of others (*mixed* passes), or in rounds between them.
+"""Mixed passes: choose if running requests decode inside a prompt pass or in a round of their own.
 
-A mixed pass replaces a round that drafts nothing: the weights are read once for both, and a stream waits for a prompt
-pass only, not for the round after it. Where rounds draft, a round brings several tokens, so they stay apart.
+A mixed pass replaces a round without drafts: it reads the weights once for both, and a running request waits for the
+prompt pass only. Rounds with drafts bring several tokens each, so they stay separate.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.sequence import Sequence, tokens_left
 from unisono.engine.startup.buckets import LEAST_TOKENS
-from unisono.graphs import Key, Shape
+from unisono.graphs import GraphKey, PassShape
 
 if TYPE_CHECKING:
     from unisono.engine.worker.runner import Runner
 
 
 class Mixing:
-    """Decides for one engine. controller: says what rounds draft and take.
+    """Decide for one engine. controller: gives the drafts and the times of rounds.
 
-    ``apart`` counts prompt passes without the running requests, by reason; ``expected_ms``: what the last decision
-    expected of the mixed pass, the prompt pass and the round.
+    ``apart`` counts prompt passes without running requests, by reason. ``expected_ms``: the times that the last
+    decision expected of the mixed pass, the prompt pass and the round, in milliseconds.
     """
 
     def __init__(self, runner: Runner, controller: DraftController) -> None:
@@ -32,16 +32,16 @@ class Mixing:
         self.apart: Counter[str] = Counter()
         self.expected_ms = (0.0, 0.0, 0.0)
         self._most = runner.config.max_num_batched_tokens
-        self._fixed = runner.config.device.type == "cpu"  # nothing is measured there, so that runs repeat
+        self._fixed = runner.config.device.type == "cpu"  # the CPU measures nothing, so that runs repeat
 
     def prompt_tokens(
         self, running: Collection[Sequence], prompts: Sequences[Sequence], fitting: Callable[[float], int]
     ) -> int:
-        """How many prompt tokens the running requests may share a pass with; 0 where they have a round of their own,
-        for a reason that is counted.
+        """Return the most prompt tokens of a pass in which the running requests decode; 0 for a separate round. Count
+        the reason for 0.
 
-        prompts: those that may be in the pass. fitting: the tokens that may run now in a pass that is a round of this
-        many milliseconds too; 0 milliseconds on a CPU.
+        prompts: candidates for the pass. fitting: maps the round's time in milliseconds (0 on a CPU) to the prompt
+        tokens that may run now in a mixed pass.
         """
         sizes = self._runner.decode_sizes
         if not running or not sizes:
@@ -60,7 +60,7 @@ class Mixing:
         return mixed if self._fixed or self.pays(running, mixed, room) else self._no("slower")
 
     def info(self) -> dict[str, object]:
-        """``apart`` and ``expected_ms``, for reports."""
+        """Return ``apart`` and ``expected_ms`` for reports."""
         names = ("mixed", "extend", "round")
         expected = {name: round(ms, 3) for name, ms in zip(names, self.expected_ms, strict=True)}
         return {"apart": dict(self.apart), "expected_ms": expected}
@@ -70,13 +70,13 @@ class Mixing:
         return 0
 
     def room(self, decodes: int) -> int:
-        """Rows that a mixed pass has for this number of requests that decode."""
+        """Return the rows that a mixed pass reserves for this number of decoding requests."""
         return next(size for size in self._runner.decode_sizes if size >= decodes)
 
     def pays(self, running: Collection[Sequence], tokens: int, room: int) -> bool:
-        """Whether one pass is expected to take less time than two."""
+        """True if one mixed pass is expected to take less time than a prompt pass and a round."""
         runner, planner = self._runner, self._runner.planner
         together = planner.launched_ms(runner.mixed_key(tokens, room))
-        prompts = planner.launched_ms(Key("extend", Shape(tokens), runner.features))
+        prompts = planner.launched_ms(GraphKey("extend", PassShape(tokens), runner.features))
         self.expected_ms = together, prompts, self._controller.round_ms(running)
         return together <= prompts + self.expected_ms[-1]

@@ -1,8 +1,7 @@
-"""How many prompt tokens the next prompt pass takes, so that running requests do not wait too long for their next
-round.
+"""Token budget of the next prompt pass: bounds the time that running requests wait for their next round.
 
-Costs of passes come from the planner's table, which is measured on padding, where attention sees nothing. So attention
-is added in proportion to the context, and the sum is corrected by what passes take at run time.
+Pass times come from the planner's table, measured on padding, where attention reads no keys. The budget adds attention
+in proportion to the context and corrects the sum by measured run times.
 """
 
 from __future__ import annotations
@@ -14,42 +13,43 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Requests
 
 from unisono.engine.scheduling.adaptive import MOST_CORRECTION
-from unisono.engine.sequence import Extend, Preparation, Round, Sequence
+from unisono.engine.sequence import Extend, FeaturePass, Round, Sequence
 from unisono.engine.startup.buckets import LEAST_TOKENS
-from unisono.graphs import Key
+from unisono.graphs import GraphKey
 from unisono.passes.features.base import Room
 
 GUESSED_MS = 0.005
-"""Milliseconds of a prompt token where the table says nothing, for nothing is captured; corrected like the table."""
+"""Milliseconds per prompt token where the table has no entry because nothing is captured; corrected like the table."""
 
 LEAST_MS = 0.01
-"""Milliseconds that a pass ahead of prompts counts at least: a round follows it where there is no time for more."""
+"""Least milliseconds charged for a pre-pass. A round follows where there is no time for more."""
 
 BELIEF = 0.5
-"""How far what a single pass took corrects what is expected of the next ones; less where it is short."""
+"""Weight of one measured pass in the correction; less for a short pass."""
 
 OUTLIER = 2.0
-"""A pass corrects by this factor at most: where the host was late, its time was put down to another pass."""
+"""Largest correction by one pass. Beyond it the host was late, and the time belongs to another pass."""
 
 MOST_READ = 4
-"""Passes whose outputs were read and whose times are waited for; where passes are not timed none ever comes."""
+"""Passes that were read and whose device times are awaited; times of untimed passes never arrive."""
 
 Took = Callable[[], float | None]
-"""Milliseconds that a pass took on the device; None as long as they are not known."""
+"""Milliseconds that a pass took on the device; None until known."""
 
 
 WORTH = 0.5
-"""Share of the tokens of the longest pass since the last round that a further one has at least."""
+"""Least size of a further pass, as a fraction of the longest pass since the last round."""
 
 
 class PromptBudget:
-    """Bounds the time from the end of a round to the start of the next: that of all prompt passes between them.
+    """Bound the time of all prompt passes between the end of a round and the start of the next.
 
-    max_stall_ms: the bound. most: tokens of a pass at most. extend_ms: the time of a pass with this number of tokens,
-    by the table. attention: by what share of the table's time each token of context makes a pass longer. launched_ms:
-    the table's time of a pass that is launched, which may replay a graph of more rows; by default that of its tokens.
+    max_stall_ms: the bound. most: largest pass in tokens. extend_ms: table time of a pass with this number of tokens.
+    attention: relative increase of a pass's time per token of context. launched_ms: table time of the pass as launched,
+    which may replay a graph of more rows; by default extend_ms.
 
-    Where nothing runs, passes are as large as they can be. A pass of LEAST_TOKENS may always run between two rounds.
+    Without running requests, passes are as large as they can be. A pass of LEAST_TOKENS may always run between two
+    rounds.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class PromptBudget:
         self._max_stall_ms, self.most = max_stall_ms, most
         self._table, self._attention = extend_ms, attention
         self._launched = launched_ms or (lambda work: self._table(work.tokens))
-        self._correction = 1.0  # what passes take over what is expected of them, a moving average
-        self._prepared = 0.0  # milliseconds of passes ahead of prompts since the last round
+        self._correction = 1.0  # moving average of measured time over expected time
+        self._prepared = 0.0  # milliseconds of pre-passes since the last round
         self._extended: list[Extend] = []  # prompt passes since then
-        # of full passes that may be under way still, what was expected without the correction
+        # uncorrected expected times of full passes that may be in flight
         self._read: deque[tuple[float, Took]] = deque(maxlen=MOST_READ)
 
     def tokens(self, running: Collection[Sequence], prompts: Requests[Sequence], round_ms: float = 0.0) -> int:
-        """Tokens of a pass of these prompts that may be launched now; 0 where a round comes first.
+        """Return the tokens of a pass of these prompts that may be launched now; 0 if a round comes first.
 
-        round_ms: what the round takes that the pass is at once; the bound does not count it.
+        round_ms: time of the round that a mixed pass contains; the bound does not count it.
         """
         if not running:
             self.round_launched()
@@ -85,39 +85,39 @@ class PromptBudget:
             return self.most
         if not fitting:
             return 0 if spent else min(LEAST_TOKENS, self.most)
-        # What is left after a long pass would have few tokens for its time: the next one, after the round, has more.
+        # The rest after a long pass would be a small pass: the next one, after the round, has more tokens for its time.
         longest = max((work.tokens for work in self._extended), default=0)
         return sizes[fitting - 1] if sizes[fitting - 1] >= WORTH * longest else 0
 
-    def room(self, running: Collection[Sequence], ms: Callable[[Key], float]) -> Room:
-        """The time that passes ahead of prompts may take now; see :meth:`tokens`. ms: what such a pass takes."""
+    def room(self, running: Collection[Sequence], ms: Callable[[GraphKey], float]) -> Room:
+        """Return the time that pre-passes may take now; see :meth:`tokens`. ms: the time of such a pass."""
         if not running:
             return Room(ms, math.inf, True)
         spent = self._spent
         return Room(ms, self._max_stall_ms - spent, not spent)
 
     def prepared(self, ms: float) -> None:
-        """A pass ahead of prompts is launched, which takes this long."""
+        """Count a pre-pass of this time."""
         self._prepared += max(ms, LEAST_MS)
 
     def extended(self, work: Extend) -> None:
-        """A prompt pass is launched."""
+        """Count a launched prompt pass."""
         self._extended.append(work)
 
     def round_launched(self) -> None:
-        """A round is launched: the next prompt pass has all the time again."""
+        """Start a new interval: a round was launched, and the next prompt pass has all the time again."""
         self._prepared = 0.0
         self._extended.clear()
 
     @property
     def _spent(self) -> float:
-        """Milliseconds of the passes since the last round; computed when asked for, which is rare."""
+        """Milliseconds of the passes since the last round. Computed on demand, which is rare."""
         return self._prepared + self._correction * sum(map(self._expected, self._extended))
 
-    def read(self, work: Extend | Preparation | Round, took: Took) -> None:
-        """The outputs of a pass were read: learn what prompt passes cost, once they are through.
+    def read(self, work: Extend | FeaturePass | Round, took: Took) -> None:
+        """Queue a pass whose outputs were read, to learn from its time once that is known.
 
-        Shorter ones are the ends of prompts: few, and of other sizes. Nothing is learnt from these.
+        Shorter passes teach nothing: they are ends of prompts, few and of other sizes.
         """
         if isinstance(work, Extend) and work.full:
             self._read.append((self._expected(work), took))
@@ -125,19 +125,19 @@ class PromptBudget:
             self._learn(self._read.popleft()[0], ms)
 
     def _learn(self, expected: float, ms: float) -> None:
-        """A pass took this long. expected: without the correction."""
+        """Update the correction. expected: uncorrected milliseconds. ms: measured ones."""
         expected *= self._correction
-        belief = BELIEF * min(1.0, expected / self._max_stall_ms)  # the host's share of short ones is larger
+        belief = BELIEF * min(1.0, expected / self._max_stall_ms)  # the host's share is larger in short passes
         share = min(max(ms / expected, 1 / OUTLIER), OUTLIER)
         correction = self._correction * (1 + belief * (share - 1))
         self._correction = min(max(correction, 1 / MOST_CORRECTION), MOST_CORRECTION)
 
     def _ms(self, tokens: int, context: float) -> float:
-        """What a pass takes whose tokens see ``context`` keys on average."""
+        """Expected milliseconds of a pass whose tokens attend to ``context`` keys on average."""
         return self._correction * self._with_attention(self._table(tokens), tokens, context)
 
     def _expected(self, work: Extend) -> float:
-        """What a pass takes that is launched, without the correction."""
+        """Expected milliseconds of a launched pass, without the correction."""
         return self._with_attention(self._launched(work), work.tokens, _context(work))
 
     def _with_attention(self, table_ms: float, tokens: int, context: float) -> float:
@@ -145,12 +145,12 @@ class PromptBudget:
 
 
 def _context(work: Extend) -> float:
-    """Keys that a token of the pass sees, on average."""
+    """Mean number of keys per token of the pass."""
     return sum((c.end - c.start) * (c.start + c.end) / 2 for c in work.chunks) / max(1, work.tokens)
 
 
 def _context_ahead(prompts: Requests[Sequence], tokens: int) -> float:
-    """Keys that each of the next ``tokens`` tokens of these prompts sees, on average."""
+    """Mean number of keys per token for the next ``tokens`` tokens of these prompts."""
     left, seen = tokens, 0.0
     for prompt in prompts:
         start = prompt.extended

@@ -1,15 +1,14 @@
-"""Who runs next: admission, chunked prompts, rounds, preemption. Host bookkeeping only.
+"""Scheduler: admission, chunked prompts, rounds, preemption. Host bookkeeping only.
 
-Clients take turns, and a client's requests are served in the order in which they came, or by priority where the policy
-says so (``waiting.py``); the same order decides whose prompt runs first. Rounds and prompts have passes of their own,
-but where running requests may decode in a prompt pass (``mixing.py``); how much of prompts runs between two rounds
-follows from what passes cost (``prompt_budget.py``), so neither side starves. When
-pages run out the request that is last in this order gives its own back and resumes later, with the same bytes: its
-noise and its keys depend on positions, not on when they are computed.
+Clients take turns; a client's requests run in order of arrival, or by priority if the policy says so (``waiting.py``).
+The same order chooses the prompt that runs first. Prompt passes and rounds are separate, except mixed passes
+(``mixing.py``). The cost of passes bounds the prompt tokens between two rounds (``prompt_budget.py``), so neither side
+starves. When pages run out, the last request in this order frees its pages and resumes later with the same bytes,
+because its noise and keys depend on positions only.
 
-A round holds either requests whose drafts the host has to read before they are verified (``Sequence.reads_drafts``), or
-the others. Where both kinds run they take turns, pass by pass: while the device runs a round of the others, the host
-reads drafts and tokens of the first and computes what their next pass needs.
+A round holds either requests whose drafts the host reads before verification (``Sequence.reads_drafts``), or the
+others. If both kinds run they alternate pass by pass: while the device runs a round of one kind, the host reads drafts
+and tokens of the other and computes the inputs of its next pass.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from unisono.engine.sequence import (
     NO_ROWS,
     Chunk,
     Extend,
+    FeaturePass,
     Pass,
-    Preparation,
     Round,
     RoundWidths,
     RowGrowth,
@@ -44,14 +43,14 @@ from unisono.engine.sequence import (
 from unisono.engine.worker.device_state import DeviceState
 from unisono.engine.worker.progress import NOBODY
 from unisono.engine.worker.slots import SlotPool
-from unisono.graphs import Key
+from unisono.graphs import GraphKey
 from unisono.kv.pages import OutOfPages, PagePool, Reservation, pages_for
 from unisono.kv.specs import ALL
-from unisono.passes.features.base import Ahead, Feature, Room, Row
+from unisono.passes.features.base import Feature, PrePass, Room, Row
 from unisono.types import FinishReason
 
 MAX_PASSED = 64
-"""Requests that others may pass in one step, because a feature cannot serve them yet."""
+"""Requests that later ones may overtake in one step because a feature cannot serve them yet."""
 
 
 def _raise(sequence: Sequence, stage: str, error: Exception) -> None:
@@ -59,11 +58,11 @@ def _raise(sequence: Sequence, stage: str, error: Exception) -> None:
 
 
 class _Wait(Exception):
-    """Pages are short: the passes in flight have to be read before anybody gives pages back."""
+    """Pages are short: the passes in flight have to be read before a request is preempted."""
 
 
 class Scheduler:
-    """Owns the queues and every sequence's pages and slot."""
+    """Own the queues and every sequence's pages and slot."""
 
     def __init__(
         self,
@@ -74,12 +73,12 @@ class Scheduler:
         max_extend_rows: int,
         budget: PromptBudget,
         by_priority: bool = False,
-        pass_ms: Callable[[Key], float] = lambda key: 0.0,
+        pass_ms: Callable[[GraphKey], float] = lambda key: 0.0,
         mixing: Mixing | None = None,
         filling: Callable[[int, int], int] = lambda tokens, decodes: tokens,
         failed: Callable[[Sequence, str, Exception], None] = _raise,
     ) -> None:
-        """failed: called with a request that is ended because of an error of its own, and the stage."""
+        """failed: called with a request that ends because of an error of its own, and the stage."""
         self.pool, self.slots, self.device, self.widths = pool, slots, device, widths
         self.max_extend_rows, self.budget, self._pass_ms = max_extend_rows, budget, pass_ms
         self.mixing, self._filling, self._failed = mixing, filling, failed
@@ -87,13 +86,13 @@ class Scheduler:
         self.extending: list[Sequence] = []
         self.running = Running()
         self.progress = slots.progress
-        self.started: list[str] = []  # ids of requests that have got their first slot since the caller looked
+        self.started: list[str] = []  # ids that got their first slot since the caller last looked
         self.preemptions = 0
-        self.prefix_queries = 0  # prompt tokens looked up, and of these found
+        self.prefix_queries = 0  # prompt tokens looked up, and tokens found
         self.prefix_hits = 0
         self._drafting: Round | None = None  # its drafts are not read yet
         self._verify: Verify | None = None  # its drafts are read
-        self._turn = False  # whether the next round is of those whose drafts the host reads
+        self._host_drafts_next = False  # True if the next round is one whose drafts the host reads
 
     @property
     def active(self) -> list[Sequence]:
@@ -108,7 +107,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def schedule(self) -> Pass | None:
-        """The next pass; None when there is nothing to run before the pass in flight is read."""
+        """Return the next pass; None if nothing can run before the pass in flight is read."""
         self.device.before_pass()
         self.device.arrive()
         self._admit()
@@ -119,42 +118,42 @@ class Scheduler:
             self.device.flush()
 
     def _choose(self) -> Pass | None:
-        """The next pass, of the requests that have a slot."""
+        """Return the next pass of the requests that have slots."""
         if self.extending and (tokens := self.budget.tokens(self.running, self.extending[: self.max_extend_rows])):
-            if (preparation := self._preparation(tokens)) is not None:
+            if (preparation := self._feature_pass(tokens)) is not None:
                 return preparation
             if (extend := self._next_extend(*self._with_decodes(tokens))) is not None:
                 self.budget.extended(extend)
                 if extend.decodes:
-                    self.budget.round_launched()  # it is one, too
+                    self.budget.round_launched()  # it counts as a round, too
                 return extend
-        for reads_drafts in (self._turn, not self._turn):
+        for reads_drafts in (self._host_drafts_next, not self._host_drafts_next):
             try:
                 work = self._next_reading() if reads_drafts else self._next_round(self.running.others, False)
             except _Wait:
                 return self._take_verify()
             if work is not None:
-                self._turn = not reads_drafts
+                self._host_drafts_next = not reads_drafts
                 return work
         return None
 
     def drafting(self, work: Round) -> None:
-        """The first pass of this round is launched."""
+        """Note that the first pass of this round was launched."""
         self._drafting = work
 
     def drafted(self, drafts: np.ndarray) -> None:
-        """Take the drafts of the pass that was read: [rows or more, P, k]; rows of padding are last."""
+        """Take the drafts of the pass that was read: [rows or more, P, k]; padding rows are last."""
         work = self._drafting
         assert work is not None
         self._verify = Verify(work, merged(drafts[: len(work.rows)], work.forced))
         self._drafting = None
 
     def committed(self, rows: Rows, counts: np.ndarray, running: np.ndarray) -> np.ndarray:
-        """A pass was read that committed ``counts`` [rows] tokens. Returns the indices of the rows that they are for.
+        """Update ``progress`` after a pass that committed ``counts`` [rows] tokens. Return the indices of the rows that
+        count.
 
-        running: bool [rows], False where the request ended: one whose prompt fills the context ends without a token.
-        A row that ended before this pass, as the host has learnt since, brings nothing. The caller adds the tokens to
-        the sequences.
+        running: bool [rows], False for an ended request. A request whose prompt fills the context ends without a token.
+        Rows of requests that had ended before this pass are left out. The caller adds the tokens to the sequences.
         """
         progress, live = self.progress, self.progress.owned(rows.slots, rows.owners)
         some = counts > 0
@@ -166,19 +165,19 @@ class Scheduler:
         return np.flatnonzero(some | (live & ~running))
 
     def retire(self, sequence: Sequence, finish: FinishReason, keep: bool = True) -> None:
-        """End a sequence: its slot is free, and its committed pages go to the prefix tree if ``keep``."""
+        """End a sequence: free its slot, and commit its pages to the prefix tree if ``keep``."""
         sequence.finish = finish
         queue = self._queue_of(sequence)
         self._give_back(sequence, keep)
         queue.remove(sequence)
 
     def fail(self, sequence: Sequence, stage: str, error: Exception) -> None:
-        """End a sequence because of an error of its own. What the last pass was to compute of it is not kept."""
+        """End a sequence because of an error of its own. Tokens that its last pass was to compute are discarded."""
         self._failed(sequence, stage, error)
         self.retire(sequence, FinishReason.ABORT, keep=False)
 
     def check_integrity(self) -> None:
-        """Prove that ``progress`` is of the requests that hold slots. Raises RuntimeError naming the breach."""
+        """Check that ``progress`` belongs to the requests that hold slots. Raises RuntimeError naming the breach."""
         progress = self.progress
         for sequence in self.active:
             slot, known = sequence.slot, (sequence.order, len(sequence.tokens))
@@ -194,7 +193,7 @@ class Scheduler:
         return self.running if sequence in self.running else self.extending
 
     def commit_prompt(self, chunk: Chunk) -> None:
-        """A prompt pass was read: its full pages may serve other prompts from now on."""
+        """Commit a prompt chunk that was read: its full pages can serve other prompts."""
         if chunk.sequence.pages is not None:
             chunk.sequence.pages.commit(chunk.sequence.keys[: chunk.end])
             self.device.prompt_committed(chunk)
@@ -211,16 +210,18 @@ class Scheduler:
         sequence.pages, sequence.slot, sequence.extended = None, -1, 0
 
     def _commit_pages(self, sequence: Sequence, pages: Reservation) -> None:
-        """Offer the prefix tree the pages whose tokens are computed."""
-        # The last token's KV is written by the round after it, which may never come.
+        """Commit the pages whose tokens are computed to the prefix tree."""
+        # The last token's KV is written by the next round, which may never run.
         extending = sequence in self.extending
         written = min(sequence.extended, len(sequence.tokens) - 1) if extending else len(sequence.tokens) - 1
-        # A page that the drafter has not read would be drafted from badly for good.
+        # A page that the drafter has not read would keep poor drafts for good.
         written = max(0, written - int(self.progress.unobserved[sequence.slot]))
         pages.commit(sequence.keys[:written], complete=written if extending else written - 1)
 
     def _admit(self) -> None:
-        """Give slots to those who wait. Who can't have one for a feature's sake, and who wants that too, is passed."""
+        """Admit waiting requests. Skip a request whose feature is not ready, and later ones that need the same
+        feature.
+        """
         passed: list[Sequence] = []
         held: set[Feature] = set()
         while self.waiting and self.slots.available and len(passed) < MAX_PASSED:
@@ -241,7 +242,7 @@ class Scheduler:
             self.waiting.add(sequence)
 
     def _admit_one(self, sequence: Sequence) -> bool:
-        """Give the first of those who wait a slot; False where it has to wait."""
+        """Give the first waiting request a slot; False if it has to wait."""
         if sequence.waits_for_leader:
             return False
         pages = self.device.open(sequence)
@@ -250,10 +251,10 @@ class Scheduler:
         return self._reserved(sequence, pages)
 
     def _reserved(self, sequence: Sequence, pages: Reservation) -> bool:
-        """Start it with pages for its whole prompt; False where there are too few."""
+        """Reserve pages for the whole prompt; False if there are too few."""
         # One page of headroom per running request, or admission would be undone by preemption.
         headroom = len(self.active)
-        # The first sampled token's page too: drafters may look one token ahead.
+        # Include the first sampled token's page: drafters may look one token ahead.
         tokens = min(len(sequence.tokens) + 1, sequence.max_length)
         need = pages_for(tokens) - len(pages.entries)
         if need + headroom > self.pool.available:
@@ -291,9 +292,11 @@ class Scheduler:
         self.extending.append(sequence)
         self.extending.sort(key=self.waiting.rank)
 
-    def _preparation(self, budget: int) -> Preparation | None:
-        """A pass that a feature wants before a prompt pass of at most ``budget`` tokens; None where none does."""
-        wanted: dict[Feature, list[Row]] = {}
+    def _feature_pass(self, budget: int) -> FeaturePass | None:
+        """Return a pre-pass that a feature needs before a prompt pass of at most ``budget`` tokens; None if none
+        does.
+        """
+        feature_rows: dict[Feature, list[Row]] = {}
         prompts = self.extending[: self.max_extend_rows]
         if not any(sequence.states for sequence in prompts):
             return None
@@ -301,33 +304,35 @@ class Scheduler:
             start = sequence.extended
             end = min(len(sequence.tokens), start + budget)
             for feature, state in sequence.states.items():
-                wanted.setdefault(feature, []).append(Row(index, state, start, end))
+                feature_rows.setdefault(feature, []).append(Row(index, state, start, end))
             budget -= end - start
         room = self.budget.room(self.running, self._pass_ms)
-        for feature, rows in wanted.items():
-            if (ahead := self._pass_ahead(feature, [row for row in rows if row.start < row.end], room)) is not None:
+        for feature, rows in feature_rows.items():
+            if (ahead := self._pre_pass(feature, [row for row in rows if row.start < row.end], room)) is not None:
                 self.budget.prepared(self._pass_ms(ahead.key))
-                return Preparation(ahead)
+                return FeaturePass(ahead)
         return None
 
-    def _pass_ahead(self, feature: Feature, rows: list[Row], room: Room) -> Ahead | None:
-        """Return the pass that the feature needs before these prompts can go on. If it fails, try them one by one."""
+    def _pre_pass(self, feature: Feature, rows: list[Row], room: Room) -> PrePass | None:
+        """Return the pre-pass that the feature needs before these prompts can go on. If it fails, try them one by
+        one.
+        """
         try:
-            return feature.pass_ahead(rows, room)
+            return feature.pre_pass(rows, room)
         except Exception as error:
             if is_engine_error(error):
                 raise
         owners = {id(state): sequence for sequence in self.extending for state in sequence.states.values()}
         for row in rows:
             try:
-                if (ahead := feature.pass_ahead([row], room)) is not None:
+                if (ahead := feature.pre_pass([row], room)) is not None:
                     return ahead
             except Exception as error:
                 self.fail(owners[id(row.state)], "batch", error)
         return None
 
     def _with_decodes(self, budget: int) -> tuple[int, Rows]:
-        """Prompt tokens of the next prompt pass, at most, and the running requests that decode in it, if any do."""
+        """Return the most prompt tokens of the next prompt pass, and the running requests that decode in it."""
         prompts = self.extending[: self.max_extend_rows]
         fitting = partial(self.budget.tokens, self.running, prompts)
         if self.mixing is not None and (tokens := self.mixing.prompt_tokens(self.running, prompts, fitting)):
@@ -336,7 +341,9 @@ class Scheduler:
         return self._filling(budget, 0) if self.running and tokens_left(prompts) > budget else budget, NO_ROWS
 
     def _next_extend(self, budget: int, decodes: Rows) -> Extend | None:
-        """A prompt pass of at most ``budget`` tokens in which these decode; None where no prompt can go on yet."""
+        """Return a prompt pass of at most ``budget`` tokens in which ``decodes`` decode; None if no prompt can go on
+        yet.
+        """
         chunks, waited = [], bool(self.running)
         for sequence in [s for s in self.extending if not s.coming][: self.max_extend_rows]:
             if budget == 0:
@@ -371,7 +378,7 @@ class Scheduler:
         return work
 
     def _next_reading(self) -> Round | Verify | None:
-        """The next pass of those whose drafts the host reads; None while it has to read something first."""
+        """Next pass for requests whose drafts the host reads. None until the previous pass has been read."""
         if self._drafting is not None:
             return None
         if (work := self._take_verify()) is not None:
@@ -380,30 +387,30 @@ class Scheduler:
         return None if self._unread(rows) else self._next_round(rows, True)
 
     def _take_verify(self) -> Verify | None:
-        """The second pass of the round whose drafts are read; None where there is none, or all its requests ended."""
+        """Second pass of the round whose drafts are read; None if there is none, or all its requests ended."""
         work, self._verify = self._verify, None
         if work is None or not self.progress.owned(work.round.rows.slots, work.round.rows.owners).any():
             return None
         return work
 
     def _unread(self, rows: Rows) -> bool:
-        """Whether tokens of these are not read yet."""
+        """True if any of these rows has unread output."""
         return bool(self.progress.in_flight[rows.slots].any())
 
     def _next_round(self, rows: Rows, reads_drafts: bool) -> Round | None:
-        """A round of these, which are all that run of one kind. Raises _Wait."""
+        """Return a round of these, which are all running requests of one kind. Raises _Wait."""
         width = self.widths.reading if reads_drafts else self.widths.plain
         able = self._able(rows, width)
         if not able:
             return None
         if reads_drafts or rows is self.running.rows:
-            self.budget.round_launched()  # where both kinds run, prompts have the time of a turn of both
+            self.budget.round_launched()  # if both kinds run, prompts have the time of a turn of both
         growth = self._growth(able, width)
         self.progress.launched(able.slots)
         return Round(able, growth, self.widths.plain - 1, reads_drafts=reads_drafts)
 
     def _able(self, rows: Rows, width: int) -> Rows:
-        """Those of the rows that may go on, with pages for the worst case of ``width`` tokens. Raises _Wait."""
+        """Return the rows that may go on, with pages for the worst case of ``width`` tokens. Raises _Wait."""
         able, preemptions = rows.where(self.progress.going_on(rows.slots)), self.preemptions
         worst = self.progress.worst(able.slots, width)
         for row in self.progress.outgrown(able.slots, worst):
@@ -413,10 +420,12 @@ class Scheduler:
         return able.where(self.progress.owned(able.slots, able.owners))  # growing one may have preempted another
 
     def _growth(self, rows: Rows, width: int) -> dict[int, list[RowGrowth]]:
-        """Growth of page tables, by page lifetime, for a pass that commits up to ``width`` tokens of each row."""
+        """Return the growth of page tables by window group, for a pass that commits up to ``width`` tokens of each
+        row.
+        """
         progress = self.progress
         worst = progress.worst(rows.slots, width)
-        growth: dict[int, list[RowGrowth]] = {lifetime: [] for lifetime in (ALL, *self.pool.windows)}
+        growth: dict[int, list[RowGrowth]] = {window_group: [] for window_group in (ALL, *self.pool.windows)}
         for row in progress.outgrown(rows.slots, worst):
             sequence = rows.sequences[row]
             assert sequence.pages is not None
@@ -426,15 +435,15 @@ class Scheduler:
             growth[ALL].append((row, first, pages))
         if self.pool.windows:
             for row, (sequence, tokens) in enumerate(zip(rows.sequences, worst.tolist(), strict=True)):
-                for lifetime, (first, pages) in self.device.grow(sequence, tokens).items():
+                for window_group, (first, pages) in self.device.grow(sequence, tokens).items():
                     if pages:
-                        growth[lifetime].append((row, first, pages))
+                        growth[window_group].append((row, first, pages))
         return growth
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:
         """Reserve pages for ``tokens``, the worst case of one more round.
 
-        Without a pass in flight, the last request gives its pages back until it fits; with one, this has to wait.
+        Without a pass in flight, preempt the last request until it fits; with one in flight, raise _Wait.
         """
         while sequence.pages is not None:
             try:

@@ -1,12 +1,12 @@
-"""The requests that wait for a slot, in the order in which they get one.
+"""Waiting queue: requests without a slot, in the order of admission.
 
-Clients take turns: each has a line of its own, first come, first served, and the lines are served round-robin. So a
-client with 10,000 requests adds one turn to another client's wait. Where priorities count they come first: lower values
-before higher ones, then the turns. A request that gave its pages back waits at the place that it had.
+Clients are served in turn (round-robin); each client's requests are first come, first served. A client with 10,000
+requests therefore adds one turn to another client's wait. With priorities, lower values come first, then turns. A
+preempted request keeps its position.
 
-The turns are those of start-time fair queueing (Goyal, Vin, Cheng 1996) with every request of cost 1. A request gets
-its turn, a number, when it is the first of its line: the number after its client's last turn, but at least the turn
-that is being served, so that nobody saves up turns while idle. With one client, turns go up as requests come.
+The order is start-time fair queueing (Goyal, Vin, Cheng 1996) with cost 1 per request. A request gets its turn, a
+number, when it becomes the first of its client: one more than the client's last turn, and at least the turn being
+served, so that idle clients do not save up turns. With one client, turns increase in order of arrival.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import bisect
 from unisono.engine.sequence import Sequence
 
 MAX_IDLE = 64
-"""Clients without a waiting request whose next turn is remembered, before those are looked for that need none."""
+"""Idle clients whose next turn is remembered before unneeded entries are removed."""
 
 
 class Waiting:
-    """by_priority: whether priorities count."""
+    """Queue of waiting requests. by_priority: True if priorities count."""
 
     def __init__(self, by_priority: bool = False) -> None:
         self.by_priority = by_priority
-        self._lines: dict[str, list[Sequence]] = {}  # of each client, last first
-        self._heads: list[Sequence] = []  # the first of each line, last first
-        self._next: dict[str, int] = {}  # of each client, the first turn that is free
-        self._now = 0  # the turn that is being served
+        self._lines: dict[str, list[Sequence]] = {}  # each client's requests, last first
+        self._heads: list[Sequence] = []  # the first request of each client, last first
+        self._next: dict[str, int] = {}  # each client's first free turn
+        self._now = 0  # the turn being served
         self._count = 0
 
     def rank(self, sequence: Sequence) -> tuple[int, int, int]:
-        """What requests are ordered by, lowest first. sequence: the first of a line, or one that has a slot."""
+        """Sort key, lowest first. sequence: the first of its client, or one that has a slot."""
         return self._priority(sequence), sequence.turn, sequence.order
 
     def add(self, sequence: Sequence) -> None:
@@ -42,11 +42,11 @@ class Waiting:
         self._set_head(line, head)
 
     def first(self) -> Sequence:
-        """Who gets the next slot."""
+        """Return the request that gets the next slot."""
         return self._heads[-1]
 
     def take(self) -> Sequence:
-        """Remove the first request, which gets a slot now: its client has had that turn."""
+        """Remove the first request, which gets a slot. Its client has used that turn."""
         sequence = self._heads[-1]
         client = sequence.request.client
         self._next[client] = max(self._next.get(client, 0), sequence.turn + 1)
@@ -56,7 +56,7 @@ class Waiting:
         return sequence
 
     def served(self, sequence: Sequence) -> None:
-        """A pass of this sequence's prompt is launched."""
+        """Note that a pass of this sequence's prompt was launched."""
         self._now = max(self._now, sequence.turn)
 
     def remove(self, sequence: Sequence) -> None:
@@ -74,7 +74,7 @@ class Waiting:
         return self._count
 
     def _set_head(self, line: list[Sequence], old: Sequence | None) -> None:
-        """The line has changed, and ``old`` was its first."""
+        """Update the sorted heads after a change of ``line``. ``old``: its former first request."""
         new = line[-1] if line else None
         if new is old:
             return

@@ -1,10 +1,10 @@
 """Processes that compile kernels into Triton's cache, beside the threads of this one.
 
-Half of a compilation is Python, which one thread of a process does at a time; a start with an empty cache compiles
-dozens of kernels. So a compilation that is queued here goes to another process, and this one then finds its result in
-the cache. One process imports what kernels need, and the others are forks of it (``unisono/sandbox/forks.py``): each
-has the imports at once. It starts early where the cache is empty, else at the first kernel that the cache does not
-have, so a warm start has none of them. What cannot travel, or comes before the forks, is compiled in this process.
+Half of a compilation is Python code under the GIL, and a start with an empty cache compiles dozens of kernels. A
+compilation that is queued here runs in another process; this process then finds its result in the cache. One process
+(the template) imports the modules that kernels need, and the others are its forks (``unisono/sandbox/forks.py``). It
+starts early if the cache is empty, otherwise at the first kernel that the cache does not have, so a warm start has no
+such process. Kernels that cannot be pickled, or come before the forks are ready, are compiled in this process.
 """
 
 from __future__ import annotations
@@ -30,40 +30,37 @@ from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager
 
 from unisono import kernels
-from unisono.sandbox.channel import Channel, Gone
+from unisono.config import env
+from unisono.sandbox.channel import ForkChannel, Gone
 from unisono.sandbox.forks import Template, serve
 
 MOST = 16
-"""Forks at most: a start does not have more kernels to compile at once for long."""
+"""Largest number of forks: a start does not compile more kernels at once for long."""
 
 AT_HOME = 4
-"""Kernels that this process compiles at once until there are forks. Its own passes need its one Python, too."""
-
-VARIABLE = "UNISONO_COMPILE_PROCESSES"
-"""How many forks there are, in place of as many as there are other cores; 0: none."""
+"""Kernels that this process compiles at once until the forks are ready. Its own passes need the GIL, too."""
 
 
 def forks_for(ranks: int) -> int:
-    """How many forks compile for this process, one of ``ranks`` on this machine: as many as there are other cores."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked.isdecimal():
-        return int(asked)
+    """Return the number of forks for this process, one of ``ranks`` on this machine: the number of other cores."""
+    if (count := env.compile_processes()) is not None:
+        return count
     return min(MOST, len(os.sched_getaffinity(0)) // ranks - 1)
 
 
 def nothing_is_cached() -> bool:
-    """Whether Triton's cache is empty, so that many kernels will be compiled."""
+    """True if Triton's cache is empty, so that many kernels will be compiled."""
     folder = Path(triton.knobs.cache.dir)
     return not folder.is_dir() or next(folder.iterdir(), None) is None
 
 
 class CompileProcesses:
-    """``count`` processes for the compilations of a context. ``compiled`` counts what they have compiled."""
+    """Run ``count`` processes for the compilations of a context. ``compiled`` counts their compilations."""
 
     def __init__(self, count: int) -> None:
         self.compiled, self.count = 0, count
         self._template: Template | None = None
-        self._idle = queue.SimpleQueue[Channel]()
+        self._idle = queue.SimpleQueue[ForkChannel]()
         self._living, self._lock, self._at_home = 0, threading.Lock(), threading.Semaphore(AT_HOME)
         if count > 0 and nothing_is_cached():
             self._begin()
@@ -80,7 +77,7 @@ class CompileProcesses:
                 self._idle.get().close()
 
     def ahead(self, key: str, compile: Callable[[], Any]) -> Callable[[], Any]:
-        """The same compilation, which Triton queues under this cache key, by another process first."""
+        """Return ``compile``, preceded by the same compilation in another process. key: Triton's cache key."""
 
         def by_another_first() -> Any:
             job = job_of(compile) if self.count > 0 else None
@@ -92,7 +89,7 @@ class CompileProcesses:
         return by_another_first
 
     def _begin(self) -> None:
-        """Start the process that the others are forks of, once."""
+        """Start the template process, once."""
         with self._lock:
             if self._template is not None or self.count == 0:
                 return
@@ -104,7 +101,7 @@ class CompileProcesses:
             threading.Thread(target=self._fork, args=[self._template, self.count], daemon=True).start()
 
     def _fork(self, template: Template, count: int) -> None:
-        """Have the forks made; each is idle at first."""
+        """Make the forks; each is idle at first."""
         with suppress(Gone):
             for _ in range(count):
                 channel, _ = template.fork()
@@ -113,7 +110,7 @@ class CompileProcesses:
                 self._idle.put(channel)
 
     def _send(self, job: bytes, compile: Callable[[], Any]) -> None:
-        """Have a process compile a job; this one where none lives."""
+        """Send a job to a process; compile in this one if none lives."""
         while True:
             try:
                 channel = self._idle.get(timeout=0.02)
@@ -138,9 +135,9 @@ class CompileProcesses:
 
 
 def job_of(compile: Callable[[], Any]) -> tuple[str, bytes] | None:
-    """(The kernel's name in the cache, what another process needs to compile it); None where that cannot travel.
+    """Return the kernel's name in the cache and the pickled job; None if it cannot be pickled.
 
-    compile: what ``triton.runtime.jit`` queues, whose variables say which kernel it is.
+    compile: the closure that ``triton.runtime.jit`` queues; its variables name the kernel.
     """
     found = inspect.getclosurevars(compile).nonlocals
     try:
@@ -155,7 +152,7 @@ def job_of(compile: Callable[[], Any]) -> tuple[str, bytes] | None:
 
 
 def is_cached(key: str, name: str) -> bool:
-    """Whether Triton's cache has the kernel of this cache key."""
+    """True if Triton's cache has the kernel of this cache key."""
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     return bool((manager.get_group(f"{name[:150]}.json") or {}).get(f"{name[:150]}.json"))
 
@@ -168,15 +165,15 @@ def main(descriptor: int) -> None:
     serve(descriptor, _import_kernels)
 
 
-def _import_kernels(first: list[Any]) -> Callable[[Channel, Any], None]:
-    """What the template does before it forks; returns what the forks do. first: empty."""
+def _import_kernels(first: list[Any]) -> Callable[[ForkChannel, Any], None]:
+    """Import the modules of kernels before forking; return the forks' main function. first: empty."""
     for module in walk_packages(kernels.__path__, f"{kernels.__name__}."):
         import_module(module.name)
     return _compile
 
 
-def _compile(channel: Channel, message: Any) -> None:
-    """Compile what comes until the channel ends; each is answered by whether it compiles. message: none."""
+def _compile(channel: ForkChannel, message: Any) -> None:
+    """Compile jobs until the channel ends; answer each with True if it compiles. message: None."""
     while True:
         job, _ = channel.receive()
         (kind, module, name, *source), target, options = pickle.loads(job)
@@ -184,12 +181,12 @@ def _compile(channel: Channel, message: Any) -> None:
             kernel = getattr(import_module(module), name)
             _build_launcher(triton.compile(kind(kernel, *source), target=GPUTarget(*target), options=options))
             compiles = True
-        except Exception:  # the process that asked compiles it itself and says what is wrong
+        except Exception:  # the requesting process compiles it itself and reports the error
             compiles = False
         channel.send(compiles)
 
 
 def _build_launcher(kernel: CompiledKernel) -> None:
-    """Put what launches a kernel into the cache, too: Triton 3.6 compiles it as C when the kernel is loaded."""
-    with suppress(Exception):  # the process that asked does it when it loads the kernel, and says what is wrong
+    """Put the kernel's launcher into the cache, too: Triton 3.6 compiles it as C when the kernel is loaded."""
+    with suppress(Exception):  # the requesting process builds it when it loads the kernel, and reports the error
         CudaLauncher(kernel.src, kernel.metadata)

@@ -1,7 +1,7 @@
-"""``explain --dry-run``: what an engine would decide and how much memory it would take, without starting one.
+"""``explain --dry-run``: decisions and memory of an engine, without starting one.
 
-The model is built on the meta device, so sizes are those of the real modules and of the state that they declare; no
-weight is read and no pass runs. What only a start measures (activations, graphs, proofs of kernels) is named as such.
+The model is built on the meta device, so sizes are those of the real modules and their declared state; no weight is
+read and no pass runs. Values that only a start measures (activations, graphs, proofs of kernels) are marked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.from_checkpoint import carried_bytes
 from unisono.engine.scheduling.default_drafts import with_default_drafts
 from unisono.engine.startup.memory import CPU_KV_BYTES, GPU_SLACK
-from unisono.kv.specs import PAGE_SIZE, Paged, PerSlot, Tail, leaves
+from unisono.kv.specs import PAGE_SIZE, Paged, PerSlot, Recurrent, leaves
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.load.build import Builder, no_attention
 from unisono.models.load.checkpoint import Checkpoint, read_tensors
@@ -33,26 +33,27 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of a model's state. token: of a token's keys and values. request: of what a request keeps besides."""
+    """Bytes of a model's state. token: per token of keys and values. request: per request, for its other state."""
 
     token: int
     request: int
 
     @classmethod
     def of(cls, specs: Any, width: int) -> StateBytes:
-        """Build the store of declared specs. width: tokens of a request in the widest round, 1 + drafts."""
+        """Build the store of declared specs. width: tokens per request in the widest round, 1 + drafts."""
         found = list(leaves(specs))
         pages = sum(each.page_bytes for each in found if isinstance(each, Paged))
         slots = sum(each.slot_bytes for each in found if isinstance(each, PerSlot))
-        tails = sum(each.row_bytes(width) for each in found if isinstance(each, Tail))
-        return cls(pages // PAGE_SIZE, slots + tails)
+        recurrent = sum(each.row_bytes(width) for each in found if isinstance(each, Recurrent))
+        return cls(pages // PAGE_SIZE, slots + recurrent)
 
 
 def dry_run(config: EngineConfig, directory: Path, weight_bytes: int | None = None) -> dict[str, Any]:
-    """The decisions and the memory of an engine with these flags, as JSON-ready data.
+    """Return the decisions and the memory of an engine with these flags, as JSON-ready data.
 
-    directory: the model's, as ``preflight`` found it. weight_bytes: of the files on a hub whose weights are not here;
-    None: they are in ``directory``. Raises CheckpointError and ConfigError as a start would, as far as files tell.
+    directory: the model's, as ``preflight`` found it. weight_bytes: size of the weight files on a hub, if they are not
+    downloaded; None: read them in ``directory``. Raises CheckpointError and ConfigError as a start would, as far as
+    files tell.
     """
     checkpoint = Checkpoint.open(directory, config.quantization, config.hf_overrides)
     resolved = resolve(config, Hardware.detect(config.device), checkpoint)
@@ -84,11 +85,16 @@ def dry_run(config: EngineConfig, directory: Path, weight_bytes: int | None = No
 
 
 def _on_meta(checkpoint: Checkpoint, config: ResolvedConfig) -> Decoder:
-    """One rank's part of the decoder, without memory. Raises ConfigError where it cannot be divided."""
-    c, asked = checkpoint.config, config.asked
+    """Build one rank's part of the decoder on the meta device. Raises ConfigError if it cannot be divided."""
+    c, requested = checkpoint.config, config.requested
     ranks = ALONE
-    if asked.tensor_parallel_size > 1:
-        ranks = Ranks(0, asked.tensor_parallel_size, asked.enable_expert_parallel, ordered=asked.tp_reduce == "ordered")
+    if requested.tensor_parallel_size > 1:
+        ranks = Ranks(
+            0,
+            requested.tensor_parallel_size,
+            requested.enable_expert_parallel,
+            ordered=requested.tp_reduce == "ordered",
+        )
     c.check_divides(ranks)
     builder = Builder(
         c.hidden_size,
@@ -106,7 +112,7 @@ def _on_meta(checkpoint: Checkpoint, config: ResolvedConfig) -> Decoder:
 
 
 def _tower_bytes(checkpoint: Checkpoint, config: ResolvedConfig) -> int:
-    """Bytes of the vision tower's weights, which are plain."""
+    """Bytes of the vision tower's weights, which are not quantised."""
     vision = checkpoint.config.vision
     if vision is None:
         return 0
@@ -115,7 +121,7 @@ def _tower_bytes(checkpoint: Checkpoint, config: ResolvedConfig) -> int:
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters, of which shared ones count once."""
+    """Bytes of a module's parameters; shared ones count once."""
     return sum(each.numel() * each.element_size() for each in {id(p): p for p in module.parameters()}.values())
 
 
@@ -127,7 +133,7 @@ def _drafter(config: ResolvedConfig) -> str:
 
 
 def _drafter_bytes(config: ResolvedConfig, checkpoint: Checkpoint) -> int:
-    """Bytes of the drafter's own files; of modules that lie beside the target's weights, of their tensors."""
+    """Bytes of the drafter's own files, or of its tensors among the target's weights."""
     spec = config.speculative
     if spec is None or spec.method == "none":
         return 0
@@ -137,15 +143,15 @@ def _drafter_bytes(config: ResolvedConfig, checkpoint: Checkpoint) -> int:
 
 
 def _file_bytes(directory: Path) -> int:
-    """Bytes of all tensors of a directory; 0 where it has none in safetensors."""
+    """Bytes of all tensors in a directory; 0 without safetensors."""
     if not any(directory.glob("*.safetensors")):
         return 0
     return sum(map(nbytes, read_tensors(directory).values()))
 
 
 def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateBytes) -> dict[str, Any]:
-    """The bytes of each part on one device, and how many tokens of context the rest holds."""
-    asked = config.asked
+    """Return the bytes of each part on one device, and the tokens of context that fit in the rest."""
+    requested = config.requested
     found: dict[str, Any] = {
         "weights": weights,
         "drafter": drafter,
@@ -160,21 +166,21 @@ def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateByte
     else:
         total = torch.cuda.get_device_properties(config.device).total_memory
         held = weights + drafter + found["states"] + GPU_SLACK
-        left = int(asked.gpu_memory_utilization * total) - held
+        left = int(requested.gpu_memory_utilization * total) - held
         why = "before activations and graphs, which a start measures"
     found |= {"device": total, "kv_left": max(0, left), "kv_left_why": why}
     found["kv_tokens"] = max(0, left) // max(1, found["kv_token"]) if state.token else 0
     if total is not None and left <= 0:
         raise ConfigError(
             f"the weights take {weights / GIB:.1f} GiB on each GPU, and --gpu-memory-utilization "
-            f"{asked.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no room for keys and values: use "
+            f"{requested.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no room for keys and values: use "
             "--tensor-parallel-size, --quantization fp8 or a larger GPU."
         )
     return found
 
 
 def rows(info: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """The tables that ``explain --dry-run`` prints: title -> (name, value)."""
+    """Return the tables that ``explain --dry-run`` prints: title -> (name, value)."""
     memory, model = info["memory"], info["model"]
     shown = [(name, f"{value / GIB:.2f} GiB" if name == "files" else str(value)) for name, value in model.items()]
     parts = [

@@ -1,9 +1,9 @@
-"""A start-up test of speculation: does the target accept the drafter's drafts on ordinary text?
+"""Start-up test of speculation: check that the target accepts the drafter's drafts on ordinary text.
 
-A draft head that was loaded wrongly, or made for another target, changes no text and fails no check of shapes, but its
-drafts are rejected. So the engine continues a few texts greedily before it takes requests, and looks at the share of
-first drafts that were accepted. It warns where a random draft would do as well. Slots, prefix tree and counters are
-reset afterwards. Called by ``engine`` once, at start.
+A draft head that was loaded wrongly, or made for another target, changes no text and passes every check of shapes, but
+its drafts are rejected. Before the engine takes requests it continues a few texts greedily and looks at the acceptance
+rate of first drafts. It warns if a random draft would do as well. Slots, prefix tree and counters are reset afterwards.
+Called by ``engine`` once, at start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 NAME = "draft self-test"
 
 PLAUSIBLE = 0.05
-"""The share of accepted first drafts that a constant draft may reach. Heads that fit the target exceed 0.3."""
+"""Acceptance rate of first drafts that a constant draft may reach. Heads that fit the target exceed 0.3."""
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 17
 """Tokens of each text, at most, and tokens generated after it: one by the prompt pass, 16 by rounds."""
@@ -44,7 +44,7 @@ TEXTS = (
 
 
 class Tested(Protocol):
-    """What the test uses of an engine."""
+    """Engine interface that the test uses."""
 
     runner: Runner
     checkpoint: Checkpoint
@@ -58,9 +58,9 @@ class Tested(Protocol):
 
 
 def run_self_test(engine: Tested) -> bool:
-    """Run the test where the drafter has one, and add the outcome to the engine's decisions.
+    """Run the test if the drafter has one, and add the outcome to the engine's decisions.
 
-    Returns whether requests ran; the engine then has to reset itself.
+    Return True if requests ran; the engine then has to reset itself.
     """
     test = engine.runner.worker.drafter.self_test
     if test is None:
@@ -93,15 +93,15 @@ def run_self_test(engine: Tested) -> bool:
 
 
 def _prompts(engine: Tested) -> list[list[int]] | str:
-    """The texts' token ids, truncated to fit; or the reason why there are none."""
+    """Return the texts' token ids, truncated to fit; or the reason why there are none."""
     config, test = engine.config, engine.runner.worker.drafter.self_test
     if test is not None and test.skip is not None:
         return test.skip
-    if config.asked.load_format == "dummy":
+    if config.requested.load_format == "dummy":
         return "the target's weights are random (--load-format dummy)"
-    if config.asked.synthetic:
+    if config.requested.synthetic:
         return "acceptance is synthetic"
-    if config.asked.graph_capture == "lazy":
+    if config.requested.graph_capture == "lazy":
         return "--graph-capture lazy starts without it"
     prompts = encode(engine.checkpoint.path, TEXTS)
     if prompts is None:

@@ -1,8 +1,8 @@
-"""Benchmarks only: an acceptance rule with which drafts are accepted as often as one says, whatever they are.
+"""Benchmarks only: acceptance rules that accept drafts at a configured rate, regardless of their tokens.
 
-A random draft head then costs what a good one does. The text is what the target samples after tokens that it verified;
-it means nothing, only the time of rounds counts. Which drafts are accepted follows from a request's seed and their
-positions, so runs can be repeated.
+A random draft head then costs as much as a trained one. The text is sampled by the target after verified tokens; it has
+no meaning, only the time of rounds counts. Acceptance depends on a request's seed and positions, so runs can be
+repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.passes.slot_tensors import SlotTensors
 
 
 def acceptance_rule(config: EngineConfig, slots: SlotTensors) -> AcceptanceRule:
-    """The rule that the configuration asks for; :class:`ExactMatch` by default."""
+    """Return the rule of the configuration; :class:`ExactMatch` by default."""
     if config.synthetic_acceptance_length is not None:
         return MeanLength(slots, config.synthetic_acceptance_length)
     if config.synthetic_acceptance_rates:
@@ -27,7 +27,7 @@ def acceptance_rule(config: EngineConfig, slots: SlotTensors) -> AcceptanceRule:
 
 
 class _Forced:
-    """What both rules share: in a tree one path is accepted, another one for each length; all drafts count."""
+    """Common part of both rules: in a tree one path is accepted, another one for each length; all drafts count."""
 
     def __init__(self, slots: SlotTensors) -> None:
         self._slots = slots
@@ -36,9 +36,9 @@ class _Forced:
         forced = self._forced(drafts, sampled, slots)
         if paths == 1:
             return forced
-        turn = self._slots.length.index_select(0, slots) % paths
+        accepted_path = self._slots.length.index_select(0, slots) % paths
         path = torch.arange(len(slots), dtype=torch.int32, device=drafts.device) % paths
-        return forced.masked_fill((path != turn)[:, None], -1)
+        return forced.masked_fill((path != accepted_path)[:, None], -1)
 
     def count(self, drafted: torch.Tensor, drafts: int) -> None:
         drafted.fill_(drafts)
@@ -48,7 +48,7 @@ class _Forced:
 
 
 class MeanLength(_Forced):
-    """``mean`` tokens a round are committed on average, the bonus token included."""
+    """Commit ``mean`` tokens per round on average, including the bonus token."""
 
     def __init__(self, slots: SlotTensors, mean: float) -> None:
         super().__init__(slots)
@@ -60,12 +60,12 @@ class MeanLength(_Forced):
 
 
 class RatesByPlace(_Forced):
-    """``rates[i]``: the share of rounds in which draft i is accepted; drafts beyond the last rate never are."""
+    """Accept draft i in a fraction ``rates[i]`` of rounds; drafts beyond the last rate are never accepted."""
 
     def __init__(self, slots: SlotTensors, rates: tuple[float, ...]) -> None:
         super().__init__(slots)
         self._places = len(rates)
-        # Of each place, the share where those before it were accepted.
+        # Conditional rate of each position, given that those before it were accepted.
         conditional = [rate / before if before else 0.0 for before, rate in pairwise((1.0, *rates))]
         self._shares = torch.tensor([*conditional, 0.0], device=slots.length.device)
 
@@ -78,7 +78,7 @@ class RatesByPlace(_Forced):
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1) that look independent, float32, by a hash of int32 (seed, position); they broadcast."""
+    """Return pseudo-random float32 numbers in [0, 1): a hash of int32 (seed, position), which broadcast."""
     word = 0xFFFFFFFF
     x = (seed.long() * 0x9E3779B1 + position.long() * 0x85EBCA77) & word
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):

@@ -1,6 +1,6 @@
-"""From scheduled passes to batches: the graph key of a pass and the arrays of its input fields, and its launch.
+"""Batches: the graph key of a scheduled pass, the arrays of its input fields, and its launch.
 
-Owns nothing on the device. What features add to a batch they say themselves (``passes/features/``).
+Owns nothing on the device. Features add their own fields (``passes/features/``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from unisono.engine.failures import RequestErrors, culprits, is_engine_error, kept
-from unisono.engine.sequence import Chunk, Extend, Pass, Preparation, Round, RowGrowth, Rows, Verify
+from unisono.engine.sequence import Chunk, Extend, FeaturePass, Pass, Round, RowGrowth, Rows, Verify
 from unisono.engine.worker.progress import Progress
-from unisono.graphs import NO_FEATURES, Features, Key, PendingOutputs, Shape
+from unisono.graphs import NO_FEATURES, Features, GraphKey, PassShape, PendingOutputs
 from unisono.passes.extend import prompt_program
 from unisono.passes.features.base import Feature, HostPass, PassKind, Row
 from unisono.passes.round import growth_names
@@ -30,33 +30,35 @@ LaunchedKind = PassKind | Literal["draft", "preparation"]
 
 @dataclass(frozen=True)
 class Launched:
-    """A pass on the device: whose it is, row by row, and its outputs on their way to the host."""
+    """A pass in flight: its requests, row by row, and its outputs on their way to the host."""
 
-    work: Extend | Preparation | Round
+    work: Extend | FeaturePass | Round
     kind: LaunchedKind
     outputs: PendingOutputs
     dropped: frozenset[int] = frozenset()
-    """Ids of the states of requests that failed while the batch was built. They have padding in their rows."""
+    """Ids of the states of requests that failed while the batch was built. Their rows hold padding."""
 
     def wait(self) -> dict[str, np.ndarray]:
-        """int32 arrays: ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: drafts
-        verified; and what features report; of a "draft" pass only ``drafts [rows, P, k]``. Blocks until they are here;
-        a drafter may be catching up still."""
+        """Wait for the outputs and return them as int32 arrays.
+
+        ``result [rows, width + 2]``: count, status, tokens; ``drafted [rows]``, of a round: verified drafts; and the
+        outputs of features. A "draft" pass has ``drafts [rows, P, k]`` only. The drafter may still be catching up.
+        """
         return self.outputs.wait()
 
 
-class Launcher:
-    """Builds the batch of each pass and has the planner launch it."""
+class BatchBuilder:
+    """Build the batch of each pass and have the planner launch it."""
 
     def __init__(self, runner: Runner, progress: Progress) -> None:
         self._runner, self._progress = runner, progress
         self._dropped: frozenset[int] = frozenset()
 
     def launch(self, work: Pass, dropped: frozenset[int] = frozenset()) -> Launched:
-        """Put a pass on the device and return at once.
+        """Launch a pass and return at once.
 
-        Raises RequestErrors, with nothing launched of the pass, for requests that cannot be part of it. Once those have
-        given their slots back the pass can be launched without them: ``dropped`` has the ids of all their states.
+        Raises RequestErrors, before the launch, for requests that cannot be part of it. Once these have released their
+        slots the pass can be launched without them: ``dropped`` has the ids of all their states.
         """
         self._dropped = dropped
         return replace(self._launched(work), dropped=dropped)
@@ -64,11 +66,11 @@ class Launcher:
     def _launched(self, work: Pass) -> Launched:
         if isinstance(work, Extend):
             return Launched(work, "mixed" if work.decodes else "extend", self._extend(work))
-        if isinstance(work, Preparation):
+        if isinstance(work, FeaturePass):
             return Launched(work, "preparation", self._launch(work.ahead.key, dict(work.ahead.batch)))
         if isinstance(work, Verify):
             return Launched(work.round, "verify", self._verify(work.round, work.drafts))
-        if work.catching_up and not self._dropped:  # else it has
+        if work.catching_up and not self._dropped:  # otherwise it has
             slots = work.catching_up.slots
             self._launch(self._runner.catch_up_key(len(slots)), {"slots": slots})
         if not work.reads_drafts:
@@ -78,38 +80,39 @@ class Launcher:
             return Launched(work, "verify", self._verify(work, np.empty((rows, paths, 0), dtype=np.int32)))
         if work.forced is not None and not work.proposes:
             return Launched(work, "verify", self._verify(work, work.forced[:, None]))
-        key = Key("draft", Shape(rows, 1 + work.drafts), self._runner.features)
+        key = GraphKey("draft", PassShape(rows, 1 + work.drafts), self._runner.features)
         return Launched(work, "draft", self._launch(key, self._round_batch(work)))
 
-    def _launch(self, key: Key, batch: Batch, waited: bool = False, timed: bool = False) -> PendingOutputs:
+    def _launch(self, key: GraphKey, batch: Batch, waited: bool = False, timed: bool = False) -> PendingOutputs:
         return self._runner.planner.launch(key, batch, waited=waited, timed=timed)
 
     def _round(self, work: Round) -> PendingOutputs:
         rows = len(work.rows)
-        features, fields = self._asked(work.rows.asked, "round", rows)
+        features, fields = self._feature_fields(work.rows.feature_rows, "round", rows)
         key = self._runner.round_key(rows, work.drafts)
         return self._launch(replace(key, features=key.features | features), self._round_batch(work) | fields)
 
     def _verify(self, work: Round, drafts: np.ndarray) -> PendingOutputs:
         rows, features = len(work.rows), self._runner.features
-        more, fields = self._asked(work.rows.asked, "verify", rows, drafts=drafts)
-        key = Key("verify", Shape(rows, 1 + work.drafts), features | more)
+        more, fields = self._feature_fields(work.rows.feature_rows, "verify", rows, drafts=drafts)
+        key = GraphKey("verify", PassShape(rows, 1 + work.drafts), features | more)
         return self._launch(key, self._round_batch(work) | {"drafts": drafts} | fields)
 
     def _round_batch(self, work: Round) -> Batch:
-        """``slots``, and for each page lifetime columns and pages [rows, most pages added]; column -1 where fewer.
+        """Return ``slots``, and new page-table entries per window group: column index and page id, [rows, max_new],
+        padded with column -1.
 
-        Requests that were aborted after their drafts were made have the padding slot: theirs may be another's by now.
+        Requests that were aborted after drafting get the padding slot: another request may have their slots.
         """
         rows, slots, growth = len(work.rows), work.rows.slots, work.growth
         live = self._progress.owned(slots, work.rows.owners)
         if not live.all():
             slots = self._live(work.rows)
-            growth = {lifetime: [each for each in grown if live[each[0]]] for lifetime, grown in growth.items()}
+            growth = {window_group: [each for each in grown if live[each[0]]] for window_group, grown in growth.items()}
         return {"slots": slots, **_growth_batch(growth, rows)}
 
     def _live(self, rows: Rows) -> np.ndarray:
-        """[R]: each request's slot; the padding slot for one that has ended."""
+        """[R]: slot of each request; the padding slot for an ended one."""
         return np.where(self._progress.owned(rows.slots, rows.owners), rows.slots, self._runner.worker.slots.padding)
 
     def _extend(self, work: Extend) -> PendingOutputs:
@@ -123,7 +126,7 @@ class Launcher:
             "token_ids": token_ids,
             "next_ids": next_ids,
             "slots": slots,
-            # The rows that no request uses are empty: they begin where the tokens end.
+            # Unused rows are empty: they begin where the tokens end.
             "query_start": edges + [total] * (runner.max_extend_rows - len(chunks)),
             "start": [c.start for c in chunks],
             "sample_slots": [slot if c.last else padding for slot, c in zip(slots, chunks, strict=True)],
@@ -131,29 +134,31 @@ class Launcher:
         }
         if work.decodes:
             live = self._progress.owned(work.decodes.slots, work.decodes.owners)
-            growth = {lifetime: [each for each in grown if live[each[0]]] for lifetime, grown in work.growth.items()}
+            growth = {
+                window_group: [each for each in grown if live[each[0]]] for window_group, grown in work.growth.items()
+            }
             batch |= {"decode_slots": self._live(work.decodes), **_growth_batch(growth, len(work.decodes))}
-            features, fields = self._asked(work.asked, "mixed", len(work.decodes) + len(chunks), total)
+            features, fields = self._feature_fields(work.feature_rows, "mixed", len(work.decodes) + len(chunks), total)
             mixed = runner.mixed_key(total, work.room)
             key = replace(mixed, features=mixed.features | features)
         else:
-            features, fields = self._asked(work.asked, "extend", len(chunks), total)
-            features = features | runner.features if work.asked else runner.features
-            key = Key(prompt_program(features), Shape(total), features)
-        # The budget of prompt passes learns from the times of full ones.
+            features, fields = self._feature_fields(work.feature_rows, "extend", len(chunks), total)
+            features = features | runner.features if work.feature_rows else runner.features
+            key = GraphKey(prompt_program(features), PassShape(total), features)
+        # The prompt budget learns from the times of full passes.
         return self._launch(key, batch | fields, work.waited, timed=work.full)
 
-    def _asked(
+    def _feature_fields(
         self,
-        asked: Mapping[Feature, Sequence[Row]],
+        feature_rows: Mapping[Feature, Sequence[Row]],
         kind: PassKind,
         count: int,
         tokens: int = 0,
         drafts: np.ndarray | None = None,
     ) -> tuple[Features, Batch]:
-        """Features of a pass that its requests use, and their fields of the batch. Raises RequestErrors."""
+        """Return the features that the requests of a pass use, and their batch fields. Raises RequestErrors."""
         features, fields = NO_FEATURES, Batch()
-        for feature, every in asked.items():
+        for feature, every in feature_rows.items():
             if not (rows := kept(every, self._dropped)):
                 continue
             more, values = _filled(feature, HostPass(kind, rows, count, tokens, drafts))
@@ -163,7 +168,7 @@ class Launcher:
 
 
 def _filled(feature: Feature, host: HostPass) -> tuple[Features, Mapping[str, object]]:
-    """``feature.fill(host)``. Raises RequestErrors for the requests that it fails for."""
+    """Return ``feature.fill(host)``. Raises RequestErrors for the requests that it fails for."""
     try:
         return feature.fill(host)
     except Exception as error:
@@ -174,23 +179,25 @@ def _filled(feature: Feature, host: HostPass) -> tuple[Features, Mapping[str, ob
 
 
 def _growth_batch(growth: Mapping[int, list[RowGrowth]], rows: int) -> Batch:
-    """For each page lifetime columns and pages [rows, most pages added]; column -1 where fewer."""
+    """Return new page-table entries per window group: column index and page id, [rows, max_new], padded with column
+    -1.
+    """
     batch = Batch()
-    for lifetime, grown in growth.items():
+    for window_group, grown in growth.items():
         most = max((len(added) for _, _, added in grown), default=0)
         columns = np.full((rows, most), -1, dtype=np.int32)
         pages = np.zeros_like(columns)
         for row, first, added in grown:
             columns[row, : len(added)] = range(first, first + len(added))
             pages[row, : len(added)] = added
-        batch |= zip(growth_names(lifetime), (columns, pages), strict=True)
+        batch |= zip(growth_names(window_group), (columns, pages), strict=True)
     return batch
 
 
 def _token_ids(chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
-    """The chunks' tokens and the token after each of them, int32 [total]; 0 where it is not sampled yet.
+    """Return the chunks' tokens and the token after each of them, int32 [total]; 0 if it is not sampled yet.
 
-    Where a token has no id, an id in range is as good as any: 0.
+    A token without an id (an embedding) is 0; its value is not used.
     """
     ids = []
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Building a worker from the resolved configuration: model, drafter, slots, caches and programs.
+"""Build of a worker from the resolved configuration: model, drafter, slots, caches and programs.
 
 Every rank is built the same way. Rank 0 then plans and captures graphs through its worker
 (``engine/worker/runner.py``).
@@ -42,7 +42,7 @@ from unisono.engine.startup.warmup import compiling_only, run_on_padding, warmup
 from unisono.engine.worker.device_state import StateSizes
 from unisono.engine.worker.slots import Slots, slot_schema
 from unisono.engine.worker.worker import Worker
-from unisono.graphs import NO_FEATURES, Features, Hidden, Program, Shape
+from unisono.graphs import NO_FEATURES, Features, Hidden, PassShape, Program
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.graph_set import GraphSet
 from unisono.kernels.gemm.layer_tail_gluon import MOST_ROWS
@@ -51,7 +51,7 @@ from unisono.kernels.gemm.persistent import claimed_by
 from unisono.kernels.overlap import overlaps
 from unisono.kernels.proofs import agreeing
 from unisono.kernels.sampling.column_keys import key_bytes
-from unisono.kv.specs import ALL, PAGE_SIZE, has_tails
+from unisono.kv.specs import ALL, PAGE_SIZE, has_recurrent_state
 from unisono.kv.store import StateStore
 from unisono.kv.window_pages import WindowPool
 from unisono.layers.experts import prove_experts, rehearse_experts
@@ -65,7 +65,7 @@ from unisono.models.load.splits import split_decisions
 from unisono.models.lora.adapters import AdapterLimits, attach_adapters
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.tower import VisionTower
-from unisono.passes.context import Modules
+from unisono.passes.context import PassContext
 from unisono.passes.extend import extend_program, mixed_program
 from unisono.passes.features.base import Feature, FeatureContext, OwnProgram
 from unisono.passes.round import catch_up_program, draft_program, round_program, verify_program
@@ -75,18 +75,18 @@ from unisono.sampling.pipeline import DraftSampler
 from unisono.types import ConfigError, SpeculativeConfig
 
 MAX_EXTEND_ROWS = 32
-"""Requests in one prompt pass, at most."""
+"""Largest number of requests in one prompt pass."""
 
 Progress = Callable[[str, float], None]
-"""Called with a stage's name and the share of it that is done, 0 … 1."""
+"""Called with a stage's name and its completed fraction, 0 … 1."""
 
 
 class Build:
-    """Builds ``worker``, stage by stage.
+    """Build ``worker``, stage by stage.
 
-    ``config`` gains the decisions that are made on the way; ``seconds`` has the time of each stage. ``choices``: how
-    many drafts a round may have. ``max_unobserved``: tokens that a paused drafter catches up with at once; 0 where it
-    is never paused. Raises ConfigError where the device's memory does not hold the model and one request.
+    ``config`` gains the decisions made on the way; ``seconds`` has the time of each stage. ``choices``: numbers of
+    drafts of a round. ``max_unobserved``: tokens of one catch-up pass of a paused drafter; 0 if it is never paused.
+    Raises ConfigError if the device's memory does not hold the model and one request.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Build:
             self._build(checkpoint, progress)
 
     def _build(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        """What the constructor does."""
+        """Build the worker: load weights, bind the drafter, size the KV cache."""
         config, c = self.config, checkpoint.config
         if config.device.type == "cuda":
             torch.cuda.set_device(config.device)
@@ -113,7 +113,9 @@ class Build:
         model, tower = self._load(checkpoint, make_attention, progress)
         self.paths, k = max(1, len(spec.paths)), drafter.num_drafts
         specs = model.state_specs()
-        self.config = config = with_forced_drafts(self.config, drafter, self.paths, recurrent=has_tails(specs))
+        self.config = config = with_forced_drafts(
+            self.config, drafter, self.paths, recurrent=has_recurrent_state(specs)
+        )
         self.widths = RoundWidths(1 + k, 1 + max(k, *config.forced_drafts, 0))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         self.decode_sizes = decode_sizes(config)
@@ -124,7 +126,7 @@ class Build:
         schema = slot_schema([field for feature in listed for field in feature.slot_fields(c)])
         slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store, schema)
         store.declare("target", specs)
-        self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.asked.compile), tower)
+        self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.requested.compile), tower)
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
             self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
@@ -134,7 +136,7 @@ class Build:
         with agreeing(agreement(self._group)), claimed_by(self.worker):
             drafter.bind(self._context(sampler, progress))
         store.declare("drafter", drafter.state_specs())
-        few = dict.fromkeys(store.lifetimes, 2)  # for padding, until the number of pages is known
+        few = dict.fromkeys(store.window_groups, 2)  # for padding, until the number of pages is known
         self.worker.hold_pages(few, snapshots=1)
         self.request_features = self._load_features(listed, checkpoint)
         self._modules = self._lent(spec, sampler)
@@ -151,13 +153,13 @@ class Build:
     def _load(
         self, checkpoint: Checkpoint, attention: Callable[..., BreakingAttention], progress: Progress
     ) -> tuple[Decoder, VisionTower | None]:
-        """Load the model and, of a vision model, its tower."""
+        """Load the model and, for a vision model, its tower."""
         config = self.config
         common: dict[str, Any] = {
             "dtype": config.dtype,
             "device": config.device,
-            "load_format": config.asked.load_format,
-            "seed": config.asked.seed,
+            "load_format": config.requested.load_format,
+            "seed": config.requested.seed,
         }
         own: dict[str, Any] = {
             "max_positions": config.max_model_len,
@@ -167,14 +169,14 @@ class Build:
         with self.stage("load"):
             model = load_model(checkpoint, attention=attention, progress=progress, **own, **common)
             tower = load_tower(checkpoint, progress=progress, **common)
-        for passed_over in checkpoint.unread() if config.asked.load_format == "auto" else ():
+        for passed_over in checkpoint.unread() if config.requested.load_format == "auto" else ():
             self.decide(*passed_over)
         self.decide("weights", *checkpoint.quantization.decision())
         self._tell_ranks(model)
         return model, tower
 
     def close(self) -> None:
-        """Let go of what passes are made of."""
+        """Release the programs and their parts."""
         del self.request_features, self._modules
 
     @contextmanager
@@ -189,19 +191,19 @@ class Build:
         self.config = self.config.decide(name, value, reason)
 
     def buckets(self, programs: dict[str, Program]) -> list[Buckets]:
-        """What may be captured of these programs."""
+        """Return the capture candidates of these programs."""
         features = self.worker.drafter.features
         usual = [feature.expected_rounds for feature in self.request_features]
         usual_rounds = [each for each in usual if each != NO_FEATURES]
         sizes = self.choices, features, self.max_unobserved
         buckets = engine_buckets(programs, self.config, *sizes, self._expected, usual_rounds, self._whole)
         buckets += [own_buckets(own, self.config) for own in self._own_programs]
-        if self.config.asked.graph_capture == "lazy":
+        if self.config.requested.graph_capture == "lazy":
             buckets = [captured_lazily(each, self.config) for each in buckets]
         return buckets
 
     def _tell_ranks(self, model: Decoder) -> None:
-        """Add how the model is divided, where it is."""
+        """Record how the model is divided among ranks."""
         ranks = self._group.ranks
         if ranks.count > 1:
             for choice in (*split_decisions(model), ("gathers go", *described(ranks.transport))):
@@ -212,11 +214,11 @@ class Build:
 
     @property
     def _whole(self) -> Features:
-        """What passes ask for whose features read whole rows of logits; nothing where each rank computes them."""
+        """Return the features that read whole rows of logits; none if each rank computes whole rows."""
         return Features(whole_logits=True) if self.worker.model.divides_logits else NO_FEATURES
 
     def _leave_a_core(self) -> None:
-        """Use all cores but one: waiting threads spin, and would take the API process's time."""
+        """Use all cores but one: waiting threads spin, and would take CPU time from the API process."""
         count = self._group.ranks.count
         threads = max(1, (len(os.sched_getaffinity(0)) - 1) // count)
         torch.set_num_threads(threads)
@@ -224,12 +226,12 @@ class Build:
         self.decide("threads", threads, f"all cores but one{among}; OMP_NUM_THREADS sets it")
 
     def _attention(self, heads: int, kv_heads: int) -> BreakingAttention:
-        """A backend of the configured kind, which ends a captured segment where it must or is told to."""
+        """Return a backend of the configured kind, which ends a captured segment at eager breaks."""
         config = self.config
         return BreakingAttention(catalog.attention.load(config.attention_backend)(heads, kv_heads, config.device))
 
     def _context(self, sampler: DraftSampler, progress: Progress) -> DrafterContext:
-        """What the drafter may use."""
+        """Return the drafter's context."""
         config, worker = self.config, self.worker
         return DrafterContext(
             target=worker.model,
@@ -253,31 +255,31 @@ class Build:
 
     @property
     def _draft_ranks(self) -> Ranks:
-        """Among which a draft model is divided."""
+        """Return the ranks that share the draft model."""
         spec, drafter, ranks = self.config.speculative, self.worker.drafter, self._group.ranks
         if spec is None or ranks.count == 1 or not isinstance(drafter, DivisibleDrafter):
             return ALONE
-        asked = spec.draft_tensor_parallel_size
-        divided = drafter.divides(ranks) if asked is None else asked > 1
+        size = spec.draft_tensor_parallel_size
+        divided = drafter.divides(ranks) if size is None else size > 1
         value = f"divided among {ranks.count} ranks" if divided else "whole on every rank"
-        self.decide("draft layers", value, "by default" if asked is None else f"draft_tensor_parallel_size={asked}")
+        self.decide("draft layers", value, "by default" if size is None else f"draft_tensor_parallel_size={size}")
         return ranks if divided else ALONE
 
     def _load_features(self, listed: Sequence[type[Feature]], checkpoint: Checkpoint) -> list[Feature]:
-        """Everything that requests may ask of a pass beside its tokens."""
-        c, asked, worker = checkpoint.config, self.config.asked, self.worker
-        if (limits := adapter_limits(asked)) is not None:
+        """Load the features of passes."""
+        c, requested, worker = checkpoint.config, self.config.requested, self.worker
+        if (limits := adapter_limits(requested)) is not None:
             worker.adapters = HeldAdapters(attach_adapters(worker.model, checkpoint.family, limits))
         context = FeatureContext(
-            directory=Path(asked.tokenizer) if asked.tokenizer else checkpoint.path,
+            directory=Path(requested.tokenizer) if requested.tokenizer else checkpoint.path,
             eos=checkpoint.eos_token_ids,
             vocab_size=c.vocab_size,
             hidden_size=c.hidden_size,
             dtype=self.config.dtype,
             max_rows=self.max_extend_rows,
             paths=self.paths,
-            processed_logprobs=asked.logprobs_mode == "processed_logprobs",
-            synthetic=asked.synthetic,
+            processed_logprobs=requested.logprobs_mode == "processed_logprobs",
+            synthetic=requested.synthetic,
             slots=worker.slots,
             logits=lambda hidden: worker.model.logits(hidden),
             vision=c.vision,
@@ -289,36 +291,36 @@ class Build:
             cache_bytes=self.config.encoder_cache_bytes,
             decide=self.decide,
             adapters=worker.adapters,
-            adapter_modules=asked.lora_modules,
+            adapter_modules=requested.lora_modules,
             whole_logits=self._whole,
         )
         return [feature(context) for feature in listed]
 
     @property
     def _expected(self) -> list[Features]:
-        """What features expect many prompt passes to need."""
+        """Return the features that many prompt passes are expected to need."""
         return [feature.expected for feature in self.request_features if feature.expected != NO_FEATURES]
 
     @property
     def _own_programs(self) -> list[OwnProgram]:
-        """The programs that features bring along."""
+        """Return the programs of the features."""
         return [own for feature in self.request_features for own in feature.programs()]
 
-    def _lent(self, spec: SpeculativeConfig, sampler: DraftSampler) -> Callable[[], Modules]:
-        """Makes what passes work on, over the pages that the worker holds at the time of the call."""
+    def _lent(self, spec: SpeculativeConfig, sampler: DraftSampler) -> Callable[[], PassContext]:
+        """Return a function that makes pass modules over the pages that the worker holds at the time of the call."""
         w, config = self.worker, self.config
-        rule = acceptance_rule(config.asked, w.slots)
+        rule = acceptance_rule(config.requested, w.slots)
 
-        def modules() -> Modules:
+        def modules() -> PassContext:
             tree = None
             if isinstance(w.drafter, TreeDrafter) and spec.paths:
                 tree = Tree.of(spec.paths, w.drafter, w.slots, w.store, w.num_pages)
-            return Modules(w.model, w.drafter, w.slots, sampler, w.store, self.request_features, rule, tree)
+            return PassContext(w.model, w.drafter, w.slots, sampler, w.store, self.request_features, rule, tree)
 
         return modules
 
     def _programs(self) -> dict[str, Program]:
-        """Every program of the engine by name, over the pages that the worker holds now."""
+        """Return every program of the engine by name, over the pages that the worker holds now."""
         modules, drafter = self._modules(), self.worker.drafter
         programs = [round_program(modules), verify_program(modules)]
         programs += [extend_program(modules, self.max_extend_rows, name) for name in ("extend", "score")]
@@ -334,7 +336,7 @@ class Build:
     def _compile(
         self, attention: Mapping[tuple[int, int, int], BreakingAttention], programs: dict[str, Program]
     ) -> None:
-        """Compile the kernels of all passes; first those whose bits decide which kernels the larger passes run.
+        """Compile the kernels of all passes; first the exact kernels, whose proofs choose the kernels of larger passes.
 
         attention: the backend of each distinct (query heads, KV heads, head size) of the model.
         """
@@ -360,28 +362,28 @@ class Build:
         with compiling_only(config.device, self._processes):
             run_on_padding(self._needing_every_kernel(programs), config.device)
 
-    def _needing_every_kernel(self, programs: dict[str, Program]) -> list[tuple[Program, Shape]]:
-        """Passes that together need the kernels of all passes, those that are measured next included."""
+    def _needing_every_kernel(self, programs: dict[str, Program]) -> list[tuple[Program, PassShape]]:
+        """Return passes that together need the kernels of all passes, including those that are measured next."""
         own, features = {own.program.name for own in self._own_programs}, self.worker.drafter.features
         usual = warmup_passes(self.buckets(programs), (features, features | self._whole), own)
         return [*usual, *self._largest(programs)]
 
-    def _largest(self, programs: dict[str, Program]) -> list[tuple[Program, Shape]]:
-        """The passes that take most memory, with all that requests may ask for."""
+    def _largest(self, programs: dict[str, Program]) -> list[tuple[Program, PassShape]]:
+        """Return the passes that take most memory, with all features."""
         config, masked = self.config, replace(self.worker.drafter.features | self._whole, masks=True)
         prompts = functools.reduce(operator.or_, self._expected, masked)
-        largest = [(programs["extend"].of(prompts), Shape(config.max_num_batched_tokens))]
+        largest = [(programs["extend"].of(prompts), PassShape(config.max_num_batched_tokens))]
         if self.paths > 1:  # the rounds of a tree may be larger than any prompt pass
-            largest.append((programs["round"].of(masked), Shape(config.max_num_seqs, self.widths.plain)))
+            largest.append((programs["round"].of(masked), PassShape(config.max_num_seqs, self.widths.plain)))
         if self.decode_sizes:
             rows = self.decode_sizes[-1]
             mixed = programs["mixed"]  # with all fields
             mixed = replace(mixed, schema=replace(mixed.schema, features=masked))
-            largest.append((mixed, Shape(config.max_num_batched_tokens, 1 + rows)))
-        return [*largest, *((own.program, Shape(own.most)) for own in self._own_programs)]
+            largest.append((mixed, PassShape(config.max_num_batched_tokens, 1 + rows)))
+        return [*largest, *((own.program, PassShape(own.most)) for own in self._own_programs)]
 
     def _prove_exact(self) -> None:
-        """Check, for each shape of product, that the BLAS of long passes gives the same bits as the Triton kernel."""
+        """Check, for each GEMM shape, that the BLAS of long passes gives the same bits as the Triton kernel."""
         proven = prove_linears(self.worker.modules())
         failed = [f"{n}×{k}" for (n, k), exact in proven.items() if not exact]
         value = "cuBLASLt" if not failed else f"Triton for {', '.join(failed)}"
@@ -393,10 +395,10 @@ class Build:
             self.decide("experts of prompts", value, reason)
 
     def _fuse_tails(self) -> None:
-        """Compute what follows a layer's mixer in one launch, where that gives the same bits."""
+        """Fuse the layer tail (o_proj → MLP → next qkv) into one launch, if that gives the same bits."""
         layers, fused, possible = fuse_tails(self.worker.modules())
         value = f"{fused} of {layers} layers in one launch up to {MOST_ROWS} rows"
-        reason = "layers with an MLP and 16 bits; with UNISONO_STAYING_LAUNCHES=1 also e4m3 by block, with 0 none"
+        reason = "layers with an MLP and 16-bit weights; none with UNISONO_STAYING_LAUNCHES=0"
         self.decide(
             "what follows a mixer", value, reason if fused == possible else f"{possible - fused} differ in bits"
         )
@@ -410,19 +412,22 @@ class Build:
         sampled = max(config.max_num_seqs * self.widths.plain, MAX_VERIFIED)
         logits = 4 * sampled * worker.model.config.vocab_size
         demand = PageDemand(
-            page_bytes={lifetime: worker.store.page_bytes(lifetime) for lifetime in worker.store.lifetimes},
+            page_bytes={
+                window_group: worker.store.page_bytes(window_group) for window_group in worker.store.window_groups
+            },
             windows=self._window_pages(),
             snapshot_bytes=worker.store.snapshot_bytes(),
             paths=self.paths,
             path_pages=reserved,
             logits_bytes=logits if self.paths == 1 else 0,  # the rounds of a tree are measured
             staging_bytes=staging_bytes(
-                config, max(worker.store.snapshot_bytes(), *map(worker.store.page_bytes, worker.store.lifetimes))
+                config, max(worker.store.snapshot_bytes(), *map(worker.store.page_bytes, worker.store.window_groups))
             ),
         )
 
         def measure() -> int:
-            return max(self._group.exchange(peak_bytes(self._largest(self._programs()), config.device)))
+            peaks: list[int] = self._group.exchange(peak_bytes(self._largest(self._programs()), config.device))
+            return max(peaks)
 
         pages, snapshots, self.config = fit_pages(config, demand, measure)
         pages, snapshots, of_first = decided(self._group, (pages, snapshots, self.config))
@@ -430,28 +435,32 @@ class Build:
         worker.hold_pages(pages, reserved, snapshots)
 
     def _window_pages(self) -> dict[int, int]:
-        """Pages of each window lifetime that all requests together may need, and as many again for cached prefixes."""
+        """Return the pages of each window group: enough for all requests together, and as many again for cached
+        prefixes.
+        """
         config, worker = self.config, self.worker
         sizes = StateSizes(self.widths.reading, config.max_num_batched_tokens, config.max_model_len)
-        windows = {w: WindowPool(w, 1) for w in worker.store.lifetimes if w != ALL}
+        windows = {w: WindowPool(w, 1) for w in worker.store.window_groups if w != ALL}
         prompt, after = (sizes.quota(windows, prompt=each) for each in (True, False))
         return {w: 1 + prompt[w] + 2 * config.max_num_seqs * after[w] for w in windows}
 
 
-def adapter_limits(asked: EngineConfig) -> AdapterLimits | None:
-    """How many adapters there is room for; None: they are off."""
-    if not asked.enable_lora:
+def adapter_limits(config: EngineConfig) -> AdapterLimits | None:
+    """Return the room for adapters; None if they are off."""
+    if not config.enable_lora:
         return None
-    return AdapterLimits(asked.max_loras, asked.max_lora_rank, max(asked.max_loras, asked.max_cpu_loras or 0))
+    return AdapterLimits(config.max_loras, config.max_lora_rank, max(config.max_loras, config.max_cpu_loras or 0))
 
 
 def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
-    """The drafter of the configured method, without its weights. Raises ConfigError where it cannot draft the tree."""
-    drafter = catalog.drafters.load(spec.method)(spec, target)
+    """Return the drafter of the configured method, without its weights. Raises ConfigError if it cannot draft the
+    tree.
+    """
+    drafter: Drafter = catalog.drafters.load(spec.method)(spec, target)
     if spec.paths and not isinstance(drafter, TreeDrafter):
         raise ConfigError(
             f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "
-            "paths is asked for: leave out speculative_token_tree, or topk and num_draft_tokens."
+            "paths is configured: leave out speculative_token_tree, or topk and num_draft_tokens."
         )
     if (spec.draft_tensor_parallel_size or 1) > 1 and not isinstance(drafter, DivisibleDrafter):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The commands that a worker executes, and their bytes.
+"""Commands of a worker, and their bytes.
 
 Rank 0's scheduler, planner and engine loop send them. Workers that were built alike and execute the same commands have
 the same device state and the same outputs. With one rank no command is encoded.
@@ -22,7 +22,7 @@ __all__ = [
     "FileOutcomes",
     "KeepAdapters",
     "Launch",
-    "LoadTail",
+    "LoadSnapshot",
     "Measure",
     "MoveIn",
     "MoveOut",
@@ -32,8 +32,8 @@ __all__ = [
     "Release",
     "RemoveFiles",
     "ResetSlots",
-    "ResetTail",
-    "SaveTail",
+    "ResetRecurrent",
+    "SaveSnapshot",
     "UnpackPages",
     "WriteAdapter",
     "WriteFile",
@@ -45,10 +45,10 @@ __all__ = [
 
 
 class WriteSlot(msgspec.Struct, frozen=True, tag=True):
-    """Write what a request's slot begins with. All arrays are int32.
+    """Write the initial state of a request's slot. All arrays are int32.
 
     row: the slot's row of its schema (``slots.slot_schema``). history: the committed tokens. pages: the page table's
-    first columns. edits: the slot's row of the edit table; None where the request edits no logits.
+    first columns. edits: the slot's row of the edit table; None if the request edits no logits.
     """
 
     slot: int
@@ -59,24 +59,24 @@ class WriteSlot(msgspec.Struct, frozen=True, tag=True):
 
 
 class WritePages(msgspec.Struct, frozen=True, tag=True):
-    """Write pages of a window lifetime into a slot's page table, from ``column`` on. pages: int32."""
+    """Write pages of a window group into a slot's page table, from ``column`` on. pages: int32."""
 
     slot: int
-    lifetime: int
+    window_group: int
     column: int
     pages: np.ndarray
 
 
-class ResetTail(msgspec.Struct, frozen=True, tag=True):
-    """Begin a slot's recurrences at position 0."""
+class ResetRecurrent(msgspec.Struct, frozen=True, tag=True):
+    """Reset a slot's recurrent state to position 0."""
 
     slot: int
 
 
-class SaveTail(msgspec.Struct, frozen=True, tag=True):
-    """Keep the snapshots of a slot's recurrences under an id.
+class SaveSnapshot(msgspec.Struct, frozen=True, tag=True):
+    """Save the snapshots of a slot's recurrent state under an id.
 
-    position: tokens after which the snapshots are to be, from remembered inputs; 0: where they are.
+    position: tokens after which the snapshots are taken, computed from the remembered inputs; 0: the current position.
     """
 
     slot: int
@@ -84,8 +84,8 @@ class SaveTail(msgspec.Struct, frozen=True, tag=True):
     position: int = 0
 
 
-class LoadTail(msgspec.Struct, frozen=True, tag=True):
-    """Give a slot's recurrences the snapshots of an id, which were taken after ``position`` tokens."""
+class LoadSnapshot(msgspec.Struct, frozen=True, tag=True):
+    """Load the snapshots of an id, taken after ``position`` tokens, into a slot's recurrent state."""
 
     slot: int
     snapshot: int
@@ -93,7 +93,7 @@ class LoadTail(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResetSlots(msgspec.Struct, frozen=True, tag=True):
-    """Make every slot free and every row blank."""
+    """Free every slot and clear every row."""
 
 
 class MoveOut(msgspec.Struct, frozen=True, tag=True):
@@ -110,7 +110,7 @@ class MoveIn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """Passes from now on may read what all tickets up to this one brought; they wait on the device where they must."""
+    """Let later passes read the pages of all tickets up to this one; they wait on the device if necessary."""
 
     ticket: int
 
@@ -140,17 +140,20 @@ class RemoveFiles(msgspec.Struct, frozen=True, tag=True):
 
 
 class FileOutcomes(msgspec.Struct, frozen=True, tag=True):
-    """Tell what came of files: parts, and whether they were written. No command, but a question to every rank."""
+    """Report finished file operations: parts, and True for those that were written. A query to every rank, not a
+    command.
+    """
 
-    asked: list[tuple[tuple[int, bytes], bool]]
+    parts: list[tuple[tuple[int, bytes], bool]]
 
 
 FileCommand = WriteFile | ReadFile | RemoveFiles
 
 
 class PackPages(msgspec.Struct, frozen=True, tag=True):
-    """Read pages and snapshots into bytes, for another engine: see ``engine/disaggregation/page_bytes.py``. parts:
-    kind, numbers.
+    """Read pages and snapshots into bytes for another engine (``engine/disaggregation/page_bytes.py``).
+
+    parts: kind, ids.
     """
 
     number: int
@@ -158,7 +161,7 @@ class PackPages(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnpackPages(msgspec.Struct, frozen=True, tag=True):
-    """Write the bytes that came under this number into pages and snapshots; a number of -1 leaves its bytes out."""
+    """Write the bytes that arrived under this number into pages and snapshots; an id of -1 skips its bytes."""
 
     number: int
     parts: list[tuple[int, np.ndarray]]
@@ -170,9 +173,9 @@ Command = (
     GraphCommand
     | WriteSlot
     | WritePages
-    | ResetTail
-    | SaveTail
-    | LoadTail
+    | ResetRecurrent
+    | SaveSnapshot
+    | LoadSnapshot
     | ResetSlots
     | OffloadCommand
     | FileCommand
@@ -181,10 +184,10 @@ Command = (
 )
 
 ANSWERED = Capture, ReadAdapter
-"""Commands that may fail on any rank, which rank 0 waits for."""
+"""Commands that may fail on any rank; rank 0 waits for their results."""
 
 _ARRAY = 1
-"""The code of the msgpack extension for an array: (dtype, shape, bytes)."""
+"""Code of the msgpack extension for an array: (dtype, shape, bytes)."""
 
 
 def _encode_array(value: Any) -> Any:
@@ -202,14 +205,16 @@ def _decode_array(code: int, data: memoryview) -> np.ndarray:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_decoder = msgspec.msgpack.Decoder(Command | FileOutcomes, ext_hook=_decode_array, dec_hook=lambda kind, value: value)
+_decoder: msgspec.msgpack.Decoder[Command | FileOutcomes] = msgspec.msgpack.Decoder(
+    Command | FileOutcomes, ext_hook=_decode_array, dec_hook=lambda kind, value: value
+)
 
 
 def encode(command: Command | FileOutcomes) -> bytes:
-    """The command as bytes for another rank."""
+    """Encode a command for another rank."""
     return _encoder.encode(command)
 
 
 def decode(data: bytes) -> Command | FileOutcomes:
-    """The command that :func:`encode` made these bytes of. Raises msgspec.DecodeError for anything else."""
+    """Decode a command from :func:`encode`. Raises msgspec.DecodeError for other bytes."""
     return _decoder.decode(data)

@@ -1,5 +1,7 @@
-"""The numbers of running requests that every pass changes, as one array for each, so that a round's bookkeeping is a
-few operations however many requests take part. Owned by rank 0's scheduler; nothing of the device.
+"""Per-slot request state on the host, one array per quantity.
+
+A round's bookkeeping is then a few array operations, regardless of the number of requests. Owned by rank 0's scheduler;
+nothing lies on the device.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ NOBODY = -1
 
 
 class Progress:
-    """Of the request in each slot, int64 [slots]. Values of slots that no request has mean nothing.
+    """Host mirror of per-slot request state, int64 [slots]. Undefined for free slots.
 
-    owner: its ``Sequence.order``; NOBODY where the slot is free. length: how many ``Sequence.tokens`` it has.
-    max_length: tokens at which it ends. max_drafts: of a round. mapped: leading pages that the slot's page table on the
-    device holds. in_flight: launched passes that commit tokens and are not read yet. unobserved: its last tokens of
-    which the drafter has only been told (``draft_controller.py``). round_start: position of the first token of its last
-    pass that committed some and was read.
+    owner: ``Sequence.order`` of the request; NOBODY for a free slot. length: number of ``Sequence.tokens``. max_length:
+    tokens at which the request ends. max_drafts: drafts per round. mapped: leading pages in the slot's page table on
+    the device. in_flight: launched passes that commit tokens and are not read yet. unobserved: last tokens that a
+    paused drafter has not observed (``draft_controller.py``). round_start: position of the first token of the last read
+    pass that committed any.
     """
 
     def __init__(self, slots: int) -> None:
@@ -28,43 +30,50 @@ class Progress:
         self.in_flight, self.unobserved, self.round_start = (np.zeros(slots, np.int64) for _ in range(3))
 
     def begin(self, slot: int, owner: int, length: int, max_length: int, max_drafts: int | None, mapped: int) -> None:
-        """A request gets a slot. max_drafts: None for no limit of its own."""
+        """Start a request in a slot. max_drafts: None for no limit of its own."""
         self.owner[slot], self.length[slot], self.max_length[slot] = owner, length, max_length
         self.max_drafts[slot] = MAX_DRAFTS if max_drafts is None else min(max_drafts, MAX_DRAFTS)
         self.mapped[slot] = mapped
         self.in_flight[slot] = self.unobserved[slot] = self.round_start[slot] = 0
 
     def end(self, slot: int) -> None:
-        """A request gives its slot back."""
+        """Free a slot."""
         self.owner[slot] = NOBODY
 
     def owned(self, slots: np.ndarray, owners: np.ndarray) -> np.ndarray:
-        """bool [R]: which of the slots [R] these requests still have."""
-        return self.owner[slots] == owners
+        """bool [R]: True for the slots [R] that these requests still hold."""
+        same: np.ndarray = self.owner[slots] == owners
+        return same
 
     def going_on(self, slots: np.ndarray) -> np.ndarray:
-        """bool [R]: which requests may take part in another pass. A pass in flight commits one token at least."""
-        return self.length[slots] + self.in_flight[slots] < self.max_length[slots]
+        """bool [R]: True for requests that may take part in another pass. A pass in flight commits at least one
+        token.
+        """
+        open_rows: np.ndarray = self.length[slots] + self.in_flight[slots] < self.max_length[slots]
+        return open_rows
 
     def worst(self, slots: np.ndarray, width: int) -> np.ndarray:
         """[R]: tokens after one more round of ``width`` tokens in which everything is accepted."""
-        return np.minimum(self.length[slots] + (self.in_flight[slots] + 1) * width, self.max_length[slots])
+        worst: np.ndarray = np.minimum(self.length[slots] + (self.in_flight[slots] + 1) * width, self.max_length[slots])
+        return worst
 
     def outgrown(self, slots: np.ndarray, worst: np.ndarray) -> list[int]:
-        """The rows whose page table on the device is too short for ``worst`` [R] tokens."""
-        return np.flatnonzero(worst > PAGE_SIZE * self.mapped[slots]).tolist()
+        """Return the rows whose page table on the device is too short for ``worst`` [R] tokens."""
+        rows: list[int] = np.flatnonzero(worst > PAGE_SIZE * self.mapped[slots]).tolist()
+        return rows
 
     def most_drafts(self, slots: np.ndarray) -> np.ndarray:
-        """[R]: drafts that a request may have in its next round."""
+        """[R]: drafts that each request may have in its next round."""
         left = self.max_length[slots] - self.length[slots] - 1
-        return np.minimum(self.max_drafts[slots], np.maximum(0, left))
+        most: np.ndarray = np.minimum(self.max_drafts[slots], np.maximum(0, left))
+        return most
 
     def launched(self, slots: np.ndarray) -> None:
-        """A pass that commits tokens of these requests is launched."""
+        """Count a launched pass that commits tokens of these requests."""
         self.in_flight[slots] += 1
 
     def read(self, slots: np.ndarray, counts: np.ndarray, some: np.ndarray) -> None:
-        """That pass is read: it brought ``counts`` [R] tokens; ``some`` [R]: whether that is any."""
+        """Count a pass that was read. ``counts`` [R]: its tokens; ``some`` [R]: counts > 0."""
         self.in_flight[slots] -= 1
         lengths = self.length[slots]
         starts = lengths - 1

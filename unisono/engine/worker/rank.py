@@ -1,7 +1,7 @@
-"""A rank that is not the first: it builds its part of the model, then executes what rank 0 sends.
+"""Process of a rank other than 0: build a part of the model, then execute rank 0's commands.
 
-``engine/worker/ranks.py`` starts it, as a process. It decides nothing: numbers that its build needs come from rank 0 or
-are agreed on (``distributed/group.py``), and afterwards it only executes commands.
+``engine/worker/ranks.py`` starts it. It decides nothing: numbers of its build come from rank 0 or are agreed on
+(``distributed/group.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 
 from unisono.config import ResolvedConfig
-from unisono.distributed.group import Refused
+from unisono.distributed.group import RankError
 from unisono.distributed.processes import Gone, Rank
 from unisono.engine.disaggregation.page_bytes import RankPages
 from unisono.engine.worker.build import Build
@@ -27,8 +27,8 @@ from unisono.types import UnisonoError
 
 
 def main(socket: int, memory: int) -> None:
-    """Serve as a rank; the arguments are descriptors that rank 0 made."""
-    logging.disable(logging.WARNING)  # rank 0 says the same
+    """Serve as a rank; the arguments are descriptors made by rank 0."""
+    logging.disable(logging.WARNING)  # rank 0 reports the same
     with suppress(Gone):
         rank = Rank(socket, memory)
         try:
@@ -47,10 +47,10 @@ def main(socket: int, memory: int) -> None:
 def _serve(rank: Rank) -> None:
     config: ResolvedConfig = rank.first["config"]
     open_carrying(rank, rank.memory, config.device, rank.first["store"])
-    checkpoint = Checkpoint.open(config.asked.model, config.asked.quantization, config.asked.hf_overrides)
+    checkpoint = Checkpoint.open(config.requested.model, config.requested.quantization, config.requested.hf_overrides)
     build = Build(config, checkpoint, lambda stage, share: None, rank)
     worker = build.worker
-    if config.asked.exchanges_pages:
+    if config.requested.exchanges_pages:
         worker.page_bytes = RankPages(worker.store, rank.pages)
     gc.collect()
     gc.freeze()
@@ -71,12 +71,12 @@ def _serve(rank: Rank) -> None:
     close_carrying(rank)
 
 
-def _attempted(worker: Worker, command: Command) -> bool | Refused:
-    """Execute a command that may fail: whether there was room for what it makes, or why it cannot be done."""
+def _attempted(worker: Worker, command: Command) -> bool | RankError:
+    """Execute a command that may fail. Return True if its memory fits, or the reason of the failure."""
     try:
         worker.execute(command)
     except torch.OutOfMemoryError:
         return False
     except UnisonoError as error:
-        return Refused.of(error)
+        return RankError.of(error)
     return True

@@ -1,6 +1,6 @@
-"""Rank 0's side of a model that several processes hold: starting them, and sending every command to all.
+"""Rank 0's side of a model in several processes: start them, and send every command to all.
 
-With one rank nothing of this is made. ``runner.py`` owns it.
+``runner.py`` owns it. A model of one rank has none of this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from unisono.config import ResolvedConfig
 from unisono.distributed.gather import Ranks, close_transport, open_transport
 from unisono.distributed.group import Group, first_error
-from unisono.distributed.processes import CAPTURE_LAG, LAG, Peers
+from unisono.distributed.processes import CAPTURE_LAG, LAG, RankProcesses
 from unisono.distributed.shared_memory import SharedMemory
 from unisono.engine.worker.commands import ANSWERED, Command, FileOutcomes, Measure, encode
 from unisono.engine.worker.worker import Worker
@@ -31,12 +31,14 @@ MODULE = "unisono.engine.worker.rank"
 
 
 def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
-    """Rank 0's place among the ranks that are asked for. Raises ConfigError where the model cannot be divided so."""
-    asked = config.asked
-    count = asked.tensor_parallel_size
-    if asked.enable_expert_parallel and not any(hasattr(layer.feed_forward, "num_experts") for layer in model.layers):
+    """Return rank 0's place among the configured ranks. Raises ConfigError if the model cannot be divided so."""
+    requested = config.requested
+    count = requested.tensor_parallel_size
+    if requested.enable_expert_parallel and not any(
+        hasattr(layer.feed_forward, "num_experts") for layer in model.layers
+    ):
         raise ConfigError(f"--enable-expert-parallel: a {model.architecture} has no experts; leave it out.")
-    if asked.tp_reduce == "ordered" and asked.enable_lora:
+    if requested.tp_reduce == "ordered" and requested.enable_lora:
         raise ConfigError("--tp-reduce ordered with --enable-lora: adapters read whole rows; leave one of them out.")
     divided = config.speculative.draft_tensor_parallel_size if config.speculative else None
     if divided not in (None, 1, count):
@@ -46,15 +48,15 @@ def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
         )
     together = count > 1
     ranks = Ranks(
-        0, count, whole_experts=asked.enable_expert_parallel and together,
-        ordered=asked.tp_reduce == "ordered" and together,
+        0, count, whole_experts=requested.enable_expert_parallel and together,
+        ordered=requested.tp_reduce == "ordered" and together,
     )  # fmt: skip
     model.check_divides(ranks)
     return ranks
 
 
 class Team:
-    """All ranks, rank 0's own worker included; a :class:`unisono.distributed.group.Group` while they build."""
+    """All ranks, including rank 0's own worker; a :class:`unisono.distributed.group.Group` while they build."""
 
     def __init__(self, config: ResolvedConfig, ranks: Ranks) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="unisono-ranks-")
@@ -63,7 +65,7 @@ class Team:
             index: {"config": _on(config, index), "ranks": replace(ranks, index=index), "store": store}
             for index in range(1, ranks.count)
         }
-        self._peers = Peers(MODULE, first, ranks)
+        self._peers = RankProcesses(MODULE, first, ranks)
         self.ranks = ranks
         try:
             open_carrying(self, self._peers.memory, config.device, store)
@@ -84,7 +86,7 @@ class Team:
 
     @property
     def failed(self) -> int:
-        """A descriptor that can be read once a rank has failed."""
+        """File descriptor that becomes readable once a rank has failed."""
         return self._peers.failed
 
     def exchange(self, value: Any) -> list[Any]:
@@ -92,10 +94,10 @@ class Team:
         return self._peers.exchange(value)
 
     def send(self, command: Command, worker: Worker) -> PendingOutputs | None:
-        """Have all ranks execute a command, rank 0 without waiting for the others; returns its outputs.
+        """Have all ranks execute a command, rank 0 without waiting for the others; return its outputs.
 
-        Raises EngineDead where a rank has failed, torch.OutOfMemoryError where a capture does not fit on one of them,
-        CheckpointError where one of them cannot read an adapter.
+        Raises EngineDead if a rank has failed, torch.OutOfMemoryError if a capture does not fit on one of them,
+        CheckpointError if one of them cannot read an adapter.
         """
         peers = self._peers
         with self._busy():
@@ -117,7 +119,7 @@ class Team:
         return None if pending is None else Guarded(**vars(pending), team=self)
 
     def ask(self, command: FileOutcomes, worker: Worker) -> list[list[int]]:
-        """Every rank's answer to a command. Raises EngineDead where a rank has failed."""
+        """Return every rank's answer to a query. Raises EngineDead if a rank has failed."""
         peers = self._peers
         with self._busy():
             peers.lag = LAG
@@ -130,13 +132,13 @@ class Team:
         return [own, *replies]
 
     def check(self) -> None:
-        """Raise EngineDead where a rank has failed."""
+        """Raise EngineDead if a rank has failed."""
         if self._peers.failure is not None:
             raise EngineDead(self._peers.failure)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        """While rank 0's thread may wait for others."""
+        """Mark a period in which rank 0's thread may wait for others."""
         self._peers.busy = True
         try:
             yield
@@ -147,11 +149,11 @@ class Team:
             self._peers.busy = False
 
     def begin_closing(self) -> None:
-        """Have the other ranks free what they hold, graphs first."""
+        """Have the other ranks free their memory, graphs first."""
         self._peers.begin_closing()
 
     def close(self) -> None:
-        """Close what carries gathers, after rank 0's graphs are gone too, and wait for the other processes."""
+        """Close the transports of gathers, once rank 0's graphs are gone too, and wait for the other processes."""
         close_carrying(self)
         self._peers.close()
         self._directory.cleanup()
@@ -159,7 +161,7 @@ class Team:
 
 @dataclass
 class Guarded(PendingOutputs):
-    """Outputs that never come where another rank has failed."""
+    """Outputs that never arrive if another rank has failed."""
 
     team: Team
 
@@ -172,7 +174,7 @@ class Guarded(PendingOutputs):
 
 
 def _on(config: ResolvedConfig, index: int) -> ResolvedConfig:
-    """The configuration of another rank: its device."""
+    """Return the configuration of another rank, with its device."""
     device = config.device
     if device.type == "cuda":
         device = torch.device("cuda", (device.index or 0) + index)
@@ -180,7 +182,7 @@ def _on(config: ResolvedConfig, index: int) -> ResolvedConfig:
 
 
 def open_carrying(group: Group, memory: SharedMemory, device: torch.device, store: str) -> None:
-    """Open what carries this rank's gathers. store: a path that all ranks of a GPU meet at."""
+    """Open the transports of this rank's gathers. store: a path that all ranks of a GPU share."""
     if device.type == "cuda":
         from unisono.distributed.nccl import Nccl
 
@@ -192,12 +194,12 @@ def open_carrying(group: Group, memory: SharedMemory, device: torch.device, stor
 
 
 def close_carrying(group: Group) -> None:
-    """Close it."""
+    """Close the transports of this rank's gathers."""
     close_transport(group.ranks.transport)
 
 
 def give_up_carrying(group: Group) -> None:
-    """Have passes on this rank's GPU end that wait for a rank which is gone; what they compute is void."""
+    """End passes on this rank's GPU that wait for a lost rank; their results are void."""
     from unisono.distributed.gather import give_up
 
     give_up(group.ranks.transport)

@@ -1,8 +1,8 @@
-"""Slots: the device-resident rows that running requests live in.
+"""Slots: device-resident rows with the state of running requests.
 
-Everything a round needs of a request is in its row: committed length, last token, sampling parameters,
-stop ids, page table. A batch is then a vector of slot numbers. The row S - 1 is the padding slot: it stays FREE,
-so kernels skip it. :class:`SlotPool` is rank 0's host side, :class:`Slots` the device side that a worker owns.
+A row holds everything that a round needs of a request: committed length, last token, sampling parameters, stop ids,
+page table. A batch is then a vector of slot numbers. The row S - 1 is the padding slot: it stays FREE, so kernels skip
+it. :class:`SlotPool` is rank 0's host side, :class:`Slots` the device side that a worker owns.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 from unisono.engine.worker.commands import WritePages, WriteSlot
 from unisono.engine.worker.progress import Progress
-from unisono.graphs import Field, Schema
+from unisono.graphs import BufferSchema, Field
 from unisono.kv.specs import ALL, PADDING_PAGE, PerSlot
 from unisono.kv.store import StateStore
 from unisono.sampling.edits import pack_edits, row_words
 from unisono.types import MAX_DRAFTS, MAX_STOP_IDS, EngineRequest, FinishReason
 
-SLOT_SCHEMA = Schema(
+SLOT_SCHEMA = BufferSchema(
     (
         Field("length", torch.int32, ()),  # committed tokens; the last one's KV is not written yet
         Field("max_length", torch.int32, ()),  # total length at which the request ends
@@ -42,19 +42,19 @@ SLOT_SCHEMA = Schema(
 )
 
 
-def slot_schema(more: Sequence[Field] = ()) -> Schema:
-    """The fields of a slot, with those that features declare for this engine's model."""
-    return Schema((*SLOT_SCHEMA.fields, *more)) if more else SLOT_SCHEMA
+def slot_schema(more: Sequence[Field] = ()) -> BufferSchema:
+    """Return the fields of a slot, including those that features declare for this engine's model."""
+    return BufferSchema((*SLOT_SCHEMA.fields, *more)) if more else SLOT_SCHEMA
 
 
 class Slots:
-    """``[slots + 1]`` rows of ``schema`` in one int32 arena: :data:`SLOT_SCHEMA`, and what features add to it.
+    """``[slots + 1]`` rows of ``schema`` in one int32 arena: :data:`SLOT_SCHEMA` and the fields of features.
 
-    Each field is an attribute: a strided view of the arena, ``[S]`` or ``[S, n]``, float32 ones bitcast.
-    Beside it, int32: ``page_table [S, pages]``; ``history [S, max_model_len]``, every committed token at its
-    position; ``edit_table [S, words]``, see ``kernels/sampling/edits.py``. Where rounds try several paths for each
-    request (``kernels/speculation/tree_paths.py``), the page table also has a row for each further path of each slot,
-    after the slots' own.
+    Each field is an attribute: a strided view of the arena, ``[S]`` or ``[S, n]``, float32 ones bitcast. Beside it,
+    int32: ``page_table [S, pages]``; ``history [S, max_model_len]``, every committed token at its position;
+    ``edit_table [S, words]``, see ``kernels/sampling/edits.py``. If rounds try several paths per request
+    (``kernels/speculation/tree_paths.py``), the page table also has a row for each further path of each slot, after the
+    slots' own.
     """
 
     length: torch.Tensor
@@ -75,7 +75,7 @@ class Slots:
     rotary_delta: torch.Tensor | None = None
 
     def __init__(
-        self, num_slots: int, max_model_len: int, vocab_size: int, store: StateStore, schema: Schema = SLOT_SCHEMA
+        self, num_slots: int, max_model_len: int, vocab_size: int, store: StateStore, schema: BufferSchema = SLOT_SCHEMA
     ) -> None:
         self.padding, self.schema = num_slots, schema
         self._device = store.device
@@ -93,7 +93,7 @@ class Slots:
         self.reset()
 
     def reset(self) -> None:
-        """Make every slot free and every row blank."""
+        """Free every slot and clear every row."""
         blank = torch.from_numpy(_row(self.schema.pads, self.schema).copy())
         self._arena.copy_(blank.expand_as(self._arena))
         for table in self._tables.values():
@@ -114,9 +114,9 @@ class Slots:
         self._upload(parts)
 
     def write_pages(self, command: WritePages) -> None:
-        """Write pages of a window lifetime into a slot's page table."""
+        """Write pages of a window group into a slot's page table."""
         end = command.column + len(command.pages)
-        self._upload([(self._tables[command.lifetime][command.slot, command.column : end], command.pages)])
+        self._upload([(self._tables[command.window_group][command.slot, command.column : end], command.pages)])
 
     def _upload(self, parts: Sequence[tuple[torch.Tensor, np.ndarray]]) -> None:
         """Copy int32 arrays ``[n]`` to these places ``[n]`` of the device, through one piece of pinned memory."""
@@ -129,13 +129,13 @@ class Slots:
 
 
 class SlotPool:
-    """Which slots are free, and the ``progress`` of the requests in the others, which the scheduler begins.
+    """Pool of free slots, with the ``progress`` of the requests in the others, which the scheduler begins.
 
     ``send`` executes the command that writes a claimed slot. schema: of the slots.
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, send: Callable[[WriteSlot], object], schema: Schema = SLOT_SCHEMA
+        self, num_slots: int, vocab_size: int, send: Callable[[WriteSlot], object], schema: BufferSchema = SLOT_SCHEMA
     ) -> None:
         self.progress = Progress(num_slots)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -153,15 +153,15 @@ class SlotPool:
         pages: Sequence[int],
         more: Mapping[str, int] | None = None,
     ) -> int:
-        """Take a free slot and send what it begins with; see :func:`slot_write`. Returns the slot."""
+        """Claim a free slot and send its initial state; see :func:`slot_write`. Returns the slot."""
         slot = self._free[-1]
         command = slot_write(slot, request, tokens, max_length, pages, self._vocab_size, self._schema, more or {})
-        self._free.pop()  # once nothing of the request can fail any more
+        self._free.pop()  # the request can no longer fail here
         self._send(command)
         return slot
 
     def free(self, slot: int) -> None:
-        """Return a slot. Its row stays as it is until the next claim, and no round names it."""
+        """Free a slot. Its row stays as it is until the next claim, and no round names it."""
         self.progress.end(slot)
         self._free.append(slot)
 
@@ -173,12 +173,12 @@ def slot_write(
     max_length: int,
     pages: Sequence[int],
     vocab_size: int,
-    schema: Schema,
+    schema: BufferSchema,
     more: Mapping[str, int],
 ) -> WriteSlot:
-    """The command that writes a request's slot.
+    """Return the command that writes a request's slot.
 
-    tokens: the committed ones. max_length: the total length at which the request ends. pages: from the first token on.
+    tokens: the committed ones. max_length: total length at which the request ends. pages: from the first token on.
     more: values of fields that features declare; the others are as in a blank slot.
     """
     params, stop_ids = request.params, request.stop_ids
@@ -210,8 +210,8 @@ def slot_write(
     return WriteSlot(slot, row, history, table, edits)
 
 
-def _row(values: Mapping[str, Any], schema: Schema) -> np.ndarray:
-    """A row of the schema with these values, int32 [words]. A number fills a field of several."""
+def _row(values: Mapping[str, Any], schema: BufferSchema) -> np.ndarray:
+    """Return a row of the schema with these values, int32 [words]. A number fills a field of several."""
     words: list[Any] = []
     for field, size in zip(schema, schema.row_words, strict=True):
         value = values[field.name]
@@ -220,5 +220,5 @@ def _row(values: Mapping[str, Any], schema: Schema) -> np.ndarray:
 
 
 def _signed(word: int) -> int:
-    """The int32 with the bits of this unsigned 32-bit word."""
+    """Return the int32 with the bits of this unsigned 32-bit word."""
     return word - (1 << 32) if word >= 1 << 31 else word

@@ -1,7 +1,7 @@
 """The worker: one rank's device state, and the commands that change it.
 
 A worker owns the model, the drafter, the state store, the slots and the captured graphs. ``engine/worker/build.py``
-makes one. After that it only executes commands (``engine/worker/commands.py``) and decides nothing itself.
+makes one. After that it executes commands (``engine/worker/commands.py``) and decides nothing itself.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from unisono.engine.worker.commands import (
     FileCommand,
     FileOutcomes,
     KeepAdapters,
-    LoadTail,
+    LoadSnapshot,
     MoveIn,
     MoveOut,
     PackPages,
     ReadAdapter,
     ReadFile,
     RemoveFiles,
+    ResetRecurrent,
     ResetSlots,
-    ResetTail,
-    SaveTail,
+    SaveSnapshot,
     UnpackPages,
     WriteAdapter,
     WriteFile,
@@ -49,19 +49,18 @@ from unisono.layers.experts import reset_expert_counts
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.tower import VisionTower
-from unisono.passes.advance_snapshot import settle_tails
+from unisono.passes.advance_snapshot import advance_snapshots
 
 
 class Worker:
     """One device with everything on it. Use it in inference mode.
 
-    tower: what encodes pictures for the model; None where it sees nothing.
-    num_pages: pages of the pool by lifetime; path_pages: of each lifetime beside these, for the paths of trees.
-    snapshots: how many snapshots of tails there is room for. host_pages: where evicted pages wait; None: nowhere.
-    files: what they are written to; None: nothing. file_sizes: bytes of this rank's files of the parts that all ranks
-    had at the start, least recently used first.
-    adapters: what may be put into the model's room for adapters; None: it has none. page_bytes: what reads and writes
-    pages for other engines; None: no engine exchanges pages with this one.
+    tower: the vision encoder; None for a text model. num_pages: pages of the pool by window group; path_pages: further
+    pages of each group for the paths of trees. snapshots: capacity for snapshots of recurrent state. host_pages: host
+    memory for evicted pages, or None. files: disk storage for these, or None. file_sizes: bytes of this rank's files
+    for the parts that all ranks had at the start, least recently used first. adapters: adapters for the model's adapter
+    slots; None if it has none. page_bytes: reads and writes pages for other engines; None if no engine exchanges pages
+    with this one.
     """
 
     def __init__(
@@ -86,26 +85,26 @@ class Worker:
     def hold_pages(self, num_pages: Mapping[int, int], path_pages: int = 0, snapshots: int = 0) -> None:
         """Allocate the pages of target and drafter, in place of fewer ones."""
         self.num_pages, self.path_pages, self.snapshots = num_pages, path_pages, snapshots
-        self.store.allocate({lifetime: n + path_pages for lifetime, n in num_pages.items()}, snapshots)
+        self.store.allocate({window_group: n + path_pages for window_group, n in num_pages.items()}, snapshots)
 
     def execute(self, command: Command) -> PendingOutputs | None:
         """Execute a command and return at once, with the outputs of a launched pass on their way to the host.
 
-        Raises torch.OutOfMemoryError where a graph to be captured does not fit, CheckpointError where an adapter cannot
-        be read.
+        Raises torch.OutOfMemoryError if a graph to be captured does not fit, CheckpointError if an adapter cannot be
+        read.
         """
         if isinstance(command, WriteSlot):
             self.slots.write(command)
         elif isinstance(command, WritePages):
             self.slots.write_pages(command)
-        elif isinstance(command, SaveTail):
+        elif isinstance(command, SaveSnapshot):
             if command.position:
-                settle_tails(self.model, self.store, command.slot, command.position)
-            self.store.save_tail(command.slot, command.snapshot)
-        elif isinstance(command, LoadTail):
-            self.store.load_tail(command.slot, command.snapshot, command.position)
-        elif isinstance(command, ResetTail):
-            self.store.reset_tail(command.slot)
+                advance_snapshots(self.model, self.store, command.slot, command.position)
+            self.store.save_snapshot(command.slot, command.snapshot)
+        elif isinstance(command, LoadSnapshot):
+            self.store.load_snapshot(command.slot, command.snapshot, command.position)
+        elif isinstance(command, ResetRecurrent):
+            self.store.reset_recurrent(command.slot)
         elif isinstance(command, MoveOut | MoveIn | Arrived):
             self._move(command)
         elif isinstance(command, WriteFile | ReadFile | RemoveFiles):
@@ -142,12 +141,12 @@ class Worker:
             self.files.remove(command.parts)
 
     def answer(self, command: FileOutcomes) -> list[int]:
-        """What this rank has to say."""
+        """Answer a query."""
         assert self.files is not None
-        return self.files.outcomes(command.asked)
+        return self.files.outcomes(command.parts)
 
     def modules(self) -> Iterator[nn.Module]:
-        """Every module of the target."""
+        """Iterate over every module of the target."""
         yield from self.model.modules()
         if self.tower is not None:
             yield from self.tower.modules()
@@ -167,6 +166,6 @@ class Worker:
         large = [weakref.ref(each) for each in (self.model, self.drafter, self.store)]
         del self.model, self.tower, self.drafter, self.store, self.slots
         if on_gpu or any(each() is not None for each in large):
-            gc.collect()  # a tenth of a second, which many short-lived engines on a CPU need not spend
+            gc.collect()  # 0.1 s, which many short-lived engines on a CPU need not spend
         if on_gpu:
             torch.cuda.empty_cache()

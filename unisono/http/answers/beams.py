@@ -1,7 +1,8 @@
-"""Beam search with the interface of an engine client: a generation of each beam reads one delta, with all of it.
+"""Beam search behind the interface of an engine client: the generation of each beam reads one delta, with all its
+tokens.
 
-:class:`BeamClient` stands in for ``EngineClient`` in the generations of one prompt. The first that starts begins the
-search; when all have closed, it ends.
+:class:`BeamClient` replaces ``EngineClient`` in the generations of one prompt. The first one to start begins the
+search; it ends when all have closed.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from unisono.cluster.engines import ANYWHERE, Engines, Wish
+from unisono.cluster.engines import ANYWHERE, Engines, Placement
 from unisono.cluster.token_stream import TokenStream
 from unisono.frontend.beam_search import Beam, BeamSearch
 from unisono.types import EngineRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError, part_id
 
 
 class BeamStream:
-    """The one delta of a beam."""
+    """The single delta of a beam."""
 
     def __init__(self, owner: BeamClient, request: EngineRequest, index: int) -> None:
         self._owner, self._request, self._index = owner, request, index
@@ -24,50 +25,55 @@ class BeamStream:
         self._open = True
 
     async def take(self) -> TokenDelta:
-        """The whole beam, when the search is over. Raises what ended the search early."""
+        """The whole beam, when the search is over. Raises the error that ended the search."""
         try:
             beam = (await self._owner.beams())[self._index]
         except asyncio.CancelledError:
             if self._owner.cancelled:
                 return TokenDelta(self._request.request_id, [], FinishReason.ABORT)
             raise
-        wanted, self.engine = self._request.params.logprobs, self._owner.engine
+        count, self.engine = self._request.params.logprobs, self._owner.engine
         delta = TokenDelta(self._request.request_id, list(beam.tokens), beam.finish, self._owner.cached_tokens)
-        if wanted is not None:
-            delta.logprobs = [TokenLogprobs(one.logprob, one.rank, one.top[:wanted]) for one in beam.logprobs]
+        if count is not None:
+            delta.logprobs = [TokenLogprobs(one.logprob, one.rank, one.top[:count]) for one in beam.logprobs]
         return delta
 
     def close(self) -> None:
-        """May be called more than once."""
+        """Leave the search; may be called more than once."""
         if self._open:
             self._open = False
             self._owner.leave()
 
 
 class BeamClient:
-    """Runs one search for ``readers`` generations.
+    """One search for ``readers`` generations.
 
-    cached_tokens: prompt tokens that the prefix cache had. cancelled: whether somebody ended it. engine: the number of
-    the one that runs it.
+    cached_tokens: prompt tokens from the prefix cache. cancelled: the search was cancelled. engine: number of the
+    engine that runs it.
     """
 
     def __init__(self, client: Engines, search: BeamSearch, readers: int) -> None:
         self._client, self._search, self._readers = client, search, readers
-        self._submitted, self._label, self._wish = 0, "", ANYWHERE
+        self._submitted, self._label, self._placement = 0, "", ANYWHERE
         self._streams: list[TokenStream] = []
         self._started: asyncio.Future[None] | None = None
         self._task: asyncio.Task[list[Beam]] | None = None
         self.cached_tokens = self.engine = 0
         self.cancelled = False
 
-    async def submit(self, request: EngineRequest, wish: Wish = ANYWHERE) -> BeamStream:
-        """Begin the search, once. Raises BadRequest if the engine refuses its first step, EngineDead.
+    async def submit(self, request: EngineRequest, placement: Placement = ANYWHERE) -> BeamStream:
+        """Begin the search, once.
 
-        wish: of the search, whose steps all run on one engine.
+        Raises BadRequest if the engine refuses its first step, EngineDead.
+
+        placement: routing hints; all steps run on one engine.
         """
         stream = BeamStream(self, request, self._submitted)
         if not self._submitted:
-            self._label, self._wish = request.client, replace(wish, group=part_id(request.request_id, "beams"))
+            self._label, self._placement = (
+                request.client,
+                replace(placement, group=part_id(request.request_id, "beams")),
+            )
         self._submitted += 1
         if self._started is None:
             self._started = asyncio.ensure_future(self._step())
@@ -93,7 +99,7 @@ class BeamClient:
             stream.close()
 
     def leave(self) -> None:
-        """One generation has closed."""
+        """Remove a closed generation."""
         self._readers -= 1
         if self._readers == 0:
             for future in (self._started, self._task):
@@ -103,9 +109,9 @@ class BeamClient:
                 stream.close()
 
     async def _step(self) -> None:
-        """Hand the next step's requests to the engine."""
+        """Submit the next step's requests to the engine."""
         requests = [replace(one, client=self._label) for one in self._search.requests()]
-        begun = (self._client.submit(one, wish=self._wish) for one in requests)
+        begun = (self._client.submit(one, placement=self._placement) for one in requests)
         results = await asyncio.gather(*begun, return_exceptions=True)
         self._streams = [one for one in results if isinstance(one, TokenStream)]
         for one in results:
@@ -137,4 +143,4 @@ class BeamClient:
 
 
 Source = Engines | BeamClient
-"""What generations submit their requests to."""
+"""The client that generations submit their requests to."""

@@ -1,18 +1,18 @@
-"""Tells of each token of a delta whether it is an accepted draft: what ``return_drafts`` asks for."""
+"""Marks each token of a delta as an accepted draft or the model's own: the field ``return_drafts``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.http.openai.responses import Draft
+from unisono.http.openai.responses import TokenOrigin
 from unisono.types import FinishReason, TokenDelta
 
 
-def by_token(delta: TokenDelta) -> Iterator[tuple[TokenDelta, Draft | None]]:
-    """Split a delta into deltas of one token, each with where the token comes from.
+def by_token(delta: TokenDelta) -> Iterator[tuple[TokenDelta, TokenOrigin | None]]:
+    """Split a delta into deltas of one token, each with the origin of its token.
 
-    Together they amount to the delta, prompt and hidden states aside. The last one has its ``finish``. A delta without
-    tokens comes as it is, with None.
+    Together they equal the delta, except for prompt and hidden states. The last one has its ``finish``. A delta without
+    tokens is returned unchanged, with None.
     """
     if not delta.token_ids:
         yield delta, None
@@ -30,6 +30,6 @@ def by_token(delta: TokenDelta) -> Iterator[tuple[TokenDelta, Draft | None]]:
                     drafted_tokens=0 if place else drafted,
                     accepted_tokens=int(is_draft),
                 ),
-                Draft(place if is_draft else None, drafted, accepted),
+                TokenOrigin(place if is_draft else None, drafted, accepted),
             )
             done += 1

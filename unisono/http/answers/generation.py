@@ -1,7 +1,7 @@
-"""One sequence's way through the engine: its deltas to pieces of an answer.
+"""One sequence's deltas from the engine, converted to pieces of an answer.
 
-Knows neither HTTP nor the wording of responses. ``serving`` makes a :class:`Generation` of each sequence of a request;
-:func:`merge` reads several at once.
+Independent of HTTP and of the form of responses. ``serving`` makes a :class:`Generation` for each sequence of a
+request; :func:`merge` reads several at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.cluster.engines import ANYWHERE
+from unisono.cluster.engines import ANYWHERE, Placement
 from unisono.cluster.token_stream import TokenStream
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.http.answers.beams import BeamStream, Source
@@ -22,8 +22,9 @@ from unisono.http.answers.drafts import by_token
 from unisono.http.errors import ApiError
 from unisono.http.observability.history import RequestRecord
 from unisono.http.observability.metrics import RequestTimer
-from unisono.http.openai.responses import Draft, HiddenStates, PromptLogprobs, TokenReport, Usage, finite
-from unisono.text.answer_reader import AnswerReader, Said
+from unisono.http.openai.responses import HiddenStates, PromptLogprobs, TokenOrigin, TokenReport, Usage, finite
+from unisono.http.security.auth import ApiClient
+from unisono.text.answer_parser import AnswerParser, AnswerParts
 from unisono.text.tool_parsers.base import ToolDelta
 from unisono.text.tool_parsers.structure import reworded
 from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
@@ -31,15 +32,12 @@ from unisono.types.vectors import numbers
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputPiece:
     """New text of one choice, and the tokens that came with it (text may come later than its tokens).
 
-    ``reasoning`` is new text of the model's thinking, ``tool_calls`` new text of calls, where a reader tells them from
-    ``text``.
-
-    ``reports`` has their log-probabilities, if the request asked for them.
-    ``draft``: where its one token comes from, if the request asked for that.
-    ``finish`` is OpenAI's reason on the last piece; ``stop`` the stop string that ended it.
+    reasoning, tool_calls: new reasoning and calls, if a parser separates them from ``text``. reports: log-probabilities
+    of the tokens, if requested. draft: origin of the piece's one token, if requested. finish: OpenAI's reason, on the
+    last piece. stop: the stop string that ended it.
     """
 
     index: int
@@ -50,7 +48,7 @@ class Piece:
     reports: list[TokenReport] | None = None
     reasoning: str = ""
     tool_calls: Sequence[ToolDelta] = ()
-    draft: Draft | None = None
+    draft: TokenOrigin | None = None
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,12 @@ class Echo:
 
 @dataclass(frozen=True)
 class Style:
-    """The parts of an answer that the request asks for.
+    """The requested parts of an answer.
 
-    scored: the likely tokens of each position in ``prompt_logprobs``, which are there when the sequence has ended; None
-    where the request asked for none. reports: whether the answer has log-probabilities; offsets: whether these tell
-    where tokens begin in the text. ids: whether these name tokens by id. hides: whether thinking is left out. drafts:
-    whether each token is a piece of its own that says whether it was drafted.
+    scored: number of likely tokens per position in ``prompt_logprobs``, which are there when the sequence has ended;
+    None: not requested. reports: log-probabilities; offsets: with the tokens' positions in the text. ids: name tokens
+    by id.
+    hides: leave out reasoning. drafts: one piece per token, with its origin.
     """
 
     scored: int | None = None
@@ -80,12 +78,15 @@ class Style:
 
 
 class Generation:
-    """One sequence of an answer. ``usage`` and ``seed`` may be read at any time.
+    """One sequence of an answer.
 
-    scores: the prompt's log-probabilities, which its first sequence sets for all; None where none are wanted. reader:
-    tells thinking and tool calls from what is said. Of a prompt's several sequences the first one's usage counts the
-    prompt. cumulative_logprob: of the tokens so far, where log-probabilities are computed. prompt_text: what the chat
-    template wrote.
+    ``usage`` and ``seed`` may be read at any time.
+
+    scores: the prompt's log-probabilities, which its first sequence sets for all; None if not requested. reader:
+    separates reasoning and tool calls from content. Of a prompt's several sequences the first one's usage counts the
+    prompt.
+    cumulative_logprob: of the tokens so far, if log-probabilities are computed. prompt_text: the rendered chat
+    template.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Generation:
         scores: asyncio.Future[list[TokenLogprobs] | None] | None,
         style: Style,
         echo: Echo | None,
-        reader: AnswerReader | None = None,
+        reader: AnswerParser | None = None,
     ) -> None:
         self._client, self._output, self._timer = client, output, timer
         self._request = output.request
@@ -109,19 +110,19 @@ class Generation:
         self._scores, self._style, self._echo = scores, style, echo
         self._reader = reader
         self._stream: TokenStream | BeamStream | None = None
-        self.wish = ANYWHERE  # which engine is to run it, of several
-        self.ended: str | None = None  # how, once it has
-        self.client = ""  # whose it is, as ``auth.Client.label``
-        self.key = ""  # the name of its key
+        self._placement = ANYWHERE  # routing hints
+        self.ended: str | None = None  # finish reason, once it has ended
+        self._owner = ApiClient()
         self._drafted = self._accepted = self._rounds = 0
-        self._thought = self._written = 0  # characters: of thinking, of all
-        self._echoed = 0  # characters of the prompt with which the answer begins
+        self._reasoning_chars = self._written = 0  # characters of reasoning; of everything
+        self._echoed = 0  # characters of the prompt at the beginning of the answer
         self._cancelled = False
 
     def hidden_states(self) -> tuple[HiddenStates, HiddenStates | None] | None:
-        """Once it has ended: those of generated tokens, and of prompt tokens (for a prompt's first sequence only).
+        """The hidden states of generated tokens, and of prompt tokens (for a prompt's first sequence only), once it has
+        ended.
 
-        None where the request asked for none.
+        None if not requested.
         """
         if not self._request.params.return_hidden_states:
             return None
@@ -129,7 +130,7 @@ class Generation:
         return own.tolist(), prompt.tolist() if len(prompt) else None
 
     def prompt_states(self) -> np.ndarray:
-        """Once it has ended: the hidden states of the prompt's tokens, [tokens, hidden] in float32, where asked for."""
+        """The hidden states of the prompt's tokens, [tokens, hidden] in float32, once it has ended and if requested."""
         return numbers(self._output.prompt_hidden_states())
 
     @property
@@ -137,11 +138,11 @@ class Generation:
         output, first = self._output, self._request.shares_with is None
         prompt, cached = (len(self._request.prompt_token_ids), output.cached_tokens) if first else (0, 0)
         rejected = self._drafted - self._accepted
-        thinking = math.ceil(output.num_tokens * self._thought / self._written) if self._thought else 0
+        thinking = math.ceil(output.num_tokens * self._reasoning_chars / self._written) if self._reasoning_chars else 0
         return Usage.of(prompt, output.num_tokens, cached, self._accepted, rejected, thinking)
 
     def span(self) -> dict[str, Any] | None:
-        """vLLM's attributes of a request's span, once it has ended; None for one that never began."""
+        """vLLM's attributes of a request's span, once it has ended; None if it never started."""
         params, times = self._request.params, self._timer.end
         if times is None:
             return None
@@ -163,9 +164,15 @@ class Generation:
             "gen_ai.latency.e2e": times.total,
         }
 
-    def arrived(self, when: float) -> None:
-        """Count the request's times from ``when`` (``time.monotonic()``) on, not from when it was prepared."""
-        self._timer.start = when
+    def assign(self, arrival: float, placement: Placement, owner: ApiClient | None) -> None:
+        """Assign the sequence to an HTTP request: its arrival (``time.monotonic()``), routing hints and client."""
+        self._timer.start, self._placement = arrival, placement
+        self._owner = owner or self._owner
+
+    @property
+    def key(self) -> str:
+        """The name of the request's API key; empty without one."""
+        return self._owner.name
 
     @property
     def streaming(self) -> bool:
@@ -173,18 +180,18 @@ class Generation:
         return self.ended is None and self._timer.begun
 
     async def start(self) -> None:
-        """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
+        """Submit the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
         self._timer.submitted()
         try:
-            request = replace(self._request, client=self.client)
-            self._stream = await self._client.submit(request, self.wish)
+            request = replace(self._request, client=self._owner.label)
+            self._stream = await self._client.submit(request, self._placement)
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None
             if self._reader is not None and self._reader.constrains and error.param == "structured_outputs":
                 raise BadRequest(reworded(str(error)), "tools", error.code) from None
             raise
-        if self._cancelled:  # perhaps before the engine's client knew of the request
+        if self._cancelled:  # possibly before the engine's client had the request
             self._client.cancel(self._request.request_id)
 
     def cancel(self) -> None:
@@ -193,12 +200,15 @@ class Generation:
         self._client.cancel(self._request.request_id)
 
     def close(self) -> None:
-        """Abort the request if it runs."""
+        """Abort the request if it is running."""
         if self._stream is not None:
             self._stream.close()
 
-    async def pieces(self) -> AsyncGenerator[Piece]:
-        """Yield text as it becomes certain; the last piece has ``finish``. Raises EngineDead and ApiError."""
+    async def pieces(self) -> AsyncGenerator[OutputPiece]:
+        """Yield text as soon as later tokens cannot change it; the last piece has ``finish``.
+
+        Raises EngineDead and ApiError.
+        """
         assert self._stream is not None
         reason, failed = FinishReason.RUNNING, False
         try:
@@ -234,28 +244,28 @@ class Generation:
             self._timer.remember(self._record())
             self.close()
 
-    def _read(self, delta: TokenDelta, draft: Draft | None) -> tuple[FinishReason, Piece]:
-        """Whether a delta ends the text and how, and the piece that it makes."""
+    def _read(self, delta: TokenDelta, draft: TokenOrigin | None) -> tuple[FinishReason, OutputPiece]:
+        """(finish reason, piece) of a delta; RUNNING unless it ends the text."""
         new = self._output.detokenize(delta)
         self._count_drafts(delta, len(new.token_ids))
         if new.logprobs is not None:
             self.cumulative_logprob += sum(one.logprob for one in new.logprobs)
-        wanted = new.logprobs if self._style.reports else None
-        reports = None if wanted is None else self._reports(new.token_ids, wanted, self._offsets(new.token_ids))
+        scores = new.logprobs if self._style.reports else None
+        reports = None if scores is None else self._reports(new.token_ids, scores, self._offsets(new.token_ids))
         finish = None if new.finish is FinishReason.RUNNING else new.finish.text
-        said = Said(content=new.text)
+        parts = AnswerParts(content=new.text)
         if self._reader is not None:
-            said = self._reader.feed(new.text, finish is not None)
+            parts = self._reader.feed(new.text, finish is not None)
             finish = finish and self._reader.finish(finish)
-            self._thought += len(said.reasoning)
+            self._reasoning_chars += len(parts.reasoning)
             self._written += len(new.text)
-        reasoning = "" if self._style.hides else said.reasoning
-        return new.finish, Piece(
-            self.index, said.content, new.token_ids, finish, new.stop_string, reports, reasoning, said.calls, draft
+        reasoning = "" if self._style.hides else parts.reasoning
+        return new.finish, OutputPiece(
+            self.index, parts.content, new.token_ids, finish, new.stop_string, reports, reasoning, parts.calls, draft
         )
 
     def _count_drafts(self, delta: TokenDelta, tokens: int) -> None:
-        """Count the drafts of the rounds that the first ``tokens`` of a delta are of: the text ends there."""
+        """Count the drafts of the rounds of the first ``tokens`` tokens of a delta: the text ends there."""
         for length, drafted, accepted in delta.rounds:
             if tokens > 0:
                 self._drafted += drafted
@@ -263,7 +273,7 @@ class Generation:
             tokens -= length
 
     def _record(self) -> RequestRecord:
-        """What the server remembers of the sequence once it has ended."""
+        """The history record of the ended sequence."""
         output, times = self._output, self._timer.end
         assert times is not None
         assert self.ended is not None
@@ -276,14 +286,14 @@ class Generation:
             completion_tokens=output.num_tokens,
             drafted_tokens=self._drafted,
             accepted_tokens=self._accepted,
-            # The first token comes of the prompt's pass, all others of rounds.
+            # The first token comes from the prompt's pass, all others from rounds.
             accept_length=round((output.num_tokens - 1) / (self._rounds - 1), 3) if self._rounds > 1 else None,
             finish_reason=self.ended,
         )
 
     @property
     def splits(self) -> bool:
-        """Whether thinking is told from what is said, and told."""
+        """True if reasoning is separated from content, and returned."""
         return self._reader is not None and self._reader.splits and not self._style.hides
 
     @property
@@ -291,7 +301,7 @@ class Generation:
         return self._request.prompt_token_ids
 
     async def _prompt_scores(self, delta: TokenDelta) -> list[TokenLogprobs] | None:
-        """The prompt's log-probabilities, with the first delta that comes; None if it was aborted before."""
+        """The prompt's log-probabilities, from the first delta; None if the sequence was aborted before it."""
         shared, self._scores = self._scores, None
         assert shared is not None
         if self._request.shares_with is None:
@@ -305,7 +315,7 @@ class Generation:
             self.prompt_logprobs = finite(self._output.prompt_logprobs(scores, self._style.scored))
         return scores
 
-    def _prompt_piece(self, echo: Echo, scores: list[TokenLogprobs] | None) -> Piece:
+    def _prompt_piece(self, echo: Echo, scores: list[TokenLogprobs] | None) -> OutputPiece:
         """The piece that echoes the prompt."""
         reports, most = None, self._request.params.logprobs if self._style.reports else None
         if scores is not None and most is not None:
@@ -313,11 +323,11 @@ class Generation:
             first, *offsets = self._output.prompt_offsets(echo.text)
             reports = [TokenReport(self._text(ids[0]), None, first, [], data=self._output.token_bytes(ids[0]))]
             reports += self._reports(ids[1:], [replace(score, top=score.top[:most]) for score in scores], offsets)
-        return Piece(self.index, echo.text, [], FinishReason.LENGTH.text if echo.alone else None, None, reports)
+        return OutputPiece(self.index, echo.text, [], FinishReason.LENGTH.text if echo.alone else None, None, reports)
 
-    def _reports(self, token_ids: list[int], given: list[TokenLogprobs], offsets: list[int]) -> list[TokenReport]:
+    def _reports(self, token_ids: list[int], scores: list[TokenLogprobs], offsets: list[int]) -> list[TokenReport]:
         reports = []
-        for token_id, one, offset in zip(token_ids, given, offsets, strict=True):
+        for token_id, one, offset in zip(token_ids, scores, offsets, strict=True):
             top = [(self._text(alternative), logprob) for alternative, logprob in one.top]
             ids = [token for token, _ in one.top]
             data, others = self._output.token_bytes(token_id), [self._output.token_bytes(token) for token in ids]
@@ -331,7 +341,7 @@ class Generation:
         return [self._echoed + offset for offset in self._output.offsets(token_ids)]
 
     def _text(self, token_id: int) -> str:
-        """A token by itself; its id where that is asked for or nothing can name it, in vLLM's form."""
+        """The text of a token by itself, or its id in vLLM's form if requested or without a text."""
         text = None if self._style.ids else self._output.token_text(token_id)
         return f"token_id:{token_id}" if text is None else text
 
@@ -348,13 +358,13 @@ async def start_all(generations: Sequence[Generation]) -> None:
         raise errors.exceptions[0] from None
 
 
-def merge(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
-    """Pieces of all generations as they come. The first error ends all."""
+def merge(generations: Sequence[Generation]) -> AsyncGenerator[OutputPiece]:
+    """The pieces of all generations in order of arrival. The first error ends all."""
     return generations[0].pieces() if len(generations) == 1 else _merged(generations)
 
 
-async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
-    queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[OutputPiece]:
+    queue: asyncio.Queue[OutputPiece | Exception] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(generation, queue)) for generation in generations]
     try:
         left = len(tasks)
@@ -370,7 +380,7 @@ async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(generation: Generation, queue: asyncio.Queue[Piece | Exception]) -> None:
+async def _pump(generation: Generation, queue: asyncio.Queue[OutputPiece | Exception]) -> None:
     try:
         async for piece in generation.pieces():
             queue.put_nowait(piece)

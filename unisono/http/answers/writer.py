@@ -17,11 +17,11 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from unisono.http.answers.generation import Generation, Piece, merge
+from unisono.http.answers.generation import Generation, OutputPiece, merge
 from unisono.http.errors import ApiError, as_api_error
-from unisono.http.observability.request_note import Note
+from unisono.http.observability.request_note import RequestNote
 from unisono.http.openai.protocol import GenerationRequest
-from unisono.http.openai.responses import DONE, Response, Shape, TokenReport, Usage, event, joined
+from unisono.http.openai.responses import DONE, Response, ResponseShape, TokenReport, Usage, event, joined
 from unisono.text.tool_parsers.base import ToolDelta
 
 logger = logging.getLogger(__name__)
@@ -30,10 +30,10 @@ Choices = list[Any]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What all chunks of one answer share, and the request, which says what they contain."""
+class OpenAIReply:
+    """The common part of all chunks of one answer, and its request, which determines their contents."""
 
-    shape: Shape
+    shape: ResponseShape
     id: str
     created: int
     model: str
@@ -42,16 +42,16 @@ class Answer:
     generations: Sequence[Generation]
 
     async def whole(self) -> Response:
-        """The finished answer. Raises what ended a generation early."""
-        texts, thoughts = [""] * len(self.generations), [""] * len(self.generations)
+        """The complete answer. Raises the error that ended a generation early."""
+        texts, reasonings = [""] * len(self.generations), [""] * len(self.generations)
         calls: list[list[ToolDelta]] = [[] for _ in self.generations]
         ids: list[list[int]] = [[] for _ in self.generations]
         reports: list[list[TokenReport]] = [[] for _ in self.generations]
-        ends: dict[int, Piece] = {}
+        ends: dict[int, OutputPiece] = {}
         async with aclosing(merge(self.generations)) as pieces:
             async for piece in pieces:
                 texts[piece.index] += piece.text
-                thoughts[piece.index] += piece.reasoning
+                reasonings[piece.index] += piece.reasoning
                 calls[piece.index] += piece.tool_calls
                 ids[piece.index] += piece.token_ids
                 reports[piece.index] += piece.reports or []
@@ -64,7 +64,7 @@ class Answer:
             assert end.finish is not None
             choice = self.shape.choice(number, texts[index], end.finish, end.stop, generation.seed)
             if generation.splits:
-                choice.message.reasoning_content = choice.message.reasoning = thoughts[index] or None
+                choice.message.reasoning_content = choice.message.reasoning = reasonings[index] or None
             if calls[index]:
                 choice.message.tool_calls = joined(calls[index])
                 choice.message.content = texts[index] or None
@@ -75,13 +75,13 @@ class Answer:
             choices.append(self._with_tokens(choice, ids[index], reports[index]))
         answer = self._response(self.shape.whole, choices, self._usage())
         scores = [one for generation in chosen if (one := generation.prompt_logprobs) is not None]
-        if self.request.prompt_logprobs is not None and len(scores) == len(chosen):  # else some were aborted early
+        if self.request.prompt_logprobs is not None and len(scores) == len(chosen):  # otherwise some were aborted early
             self.shape.add_prompt_logprobs(answer, scores)
         self._add_prompts(answer, chosen)
         return answer
 
     def _chosen(self) -> Sequence[Generation]:
-        """The generations that the answer has: of each prompt's ``best_of`` the n likeliest ones, best first."""
+        """The returned generations: of each prompt's ``best_of`` the n likeliest ones, best first."""
         n, best_of = self.request.n or 1, self.request.sequences()
         if best_of == n:
             return self.generations
@@ -89,14 +89,14 @@ class Answer:
         return [one for group in groups for one in sorted(group, key=lambda one: -one.cumulative_logprob)[:n]]
 
     def _add_prompts(self, answer: Response, generations: Sequence[Generation]) -> None:
-        """Tell the prompts of the answer's choices, where that is asked for."""
+        """Add the prompts of the answer's choices, if requested."""
         if self.request.return_token_ids or self.request.return_prompt_token_ids:
             self.shape.add_prompts(answer, [generation.prompt_token_ids for generation in generations])
         if self.request.tells_prompt:
             answer.prompt_text = generations[0].prompt_text
 
     async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
-        """The stream, ending with ``[DONE]``. An error becomes an event: the status line has long been sent."""
+        """The stream, ending with ``[DONE]``. An error becomes an event, because the status line has been sent."""
         options = self.request.stream_options
         total = options is not None and bool(options.include_usage)
         continuous = total and options is not None and bool(options.continuous_usage_stats)
@@ -115,7 +115,7 @@ class Answer:
                     opens = None if piece.index in begun else self.generations[piece.index]
                     begun.add(piece.index)
                     data = b""
-                    # One choice for each chunk: clients read a chunk's first. One write for each piece.
+                    # One choice per chunk: clients read only a chunk's first. One write per piece.
                     for choice in self._chunk_choices(piece, opens is not None):
                         data += chunk([choice], opens)
                         opens = None
@@ -128,10 +128,11 @@ class Answer:
             yield error_event(error)
         yield DONE
 
-    def _chunk_choices(self, piece: Piece, first: bool) -> Choices:
-        """Choices with the thinking, text and calls of a piece, or what was asked of its tokens; then the closing one.
+    def _chunk_choices(self, piece: OutputPiece, first: bool) -> Choices:
+        """Choices with the reasoning, text and calls of a piece, or the requested data of its tokens; then the closing
+        one.
 
-        first: the piece has its choice's first token. Its opening chunk leaves with it and never before, so that a
+        first: the piece has its choice's first token. Its opening chunk is sent with it and never before, so that a
         client's time to the first chunk is the time to the first token.
         """
         choices: Choices = []
@@ -169,7 +170,7 @@ class Answer:
 
 
 def stream_error(error: Exception) -> ApiError:
-    """What a stream's client is told of an error that ended it; the log has one that is the server's own."""
+    """The error that a stream's client receives; an internal error is logged."""
     api_error = as_api_error(error)
     if api_error.code == "internal_error":
         logger.exception("A request failed", exc_info=error)
@@ -203,9 +204,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class Reply(Protocol):
-    """An answer on its way, in one API's words: whole, or as events.
+    """An answer in progress in the form of one API: whole, or as events.
 
-    ``whole`` raises what ended it early; ``events`` tells ``failed`` of it and ends with an event that says so.
+    ``whole`` raises the error that ended it early; ``events`` passes it to ``failed`` and ends with an error event.
     """
 
     async def whole(self) -> Any: ...
@@ -213,7 +214,7 @@ class Reply(Protocol):
 
 
 def encode_event(event: dict[str, Any]) -> bytes:
-    """A named event as it is sent."""
+    """The encoded form of a named event."""
     return b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
@@ -221,15 +222,15 @@ class EventReply:
     """A :class:`Reply` of an API whose streams are named events."""
 
     def batches(self) -> AsyncGenerator[list[dict[str, Any]]]:
-        """Events as they come. Raises what ends the answer early."""
+        """Batches of events in order of arrival. Raises the error that ends the answer early."""
         raise NotImplementedError
 
     def failure(self, error: Exception) -> list[dict[str, Any]]:
-        """The events that say what ended the answer early."""
+        """The events of an error that ended the answer early."""
         raise NotImplementedError
 
     def result(self) -> dict[str, Any]:
-        """The finished answer."""
+        """The complete answer."""
         raise NotImplementedError
 
     async def whole(self) -> dict[str, Any]:
@@ -249,11 +250,14 @@ class EventReply:
 
 
 class EventStream(StreamingResponse):
-    """A reply's events; stops when the client goes, even while no event comes. ``close`` is called at the end."""
+    """A reply's events; stops when the client disconnects, even while no event comes.
+
+    ``close`` is called at the end.
+    """
 
     body_iterator: AsyncGenerator[bytes]
 
-    def __init__(self, reply: Reply, note: Note, close: Callable[[], None]) -> None:
+    def __init__(self, reply: Reply, note: RequestNote, close: Callable[[], None]) -> None:
         def failed(error: Exception) -> None:
             note.error = as_api_error(error)
 

@@ -26,14 +26,14 @@ ELSEWHERE = {
     "continue_final_message": "end messages with one of role assistant", "add_generation_prompt": "it is always true",
     "use_beam_search": "use /v1/chat/completions",
 }  # fmt: skip
-"""Fields of the chat body that are not passed on, and what to use instead."""
+"""Refused fields of the chat body, and the alternative to each."""
 RENAMED = {
     "stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
     "structured_outputs": "output_config.format", "response_format.json_schema.schema": "output_config.format.schema",
     "enable_thinking": "thinking.type", "thinking_token_budget": "thinking.budget_tokens",
 }  # fmt: skip
 BUDGETS = ("thinking_token_budget",)
-"""The chat body's field for a thinking budget."""
+"""The chat body's field for a reasoning budget."""
 KEPT_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 """The context edit that changes nothing."""
 
@@ -73,7 +73,9 @@ class MessagesRequest(CountRequest):
 def chat_body(
     request: CountRequest, data: Mapping[str, Any], ignored: Ignored | None = None
 ) -> tuple[dict[str, Any], Renames]:
-    """The chat body of a request, and where its parts come from. ignored: records the hosted tools.
+    """The chat body of a request, and the origins of its parts.
+
+    ignored: records the hosted tools.
 
     Raises BadRequest and ApiError.
     """
@@ -89,7 +91,7 @@ def chat_body(
         body |= {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         body["stop"] = request.stop_sequences or None
     if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
-        body["continue_final_message"] = True  # the answer goes on where the caller's beginning ends
+        body["continue_final_message"] = True  # the answer continues the caller's beginning
     body |= _thinking(request)
     _check_edits(request.context_management)
     config = request.output_config or {}
@@ -104,8 +106,8 @@ def chat_body(
     return present, Renames({**RENAMED, **_sources(made)})
 
 
-def _sources(made: Sequence[_Made]) -> dict[str, str]:
-    """Where each message comes from, and each part of contents that are lists."""
+def _sources(made: Sequence[_TranslatedMessage]) -> dict[str, str]:
+    """The origin of each message, and of each part of contents that are lists."""
     found = {f"messages[{i}]": one.source for i, one in enumerate(made)}
     for i, one in enumerate(made):
         found |= {f"messages[{i}].content[{j}]": place for j, place in enumerate(one.places)}
@@ -113,19 +115,21 @@ def _sources(made: Sequence[_Made]) -> dict[str, str]:
 
 
 @dataclass
-class _Made:
-    """A message of the chat, and where in the body it comes from. places: of its content's parts, if it has any."""
+class _TranslatedMessage:
+    """A message of the chat. source: its origin in the body. places: origins of its content's parts, if any."""
 
     message: dict[str, Any]
     source: str
     places: list[str] = field(default_factory=list)
 
 
-def _messages(request: CountRequest, ignored: Ignored) -> list[_Made]:
+def _messages(request: CountRequest, ignored: Ignored) -> list[_TranslatedMessage]:
     """The chat's messages."""
-    made: list[_Made] = []
+    made: list[_TranslatedMessage] = []
     if request.system:
-        made.append(_Made({"role": "system", "content": text_of(request.system, "system", {"text"})}, "system"))
+        made.append(
+            _TranslatedMessage({"role": "system", "content": text_of(request.system, "system", {"text"})}, "system")
+        )
     for i, message in enumerate(request.messages):
         where = f"messages[{i}]"
         if not isinstance(message, dict):
@@ -134,14 +138,14 @@ def _messages(request: CountRequest, ignored: Ignored) -> list[_Made]:
         if role not in ("user", "assistant", "system"):
             raise BadRequest(f"{where}.role={show(role)} is not supported; use user or assistant.", f"{where}.role")
         if isinstance(content, str):
-            made.append(_Made({"role": role, "content": content}, where))
+            made.append(_TranslatedMessage({"role": role, "content": content}, where))
         elif not isinstance(content, list) or not (content or role == "assistant"):  # an answer may have had no text
             raise BadRequest(
                 f"{where}.content={show(content)} is not valid: it must be a string or a list of blocks.",
                 f"{where}.content",
             )
         elif role == "assistant":
-            made.append(_Made(_assistant(content, f"{where}.content", ignored), where))
+            made.append(_TranslatedMessage(_assistant(content, f"{where}.content", ignored), where))
         else:
             made += _user(role, content, where, ignored)
     return made
@@ -150,7 +154,7 @@ def _messages(request: CountRequest, ignored: Ignored) -> list[_Made]:
 def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> dict[str, Any]:
     """An assistant's blocks as one message."""
     message: dict[str, Any] = {"role": "assistant", "content": None}
-    thoughts, texts, calls = [], [], []
+    reasoning, texts, calls = [], [], []
     for i, block in enumerate(blocks):
         if isinstance(block, dict) and ignored.part(block.get("type"), f"{where}[{i}].type"):
             continue
@@ -158,22 +162,22 @@ def _assistant(blocks: list[Any], where: str, ignored: Ignored) -> dict[str, Any
         if kind == "text":
             texts.append(_text(block, "text", f"{where}[{i}]"))
         elif kind == "thinking":
-            thoughts.append(_text(block, "thinking", f"{where}[{i}]"))
+            reasoning.append(_text(block, "thinking", f"{where}[{i}]"))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
     if texts or not calls:
         message["content"] = "".join(texts)
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-def _user(role: str, blocks: list[Any], source: str, ignored: Ignored) -> list[_Made]:
-    """A user's blocks as messages: one for each tool's result, and one of the text and pictures between them."""
-    made: list[_Made] = []
+def _user(role: str, blocks: list[Any], source: str, ignored: Ignored) -> list[_TranslatedMessage]:
+    """A user's blocks as messages: one per tool result, and one for the text and images between them."""
+    made: list[_TranslatedMessage] = []
     for i, block in enumerate(blocks):
         place = f"{source}.content[{i}]"
         if isinstance(block, dict) and ignored.part(block.get("type"), f"{place}.type"):
@@ -182,10 +186,10 @@ def _user(role: str, blocks: list[Any], source: str, ignored: Ignored) -> list[_
         if kind == "tool_result":
             parts, places = _result(block.get("content"), f"{place}.content")
             message = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": parts}
-            made.append(_Made(message, source, places))
+            made.append(_TranslatedMessage(message, source, places))
             continue
         if not made or made[-1].message["role"] != role:
-            made.append(_Made({"role": role, "content": []}, source))
+            made.append(_TranslatedMessage({"role": role, "content": []}, source))
         made[-1].message["content"].append(_part(kind, block, place))
         made[-1].places.append(place)
     for one in made:
@@ -197,13 +201,13 @@ def _user(role: str, blocks: list[Any], source: str, ignored: Ignored) -> list[_
 
 
 def _result(content: Any, where: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """A tool's result as content parts, and where they come from."""
+    """A tool's result as content parts, and their origins."""
     if not has_kind(content, "image"):
         text = "" if content is None else text_of(content, where, {"text"}, "image")
         return [{"type": "text", "text": text}], [where]
     places = [f"{where}[{i}]" for i in range(len(content))]
     kinds = [_kind(block, place, ("text", "image")) for block, place in zip(content, places, strict=True)]
-    return [_part(*given) for given in zip(kinds, content, places, strict=True)], places
+    return [_part(*value) for value in zip(kinds, content, places, strict=True)], places
 
 
 def _part(kind: str, block: Block, where: str) -> dict[str, Any]:
@@ -239,11 +243,11 @@ def _text(block: Block, name: str, where: str) -> str:
 
 
 def _thinking(request: CountRequest) -> dict[str, Any]:
-    """Fields of the chat body for ``thinking``: whether the template lets the model think, and for how long."""
-    given = request.thinking
-    if given is None:
+    """Fields of the chat body for ``thinking``: reasoning on or off, and its budget."""
+    value = request.thinking
+    if value is None:
         return {}
-    kind, budget = given.get("type"), given.get("budget_tokens")
+    kind, budget = value.get("type"), value.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise BadRequest(f"thinking.type={show(kind)} is not supported; use enabled or disabled.", "thinking.type")
     made: dict[str, Any] = {"enable_thinking": kind != "disabled"}
@@ -277,10 +281,10 @@ def _response_format(form: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"], "strict": True}}
 
 
-def _functions(given: list[Any], ignored: Ignored) -> list[dict[str, Any]]:
+def _functions(value: list[Any], ignored: Ignored) -> list[dict[str, Any]]:
     """The chat body's tools, without hosted ones. Raises BadRequest."""
     tools = []
-    for i, tool in enumerate(given):
+    for i, tool in enumerate(value):
         kind = tool.get("type", "custom") if isinstance(tool, dict) else None
         if kind != "custom" and ignored.tool(kind, f"tools[{i}].type"):
             continue

@@ -1,6 +1,6 @@
 """Pieces of an answer to the content blocks and events of the Messages API, and its form of errors.
 
-A :class:`Writer` follows one answer: it keeps the message as it is at any time, and makes the events that lead there.
+A :class:`MessageWriter` follows one answer: it maintains the current message, and makes the events that lead to it.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from unisono.http.answers.generation import Piece
+from unisono.http.answers.generation import OutputPiece
 from unisono.http.errors import ApiError
 from unisono.http.openai.responses import Usage
 
 Event = dict[str, Any]
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
-"""``stop_reason`` by how a generation finished; a stop string is ``stop_sequence``."""
+"""Finish reason of a generation -> ``stop_reason``; a stop string is ``stop_sequence``."""
 ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
-"""Types of errors by HTTP status; other 4xx are invalid_request_error, other 5xx api_error."""
+"""HTTP status -> error type; other 4xx are invalid_request_error, other 5xx api_error."""
 KINDS = {"thinking": "thinking_delta", "text": "text_delta"}
 
 
-class Writer:
+class MessageWriter:
     """One message. ``message`` is the object; ``new_id`` makes ids of tool calls."""
 
     def __init__(self, message: dict[str, Any], new_id: Callable[[str], str]) -> None:
@@ -36,8 +36,8 @@ class Writer:
         self._text: list[str] = []
         self._begun = False
 
-    def feed(self, piece: Piece, usage: Usage) -> list[Event]:
-        """What a piece adds. The first one's events begin with the message: nothing is said before a token."""
+    def feed(self, piece: OutputPiece, usage: Usage) -> list[Event]:
+        """The events of a piece. The first one's begin with the message, so that no event precedes the first token."""
         events = self._begin(usage)
         for kind, text in (("thinking", piece.reasoning), ("text", piece.text)):
             if text:
@@ -56,7 +56,7 @@ class Writer:
         return events
 
     def end(self, finish: str, stop: str | None, usage: Usage) -> list[Event]:
-        """The answer is over. stop: the stop string that ended it."""
+        """The events that end the answer. stop: the stop string that ended it."""
         events = self._close()
         reason = "stop_sequence" if stop is not None else STOPS.get(finish, "end_turn")
         self.message |= {"stop_reason": reason, "stop_sequence": stop, "usage": worded(usage)}
@@ -70,7 +70,7 @@ class Writer:
         return [{"type": "message_start", "message": {**self.message, "usage": worded(usage)}}]
 
     def _open(self, kind: str) -> list[Event]:
-        """Begin a block of thinking or text, unless it is under way."""
+        """Begin a block of reasoning or text, unless one is open."""
         if self._block is not None and self._block["type"] == kind:
             return []
         block = (
@@ -83,7 +83,7 @@ class Writer:
         return [self._event("content_block_start", content_block=block)]
 
     def _close(self) -> list[Event]:
-        """End the block under way."""
+        """End the open block."""
         block, text = self._block, "".join(self._text)
         if block is None:
             return []
@@ -99,7 +99,7 @@ class Writer:
 
 
 def _input(text: str) -> Any:
-    """A call's arguments; ``{"arguments": text}`` where the model wrote no JSON object."""
+    """A call's arguments; ``{"arguments": text}`` if the model wrote no JSON object."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -108,7 +108,7 @@ def _input(text: str) -> Any:
 
 
 def worded(usage: Usage) -> dict[str, Any]:
-    """Token counts; what the prefix cache had is not part of ``input_tokens``."""
+    """Token counts; ``input_tokens`` excludes prompt tokens from the prefix cache."""
     cached = usage.prompt_tokens_details.cached_tokens
     return {
         "input_tokens": usage.prompt_tokens - cached,
@@ -119,6 +119,6 @@ def worded(usage: Usage) -> dict[str, Any]:
 
 
 def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
-    """An error as this API writes it."""
+    """An error in the form of this API."""
     kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}

@@ -1,6 +1,6 @@
 """Limits of a connection before any key is checked: sizes, counts and times of requests, and number of connections.
 
-:class:`LimitedProtocol` is ``connection``'s HTTP protocol with these limits; ``run`` hands it to uvicorn.
+:class:`LimitedProtocol` is ``connection``'s HTTP protocol with these limits; ``serve`` passes it to uvicorn.
 docs/reference/limits.md lists the numbers.
 """
 
@@ -22,17 +22,20 @@ from unisono.http.errors import ApiError
 logger = logging.getLogger(__name__)
 
 SHARED_OUT = 8
-"""One connection in this number is kept for addresses that have less than half of all, once there are several."""
+"""One connection in this many is reserved for addresses with less than half of all, once there are several."""
 SPARE_FILES = 256
-"""Open files that are left for the engine, logs and libraries."""
+"""Open files reserved for the engine, logs and libraries."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """head_bytes, headers: of a request's line and headers. head_seconds: to send them, from the connection or the
-    first byte on. body_seconds, body_rate: a body has this time, and a second more for each ``body_rate`` bytes.
-    connections: open at once, idle ones included. write_seconds: an answer may wait this long for its client to read
-    any byte of it. ahead_bytes: of pipelined requests that wait for answers, on all connections together."""
+    """Limits of connections.
+
+    head_bytes, headers: of a request's line and headers. head_seconds: time to send them, from the connection or the
+    first byte on. body_seconds, body_rate: time for a body, plus one second per ``body_rate`` bytes. connections: open
+    at once, idle ones included. write_seconds: time in which a client must read at least one byte of its answer.
+    ahead_bytes: buffered pipelined bytes of all connections together.
+    """
 
     head_bytes: int = 64 * 2**10
     headers: int = 128
@@ -45,17 +48,17 @@ class Limits:
 
 
 def open_files() -> int:
-    """Allow this process as many open files as it may have; returns how many connections that leaves room for."""
+    """Raise this process's limit of open files to its maximum; returns the number of possible connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16)
+    limit = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError):  # macOS promises more than it gives
-        wanted = soft
-    return max(16, wanted - SPARE_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    except (ValueError, OSError):  # macOS reports more than it grants
+        limit = soft
+    return max(16, limit - SPARE_FILES)
 
 
-class _Refused(Exception):
+class _RequestRefused(Exception):
     """Leaves the parser from within a callback."""
 
 
@@ -65,12 +68,12 @@ class LimitedProtocol(OrderedProtocol):
     def __init__(
         self, *args: Any, limits: Limits, refused: Callable[[str], None] = lambda reason: None, **options: Any
     ) -> None:
-        """refused: called with the code of the error of each request or connection that is refused here."""
+        """refused: called with the error code of each request or connection that is refused here."""
         super().__init__(*args, **options)
         self._refused = refused
         self._limits = limits
         self._timer: TimerHandle | None = None
-        self._in_head = True  # headers are awaited
+        self._in_head = True  # waiting for headers
         self._head = self._headers = self._received = self._body = 0
         self._begun = 0.0
         self._refusal: ApiError | None = None
@@ -101,7 +104,7 @@ class LimitedProtocol(OrderedProtocol):
         super().feed(data)
         if self._refusal is not None:
             return
-        # Names and values reach the callbacks when they are whole: what has not ended is counted here.
+        # Callbacks get complete names and values; incomplete ones are counted here.
         overhead = self._received - self._body
         if (self._in_head and self._head > self._limits.head_bytes) or (
             overhead > self._limits.head_bytes + 8 * self._body and not self._in_head
@@ -149,7 +152,7 @@ class LimitedProtocol(OrderedProtocol):
         if self._busy:
             super().send_400_response(msg)
             return
-        self._refuse(self._refusal or ApiError(400, "This is no HTTP request.", code="invalid_http"))
+        self._refuse(self._refusal or ApiError(400, "This is not an HTTP request.", code="invalid_http"))
 
     # ---- answers that are not read ------------------------------------------------------------------
 
@@ -164,7 +167,7 @@ class LimitedProtocol(OrderedProtocol):
         super().resume_writing()
 
     def _check_write(self) -> None:
-        """Close the connection unless its client has read something since the last look."""
+        """Close the connection unless its client has read something since the last check."""
         before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
         if self._unsent < before:
             self._stall = self.loop.call_later(self._limits.write_seconds, self._check_write)
@@ -181,7 +184,7 @@ class LimitedProtocol(OrderedProtocol):
     # ---- limits -------------------------------------------------------------------------------------
 
     def _crowded(self) -> str | None:
-        """Why this connection is one too many, or None. The last ones are for addresses that do not have most."""
+        """The reason to refuse this connection, or None. The last connections are reserved for addresses with few."""
         limit, opened = self._limits.connections, len(self.connections)
         if opened > limit:
             return f"{limit} connections are open, the most that are taken; try again later."
@@ -201,7 +204,7 @@ class LimitedProtocol(OrderedProtocol):
         self._start_timer(self._limits.head_seconds, self._head_is_late)
 
     def _head_is_late(self) -> None:
-        if not self._head:  # a connection that was opened in advance
+        if not self._head:  # an idle connection, opened in advance
             self._stop_timer()
             self.transport.close()
             return
@@ -223,7 +226,7 @@ class LimitedProtocol(OrderedProtocol):
 
     def _leave(self, error: ApiError) -> None:
         self._refusal = error
-        raise _Refused(str(error))
+        raise _RequestRefused(str(error))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer, unless an answer has begun, and close."""

@@ -1,8 +1,8 @@
-"""Limits of every field of every request body, in one table, and the check of a body by its limits and its model.
+"""Limits of every field of every request body in one table, and the check of a body by its limits and its model.
 
-``BODIES`` has a limit for each field of a body that is a number, a text, a list or an object. They are checked before a
-body's model sees it, so nothing works through a value that is larger than its limit. docs/reference/limits.md has the
-same table (scripts/reference.py writes it). What the whole body may have is in ``body.py``.
+``BODIES`` has a limit for each field of a body that is a number, a text, a list or an object. They are checked before
+the body's model, so that no code processes a value beyond its limit. docs/reference/limits.md has the same table
+(scripts/reference.py writes it). Limits of the whole body are in ``request_body.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_PROMPTS = 1024
 """Prompts of one request, and sequences of it."""
 
 MAX_MESSAGES = 8192
-"""Messages of a conversation, or items of one."""
+"""Messages of a conversation, or its items."""
 
 MAX_FIELD_CHARS = 256
 """Characters of a field's name."""
@@ -45,7 +45,7 @@ MAX_FIELD_CHARS = 256
 class FirstError(FailFast):
     """Annotation of a list whose check ends with its first wrong entry.
 
-    An error for each entry takes 0.65 GiB for a MiB of body. pydantic's own class has no hash, which unions need.
+    An error for each entry takes 0.65 GiB per MiB of body. pydantic's own class has no hash, which unions need.
     """
 
     __hash__ = object.__hash__
@@ -206,7 +206,7 @@ Body = TypeVar("Body", bound=BaseModel)
 def validated(data: Mapping[str, Any], kind: type[Body]) -> Body:
     """The fields of ``kind`` in ``data``, which may have others.
 
-    Raises ApiError and BadRequest (400) naming the first wrong field, its value and the rule.
+    Raises ApiError and BadRequest (400) with the first wrong field, its value and the rule.
     """
     limits = BODIES[kind.__name__]
     for name, value in data.items():
@@ -226,7 +226,7 @@ def validated(data: Mapping[str, Any], kind: type[Body]) -> Body:
 
 
 def check_name(name: str) -> None:
-    """Raise ApiError (400) for a field's name that is too long to be looked up among others."""
+    """Raise ApiError (400) for a field name that is too long."""
     if len(name) > MAX_FIELD_CHARS:
         message = f"{show(name)} is not a known field: it has {len(name)} characters; remove it."
         raise ApiError(400, message, code="unknown_field")
@@ -236,7 +236,7 @@ TABLE_HEAD = "| field | limit | body |\n|---|---|---|\n"
 
 
 def table() -> str:
-    """The table of docs/reference/limits.md: each field and limit, and the bodies that have it so."""
+    """The table of docs/reference/limits.md: each field and limit, and the bodies with it."""
     rows: dict[tuple[str, str], list[str]] = {}
     for body, limits in BODIES.items():
         for name, limit in limits.items():

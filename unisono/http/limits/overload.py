@@ -1,9 +1,9 @@
-"""What the server takes on: a bounded queue, limits per client, and turns in front of the engine.
+"""Admission control: a bounded queue, limits per client, and a fair order of preparation.
 
-A request that generates or tokenizes gets a :class:`Ticket` once its key has been checked, and gives it back when it
-has been answered. :class:`Admission` refuses it where the queue is full (503) or its client is beyond its limits (429),
-both with Retry-After. When its body has been read it waits for its client's turn (:class:`Turnstile`) to be parsed and
-tokenized, so that a burst of one client holds up another by one turn; the engine's queue does the same
+A request that generates or tokenizes gets a :class:`Ticket` after its key has been checked, and returns it after its
+answer. :class:`Admission` refuses it if the queue is full (503) or its client is beyond its limits (429), both with
+Retry-After. After its body has been read, it waits in a :class:`Turnstile`, round-robin over clients, to be parsed and
+tokenized, so that a burst of one client delays another by one request; the engine's queue does the same
 (``engine/scheduling/waiting.py``). Runs in the API process's event loop.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 
 from unisono.cluster.heap import TRIMMER
 from unisono.http.errors import ApiError
-from unisono.http.security.auth import Client, ClientLimits
+from unisono.http.security.auth import ApiClient, ClientLimits
 from unisono.types import ConfigError
 
 PLACES = 2
@@ -26,21 +26,25 @@ PLACES = 2
 LARGE_BODY = 2**20
 """Bytes of a body after which its freed memory is returned to the system."""
 SHORT_BODY, SHORT_PLACES = 16 * 2**10, 64
-"""Bytes of a short request's body, and how many short ones are prepared at once. Each takes some milliseconds, most of
-them waiting for the event loop's next turn: through two places a server with full streams takes 200 requests a second.
+"""Largest body of a short request, in bytes, and short requests that are prepared at once.
+
+Each takes some milliseconds, most of them waiting for the event loop: with two places, a server with full streams takes
+200 requests a second.
 """
 MAX_RETRY_AFTER = 60
-"""Seconds that Retry-After of a full queue says at most."""
+"""Largest Retry-After for a full queue, seconds."""
 BYTES_RETRY_AFTER = 5
-"""Seconds that Retry-After says where too many bytes of bodies wait."""
+"""Retry-After for too many bytes of waiting bodies, seconds."""
 REMEMBERED = 1024
-"""Clients with a rate that are remembered, before those are looked for that may send at full rate again."""
+"""Rate-limited clients in memory before full buckets are removed."""
 
 
 @dataclass(frozen=True)
 class LoadLimits:
-    """max_queued_requests: sequences beyond those that run at once. max_waiting_bytes: of bodies that are not prepared
-    yet. client: of each that has no limits of its own.
+    """Limits of the server's load.
+
+    max_queued_requests: sequences beyond those that run at once. max_waiting_bytes: bodies of requests before their
+    preparation. client: default limits of a client.
 
     Raises ConfigError.
     """
@@ -55,7 +59,7 @@ class LoadLimits:
         max_concurrent_requests_per_key: int | None,
         max_requests_per_minute_per_key: int | None,
     ) -> LoadLimits:
-        """From the flags of these names."""
+        """Limits from the flags of these names."""
         client = ClientLimits(max_concurrent_requests_per_key, max_requests_per_minute_per_key)
         return LoadLimits(max_queued_requests, client=client)
 
@@ -73,8 +77,8 @@ class LoadLimits:
 
 
 @dataclass
-class _Usage:
-    """Of one client: requests and sequences under way, and the bytes of bodies that are not prepared yet."""
+class _ClientUsage:
+    """Usage of one client: requests and sequences in progress, and bytes of bodies before their preparation."""
 
     requests: int = 0
     sequences: int = 0
@@ -83,26 +87,26 @@ class _Usage:
 
 @dataclass
 class _Bucket:
-    """Requests that a client may still send at once, as of ``when``."""
+    """A token bucket: requests that a client may send at once, as of ``when``."""
 
     left: float
     when: float
 
 
 class Admission:
-    """slots: sequences that the engine runs at once."""
+    """Admission of requests. slots: sequences that the engine runs at once."""
 
     def __init__(self, limits: LoadLimits | None = None, slots: int = 1, clock: Callable[[], float] = time.monotonic):
         self._limits, self._slots, self._clock = limits or LoadLimits(), slots, clock
-        self._usage: dict[str, _Usage] = {}
+        self._usage: dict[str, _ClientUsage] = {}
         self._buckets: dict[str, _Bucket] = {}
         self._remembered, self._total, self._bytes = REMEMBERED, 0, 0
-        self._left: deque[tuple[float, int]] = deque(maxlen=256)  # when sequences ended, and how many
+        self._left: deque[tuple[float, int]] = deque(maxlen=256)  # (time, number) of ended sequences
         self.long, self.short = Turnstile(PLACES), Turnstile(SHORT_PLACES)
 
-    def enter(self, client: Client) -> Ticket:
-        """Count a request of ``client`` from now on. Raises ApiError 429 and 503."""
-        limits, usage = client.limits or self._limits.client, self._usage.get(client.label, _Usage())
+    def enter(self, client: ApiClient) -> Ticket:
+        """Admit a request of ``client``. Raises ApiError 429 and 503."""
+        limits, usage = client.limits or self._limits.client, self._usage.get(client.label, _ClientUsage())
         self._check_concurrency(client, limits, usage)
         self._check_queue(usage)
         self._check_rate(client, limits)
@@ -114,10 +118,10 @@ class Admission:
 
     @property
     def sequences(self) -> int:
-        """Those that run or wait."""
+        """Number of running and waiting sequences."""
         return self._total
 
-    def _check_concurrency(self, client: Client, limits: ClientLimits, usage: _Usage) -> None:
+    def _check_concurrency(self, client: ApiClient, limits: ClientLimits, usage: _ClientUsage) -> None:
         most = limits.concurrent_requests
         if most is not None and usage.requests >= most:
             message = (
@@ -126,8 +130,11 @@ class Admission:
             )
             raise ApiError(429, message, "rate_limit_error", code="too_many_concurrent_requests", retry_after=1)
 
-    def _check_queue(self, usage: _Usage) -> None:
-        """A full queue takes requests of those who have less than their share of it, as many again at most."""
+    def _check_queue(self, usage: _ClientUsage) -> None:
+        """Refuse a request if the queue is full.
+
+        Clients below their share may exceed it, by as many sequences again.
+        """
         queued = self._limits.max_queued_requests
         room = self._slots + queued
         if self._total < room:
@@ -143,7 +150,7 @@ class Admission:
         raise ApiError(503, message, "service_unavailable_error", code="queue_full", retry_after=after)
 
     def _grow(self, ticket: Ticket, count: int) -> None:
-        """Count bytes of a body. Where there are too many, who has more than a fair share of them is refused."""
+        """Count bytes of a body. Beyond the limit, clients with more than a fair share are refused."""
         usage, most = self._usage[ticket.client.label], self._limits.max_waiting_bytes
         total, own = self._bytes + count, usage.bytes + count
         if total > most and (total > 2 * most or own * len(self._usage) > most):
@@ -163,16 +170,16 @@ class Admission:
         self._usage[ticket.client.label].bytes -= ticket.bytes
         ticket.bytes = 0
 
-    def _seconds_until_room(self, wanted: int) -> int:
-        """How long it takes until that many sequences have ended, at the rate of the last ones."""
+    def _seconds_until_room(self, needed: int) -> int:
+        """Estimated seconds until ``needed`` sequences have ended, at the recent rate."""
         if len(self._left) < 2:
             return 1
         seconds = self._clock() - self._left[0][0]
         ended = sum(count for _, count in self._left)
-        return max(1, min(MAX_RETRY_AFTER, math.ceil(wanted * seconds / max(1, ended))))
+        return max(1, min(MAX_RETRY_AFTER, math.ceil(needed * seconds / max(1, ended))))
 
-    def _check_rate(self, client: Client, limits: ClientLimits) -> None:
-        """A token bucket that holds a minute's requests."""
+    def _check_rate(self, client: ApiClient, limits: ClientLimits) -> None:
+        """Refuse a request beyond the rate: a token bucket holds a minute's requests."""
         most, now = limits.requests_per_minute, self._clock()
         if most is None:
             return
@@ -183,7 +190,7 @@ class Admission:
             message = f"{_who(client)} may send {most} requests in a minute; send this one in {wait} s."
             raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", retry_after=wait)
         self._buckets[client.label] = _Bucket(left - 1, now)
-        if len(self._buckets) > self._remembered:  # a minute later a bucket is full
+        if len(self._buckets) > self._remembered:  # a bucket is full after a minute
             self._buckets = {label: one for label, one in self._buckets.items() if now - one.when < 60}
             self._remembered = max(REMEMBERED, 2 * len(self._buckets))
 
@@ -205,52 +212,52 @@ class Admission:
 
 
 class Ticket:
-    """A request that was taken on. It is given back once for each holder: its HTTP request, and what goes on after."""
+    """An admitted request. Each holder returns it once: its HTTP request, and background work."""
 
-    def __init__(self, admission: Admission, client: Client) -> None:
+    def __init__(self, admission: Admission, client: ApiClient) -> None:
         self._admission, self.client, self.sequences, self.bytes = admission, client, 0, 0
         self._holders = 1
         self._has_place, self._turnstile = False, admission.short
 
     def resize(self, sequences: int) -> None:
-        """The request has this number of sequences."""
+        """Set the number of the request's sequences."""
         if self._holders:
             self._admission._resize(self, sequences)
 
     def grow(self, count: int) -> None:
-        """That many bytes more of the body have come. Raises ApiError 503 where too many wait."""
+        """Count ``count`` more bytes of the body. Raises ApiError 503 if too many wait."""
         self._admission._grow(self, count)
 
     def hold(self) -> None:
-        """Somebody else gives it back too."""
+        """Add a holder, which must call :meth:`leave`, too."""
         self._holders += 1
 
     def take_turn(self) -> bool:
-        """Have the request prepared now, if there is nobody to wait for. ``turn_over`` ends the turn."""
-        if self.bytes > SHORT_BODY:  # it stays long when its bytes have been given back
+        """Take a place for the preparation if one is free; returns True then. ``turn_over`` returns it."""
+        if self.bytes > SHORT_BODY:  # it stays long after its bytes have been released
             self._turnstile = self._admission.long
         self._has_place = self._has_place or self._turnstile.enter()
         return self._has_place
 
     async def turn(self) -> bool:
-        """Wait for the client's turn to have a request prepared. Returns True."""
+        """Wait for a place, in the client's turn. Returns True."""
         await self._turnstile.wait(self.client.label)
         self._has_place = True
         return True
 
     def step_aside(self) -> None:
-        """Let others be prepared while this request waits for its media. Its bytes still count: they are in memory."""
+        """Release the place while this request waits for its media. Its bytes still count: they are in memory."""
         if self._has_place:
             self._has_place = False
             self._turnstile.leave()
 
     def turn_over(self) -> None:
-        """End the preparation: give back the place and the bytes of the body. May be called more than once."""
+        """End the preparation: release the place and the bytes of the body. May be called more than once."""
         self._admission._shrink(self)
         self.step_aside()
 
     def leave(self) -> None:
-        """A holder is done with the request."""
+        """Remove a holder; the last one ends the request."""
         self.turn_over()
         self._holders -= 1
         if self._holders == 0:
@@ -258,26 +265,26 @@ class Ticket:
 
 
 class Turnstile:
-    """``places`` at once; who waits is served round-robin over labels, and in the order of arrival within one."""
+    """A semaphore of ``places``; waiters are served round-robin over labels, in order of arrival within one."""
 
     def __init__(self, places: int) -> None:
         self._free = places
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # in round-robin order
 
     @property
     def waiting(self) -> int:
-        """Those who wait for a place."""
+        """Number of waiters."""
         return sum(len(line) for line in self._lines.values())
 
     def enter(self) -> bool:
-        """Take a place if one is free, for then nobody waits."""
+        """Take a place if one is free; there are no waiters then."""
         if not self._free:
             return False
         self._free -= 1
         return True
 
     async def wait(self, label: str) -> None:
-        """Take a place, when it is this label's turn."""
+        """Wait for a place."""
         if self.enter():
             return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -285,25 +292,25 @@ class Turnstile:
         try:
             await place
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # it was given the place as it left
+            if place.done() and not place.cancelled():  # it got the place while it was cancelled
                 self.leave()
             raise
 
     def leave(self) -> None:
-        """Give the place to whose turn it is."""
+        """Pass the place to the next waiter."""
         while self._lines:
             label = next(iter(self._lines))
             line = self._lines.pop(label)
-            while line and line[0].done():  # it does not wait any more
+            while line and line[0].done():  # it was cancelled
                 line.popleft()
             if not line:
                 continue
             line.popleft().set_result(None)
             if line:
-                self._lines[label] = line  # at the end: the others come first
+                self._lines[label] = line  # move this label behind the others
             return
         self._free += 1
 
 
-def _who(client: Client) -> str:
+def _who(client: ApiClient) -> str:
     return f"The key {client.name}" if client.name else "This client"

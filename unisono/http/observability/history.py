@@ -1,4 +1,4 @@
-"""Times and token counts of the last requests, and latency percentiles over them. No texts are kept."""
+"""Times and token counts of the last requests, and latency percentiles over them. Texts are not stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 REMEMBERED = 1000
-"""Sequences that are kept; latency percentiles are over these."""
+"""Sequences in memory; latency percentiles are over these."""
 LISTED = 100
 """Sequences that ``GET /requests`` lists."""
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99}
@@ -20,7 +20,7 @@ PERCENTILES = {"p50": 50, "p90": 90, "p99": 99}
 
 @dataclass
 class Times:
-    """What is known of a sequence when it has ended, in seconds; None where it never came so far."""
+    """Times of an ended sequence, in seconds; None for stages that it did not reach."""
 
     total: float
     first_token: float | None
@@ -34,9 +34,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     Times are seconds: ``preparation`` from the HTTP request's arrival to the engine's queue, ``queue`` until its first
     pass, ``prefill`` until its first token, ``decode`` until its last; ``first_token`` from the arrival to the first
-    token. They are null if it never had a token.
-    ended: seconds since 1970. key: the name of the key that it came with. accept_length: mean tokens of its rounds,
-    null without rounds.
+    token.
+    They are null if it never had a token. ended: seconds since 1970. key: name of its API key. accept_length: mean
+    tokens per round, null without rounds.
     """
 
     id: str
@@ -58,7 +58,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, times: Times, **facts: Any) -> RequestRecord:
-        """A record of a sequence that has ended now. facts: the fields that are no times."""
+        """A record of a sequence that ends now. facts: the fields beside the times."""
         preparation = None
         if times.first_token is not None and times.queue is not None and times.prefill is not None:
             preparation = max(0.0, times.first_token - times.queue - times.prefill)
@@ -75,7 +75,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
 
 def _rounded(value: float | None) -> float | None:
-    """To microseconds."""
+    """``value`` rounded to microseconds."""
     return None if value is None else round(value, 6)
 
 
@@ -105,7 +105,7 @@ class History:
         self._records: deque[RequestRecord] = deque(maxlen=REMEMBERED)
 
     def add(self, record: RequestRecord) -> None:
-        """Keep a sequence; the oldest one is dropped if there are too many."""
+        """Add a sequence; the oldest one is dropped if there are too many."""
         self._records.append(record)
 
     def latest(self) -> list[RequestRecord]:
@@ -115,8 +115,8 @@ class History:
     def latencies(self) -> dict[str, dict[str, float | int | None]]:
         """Measured values by the names of :data:`LATENCIES`: ``count``, ``last`` and :data:`PERCENTILES`, in seconds.
 
-        All rows are over the same sequences: those of the kept ones that had a token and were neither aborted nor
-        failed. So a percentile of the first token is never above that of the whole request.
+        All rows are over the same sequences: those with a token that were neither aborted nor failed. So a percentile
+        of the first token is never above that of the whole request.
         """
         done = [one for one in self._records if one.first_token is not None and one.finish_reason not in ENDED_EARLY]
         table: dict[str, dict[str, float | int | None]] = {}
@@ -129,7 +129,7 @@ class History:
 
 
 def percentile(values: list[float], share: int) -> float | None:
-    """The nearest-rank percentile: the smallest measured value that ``share`` per cent of ``values`` do not exceed.
+    """The nearest-rank percentile: the smallest value that ``share`` per cent of ``values`` do not exceed.
 
     values: ascending. None if there are fewer than 100 / (100 - share) values, for example 10 for the 90th.
     """

@@ -1,12 +1,12 @@
-"""Prometheus metrics: what the API process times itself, and what the engine counts.
+"""Prometheus metrics: times of the API process, and counters of the engine.
 
-Names and labels are vLLM's, under the prefix that ``--metrics-prefix`` chooses: ``unisono:``, ``vllm:`` or both.
+Names and labels are vLLM's, with the prefixes of ``--metrics-prefix``: ``unisono:``, ``vllm:`` or both.
 
-The engine's numbers are :class:`unisono.cluster.ipc.MetricSample`. Those that the server's log line reads:
-gauges ``num_requests_running``, ``num_requests_waiting``, ``kv_cache_usage_perc`` (a share, 0 … 1); counters
-``prompt_tokens``, ``generation_tokens``, ``prefix_cache_queries``, ``prefix_cache_hits`` (tokens), and
-``passes`` with the labels ``program``, ``kind`` (the graph's, or ``eager``) and ``reason``, and
-``spec_decode_num_rounds`` with the label ``num_speculative_tokens``.
+The engine's numbers are :class:`unisono.cluster.ipc.MetricSample`. The server's log line reads these: gauges
+``num_requests_running``, ``num_requests_waiting``, ``kv_cache_usage_perc`` (a fraction, 0 … 1); counters
+``prompt_tokens``, ``generation_tokens``, ``prefix_cache_queries``, ``prefix_cache_hits`` (tokens), and ``passes`` with
+the labels ``program``, ``kind`` (the graph's, or ``eager``) and ``reason``, and ``spec_decode_num_rounds`` with the
+label ``num_speculative_tokens``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unisono.types import ConfigError, EngineRequest
 PREFIXES: Mapping[str, tuple[str, ...]] = {"unisono": ("unisono:",), "vllm": ("vllm:",), "both": ("unisono:", "vllm:")}
 """Values of ``--metrics-prefix``."""
 ENGINE = "0"
-"""Value of the label ``engine``, by which vLLM numbers the engines of a server, of what no one engine did."""
+"""Value of the label ``engine`` (vLLM's number of an engine) for values without an engine."""
 FIRST_TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.16, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
     640, 2560,
@@ -42,14 +42,14 @@ REQUEST_BUCKETS = (
 )  # fmt: skip
 STEP_BUCKETS = tuple(float(2**power) for power in range(15))
 OLDER_NAMES: Mapping[str, str] = {"kv_cache_usage_perc": "gpu_cache_usage_perc"}
-"""Engine's gauges that dashboards for older versions of vLLM ask for by another name."""
+"""Gauges of the engine -> their names in older versions of vLLM, which some dashboards use."""
 REFUSALS = (
     "engine_dead", "invalid_api_key", "operators_only", "queue_full", "rate_limit_exceeded", "shutting_down",
     "sleeping", "too_many_bytes", "too_many_concurrent_requests", "unknown_host",
 )  # fmt: skip
-"""Codes of errors of requests that are refused for what the server or the client is, not for what they ask."""
+"""Error codes of requests that are refused because of the state of the server or the client, not their contents."""
 MOST_FIELDS = 50
-"""Names of unknown fields that have a label of their own."""
+"""Names of unknown fields with a label of their own."""
 FINISHED = ("stop", "length", "abort", "error")
 CACHE_LABELS = ("block_size", "num_gpu_blocks")
 SECONDS = {
@@ -63,7 +63,7 @@ SECONDS = {
     "request_decode_time_seconds": ("From a request's first token to its last.", REQUEST_BUCKETS),
     "request_inference_time_seconds": ("From a request's first pass to its last token.", REQUEST_BUCKETS),
 }
-"""Histograms of seconds: what they time, and their buckets."""
+"""Histograms of seconds: help text and buckets."""
 LENGTHS = {
     "request_prompt_tokens": "Prompt tokens of a request.",
     "request_prefill_kv_computed_tokens": "Prompt tokens of a request that no cached prefix had.",
@@ -75,10 +75,12 @@ LENGTHS = {
 
 
 class ServerMetrics:
-    """The server's registry. ``samples`` gives the engine's latest numbers at each scrape.
+    """The server's registry.
 
-    ``history`` remembers the last requests. prefix: a key of PREFIXES. context: the model's longest, in tokens.
-    engines: how many there are. Raises ConfigError for an unknown prefix.
+    ``samples`` returns the engine's latest numbers at each scrape.
+
+    ``history`` has the last requests. prefix: a key of PREFIXES. context: the model's, in tokens. engines: number of
+    engines. Raises ConfigError for an unknown prefix.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class ServerMetrics:
         self._add_http()
 
     def _add_http(self) -> None:
-        """Metrics of HTTP and of the process, which have names of their own everywhere."""
+        """Add the metrics of HTTP and of the process, whose names have no prefix."""
         registry = self._http_registry
         ProcessCollector(registry=registry)
         self._http = Counter("http_requests", "HTTP requests.", ("handler", "method", "status"), registry=registry)
@@ -137,16 +139,16 @@ class ServerMetrics:
         )
 
     def http_request(self, path: str, method: str, status: int, seconds: float) -> None:
-        """An HTTP request was answered. path: the route's."""
+        """Count an answered HTTP request. path: the route's."""
         self._http.labels(path, method, f"{status // 100}xx").inc()
         self._http_seconds.labels(path, method).observe(seconds)
 
     def http_error(self, path: str, status: int, code: str) -> None:
-        """A request was answered with 4xx or 5xx, or its stream ended so."""
+        """Count an answer with 4xx or 5xx, or a failed stream."""
         self._errors.labels(**self._labels, handler=path, status=str(status), code=code).inc()
 
     def unknown_fields(self, names: Iterable[str]) -> list[str]:
-        """Count fields that were dropped; returns those that are seen for the first time.
+        """Count dropped fields; returns the new ones.
 
         At most MOST_FIELDS names have a label of their own; the others count as "other".
         """
@@ -160,19 +162,19 @@ class ServerMetrics:
         return new
 
     def refused(self, reason: str, key: str = "") -> None:
-        """A request or connection was refused. reason: the error's code. key: the key's name, if it had one."""
+        """Count a refused request or connection. reason: the error's code. key: the key's name, if it had one."""
         self._refused.labels(**self._labels, reason=reason, key=key).inc()
 
     def ignored_tool(self, kind: str) -> None:
-        """A hosted tool of this type was left out of a request."""
+        """Count a hosted tool that was left out of a request."""
         self._ignored.labels(**self._labels, type=kind).inc()
 
     def key_request(self, key: str, status: int) -> None:
-        """A request that came with a valid key was answered."""
+        """Count an answer to a request with a valid key."""
         self._by_key.labels(**self._labels, key=key, status=f"{status // 100}xx").inc()
 
     def sleeping(self, asleep: bool) -> None:
-        """The server has gone to sleep, or woken."""
+        """Set the gauge of the sleep state."""
         for state, now in (
             ("awake", not asleep),
             ("weights_offloaded", False),
@@ -183,7 +185,7 @@ class ServerMetrics:
                 self._sleep.labels(self._labels["model_name"], engine, state).set(now)
 
     def cache_config(self, info: Mapping[str, Any], number: int = 0) -> None:
-        """Tell the size of an engine's KV cache. info: the engine's, or that of the one that replaced it."""
+        """Set the size of an engine's KV cache. info: of the engine, or of its replacement after a restart."""
         cache, engine = info.get("kv_cache", {}), str(number)
         if engine in self._cache_values:
             self._cache.remove(engine, *self._cache_values[engine])
@@ -191,11 +193,11 @@ class ServerMetrics:
         self._cache.labels(engine, *self._cache_values[engine]).set(1)
 
     def step(self, tokens: int, number: int = 0) -> None:
-        """A step of an engine brought this number of tokens."""
+        """Record the number of tokens of an engine's step."""
         self._step_tokens[str(number)].observe(tokens)
 
     def timer(self, request: EngineRequest, n: int = 1) -> RequestTimer:
-        """The clock of one sequence of a request with ``n``, started now."""
+        """The timer of one sequence of a request with ``n``, started now."""
         return RequestTimer(self, request, n)
 
     def render(self) -> bytes:
@@ -204,7 +206,7 @@ class ServerMetrics:
         return b"".join(map(generate_latest, (*prefixed, _Prefixed(self._http_registry, ""))))
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> dict[str, _Observations]:
-        """A histogram of each engine."""
+        """A histogram per engine."""
         histogram = {engine: _Observations(buckets) for engine in self._engines}
         self._registry.register(_HistogramCollector(name, text, self._labels, histogram))
         return histogram
@@ -214,7 +216,7 @@ class ServerMetrics:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raises ConfigError for an unknown ``--metrics-prefix``."""
+    """Raise ConfigError for an unknown ``--metrics-prefix``."""
     if prefix not in PREFIXES:
         raise ConfigError(f"--metrics-prefix {prefix!r} is unknown; choose one of {', '.join(PREFIXES)}.")
 
@@ -228,7 +230,7 @@ def length_buckets(context: int) -> tuple[float, ...]:
 class RequestTimer:
     """Times one sequence into a server's histograms, from ``start`` on.
 
-    Of a prompt's several sequences the first tells the request's own numbers.
+    Of a prompt's several sequences the first reports the request's own numbers.
     """
 
     def __init__(self, metrics: ServerMetrics, request: EngineRequest, n: int = 1) -> None:
@@ -241,19 +243,19 @@ class RequestTimer:
         self.end: Times | None = None  # once it has ended
 
     def submitted(self) -> None:
-        """The engine gets the request now."""
+        """Record the submission to the engine."""
         self._submitted = time.monotonic()
 
     def placed(self, engine: int) -> None:
-        """The engine with this number runs the request now."""
+        """Record the number of the engine that runs the request."""
         self._engine = str(engine)
 
     def queued(self, seconds: float | None) -> None:
-        """How long the request waited for its first pass, where the engine says it."""
+        """Record the seconds before the first pass, if the engine reports them."""
         self._queued = seconds if self._queued is None else self._queued
 
     def tokens(self, count: int) -> None:
-        """``count`` tokens have come."""
+        """Record the arrival of ``count`` tokens."""
         if count == 0:
             return
         now, engine, seconds = time.monotonic(), self._engine, self._metrics._seconds
@@ -280,9 +282,9 @@ class RequestTimer:
         return Times(now - self.start, self._first - self.start, queue, prefill, self._last - self._first)
 
     def finished(self, reason: str, tokens: int, cached: int) -> None:
-        """The sequence has ended: ``stop``, ``length``, ``abort`` or ``error``.
+        """Record the end of the sequence: ``stop``, ``length``, ``abort`` or ``error``.
 
-        tokens: how many it has. cached: prompt tokens that the prefix cache had.
+        tokens: its length. cached: prompt tokens from the prefix cache.
         """
         metrics, request, times = self._metrics, self._request, self.times()
         self.end = times
@@ -306,12 +308,14 @@ class RequestTimer:
             lengths["request_params_max_tokens"][engine].observe(request.params.max_tokens or 0)
 
     def remember(self, record: RequestRecord) -> None:
-        """The server is to remember this of the sequence."""
+        """Add the sequence to the server's history."""
         self._metrics.history.add(record)
 
 
 class _Observations:
-    """A histogram of one engine. It serves one thread and needs no lock: prometheus_client's takes 0.6 us a value.
+    """A histogram of one engine.
+
+    It serves one thread without a lock: prometheus_client's takes 0.6 us per value.
 
     buckets: upper bounds, ascending.
     """
@@ -326,12 +330,12 @@ class _Observations:
         self._sum += value * count
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Each bucket's bound, in Prometheus' text, and how many values are not above it."""
+        """Each bucket's bound in Prometheus' text, and the number of values up to it."""
         return list(zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True))
 
     @property
     def sum(self) -> float:
-        """Of all values."""
+        """Sum of all values."""
         return self._sum
 
 
@@ -351,7 +355,7 @@ class _HistogramCollector:
 
 
 class _Prefixed:
-    """A registry whose names begin with ``prefix``. The times at which counters were made are left out."""
+    """A registry whose names have ``prefix``. Creation times of counters are left out."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         self._registry, self._prefix = registry, prefix
@@ -368,7 +372,7 @@ class _Prefixed:
 
 
 class _EngineCollector:
-    """Turns samples into metric families. Samples of several engines have the label ``engine`` themselves."""
+    """Converts samples into metric families. Samples of several engines already have the label ``engine``."""
 
     def __init__(self, labels: Mapping[str, str], samples: Callable[[], Sequence[MetricSample]]) -> None:
         self._labels = labels
@@ -387,7 +391,7 @@ class _EngineCollector:
 
 
 def _with_older_names(samples: Iterable[MetricSample]) -> Iterator[MetricSample]:
-    """The samples, and once more under their older names those that have one."""
+    """The samples, and a copy under the older name for those that have one."""
     for sample in samples:
         yield sample
         if (older := OLDER_NAMES.get(sample.name)) is not None:
@@ -406,12 +410,12 @@ def _speculation(since: Mapping[str, float]) -> str:
 
 
 def _grown(before: float, now: float) -> float:
-    """What a counter has counted since it was ``before``. One that fell is another engine's: it began at 0."""
+    """The increase of a counter since ``before``. A smaller value is a restarted engine's, which began at 0."""
     return now - before if now >= before else now
 
 
 class ProgressLine:
-    """What the periodic log line says: the engine's numbers against those of the line before."""
+    """The periodic log line: the engine's numbers compared with those of the previous line."""
 
     def __init__(self) -> None:
         self._time = time.monotonic()
@@ -453,7 +457,7 @@ class ProgressLine:
         )
 
     def _newly_eager(self, samples: Sequence[MetricSample]) -> str:
-        """Which passes ran eagerly since the last line and why, in brackets; empty if none did."""
+        """Passes that ran eagerly since the last line, with reasons, in brackets; empty if none did."""
         counts: dict[tuple[str, str], float] = {}
         for sample in samples:
             if sample.name == "passes" and sample.labels["kind"] == "eager":

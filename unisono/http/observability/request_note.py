@@ -1,4 +1,4 @@
-"""What is known of one HTTP request. ``gate`` makes a note of each; handlers write into it how the request failed."""
+"""Notes on one HTTP request. The middleware creates one per request; handlers record how the request failed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from unisono.http.limits.overload import Ticket
 
 
 @dataclass
-class Note:
-    """What is known of one HTTP request.
+class RequestNote:
+    """The notes on one HTTP request.
 
-    arrival: ``time.monotonic()``. error: how it failed, if it did. ticket: of a request that was taken on. key: the
-    name of the key that it came with.
+    arrival: ``time.monotonic()``. error: the failure, if any. ticket: of an admitted request. key: name of its API key.
     """
 
     request_id: str
@@ -26,6 +25,6 @@ class Note:
     key: str = ""
 
 
-def note(scope: Any) -> Note:
+def note(scope: Any) -> RequestNote:
     """The note of the request with this ASGI scope."""
     return scope["unisono"]

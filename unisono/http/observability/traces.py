@@ -1,156 +1,112 @@
-"""OpenTelemetry spans of requests, sent as OTLP/HTTP JSON: ``--otlp-traces-endpoint``.
+"""OpenTelemetry spans of requests, exported as OTLP over HTTP: ``--otlp-traces-endpoint``.
 
-A span ``llm_request`` for each generated sequence, with vLLM's attributes; its parent is what the client's
-``traceparent`` header names (W3C Trace Context). The format is the OTLP specification's JSON, small enough to need no
-SDK. Spans wait in a bounded queue and leave in batches, from a thread; a collector that does not answer costs spans,
-never a request.
+A span ``llm_request`` for each generated sequence, with vLLM's attributes; its parent is the span in the client's
+``traceparent`` header (W3C Trace Context), whose sampling decision it follows. The SDK (extra ``otel``) is imported
+only with the flag. It exports batches from a thread, with a bounded queue: a collector that does not answer costs
+spans, never a request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-import re
-import secrets
+import threading
 import time
 import urllib.parse
-import urllib.request
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from unisono import __version__
 from unisono.types import ConfigError
 
-logger = logging.getLogger(__name__)
-
 MAX_WAITING = 4096
-"""Spans; the oldest go first when a collector is slow."""
+"""Most queued spans; the oldest are dropped first."""
 MAX_BATCH = 512
 EVERY = 1.0
-"""Seconds between two batches."""
+"""Interval of exports, seconds."""
 TIMEOUT = 10.0
-"""Seconds that a collector may take for a batch."""
-COMPLAINT_EVERY = 60.0
-TRACEPARENT = re.compile(r"[\da-f]{2}-(?P<trace>[\da-f]{32})-(?P<span>[\da-f]{16})-(?P<flags>[\da-f]{2})(-.*)?")
-SERVER, ERROR = 2, 2
-"""OTLP's numbers of a span's kind and of its status."""
-
-
-@dataclass(frozen=True)
-class Parent:
-    """The caller's span. sampled: whether the caller wants the trace recorded."""
-
-    trace_id: str
-    span_id: str
-    sampled: bool
-
-    @classmethod
-    def of(cls, header: str | None) -> Parent | None:
-        """What a ``traceparent`` header says; None without a valid one."""
-        found = TRACEPARENT.fullmatch((header or "").strip())
-        if found is None or set(found["trace"]) == {"0"} or set(found["span"]) == {"0"}:
-            return None
-        return cls(found["trace"], found["span"], bool(int(found["flags"], 16) & 1))
+"""Timeout of an export, and of the last one at shutdown, seconds."""
 
 
 def endpoint_url(endpoint: str) -> str:
-    """The URL that spans are posted to. Raises ConfigError for what is no OTLP/HTTP endpoint."""
+    """The URL that spans are posted to. Raises ConfigError for an invalid endpoint."""
     url = urllib.parse.urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(
-            f"--otlp-traces-endpoint {endpoint!r} is no URL; give one like http://localhost:4318/v1/traces (OTLP over "
-            "HTTP; gRPC is not spoken)."
+            f"--otlp-traces-endpoint {endpoint!r} is not a URL; give one like http://localhost:4318/v1/traces (OTLP "
+            "over HTTP; gRPC is not supported)."
         )
     return endpoint if url.path not in ("", "/") else endpoint.rstrip("/") + "/v1/traces"
 
 
-class Tracer:
-    """Collects spans and sends them. :meth:`run` is a task of the event loop; :meth:`close` sends what is left."""
+def check_endpoint(endpoint: str) -> None:
+    """Raise ConfigError for an invalid endpoint, or without the OpenTelemetry SDK."""
+    endpoint_url(endpoint)
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError:
+        raise ConfigError('--otlp-traces-endpoint needs the OpenTelemetry SDK: pip install "unisono[otel]".') from None
 
-    def __init__(self, endpoint: str) -> None:
-        self._url = endpoint_url(endpoint)
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING)
+
+class RequestTracer:
+    """Records spans of requests, which the SDK's thread exports. :meth:`close` exports the rest.
+
+    exporter: replaces the OTLP exporter in tests.
+    """
+
+    def __init__(self, endpoint: str, exporter: Any = None) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
         name = os.environ.get("OTEL_SERVICE_NAME", "unisono")
-        self._resource = {"attributes": _attributes({"service.name": name, "service.version": __version__})}
-        given = os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")
-        pairs = (pair.partition("=") for pair in given.split(",") if "=" in pair)
-        self._headers = {key.strip(): urllib.parse.unquote(value.strip()) for key, _, value in pairs}
-        self._complained = -COMPLAINT_EVERY
+        resource = Resource.create({"service.name": name, "service.version": __version__})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                exporter or OTLPSpanExporter(endpoint_url(endpoint), timeout=TIMEOUT),
+                max_queue_size=MAX_WAITING,
+                max_export_batch_size=MAX_BATCH,
+                schedule_delay_millis=EVERY * 1000,
+            )
+        )
+        self._tracer = self._provider.get_tracer("unisono", __version__)
 
-    def span(self, parent: Parent | None, start: float, attributes: Mapping[str, Any], failed: bool) -> None:
-        """Record a request that has ended now. start: its ``time.monotonic()``."""
-        if parent is not None and not parent.sampled:
-            return
+    def span(self, traceparent: str | None, start: float, attributes: Mapping[str, Any], failed: bool) -> None:
+        """Record a request that ends now.
+
+        traceparent: the client's header. start: arrival, ``time.monotonic()``. attributes: those that are None are left
+        out.
+        """
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         end = time.time_ns()
-        span = {
-            "traceId": secrets.token_hex(16) if parent is None else parent.trace_id,
-            "spanId": secrets.token_hex(8),
-            "name": "llm_request",
-            "kind": SERVER,
-            "startTimeUnixNano": str(end - int((time.monotonic() - start) * 1e9)),
-            "endTimeUnixNano": str(end),
-            "attributes": _attributes(attributes),
-            "status": {"code": ERROR} if failed else {},
-        }
-        if parent is not None:
-            span["parentSpanId"] = parent.span_id
-        self._waiting.append(span)
-
-    async def run(self) -> None:
-        """Send what waits, again and again."""
-        while True:
-            await asyncio.sleep(EVERY)
-            await self._send_waiting()
+        span = self._tracer.start_span(
+            "llm_request",
+            TraceContextTextMapPropagator().extract({"traceparent": traceparent or ""}, Context()),
+            SpanKind.SERVER,
+            {name: value for name, value in attributes.items() if value is not None},
+            start_time=end - int((time.monotonic() - start) * 1e9),
+        )
+        if failed:
+            span.set_status(StatusCode.ERROR)
+        span.end(end)
 
     async def close(self) -> None:
-        """Send what waits, once."""
+        """Export the queued spans, for at most TIMEOUT seconds."""
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def shut_down() -> None:
+            self._provider.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(done.set)
+
+        threading.Thread(target=shut_down, daemon=True).start()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TIMEOUT):
-                await self._send_waiting()
-
-    async def _send_waiting(self) -> None:
-        while self._waiting:
-            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))]
-            try:
-                await asyncio.to_thread(self._post, batch)
-            except OSError as error:
-                self._complain(len(batch), error)
-                return
-
-    def _post(self, batch: list[dict[str, Any]]) -> None:
-        scope = {"scope": {"name": "unisono", "version": __version__}, "spans": batch}
-        body = msgspec.json.encode({"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]})
-        headers = {"Content-Type": "application/json", **self._headers}
-        with urllib.request.urlopen(urllib.request.Request(self._url, body, headers), timeout=TIMEOUT) as answer:
-            answer.read()
-
-    def _complain(self, lost: int, error: OSError) -> None:
-        now = time.monotonic()
-        if now - self._complained >= COMPLAINT_EVERY:
-            self._complained = now
-            logger.warning("%d spans are lost: %s does not take them: %s", lost, self._url, error)
-
-
-def _attributes(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Attributes as OTLP's JSON has them; those that are None are left out."""
-    found = []
-    for key, value in given.items():
-        match value:
-            case None:
-                continue
-            case bool():
-                typed: dict[str, Any] = {"boolValue": value}
-            case int():
-                typed = {"intValue": str(value)}
-            case float():
-                typed = {"doubleValue": value}
-            case _:
-                typed = {"stringValue": str(value)}
-        found.append({"key": key, "value": typed})
-    return found
+            await asyncio.wait_for(done.wait(), TIMEOUT)

@@ -1,23 +1,23 @@
-"""What a chat request asks of an answer beside its text: thinking and tool calls, on their way in and out.
+"""Reasoning and tool calls of chat requests: prompt, constraints and parsing of answers.
 
-:class:`ChatFormat` is made once, from the server's flags and the chat template. Its :class:`ChatPlan` of a request says
-what the template gets, what constrains the answer, and makes the reader of each sequence.
+:class:`ChatFormat` is made once, from the server's flags and the chat template. Its :class:`ChatPlan` of a request has
+the template's tools and the constraints of the answer, and makes the parser of each sequence.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unisono.frontend.input_processor import InputProcessor, Prompt
+from unisono.frontend.input_processor import InputProcessor, PreparedPrompt
 from unisono.http.openai.hosted_tools import HostedTools
 from unisono.http.openai.protocol import ChatRequest
 from unisono.http.openai.tool_definitions import ToolUse, tool_use
-from unisono.text.answer_reader import AnswerReader
+from unisono.text.answer_parser import AnswerParser
+from unisono.text.chat_parsers import call_ids
 from unisono.text.reasoning import OFF, Parser, parser_named, parser_of
-from unisono.text.tool_parsers.base import Context, Format
+from unisono.text.tool_parsers.base import Format, ParserContext
 from unisono.text.tool_parsers.formats import DEFAULT, format_named, format_of
 from unisono.text.tool_parsers.structure import Structure
 from unisono.types import BadRequest, EngineRequest, SamplingParams, Thinking
@@ -25,9 +25,11 @@ from unisono.types import BadRequest, EngineRequest, SamplingParams, Thinking
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """One request. params: with what constrains the answer. constrains: whether that comes of its tools.
+    """The plan of one request.
 
-    parser: of the model's thoughts; splits: whether the answer tells them from its content.
+    params: with the constraints of the answer. constrains: its tools constrain the answer.
+
+    parser: the model's reasoning parser. splits: the answer separates reasoning from content.
     """
 
     params: SamplingParams
@@ -42,40 +44,35 @@ class ChatPlan:
     @property
     def tools(self) -> Sequence[Mapping[str, Any]] | None:
         """Definitions for the chat template."""
-        return None if self.use is None else self.use.given
+        return None if self.use is None else self.use.definitions
 
-    def sampling(self, prompt: Prompt) -> SamplingParams:
-        """The request's parameters, with where its answer begins to think."""
+    def sampling(self, prompt: PreparedPrompt) -> SamplingParams:
+        """The request's parameters, with the reasoning state of its answer's beginning."""
         if self.parser is None:
             return self.params
         state = self.parser.begins(prompt.text or "", self.prefix)
         return replace(self.params, thinking=Thinking(self.parser.start, self.parser.end, state, self.budget))
 
-    def reader(self, request: EngineRequest, prompt: Prompt) -> AnswerReader | None:
-        """Reads a sequence's answer; None where there is nothing to tell apart."""
+    def reader(self, request: EngineRequest, prompt: PreparedPrompt) -> AnswerParser | None:
+        """The parser of a sequence's answer; None if there is nothing to parse."""
         splitter, reader = None, None
         if self.parser is not None and self.splits:
             followed = self.budget is not None or self.params.structured_outputs is not None
             interrupts = self.form.interrupts if self.form is not None and not followed else ()
             splitter = self.parser.splitter(prompt.text or "", self.prefix, interrupts, self.use is not None)
         if self.use is not None and self.form is not None:
-            context = Context(self.use.callable, _ids(self.form, request), self.use.parallel)
+            ids = call_ids(self.form, request.prompt_token_ids, request.params.seed)
+            context = ParserContext(self.use.callable, ids, self.use.parallel)
             reader = self.form.reader(context)
-        return None if splitter is None and reader is None else AnswerReader(splitter, reader, self.constrains)
-
-
-def _ids(form: Format, request: EngineRequest) -> Any:
-    """Makes the ids of calls: the same for the same prompt and seed, different ones in the turns of a conversation."""
-    digest = hashlib.sha256(repr((request.prompt_token_ids, request.params.seed)).encode()).hexdigest()
-    return lambda number: form.call_id(hashlib.sha256(f"{digest}{number}".encode()).hexdigest()[:24])
+        return None if splitter is None and reader is None else AnswerParser(splitter, reader, self.constrains)
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How this server's model thinks and calls.
+    """The reasoning and tool-call formats of this server's model.
 
-    known: whether the template's form of tool calls is known; if it is not, requests with tools are refused.
-    hosted: the rule for tools that are not functions.
+    known: the template's format of tool calls is known; otherwise requests with tools are refused. hosted: the rule for
+    tools that are not functions.
     """
 
     parser: Parser | None = None
@@ -92,7 +89,7 @@ class ChatFormat:
         tool_call_parser: str | None,
         hosted: HostedTools | None = None,
     ) -> ChatFormat:
-        """By the flags; where these say nothing, by the chat template. Raises ConfigError for unknown names."""
+        """The formats of the flags, or by default of the chat template. Raises ConfigError for unknown names."""
         parser, form = parser_named(reasoning_parser), format_named(tool_call_parser)
         tokenizer = inputs.tokenizer
         template = "" if tokenizer is None else tokenizer.chat_template or ""
@@ -124,31 +121,31 @@ class ChatFormat:
                 "thinking_token_budget",
             )
         marks = [] if self.parser is None else [self.parser.start, self.parser.end]
-        asked = params.structured_outputs
+        outputs = params.structured_outputs
         if use is not None:
             params = self._constrained(use, params)
             marks += self.form.marks
         if any(mark in self.specials for mark in marks):
-            params = replace(params, skip_special_tokens=False)  # or the marks would not be in the text
+            params = replace(params, skip_special_tokens=False)  # otherwise the marks would be missing in the text
         prefix = None
         if request.continue_final_message:
             content = request.conversation()[-1]["content"]
             prefix = content if isinstance(content, str) else ""
-        if use is None and asked is not None and prefix is None and self.parser is not None:
-            answer = Structure(self.form, self.specials).answer(asked)
-            asked, params = answer, replace(params, structured_outputs=answer)
-        constrains = params.structured_outputs is not asked
+        if use is None and outputs is not None and prefix is None and self.parser is not None:
+            answer = Structure(self.form, self.specials).answer(outputs)
+            outputs, params = answer, replace(params, structured_outputs=answer)
+        constrains = params.structured_outputs is not outputs
         form, budget = self.form if use else None, request.thinking_token_budget
         splits = request.separate_reasoning is not False
         return ChatPlan(params, self.parser, form, use, prefix, budget, constrains, splits)
 
     def _constrained(self, use: ToolUse, params: SamplingParams) -> SamplingParams:
-        """``params`` with the grammar of calls that must come, or whose arguments must satisfy their schemas."""
-        structure, asked = Structure(self.form, self.specials), params.structured_outputs
+        """``params`` with the grammar of required calls, or of calls whose arguments must satisfy their schemas."""
+        structure, outputs = Structure(self.form, self.specials), params.structured_outputs
         if use.mode == "required":
-            asked = structure.required(use.callable, use.parallel)
-        elif asked is not None:
-            asked = structure.either(use.callable, use.parallel, asked)
+            outputs = structure.required(use.callable, use.parallel)
+        elif outputs is not None:
+            outputs = structure.either(use.callable, use.parallel, outputs)
         elif use.strict:
-            asked = structure.optional(use.callable, use.parallel)
-        return replace(params, structured_outputs=asked)
+            outputs = structure.optional(use.callable, use.parallel)
+        return replace(params, structured_outputs=outputs)

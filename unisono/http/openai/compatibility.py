@@ -1,12 +1,12 @@
-"""Every field of the chat and completion bodies of OpenAI, vLLM and SGLang, and what this server makes of it.
+"""Every field of the chat and completion bodies of OpenAI, vLLM and SGLang, and its treatment here.
 
-One table: ``protocol.parse`` refuses fields by it, and docs/reference/request-fields.md is written from it
+``protocol.parse`` refuses fields by this table, and docs/reference/request-fields.md is generated from it
 (tests/http/test_compatibility.py). A field is
 
-* honoured: it is a field of the request models of ``protocol.py``, and ``HONOURED`` says what it does,
+* honoured: it is a field of the request models of ``protocol.py``, and ``HONOURED`` has its description,
 * a label: it describes the caller and cannot change an answer (``LABELS``),
-* or refused (``REFUSED``): with the reason, the nearest field that exists, and the values that ask for nothing and are
-  taken (null always is).
+* or refused (``REFUSED``): with the reason, the nearest supported field, and the values without effect, which are
+  accepted (null always is).
 
 Owners are letters: o OpenAI, v vLLM, s SGLang.
 """
@@ -34,7 +34,7 @@ LABELS: Mapping[str, str] = {
     "prompt_cache_retention": "o",
     "session_id": "vs",
 }
-"""Labels that do not affect the answer, and whose they are."""
+"""Labels that do not affect the answer, and their owners."""
 
 HONOURED: Mapping[str, tuple[str, str]] = {
     # ---- what is asked ----
@@ -46,8 +46,8 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "prompt_embeds": ("v", "with `--enable-prompt-embeds`"),
     "embedding_overrides": ("", "Unisono's: embeddings in place of some tokens'"),
     "suffix": ("ovs", "what follows the answer; for tokenizers with infill tokens (`unisono/text/infill.py`)"),
-    "mm_processor_kwargs": ("v", "of pictures and videos: min_pixels, max_pixels, size, fps, num_frames"),
-    "media_io_kwargs": ("v", "of videos: fps, num_frames; of pictures: rgba_background_color"),
+    "mm_processor_kwargs": ("v", "settings of images and videos: min_pixels, max_pixels, size, fps, num_frames"),
+    "media_io_kwargs": ("v", "settings of videos: fps, num_frames; of images: rgba_background_color"),
     "model": ("ovs", "a served name, or an adapter's ([Adapters](../guide/adapters.md))"),
     "documents": ("v", "given to the chat template"),
     "chat_template": ("v", "with `--trust-request-chat-template`; rendered in a sandbox"),
@@ -126,7 +126,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "parallel_tool_calls": ("ovs", ""),
     "reasoning_effort": ("ovs", "none to max; none turns thinking off where the template can"),
     "enable_thinking": ("", "chat_template_kwargs.enable_thinking"),
-    "thinking_token_budget": ("v", "tokens that a thought may have"),
+    "thinking_token_budget": ("v", "most reasoning tokens"),
     "include_reasoning": ("v", "false: the answer leaves its thinking out"),
     "separate_reasoning": ("s", "false: thinking stays in the answer's text"),
     # ---- how it is served ----
@@ -139,14 +139,16 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     ),
     "rid": ("s", "request_id"),
 }
-"""Fields that are honoured: whose they are, and what there is to say of them."""
+"""Honoured fields: owners and description."""
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A field that is not served. neutral: values beside null that ask for nothing, so that they are taken.
+class RefusedField:
+    """A field that is not supported.
 
-    why: a sentence's end after "… is not supported: ". nearest: what to use in its place.
+    neutral: accepted values without effect, beside null.
+
+    why: end of a sentence that begins with "… is not supported: ". nearest: the alternative.
     """
 
     owners: str
@@ -156,7 +158,7 @@ class Refused:
 
 
 _MEDIA = "answers are text"
-_TILES = "no model here cuts pictures into tiles; max_pixels bounds them"
+_TILES = "no model here cuts images into tiles; max_pixels bounds them"
 _DISAGGREGATED = "prompts and answers run in one engine here"
 _ONE_REPLICA = "the header X-data-parallel-rank chooses an engine"
 _CODE = "requests carry no code that would run in the server"
@@ -168,72 +170,72 @@ _CHAT_ONLY: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),
 }
 
-REFUSED: Mapping[str, Refused] = {
-    "functions": Refused("o", "it is the old form of tools", ([],), "tools"),
-    "function_call": Refused("o", "it is the old form of tool_choice", ("none", "auto"), "tool_choice"),
-    "modalities": Refused("o", _MEDIA, (["text"],)),
-    "audio": Refused("o", _MEDIA),
-    "prediction": Refused("o", "drafts come from the engine's own drafter", (), "speculative"),
-    "verbosity": Refused("o", "no model here reads it", ("medium",)),
-    "web_search_options": Refused("o", "the server reaches no network"),
-    "moderation": Refused("o", "nothing here judges prompts or answers"),
-    "reasoning": Refused("s", "it is another spelling", (), "reasoning_effort"),
-    "reasoning_effort": Refused("ovs", "the prompt is given as it stands, with no template to tell", (), "prompt"),
-    "thinking_token_budget": Refused("v", "completions know no thinking", (-1,), "max_tokens"),
-    "watermarking": Refused("v", "it would change which tokens are picked, beside parameters and seed", (False,)),
-    "repetition_detection": Refused("v", "answers end by tokens, strings and expressions", (), "repetition_penalty"),
-    "stream_interval": Refused("v", "a round's tokens are sent when they are there", (1,), "stream"),
-    "routed_experts_prompt_start": Refused("v", _NO_EXPERTS, (0,)),
-    "return_routed_experts": Refused("s", _NO_EXPERTS, (False,)),
-    "routed_experts_start_len": Refused("s", _NO_EXPERTS, (0,)),
-    "return_token_offsets": Refused("v", "it belongs to vLLM's render routes", (False,), "return_token_ids"),
-    "return_mm_kwargs": Refused("v", "it belongs to vLLM's render routes", (True,)),
-    "max_dynamic_patch": Refused("s", _TILES, (), "mm_processor_kwargs"),
-    "min_dynamic_patch": Refused("s", _TILES, (), "mm_processor_kwargs"),
-    "use_audio_in_video": Refused("s", "audio is not taken", (False,)),
-    "images_config": Refused("s", "it is another spelling", ({},), "mm_processor_kwargs"),
-    "kv_transfer_params": Refused("v", _DISAGGREGATED, ({},)),
-    "ec_transfer_params": Refused("v", _DISAGGREGATED, ({},)),
-    "bootstrap_host": Refused("s", _DISAGGREGATED),
-    "bootstrap_port": Refused("s", _DISAGGREGATED),
-    "bootstrap_room": Refused("s", _DISAGGREGATED),
-    "disagg_prefill_dp_rank": Refused("s", _DISAGGREGATED),
-    "routed_dp_rank": Refused("s", _ONE_REPLICA, (0,)),
-    "data_parallel_rank": Refused("s", _ONE_REPLICA, (0,)),
-    "lora_path": Refused("s", "the name of an adapter goes elsewhere", (), "model"),
-    "session_params": Refused("s", "requests keep no session; cached prefixes are found anyhow", ({},), "messages"),
-    "custom_params": Refused("s", "it is another spelling", ({},), "vllm_xargs"),
-    "custom_logit_processor": Refused("s", _CODE, (), "vllm_xargs"),
-    "logits_processors": Refused("v", _CODE, ([],), "vllm_xargs"),
-    "ngram_corpus_id": Refused("s", "drafts change no text, and there is no corpus to choose", (), "speculative"),
-    "custom_labels": Refused("s", "labels of metrics are the server's", ({},), "metadata"),
-    "task": Refused("s", "no template here reads it", (), "chat_template_kwargs"),
-    "input_ids": Refused("s", "messages are written by the template; token ids go to /v1/completions", (), "prompt"),
-    "return_cached_tokens_details": Refused("s", "there is one cache", (False,), "usage.prompt_tokens_details"),
-    "return_meta_info": Refused("s", "it is a field of /generate", (False,), "usage"),
-    "stream_reasoning": Refused("s", "thinking is streamed as it comes", (True,), "include_reasoning"),
-    "structural_tag": Refused("v", "it moved", (), "response_format"),
-    "guided_decoding_backend": Refused(
+REFUSED: Mapping[str, RefusedField] = {
+    "functions": RefusedField("o", "it is the old form of tools", ([],), "tools"),
+    "function_call": RefusedField("o", "it is the old form of tool_choice", ("none", "auto"), "tool_choice"),
+    "modalities": RefusedField("o", _MEDIA, (["text"],)),
+    "audio": RefusedField("o", _MEDIA),
+    "prediction": RefusedField("o", "drafts come from the engine's own drafter", (), "speculative"),
+    "verbosity": RefusedField("o", "no model here reads it", ("medium",)),
+    "web_search_options": RefusedField("o", "the server reaches no network"),
+    "moderation": RefusedField("o", "nothing here judges prompts or answers"),
+    "reasoning": RefusedField("s", "it is another spelling", (), "reasoning_effort"),
+    "reasoning_effort": RefusedField("ovs", "the prompt is used without a template", (), "prompt"),
+    "thinking_token_budget": RefusedField("v", "completions know no thinking", (-1,), "max_tokens"),
+    "watermarking": RefusedField("v", "it would change which tokens are picked, beside parameters and seed", (False,)),
+    "repetition_detection": RefusedField("v", "answers end by tokens, strings, expressions", (), "repetition_penalty"),
+    "stream_interval": RefusedField("v", "a round's tokens are sent when they are there", (1,), "stream"),
+    "routed_experts_prompt_start": RefusedField("v", _NO_EXPERTS, (0,)),
+    "return_routed_experts": RefusedField("s", _NO_EXPERTS, (False,)),
+    "routed_experts_start_len": RefusedField("s", _NO_EXPERTS, (0,)),
+    "return_token_offsets": RefusedField("v", "it belongs to vLLM's render routes", (False,), "return_token_ids"),
+    "return_mm_kwargs": RefusedField("v", "it belongs to vLLM's render routes", (True,)),
+    "max_dynamic_patch": RefusedField("s", _TILES, (), "mm_processor_kwargs"),
+    "min_dynamic_patch": RefusedField("s", _TILES, (), "mm_processor_kwargs"),
+    "use_audio_in_video": RefusedField("s", "audio is not taken", (False,)),
+    "images_config": RefusedField("s", "it is another spelling", ({},), "mm_processor_kwargs"),
+    "kv_transfer_params": RefusedField("v", _DISAGGREGATED, ({},)),
+    "ec_transfer_params": RefusedField("v", _DISAGGREGATED, ({},)),
+    "bootstrap_host": RefusedField("s", _DISAGGREGATED),
+    "bootstrap_port": RefusedField("s", _DISAGGREGATED),
+    "bootstrap_room": RefusedField("s", _DISAGGREGATED),
+    "disagg_prefill_dp_rank": RefusedField("s", _DISAGGREGATED),
+    "routed_dp_rank": RefusedField("s", _ONE_REPLICA, (0,)),
+    "data_parallel_rank": RefusedField("s", _ONE_REPLICA, (0,)),
+    "lora_path": RefusedField("s", "the name of an adapter goes elsewhere", (), "model"),
+    "session_params": RefusedField("s", "requests keep no session; cached prefixes are found", ({},), "messages"),
+    "custom_params": RefusedField("s", "it is another spelling", ({},), "vllm_xargs"),
+    "custom_logit_processor": RefusedField("s", _CODE, (), "vllm_xargs"),
+    "logits_processors": RefusedField("v", _CODE, ([],), "vllm_xargs"),
+    "ngram_corpus_id": RefusedField("s", "drafts do not affect the text; there is no corpus", (), "speculative"),
+    "custom_labels": RefusedField("s", "labels of metrics are the server's", ({},), "metadata"),
+    "task": RefusedField("s", "no template here reads it", (), "chat_template_kwargs"),
+    "input_ids": RefusedField("s", "the template renders messages; token ids go to /v1/completions", (), "prompt"),
+    "return_cached_tokens_details": RefusedField("s", "there is one cache", (False,), "usage.prompt_tokens_details"),
+    "return_meta_info": RefusedField("s", "it is a field of /generate", (False,), "usage"),
+    "stream_reasoning": RefusedField("s", "thinking is streamed as it comes", (True,), "include_reasoning"),
+    "structural_tag": RefusedField("v", "it moved", (), "response_format"),
+    "guided_decoding_backend": RefusedField(
         "v",
         "there is one grammar engine, llguidance",
         ("auto", "llguidance", "guidance", "xgrammar"),
         "structured_outputs",
     ),
-    "guided_whitespace_pattern": Refused(
+    "guided_whitespace_pattern": RefusedField(
         "v", "blanks in JSON are free, or none", (), "structured_outputs.disable_any_whitespace"
     ),
-    "max_new_tokens": Refused("s", "it is a name of /generate", (), "max_tokens"),
-    "min_new_tokens": Refused("s", "it is a name of /generate", (), "min_tokens"),
-    "sampling_seed": Refused("s", "it is a name of /generate", (), "seed"),
-    "sampling_params": Refused("s", "it is a field of /generate; its names stand in the body", (), "temperature"),
-    "best_of": Refused("vs", "chat answers are not chosen among", (1,), "n"),
-    "suffix": Refused("ovs", "it belongs to /v1/completions", ("",), "prompt"),
+    "max_new_tokens": RefusedField("s", "it is a name of /generate", (), "max_tokens"),
+    "min_new_tokens": RefusedField("s", "it is a name of /generate", (), "min_tokens"),
+    "sampling_seed": RefusedField("s", "it is a name of /generate", (), "seed"),
+    "sampling_params": RefusedField("s", "it is a field of /generate; its names stand in the body", (), "temperature"),
+    "best_of": RefusedField("vs", "chat answers are not chosen among", (1,), "n"),
+    "suffix": RefusedField("ovs", "it belongs to /v1/completions", ("",), "prompt"),
 }  # fmt: skip
-"""Fields that are refused where they are no field of the body's model."""
+"""Fields that are refused unless they are fields of the body's model."""
 
 
 def check_fields(data: Mapping[str, object], body: str, fields: Collection[str]) -> None:
-    """Refuse what a body's model does not have. fields: the model's. Raises ApiError (400) naming the field."""
+    """Refuse fields that a body's model does not have. fields: the model's. Raises ApiError (400) with the field."""
     for name, value in data.items():
         if name in fields or name in LABELS or (value is None and (name in REFUSED or name in HONOURED)):
             continue
@@ -258,7 +260,7 @@ def check_fields(data: Mapping[str, object], body: str, fields: Collection[str])
 
 
 def _same(a: object, b: object) -> bool:
-    """Equal as JSON: Python takes true for 1."""
+    """Equality of JSON values: Python treats true and 1 as equal."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 

@@ -1,9 +1,9 @@
-"""Embeddings in request bodies: base64 of a safetensors file, or of a tensor as ``torch.save`` writes it, vLLM's form.
+"""Embeddings in request bodies: base64 of a safetensors file, or of a tensor from ``torch.save`` (vLLM's form).
 
-The sender is not trusted. The size is checked before anything is decoded, nothing is unpickled (``torch_archive.py``),
-and a tensor has the bytes that were sent and no others.
+The sender is not trusted. The size is checked before decoding, nothing is unpickled (``torch_archive.py``), and a
+tensor has exactly the bytes that were sent.
 
-The API process needs torch for this alone; a server that takes no embeddings imports none of its own.
+Only this needs torch in the API process; a server without embeddings does not import it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 OVERHEAD_BYTES = 1 << 16
-"""Bytes that torch.save or safetensors write beside a tensor's numbers, at most."""
+"""Most bytes that torch.save or safetensors write beside a tensor's numbers."""
 SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 ARCHIVE = b"PK"
 """Prefix of the archives of torch.save."""
@@ -33,7 +33,7 @@ def get_ready() -> None:
 
 
 def load_embeds(text: str, tokens: int, hidden_size: int, param: str) -> torch.Tensor:
-    """Decode the tensor in ``text``, of up to ``tokens`` vectors. Raises BadRequest naming what is wrong."""
+    """Decode the tensor in ``text``, of up to ``tokens`` vectors. Raises BadRequest with the reason."""
     limit = tokens * hidden_size * 4 + OVERHEAD_BYTES
     least = len(text) // 4 * 3 - 2
     if least > limit:
@@ -60,7 +60,7 @@ def _is_safetensors(data: bytes) -> bool:
 
 
 def read_safetensors(data: bytes) -> torch.Tensor:
-    """The one tensor in a safetensors file. Raises ValueError, worded to follow "it"."""
+    """The one tensor in a safetensors file. Raises ValueError with the end of a sentence that begins with "it"."""
     import torch
 
     length = int.from_bytes(data[:8], "little")

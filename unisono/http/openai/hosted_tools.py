@@ -1,7 +1,7 @@
-"""Hosted tools: those that an API's provider runs itself, such as web search, code interpreters and MCP servers.
+"""Hosted tools: those that an API's provider runs, such as web search, code interpreters and MCP servers.
 
-This server runs no tools. It refuses a request that has a hosted one; with ``--ignore-hosted-tools`` it leaves the tool
-out, counts it and logs a warning, so that agents start that always send some (Codex, Claude Code).
+This server runs no tools. It refuses a request with a hosted one; with ``--ignore-hosted-tools`` it leaves the tool
+out, counts it and logs a warning, for agents that always send some (Codex, Claude Code).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TYPES = frozenset(
      "web_fetch", "code_execution", "bash", "text_editor", "memory", "tool_search_tool_regex", "tool_search_tool_bm25",
      "mcp_toolset"}
 )  # fmt: skip
-"""Types of tools, of OpenAI's and Anthropic's APIs, without versions. Arguments of OpenAI's ``custom`` are not JSON."""
+"""Tool types of OpenAI's and Anthropic's APIs, without versions. Arguments of OpenAI's ``custom`` are not JSON."""
 VERSION = re.compile(r"(_preview)?(_\d{4}_\d{2}_\d{2}|_\d{8})?$")
 """Suffix of a type: ``web_search_preview_2025_03_11``, ``web_search_20250305``."""
 ITEMS = frozenset(
@@ -33,13 +33,13 @@ ITEMS = frozenset(
      "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output", "apply_patch_call",
      "apply_patch_call_output", "tool_search_call", "tool_search_output"}
 )  # fmt: skip
-"""Items of a response that hosted tools leave in a conversation."""
+"""Items of hosted tools in a conversation of responses."""
 BLOCKS = frozenset(
     {"server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
      "bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result",
      "mcp_tool_use", "mcp_tool_result"}
 )  # fmt: skip
-"""Content blocks of Anthropic's messages that hosted tools leave in a conversation."""
+"""Content blocks of hosted tools in Anthropic's messages."""
 
 
 def hosted_type(kind: Any) -> str | None:
@@ -50,9 +50,11 @@ def hosted_type(kind: Any) -> str | None:
 
 @dataclass
 class Ignored:
-    """Parts left out of one request. allowed: whether the server leaves out hosted tools; it refuses them if not.
+    """Parts left out of one request.
 
-    tools: types of the tools as the request has them. counted: types without versions, of tools, items and blocks.
+    allowed: the server leaves out hosted tools; otherwise it refuses them.
+
+    tools: types of the tools as in the request. counted: types without versions, of tools, items and blocks.
     """
 
     allowed: bool = False
@@ -68,7 +70,7 @@ class Ignored:
         return True
 
     def part(self, kind: Any, where: str) -> bool:
-        """The same for the type of an item or block of the conversation."""
+        """True if an item or block of this type is left out. Raises BadRequest like :meth:`tool`."""
         if not isinstance(kind, str) or kind not in ITEMS | BLOCKS:
             return False
         self._check(where, kind)
@@ -76,7 +78,7 @@ class Ignored:
         return True
 
     def other(self, kind: str, where: str) -> None:
-        """Leave out what a field asks of hosted tools. Raises BadRequest if that is not allowed."""
+        """Leave out a field's use of hosted tools. Raises BadRequest if that is not allowed."""
         self._check(where, kind)
         self.counted[kind] = None
 
@@ -86,7 +88,7 @@ class Ignored:
         return [one for i, one in enumerate(tools) if not self.tool(kinds[i], f"tools[{i}].type")]
 
     def no_tools(self, choice: Any) -> BadRequest:
-        """The error for a tool_choice that needs tools where none is left."""
+        """The error for a tool_choice that needs tools if none is left."""
         left = f" beside {', '.join(self.tools)}, which this server leaves out ({FLAG})" if self.tools else ""
         return BadRequest(f"tool_choice={show(choice)} needs tools{left}; give functions.", "tool_choice")
 
@@ -102,7 +104,10 @@ class Ignored:
 
 @dataclass
 class HostedTools:
-    """The server's rule for hosted tools. ignore: leave them out. count: takes the type of one that was left out."""
+    """The server's rule for hosted tools.
+
+    ignore: leave them out. count: called with the type of one that was left out.
+    """
 
     ignore: bool = False
     count: Callable[[str], None] = lambda kind: None
@@ -113,7 +118,7 @@ class HostedTools:
         return Ignored(self.ignore)
 
     def tell(self, ignored: Ignored) -> None:
-        """Count what was left out of a request, and log the first of each type."""
+        """Count the parts left out of a request, and log the first of each type."""
         for kind in ignored.counted:
             self.count(kind)
         if new := [kind for kind in ignored.counted if kind not in self._warned]:

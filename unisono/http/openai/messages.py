@@ -1,8 +1,8 @@
-"""The messages of a chat request, checked, as a chat template takes them.
+"""The messages of a chat request, checked, in the form of chat templates.
 
 ``protocol.ChatRequest.conversation`` calls :func:`conversation`. A message keeps the fields that templates read: role,
 content, name, reasoning_content, tool_calls (arguments as objects) and tool_call_id. Every other field is refused,
-unless it is one that clients send back empty with an assistant's message.
+unless clients send it back empty with an assistant's message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.types import BadRequest
 from unisono.types.unknown_fields import dropped, known_part
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Roles of messages, and how templates call them."""
+"""Roles of messages -> roles in templates."""
 TEXT_FIELDS = ("name", "reasoning_content", "reasoning")
 """Fields of any message that are strings."""
 ROLE_FIELDS: Mapping[str, frozenset[str]] = {
@@ -32,7 +32,7 @@ EMPTY_FIELDS = frozenset(
     {"refusal", "audio", "annotations", "function_call", "tool_calls", "tool_call_id", "parsed",
      "provider_specific_fields"}
 )  # fmt: skip
-"""What clients send back, empty, when they return an assistant's message as they got it."""
+"""Fields that clients send back empty with an assistant's message."""
 NEAREST = {"function_call": "tool_calls", "functions": "tools"}
 CALL_FIELDS = {"id", "type", "function", "index"}
 FUNCTION_FIELDS = {"name", "arguments", "parsed_arguments"}
@@ -41,9 +41,9 @@ Message = dict[str, Any]
 
 
 def conversation(messages: Sequence[Any]) -> tuple[list[Message], list[MediaSource]]:
-    """The messages as a chat template takes them, and their pictures and videos, in order.
+    """The messages in the form of chat templates, and their images and videos, in order.
 
-    Raises BadRequest naming the first bad one.
+    Raises BadRequest with the first bad one.
     """
     if not messages:
         raise BadRequest("messages is empty; give at least one message.", "messages")
@@ -65,8 +65,8 @@ def _message(message: Any, where: str, sources: list[MediaSource]) -> Message:
     own = ROLE_FIELDS.get(role, frozenset())
     for name, value in message.items():
         known = name in ("role", "content") or name in TEXT_FIELDS or name in own
-        told = name in EMPTY_FIELDS or name in NEAREST
-        if not known and not told and dropped(f"{where}.{name}"):
+        recognised = name in EMPTY_FIELDS or name in NEAREST
+        if not known and not recognised and dropped(f"{where}.{name}"):
             continue
         if not known and not (name in EMPTY_FIELDS and value in (None, [], {})):
             way_out = f"use {NEAREST[name]}" if name in NEAREST else "remove it"
@@ -75,7 +75,7 @@ def _message(message: Any, where: str, sources: list[MediaSource]) -> Message:
     calls = _calls(message.get("tool_calls"), f"{where}.tool_calls") if "tool_calls" in own else []
     result["content"] = _content(message.get("content"), f"{where}.content", role, sources)
     if result["content"] is None and not calls:
-        result["content"] = ""  # an answer that was cut inside its reasoning, a tool that returned nothing
+        result["content"] = ""  # an answer that was truncated inside its reasoning, or a tool that returned nothing
     for name in TEXT_FIELDS:
         if (value := message.get(name)) is not None:
             result["reasoning_content" if name == "reasoning" else name] = _text(value, f"{where}.{name}")
@@ -93,11 +93,10 @@ def _text(value: Any, where: str) -> str:
 
 
 def _content(content: Any, where: str, role: str, sources: list[MediaSource]) -> Any:
-    """Text of a string or of a list of text parts, joined by newlines as vLLM joins them.
+    """The text of a string or of a list of text parts, joined by newlines as in vLLM.
 
-    None where there is none, which only messages of the assistant and of tools may lack.
-
-    With pictures or videos among them, a list of parts of the types text, image and video; these go to ``sources``.
+    None if there is none, which is allowed only for messages of the assistant and of tools. With images or videos, a
+    list of parts of the types text, image and video; the media are appended to ``sources``.
     """
     if isinstance(content, str):
         return content
@@ -135,7 +134,10 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """One call. Its arguments become an object; what is no JSON object stays a string, as a model may have cut it."""
+    """One call.
+
+    Its arguments become an object; text that is no JSON object stays, because a model may have truncated it.
+    """
     form = '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "{…}"}}'
     function: Any = call.get("function") if isinstance(call, dict) else None
     if isinstance(function, dict):

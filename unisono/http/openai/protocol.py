@@ -1,7 +1,6 @@
-"""What clients send: OpenAI's request bodies, checked field by field, with vLLM's extra sampling fields.
+"""OpenAI's request bodies, checked field by field, with vLLM's extra sampling fields.
 
-Every field is honoured, a label, or refused: ``compatibility.py`` says which. An unknown field is an error that names
-it.
+Every field is honoured, a label, or refused, see ``compatibility.py``. An unknown field is an error with its name.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SAMPLING_FIELDS = (
     "logprob_token_ids", "return_hidden_states", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "allowed_token_ids", "bad_words", "n", "stop_regex", "truncate_prompt_tokens", "truncation_side",
 )  # fmt: skip
-"""Fields of a body that are SamplingParams' own."""
+"""Fields of a body that are those of SamplingParams."""
 STRUCTURED_FIELDS = ("response_format", "structured_outputs", *GUIDED)
 
 
@@ -69,11 +68,11 @@ class EmbeddingOverrides(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """The fields that both endpoints share. A description is the rule that an error cites."""
+    """The common fields of both endpoints. A description is the rule in errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     body: ClassVar[str]
-    """How ``compatibility.py`` calls the body."""
+    """Name of the body in ``compatibility.py``."""
 
     model: str | None = Field(None, description="the name of a served model")
     stream: bool | None = Field(None, description=_BOOL)
@@ -139,37 +138,37 @@ class GenerationRequest(BaseModel):
     )
 
     def sampling_params(self, defaults: Mapping[str, float], max_tokens: int | None) -> SamplingParams:
-        """The request's parameters; ``defaults`` (the checkpoint's) stand in for absent ones. Raises BadRequest."""
-        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
-        trimmed = given.setdefault("include_stop_str_in_output", bool(self.no_stop_trim))
+        """The request's parameters; ``defaults`` (the checkpoint's) replace absent ones. Raises BadRequest."""
+        fields = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        trimmed = fields.setdefault("include_stop_str_in_output", bool(self.no_stop_trim))
         if self.no_stop_trim is not None and trimmed != self.no_stop_trim:
             raise BadRequest("include_stop_str_in_output and no_stop_trim differ; give one of them.", "no_stop_trim")
-        given["extra_args"] = self.vllm_xargs or {}
-        given["logit_bias"] = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
+        fields["extra_args"] = self.vllm_xargs or {}
+        fields["logit_bias"] = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        given |= {"seed": self.seed, "stop": stop, "max_tokens": max_tokens, "logprobs": self.alternatives()}
-        given["prompt_logprobs"] = self.prompt_logprobs
-        given["structured_outputs"] = structured_outputs({name: getattr(self, name) for name in STRUCTURED_FIELDS})
-        given["max_drafts"] = self.speculative.max_drafts() if self.speculative else None
-        if self.logprob_token_ids is not None and given["logprobs"] is None:
+        fields |= {"seed": self.seed, "stop": stop, "max_tokens": max_tokens, "logprobs": self.alternatives()}
+        fields["prompt_logprobs"] = self.prompt_logprobs
+        fields["structured_outputs"] = structured_outputs({name: getattr(self, name) for name in STRUCTURED_FIELDS})
+        fields["max_drafts"] = self.speculative.max_drafts() if self.speculative else None
+        if self.logprob_token_ids is not None and fields["logprobs"] is None:
             raise BadRequest("logprob_token_ids needs logprobs; set it too.", "logprob_token_ids")
-        return SamplingParams(**{**defaults, **given})
+        return SamplingParams(**{**defaults, **fields})
 
     def sequences(self) -> int:
-        """How many sequences of a prompt are generated, of which the answer has n. Raises BadRequest."""
+        """Number of generated sequences per prompt; the answer has n of them. Raises BadRequest."""
         return self.n or 1
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether the answer has the prompt's text."""
+        """True if the answer has the prompt's text."""
         return False
 
     def alternatives(self) -> int | None:
-        """How many likely tokens to report at each position; None for no log-probabilities. Raises BadRequest."""
+        """Number of likely tokens to report per position; None for no log-probabilities. Raises BadRequest."""
         raise NotImplementedError
 
     def check_stream(self) -> None:
-        """Raises BadRequest for stream_options without a stream, and for what no stream brings."""
+        """Raise BadRequest for stream_options without a stream, and for fields that streams do not support."""
         if self.stream and self.prompt_logprobs is not None:
             raise BadRequest(
                 "prompt_logprobs come with whole answers only; leave out stream or prompt_logprobs.", "prompt_logprobs"
@@ -233,7 +232,7 @@ class CompletionRequest(GenerationRequest):
         return n if best_of is None else best_of
 
     def check_suffix(self) -> None:
-        """Raise BadRequest where a suffix has no place."""
+        """Raise BadRequest for a suffix in an unsupported combination."""
         for name in ("prompt_embeds", "embedding_overrides", "echo"):
             if self.suffix and getattr(self, name):
                 raise BadRequest(
@@ -241,7 +240,7 @@ class CompletionRequest(GenerationRequest):
                 )
 
     def check_embeds(self, enabled: bool) -> None:
-        """Raises BadRequest for embeddings that this server does not take, and where something asks for their text."""
+        """Raise BadRequest for embeddings if this server takes none, and for fields that need the prompt's text."""
         for name in ("prompt_embeds", "embedding_overrides"):
             if getattr(self, name) is not None and not enabled:
                 raise BadRequest(
@@ -258,8 +257,8 @@ class CompletionRequest(GenerationRequest):
 
     def embeds(self) -> Sequence[str]:
         """The prompts that are embeddings, encoded; they come before the others."""
-        given = self.prompt_embeds
-        return [given] if isinstance(given, str) else given or []
+        value = self.prompt_embeds
+        return [value] if isinstance(value, str) else value or []
 
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts that are text or token ids. Raises BadRequest for none at all, too many, or an empty one."""
@@ -338,11 +337,11 @@ class ChatRequest(GenerationRequest):
         return (top or 0) if self.logprobs else None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as a chat template takes them. Raises BadRequest naming the first bad one."""
+        """The messages in the form of chat templates. Raises BadRequest with the first bad one."""
         return self.read_conversation[0]
 
     def media(self) -> list[MediaSource]:
-        """The conversation's pictures and videos, in order. Raises BadRequest naming the first bad one."""
+        """The conversation's images and videos, in order. Raises BadRequest with the first bad one."""
         return with_request(self.read_conversation[1], self.mm_processor_kwargs, self.media_io_kwargs)
 
     @cached_property
@@ -368,12 +367,12 @@ class ChatRequest(GenerationRequest):
         }
 
     def _thinking_variables(self) -> dict[str, Any]:
-        """Variables of templates that say whether and how hard to think."""
+        """Template variables that turn reasoning on or off and set its effort."""
         effort, enabled = self.reasoning_effort, self.enable_thinking
         if enabled is None and effort == "none":
             enabled = False
-        given = {"reasoning_effort": effort, "enable_thinking": enabled, "thinking": enabled}
-        return {name: value for name, value in given.items() if value is not None}
+        fields = {"reasoning_effort": effort, "enable_thinking": enabled, "thinking": enabled}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def token_limit(self) -> int | None:
         """``max_completion_tokens``, or its older name. Raises BadRequest if they differ."""
@@ -404,7 +403,7 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 
 def parse(body: bytes, kind: type[Body]) -> Body:
-    """A request body as ``kind``. Raises ApiError and BadRequest (400) naming the field, its value and the rule."""
+    """A request body as ``kind``. Raises ApiError and BadRequest (400) with the field, its value and the rule."""
     return parse_fields(load_object(body), kind)
 
 
@@ -413,5 +412,5 @@ def parse_fields(data: Mapping[str, Any], kind: type[Body]) -> Body:
     check_fields(data, kind.body, kind.model_fields)
     request = validated({name: _known(name, value) for name, value in data.items()}, kind)
     if isinstance(request, ChatRequest):
-        request.conversation()  # here, for a long one is read in a thread
+        request.conversation()  # here, because a long one is read in a thread
     return request

@@ -1,11 +1,10 @@
-"""What clients receive: OpenAI's response objects, and server-sent events.
+"""OpenAI's response objects and server-sent events.
 
-A choice carries more than OpenAI's: ``seed``, which reproduces it (in a stream, with the choice's first chunk),
-``stop_reason`` (the stop string that ended it, or null) and, where return_token_ids asks for it, ``token_ids`` (with
-``prompt_token_ids``, which belong to the answer where all choices have one prompt);
-``reasoning_content`` and ``reasoning`` of its message where thinking is told from content;
-``draft`` in streams where return_drafts asks for it;
-``hidden_states`` where return_hidden_states does, with the first choice of each prompt ``prompt_hidden_states`` too.
+A choice has more fields than OpenAI's: ``seed``, which reproduces it (in a stream, with the choice's first chunk);
+``stop_reason`` (the stop string that ended it, or null); with return_token_ids ``token_ids`` and ``prompt_token_ids``
+(of the answer if all choices have one prompt); ``reasoning_content`` and ``reasoning`` of its message if reasoning is
+separated from content; in streams with return_drafts ``draft``; with return_hidden_states ``hidden_states``, and with
+the first choice of each prompt ``prompt_hidden_states``.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class PromptDetails(msgspec.Struct):
 
 
 class CompletionDetails(msgspec.Struct):
-    """Drafted tokens: how many were accepted into the text, and how many were rejected; tokens of thinking."""
+    """Accepted and rejected draft tokens, and reasoning tokens."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -43,7 +42,7 @@ class CompletionDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Token counts; ``completion_tokens`` ends with the text (a stop token counts, what follows does not)."""
+    """Token counts. ``completion_tokens`` ends with the text: a stop token counts, later tokens do not."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -72,11 +71,11 @@ class Usage(msgspec.Struct):
 
 @dataclass(frozen=True)
 class TokenReport:
-    """One token of an answer, with the likeliest tokens at its place.
+    """One token of an answer, with the likeliest tokens at its position.
 
     text: of the token by itself. logprob: None for a prompt's first token. offset: characters of the answer before the
     token. top, top_ids: the likeliest tokens' texts with log-probabilities, and ids. data, top_data: the bytes of the
-    tokens, None where only their names are known.
+    tokens; None if only their names are known.
     """
 
     text: str
@@ -96,10 +95,10 @@ class TokenReport:
 
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks; vLLM's number."""
+"""Replaces minus infinity, which JSON lacks; vLLM's number."""
 
 
-Data = bytes  # the name is a field of the next class
+Data = bytes  # the next class has a field of the same name
 
 
 class Alternative(msgspec.Struct):
@@ -117,19 +116,19 @@ class ChatLogprob(Alternative):
 
 
 PromptLogprobs = list[dict[int, Logprob] | None]
-"""vLLM's wording: for each prompt token its own log-probability and the likeliest ones', by id; null for the first."""
+"""vLLM's form: for each prompt token its own log-probability and the likeliest ones', by id; null for the first."""
 
 
-def finite(given: PromptLogprobs) -> PromptLogprobs:
-    """The same with no minus infinity, which JSON lacks."""
-    for entries in given:
+def finite(values: PromptLogprobs) -> PromptLogprobs:
+    """``values`` without minus infinity, which JSON lacks."""
+    for entries in values:
         for entry in (entries or {}).values():
             entry.logprob = max(entry.logprob, LEAST_LOGPROB)
-    return given
+    return values
 
 
 HiddenStates = list[list[float]]
-"""The final hidden state of each generated token but the last, or of each prompt token: what the LM head reads."""
+"""The final hidden state (the LM head's input) of each generated token but the last, or of each prompt token."""
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -146,11 +145,11 @@ class TextLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class Draft(msgspec.Struct):
-    """Where the one token of a chunk comes from.
+class TokenOrigin(msgspec.Struct):
+    """The origin of the one token of a chunk.
 
-    position: its place among the drafts of its round, from 0 on; null for a token that the model picked itself.
-    drafted, accepted: of the round: how many tokens were drafted, and how many of them accepted.
+    position: its index among the drafts of its round, from 0 on; null for a token that the model sampled itself.
+    drafted, accepted: numbers of drafted and accepted tokens of the round.
     """
 
     position: int | None
@@ -159,7 +158,7 @@ class Draft(msgspec.Struct):
 
 
 class Function(msgspec.Struct):
-    """A function that is called. arguments: JSON, as the model wrote it."""
+    """The function of a call. arguments: JSON, as the model wrote it."""
 
     name: str
     arguments: str
@@ -186,7 +185,7 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """content: null where the answer is tool calls alone. reasoning: the same as reasoning_content."""
+    """content: null if the answer has only tool calls. reasoning: equal to reasoning_content."""
 
     role: str = "assistant"
     content: str | None
@@ -223,12 +222,12 @@ class ChatChunkChoice(msgspec.Struct):
     stop_reason: str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    draft: Draft | UnsetType = UNSET
+    draft: TokenOrigin | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
 
 
 class TextChoice(msgspec.Struct):
-    """A choice of ``/v1/completions``, whole or a chunk of it."""
+    """A choice of ``/v1/completions``, complete or a chunk of it."""
 
     index: int
     text: str
@@ -236,7 +235,7 @@ class TextChoice(msgspec.Struct):
     stop_reason: str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    draft: Draft | UnsetType = UNSET
+    draft: TokenOrigin | UnsetType = UNSET
     logprobs: TextLogprobs | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -245,9 +244,9 @@ class TextChoice(msgspec.Struct):
 
 
 class Response(msgspec.Struct):
-    """A whole answer or a chunk of a stream; ``object`` says which and of what.
+    """A complete answer or a chunk of a stream; ``object`` names the type.
 
-    ``usage`` is null in the chunks of a stream that was asked for usage, and absent where it was not.
+    ``usage`` is null in the chunks of a stream with include_usage, and absent in other streams.
     """
 
     id: str
@@ -257,13 +256,13 @@ class Response(msgspec.Struct):
     system_fingerprint: str
     choices: list[ChatChoice] | list[ChatChunkChoice] | list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # a completion's stand in its choices
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # for completions it is in the choices
     prompt_token_ids: list[int] | UnsetType = UNSET  # likewise
     prompt_text: str | UnsetType | None = UNSET
 
 
 def joined(deltas: Iterable[ToolDelta]) -> list[ToolCall]:
-    """The calls that deltas amount to."""
+    """Merge deltas into calls."""
     calls: list[ToolCall] = []
     for delta in deltas:
         if delta.id is not None and delta.name is not None:
@@ -272,10 +271,11 @@ def joined(deltas: Iterable[ToolDelta]) -> list[ToolCall]:
     return calls
 
 
-class Shape(Protocol):
-    """How one endpoint words its answers: a finished choice, and the chunks of a stream of them.
+class ResponseShape(Protocol):
+    """The response objects of one endpoint: a finished choice, and the chunks of a stream of them.
 
-    ``open`` makes the choices of the first token: it takes those with its text, thinking or reports, which may be none.
+    ``open`` makes the choices of the first token: it takes those with its text, reasoning or reports, which may be
+    empty.
     """
 
     id_prefix: str
@@ -289,8 +289,8 @@ class Shape(Protocol):
     def tool_call(self, index: int, delta: ToolDelta) -> Any: ...
     def last(self, index: int, finish: str, stop: str | None) -> Any: ...
     def logprobs(self, reports: list[TokenReport]) -> Any: ...
-    def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None: ...
-    def add_prompts(self, answer: Response, given: list[list[int]]) -> None: ...
+    def add_prompt_logprobs(self, answer: Response, values: list[PromptLogprobs]) -> None: ...
+    def add_prompts(self, answer: Response, values: list[list[int]]) -> None: ...
 
 
 class ChatShape:
@@ -302,7 +302,7 @@ class ChatShape:
         return ChatChoice(index, Message(content=text), finish, stop, seed)
 
     def open(self, index: int, seed: int, first: list[ChatChunkChoice]) -> list[ChatChunkChoice]:
-        """The role goes before the first token's choices, in a chunk of its own as in OpenAI's streams."""
+        """Put the role before the first token's choices, in a chunk of its own as in OpenAI's streams."""
         return [ChatChunkChoice(index, MessageDelta(role="assistant", content=""), seed=seed), *first]
 
     def text(self, index: int, text: str) -> ChatChunkChoice:
@@ -328,13 +328,13 @@ class ChatShape:
             content.append(ChatLogprob(own.token, own.logprob, own.bytes, top))
         return ChatLogprobs(content)
 
-    def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None:
+    def add_prompt_logprobs(self, answer: Response, values: list[PromptLogprobs]) -> None:
         """All choices have one prompt, so the answer has its log-probabilities."""
-        answer.prompt_logprobs = given[0]
+        answer.prompt_logprobs = values[0]
 
-    def add_prompts(self, answer: Response, given: list[list[int]]) -> None:
+    def add_prompts(self, answer: Response, values: list[list[int]]) -> None:
         """All choices have one prompt, so the answer has its token ids."""
-        answer.prompt_token_ids = given[0]
+        answer.prompt_token_ids = values[0]
 
 
 class TextShape:
@@ -346,7 +346,7 @@ class TextShape:
         return TextChoice(index, text, finish, stop, seed)
 
     def open(self, index: int, seed: int, first: list[TextChoice]) -> list[TextChoice]:
-        """The seed goes with the first token, even where its text is not certain yet."""
+        """Add the seed to the first token's choice, even if its text is not certain yet."""
         first = first or [TextChoice(index, "")]
         first[0].seed = seed
         return first
@@ -372,15 +372,15 @@ class TextShape:
             tops.append({text: max(logprob, LEAST_LOGPROB) for text, logprob in pairs} or None)
         return TextLogprobs(names, own, tops, offsets)
 
-    def add_prompt_logprobs(self, answer: Response, given: list[PromptLogprobs]) -> None:
-        """Each choice has those of its prompt."""
-        for choice, one in zip(answer.choices, given, strict=True):
+    def add_prompt_logprobs(self, answer: Response, values: list[PromptLogprobs]) -> None:
+        """Each choice has the log-probabilities of its prompt."""
+        for choice, one in zip(answer.choices, values, strict=True):
             assert isinstance(choice, TextChoice)
             choice.prompt_logprobs = one
 
-    def add_prompts(self, answer: Response, given: list[list[int]]) -> None:
-        """Each choice has those of its prompt."""
-        for choice, one in zip(answer.choices, given, strict=True):
+    def add_prompts(self, answer: Response, values: list[list[int]]) -> None:
+        """Each choice has the token ids of its prompt."""
+        for choice, one in zip(answer.choices, values, strict=True):
             assert isinstance(choice, TextChoice)
             choice.prompt_token_ids = one
 

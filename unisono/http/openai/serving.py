@@ -1,7 +1,7 @@
-"""Request bodies to generations: reads the API's fields and lets ``frontend`` prepare the engine's requests.
+"""Request bodies to generations: reads the API's fields and has ``frontend`` prepare the engine's requests.
 
 :class:`Serving` is made once. Chat templates, long prompts and embeddings are prepared in threads (``preparation``), so
-that none holds up other requests' tokens; chat templates of requests have threads and processes of their own.
+that none delays other requests' tokens; chat templates of requests have threads and processes of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from unisono.cluster.engines import Engines
 from unisono.frontend.beam_search import BeamSearch, check_beams, check_length_penalty
-from unisono.frontend.input_processor import InputProcessor, Prompt, combined_salt
+from unisono.frontend.input_processor import InputProcessor, PreparedPrompt, combined_salt
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.http.answers.beams import BeamClient, Source
 from unisono.http.answers.generation import Echo, Generation, Style
@@ -25,25 +25,29 @@ from unisono.http.openai.chat import ChatFormat, ChatPlan
 from unisono.http.openai.embeds import get_ready, load_embeds
 from unisono.http.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from unisono.http.preparation import Preparers
-from unisono.media.fetching.sources import Loaded, MediaSource
-from unisono.text.answer_reader import AnswerReader
+from unisono.media.fetching.sources import LoadedMedia, MediaSource
+from unisono.text.answer_parser import AnswerParser
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParams, part_id
 
 T = TypeVar("T")
 
 COMPLETION_TOKENS = 16
-"""``max_tokens`` of ``/v1/completions`` where the request has none: OpenAI's default."""
+"""Default ``max_tokens`` of ``/v1/completions``: OpenAI's."""
 LONG = 1024
-"""Characters of a prompt that a thread prepares; shorter ones take the event loop less than half a millisecond."""
+"""Characters of a prompt from which on a thread prepares it; shorter ones take the event loop less than half a
+millisecond.
+"""
 SWITCH_SECONDS = 0.001
-"""Longest time that the event loop keeps Python's lock while a thread wants it; Python's default is 5 ms, which a short
-chat's thread would wait for several times."""
+"""Python's switch interval, seconds: longest time that the event loop keeps the GIL while a thread waits for it.
+
+Python's default is 5 ms, which a short chat's thread would wait for several times.
+"""
 WAITING = 4096
 """Requests that may wait for a thread; their bodies count towards ``max_waiting_bytes``."""
 TEMPLATE_THREADS, TEMPLATES_WAITING = 2, 32
 """Chat templates of requests that are rendered at once, and that may wait."""
 MAX_HIDDEN_NUMBERS = 1 << 24
-"""Numbers of hidden states in an answer to one prompt: some 200 MB of JSON."""
+"""Numbers of hidden states in an answer to one prompt: about 200 MB of JSON."""
 
 
 class Serving:
@@ -58,7 +62,7 @@ class Serving:
         trust_templates: bool = False,
         adapters: Collection[str] = (),
     ) -> None:
-        """trust_templates: whether bodies may bring a chat template. adapters: the names of those that are served."""
+        """trust_templates: bodies may have a chat template. adapters: names of the loaded ones."""
         self.inputs, self._format, self._trust_templates = inputs, chat or ChatFormat(), trust_templates
         self._client, self._adapters = client, adapters
         if inputs.model.prompt_embeds:
@@ -77,13 +81,15 @@ class Serving:
         ticket: Ticket | None = None,
         pooled: bool = False,
     ) -> list[Generation]:
-        """Make a generation for each sequence of each prompt. Raises BadRequest.
+        """Make a generation for each sequence of each prompt.
 
-        media: the pictures and videos of each prompt, or nothing. ticket: of the HTTP request. pooled: the answer is
-        made of the hidden states and does not show them.
+        Raises BadRequest.
+
+        media: the images and videos of each prompt, or empty. ticket: of the HTTP request. pooled: the answer is made
+        from the hidden states and does not contain them.
         """
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        prompt_only = bool(request.echo) and limit == 0  # the engine makes a token all the same
+        prompt_only = bool(request.echo) and limit == 0  # the engine generates a token all the same
         params = request.sampling_params(self.inputs.model.generation_defaults, 1 if prompt_only else limit)
         if request.echo and params.logprobs is not None:
             params = _scoring_echo(params)
@@ -112,19 +118,19 @@ class Serving:
         return generations
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text. Raises BadRequest where the model has no tokenizer."""
+        """The token ids of a text. Raises BadRequest if the model has no tokenizer."""
         encode = self.inputs.require_tokenizer("prompt").encode
         return await self._prepared(len(text), encode, text, add_special_tokens)
 
-    async def chat_prompt(self, request: ChatRequest, ticket: Ticket | None = None) -> Prompt:
+    async def chat_prompt(self, request: ChatRequest, ticket: Ticket | None = None) -> PreparedPrompt:
         """The prompt of a conversation. ticket: of the HTTP request. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
         return (await self._planned(request, params, ticket))[1]
 
     async def _planned(
         self, request: ChatRequest, params: SamplingParams, ticket: Ticket | None
-    ) -> tuple[ChatPlan, Prompt]:
-        """How an answer is constrained and read, and the prompt."""
+    ) -> tuple[ChatPlan, PreparedPrompt]:
+        """The plan of the answer, and the prompt."""
         conversation, options = request.conversation(), request.template_options()
         if request.chat_template is not None and not self._trust_templates:
             raise BadRequest(
@@ -138,20 +144,20 @@ class Serving:
         options["media"] = await self._media.load(self.inputs.with_settings(request.media()), ticket)
         size = LONG if plan.tools or options["media"] else sum(len(str(one.get("content"))) for one in conversation)
 
-        def write() -> Prompt:
+        def write() -> PreparedPrompt:
             return self.inputs.chat(conversation, plan.tools, **options)
 
         label, threads = "" if ticket is None else ticket.client.label, self._short if size < LONG else self._long
         if request.chat_template is not None:
             threads = self._templates
             if ticket is not None:
-                ticket.step_aside()  # others are prepared meanwhile
+                ticket.step_aside()  # other requests are prepared meanwhile
         return plan, await threads.run(label, write)
 
     def _request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PreparedPrompt,
         params: SamplingParams,
         body: GenerationRequest,
         pooled: bool = False,
@@ -167,42 +173,48 @@ class Serving:
                 f"length_penalty={body.length_penalty} weighs beams; set use_beam_search, or leave it out.",
                 "length_penalty",
             )
-        wanted = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+        logprobs_field = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
         params = self._within_limits(prompt, params, pooled)
-        request = self.inputs.request(request_id, prompt, params, body.priority or 0, wanted, prompt_only)
+        request = self.inputs.request(request_id, prompt, params, body.priority or 0, logprobs_field, prompt_only)
         return replace(request, adapter=body.model if body.model in self._adapters else None)
 
-    async def _prompts(self, request: CompletionRequest, media: Sequence[list[Loaded]] = ()) -> list[Prompt]:
-        """Return the prompts in the order of their choices: embeddings first, as in vLLM. Raises BadRequest.
+    async def _prompts(
+        self, request: CompletionRequest, media: Sequence[list[LoadedMedia]] = ()
+    ) -> list[PreparedPrompt]:
+        """The prompts in the order of their choices: embeddings first, as in vLLM.
 
-        media: the items of each prompt, or nothing.
+        Raises BadRequest.
+
+        media: the items of each prompt, or empty.
         """
         request.check_embeds(self.inputs.model.prompt_embeds)
         request.check_suffix()
         written = request.prompts()
-        given: list[dict[str, Any]] = [{"prompt_embeds": text} for text in request.embeds()]
-        given += [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in written]
+        mapping: list[dict[str, Any]] = [{"prompt_embeds": text} for text in request.embeds()]
+        mapping += [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in written]
         if request.embedding_overrides is not None:  # then there is one prompt
-            given[0]["embedding_overrides"] = request.embedding_overrides
-        items = media or [[] for _ in given]
+            mapping[0]["embedding_overrides"] = request.embedding_overrides
+        items = media or [[] for _ in mapping]
         return [
             self.inputs.prompt(one)
             if one.keys() == {"prompt_token_ids"} and not request.suffix and not loaded
             else await self._prepared(
                 LONG if loaded or one.keys() != {"prompt"} else len(one["prompt"]), self._load, one, request, loaded
             )
-            for one, loaded in zip(given, items, strict=True)
+            for one, loaded in zip(mapping, items, strict=True)
         ]
 
-    def _load(self, given: dict[str, Any], request: CompletionRequest, media: Sequence[Loaded]) -> Prompt:
-        """Prepare a prompt, with the body's encoded embeddings made tensors."""
+    def _load(
+        self, mapping: dict[str, Any], request: CompletionRequest, media: Sequence[LoadedMedia]
+    ) -> PreparedPrompt:
+        """Prepare a prompt, with the body's encoded embeddings decoded to tensors."""
         sizes = self.inputs.model.max_model_len, self.inputs.model.hidden_size
-        if (whole := given.get("prompt_embeds")) is not None:
-            given["prompt_embeds"] = load_embeds(whole, *sizes, "prompt_embeds")
-        if (some := given.get("embedding_overrides")) is not None:
-            given["embedding_overrides"] = some.positions, load_embeds(some.embeddings, *sizes, "embedding_overrides")
+        if (whole := mapping.get("prompt_embeds")) is not None:
+            mapping["prompt_embeds"] = load_embeds(whole, *sizes, "prompt_embeds")
+        if (some := mapping.get("embedding_overrides")) is not None:
+            mapping["embedding_overrides"] = some.positions, load_embeds(some.embeddings, *sizes, "embedding_overrides")
         return self.inputs.prompt(
-            given,
+            mapping,
             add_special_tokens=request.add_special_tokens is not False,
             suffix=request.suffix,
             truncates=request.truncate_prompt_tokens is not None,
@@ -210,13 +222,13 @@ class Serving:
         )
 
     async def _prepared(self, size: int, work: Callable[..., T], *args: Any) -> T:
-        """Return what ``work`` makes of a prompt of this number of characters: a short one at once, without a thread.
+        """Run ``work`` on a prompt of ``size`` characters: a short one directly, a long one in a thread.
 
         ``work`` must not wait for a process, as chat templates do.
         """
         return work(*args) if size < LONG else await self._long.run("", work, *args)
 
-    def _echo(self, prompt: Prompt, params: SamplingParams, alone: bool) -> Echo:
+    def _echo(self, prompt: PreparedPrompt, params: SamplingParams, alone: bool) -> Echo:
         if prompt.overrides is not None:
             raise BadRequest("echo repeats the prompt, and overridden tokens have no text; leave out echo.", "echo")
         if prompt.text is not None:
@@ -225,8 +237,8 @@ class Serving:
         spaces = params.spaces_between_special_tokens
         return Echo(tokenizer.decode(prompt.token_ids, params.skip_special_tokens, spaces), alone)
 
-    def _within_limits(self, prompt: Prompt, params: SamplingParams, pooled: bool) -> SamplingParams:
-        """Return ``params`` with max_tokens set. Raises BadRequest for what this server refuses."""
+    def _within_limits(self, prompt: PreparedPrompt, params: SamplingParams, pooled: bool) -> SamplingParams:
+        """``params`` with max_tokens set. Raises BadRequest beyond this server's limits."""
         model, length = self.inputs.model, len(prompt.token_ids)
         params = with_max_tokens(params, length, model.max_model_len)
         check_hidden_states(pooled or model.return_hidden_states, model.hidden_size, length, params)
@@ -238,14 +250,15 @@ class Serving:
         body: GenerationRequest,
         first: int = 0,
         echo: Echo | None = None,
-        reader: Callable[[EngineRequest], AnswerReader | None] = lambda sequence: None,
+        reader: Callable[[EngineRequest], AnswerParser | None] = lambda sequence: None,
     ) -> list[Generation]:
         """Make a generation of each sequence of a prepared request.
 
-        first: number of the first one's choice. echo: what the answers begin with. reader: makes what reads an answer.
+        first: number of the first one's choice. echo: the text at the beginning of the answers. reader: makes the
+        parser of an answer.
         """
-        wanted = request.params.prompt_logprobs is not None
-        scores = asyncio.get_running_loop().create_future() if wanted else None
+        logprobs_field = request.params.prompt_logprobs is not None
+        scores = asyncio.get_running_loop().create_future() if logprobs_field else None
         outputs = [SequenceOutput(sequence, self.inputs.tokenizer) for sequence in request.sequences()]
         client: Source = self._client
         if body.use_beam_search:
@@ -275,7 +288,7 @@ class Serving:
 
 
 def _begun(request: ChatRequest) -> Echo | None:
-    """The assistant's message that an answer goes on with, where it is to be repeated."""
+    """The assistant's message that an answer continues, if it is to be repeated."""
     options, last = request.template_options(), request.conversation()[-1]
     if not request.echo or options["add_generation_prompt"] or last.get("role") != "assistant":
         return None
@@ -283,7 +296,7 @@ def _begun(request: ChatRequest) -> Echo | None:
 
 
 def _scoring_echo(params: SamplingParams) -> SamplingParams:
-    """Return ``params`` with the log-probabilities of an echoed prompt. Raises BadRequest."""
+    """``params`` with the log-probabilities of an echoed prompt. Raises BadRequest."""
     assert params.logprobs is not None
     if params.logprob_start_len > 1:
         raise BadRequest(
@@ -301,24 +314,24 @@ def _scoring_echo(params: SamplingParams) -> SamplingParams:
 
 
 def _choosing(params: SamplingParams, sequences: int) -> SamplingParams:
-    """Return ``params`` for the sequences that an answer is chosen from, by their log-probabilities."""
+    """``params`` for the sequences that an answer is chosen from, by their log-probabilities."""
     if sequences == params.n:
         return params
     return replace(params, n=sequences, logprobs=params.logprobs or 0)
 
 
 def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> SamplingParams:
-    """Return ``params`` with max_tokens: by default what the context leaves after ``prompt`` tokens.
+    """``params`` with max_tokens: by default the context's rest after ``prompt`` tokens.
 
-    Raises BadRequest for more than that. A prompt that leaves nothing is for :meth:`InputProcessor.request` to refuse.
+    Raises BadRequest for more than that. :meth:`InputProcessor.request` refuses a prompt that leaves nothing.
     """
-    room, asked = context - prompt, params.max_tokens
-    if asked is None and room > 0:
+    room, max_tokens = context - prompt, params.max_tokens
+    if max_tokens is None and room > 0:
         return replace(params, max_tokens=room)
-    if asked is not None and asked > room > 0:
+    if max_tokens is not None and max_tokens > room > 0:
         raise BadRequest(
-            f"The prompt has {prompt} tokens and max_tokens is {asked}, together {prompt + asked}; the model's context "
-            f"is {context} tokens. Ask for at most {room} tokens or shorten the prompt.",
+            f"The prompt has {prompt} tokens and max_tokens is {max_tokens}, together {prompt + max_tokens}; "
+            f"the model's context is {context} tokens. Ask for at most {room} tokens or shorten the prompt.",
             "max_tokens",
             "context_length_exceeded",
         )
@@ -326,7 +339,7 @@ def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> Sampli
 
 
 def check_hidden_states(enabled: bool, hidden_size: int, prompt: int, params: SamplingParams) -> None:
-    """Raise BadRequest where this server returns no hidden states, or fewer than ``prompt`` tokens may have."""
+    """Raise BadRequest if this server returns no hidden states, or only of fewer than ``prompt`` tokens."""
     name, tokens = "return_hidden_states", prompt + params.n * (params.max_tokens or 0)
     if not params.return_hidden_states:
         return

@@ -22,24 +22,24 @@ GUIDED = {
     "regex": "regex",
     "ebnf": "grammar",
 }
-"""vLLM's older fields and SGLang's, and their names in structured_outputs."""
+"""vLLM's older fields and SGLang's -> fields of structured_outputs."""
 
 SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 OPTIONS = {field.name for field in fields(StructuredOutputs)}
 
 
-def structured_outputs(given: Mapping[str, Any]) -> StructuredOutputs | None:
+def structured_outputs(fields: Mapping[str, Any]) -> StructuredOutputs | None:
     """Read the fields of a body that constrain its answer: ``response_format``, ``structured_outputs``, ``guided_…``.
 
-    Returns None where the answer is free. Raises BadRequest naming the field.
+    None if the answer is free. Raises BadRequest with the field.
     """
-    asked = {name: _options(name, value) for name, value in given.items() if value is not None}
-    wanted = {name: options for name, options in asked.items() if options is not None}
-    if len(wanted) > 1:
+    found = {name: _options(name, value) for name, value in fields.items() if value is not None}
+    chosen = {name: options for name, options in found.items() if options is not None}
+    if len(chosen) > 1:
         raise BadRequest(
-            f"{' and '.join(wanted)} are set; an answer has one form: give one of them.", next(iter(wanted))
+            f"{' and '.join(chosen)} are set; an answer has one form: give one of them.", next(iter(chosen))
         )
-    for name, options in wanted.items():
+    for name, options in chosen.items():
         try:
             return StructuredOutputs(**options)
         except BadRequest as error:
@@ -48,7 +48,7 @@ def structured_outputs(given: Mapping[str, Any]) -> StructuredOutputs | None:
 
 
 def _options(name: str, value: Any) -> dict[str, Any] | None:
-    """The fields of StructuredOutputs that a body's field sets; None where the answer stays free."""
+    """The fields of StructuredOutputs that a body's field sets; None if the answer stays free."""
     if name in GUIDED:
         return {GUIDED[name]: value}
     if name == "response_format":

@@ -12,7 +12,7 @@ from unisono.types import BadRequest
 from unisono.types.excerpts import show
 
 MAX_TOOLS = 128
-"""Tools of one request: as many as OpenAI takes."""
+"""Tools of one request: OpenAI's limit."""
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 CHOICES = ("auto", "none", "required")
 
@@ -21,25 +21,25 @@ Mode = Literal["auto", "required"]
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What an answer may call.
+    """The tools that an answer may call.
 
-    given: the definitions as the template takes them. mode: ``required`` where one call at least must come; one of
-    ``callable`` then. parallel: whether several may come.
+    definitions: definitions in the template's form. mode: ``required`` if at least one call of ``callable`` must come.
+    parallel: several calls are allowed.
     """
 
-    given: Sequence[Mapping[str, Any]]
+    definitions: Sequence[Mapping[str, Any]]
     callable: Sequence[Tool]
     mode: Mode
     parallel: bool
 
     @property
     def strict(self) -> bool:
-        """Whether any of the tools asks that its arguments satisfy its schema."""
+        """True if the arguments of any tool must satisfy its schema."""
         return any(tool.strict for tool in self.callable)
 
 
 def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ToolUse | None:
-    """What a body's fields ask for; None where no tool may be called. Raises BadRequest naming the field."""
+    """The tools of a body's fields; None if no tool may be called. Raises BadRequest with the field."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise BadRequest(
@@ -48,17 +48,17 @@ def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
         return None
     if len(tools) > MAX_TOOLS:
         raise BadRequest(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are taken.", "tools")
-    given = [_definition(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    known = {one["function"]["name"]: _tool(one["function"]) for one in given}
-    if len(known) < len(given):
-        names = [one["function"]["name"] for one in given]
+    value = [_definition(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    known = {one["function"]["name"]: _tool(one["function"]) for one in value}
+    if len(known) < len(value):
+        names = [one["function"]["name"] for one in value]
         twice = next(name for name in names if names.count(name) > 1)
         raise BadRequest(f"tools has {twice!r} twice; give each function a name of its own.", "tools")
     mode, chosen = _choice(choice, known)
     if mode is None:
         return None
     named = isinstance(choice, dict) and choice.get("type") == "function"  # that function is called once
-    return ToolUse(given, [known[name] for name in chosen], mode, parallel is not False and not named)
+    return ToolUse(value, [known[name] for name in chosen], mode, parallel is not False and not named)
 
 
 def _definition(tool: Any, where: str) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _tool(function: Mapping[str, Any]) -> Tool:
 
 
 def _choice(choice: Any, known: Mapping[str, Tool]) -> tuple[Mode | None, Sequence[str]]:
-    """(mode, names); no mode where nothing may be called."""
+    """(mode, names); mode is None if nothing may be called."""
     if choice is None or choice == "auto":
         return "auto", list(known)
     if choice == "none":

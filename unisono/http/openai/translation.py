@@ -1,7 +1,7 @@
 """Bodies of other APIs to chat requests: the same checks, with errors that name the fields of the original body.
 
-A translator builds the JSON of a ``/v1/chat/completions`` body and a :class:`Renames`, which knows where each part of
-it comes from. :func:`chat_request` checks it as that endpoint does.
+A translator builds the JSON of a ``/v1/chat/completions`` body and a :class:`Renames` with the origin of each part.
+:func:`chat_request` checks it like that endpoint.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from unisono.types.unknown_fields import dropped
 
 
 class Renames:
-    """What fields of a chat request are called in the body that it was made of."""
+    """Names of a chat request's fields in the body that it was translated from."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = dict(names)
 
     def original(self, name: str) -> str:
-        """``messages[2].content`` as the caller wrote it: by the longest known beginning."""
+        """The caller's name of ``messages[2].content``, by the longest known prefix."""
         for known in sorted((one for one in self.names if name.startswith(one)), key=len, reverse=True):
             rest = name[len(known) :]
             if not rest or rest[0] in ".[":
@@ -48,7 +48,7 @@ class Renames:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Errors of a chat request, raised in the block, name the caller's fields."""
+        """Translate field names in the errors of a chat request, raised in the block."""
         try:
             yield
         except BadRequest as error:
@@ -68,9 +68,9 @@ def chat_request(body: Mapping[str, Any], renames: Renames) -> ChatRequest:
 
 
 def passed_on(data: Mapping[str, Any], own: Collection[str], refused: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a body that are not the API's ``own``: sampling fields of the chat body, checked there.
+    """The fields of a body that are not the API's ``own``: sampling fields of the chat body, which are checked there.
 
-    Raises ApiError (400) for those ``refused``, with what to use instead.
+    Raises ApiError (400) for those ``refused``, with the alternative.
     """
     extra = {name: value for name, value in data.items() if name not in own}
     for name in extra:
@@ -84,9 +84,11 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def checked(data: Mapping[str, Any], kind: type[Body], only: bool = True) -> Body:
-    """The fields of ``kind`` in ``data``. only: others are errors.
+    """The fields of ``kind`` in ``data``.
 
-    Raises ApiError (400) naming the field, its value and the rule.
+    only: others are errors.
+
+    Raises ApiError (400) with the field, its value and the rule.
     """
     for name in data if only else ():
         check_name(name)
@@ -96,14 +98,16 @@ def checked(data: Mapping[str, Any], kind: type[Body], only: bool = True) -> Bod
 
 
 def has_kind(content: Any, kind: str) -> bool:
-    """Whether a list of parts has one of this type."""
+    """True if a list of parts has one of this type."""
     return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") == kind for part in content)
 
 
 def text_of(content: Any, where: str, kinds: Collection[str], others: str = "", first: int = 0) -> str:
-    """Text of a string, or of a list of text parts of these ``kinds``, joined by newlines. Raises BadRequest.
+    """The text of a string, or of a list of text parts of these ``kinds``, joined by newlines.
 
-    others: types that are taken beside these, for errors to tell. first: the number of the list's first part.
+    Raises BadRequest.
+
+    others: other accepted types, for errors. first: the number of the list's first part.
     """
     if isinstance(content, str):
         return content

@@ -28,7 +28,7 @@ ELSEWHERE = {
     "return_hidden_states": "use /v1/chat/completions", "prompt_logprobs": "use /v1/chat/completions",
     "use_beam_search": "use /v1/chat/completions",
 }  # fmt: skip
-"""Fields of the chat body that are not passed on, and what to use instead."""
+"""Refused fields of the chat body, and the alternative to each."""
 RENAMED = {
     "max_completion_tokens": "max_output_tokens", "response_format.json_schema": "text.format",
     "response_format": "text.format", "reasoning_effort": "reasoning.effort", "logprobs": "include",
@@ -77,9 +77,12 @@ class ResponsesRequest(BaseModel):
 
 
 @dataclass
-class Messages:
-    """Messages made of items. ``sources`` has, for each message, where it comes from in the body; ``contents`` has,
-    by the message's number, where its content does if that is not the item's ``content``."""
+class MessageBuilder:
+    """Messages made of items.
+
+    sources: the origin of each message in the body. contents: by the message's number, the origin of its content if
+    that is not the item's ``content``.
+    """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -90,7 +93,7 @@ class Messages:
         self.sources.append(source)
 
     def assistant(self, source: str, *taken: str) -> dict[str, Any]:
-        """The assistant's message under way, or a new one where one of the fields ``taken`` is in use."""
+        """The open assistant's message, or a new one if one of its fields ``taken`` is in use."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(last.get(name) for name in taken):
             self.add({"role": "assistant", "content": None}, source)
@@ -102,18 +105,20 @@ class Messages:
 
 
 def to_items(
-    given: str | list[Any], new_id: Callable[[str], str], find: Callable[[str], Item | None], name: str = "input"
+    value: str | list[Any], new_id: Callable[[str], str], find: Callable[[str], Item | None], name: str = "input"
 ) -> list[Item]:
-    """The input as items with ids. find: an item of an earlier response, by its id. name: the field's.
+    """The input as items with ids.
+
+    find: returns an item of an earlier response by its id. name: the field's.
 
     Raises BadRequest.
     """
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not given:
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not value:
         raise BadRequest(f"{name} is empty; give at least one item.", name)
     items = []
-    for i, item in enumerate(given):
+    for i, item in enumerate(value):
         where = f"{name}[{i}]"
         if not isinstance(item, dict):
             raise BadRequest(f"{where}={show(item)} is not valid: it must be an object.", where)
@@ -135,12 +140,14 @@ def to_messages(
     before: str = "previous_response_id",
     name: str = "input",
     ignored: Ignored | None = None,
-) -> Messages:
-    """The messages of a conversation. earlier: how many items come of the field ``before``, the others of ``name``.
+) -> MessageBuilder:
+    """The messages of a conversation.
+
+    earlier: number of items from the field ``before``; the others are from ``name``.
 
     ignored: records the items of hosted tools. Raises BadRequest.
     """
-    made, ignored = Messages(), ignored or Ignored()
+    made, ignored = MessageBuilder(), ignored or Ignored()
     if instructions:
         made.add({"role": "system", "content": instructions}, "instructions")
     for i, item in enumerate(items):
@@ -156,7 +163,7 @@ def to_messages(
     return made
 
 
-def _message(made: Messages, item: Item, where: str) -> None:
+def _message(made: MessageBuilder, item: Item, where: str) -> None:
     role = item.get("role")
     content = _content(item.get("content"), f"{where}.content")
     if role == "assistant":
@@ -166,7 +173,7 @@ def _message(made: Messages, item: Item, where: str) -> None:
 
 
 def _content(content: Any, where: str) -> Any:
-    """Text, or chat's content parts where pictures are among it. Raises BadRequest."""
+    """Text, or the chat's content parts if images are among it. Raises BadRequest."""
     if not has_kind(content, IMAGE_PART):
         return text_of(content, where, TEXT_PARTS)
     return [
@@ -177,7 +184,7 @@ def _content(content: Any, where: str) -> Any:
     ]
 
 
-def _reasoning(made: Messages, item: Item, where: str) -> None:
+def _reasoning(made: MessageBuilder, item: Item, where: str) -> None:
     parts = item.get("content") or item.get("summary") or []
     text = text_of(parts, f"{where}.content", {"reasoning_text", "summary_text"})
     if text:
@@ -186,24 +193,24 @@ def _reasoning(made: Messages, item: Item, where: str) -> None:
         message["reasoning_content"] = f"{before}\n{text}" if before else text
 
 
-def _call(made: Messages, item: Item, where: str) -> None:
+def _call(made: MessageBuilder, item: Item, where: str) -> None:
     function = {"name": item.get("name"), "arguments": item.get("arguments")}
     call = {"id": item.get("call_id"), "type": "function", "function": function}
     made.assistant(where).setdefault("tool_calls", []).append(call)
 
 
-def _custom_call(made: Messages, item: Item, where: str) -> None:
-    """A call of a tool whose argument is text, made elsewhere."""
+def _custom_call(made: MessageBuilder, item: Item, where: str) -> None:
+    """A call of a tool with a text argument, made elsewhere."""
     _call(made, {**item, "arguments": {"input": item.get("input")}}, where)
 
 
-def _output(made: Messages, item: Item, where: str) -> None:
+def _output(made: MessageBuilder, item: Item, where: str) -> None:
     content = _content(item.get("output"), f"{where}.output")
     made.contents[len(made.messages)] = f"{where}.output"
     made.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": content}, where)
 
 
-READERS: Mapping[str, Callable[[Messages, Item, str], None]] = {
+READERS: Mapping[str, Callable[[MessageBuilder, Item, str], None]] = {
     "message": _message,
     "reasoning": _reasoning,
     "function_call": _call,
@@ -211,13 +218,15 @@ READERS: Mapping[str, Callable[[Messages, Item, str], None]] = {
     "custom_tool_call": _custom_call,
     "custom_tool_call_output": _output,
 }
-"""What each type of item does to the messages."""
+"""Item type -> function that adds it to the messages."""
 
 
 def chat_body(
-    request: ResponsesRequest, data: Mapping[str, Any], made: Messages, ignored: Ignored | None = None
+    request: ResponsesRequest, data: Mapping[str, Any], made: MessageBuilder, ignored: Ignored | None = None
 ) -> tuple[dict[str, Any], Renames]:
-    """The chat body of a request, and where its parts come from. ignored: records the hosted tools.
+    """The chat body of a request, and the origins of its parts.
+
+    ignored: records the hosted tools.
 
     Raises BadRequest and ApiError.
     """
@@ -244,16 +253,16 @@ def chat_body(
 
 
 def conversation_of(request: ResponsesRequest) -> str | None:
-    """The id of the conversation that a response goes on with. Raises BadRequest."""
-    given = request.conversation
-    found = given.get("id") if isinstance(given, dict) else given
-    if given is not None and not isinstance(found, str):
-        raise BadRequest(f'conversation={show(given)} is not valid: give an id, or {{"id": "conv_…"}}.', "conversation")
+    """The id of the conversation that a response continues. Raises BadRequest."""
+    value = request.conversation
+    found = value.get("id") if isinstance(value, dict) else value
+    if value is not None and not isinstance(found, str):
+        raise BadRequest(f'conversation={show(value)} is not valid: give an id, or {{"id": "conv_…"}}.', "conversation")
     return found
 
 
 def turns(items: list[Item]) -> list[int]:
-    """Return the indices of ``items`` at which turns begin, the oldest first; :func:`since` shortens to them.
+    """The indices of ``items`` at which turns begin, the oldest first; :func:`since` shortens to them.
 
     A turn begins with a message of the user.
     """
@@ -272,7 +281,7 @@ def _stays(item: Item) -> bool:
 
 
 def _check_choices(request: ResponsesRequest, ignored: Ignored) -> None:
-    """Raises BadRequest for values of this API's own fields that are not honoured."""
+    """Raise BadRequest for unsupported values of this API's own fields."""
     for value in request.include or []:
         if (kind := value.partition(".")[0]) in ITEMS:
             ignored.other(kind, "include")
@@ -303,16 +312,16 @@ def _check_choices(request: ResponsesRequest, ignored: Ignored) -> None:
         raise BadRequest("stream_options.include_obfuscation is not supported; set it to false.", "stream_options")
 
 
-def _response_format(given: Any) -> Any:
-    """``text.format`` as the chat body has it; its schema stands one level deeper there."""
-    if isinstance(given, dict) and given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {name: v for name, v in given.items() if name != "type"}}
-    return given
+def _response_format(value: Any) -> Any:
+    """``text.format`` in the chat body's form, in which the schema is one level deeper."""
+    if isinstance(value, dict) and value.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {name: v for name, v in value.items() if name != "type"}}
+    return value
 
 
-def _tools(given: list[Any], ignored: Ignored) -> list[dict[str, Any]]:
+def _tools(fields: list[Any], ignored: Ignored) -> list[dict[str, Any]]:
     tools = []
-    for i, tool in enumerate(given):
+    for i, tool in enumerate(fields):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if ignored.tool(kind, f"tools[{i}].type"):
             continue
@@ -333,9 +342,9 @@ def _chosen(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dict[str, An
     if choice.get("type") == "function":
         return tools, {"type": "function", "function": {"name": choice.get("name")}}
     if choice.get("type") == "allowed_tools":
-        given, mode = choice.get("tools"), choice.get("mode")
+        value, mode = choice.get("tools"), choice.get("mode")
         known = [tool["function"].get("name") for tool in tools]
-        ones = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+        ones = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
         names = [one.get("name") for one in ones if hosted_type(one.get("type")) is None]
         if mode not in ("auto", "required") or not names or any(name not in known for name in names):
             rule = "its mode must be auto or required, and its tools a list of objects with names of functions in tools"

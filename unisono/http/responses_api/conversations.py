@@ -1,4 +1,4 @@
-"""Conversations that responses go on with: items under an id, for as long as there is room."""
+"""Conversations that responses continue: items under an id, in a bounded store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unisono.http.responses_api.store import Item
 
 MAX_CONVERSATIONS = 10_000
 MAX_BYTES = 256 * 2**20
-"""Of JSON."""
+"""Size of the store, bytes of JSON."""
 
 
 @dataclass
-class Conversation:
+class StoredConversation:
     """One conversation. owner: see ``auth.owner``. created_at: seconds since 1970."""
 
     id: str
@@ -29,7 +29,7 @@ class Conversation:
     size: int = 0
 
     def public(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """The conversation in the form of OpenAI's API."""
         return {
             "id": self.id,
             "object": "conversation",
@@ -39,18 +39,18 @@ class Conversation:
 
 
 class ConversationStore:
-    """Keeps conversations in memory; the one unused for longest goes first. A restart forgets all."""
+    """Conversations in memory, bounded by an LRU policy. A restart forgets all."""
 
     def __init__(self, most: int = MAX_CONVERSATIONS, max_bytes: int = MAX_BYTES) -> None:
         self._most, self._max_bytes = most, max_bytes
-        self._kept: OrderedDict[str, Conversation] = OrderedDict()
+        self._kept: OrderedDict[str, StoredConversation] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, conversation: Conversation) -> None:
-        """Keep a conversation, or its newer state. One that is larger than the whole store is not kept."""
+    def put(self, conversation: StoredConversation) -> None:
+        """Store a conversation, or its newer state. One that is larger than the whole store is dropped."""
         self._drop(conversation.id)
         conversation.size = len(msgspec.json.encode([conversation.items, conversation.metadata]))
         self._kept[conversation.id] = conversation
@@ -58,8 +58,8 @@ class ConversationStore:
         while self._bytes > self._max_bytes or len(self._kept) > self._most:
             self._drop(next(iter(self._kept)))
 
-    def get(self, conversation_id: str, owner: str, param: str | None = None) -> Conversation:
-        """The conversation of this id. Raises ApiError (404) where there is none, or another client's."""
+    def get(self, conversation_id: str, owner: str, param: str | None = None) -> StoredConversation:
+        """The conversation of this id. Raises ApiError (404) if there is none, or another client's."""
         found = self._kept.get(conversation_id)
         if found is None or found.owner != owner:
             message = f"There is no conversation {show(conversation_id)}; it was deleted, or made room for newer ones."
@@ -68,12 +68,12 @@ class ConversationStore:
         return found
 
     def append(self, conversation_id: str, items: Sequence[Item]) -> None:
-        """Add items at the end. Nothing happens where the conversation was deleted meanwhile."""
+        """Append items, unless the conversation was deleted meanwhile."""
         if (found := self._kept.get(conversation_id)) is not None:
             found.items = [*found.items, *items]
             self.put(found)
 
-    def item(self, conversation: Conversation, item_id: str) -> Item:
+    def item(self, conversation: StoredConversation, item_id: str) -> Item:
         """An item of a conversation. Raises ApiError (404)."""
         for item in conversation.items:
             if item.get("id") == item_id:

@@ -1,4 +1,4 @@
-"""The responses that may be read, continued, cancelled and deleted by their id, for as long as there is room."""
+"""Responses that can be read, continued, cancelled and deleted by their id, in a bounded store."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from unisono.http.errors import ApiError, show
 
 MAX_RESPONSES = 10_000
 MAX_BYTES = 256 * 2**20
-"""Of JSON, the items of earlier turns counted with each response that continues them."""
+"""Size of the store, bytes of JSON. Items of earlier turns count with each response that continues them."""
 
 Item = dict[str, Any]
 
 
 @dataclass
-class Stored:
-    """A response. items: of the conversation up to and with this response's input. owner: see ``auth.owner``."""
+class StoredResponse:
+    """A response. items: of the conversation, up to this response's input. owner: see ``auth.owner``."""
 
     response: dict[str, Any]
     items: list[Item]
@@ -28,23 +28,23 @@ class Stored:
 
     @property
     def conversation(self) -> list[Item]:
-        """The items that a response which continues this one begins with."""
+        """The items with which a response that continues this one begins."""
         return [*self.items, *self.response["output"]]
 
 
 class ResponseStore:
-    """Keeps responses in memory; the one that was not used for the longest goes first. A restart forgets all."""
+    """Responses in memory, bounded by an LRU policy. A restart forgets all."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def put(self, stored: Stored) -> None:
-        """Keep a response, or its newer state. One that is larger than the whole store is not kept."""
+    def put(self, stored: StoredResponse) -> None:
+        """Store a response, or its newer state. One that is larger than the whole store is dropped."""
         key = stored.response["id"]
         self.forget(key)
         stored.size = len(msgspec.json.encode([stored.response, stored.items]))
@@ -53,8 +53,8 @@ class ResponseStore:
         while self._bytes > self._max_bytes or len(self._stored) > self._max_responses:
             self.forget(next(iter(self._stored)))
 
-    def get(self, response_id: str, owner: str, param: str | None = None) -> Stored:
-        """The response of this id. Raises ApiError (404) where there is none, or another client's."""
+    def get(self, response_id: str, owner: str, param: str | None = None) -> StoredResponse:
+        """The response of this id. Raises ApiError (404) if there is none, or another client's."""
         found = self._stored.get(response_id)
         if found is None or found.owner != owner:
             message = (
@@ -65,8 +65,8 @@ class ResponseStore:
         self._stored.move_to_end(response_id)
         return found
 
-    def ended(self, response_id: str, owner: str, param: str) -> Stored:
-        """The same for a response that has ended. Raises ApiError (409) for one that has not."""
+    def ended(self, response_id: str, owner: str, param: str) -> StoredResponse:
+        """The ended response of this id. Raises ApiError (404, or 409 if it has not ended)."""
         found = self.get(response_id, owner, param)
         if found.response["status"] in ("queued", "in_progress"):
             message = f"The response {show(response_id)} is {found.response['status']}; wait for its end or cancel it."

@@ -1,7 +1,7 @@
 """Pieces of an answer to the items and events of the Responses API.
 
-A :class:`Writer` follows one answer: it keeps the response object as it is at any time, and makes the events that lead
-there. A whole answer is the object at the end; so a stream and a whole answer cannot differ.
+A :class:`ResponseWriter` follows one answer: it maintains the current response object, and makes the events that lead
+to it. A whole answer is the object at the end, so a stream and a whole answer cannot differ.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from unisono.http.answers.generation import Piece
+from unisono.http.answers.generation import OutputPiece
 from unisono.http.errors import ApiError
 from unisono.http.openai.responses import TokenReport, Usage
 
@@ -20,14 +20,16 @@ Event = dict[str, Any]
 Item = dict[str, Any]
 
 ENDS = {"length": "incomplete", "abort": "cancelled"}
-"""Status of a response by how its generation finished; any other is ``completed``."""
+"""Finish reason of a generation -> status of a response; any other is ``completed``."""
 EVENTS = {"completed": "response.completed", "incomplete": "response.incomplete", "cancelled": "response.incomplete"}
 
 
-class Writer:
-    """One response. ``response`` is the object; ``new_id`` makes ids of items from a prefix.
+class ResponseWriter:
+    """One response.
 
-    reports: whether text carries log-probabilities.
+    ``response`` is the object; ``new_id`` makes ids of items from a prefix.
+
+    reports: text carries log-probabilities.
     """
 
     def __init__(self, response: dict[str, Any], reports: bool, new_id: Callable[[str], str]) -> None:
@@ -35,16 +37,19 @@ class Writer:
         self._reports, self._new_id = reports, new_id
         self._sequence = 0
         self._item: Item | None = None
-        self._call = -1  # number of the tool call under way
-        self._text: list[str] = []  # of the item under way
+        self._call = -1  # number of the open tool call
+        self._text: list[str] = []  # of the open item
         self._logprobs: list[dict[str, Any]] = []
         self._waiting: list[dict[str, Any]] = []
         self._begun = False
 
     # ---- the answer's way ------------------------------------------------------------------------
 
-    def feed(self, piece: Piece) -> list[Event]:
-        """What a piece adds. The first one's events begin with the response itself: nothing is said before a token."""
+    def feed(self, piece: OutputPiece) -> list[Event]:
+        """The events of a piece.
+
+        The first one's begin with the response itself, so that no event precedes the first token.
+        """
         events = self._begin()
         if piece.reasoning:
             events += self._open("reasoning")
@@ -64,7 +69,7 @@ class Writer:
         return events
 
     def end(self, finish: str, usage: Usage) -> list[Event]:
-        """The answer is over."""
+        """The events that end the answer."""
         status = ENDS.get(finish, "completed")
         wordless = not self.response["output"] and self._item is None
         events = self._open("message") if wordless else []
@@ -77,7 +82,7 @@ class Writer:
         return [*events, self._event(EVENTS[status], response=self._copy())]
 
     def fail(self, error: ApiError) -> list[Event]:
-        """The answer ended with an error."""
+        """The events of an error that ended the answer."""
         events = self._begin()
         events += self._close("incomplete")
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
@@ -96,7 +101,7 @@ class Writer:
         ]
 
     def _open(self, kind: str) -> list[Event]:
-        """Begin an item of thinking or text, unless it is under way."""
+        """Begin an item of reasoning or text, unless one is open."""
         if self._item is not None and self._item["type"] == kind:
             return []
         events = self._close("completed")
@@ -125,7 +130,7 @@ class Writer:
         return [self._event("response.output_item.added", output_index=index, item=self._item)]
 
     def _close(self, status: str) -> list[Event]:
-        """End the item under way."""
+        """End the open item."""
         item = self._item
         if item is None:
             return []
@@ -137,10 +142,10 @@ class Writer:
                 self._event("response.function_call_arguments.done", arguments=text, name=name, **place),
             ]
         else:
-            said = item["type"] == "message"
-            part = self._text_part(text, self._logprobs) if said else {"type": "reasoning_text", "text": text}
-            extra = {"logprobs": self._logprobs} if said else {}
-            kind = "response.output_text.done" if said else "response.reasoning_text.done"
+            is_text = item["type"] == "message"
+            part = self._text_part(text, self._logprobs) if is_text else {"type": "reasoning_text", "text": text}
+            extra = {"logprobs": self._logprobs} if is_text else {}
+            kind = "response.output_text.done" if is_text else "response.reasoning_text.done"
             events = [
                 self._event(kind, content_index=0, text=text, **extra, **place),
                 self._event("response.content_part.done", content_index=0, part=part, **place),
@@ -170,7 +175,7 @@ class Writer:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _copy(self) -> dict[str, Any]:
-        """The response now; events must not change with it."""
+        """A copy of the response for an event, which must not change later."""
         return dict(self.response)
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
@@ -187,7 +192,7 @@ class Writer:
 
 
 def _logprobs(reports: Sequence[TokenReport]) -> list[dict[str, Any]]:
-    """Log-probabilities as output_text has them."""
+    """Log-probabilities in the form of output_text."""
     found = []
     for report in reports:
         own, *top = report.alternatives()

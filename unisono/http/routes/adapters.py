@@ -1,4 +1,4 @@
-"""Loading and unloading adapters while the server runs: vLLM's endpoints and SGLang's. For operators."""
+"""Loading and unloading of adapters at run time: vLLM's endpoints and SGLang's. For operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators' routes: cached prefixes, requests under way, profiles, sleep.
+"""Operators' routes: cached prefixes, running requests, profiles, sleep.
 
 Open to operators' keys; without keys, to this machine. Users may abort their own requests.
 """
@@ -22,7 +22,7 @@ from unisono.http.service import Service
 from unisono.types import EngineDead
 
 LIMIT = 60.0
-"""Seconds that a command may take in the engine process; writing a long profile takes most."""
+"""Timeout of a command in the engine process, seconds; writing a long profile takes most."""
 KEPT = (
     "weights, KV pages and graphs: graphs hold the addresses of all of them, so only the end of the process frees them"
 )
@@ -114,7 +114,7 @@ async def _abort_body(request: Request) -> list[str] | None:
 
 
 def _abort(service: Service, ids: list[str] | None, key: str | None = None) -> list[str]:
-    """End these answers early, or all, of the key with this name or of all clients. Returns those under way."""
+    """End these answers early, or all, of the key with this name or of all clients. Returns the running ones."""
     named = list(service.running) if ids is None else ids
     found = [one for one in dict.fromkeys(named) if one in service.running]
     if key is not None:

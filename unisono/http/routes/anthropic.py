@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from unisono.http.answers.answer import Answer
 from unisono.http.answers.generation import Generation, merge
 from unisono.http.answers.writer import EventReply, stream_error
 from unisono.http.anthropic_api.body import CountRequest, MessagesRequest, chat_body
-from unisono.http.anthropic_api.writer import Event, Writer, error_object
+from unisono.http.anthropic_api.writer import Event, MessageWriter, error_object
 from unisono.http.observability.request_note import note
 from unisono.http.openai.hosted_tools import Ignored
 from unisono.http.openai.protocol import ChatRequest
@@ -21,11 +22,11 @@ from unisono.http.openai.responses import Usage
 from unisono.http.openai.translation import Renames, chat_request, checked
 from unisono.http.request_body import load_object, off_loop
 from unisono.http.routes.common import (
-    answer,
     described,
     forget_inputs,
     json_response,
     new_id,
+    placement_of,
     read_json_body,
     ticket_of,
     when_ready,
@@ -35,14 +36,14 @@ from unisono.http.service import Service
 Body = TypeVar("Body", bound=CountRequest)
 
 PREFIX = "/v1/messages"
-"""Errors under this path are worded as Anthropic's."""
+"""Errors under this path have Anthropic's form."""
 
 
 @dataclass
 class MessageReply(EventReply):
-    """A message on its way."""
+    """A message in progress."""
 
-    writer: Writer
+    writer: MessageWriter
     generations: list[Generation]
     request_id: str
 
@@ -63,7 +64,7 @@ class MessageReply(EventReply):
 
 
 def _read(raw: bytes, kind: type[Body], ignored: Ignored) -> tuple[Body, ChatRequest, Renames]:
-    """A body, the chat request that is made of it, and the names of its fields. Raises BadRequest and ApiError."""
+    """A body, the chat request translated from it, and the names of its fields. Raises BadRequest and ApiError."""
     data = load_object(raw)
     body = checked(data, kind, only=False)
     fields, renames = chat_body(body, data, ignored)
@@ -90,17 +91,12 @@ def add(app: FastAPI, service: Service) -> None:
         }
         blank |= {"stop_reason": None, "stop_sequence": None, "usage": None}
         blank |= {"ignored_tools": list(ignored.tools)} if ignored.tools else {}
-
-        async def prepare() -> list[Generation]:
-            with renames.errors():
-                generations = await service.serving.chat(chat, message_id, ticket_of(request))
-            forget_inputs(body, chat)
-            return generations
-
-        def reply_of(generations: list[Generation]) -> MessageReply:
-            return MessageReply(Writer(blank, new_id), generations, note(request.scope).request_id)
-
-        return await answer(service, request, message_id, prepare, reply_of, body.stream)
+        answer = Answer(service, request, message_id, placement_of(request))
+        with renames.errors():
+            generations = await service.serving.chat(chat, message_id, ticket_of(request))
+        forget_inputs(body, chat)
+        reply = MessageReply(MessageWriter(blank, new_id), generations, note(request.scope).request_id)
+        return await answer.send(reply, generations, body.stream)
 
     @app.post(f"{PREFIX}/count_tokens", dependencies=ready, **described("Count a conversation's tokens.", CountRequest))
     async def count_tokens(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""OpenAI's Conversations API: items that responses go on with (the field ``conversation`` of ``/v1/responses``)."""
+"""OpenAI's Conversations API: items that responses continue (the field ``conversation`` of ``/v1/responses``)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from unisono.http.errors import ApiError
 from unisono.http.openai.translation import checked
 from unisono.http.request_body import load_object, off_loop
 from unisono.http.responses_api.body import to_items, to_messages
-from unisono.http.responses_api.conversations import Conversation, ConversationStore
+from unisono.http.responses_api.conversations import ConversationStore, StoredConversation
 from unisono.http.responses_api.store import Item
 from unisono.http.routes.common import clients_only, described, json_response, new_id, now, read_json_body
 from unisono.http.service import Service
 
 MOST_ITEMS = 20
-"""Items that one request may add, as OpenAI has it."""
+"""Items that one request may add: OpenAI's limit."""
 
 
 class ConversationBody(BaseModel):
@@ -55,7 +55,7 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
         raw = await read_json_body(request)
         body = await off_loop(len(raw), lambda: checked(load_object(raw) if raw.strip() else {}, ConversationBody))
         items = _items(body.items or [], service)
-        made = Conversation(new_id("conv_"), service.keys.owner(request), now(), body.metadata or {}, items)
+        made = StoredConversation(new_id("conv_"), service.keys.owner(request), now(), body.metadata or {}, items)
         store.put(made)
         return json_response(made.public())
 
@@ -138,11 +138,11 @@ def _listed(items: list[Item], more: bool) -> dict[str, Any]:
     return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": more}
 
 
-def _items(given: list[Any], service: Service) -> list[Item]:
-    """Items with ids, of types that a response can go on with. Raises BadRequest and ApiError."""
-    if len(given) > MOST_ITEMS:
-        raise ApiError(400, f"items has {len(given)} entries; at most {MOST_ITEMS} are taken.", param="items")
-    items = to_items(given, new_id, lambda _: None, "items") if given else []
+def _items(value: list[Any], service: Service) -> list[Item]:
+    """Items with ids, of types that a response can continue. Raises BadRequest and ApiError."""
+    if len(value) > MOST_ITEMS:
+        raise ApiError(400, f"items has {len(value)} entries; the limit is {MOST_ITEMS}.", param="items")
+    items = to_items(value, new_id, lambda _: None, "items") if value else []
     ignored = service.hosted.request()
     to_messages(items, None, 0, "items", "items", ignored)
     service.hosted.tell(ignored)

@@ -1,4 +1,4 @@
-"""``/openapi.json``, made of the routes and of the models that check their bodies, and ``/docs``, a page of it."""
+"""``/openapi.json``, generated from the routes and the models of their bodies, and ``/docs``, a page of it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STATUSES = {
     "500": "The request failed in the engine.",
     "503": "The server takes no requests now, or its queue is full.",
 }
-"""What a route may answer beside 200."""
+"""Statuses that a route may answer beside 200."""
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
     "code{background:#eee;padding:0 .2em}summary{cursor:pointer;margin:.3rem 0}td,th{text-align:left;"
@@ -53,7 +53,7 @@ STYLE = (
 
 
 def add(app: FastAPI, service: Service) -> None:
-    """Add the routes. They describe all that are added by the time of the first request."""
+    """Add the routes. They describe all routes that exist at the first request."""
     made: dict[str, Any] = {}
 
     def document() -> dict[str, Any]:
@@ -97,7 +97,7 @@ def openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def page(document: dict[str, Any]) -> str:
-    """The document as one page, which loads nothing else."""
+    """The document as one self-contained page."""
     schemas = document["components"]["schemas"]
     parts = [f"<!doctype html><meta charset=utf-8><title>Unisono</title><style>{STYLE}</style><h1>Unisono</h1>"]
     parts.append('<p>Every GET route takes HEAD too. The same as data: <a href="openapi.json">openapi.json</a>.</p>')

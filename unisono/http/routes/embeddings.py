@@ -13,13 +13,14 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.frontend.pooling import GENERATIVE, Pooling, encoded
+from unisono.http.answers.answer import Answer
 from unisono.http.answers.generation import Generation, merge
 from unisono.http.errors import ApiError, unavailable
 from unisono.http.limits.fields import Strings, TokenIdLists, TokenIds
 from unisono.http.openai.protocol import CompletionRequest, parse_fields
 from unisono.http.openai.translation import Renames, checked
 from unisono.http.request_body import load_object, off_loop
-from unisono.http.routes.common import answer, described, new_id, read_json_body, when_ready
+from unisono.http.routes.common import described, new_id, placement_of, read_json_body, when_ready
 from unisono.http.service import Service
 from unisono.types import BadRequest
 
@@ -42,7 +43,7 @@ class EmbeddingRequest(BaseModel):
 
 @dataclass
 class EmbeddingReply:
-    """Embeddings on their way. They are never streamed."""
+    """Embeddings in progress. They are never streamed."""
 
     request: EmbeddingRequest
     model: str
@@ -50,7 +51,7 @@ class EmbeddingReply:
     generations: list[Generation]
 
     async def whole(self) -> dict[str, Any]:
-        """The answer. Raises what ended a request early."""
+        """The answer. Raises the error that ended a request early."""
         async with aclosing(merge(self.generations)) as pieces:
             async for _ in pieces:
                 pass
@@ -88,20 +89,15 @@ def add(app: FastAPI, service: Service) -> None:
         if body.truncate_prompt_tokens is not None:
             fields["truncate_prompt_tokens"] = body.truncate_prompt_tokens
         renames = Renames({"prompt": "input"})
-
-        async def prepare() -> list[Generation]:
-            with renames.errors():
-                completion = await off_loop(len(raw), lambda: parse_fields(fields, CompletionRequest))
-                return await service.serving.completion(completion, answer_id, pooled=True)
-
-        def reply_of(generations: list[Generation]) -> EmbeddingReply:
-            return EmbeddingReply(body, model, service.pooling, generations)
-
-        return await answer(service, request, answer_id, prepare, reply_of, False)
+        answer = Answer(service, request, answer_id, placement_of(request))
+        with renames.errors():
+            completion = await off_loop(len(raw), lambda: parse_fields(fields, CompletionRequest))
+            generations = await service.serving.completion(completion, answer_id, pooled=True)
+        return await answer.send(EmbeddingReply(body, model, service.pooling, generations), generations, False)
 
 
 def _check(body: EmbeddingRequest, service: Service) -> None:
-    """Raises ApiError and BadRequest for what this server cannot do."""
+    """Raise ApiError and BadRequest for fields that this server does not support."""
     model = service.serving.inputs.model
     if service.pooling.problem is not None:
         raise ApiError(400, f"Embeddings of this checkpoint: {service.pooling.problem}.", code="embeddings_off")

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from unisono.http import request_ids
+from unisono.http.answers.answer import Answer
 from unisono.http.answers.generation import Generation
-from unisono.http.answers.writer import Answer
+from unisono.http.answers.writer import OpenAIReply
 from unisono.http.openai import protocol
-from unisono.http.openai.responses import ChatShape, ModelCard, ModelList, Shape, TextShape
+from unisono.http.openai.responses import ChatShape, ModelCard, ModelList, ResponseShape, TextShape
 from unisono.http.request_body import off_loop
 from unisono.http.routes.common import (
-    answer,
     clients_only,
     described,
     forget_inputs,
     json_response,
     now,
+    placement_of,
     read_json_body,
     ticket_of,
     when_ready,
@@ -68,7 +70,7 @@ async def _generate(
     service: Service,
     request: Request,
     body: protocol.GenerationRequest,
-    shape: Shape,
+    shape: ResponseShape,
     prepare: Callable[[str], Coroutine[Any, Any, list[Generation]]],
 ) -> Response:
     model = service.model(body.model)
@@ -76,20 +78,13 @@ async def _generate(
     named = {"request_id": body.request_id, "rid": body.rid}
     answer_id = request_ids.answer_id(shape.id_prefix, request, named, service.claimed)
     service.claimed.add(answer_id)
-
-    async def prepared() -> list[Generation]:
+    release = partial(service.claimed.discard, answer_id)
+    try:
+        answer = Answer(service, request, answer_id, placement_of(request), release)
         generations = await prepare(answer_id)
         forget_inputs(body)
-        return generations
-
-    def reply_of(generations: list[Generation]) -> Answer:
-        return Answer(shape, answer_id, now(), model, service.fingerprint, body, generations)
-
-    def closed() -> None:
-        service.claimed.discard(answer_id)
-
-    try:
-        return await answer(service, request, answer_id, prepared, reply_of, body.stream, closed)
+        reply = OpenAIReply(shape, answer_id, now(), model, service.fingerprint, body, generations)
+        return await answer.send(reply, generations, body.stream)
     except BaseException:
-        closed()
+        release()
         raise

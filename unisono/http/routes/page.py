@@ -1,6 +1,6 @@
-"""The page at ``/``: a chat that shows accepted drafts, the server's numbers, and the routes that only the page reads.
+"""The page at ``/``: a chat that shows accepted drafts, the server's numbers, and the routes that only the page uses.
 
-Its files are in ``server/page``: HTML, CSS and JavaScript as browsers read them. They name no other host, and the
+Its files are in ``http/page``: HTML, CSS and JavaScript without a build step. They name no other host, and the
 Content-Security-Policy forbids the page to load from or send to any. It also forbids inline scripts and, by Trusted
 Types, that text becomes markup.
 """
@@ -35,9 +35,12 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
     "trusted-types 'none'"
 )
-"""blob: is for previews of pictures that the user attaches."""
+"""blob: is for previews of images that the user attaches."""
 INSPECT_SECONDS = 0.3
-"""Seconds that ``/page/state`` waits for the engine; then it serves the last numbers. The page polls every 0.5 s."""
+"""Timeout of ``/page/state`` for the engine's answer, seconds; then it serves the last numbers.
+
+The page polls every 0.5 s.
+"""
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -45,7 +48,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-"""Of every file of the page. A browser asks each time whether its copy is the server's."""
+"""Headers of every file of the page. A browser revalidates its copy each time."""
 
 
 def add(app: FastAPI, service: Service) -> None:

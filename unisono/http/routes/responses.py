@@ -13,6 +13,8 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from unisono.cluster.engines import ANYWHERE
+from unisono.http.answers.answer import Answer
 from unisono.http.answers.generation import Generation, merge, start_all
 from unisono.http.answers.writer import EventReply, stream_error
 from unisono.http.errors import ApiError, as_api_error
@@ -31,17 +33,16 @@ from unisono.http.responses_api.body import (
     turns,
 )
 from unisono.http.responses_api.conversations import ConversationStore
-from unisono.http.responses_api.store import Item, ResponseStore, Stored
-from unisono.http.responses_api.writer import Event, Writer
+from unisono.http.responses_api.store import Item, ResponseStore, StoredResponse
+from unisono.http.responses_api.writer import Event, ResponseWriter
 from unisono.http.routes import conversations
 from unisono.http.routes.common import (
-    answer,
     clients_only,
     described,
     json_response,
     new_id,
     now,
-    prepared,
+    placement_of,
     read_json_body,
     ticket_of,
     when_ready,
@@ -53,10 +54,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Asked:
-    """A checked body. items: of the whole conversation; earlier: how many are of previous responses.
+class CheckedRequest:
+    """A checked body.
 
-    conversation: the id of the one that the response goes on with. ignored: hosted tools that are left out.
+    items: of the whole conversation. earlier: number of items from previous responses.
+
+    conversation: id of the one that the response continues. ignored: hosted tools that are left out.
     """
 
     request: ResponsesRequest
@@ -71,9 +74,9 @@ class Asked:
 
 @dataclass
 class ResponseReply(EventReply):
-    """A response on its way. ``finished`` is told of its last state."""
+    """A response in progress. ``finished`` is called with its last state."""
 
-    writer: Writer
+    writer: ResponseWriter
     generations: list[Generation]
     finished: Callable[[], None]
 
@@ -104,39 +107,34 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", dependencies=when_ready(service), **described("Make a response.", ResponsesRequest))
     async def create(request: Request) -> Response:
-        asked = await _asked(service, store, kept, request)
-        response = _blank(asked, service)
-        stored = Stored(response, asked.items, service.keys.owner(request))
-        keep = partial(_keep, asked, stored, store, kept)
-
-        async def prepare() -> list[Generation]:
-            with asked.renames.errors():
-                return await service.serving.chat(asked.chat, response["id"], ticket_of(request))
-
-        def reply_of(generations: list[Generation]) -> ResponseReply:
-            writer = Writer(response, bool(asked.chat.logprobs), new_id)
-            keep()
-            return ResponseReply(writer, generations, keep)
-
-        if asked.request.background:
-            generations = await prepare()
-            prepared(request, generations)
-            response["status"] = "queued"
-            keep()
-            if (ticket := note(request.scope).ticket) is not None:
-                ticket.hold()
-            task = asyncio.create_task(_in_background(service, reply_of(generations), request))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            return json_response(response)
+        parsed = await _asked(service, store, kept, request)
+        response = _blank(parsed, service)
+        stored = StoredResponse(response, parsed.items, service.keys.owner(request))
+        keep = partial(_keep, parsed, stored, store, kept)
 
         def closed() -> None:
             if response["status"] == "in_progress":  # the client has gone
                 response["status"] = "cancelled"
                 keep()
 
+        background = parsed.request.background
+        answer = Answer(service, request, response["id"], ANYWHERE if background else placement_of(request), closed)
+        with parsed.renames.errors():
+            generations = await service.serving.chat(parsed.chat, response["id"], ticket_of(request))
+        reply = ResponseReply(ResponseWriter(response, bool(parsed.chat.logprobs), new_id), generations, keep)
+        if background:
+            answer.admit(generations)
+            response["status"] = "queued"
+            keep()
+            if (ticket := note(request.scope).ticket) is not None:
+                ticket.hold()
+            task = asyncio.create_task(_in_background(answer, reply))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            return json_response(response)
+        keep()
         try:
-            return await answer(service, request, response["id"], prepare, reply_of, asked.request.stream, closed)
+            return await answer.send(reply, generations, parsed.request.stream)
         except Exception:
             store.forget(response["id"])
             raise
@@ -147,19 +145,19 @@ def add(app: FastAPI, service: Service) -> None:
         **described("Count the input tokens of a body of /v1/responses.", ResponsesRequest),
     )
     async def input_tokens(request: Request) -> Response:
-        asked = await _asked(service, store, kept, request)
-        with asked.renames.errors():
-            prompt = await service.serving.chat_prompt(asked.chat, ticket_of(request))
+        parsed = await _asked(service, store, kept, request)
+        with parsed.renames.errors():
+            prompt = await service.serving.chat_prompt(parsed.chat, ticket_of(request))
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 
-def _keep(asked: Asked, stored: Stored, store: ResponseStore, kept: ConversationStore) -> None:
-    """Keep a response's state, if it is to be stored; once it has ended, its conversation goes on with it."""
+def _keep(parsed: CheckedRequest, stored: StoredResponse, store: ResponseStore, kept: ConversationStore) -> None:
+    """Store a response's state, if requested; once it has ended, append it to its conversation."""
     response = stored.response
-    if asked.request.store is not False:
+    if parsed.request.store is not False:
         store.put(stored)
-    if asked.conversation is not None and response["status"] in ("completed", "incomplete"):
-        kept.append(asked.conversation, [*asked.items[asked.earlier :], *response["output"]])
+    if parsed.conversation is not None and response["status"] in ("completed", "incomplete"):
+        kept.append(parsed.conversation, [*parsed.items[parsed.earlier :], *response["output"]])
 
 
 def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
@@ -182,7 +180,7 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
         found = store.get(response_id, service.keys.owner(request))
         for generation in service.running.get(response_id, ()):
             generation.cancel()
-        for _ in range(100):  # its last state comes with the next turn of the loop
+        for _ in range(100):  # its last state comes in the next iteration of the loop
             if found.response["status"] not in ("queued", "in_progress"):
                 break
             await asyncio.sleep(0.01)
@@ -202,7 +200,7 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
         return json_response(conversations.page_of(items, limit, order, after))
 
 
-async def _asked(service: Service, store: ResponseStore, kept: ConversationStore, request: Request) -> Asked:
+async def _asked(service: Service, store: ResponseStore, kept: ConversationStore, request: Request) -> CheckedRequest:
     """The body, checked. Raises BadRequest and ApiError."""
     raw = await read_json_body(request)
     data, body = await off_loop(len(raw), lambda: _read(raw))
@@ -224,14 +222,16 @@ async def _asked(service: Service, store: ResponseStore, kept: ConversationStore
     items = [*earlier, *to_items(body.input, new_id, stored)]
     ignored = service.hosted.request()
 
-    def made() -> Asked:
+    def made() -> CheckedRequest:
         messages = to_messages(items, body.instructions, len(earlier), before, ignored=ignored)
         chat, renames = chat_body(body, data, messages, ignored)
-        return Asked(body, chat_request(chat, renames), renames, items, len(earlier), model, conversation, ignored)
+        return CheckedRequest(
+            body, chat_request(chat, renames), renames, items, len(earlier), model, conversation, ignored
+        )
 
-    asked = await off_loop(_size(raw, items), made)
+    parsed = await off_loop(_size(raw, items), made)
     service.hosted.tell(ignored)
-    return await _fitting(service, asked, data, request) if body.truncation == "auto" else asked
+    return await _fitting(service, parsed, data, request) if body.truncation == "auto" else parsed
 
 
 def _read(raw: bytes) -> tuple[dict[str, Any], ResponsesRequest]:
@@ -240,28 +240,31 @@ def _read(raw: bytes) -> tuple[dict[str, Any], ResponsesRequest]:
 
 
 def _size(raw: bytes, items: list[Item]) -> int:
-    """Bytes for :func:`off_loop`: those of a body, and of stored items at least what makes many of them large."""
+    """Bytes for :func:`off_loop`: those of a body, and a lower bound for stored items."""
     return len(raw) + len(items) * INLINE_BYTES // 64
 
 
-async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], request: Request) -> Asked:
-    """``truncation: auto``: without as many of the oldest turns as it takes to fit the context.
+async def _fitting(
+    service: Service, parsed: CheckedRequest, data: Mapping[str, Any], request: Request
+) -> CheckedRequest:
+    """``truncation: auto``: drop as many of the oldest turns as needed to fit the context.
 
-    The stored items stay whole. Where even the last turn alone is too long it is left as it is, and refused later.
+    The stored items stay complete. If even the last turn alone is too long, nothing is dropped, and it is refused
+    later.
     """
-    room = service.serving.inputs.model.max_model_len - (asked.request.max_output_tokens or 1)
-    choices = [0, *turns(asked.items)]
-    made: dict[int, Asked] = {}
+    room = service.serving.inputs.model.max_model_len - (parsed.request.max_output_tokens or 1)
+    choices = [0, *turns(parsed.items)]
+    made: dict[int, CheckedRequest] = {}
 
-    def shortened(start: int) -> Asked:
-        items = since(asked.items, start)
-        earlier = max(0, len(items) - (len(asked.items) - asked.earlier))
-        messages = to_messages(items, asked.request.instructions, earlier, ignored=asked.ignored)
-        chat, renames = chat_body(asked.request, data, messages, asked.ignored)
-        return replace(asked, chat=chat_request(chat, renames), renames=renames)
+    def shortened(start: int) -> CheckedRequest:
+        items = since(parsed.items, start)
+        earlier = max(0, len(items) - (len(parsed.items) - parsed.earlier))
+        messages = to_messages(items, parsed.request.instructions, earlier, ignored=parsed.ignored)
+        chat, renames = chat_body(parsed.request, data, messages, parsed.ignored)
+        return replace(parsed, chat=chat_request(chat, renames), renames=renames)
 
     async def fits(choice: int) -> bool:
-        made[choice] = await off_loop(_size(b"", asked.items), lambda: shortened(choices[choice]))
+        made[choice] = await off_loop(_size(b"", parsed.items), lambda: shortened(choices[choice]))
         try:
             with made[choice].renames.errors():
                 return len((await service.serving.chat_prompt(made[choice].chat, ticket_of(request))).token_ids) <= room
@@ -274,24 +277,24 @@ async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], requ
         return made[0]
     low, high = 1, len(choices) - 1
     if high < 1:
-        return asked
-    while low < high:  # the fewest turns that have to go
+        return parsed
+    while low < high:  # the fewest turns to drop
         middle = (low + high) // 2
         low, high = (low, middle) if await fits(middle) else (middle + 1, high)
     await fits(low)
     return made[low]
 
 
-def _blank(asked: Asked, service: Service) -> dict[str, Any]:
+def _blank(parsed: CheckedRequest, service: Service) -> dict[str, Any]:
     """The response before anything is generated."""
-    body, defaults = asked.request, service.serving.inputs.model.generation_defaults
+    body, defaults = parsed.request, service.serving.inputs.model.generation_defaults
     return {
         "id": new_id("resp_"),
         "object": "response",
         "created_at": now(),
         "status": "in_progress",
         "background": bool(body.background),
-        "conversation": {"id": asked.conversation} if asked.conversation is not None else None,
+        "conversation": {"id": parsed.conversation} if parsed.conversation is not None else None,
         "completed_at": None,
         "error": None,
         "incomplete_details": None,
@@ -299,7 +302,7 @@ def _blank(asked: Asked, service: Service) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
-        "model": asked.model,
+        "model": parsed.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
@@ -312,7 +315,7 @@ def _blank(asked: Asked, service: Service) -> dict[str, Any]:
         "text": {"format": {"type": "text"}, **(body.text or {})},
         "tool_choice": body.tool_choice or "auto",
         "tools": [tool for tool in body.tools or [] if hosted_type(tool.get("type")) is None],
-        **({"ignored_tools": list(asked.ignored.tools)} if asked.ignored.tools else {}),
+        **({"ignored_tools": list(parsed.ignored.tools)} if parsed.ignored.tools else {}),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": _given(body.top_p, defaults, "top_p"),
         "truncation": body.truncation or "disabled",
@@ -325,22 +328,19 @@ def _given(value: float | None, defaults: Mapping[str, float], name: str) -> flo
     return defaults.get(name, 1.0) if value is None else value
 
 
-async def _in_background(service: Service, reply: ResponseReply, request: Request) -> None:
-    """Run a response that nobody waits for. Its end is in the store."""
-    response_id, arrival = reply.writer.response["id"], note(request.scope).arrival
-    ticket = note(request.scope).ticket
-    service.running[response_id] = reply.generations
+async def _in_background(answer: Answer, reply: ResponseReply) -> None:
+    """Run a response in the background. Its end is in the store."""
+    service, notes = answer.service, note(answer.request.scope)
+    service.running[answer.id] = answer.generations
     service.in_flight += 1
     try:
-        for generation in reply.generations:
-            generation.arrived(arrival)
-        await start_all(reply.generations)
+        await start_all(answer.generations)
         await reply.whole()
     except Exception as error:
         reply.failure(error)
-        logger.warning("Response %s failed: %s", response_id, as_api_error(error))
+        logger.warning("Response %s failed: %s", answer.id, as_api_error(error))
     finally:
         service.in_flight -= 1
-        if ticket is not None:
-            ticket.leave()
-        service.close(response_id, reply.generations, request, arrival)
+        if notes.ticket is not None:
+            notes.ticket.leave()
+        service.close(answer.id, answer.generations, answer.request, notes.arrival)

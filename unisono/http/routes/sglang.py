@@ -5,21 +5,29 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from unisono.http.answers.generation import Generation
+from unisono.http.answers.answer import Answer
 from unisono.http.errors import ApiError, show
 from unisono.http.observability.request_note import note
 from unisono.http.openai.protocol import CompletionRequest, parse_fields
 from unisono.http.openai.translation import Renames, checked
 from unisono.http.request_body import load_object, off_loop
 from unisono.http.request_ids import checked_id
-from unisono.http.routes.common import answer, described, forget_inputs, new_id, read_json_body, ticket_of, when_ready
+from unisono.http.routes.common import (
+    described,
+    forget_inputs,
+    new_id,
+    placement_of,
+    read_json_body,
+    ticket_of,
+    when_ready,
+)
 from unisono.http.service import Service
 from unisono.http.sglang_api import GenerateReply, GenerateRequest, completion_body, media_sources
 from unisono.media.fetching.sources import MediaSource
 
 
 def _read(raw: bytes) -> tuple[GenerateRequest, CompletionRequest, list[list[MediaSource]], Renames]:
-    """A body, the completion request that is made of it, its media, and the names of its fields.
+    """A body, the completion request translated from it, its media, and the names of its fields.
 
     Raises BadRequest and ApiError.
     """
@@ -44,17 +52,12 @@ def add(app: FastAPI, service: Service) -> None:
             raise ApiError(404, message, "not_found_error", param="lora_path", code="model_not_found")
         service.model(completion.model)
         answer_id = checked_id(body.rid, "rid") if body.rid else new_id("gen-")
-
-        async def prepare() -> list[Generation]:
-            with renames.errors():
-                generations = await service.serving.completion(completion, answer_id, media, ticket_of(request))
-            forget_inputs(body, completion)
-            media.clear()
-            return generations
-
-        def reply_of(generations: list[Generation]) -> GenerateReply:
-            several = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))
-            many = several or len(generations) > 1
-            return GenerateReply(body, answer_id, generations, many, note(request.scope).arrival)
-
-        return await answer(service, request, answer_id, prepare, reply_of, body.stream)
+        answer = Answer(service, request, answer_id, placement_of(request))
+        with renames.errors():
+            generations = await service.serving.completion(completion, answer_id, media, ticket_of(request))
+        forget_inputs(body, completion)
+        media.clear()
+        several = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))
+        many = several or len(generations) > 1
+        reply = GenerateReply(body, answer_id, generations, many, note(request.scope).arrival)
+        return await answer.send(reply, generations, body.stream)

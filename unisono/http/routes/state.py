@@ -1,4 +1,4 @@
-"""What the server tells of itself: health, version, load, configuration, metrics."""
+"""State of the server: health, version, load, configuration, metrics."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def add(app: FastAPI, service: Service) -> None:
         except (EngineDead, TimeoutError) as error:
             raise unavailable(f"The engine does not answer: {error or 'it is busy'}.", "engine_unavailable") from None
         engines = zip(service.client.replicas(), service.client.infos, strict=False)
-        told = [{**one, "info": info} for one, info in engines]
+        engine_infos = [{**one, "info": info} for one, info in engines]
         settings = service.settings
-        if (key := service.keys.scope(request)) is not None:  # a user's: names of other keys are none of its business
+        if (key := service.keys.scope(request)) is not None:  # a user must not see the names of other keys
             settings = {**settings, "keys": [key]}
         whole = {"server": settings, "engine": stats.info}
-        return json_response(whole | ({"engines": told} if told else {}))
+        return json_response(whole | ({"engines": engine_infos} if engine_infos else {}))
 
     @app.get("/metrics", **described("Prometheus metrics."))
     async def metrics() -> Response:
-        with contextlib.suppress(EngineDead, TimeoutError):  # then its last numbers must do
+        with contextlib.suppress(EngineDead, TimeoutError):  # then the last numbers are used
             await service.client.inspect(INSPECT_LIMIT)
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

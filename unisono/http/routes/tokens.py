@@ -1,4 +1,4 @@
-"""Text to tokens and back, as vLLM and SGLang do it."""
+"""Text to tokens and back, with vLLM's and SGLang's endpoints."""
 
 from __future__ import annotations
 
@@ -87,15 +87,15 @@ def add(app: FastAPI, service: Service) -> None:
 
 
 def _read(raw: bytes) -> tuple[TokenizeRequest, ChatRequest | None]:
-    """A body, and its conversation as the chat endpoint reads it. Raises BadRequest and ApiError."""
+    """A body, and its conversation in the chat endpoint's form. Raises BadRequest and ApiError."""
     data = load_object(raw)
     body = checked(data, TokenizeRequest, only=False)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("prompt and messages: give one of them.", "prompt")
     own = TokenizeRequest.model_fields.keys()
     if body.messages is not None:
-        given = ("messages", "model", "add_special_tokens")
-        fields = {name: data[name] for name in given if data.get(name) is not None}
+        value = ("messages", "model", "add_special_tokens")
+        fields = {name: data[name] for name in value if data.get(name) is not None}
         return body, chat_request(fields | passed_on(data, own, {}), Renames({}))
     for name in data:
         check_name(name)
@@ -105,7 +105,7 @@ def _read(raw: bytes) -> tuple[TokenizeRequest, ChatRequest | None]:
 
 
 async def _ids(service: Service, request: Request, body: TokenizeRequest, chat: ChatRequest | None) -> list[int]:
-    """The token ids of a prompt, or of a conversation as the chat endpoint writes it."""
+    """The token ids of a prompt, or of a conversation as the chat endpoint renders it."""
     if chat is not None:
         return (await service.serving.chat_prompt(chat, ticket_of(request))).token_ids
     assert body.prompt is not None

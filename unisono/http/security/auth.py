@@ -1,11 +1,10 @@
-"""API keys: who may use the server, and who may operate it.
+"""API keys and roles: users, and operators of the server.
 
 A client sends its key as ``Authorization: Bearer KEY`` (OpenAI's clients) or ``x-api-key: KEY`` (Anthropic's). The
 server keeps SHA-256 digests of keys and compares them in constant time. Each key has a name, which logs, metrics and
 the queues use in its place.
 
-A server without keys tells its operators, and who may read stored answers, from web pages by addresses and headers
-(``hosts``).
+A server without keys recognises its operators, and readers of stored answers, by addresses and headers (``hosts``).
 """
 
 from __future__ import annotations
@@ -26,14 +25,16 @@ FLAG_NAME = "api-key"
 OPERATOR, USER = "operator", "user"
 """Roles of keys."""
 IPV6_NETWORK = 64
-"""Bits of an IPv6 address that tell clients apart: the rest is one client's to choose."""
+"""Prefix length of an IPv6 address that identifies a client: the rest is one client's to choose."""
 
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """What one client may do. None: no limit.
+    """Limits of one client.
 
-    concurrent_requests: under way at once. requests_per_minute: on average; as many may come at once.
+    None: no limit.
+
+    concurrent_requests: in progress at once. requests_per_minute: on average; as many may come at once.
     """
 
     concurrent_requests: int | None = None
@@ -41,11 +42,11 @@ class ClientLimits:
 
 
 @dataclass(frozen=True)
-class Client:
-    """Whose requests take turns and count together: those with keys of one name, or, without keys, of one address.
+class ApiClient:
+    """The owner of requests that take turns and count together: keys of one name, or, without keys, one address.
 
-    label: tells clients apart. name: the key's; empty without keys. limits: where the key has its own. role: OPERATOR,
-    USER, or None where the key file says nothing.
+    label: identifies the client. name: the key's; empty without keys. limits: the key's own, if any. role: OPERATOR,
+    USER, or None if the key file does not set one.
     """
 
     label: str = ""
@@ -55,26 +56,28 @@ class Client:
 
 
 @dataclass(frozen=True)
-class Key:
-    """digest: SHA-256 of the key. It is not shown."""
+class ApiKey:
+    """An API key. digest: its SHA-256. It is excluded from repr."""
 
-    client: Client
+    client: ApiClient
     digest: bytes = field(repr=False)
 
     @staticmethod
-    def named(name: str, digest: bytes, limits: ClientLimits | None = None, role: str | None = None) -> Key:
-        """Return the key of a name, with its limits and role."""
-        return Key(Client(f"key {name}", name, limits, role), digest)
+    def named(name: str, digest: bytes, limits: ClientLimits | None = None, role: str | None = None) -> ApiKey:
+        """The key with this name, limits and role."""
+        return ApiKey(ApiClient(f"key {name}", name, limits, role), digest)
 
 
 class Keys:
-    """The keys that open the server; without any it is open. A key is text (an operator's) or a Key.
+    """The keys that open the server; without any it is open.
 
-    hosts: names of the server, which tell its own pages from others where there are no keys.
+    A key is text (an operator's) or a Key.
+
+    hosts: names of the server, which distinguish its own pages from others if there are no keys.
     """
 
-    def __init__(self, keys: Iterable[str | Key] = (), hosts: KnownHosts | None = None) -> None:
-        self._keys: tuple[Key, ...] = ()
+    def __init__(self, keys: Iterable[str | ApiKey] = (), hosts: KnownHosts | None = None) -> None:
+        self._keys: tuple[ApiKey, ...] = ()
         self._roles = False  # any key has a role
         self._hosts = hosts or KnownHosts()
         self.replace(keys)
@@ -87,18 +90,18 @@ class Keys:
         """The names of all keys."""
         return list(dict.fromkeys(key.client.name for key in self._keys))
 
-    def replace(self, keys: Iterable[str | Key]) -> bool:
-        """From now on only these keys open the server. Returns whether they are others than before."""
+    def replace(self, keys: Iterable[str | ApiKey]) -> bool:
+        """Replace the keys. Returns True if they changed."""
         before = self._keys
-        given = [(key, isinstance(key, str)) for key in keys]
-        self._roles = any(not flag and key.client.role is not None for key, flag in given)  # type: ignore[union-attr]
+        value = [(key, isinstance(key, str)) for key in keys]
+        self._roles = any(not flag and key.client.role is not None for key, flag in value)  # type: ignore[union-attr]
         self._keys = tuple(
-            Key.named(FLAG_NAME, digest_of(key), role=OPERATOR) if isinstance(key, str) else key for key, _ in given
+            ApiKey.named(FLAG_NAME, digest_of(key), role=OPERATOR) if isinstance(key, str) else key for key, _ in value
         )
         return self._keys != before
 
     def check(self, request: Request) -> None:
-        """Raises ApiError (401) for a request without a valid key. Takes the same time for every wrong key."""
+        """Raise ApiError (401) for a request without a valid key. Takes the same time for every wrong key."""
         if self._keys and self._found(request) is None:
             message = "The API key is missing or wrong; send the header Authorization: Bearer KEY."
             raise ApiError(401, message, "authentication_error", code="invalid_api_key")
@@ -106,8 +109,8 @@ class Keys:
     def check_operator(self, request: Request) -> None:
         """Raise ApiError (401, 403) unless the client may operate the server.
 
-        With keys: one whose role is operator, or any key where no key has a role. Without: users of this machine, but
-        not a web page that they have open; browsers tell its origin and the host name that it knows the server by.
+        With keys: one with the role operator, or any key if no key has a role. Without: users of this machine, but not
+        a web page that they have open; browsers send its origin and the host name that it used for the server.
         """
         if self._keys:
             self.check(request)
@@ -127,47 +130,47 @@ class Keys:
             raise ApiError(403, message, "permission_error", code="operators_only")
 
     def check_reader(self, request: Request) -> None:
-        """Raise ApiError (403) where the server has no keys and the client does not name it by a known host.
+        """Raise ApiError (403) if the server has no keys and the client does not use a known host name.
 
-        For routes that tell stored answers: a page can have its own name mean this server's address (DNS rebinding).
+        For routes that return stored answers: a page can resolve its own name to this server's address (DNS rebinding).
         """
         if not self._keys:
             self._hosts.check(request)
 
     def operates(self, request: Request) -> bool:
-        """True for an operator's key, and for any key where the key file has no roles. False without keys."""
+        """True for an operator's key, and for any key if the key file has no roles. False without keys."""
         if not self._keys:
             return False
         found = self._found(request)
         return found is not None and (not self._roles or found.role == OPERATOR)
 
     def scope(self, request: Request) -> str | None:
-        """Return the name of the key whose requests a client may see and end; None: those of all."""
+        """The name of the key whose requests a client may see and end; None: those of all."""
         return None if not self._keys or self.operates(request) else self.client(request).name
 
-    def client(self, request: Request) -> Client:
-        """Whose request it is. Without keys, its address's: headers of proxies could be anybody's."""
+    def client(self, request: Request) -> ApiClient:
+        """The client of a request. Without keys, by its address: headers of proxies can be forged."""
         if self._keys:
-            return self._found(request) or Client()
-        return Client("" if request.client is None else f"address {_network(request.client.host)}")
+            return self._found(request) or ApiClient()
+        return ApiClient("" if request.client is None else f"address {_network(request.client.host)}")
 
     def owner(self, request: Request) -> str:
-        """Tells clients with different keys apart, without telling the key. Without keys all are one."""
+        """An identifier of clients with different keys, without the key. Without keys all are one."""
         return self.client(request).label if self._keys else ""
 
-    def _found(self, request: Request) -> Client | None:
-        """The client whose key a request has. Every key is compared, wherever the right one stands."""
-        given, found = digest_of(given_key(request)), None
+    def _found(self, request: Request) -> ApiClient | None:
+        """The client of a request's key. Every key is compared, wherever the right one is."""
+        value, found = digest_of(given_key(request)), None
         for key in self._keys:
-            if secrets.compare_digest(given, key.digest):
+            if secrets.compare_digest(value, key.digest):
                 found = key.client
         return found
 
 
 def given_key(request: Request) -> str:
     """The key that a request carries; empty without one."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 
 
 def digest_of(key: str) -> bytes:
@@ -176,7 +179,7 @@ def digest_of(key: str) -> bytes:
 
 
 def _network(host: str) -> str:
-    """What of an address tells clients apart."""
+    """The part of an address that identifies a client."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,7 +1,7 @@
-"""Origin of a request: this machine, a web page, and the host name that it knows the server by.
+"""Origin of a request: this machine, a web page, and the host name that it used for the server.
 
-A web page whose name suddenly means this server's address (DNS rebinding) reads answers as its own, and its requests
-have no Origin. Only their Host header tells: it has the page's name. Addresses cannot be rebound, so a Host that is one
+A web page whose name is rebound to this server's address (DNS rebinding) reads answers as its own, and its requests
+have no Origin. Only their Host header, the page's name, reveals it. Addresses cannot be rebound, so a Host that is one
 is known.
 """
 
@@ -24,8 +24,8 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 class KnownHosts:
     """Host names of a server: localhost, IP addresses, this machine's name, ``bound`` and ``allowed``.
 
-    bound: value of --host. allowed: further names; ``*.example.com`` stands for all below, ``*`` for every name.
-    Raises ConfigError.
+    bound: value of --host. allowed: further names; ``*.example.com`` matches all below, ``*`` every name. Raises
+    ConfigError.
     """
 
     def __init__(self, allowed: Iterable[str] = (), bound: str = "") -> None:
@@ -67,7 +67,7 @@ class KnownHosts:
 
 
 def _host(header: str) -> str:
-    """Return the host of a Host header without the port, in lower case and without brackets and a final dot."""
+    """The host of a Host header without the port, in lower case and without brackets and a final dot."""
     text = header.strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]
@@ -86,7 +86,7 @@ def is_foreign(origin: str | None) -> bool:
 
 
 def is_loopback(request: Request) -> bool:
-    """True if the request comes from this machine, and no proxy says that it passes it on for another."""
+    """True if the request comes from this machine, without a proxy's header for another client."""
     if "x-forwarded-for" in request.headers or "forwarded" in request.headers:
         return False
     if request.client is None:  # a Unix socket

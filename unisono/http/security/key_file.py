@@ -1,9 +1,9 @@
-"""The file of ``--api-key-file``: names and digests of keys, and what each may do.
+"""The file of ``--api-key-file``: names, digests, limits and roles of keys.
 
-A line is ``NAME sha256:DIGEST``, and what this key has of its own: ``concurrent_requests=4``,
-``requests_per_minute=60``, ``role=operator`` or ``role=user``. Once a line has a role, keys without one are users'.
-Empty lines and lines that begin with ``#`` are skipped. A name may have several keys, so that one can follow another;
-its limits and role stand in its first line. Messages never show a line: it might be a key.
+A line is ``NAME sha256:DIGEST`` and optional settings: ``concurrent_requests=4``, ``requests_per_minute=60``,
+``role=operator`` or ``role=user``. Once a line has a role, keys without one are users'. Empty lines and lines that
+begin with ``#`` are skipped. A name may have several keys, for rotation; its limits and role are in its first line.
+Messages never quote a line: it might be a key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from unisono.http.security.auth import FLAG_NAME, OPERATOR, USER, ClientLimits, Key, Keys
+from unisono.http.security.auth import FLAG_NAME, OPERATOR, USER, ApiKey, ClientLimits, Keys
 from unisono.types import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 FLAG = "--api-key-file"
 MAX_BYTES = 16 * 2**20
 SECONDS = 2.0
-"""Between two looks at the file."""
+"""Interval of checks of the file, seconds."""
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 LIMIT = re.compile(r"([a-z_]+)=([0-9]{1,9})")
@@ -31,14 +31,14 @@ KNOWN = tuple(one.name for one in fields(ClientLimits))
 FORM = "it must be NAME sha256:DIGEST, with the digest that `printf %s KEY | sha256sum` prints"
 
 
-def keys_of(flag: str | None, path: Path | None) -> list[str | Key]:
-    """The keys of ``--api-key`` and of the file; none where the server is open. Raises ConfigError."""
-    given: list[str | Key] = [] if flag is None else [flag]
-    return given if path is None else [*given, *read_keys(path)]
+def keys_of(flag: str | None, path: Path | None) -> list[str | ApiKey]:
+    """The keys of ``--api-key`` and of the file; empty if the server is open. Raises ConfigError."""
+    keys: list[str | ApiKey] = [] if flag is None else [flag]
+    return keys if path is None else [*keys, *read_keys(path)]
 
 
 async def reread(keys: Keys, flag: str | None, path: Path) -> None:
-    """Use the keys of the file that it has now, soon after it has changed. A file with an error changes nothing."""
+    """Reload the keys soon after the file has changed. A file with an error changes nothing."""
     seen = None  # it may have changed while the model was loaded
     while True:
         await asyncio.sleep(SECONDS)
@@ -53,7 +53,7 @@ async def reread(keys: Keys, flag: str | None, path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Changes when the file does."""
+    """A stamp that changes with the file."""
     try:
         found = path.stat()
     except OSError:
@@ -61,8 +61,8 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def read_keys(path: Path) -> list[Key]:
-    """The keys of a file. Raises ConfigError naming the line, and where there is no key at all."""
+def read_keys(path: Path) -> list[ApiKey]:
+    """The keys of a file. Raises ConfigError with the line, and if there is no key at all."""
     try:
         if not path.is_file():
             raise ConfigError(f"{FLAG} {path}: there is no such file.")
@@ -72,7 +72,7 @@ def read_keys(path: Path) -> list[Key]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(f"{FLAG} {path} cannot be read: {reason}.") from None
-    keys: list[Key] = []
+    keys: list[ApiKey] = []
     first: dict[str, tuple[ClientLimits | None, str | None]] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -87,10 +87,10 @@ def read_keys(path: Path) -> list[Key]:
         if name == FLAG_NAME:
             raise ConfigError(f"{where}: the name {FLAG_NAME} is that of --api-key; choose another.")
         if name in first and (own is not None or role is not None):
-            given = "role" if own is None else "limits"
-            raise ConfigError(f"{where}: the {given} of {name} stand in its first line; leave them out here.")
+            settings = "role" if own is None else "limits"
+            raise ConfigError(f"{where}: the {settings} of {name} are in its first line; leave them out here.")
         first.setdefault(name, (own, role))
-        keys.append(Key.named(name, bytes.fromhex(match[1]), *first[name]))
+        keys.append(ApiKey.named(name, bytes.fromhex(match[1]), *first[name]))
     if not keys:
         raise ConfigError(f"{FLAG} {path} has no key, so nobody could use the server: {FORM} on each line.")
     return keys
@@ -112,6 +112,6 @@ def _limits(words: list[str], where: str) -> ClientLimits | None:
         match = LIMIT.fullmatch(word)
         if match is None or match[1] not in KNOWN or match[1] in found or int(match[2]) == 0:
             known = ", ".join(f"{name}=N" for name in KNOWN)
-            raise ConfigError(f"{where}: after the digest may stand {known}, with whole numbers from 1 on.")
+            raise ConfigError(f"{where}: the digest may be followed by {known}, with whole numbers from 1 on.")
         found[match[1]] = int(match[2])
     return ClientLimits(**found) if found else None

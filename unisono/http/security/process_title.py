@@ -1,7 +1,7 @@
-"""Takes a secret out of the command line that ``ps`` shows.
+"""Removes a secret from the command line that ``ps`` shows.
 
-A program's arguments are readable by all users of the machine, for as long as it runs. On Linux they lie in the
-process's own memory, at an address that the kernel tells; there they are overwritten. Elsewhere nothing happens.
+A program's arguments are readable by all users of the machine while it runs. On Linux they are in the process's own
+memory, at an address that the kernel reports; there they are overwritten. Elsewhere nothing happens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ARGUMENTS = 48 - 3
 
 
 def hide(secret: str) -> bool:
-    """Overwrite ``secret`` where it is an argument, or follows the ``=`` of one. Returns whether it was found."""
+    """Overwrite ``secret`` in the arguments, alone or after the ``=`` of one. Returns True if it was found."""
     hidden = False
     try:
         fields = Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -24,10 +24,10 @@ def hide(secret: str) -> bool:
         return False
     if not secret or start == 0 or len(shown) != end - start:
         return False
-    wanted, at = secret.encode("utf-8", "surrogateescape"), 0
+    target, at = secret.encode("utf-8", "surrogateescape"), 0
     for argument in shown.split(b"\0"):
-        if argument == wanted or argument.endswith(b"=" + wanted):
-            ctypes.memset(start + at + len(argument) - len(wanted), ord("*"), len(wanted))
+        if argument == target or argument.endswith(b"=" + target):
+            ctypes.memset(start + at + len(argument) - len(target), ord("*"), len(target))
             hidden = True
         at += len(argument) + 1
     return hidden

@@ -1,9 +1,9 @@
 """CPU twins of the attention ops: the same walk over KV splits, in plain torch.
 
-Called only through the ops that kernels/attention/paged.py registers. The twins cut queries into tiles of exactly
-ROW_TILE rows and the keys of a split into tiles of exactly KEY_TILE, zero-padded. So every product has one shape, and a
-row's bits depend on its own query and keys alone. The twins may read values on the host, because an op is opaque to the
-tape.
+Called only through the ops of ``kernels/attention/paged.py``. The twins cut queries into tiles of exactly
+ROW_TILE rows and the keys of a split into tiles of exactly KEY_TILE, zero-padded. Every product then has the same
+shape, so a row's bits depend on its own query and keys alone. The twins may read values on the host, because an op is
+opaque to the tape.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from unisono.kernels.attention import cpu_float32 as attention_cpu_float32
 from unisono.kernels.cache.kv_e4m3 import dequantised
 from unisono.kernels.gemm.cpu import ROW_TILE
+from unisono.kernels.library import Mutated
 
 SPLIT = 256
 """Keys per split. Splits begin at multiples of it. It is part of the reduction order, hence of the bits."""
@@ -24,7 +25,7 @@ KEY_TILE = 64
 """Keys of a product. A divisor of SPLIT; it too is part of the reduction order."""
 
 TILES_AT_ONCE = 64
-"""Query tiles attended together; bounds the gathered keys to 64 · Hkv · SPLIT · D floats."""
+"""Query tiles attended together. Bounds the gathered keys to 64 · Hkv · SPLIT · D floats."""
 
 
 def attention_plan_cpu(
@@ -38,7 +39,7 @@ def attention_plan_cpu(
     programs: int,
     window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Twin of ``attention_plan``: the same work list."""
+    """CPU twin of ``attention_plan``: the same work list."""
     rows = len(slots)
     if query_start is None:
         starts = list(range(0, num_tokens + 1, num_tokens // rows))
@@ -80,7 +81,7 @@ def attention_cpu(
     positions: torch.Tensor,
     work: torch.Tensor,
     count: torch.Tensor,
-    arrivals: torch.Tensor,
+    arrivals: Mutated[torch.Tensor],
     partials: int,
     scale: float,
     window: int,
@@ -90,7 +91,7 @@ def attention_cpu(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Twin of ``attention``: each tile of the work list once, whatever pieces the plan cut it into."""
+    """CPU twin of ``attention``: attends each tile of the work list once, however the plan cut it."""
     items = work[: count.item()].tolist()
     spans = tuple((slot, begin, end) for i, (slot, _, begin, end, *_, counter) in enumerate(items) if counter == i)
     caches = (k_cache, k_scales), (v_cache, v_scales)
@@ -103,8 +104,8 @@ def _attend(q, keys, values, page_table, positions, spans, scale, window, first_
     """Attend the spans (slot, first token, end token), cut into query tiles, TILES_AT_ONCE at a time.
 
     A tile row is one (token, query head of the group), so that GQA fills tiles; the padding row at the end
-    of ``q_XHD`` has position -1 and sees nothing. keys, values: pages and, of e4m3 ones, their scales. Over these the
-    products are those of float16, or of a float32 model's dtype.
+    of ``q_XHD`` has position -1 and sees nothing. keys, values: (pages, scales of e4m3 pages or None). Products over
+    e4m3 pages are those of float16, or of fp32 for a float32 model.
     """
     tokens, heads, dim = q.shape
     group = heads // keys[0].shape[1]
@@ -153,9 +154,9 @@ def _attend_tiles(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walk the splits that any tile sees, in order, and merge each one's (max, sum, acc) into the total.
 
-    ``owner_B`` says whose pages a tile reads. A split is cut into C tiles of KEY_TILE keys; every product is one of a
-    query tile and a key tile. Key tiles after the last position that any row has are left out: their weight is zero.
-    Probabilities are rounded to ``dtype``, that of the products.
+    ``owner_B`` is the request whose pages a tile reads. A split is cut into C tiles of KEY_TILE keys; every product is
+    one of a query tile and a key tile. Key tiles after the last position that any row has are left out: their weight is
+    zero. Probabilities are rounded to ``dtype``, that of the products.
     """
     last = int(position_BM.max())
     first = 0
@@ -205,7 +206,7 @@ def _products(
 ) -> torch.Tensor:
     """Multiply each query tile with its owner's key tiles: C products [Hkv, M, X] @ [Hkv, X, N] to [B, C, Hkv, M, N].
 
-    One call for each: a BLAS may share few matrices among threads in another way than many, with other bits.
+    One BLAS call for each: a BLAS may distribute few matrices among threads differently than many, with other bits.
     """
     pairs = [
         pair for left, owner in zip(left_BC, owner_B, strict=True) for pair in zip(left, right_UC[owner], strict=True)
@@ -214,7 +215,7 @@ def _products(
 
 
 def _in_order(parts_BCHMX: torch.Tensor) -> torch.Tensor:
-    """Add the key tiles' parts one by one: one that no row sees, at the end, changes no bit."""
+    """Add the key tiles' parts one by one. A tile at the end that no row sees changes no bit."""
     first, *others = parts_BCHMX.unbind(1)
     for part in others:
         first = first + part
@@ -222,9 +223,9 @@ def _in_order(parts_BCHMX: torch.Tensor) -> torch.Tensor:
 
 
 def _merged(total: tuple[torch.Tensor, ...], split: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """(max, sum, acc) of the splits so far, and of one more. ``total`` is empty before the first."""
+    """Merge one more split into (max, sum, acc) of the splits so far. ``total`` is empty before the first."""
     split_max, split_sum, split_acc = split
-    if not total:  # what merging with nothing gives: only a negative zero changes its bits
+    if not total:  # the result of merging with nothing: only a negative zero changes its bits
         return split_max, split_sum, split_acc.add_(0.0)
     total_max, total_sum, total_acc = total
     new_max = torch.maximum(total_max, split_max)
@@ -234,7 +235,7 @@ def _merged(total: tuple[torch.Tensor, ...], split: tuple[torch.Tensor, ...]) ->
 
 
 def _gather(kept, pages_UP, begin, seen) -> torch.Tensor:
-    """Keys or values at ``seen`` positions from ``begin`` on as float [U, Hkv, seen, D]. kept: the pages, their scales.
+    """Gather keys or values at ``seen`` positions from ``begin`` on: float [U, Hkv, seen, D]. kept: (pages, scales).
 
     Positions beyond the page table are zero; one that no row sees may be any page's.
     """
@@ -253,5 +254,5 @@ def _gather(kept, pages_UP, begin, seen) -> torch.Tensor:
 
 
 def _finite(maximum: torch.Tensor) -> torch.Tensor:
-    """The maximum, or 0 where nothing was seen: -inf - -inf would be NaN."""
+    """Return the maximum, or 0 if no key was seen: -inf - -inf would be NaN."""
     return maximum.masked_fill(maximum == float("-inf"), 0.0)

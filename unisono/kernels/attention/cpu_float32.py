@@ -1,7 +1,7 @@
-"""Attention of float32 models on the CPU, by torch's fused kernel. Called by ``kernels/attention/cpu.py``.
+"""Attention of float32 models on the CPU, with torch's fused kernel. Called by ``kernels/attention/cpu.py``.
 
 The kernel attends tiles of exactly ROW_TILE query rows and KEY_TILE keys, each on one thread. A query tile's results
-over its key tiles are merged in the order of positions, by their log-sum-exp. So every product has one shape, and a
+over its key tiles are merged in the order of positions, by their log-sum-exp. Every product has the same shape, so a
 row's bits depend on its own query and keys alone: a key tile that no row sees has weight zero and changes no bit.
 
 Shapes: T tokens, B query tiles, C key tiles, M = ROW_TILE rows, S = KEY_TILE keys, H KV heads, D head size.
@@ -22,7 +22,7 @@ available = _fused is not None
 """True where this torch has the kernel."""
 
 Pages = tuple[torch.Tensor, torch.Tensor | None]
-"""Keys or values [NP, H, P, D] and, of e4m3 ones, the exponents of their scales [NP, H, P, 1]."""
+"""(keys or values [NP, H, P, D], exponents of the scales of e4m3 ones [NP, H, P, 1] or None)."""
 
 
 def attend(
@@ -37,7 +37,7 @@ def attend(
     first: int,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend the spans (row of the page table, first token, end token) of q [T, Hq, D]: [T, Hq · D]."""
+    """Attend the spans (row of the page table, first token, end token) of q [T, Hq, D]. Returns [T, Hq · D]."""
     tokens, heads, dim = q.shape
     pages, kv_heads, page_size, _ = keys[0].shape
     reads = reads_of(PassSizes(heads, kv_heads, pages, page_size, window, first), page_table, positions, spans)
@@ -53,7 +53,7 @@ def attend(
 def _attend_part(
     rows: torch.Tensor, keys: Pages, values: Pages, part: TileGroup, scale: float, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """The results [B, H, M, D] of a part; rows [T · Hq, D]."""
+    """Attend one group of tiles: results [B, H, M, D]. rows [T · Hq, D]: the queries."""
     dim, kv_heads = rows.shape[1], keys[0].shape[1]
     q = rows.index_select(0, part.queries).view(-1, kv_heads, ROW_TILE, dim)
     k, v = _tiles_of(*keys, part.keys), _tiles_of(*values, part.keys)
@@ -92,9 +92,9 @@ def _kernel(
 
 
 def _merged(out_CBHMD: torch.Tensor, lse_CBHM: torch.Tensor, sink_BHM: torch.Tensor | None) -> torch.Tensor:
-    """The key tiles' results as one [B, H, M, D], added in order. A sink is one more key, whose value is zero."""
+    """Merge the key tiles' results in order: [B, H, M, D]. A sink is one more key with value zero."""
     if len(out_CBHMD) == 1 and sink_BHM is None:
-        return out_CBHMD[0].add_(0.0)  # the bits of a sum with nothing: no negative zero
+        return out_CBHMD[0].add_(0.0)  # as adding zero does: no negative zero
     top = lse_CBHM.amax(0)
     if sink_BHM is not None:
         top = torch.maximum(top, sink_BHM)
@@ -112,7 +112,7 @@ def _merged(out_CBHMD: torch.Tensor, lse_CBHM: torch.Tensor, sink_BHM: torch.Ten
 
 
 def _tiles_of(cache: torch.Tensor, scales: torch.Tensor | None, chosen: torch.Tensor) -> torch.Tensor:
-    """Key tiles [N, H, S, D] fp32, made of the chosen runs of tokens of a cache [NP, H, P, D]."""
+    """Gather key tiles [N, H, S, D] fp32 from runs of tokens of a cache [NP, H, P, D]."""
     heads, dim = cache.shape[1], cache.shape[3]
     runs = cache.shape[2] // math.gcd(cache.shape[2], KEY_TILE)
     taken = cache.reshape(cache.shape[0] * heads * runs, -1).index_select(0, chosen)

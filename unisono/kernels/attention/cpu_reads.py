@@ -1,6 +1,6 @@
-"""The tiles that attention on the CPU computes in a pass, and the rows of queries and pages that they read.
+"""Tiles of attention on the CPU in one pass, and the rows of queries and pages that they read.
 
-They depend on positions and pages only, so all layers of a pass share them. Called by
+Tiles depend on positions and pages only, so all layers of a pass share them. Called by
 ``kernels/attention/cpu_float32.py``.
 
 Shapes: T tokens, B query tiles, C key tiles, N pairs of both, M = ROW_TILE rows, S = KEY_TILE keys, G query heads of a
@@ -21,29 +21,29 @@ from numpy.typing import NDArray
 from unisono.kernels.gemm.cpu import ROW_TILE
 
 KEY_TILE = 128
-"""Keys of a product; part of the reduction order, hence of the bits."""
+"""Keys of a product. Part of the reduction order, hence of the bits."""
 
 FEW_TILES = 4
-"""Up to this many query tiles of a request are paired with copies of its keys; more are attended key tile by key tile,
+"""Up to this many query tiles of a request are paired with copies of its keys. More are attended key tile by key tile,
 without copies."""
 
 TILES_AT_ONCE = 64
-"""Query tiles of one request attended together; bounds the memory for the results of all key tiles."""
+"""Query tiles of one request attended together. Bounds the memory for the results of all key tiles."""
 
 PAIRS_AT_ONCE = 128
-"""Pairs attended together; bounds the copies of keys and values to 2 · 128 · H · S · D floats."""
+"""Pairs attended together. Bounds the copies of keys and values to 2 · 128 · H · S · D floats."""
 
 KEPT = 8
-"""Passes, or groups of layers in one, whose reads are kept."""
+"""Capacity of the cache of reads, in passes or groups of layers of a pass."""
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Spans = tuple[tuple[int, int, int], ...]
-"""(row of the page table, first token, end token) of each."""
+"""Spans of tokens: (row of the page table, first token, end token)."""
 
 
 class PassSizes(NamedTuple):
-    """Sizes of a pass. pages: in the cache. window, first: as ``attention`` takes them."""
+    """Sizes of a pass. pages: pages of the cache. window, first: as in ``attention``."""
 
     heads: int
     kv_heads: int
@@ -54,25 +54,25 @@ class PassSizes(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property
     def unit(self) -> int:
-        """Tokens of a page that are read together."""
+        """Tokens of a page read together."""
         return math.gcd(self.page_size, KEY_TILE)
 
     def bounds(self, pos: Ints) -> Ints:
-        """The first key that a row at each position may see."""
+        """First key that a row at each position may see."""
         return np.maximum(pos - self.window + 1, self.first) if self.window > 0 else np.full_like(pos, self.first)
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of the kernel: the query tiles ``tiles`` with the key tile ``keys``; None: each with its own.
+    """One call of the kernel: the query tiles ``tiles`` with the key tile ``keys``; None: each tile with its own keys.
 
-    mask [n, 1, M, S] fp32 is added to the scores. hidden [n, 1, M]: rows that see none of the keys; None: none is.
-    place: where the results go among the [C · B] results; None: they are all of them.
+    mask [n, 1, M, S] fp32 is added to the scores. hidden [n, 1, M]: rows that see none of the keys; None: no row.
+    place: indices of the results among [C · B]; None: they are all of them.
     """
 
     tiles: slice
@@ -84,7 +84,7 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class TileGroup:
-    """Query tiles that are attended together.
+    """Query tiles attended together.
 
     queries [n · H · M]: rows of q [T · Hq, D]. keys [n · H · S / unit]: rows of a cache […, unit · D]. unseen: (key
     tile, first, end) of runs of keys that no row sees. heads [B, M]: each row's head in its group.
@@ -101,7 +101,9 @@ class TileGroup:
 
 @dataclass(frozen=True)
 class AttentionReads:
-    """A pass's parts; out [T · Hq]: rows of all parts' results [B · H · M, D]; idle [T]: tokens that see nothing."""
+    """Tile groups of a pass. out [T · Hq]: rows of all groups' results [B · H · M, D]. idle [T]: tokens that see
+    nothing.
+    """
 
     parts: tuple[TileGroup, ...]
     out: torch.Tensor
@@ -143,7 +145,7 @@ class _QueryTiles:
         return cls(*map(np.concatenate, fields))
 
     def key_tiles(self, shared: PassSizes) -> tuple[Ints, Ints]:
-        """(the first key tile that each sees [B], how many there are up to the last [B])."""
+        """(first key tile that each query tile sees [B], end of its key tiles [B])."""
         last = self.pos.max(1)
         lowest = shared.bounds(np.where(self.pos < 0, last[:, None], self.pos)).min(1)
         first = lowest // KEY_TILE
@@ -157,7 +159,7 @@ class _QueryTiles:
 
 @dataclass(frozen=True)
 class _KeptReads:
-    """AttentionReads, and what they were made of: the owners' rows of the page table, as far as they were read."""
+    """Cached AttentionReads and their source: the owners' rows of the page table, as far as they were read."""
 
     reads: AttentionReads
     owners: torch.Tensor
@@ -173,7 +175,7 @@ _kept: dict[tuple[PassSizes, Spans], _KeptReads] = {}
 
 
 def reads_of(shared: PassSizes, page_table: torch.Tensor, positions: torch.Tensor, spans: Spans) -> AttentionReads:
-    """The reads of a pass over spans, whose tokens stand at positions [T]; those of the layer before are used again."""
+    """Return the reads of a pass over spans, with positions [T] of its tokens. Reuses those of the layer before."""
     kept = _kept.get((shared, spans))
     if kept is not None and kept.serves(page_table, positions):
         return kept.reads
@@ -189,7 +191,7 @@ def reads_of(shared: PassSizes, page_table: torch.Tensor, positions: torch.Tenso
 
 
 def _joined(spans: Spans) -> Iterator[tuple[int, int, int]]:
-    """The spans in the order of tokens; neighbours of one request are one."""
+    """Sort spans by token and join neighbours of one request."""
     owner, begin, end = -1, 0, 0
     for after in sorted(spans, key=lambda span: span[1]):
         if after[:2] == (owner, end):
@@ -236,7 +238,7 @@ def _results(
 
 
 def _cut(shared: PassSizes, tiles: _QueryTiles) -> Iterator[_QueryTiles]:
-    """The tiles in order, with PAIRS_AT_ONCE key tiles or a little more in each run."""
+    """Divide the tiles, in order, into runs of about PAIRS_AT_ONCE key tiles."""
     if not len(tiles):
         return
     _, counts = tiles.key_tiles(shared)
@@ -250,7 +252,7 @@ def _cut(shared: PassSizes, tiles: _QueryTiles) -> Iterator[_QueryTiles]:
 
 
 def _pairs(shared: PassSizes, table: Ints, tiles: _QueryTiles) -> TileGroup:
-    """Each tile with its own copy of the keys that it sees: one call."""
+    """Attend each tile with its own copy of the keys that it sees, in one call."""
     first, counts = tiles.key_tiles(shared)
     most = int(counts.max())
     number, tile = (np.arange(most)[:, None] < counts).nonzero()  # by key tile, then by query tile
@@ -266,7 +268,7 @@ def _pairs(shared: PassSizes, table: Ints, tiles: _QueryTiles) -> TileGroup:
 
 
 def _one_request(shared: PassSizes, table: Ints, tiles: _QueryTiles) -> TileGroup:
-    """Many tiles of one request: a call for each key tile and run of query tiles."""
+    """Attend many tiles of one request: a call for each key tile and run of query tiles."""
     first, counts = tiles.key_tiles(shared)
     begin, end = int(first.min()), int((first + counts).max())
     keys = np.arange(begin, end)[:, None] * KEY_TILE + np.arange(KEY_TILE)
@@ -294,13 +296,13 @@ _NO_MASK = torch.zeros(1, 1, 1, KEY_TILE)
 
 
 def _calls_of(some: Bools, whole: Bools) -> Iterator[tuple[int, int, bool]]:
-    """(start, stop, whether rows see a part only) of runs of tiles that see some keys."""
+    """Runs of tiles that see some keys: (start, stop, True if rows see only part of them)."""
     kinds = np.stack((some & ~whole, some & whole))
     yield from sorted((start, stop, kind == 0) for kind, start, stop in _runs(kinds))
 
 
 def _runs(marked: Bools) -> Iterator[tuple[int, int, int]]:
-    """(row, start, stop) of each run of marked columns."""
+    """Runs of marked columns: (row, start, stop)."""
     edged = np.zeros((len(marked), marked.shape[1] + 2), np.bool_)
     edged[:, 1:-1] = marked
     rows, edges = (edged[:, 1:] != edged[:, :-1]).nonzero()
@@ -308,7 +310,7 @@ def _runs(marked: Bools) -> Iterator[tuple[int, int, int]]:
 
 
 def _visible(shared: PassSizes, pos: Ints, keys: Ints) -> tuple[torch.Tensor, torch.Tensor | None, Bools]:
-    """(mask [n, 1, M, S], hidden rows [n, 1, M] or None) of a :class:`KernelCall`, and which keys a row sees [n, S].
+    """(mask [n, 1, M, S], hidden rows [n, 1, M] or None) of a :class:`KernelCall`, and the visible keys [n, S].
 
     pos [n, M], keys [n or 1, S].
     """

@@ -1,10 +1,10 @@
-"""Attention over e4m3 pages: how their tiles are read, and the walk of a query tile with few rows.
+"""Attention over e4m3 pages: reading their tiles, and the walk of a query tile with few rows.
 
-Device functions for ``kernels/attention/triton_kernels.py``; ``kernels/cache/kv_e4m3.py`` owns the number format. The
-products are those of float16, in which a dequantised row is exact (a float32 model: of float32). Two elements of a row
+Device functions for ``kernels/attention/triton_kernels.py``; ``kernels/cache/kv_e4m3.py`` owns the number format.
+Products are those of float16, in which a dequantised row is exact (fp32 for a float32 model). Two elements of a row
 are one 16-bit element of memory, a *pair*, for two reasons: the tensor core's operands are fed from such elements in
-one order everywhere, and values, which are transposed on their way, can be read from shared memory no other way. So a
-tile is taken apart into its even and its odd elements, and sums over a head's elements take the even ones first.
+one order everywhere, and values, which are transposed on the way, can be read from shared memory no other way. So a
+tile is split into its even and odd elements, and sums over a head's elements take the even ones first.
 
 Tiles with many rows dequantise keys and values before the product (:func:`side_by_side`). Tiles with few rows, as in
 rounds, scale scores and weights instead, of which they have fewer. Both give the same bits: every scale is a power of
@@ -21,14 +21,14 @@ from unisono.kernels.cache.kv_e4m3 import LOWEST
 from unisono.kernels.library import COMPILED
 
 RAISED = tl.constexpr(2.0**-LOWEST)
-"""What weights are multiplied by beside their value's scale, so that the lowest scale makes none of them smaller."""
+"""Factor of weights beside their value's scale: the lowest scale then makes no weight smaller."""
 
 
 @triton.jit
 def _halves(pairs, dtype: tl.constexpr):
-    """The even and the odd elements of rows of pairs [ROWS, D / 2] int16, as ``dtype``, without their scales.
+    """Split rows of pairs [ROWS, D / 2] int16 into even and odd elements of ``dtype``, without their scales.
 
-    Compiled, a permutation of bytes and a conversion take two elements at once.
+    Compiled code permutes bytes and converts two elements at once.
     """
     if COMPILED and dtype == tl.float16:
         even, odd = tl.inline_asm_elementwise(
@@ -64,10 +64,10 @@ def side_by_side(pairs, factor, dtype: tl.constexpr):
 def factors(
     scales, pages_ptr, start, low, end, known, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The scales of e4m3 keys and values ``start`` … [KEYS], fp32.
+    """Scales of the e4m3 keys and values from ``start`` on: [KEYS] fp32 each.
 
     scales: pointers to the exponents of keys and of values, four bytes a word, and the words of a page. A step's words
-    are read ahead like its keys and values, which single bytes would not be. Whole words are read: MASKED, a value that
+    are prefetched like its keys and values; single bytes would not be. Whole words are read: MASKED, a value that
     is not ``known`` has the scale 0, for a stale one could be infinite; a score that is not seen is replaced anyway.
     """
     k_ptr, v_ptr, stride = scales
@@ -85,14 +85,14 @@ def factors(
 
 @triton.jit
 def _scale_bits(words, KEYS: tl.constexpr):
-    """fp32 numbers, as their bits, from biased exponents, four in each of words [KEYS / 4]."""
+    """Convert biased exponents, four per word [KEYS / 4], to the bits of fp32 powers of two."""
     exponents = (words[:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 0xFF
     return tl.reshape(exponents << 23, [KEYS])
 
 
 @triton.jit
 def begin_e4m3(q, FEW: tl.constexpr):
-    """Queries [ROWS, DIM] as :func:`walk_halves` (FEW) or ``_walk`` takes them, and a state that has seen no key."""
+    """Queries [ROWS, DIM] in the form of :func:`walk_halves` (FEW) or ``_walk``, and an empty state."""
     ROWS: tl.constexpr = q.shape[0]
     HALF: tl.constexpr = q.shape[1] // 2
     if q.dtype != tl.float32:
@@ -109,19 +109,19 @@ def begin_e4m3(q, FEW: tl.constexpr):
 
 @triton.jit
 def _interleaved(even, odd):
-    """[ROWS, D / 2] twice -> [ROWS, D]."""
+    """Concatenate two halves [ROWS, D / 2] into [ROWS, D]."""
     return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
 
 
 @triton.jit
 def finish_e4m3(acc, FEW: tl.constexpr):
-    """What a walk has made of a tile's values, in the order of a head's elements [ROWS, DIM]."""
+    """Return a walk's accumulated values [ROWS, DIM] in the order of a head's elements."""
     return _interleaved(acc[0], acc[1]) if FEW else in_order(acc)
 
 
 @triton.jit
 def in_order(acc):
-    """Columns that lie side by side [ROWS, DIM], even ones first, in their order."""
+    """Restore the order of columns [ROWS, DIM] that have the even ones first."""
     ROWS: tl.constexpr = acc.shape[0]
     DIM: tl.constexpr = acc.shape[1]
     return tl.reshape(tl.permute(tl.reshape(acc, [ROWS, 2, DIM // 2]), (0, 2, 1)), [ROWS, DIM])
@@ -129,7 +129,7 @@ def in_order(acc):
 
 @triton.jit
 def _merge_halves(m, z, acc, m1, z1, even, odd):
-    """``merge`` of a state whose values are two halves, and of a later split's, which are RAISED."""
+    """Merge a later split's state, whose values are RAISED, into an earlier one's; values are two halves."""
     lower = 1.0 / RAISED
     _, _, merged = merge(m, z, acc[0], m1, z1, even * lower)
     top, z, other = merge(m, z, acc[1], m1, z1, odd * lower)
@@ -142,7 +142,7 @@ def walk_halves(
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, TO_CAP: tl.constexpr, workspace,
 ):  # fmt: skip
-    """``attention_triton._walk`` for few rows: q and acc are halves, scores and weights are scaled.
+    """Walk KV splits like ``triton_kernels._walk``, for few rows: q and acc are halves, scores and weights are scaled.
 
     A score is multiplied by its key's scale, in fp32. A weight, which is a float16 number up to 1, is multiplied by its
     value's scale and by RAISED: from 1 to 2^15, so the product is exact in float16.

@@ -1,14 +1,14 @@
-"""Attention of long prompts on Hopper: the same bits as ``attention_triton``, in less time.
+"""Attention of long prompts on Hopper: the bits of ``triton_kernels``, faster.
 
 Written in Gluon, Triton's lower-level language, for two things that Triton cannot express: two independent warp groups,
 where one computes its softmax while the other's products run, and pages that are loaded by the tensor memory
-accelerator. Every sum has the order of ``attention_triton._walk``: steps of 64 keys, splits of 256, merged in order by
-the same formula. ``attention_hopper.prove`` compares both kernels on the present GPU; ``kernels/attention/paged.py``
-launches this one where their bits are equal.
+accelerator. Every sum has the order of ``triton_kernels._walk``: steps of 64 keys, splits of 256, merged in order by
+the same formula. ``hopper.exact_prompt_attention`` compares both kernels on the present GPU;
+``kernels/attention/paged.py`` launches this one where their bits are equal.
 
 It serves passes with tiles of 128 rows that are walked whole, for 16-bit heads of 128, without a window, a soft cap or
 sinks. Without a window no page of a request is freed before its end, so every page that is read is the request's own.
-``attention_gluon_wide`` has the kernel for heads of 256: :func:`attend` serves both.
+``gluon_wide.py`` has the kernel for heads of 256; both use :func:`attend`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ ROWS = 128
 
 HEAD_DIM = 128
 HALF = 64
-"""Keys, values and outputs are held in halves of the head: 64 elements are 128 bytes, the widest swizzle."""
+"""Half of a head. Keys, values and outputs are held in halves: 64 elements are 128 bytes, the widest swizzle."""
 
 STAGES = 3
-"""Steps whose keys and values are held at once. Not 4, the steps of a split: every address is then a constant, the
-compiler keeps all in registers and spills. 3 stages take 1.10 ms, 4 take 1.38, 2 take 1.77 (8192 tokens, H200)."""
+"""Steps whose keys and values are in shared memory at once. Not 4, the steps of a split: all addresses are then
+constants, which the compiler keeps in registers, and it spills. 3 stages take 1.10 ms, 4 take 1.38, 2 take 1.77 (8192
+tokens, H200)."""
 
 WARPS = 4
-"""Warps of each of the two groups that compute. For each page of a step one more warp loads it."""
+"""Warps of each of the two groups that compute. One more warp per page of a step loads it."""
 
 
 @gluon.jit
 def _load_pages(which, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps,
                 KV_HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
                 HALF: gl.constexpr):  # fmt: skip
-    """One warp's part: read page ``which`` of every step's keys and values into its stage, as stages come free."""
+    """Load page ``which`` of every step's keys and values into its stage, as stages become free. The part of one
+    warp.
+    """
     each = KEYS // PAGE
     upcoming = gl.load(pages_ptr + gl.minimum(which, last_page))
     for step in range(steps):
@@ -64,7 +67,7 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, h
 @gluon.jit
 def _score(step, q, at, k, bars, PARTS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
            MMA: gl.constexpr):  # fmt: skip
-    """Start the scores [ROWS, KEYS] of ``step`` once its keys are loaded: PARTS products, one after the other.
+    """Start the products of the scores [ROWS, KEYS] of ``step`` once its keys are loaded: PARTS, one after the other.
 
     at: the group's first part in q.
     """
@@ -79,7 +82,7 @@ def _score(step, q, at, k, bars, PARTS: gl.constexpr, KEYS: gl.constexpr, STAGES
 
 @gluon.jit
 def _weigh(s, m, scale, DTYPE: gl.constexpr):
-    """Probabilities [ROWS, KEYS] of scores under the new row maxima, and the factor that rescales old sums."""
+    """Compute probabilities [ROWS, KEYS] under the new row maxima, and the factor that rescales old sums."""
     top = gl.maximum(m, gl.max(s, 1) * scale)
     finite = gl.where(top == float("-inf"), 0.0, top)
     p = gl.exp2(gl.fma(s, scale, -finite[:, None])).to(DTYPE)
@@ -91,7 +94,7 @@ def _value(step, p, shrink, v, ones, z, o0, o1, at: gl.constexpr, PARTS: gl.cons
            MMA: gl.constexpr):  # fmt: skip
     """Start to add ``p``'s row sums to z and ``p``-weighted values to parts ``at`` and at + 1: three in flight.
 
-    z [ROWS, 8] holds each sum eight times: the tensor core adds in the same order whatever computes the rest.
+    z [ROWS, 8] holds each sum eight times: the tensor core adds in the same order in every layout.
     """
     place = step % STAGES * PARTS + at
     old = z * gl.convert_layout(shrink, gl.SliceLayout(1, z.type.layout))[:, None]
@@ -106,7 +109,7 @@ def _value(step, p, shrink, v, ones, z, o0, o1, at: gl.constexpr, PARTS: gl.cons
 
 @gluon.jit
 def _merge(m, z, a0, a1, m1, z1, o0, o1):
-    """Merge a later split's state into an earlier one's: ``attention_triton._merge``."""
+    """Merge a later split's state into an earlier one's, as ``split.merge`` does."""
     top = gl.maximum(m, m1)
     finite = gl.where(top == float("-inf"), 0.0, top)
     old, new = gl.exp2(m - finite), gl.exp2(m1 - finite)
@@ -138,7 +141,7 @@ def _forget_values(step, end, v, at: gl.constexpr, PARTS: gl.constexpr, KEYS: gl
 
 @gluon.jit
 def _nothing(ROWS: gl.constexpr, PART: gl.constexpr, MMA: gl.constexpr):
-    """The state of rows that have seen no key of a split: maxima, sums, both parts of the output."""
+    """State of rows that have seen no key of a split: maxima, sums, both parts of the output."""
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     o = gl.zeros([ROWS, PART], gl.float32, MMA)
     return m, gl.zeros([ROWS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])), o, o
@@ -147,7 +150,7 @@ def _nothing(ROWS: gl.constexpr, PART: gl.constexpr, MMA: gl.constexpr):
 @gluon.jit
 def load_queries(q_ptr, q, part, ones, first, last, head, PARTS: gl.constexpr, HEADS: gl.constexpr,
                  GROUP: gl.constexpr, ROWS: gl.constexpr, PART: gl.constexpr, KEYS: gl.constexpr):  # fmt: skip
-    """Put queries into q from ``part`` on, and the ones that row sums are products with, in shared memory."""
+    """Store the queries in shared memory, in q from ``part`` on, and the vector of ones for row sums."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
     token = first + row // GROUP
@@ -162,7 +165,7 @@ def load_queries(q_ptr, q, part, ones, first, last, head, PARTS: gl.constexpr, H
 def attend(q, part, k, v, ones, full, free, out_ptr, positions_ptr, first, last, head, end, whole, steps, scale,
            at: gl.constexpr, PARTS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr,
            SPLIT: gl.constexpr, ROWS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """One warp group's part: attend ROWS rows and write parts ``at`` and at + 1 of their outputs.
+    """Attend ROWS rows and write parts ``at`` and at + 1 of their outputs. The part of one warp group.
 
     A head lies in PARTS parts of PART elements, those of the rows' queries in q from ``part`` on. first, last: the
     rows' tokens. end, whole, steps: see :func:`keys_seen`.
@@ -231,7 +234,7 @@ def _store(out_ptr, first, last, head, column, position, z, a0, a1, PARTS: gl.co
 @gluon.jit
 def keys_seen(length, positions_ptr, first, last, ROWS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr,
               SPLIT: gl.constexpr):  # fmt: skip
-    """(end of the keys that a tile sees, splits without masks, steps); at least one step has masks."""
+    """(end of a tile's visible keys, splits without masks, steps). At least one step has masks."""
     token = first + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])) // GROUP
     position = gl.load(positions_ptr + token, mask=token < last, other=-1)
     end = gl.maximum(gl.minimum(length, gl.max(position, 0) + 1), 0)
@@ -244,7 +247,7 @@ def keys_seen(length, positions_ptr, first, last, ROWS: gl.constexpr, GROUP: gl.
 def _attend_half(group, q_ptr, q, k, v, ones, full, free, out_ptr, positions_ptr, tile, last, head, end, whole, steps,
                  scale, HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
                  ROWS: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """:func:`attend` of a warp group's half of a tile's rows, ROWS of them. group: 0 or 1. tile: its first token."""
+    """Attend one warp group's half of a tile, ROWS rows. group: 0 or 1. tile: its first token."""
     first = tile + group * (ROWS // GROUP)
     ones = ones.slice(8 * group, 8)
     load_queries(q_ptr, q, 2 * group, ones, first, last, head, 2, HEADS, GROUP, ROWS, HALF, KEYS)
@@ -260,7 +263,7 @@ def prompt_attention_kernel(
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
     ROWS: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One program per tile of the work list and KV head; see ``attention_triton.attention_kernel``.
+    """Attend with one program per tile of the work list and KV head; see ``triton_kernels.attention_kernel``.
 
     ``_attend_half`` runs on two warp groups, each for itself, ``_load_pages`` on a warp for each page of a step.
     """

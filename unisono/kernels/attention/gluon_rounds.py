@@ -1,14 +1,14 @@
-"""Attention of few rows on Hopper, as in rounds: the same bits as ``attention_triton``, in less time.
+"""Attention of few rows on Hopper, as in rounds: the bits of ``triton_kernels``, faster.
 
 A round's query tile has a few rows: the tokens of a request times the query heads that share a KV head. The tensor
 core's left operand has 64 rows or more, so keys and values take that side: scores are ``K Q^T`` [keys, rows], outputs
-``V^T P`` [D, rows]. Nobody multiplies rows that do not exist, keys and values go from shared memory to the tensor core
-without passing through registers, and one warp for each page of a step loads them, through the tensor memory
-accelerator, ahead of the group that computes and on into the next item of the work list.
+``V^T P`` [D, rows]. No absent rows are multiplied, keys and values go from shared memory to the tensor core without
+passing through registers, and one warp per page of a step loads them with the tensor memory accelerator, ahead of the
+group that computes and on into the next item of the work list.
 
-Every sum has the order of ``attention_triton._walk``: steps of 64 keys, splits of 256, merged in order by the same
-formula; which operand is the left one changes no bit. ``attention_hopper.prove`` compares both kernels on the present
-GPU. It serves 16-bit heads of 128, without a window, a soft cap or sinks.
+Every sum has the order of ``triton_kernels._walk``: steps of 64 keys, splits of 256, merged in order by the same
+formula. Swapping the operands changes no bit. ``hopper_rounds.exact_round_attention`` compares both kernels on the
+present GPU. The kernel serves 16-bit heads of 128, without a window, a soft cap or sinks.
 
 Shapes: N rows, padded to a power of two from 8 on; D = 2 HALF.
 """
@@ -28,15 +28,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from unisono.kernels.gemm.fp8_quantize import scale_for, scaled_by
 from unisono.kernels.hopper import block_barrier, order_loads, stage_barriers
-from unisono.kernels.overlap import follow
+from unisono.kernels.overlap import follow, overlapping
 
 STAGES = 3
-"""Steps whose keys and values are held at once: two programs fit on a multiprocessor."""
+"""Steps whose keys and values are in shared memory at once: two programs fit on a multiprocessor."""
 
 
 @gluon.jit
 def _work_item(work_ptr, item, KV_HEADS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr):
-    """An item's entry of the work list, its KV head, its length, and its first and end step. The reads bypass L1."""
+    """Read an item: its entry of the work list, KV head, length, and first and end step. The reads bypass L1."""
     entry = work_ptr + item // KV_HEADS * 8
     length = gl.load(entry + 1, cache_modifier=".cg")
     begin = gl.load(entry + 4, cache_modifier=".cg") * (SPLIT // KEYS)
@@ -48,9 +48,9 @@ def _work_item(work_ptr, item, KV_HEADS: gl.constexpr, KEYS: gl.constexpr, SPLIT
 def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, total, max_pages, tokens,
                 KV_HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
                 STAGES: gl.constexpr, HALF: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """One warp's part: read page ``which`` of every step's keys and values into its stage, as stages come free.
+    """Load page ``which`` of every step's keys and values into its stage, as stages become free. The part of one warp.
 
-    tokens: of the pass. Steps from the one on that may hold their keys wait for the kernel that writes these.
+    tokens: tokens of the pass. Steps that may hold their keys wait for the kernel that writes them.
     """
     each: gl.constexpr = KEYS // PAGE
     order_loads()
@@ -81,7 +81,7 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, to
 
 @gluon.jit
 def _tile_rows(tile, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of each row of a tile its token, its query head, and whether it exists."""
+    """Token, query head and presence of each row of a tile."""
     row = gl.arange(0, ROWS, LAYOUT)
     token = tile + row // GROUP
     return token, head * GROUP + row % GROUP, token < last
@@ -90,7 +90,7 @@ def _tile_rows(tile, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS:
 @gluon.jit
 def _load_queries(q_ptr, q, tile, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
                   HALF: gl.constexpr):  # fmt: skip
-    """Put an item's queries in shared memory, as two halves [ROWS, HALF]; zeros for rows that do not exist."""
+    """Store an item's queries in shared memory as two halves [ROWS, HALF], with zeros for absent rows."""
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token, own, in_use = _tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(1, BY_ROW))
     index = (token.to(gl.int64) * HEADS + own) * (2 * HALF)
@@ -101,7 +101,7 @@ def _load_queries(q_ptr, q, tile, last, head, HEADS: gl.constexpr, GROUP: gl.con
 
 @gluon.jit
 def _forget_values(step, end, v, place, FIRST: gl.constexpr, KEYS: gl.constexpr):
-    """Zero the values of keys below FIRST and from ``end`` on: what was there before may be NaN."""
+    """Zero the values of keys below FIRST and from ``end`` on: stale ones may be NaN."""
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BLOCKED))
     kept = (keys < end) & (keys >= FIRST)
@@ -112,14 +112,14 @@ def _forget_values(step, end, v, place, FIRST: gl.constexpr, KEYS: gl.constexpr)
 
 @gluon.jit
 def _nothing(ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr):
-    """The state of rows that have seen no key: maxima [ROWS], sums (in equal rows) and values' halves [HALF, ROWS]."""
+    """State of rows that have seen no key: maxima [ROWS], sums (in equal rows) and halves of values [HALF, ROWS]."""
     zeros = gl.zeros([HALF, ROWS], gl.float32, MMA)
     return gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, MMA)), zeros, zeros, zeros
 
 
 @gluon.jit
 def _merge(m, z, a0, a1, m1, z1, o0, o1):
-    """Merge a later split's state into an earlier one's: ``attention_split.merge``."""
+    """Merge a later split's state into an earlier one's, as ``split.merge`` does."""
     top = gl.maximum(m, m1)
     finite = gl.where(top == float("-inf"), 0.0, top)
     old = gl.expand_dims(gl.exp2(m - finite), 0) + gl.zeros_like(a0)
@@ -130,7 +130,7 @@ def _merge(m, z, a0, a1, m1, z1, o0, o1):
 @gluon.jit
 def _attend_step(step, stage, phase, length, position, q, p, k, v, full, ones, m, z, o0, o1, scale,
                  FIRST: gl.constexpr, KEYS: gl.constexpr, ROWS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """Attend a step's keys, in a stage that is being loaded: the split's state with them."""
+    """Attend a step's keys once their stage is loaded; returns the split's new state."""
     mbarrier.wait(full.index(stage), phase)
     s = warpgroup_mma_init(gl.zeros([KEYS, ROWS], gl.float32, MMA))
     s = warpgroup_mma(k.index(stage * 2), q.index(0).permute([1, 0]), s, use_acc=False, is_async=True)
@@ -159,10 +159,10 @@ def _attend_step(step, stage, phase, length, position, q, p, k, v, full, ones, m
 
 @gluon.jit
 def _places(part, CAPACITY: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr):
-    """Where the workspace has a split's maxima, sums and values, and which of a tile's rows it has room for.
+    """Addresses of a split's maxima, sums and values in the workspace, and the mask of rows it has room for.
 
-    Rows follow each other, so that what a warp reads or writes at once is contiguous. A split has 2 CAPACITY floats of
-    state and 2 HALF CAPACITY of values.
+    Rows are adjacent, so that a warp's accesses are contiguous. A split has 2 CAPACITY floats of state and 2 HALF
+    CAPACITY of values.
     """
     row = gl.arange(0, ROWS, gl.SliceLayout(0, MMA))
     dims = gl.arange(0, HALF, gl.SliceLayout(1, MMA))
@@ -186,7 +186,9 @@ def _keep(state_ptr, acc_ptr, part, m, z, a0, a1, CAPACITY: gl.constexpr, ROWS: 
 @gluon.jit
 def _kept(state_ptr, acc_ptr, part, wanted, CAPACITY: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr,
           MMA: gl.constexpr):  # fmt: skip
-    """What :func:`_keep` has written, or nothing. The reads bypass L1, which may hold an older layer's values."""
+    """Read a state that :func:`_keep` has written, or an empty one. The reads bypass L1, which may hold an older
+    layer's.
+    """
     state, values, fits, there = _places(part, CAPACITY, ROWS, HALF, MMA)
     fits, there = fits & wanted, there & wanted
     m = gl.load(state_ptr + state, mask=fits, other=float("-inf"), cache_modifier=".cg")
@@ -199,7 +201,7 @@ def _kept(state_ptr, acc_ptr, part, wanted, CAPACITY: gl.constexpr, ROWS: gl.con
 @gluon.jit
 def _merge_kept(state_ptr, acc_ptr, part, stride, splits, AT_ONCE: gl.constexpr, CAPACITY: gl.constexpr,
                 ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """The state of a tile from those of its splits, merged in order; AT_ONCE of them are read at once."""
+    """Merge the states of a tile's splits in order; AT_ONCE of them are read together."""
     m, z, a0, a1 = _nothing(ROWS, HALF, MMA)
     for start in range(0, splits, AT_ONCE):
         at = part + start * stride
@@ -221,10 +223,10 @@ def _merge_kept(state_ptr, acc_ptr, part, stride, splits, AT_ONCE: gl.constexpr,
 @gluon.jit
 def _store(outs, q, tile, last, head, position, z, a0, a1, FIRST: gl.constexpr, HEADS: gl.constexpr,
            GROUP: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """Write the outputs of a tile's rows, rounded to the queries' dtype; quantised, where outputs are e4m3.
+    """Write the outputs of a tile's rows, rounded to the queries' dtype, and quantised if outputs are e4m3.
 
-    They take the queries' place in shared memory first, so that a row's elements are stored together. outs: (outputs,
-    scales, tokens, padded tokens); the last three are of e4m3 outputs.
+    They replace the queries in shared memory first, so that a row's elements are stored together. outs: (outputs,
+    scales, tokens, padded tokens); the last three are for e4m3 outputs.
     """
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     out_ptr, scales_ptr, tokens, padded = outs
@@ -261,7 +263,7 @@ def _store(outs, q, tile, last, head, position, z, a0, a1, FIRST: gl.constexpr, 
 
 @gluon.jit
 def _store_scaled(to, value, scale, there, dtype: gl.constexpr):
-    """Values [ROWS, HALF] over their rows' scales: the bits of ``fp8_quantize.scaled_by``."""
+    """Store values [ROWS, HALF] divided by their rows' scales: the bits of ``fp8_quantize.scaled_by``."""
     gl.store(to, scaled_by(value, scale).to(dtype), mask=there)
 
 
@@ -270,7 +272,7 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
                   outs, scale, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr,
                   KEYS: gl.constexpr, SPLIT: gl.constexpr, FIRST: gl.constexpr, AT_ONCE: gl.constexpr,
                   ROWS: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """The warp group's part: attend every item of this program, and merge a tile's splits where it is the last."""
+    """Attend every item of this program, and merge a tile's splits if it is the last. The warp group's part."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     GROUP: gl.constexpr = HEADS // KV_HEADS
     CAPACITY: gl.constexpr = TOKENS * GROUP
@@ -324,6 +326,7 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
     follow(OVERLAP, True)
 
 
+@overlapping(reads_early=True, leads=True)
 @gluon.jit
 def round_attention_kernel(
     q_ptr, k_desc, v_desc, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,
@@ -332,9 +335,9 @@ def round_attention_kernel(
     HALF: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, FIRST: gl.constexpr, AT_ONCE: gl.constexpr,
     STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """A fixed number of programs share the work list × KV heads; see ``attention_triton.attention_kernel``.
+    """Share the work list × KV heads among a fixed number of programs; see ``triton_kernels.attention_kernel``.
 
-    tokens: of the pass. scales_ptr, padded: of e4m3 outputs, else unread. ``_attend_items`` runs on a warp group,
+    tokens: tokens of the pass. scales_ptr, padded: for e4m3 outputs only. ``_attend_items`` runs on a warp group,
     ``_load_pages`` on a warp for each page of a step. The work list and page tables are read before the kernel ahead
     has ended: see ``kernels/overlap.py``.
     """

@@ -1,10 +1,10 @@
-"""Attention of long prompts on Hopper for heads of 256: ``attention_gluon`` where a warp group cannot hold a row.
+"""Attention of long prompts on Hopper for heads of 256, whose rows a warp group cannot hold.
 
 A row's output of 256 and the merged one beside it take more registers than a thread has, so a program has 64 rows, and
-each of its two warp groups half of the output's columns. A group computes the scores of the rows whole, a third more
-products than are needed, and shares nothing with the other one: that keeps the order of every sum that of
-``attention_triton._walk``, as there. (Groups of 64 rows each, with the columns in two programs, take 2 to 5 % longer.)
-Heads are held in quarters of 64 elements, the widest swizzle. ``attention_hopper`` proves the kernel and chooses it.
+each of its two warp groups half of the output's columns. A group computes the whole scores of its rows, a third more
+products than needed, and shares nothing with the other one: every sum then has the order of
+``triton_kernels._walk``, as in ``gluon.py``. (Groups of 64 rows each, with the columns in two programs, take 2 to 5 %
+longer.) Heads are held in quarters of 64 elements, the widest swizzle. ``hopper.py`` proves the kernel and chooses it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["HEAD_DIM", "WARPS", "wide_attention_kernel", "wide_sizes"]
 
 HEAD_DIM = 256
 STAGES = 3
-"""Steps whose keys and values are held at once: what fits. With 2 the compiler spills 448 bytes a thread, with 3 80:
+"""Steps whose keys and values are in shared memory at once. With 2 the compiler spills 448 bytes per thread, with 3 80:
 1.7 times as long."""
 
 
 @gluon.jit
 def _load_pages(which, k_desc, v_desc, k, v, full, free, pages_ptr, last_page, head, steps, KV_HEADS: gl.constexpr,
                 PAGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, QUARTER: gl.constexpr):  # fmt: skip
-    """One warp's part: read page ``which`` of every step's keys and values."""
+    """Load page ``which`` of every step's keys and values. The part of one warp."""
     each = KEYS // PAGE
     upcoming = gl.load(pages_ptr + gl.minimum(which, last_page))
     for step in range(steps):
@@ -51,7 +51,7 @@ def wide_attention_kernel(
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
     ROWS: gl.constexpr, QUARTER: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Two programs, of ROWS = 64 rows each, per tile of the work list and KV head; see ``attention_gluon``."""
+    """Attend with two programs of ROWS = 64 rows per tile of the work list and KV head; see ``gluon.py``."""
     gl.static_assert(KEYS == 4 * PAGE, "a warp for each page of a step")
     GROUP: gl.constexpr = HEADS // KV_HEADS
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
@@ -98,5 +98,5 @@ def wide_attention_kernel(
 
 
 def wide_sizes(rows: int) -> dict[str, int]:
-    """The kernel's compile-time sizes beside heads, page and steps. rows: of a program."""
+    """Compile-time sizes of the kernel beside heads, page and steps. rows: rows of a program."""
     return {"ROWS": rows, "QUARTER": HALF, "STAGES": STAGES}

@@ -1,9 +1,9 @@
-"""When attention of long prompts runs on a Gluon kernel, and the proof that it may.
+"""Dispatch of long prompts' attention to the Gluon kernels for Hopper, and the proof of their bits.
 
-The kernels in ``attention_gluon`` and ``attention_gluon_wide`` serve passes whose tiles have 128 rows and are walked
-whole, on Hopper, for 16-bit heads of 128 and of 256, without a window, a soft cap or sinks. :func:`prove` compares
+The kernels in ``gluon.py`` and ``gluon_wide.py`` serve passes whose tiles have 128 rows and are walked whole, on
+Hopper, for 16-bit heads of 128 and 256, without a window, a soft cap or sinks. :data:`exact_prompt_attention` compares
 their bits with the Triton kernel's on the present GPU. Where they differ, or were not compared, the Triton kernel
-serves those passes too.
+serves.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from unisono.kernels.attention.gluon_wide import HEAD_DIM as WIDE_DIM
 from unisono.kernels.attention.gluon_wide import wide_attention_kernel, wide_sizes
 from unisono.kernels.hopper import box_type, boxes
 from unisono.kernels.library import AotCase
-from unisono.kernels.proofs import alike, proven, rehearsed
+from unisono.kernels.proofs import ExactKernel
 
 PAGE = 16
 """Tokens per page: a step of 64 keys is four pages, each read by a warp of its own."""
-
-_proven: dict[tuple[int, int, int, torch.dtype, torch.device], bool] = {}
-"""(query heads, KV heads, head size, dtype, device) -> whether :func:`prove` saw the same bits."""
 
 Attend = Callable[..., torch.Tensor]
 
 
 def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel can serve such heads on this device at all."""
+    """Return True if the kernel can serve such heads on this device."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
@@ -42,10 +39,10 @@ def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: 
 
 
 def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int, window: int, first: int) -> bool:
-    """Whether a pass whose tiles are walked whole runs here. q [T, Hq, D]; k_cache [NP, Hkv, P, D]."""
+    """Return True if the kernel serves a pass whose tiles are walked whole. q [T, Hq, D]; k_cache [NP, Hkv, P, D]."""
     heads, kv_heads = q.shape[1], k_cache.shape[1]
     return (
-        _proven.get((heads, kv_heads, q.shape[2], q.dtype, q.device), False)
+        exact_prompt_attention.serves((heads, kv_heads, q.shape[2], q.dtype, q.device))
         and tile_tokens * heads == ROWS * kv_heads
         and window == 0
         and first == 0
@@ -55,7 +52,7 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int, window: int
 
 
 def _sizes(heads: int, kv_heads: int, head_dim: int, keys: int) -> dict[str, int]:
-    """The kernel's compile-time sizes."""
+    """Compile-time sizes of the kernel."""
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "PAGE": PAGE, "KEYS": keys, "SPLIT": SPLIT}
     wide = head_dim == WIDE_DIM
     return sizes | (wide_sizes(ROWS // 2) if wide else {"ROWS": ROWS, "HALF": HALF, "STAGES": STAGES})
@@ -73,41 +70,23 @@ def launch_prompt_attention(
     keys: int,
     **tuning: int,
 ) -> torch.Tensor:
-    """See ``attention.launch_attention``; ``scale`` is for powers of two. Returns [T, Hq · D].
+    """Launch the kernel: see ``paged.launch_attention``. Returns [T, Hq · D].
 
-    tuning: compile-time sizes in place of those that serve.
+    scale: for powers of two. tuning: compile-time sizes that override the defaults.
     """
     (tokens, heads, dim), kv_heads = q.shape, k_cache.shape[1]
     out = q.new_empty(tokens, heads * dim)
     cached = [boxes(c.view(-1, dim), PAGE) for c in (k_cache, v_cache)]
-    given = q, *cached, page_table, positions, work, count, out, page_table.stride(0), scale
+    operands = q, *cached, page_table, positions, work, count, out, page_table.stride(0), scale
     kernel, parts = (wide_attention_kernel, 2) if dim == WIDE_DIM else (prompt_attention_kernel, 1)
     kernel[(work.shape[0] * kv_heads * parts,)](
-        *given, **(_sizes(heads, kv_heads, dim, keys) | tuning), num_warps=WARPS
+        *operands, **(_sizes(heads, kv_heads, dim, keys) | tuning), num_warps=WARPS
     )
     return out
 
 
-def prove(attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Compare the kernel with the Triton kernel, once in a process for such heads. The result decides which one serves.
-
-    attend(q, k_cache, v_cache, page_table, kv_len, query_start, positions) runs one pass. Synchronises.
-    """
-    key = heads, kv_heads, head_dim, dtype, device
-    return suits(*key) and proven(_proven, key, lambda: _same_bits(attend, *key))
-
-
-def rehearse(
-    attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Launch what :func:`prove` will launch and ignore the result: this compiles the kernels ahead of time."""
-    key = heads, kv_heads, head_dim, dtype, device
-    if suits(*key):
-        rehearsed(_proven, key, lambda: _same_bits(attend, *key))
-
-
 def proof_lengths(heads: int) -> tuple[int, int]:
-    """Tokens of the requests that kernels are compared on: enough for tiles of ROWS rows on every multiprocessor."""
+    """Tokens of the requests in the comparison: enough for tiles of ROWS rows on every multiprocessor."""
     more = max(1, 16 // heads)
     return 1500 * more, 391 * more
 
@@ -115,7 +94,7 @@ def proof_lengths(heads: int) -> tuple[int, int]:
 def proof_pages(
     lengths: Sequence[int], kv_heads: int, head_dim: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(k_cache, v_cache, page_table) of requests that kernels are compared on; what no token may see is NaN."""
+    """Make (k_cache, v_cache, page_table) of the requests in the comparison. Places that no token may see are NaN."""
     device = generator.device
     pages = [-(-n // PAGE) for n in lengths]
     order = torch.randperm(sum(pages), generator=generator, device=device).int()
@@ -133,7 +112,7 @@ def proof_pages(
 def _same_bits(
     attend: Attend, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Two requests, whole and after a prefix."""
+    """Compare two requests, whole and after a prefix."""
     lengths, key = proof_lengths(heads), (heads, kv_heads, head_dim, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
     pages = proof_pages(lengths, kv_heads, head_dim, dtype, generator)
@@ -143,9 +122,20 @@ def _same_bits(
         query_start = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device)
         positions = torch.cat([torch.arange(a, n, device=device) for a, n in zip(starts, lengths, strict=True)]).int()
         q = torch.randn(sum(counts), heads, head_dim, generator=generator, device=device).to(dtype)
-        if not alike(_proven, key, partial(attend, q, *pages, kv_len, query_start, positions)):
+        if not exact_prompt_attention.same_when_serving(
+            key, partial(attend, q, *pages, kv_len, query_start, positions)
+        ):
             return False
     return True
+
+
+exact_prompt_attention = ExactKernel(
+    "attention of long prompts", lambda attend, *heads: (heads,) if suits(*heads) else (), _same_bits
+)
+"""The Gluon kernels, against the Triton kernel, by (query heads, KV heads, head size, dtype, device).
+
+attend(q, k_cache, v_cache, page_table, kv_len, query_start, positions) runs one pass.
+"""
 
 
 def _case(heads: int, kv_heads: int, dtype: str, head_dim: int = HEAD_DIM) -> AotCase:

@@ -1,10 +1,10 @@
 """Paged attention whose bits depend on a token's own query and keys alone.
 
 One op serves every pass. It walks KV in splits of SPLIT keys at absolute positions. Each split has fresh accumulators,
-and splits are merged in order by one formula (``attention_triton._merge``). One program may walk all splits and merge
+and splits are merged in order by one formula (``split.merge``). One program may walk all splits and merge
 them in registers, or several programs may share them and the last one merges: the bits are the same. The tensor core
 computes row sums (a dot with ones), because its order is the same in every layout; a reduction's is not. Each
-multiply-add that a compiler might contract is an explicit fma. PEERS.md ("Bits") has the measurements.
+multiply-add that a compiler might contract is an explicit fma.
 
 The host knows only the shapes of a pass. The device reads lengths when it makes a plan, once per pass for all layers.
 A tile is a few query tokens × the query heads that share a KV head. Tiles are cut along KV where whole tiles would
@@ -27,7 +27,7 @@ from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.cpu import SPLIT, attention_cpu, attention_plan_cpu
 from unisono.kernels.attention.triton_kernels import LOG2_E, attention_kernel, plan_kernel
 from unisono.kernels.gemm.fp8_quantize import empty_quantised, launch_quantize, quantised_cpu
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.overlap import overlapped
 
 KEYS = 64
@@ -77,7 +77,7 @@ def launch_attention_plan(
 def _geometry(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tile_tokens: int, cut: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The kernel's compile-time sizes and launch options; only speed depends on them.
+    """Choose the kernel's compile-time sizes and launch options; only speed depends on them.
 
     The rows of a query tile are a power of two and hold at least one token's heads. Two accumulators per row must fit
     into registers, and the buffers of keys and values into shared memory.
@@ -102,7 +102,7 @@ def _geometry(
 
 
 def _programs(device: torch.device, tiles: int, warps: int) -> int:
-    """Programs that share a pass's work, which has this number of whole tiles.
+    """Choose the number of programs that share a pass's work. tiles: number of whole tiles.
 
     Two of four warps fit on a multiprocessor. A third waits until one has ended, so that the hardware balances uneven
     rows; where there are many tiles, it would begin with its share when the others have ended with theirs.
@@ -116,7 +116,7 @@ def _programs(device: torch.device, tiles: int, warps: int) -> int:
 
 
 def _few_warps(device: torch.device, tiles: int, sizes: dict[str, int]) -> bool:
-    """Whether e4m3 pages are read by programs of two warps: where a multiprocessor has several tiles of few rows.
+    """Return True if programs of two warps read e4m3 pages: where a multiprocessor has several tiles of few rows.
 
     A step's instructions bound these tiles, and fewer threads take fewer of them: 59 and 67 µs at 64 requests of 1,152
     tokens, 14 and 12 at one (H200).
@@ -126,7 +126,7 @@ def _few_warps(device: torch.device, tiles: int, sizes: dict[str, int]) -> bool:
 
 
 def _elements(pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Pages [NP, Hkv, P, X] of bytes as elements of ``dtype`` [NP, …]. Raises ValueError where none can be made."""
+    """View pages [NP, Hkv, P, X] of bytes as elements of ``dtype`` [NP, …]. Raises ValueError if that is impossible."""
     if pages.shape[2] % 4 or (pages.shape[3] % 4 and pages.shape[3] > 1) or not pages.is_contiguous():
         raise ValueError(f"e4m3 pages {list(pages.shape)}: make them contiguous, P and D multiples of 4")
     return pages.flatten(1).view(dtype)
@@ -136,8 +136,8 @@ def _attended(q: torch.Tensor, *_: object) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
-class _Given(NamedTuple):
-    """What the ops take beside the queries; see :func:`attention`."""
+class _Arguments(NamedTuple):
+    """Arguments of the ops after the queries; see :func:`attention`."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -156,9 +156,9 @@ class _Given(NamedTuple):
     v_scales: torch.Tensor | None = None
 
 
-def launch_attention(q: torch.Tensor, *given: Any, **options: int) -> torch.Tensor:
-    """See :func:`attention`. ``options`` override the launch's (for tuning)."""
-    g = _Given(*given)
+def launch_attention(q: torch.Tensor, *args: Any, **options: int) -> torch.Tensor:
+    """Launch :func:`attention`. options: launch options that override the defaults (for tuning)."""
+    g = _Arguments(*args)
     if not options and (out := _by_hopper(q, g)) is not None:
         return out
     out = _attended(q)
@@ -166,9 +166,9 @@ def launch_attention(q: torch.Tensor, *given: Any, **options: int) -> torch.Tens
     return out
 
 
-def launch_attention_fp8(q: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_attention_fp8(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`attention_fp8`."""
-    g, (tokens, heads, head_dim) = _Given(*given), q.shape
+    g, (tokens, heads, head_dim) = _Arguments(*args), q.shape
     if (out := _by_hopper(q, g)) is not None:
         return launch_quantize(out, head_dim)
     x8, scales = empty_quantised(q, tokens, heads * head_dim, head_dim)
@@ -176,8 +176,8 @@ def launch_attention_fp8(q: torch.Tensor, *given: Any) -> tuple[torch.Tensor, to
     return x8, scales
 
 
-def _by_hopper(q: torch.Tensor, g: _Given) -> torch.Tensor | None:
-    """What the kernel for Hopper makes; None where it does not serve such a pass."""
+def _by_hopper(q: torch.Tensor, g: _Arguments) -> torch.Tensor | None:
+    """Attend with the kernel for Hopper. Returns None if it does not serve such a pass."""
     plain = g.partials == 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None
     if not plain or not attention_hopper.serves(q, g.k_cache, g.arrivals.shape[1], g.window, g.first):
         return None
@@ -186,9 +186,9 @@ def _by_hopper(q: torch.Tensor, g: _Given) -> torch.Tensor | None:
 
 
 def _launch(
-    out: torch.Tensor, scales: torch.Tensor | None, q: torch.Tensor, g: _Given, options: dict[str, int]
+    out: torch.Tensor, scales: torch.Tensor | None, q: torch.Tensor, g: _Arguments, options: dict[str, int]
 ) -> None:
-    """Attend into ``out``. scales: of e4m3 outputs."""
+    """Attend into ``out``. scales: scales of e4m3 outputs."""
     (tokens, heads, head_dim), (_, tile_tokens, kv_heads) = q.shape, g.arrivals.shape
     state = q.new_empty(g.partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(g.partials, tile_tokens, heads, head_dim, dtype=torch.float32)
@@ -219,37 +219,37 @@ def _launch(
     )  # fmt: skip
 
 
-_TAKES = (
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor positions, Tensor work,"
-    " Tensor count, Tensor(a!) arrivals, int partials, float scale, int window,"
-    " int first=0, float soft_cap=0.0, Tensor? sinks=None, Tensor? k_scales=None, Tensor? v_scales=None)"
-)
+def _quantised_shapes(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_quantised(q, q.shape[0], q.shape[1] * q.shape[2], q.shape[2])
 
-define(
-    "attention_plan(Tensor slots, Tensor kv_len, Tensor? query_start, int num_tokens, int tile_tokens,"
-    " int num_kv_heads, int partials, int programs, int window=0) -> (Tensor, Tensor, Tensor)"
-)
-define(f"attention{_TAKES} -> Tensor")
-define(f"attention_fp8{_TAKES} -> (Tensor, Tensor)")
-register("attention_plan", cuda=launch_attention_plan, cpu=attention_plan_cpu, meta=_plan_shapes)
-register("attention", cuda=launch_attention, cpu=attention_cpu, meta=_attended)
-register(
-    "attention_fp8",
-    cuda=launch_attention_fp8,
-    cpu=lambda q, *given: quantised_cpu(attention_cpu(q, *given), q.shape[2]),
-    meta=lambda q, *given: empty_quantised(q, q.shape[0], q.shape[1] * q.shape[2], q.shape[2]),
-)
+
+attention_plan_op = op(cuda=launch_attention_plan, meta=_plan_shapes)(attention_plan_cpu)
+attention_op = op(cuda=launch_attention, meta=_attended)(attention_cpu)
+
+
+@op(cuda=launch_attention_fp8, meta=_quantised_shapes)
+def attention_fp8_op(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor,
+    work: torch.Tensor, count: torch.Tensor, arrivals: Mutated[torch.Tensor], partials: int, scale: float, window: int,
+    first: int = 0, soft_cap: float = 0.0, sinks: torch.Tensor | None = None, k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    out = attention_cpu(
+        q, k_cache, v_cache, page_table, positions, work, count, arrivals, partials, scale, window, first, soft_cap,
+        sinks, k_scales, v_scales,
+    )  # fmt: skip
+    return quantised_cpu(out, q.shape[2])
 
 
 class AttentionPlan(NamedTuple):
-    """How programs share the work of a pass.
+    """Work list of a pass: the division of its tiles among programs.
 
     work [ceil(T / tile_tokens) + R + 1 + partials, 8]: per item (slot, kv_len, first token, end token, first split,
         end split, partial, counter). ``partial`` is the place of the tile's first split in the workspace, -1 for a
         tile that is walked whole; ``counter`` is the first item of the tile.
     num_items [1]: items in use.
     arrivals [len(work), tile_tokens, Hkv]: splits of a tile that have arrived; 0 between layers.
-    partials: splits of a tile that the workspace holds.
+    partials: places for splits in the workspace.
     """
 
     work: torch.Tensor
@@ -271,16 +271,16 @@ def attention_plan(
 ) -> AttentionPlan:
     """Plan a pass over R rows: slots [R], kv_len [R] (keys a row may see: its highest position + 1, or 0).
 
-    query_start [R + 1]: where rows begin among ``num_tokens`` tokens, those from its last entry on being padding;
+    query_start [R + 1]: first token of each row among ``num_tokens`` tokens; those from its last entry on are padding.
         None for rows of equal width.
-    tile_tokens: tokens per query tile, at most.
+    tile_tokens: maximum tokens per query tile.
     programs: programs the device runs at a time. A tile longer than a program's fair share of all splits is cut into
         pieces of that share, unless the workspace has no room left; it has ``partials`` places.
     window: > 0 where each attention of the plan has this window or a smaller one, and a row's tokens stand at positions
         ≥ kv_len - their number. Splits before the window of a row's first token are then left out of the plan.
-    The plan decides about time, never about bits.
+    The plan affects speed, never bits.
     """
-    work, num_items, arrivals = torch.ops.unisono.attention_plan(
+    work, num_items, arrivals = attention_plan_op(
         slots, kv_len, query_start, num_tokens, tile_tokens, num_kv_heads, partials, programs, window
     )
     return AttentionPlan(work, num_items, arrivals, partials)
@@ -312,13 +312,15 @@ def attention(
     sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
     Returns [T, Hq · D] in q's dtype.
     """
-    return torch.ops.unisono.attention(
+    return attention_op(
         q, k_cache, v_cache, page_table, positions, *plan, scale, window, first, soft_cap, sinks, k_scales, v_scales
     )
 
 
 def quantises(head_dim: int, group: int) -> bool:
-    """Whether :func:`attention_fp8` serves heads of this size for readers whose scales serve ``group`` columns."""
+    """Return True if :func:`attention_fp8` serves heads of this size for consumers with one scale per ``group``
+    columns.
+    """
     return head_dim == group and head_dim & (head_dim - 1) == 0
 
 
@@ -329,14 +331,14 @@ def attention_fp8(
     page_table: torch.Tensor,
     positions: torch.Tensor,
     plan: AttentionPlan,
-    *given: Any,
+    *args: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`attention` in e4m3, a scale for each token and head: the bits of ``quantize_fp8(attention(…), D)``.
+    """Attend and quantise to e4m3, with a scale per token and head: the bits of ``quantize_fp8(attention(…), D)``.
 
-    D: a power of two (:func:`quantises`). given: the rest, as there. Returns (values e4m3 [T', Hq · D], scales
-    fp32 [Hq, T']), T' = T padded to a multiple of four with zeros.
+    D: a power of two (:func:`quantises`). The other arguments are those of :func:`attention`. Returns (values e4m3 [T',
+    Hq · D], scales fp32 [Hq, T']), T' = T padded to a multiple of four with zeros.
     """
-    return torch.ops.unisono.attention_fp8(q, k_cache, v_cache, page_table, positions, *plan, *given)
+    return attention_fp8_op(q, k_cache, v_cache, page_table, positions, *plan, *args)
 
 
 def _case(

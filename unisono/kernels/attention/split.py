@@ -1,4 +1,4 @@
-"""What all walks over paged KV share: the state of a split and how states are merged, a step's addresses and weights.
+"""Shared parts of all walks over paged KV: the state of a split, the merge of states, a step's addresses and weights.
 
 Device functions for ``kernels/attention/triton_kernels.py`` and ``kernels/attention/e4m3.py``. A state is (row max, row
 sum, weighted values): m [ROWS], z [ROWS], acc [ROWS, DIM], fp32.
@@ -14,7 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def merge(m, z, acc, m1, z1, acc1):
-    """Merge a later split's (row max, row sum, weighted values) into an earlier one's. THE formula."""
+    """Merge a later split's (row max, row sum, weighted values) into an earlier one's. All kernels use this formula."""
     top = tl.maximum(m, m1)
     finite = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp2(m - finite), tl.exp2(m1 - finite)
@@ -23,7 +23,7 @@ def merge(m, z, acc, m1, z1, acc1):
 
 @triton.jit
 def nothing(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The state of rows that have seen no key: max -inf, sum 0, values 0."""
+    """State of rows that have seen no key: max -inf, sum 0, values 0."""
     lowest = tl.full([ROWS], float("-inf"), tl.float32)
     return lowest, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
 
@@ -37,7 +37,7 @@ def values(index, in_use, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def keep(workspace, split, m, z, acc, HEAD_DIM: tl.constexpr):
-    """Write a split's state to the workspace, where a row of a tile has ``index + split · stride``."""
+    """Write a split's state to the workspace, at ``index + split · stride`` for each row of a tile."""
     state_ptr, acc_ptr, index, in_use, stride = workspace
     at = index + split * stride
     offset, mask = values(at, in_use, HEAD_DIM, acc.shape[1])
@@ -48,7 +48,9 @@ def keep(workspace, split, m, z, acc, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh(x) in fp32: a polynomial below 0.25, where 1 - exp(-2 |x|) would cancel. No sum that could be contracted."""
+    """Compute tanh(x) in fp32: a polynomial below 0.25, where 1 - exp(-2 |x|) would cancel. No sum can be
+    contracted.
+    """
     size, square = tl.abs(x), x * x
     term = tl.fma(square, tl.full(x.shape, 62 / 2835, tl.float32), -17 / 315)
     term = tl.fma(square, tl.fma(square, term, 2 / 15), -1 / 3)
@@ -60,7 +62,7 @@ def tanh(x):
 
 @triton.jit
 def tiles(k_ptr, v_ptr, offset, known, dims, SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Tiles of keys and values [KEYS, columns]: zeros where a key is not ``known`` and from column SIZE on."""
+    """Load tiles of keys and values [KEYS, columns]: zeros where a key is not ``known`` and from column SIZE on."""
     if MASKED:
         valid = known[:, None] & (dims < SIZE)[None, :]
         k = tl.load(k_ptr + offset, mask=valid, other=0)
@@ -79,7 +81,7 @@ def find_keys(
     pages_ptr, start, end, low, page_stride, SIZE: tl.constexpr, DIMS: tl.constexpr, PAGE: tl.constexpr,
     KEYS: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A step's keys [KEYS], which of them lie below ``end`` (BOUNDED: and from ``low`` on), and their rows' offsets.
+    """Positions of a step's keys [KEYS], the mask of those below ``end`` (BOUNDED: and from ``low`` on), row offsets.
 
     Offsets [KEYS, DIMS] are of rows of SIZE elements. Unsigned positions need fewer instructions.
     """
@@ -98,7 +100,7 @@ def hide(
     scores, keys, position, window, WINDOW: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr,
     TO_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Soft-cap scores [ROWS, KEYS] and hide what rows do not see."""
+    """Soft-cap scores [ROWS, KEYS] and mask the keys that rows do not see."""
     if TO_CAP > 0:
         scores = tanh(scores * TO_CAP)
     if MASKED:
@@ -113,7 +115,9 @@ def hide(
 
 @triton.jit
 def weigh(scores, scale, part_m, dtype: tl.constexpr):
-    """The row max with this step's scores, their weights in ``dtype``, and what a split's sums shrink by [ROWS, 1]."""
+    """New row maxima, the weights of this step's scores in ``dtype``, and the factor of a split's old sums [ROWS,
+    1].
+    """
     top = tl.maximum(part_m, tl.max(scores, 1) * scale)
     finite = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2(tl.fma(scores, scale, -finite[:, None])).to(dtype)

@@ -1,6 +1,6 @@
-"""The Triton kernels of attention: the walk over KV splits, and the plan that shares it out.
+"""Triton kernels of attention: the walk over KV splits, and the plan that divides it among programs.
 
-Launched only by kernels/attention/paged.py, whose docstring says what makes the bits invariant.
+Launched only by ``kernels/attention/paged.py``, whose docstring explains why the bits are invariant.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from unisono.kernels.attention.e4m3 import begin_e4m3, factors, finish_e4m3, in_order, side_by_side, walk_halves
 from unisono.kernels.attention.split import LOG2_E, find_keys, hide, keep, merge, nothing, tiles, values, weigh
 from unisono.kernels.gemm.fp8_quantize import scaled_by, scales_of
-from unisono.kernels.overlap import follow, publish
+from unisono.kernels.overlap import follow, overlapping, publish
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _walk(
     be stale, NaN included: they are not read. MASKED False promises that every row sees every key.
     TO_CAP > 0 soft-caps the scores: tanh(TO_CAP · score) takes the place of each score, and ``scale`` holds the cap.
     A tile with a place in the ``workspace`` (or None) leaves each split but the last there instead.
-    scales: None, or what ``attention_e4m3.factors`` reads; q and acc then have their columns side by side.
+    scales: None, or the arguments of ``e4m3.factors``; q and acc then have their columns side by side.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM: tl.constexpr = q.shape[1]
@@ -69,9 +69,9 @@ def _attend(
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr, workspace,
 ):  # fmt: skip
-    """The state (m, z, acc) of a tile's rows after the keys of an item of the work list; see :func:`_walk`.
+    """Walk the keys of an item of the work list: the state (m, z, acc) of a tile's rows; see :func:`_walk`.
 
-    Of a tile that is not CUT, those of the last split that the item's rows see are masked, and others need not be.
+    In a tile that is not CUT only the keys of the last visible split need masks.
     """
     FEW: tl.constexpr = q.shape[0] < 64
     walk: tl.constexpr = walk_halves if FEW and scales is not None else _walk
@@ -99,7 +99,7 @@ def _attend(
 
 @triton.jit
 def _rows(positions_ptr, first, last, head, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """A tile's rows, one per (token, query head of the group): in use?, index into [tokens, Hq], position."""
+    """Rows of a tile, one per (token, query head of the group): mask, index into [tokens, Hq], position."""
     row = tl.arange(0, ROWS)
     token = first + row // GROUP
     index = token.to(tl.int64) * HEADS + head * GROUP + row % GROUP
@@ -114,7 +114,7 @@ def _queries(q_ptr, index, in_use, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _first_seen(position, window):
-    """The first key that any row of a tile sees; rows at position -1 see nothing."""
+    """First key that any row of a tile sees; rows at position -1 see nothing."""
     return tl.maximum(tl.min(tl.where(position >= 0, position, 2**30)) - window + 1, 0)
 
 
@@ -152,9 +152,9 @@ def _store(
 def _store_e4m3(
     out_ptr, scales_ptr, value, offset, index, in_use, tokens, padded, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Quantise rows [rows, HEAD_DIM], a scale for each, with the bits of ``quantize_fp8`` for groups of HEAD_DIM.
+    """Quantise rows [rows, HEAD_DIM] with one scale each: the bits of ``quantize_fp8`` for groups of HEAD_DIM.
 
-    Who has rows of the last of ``tokens`` tokens writes the padding after it too, up to ``padded``: zeros.
+    The program with the last of ``tokens`` tokens also writes the padding after it, up to ``padded``: zeros.
     """
     scale = scales_of(value)
     kind = out_ptr.dtype.element_ty
@@ -175,7 +175,7 @@ def _merge_kept(
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Merge splits ``first_split … end_split`` of a tile out of the workspace, in order, and write its outputs.
+    """Merge splits ``first_split … end_split`` of a tile from the workspace, in order, and write its outputs.
 
     Splits are read ahead, in stages of 8 KiB or more. The reads bypass L1, which may hold an older layer's values.
     """
@@ -196,7 +196,9 @@ def _merge_kept(
 
 @triton.jit
 def _place(partial, tile, skipped, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """Where split 0 of a tile would be in the workspace; the plan gave places from split ``skipped`` (None: 0) on."""
+    """Place of split 0 of a tile in the workspace, if it had one: the plan gave places from split ``skipped`` (None: 0)
+    on.
+    """
     place = (partial.to(tl.int64) * TOKENS - tile) * HEADS
     if skipped is not None:
         place -= skipped.to(tl.int64) * (TOKENS * HEADS)
@@ -205,7 +207,7 @@ def _place(partial, tile, skipped, TOKENS: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def _complete(arrivals_ptr, mine, splits, skipped):
-    """Count in the splits that this program has kept. True for the last program to arrive, which resets the count.
+    """Add this program's splits to the tile's count. True for the last program to arrive, which resets the count.
 
     The tile has ``splits``, less the first ``skipped`` (or None), which the plan left out.
     """
@@ -220,13 +222,15 @@ def _complete(arrivals_ptr, mine, splits, skipped):
 
 @triton.jit
 def _exponents(k_ptr, v_ptr, head, PAGE: tl.constexpr, KV_HEADS: tl.constexpr):
-    """What ``factors`` reads of a KV head: pointers to its words of four exponents, and how many a page has."""
+    """Arguments of ``factors`` for a KV head: pointers to its words of four exponents, and the words per page."""
     return k_ptr + head * (PAGE // 4), v_ptr + head * (PAGE // 4), KV_HEADS * (PAGE // 4)
 
 
 @triton.jit
 def _work_item(work_ptr, i):
-    """Entry ``i`` of the work list. Volatile, or the compiler would move the read after the wait for the count."""
+    """Read entry ``i`` of the work list. Volatile: otherwise the compiler would move the read after the wait for the
+    count.
+    """
     entry = work_ptr + i * 8
     slot, length = tl.load(entry, volatile=True), tl.load(entry + 1, volatile=True)
     first, last = tl.load(entry + 2, volatile=True), tl.load(entry + 3, volatile=True)
@@ -235,6 +239,7 @@ def _work_item(work_ptr, i):
     return slot, length, first, last, first_split, end_split, partial, counter
 
 
+@overlapping(reads_early=True, leads=True)
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,
@@ -244,11 +249,12 @@ def attention_kernel(
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A fixed number of programs share the work list × parts of a tile × KV heads. Keys below FIRST are invisible.
+    """Share the work list × parts of a tile × KV heads among a fixed number of programs. Keys below FIRST are
+    invisible.
 
     Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace, and the program that
     completes the tile's count merges them in order. Without CUT a tile needs no masks for keys that all its rows see.
-    What the plan wrote is read before the kernel ahead has ended (:data:`unisono.kernels.overlap.READ_EARLY`).
+    The plan's outputs are read before the kernel ahead has ended (:data:`unisono.kernels.overlap.READ_EARLY`).
     """
     outs = out_ptr, sinks_ptr, scales_ptr, q_ptr, tokens, padded
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -295,9 +301,9 @@ def plan_kernel(
     window,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program ``row`` lists its row's tiles, last tokens first, each whole or in pieces.
+    """List the tiles of row ``row``, last tokens first, each whole or in pieces. One program per row.
 
-    WIDTH 0: ``query_start`` says where rows begin, and one more program lists the tokens that belong to no row.
+    WIDTH 0: rows begin at ``query_start``, and one more program lists the tokens that belong to no row.
     """
     row = tl.program_id(0)
     each = tl.arange(0, BLOCK)
@@ -308,7 +314,7 @@ def plan_kernel(
         stop = tl.load(query_start_ptr + each + 1, mask=each < rows, other=num_tokens)
     length = tl.load(kv_len_ptr + each, mask=each < rows, other=0)
     splits = (length + SPLIT - 1) // SPLIT
-    if window is not None:  # only splits from the one on that the row's first token sees
+    if window is not None:  # only from the first split that the row's first token sees
         skipped = tl.maximum(length - (stop - start) - window + 1, 0) // SPLIT
         splits -= skipped
     tiles = tl.where(each < tl.num_programs(0), (stop - start + TOKENS - 1) // TOKENS, 0)

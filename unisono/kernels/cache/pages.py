@@ -1,8 +1,8 @@
-"""Page tables on the device: pages that a round adds, and KV slot mappings of further page tables.
+"""Page tables on the device: pages added in a round, and KV slot mappings for further page tables.
 
 Owns the ops ``grow_pages`` and ``group_slot_mapping``. The engine calls them inside a round or an extend pass.
 
-Shapes: R rows, T tokens, S page-table rows, MP pages per row, P page size, G pages added to a row at most.
+Shapes: R rows, T tokens, S page-table rows, MP pages per row, P page size, G maximum pages added to a row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, empty_like, ints, register
+from unisono.kernels.library import AotCase, Mutated, empty_like, ints, op
 
 NEVER = tl.constexpr(2**31 - 1)
 
@@ -59,15 +59,6 @@ def launch_grow_pages(
     )
 
 
-def grow_pages_cpu(page_table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
-    """CPU twin of :func:`grow_pages`."""
-    new = columns >= 0
-    if not new.any():
-        return
-    rows = slots.long()[:, None].expand_as(columns)
-    page_table[rows[new], columns[new].long()] = pages[new]
-
-
 def launch_group_slot_mapping(
     page_table: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
     query_start: torch.Tensor | None, page_size: int,
@@ -82,11 +73,35 @@ def launch_group_slot_mapping(
     return out
 
 
-def group_slot_mapping_cpu(
+@op(cuda=launch_grow_pages)
+def grow_pages(
+    page_table: Mutated[torch.Tensor], slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor
+) -> None:
+    """Write ``pages [R, G]`` into ``page_table [S, MP]`` at ``(slots [R], columns [R, G])``; column -1 writes nothing.
+
+    All int32. Writing the same page again changes nothing, so a batch may be loaded twice.
+    """
+    new = columns >= 0
+    if not new.any():
+        return
+    rows = slots.long()[:, None].expand_as(columns)
+    page_table[rows[new], columns[new].long()] = pages[new]
+
+
+@op(cuda=launch_group_slot_mapping, meta=lambda page_table, tables, positions, *_: empty_like(positions))
+def group_slot_mapping(
     page_table: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
     query_start: torch.Tensor | None, page_size: int,
 ) -> torch.Tensor:  # fmt: skip
-    """CPU twin of :func:`group_slot_mapping`."""
+    """Slot mapping [T] of a pass's tokens for another page table: page · P + offset.
+
+    page_table [S, MP]: the other table. tables [R]: row of it for each row of the pass. positions, slot_mapping [T]:
+    outputs of ``round_inputs``, ``extend_inputs``, ``draft_inputs``, ``draft_extend_inputs``, ``catch_up`` or
+    ``catch_up_extend`` for the first table, whose page size is the same. query_start [R + 1]: first token of each row;
+    None for rows of equal width. All int32.
+
+    A token that writes to padding page 0 in the first table (padding, or at or beyond ``max_length``) stays there.
+    """
     tokens, rows = positions.shape[0], tables.shape[0]
     t = torch.arange(tokens, dtype=torch.int32)
     if query_start is None:
@@ -97,44 +112,6 @@ def group_slot_mapping_cpu(
     at = positions.where(written, 0)
     page = page_table[tables[row].long(), (at // page_size).long()]
     return (page * page_size + at % page_size).where(written, slot_mapping)
-
-
-define("grow_pages(Tensor(a!) page_table, Tensor slots, Tensor columns, Tensor pages) -> ()")
-register("grow_pages", cuda=launch_grow_pages, cpu=grow_pages_cpu, meta=lambda *args: None)
-define(
-    "group_slot_mapping(Tensor page_table, Tensor tables, Tensor positions, Tensor slot_mapping, Tensor? query_start,"
-    " int page_size) -> Tensor"
-)
-register(
-    "group_slot_mapping",
-    cuda=launch_group_slot_mapping,
-    cpu=group_slot_mapping_cpu,
-    meta=lambda page_table, tables, positions, *_: empty_like(positions),
-)
-
-
-def grow_pages(page_table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
-    """Write ``pages [R, G]`` into ``page_table [S, MP]`` at ``(slots [R], columns [R, G])``; column -1 writes nothing.
-
-    All int32. Writing the same page again changes nothing, so a batch may be loaded twice.
-    """
-    torch.ops.unisono.grow_pages(page_table, slots, columns, pages)
-
-
-def group_slot_mapping(
-    page_table: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
-    query_start: torch.Tensor | None, page_size: int,
-) -> torch.Tensor:  # fmt: skip
-    """Where the tokens of a pass write in another page table: its slot mapping [T], page · P + offset.
-
-    page_table [S, MP]: the other table. tables [R]: the row of it that each row of the pass uses. positions and
-    slot_mapping [T]: what ``round_inputs``, ``extend_inputs``, ``draft_inputs``, ``draft_extend_inputs``, ``catch_up``
-    or ``catch_up_extend`` returned for the first table, whose page size is the same. query_start [R + 1]: where each
-    row's tokens begin; None for rows of equal width. All int32.
-
-    A token that writes to padding page 0 in the first table (padding, or at or beyond ``max_length``) stays there.
-    """
-    return torch.ops.unisono.group_slot_mapping(page_table, tables, positions, slot_mapping, query_start, page_size)
 
 
 _MAPPING = ints("page_table tables positions slot_mapping out", "max_pages R T W")

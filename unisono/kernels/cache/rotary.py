@@ -14,15 +14,16 @@ import triton.language as tl
 
 from unisono.kernels.cache.kv_e4m3 import as_e4m3, exponent_of, largest_bits, quantised
 from unisono.kernels.cache.rotary_cpu import rope_and_cache_cpu
-from unisono.kernels.library import AotCase, define, differentiable, register
+from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.norm.rms_norm import rms_norm_formula, rounded_before_weight, square
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 AT_ONCE = tl.constexpr(4)
-"""Elements that a thread loads or stores at once, of all dtypes: another number for one of them would change the layout
+"""Elements that a thread loads or stores at once, for all dtypes: another number for one dtype would change the layout
 of all tiles, and with it the order of the norms' sums. See :func:`_warps`."""
 
 
+@overlapping(leads=True)
 @triton.jit
 def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache,
                            k_scales, v_scales, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
@@ -49,7 +50,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
     # With gates a query head is followed by its gate.
     before = tl.where(is_query, each * GATED, (1 + GATED) * HQ + tl.where(is_value, HKV, 0))
     x = qkv + (token * ((1 + GATED) * HQ + 2 * HKV) + each + before) * D
-    # All loads come first: none waits for another one's sum.
+    # All loads come first, so none waits for a sum.
     position, slot = tl.load(positions + token), tl.load(slot_mapping + token).to(tl.int64)
     first, second, third, fourth = _loaded(x, h, r, exists, D, HALF, BLOCK_REST)
     cos, sin = _turns(cos_sin, position, h, (h < HALF) & (is_value == 0), HALF)
@@ -85,7 +86,7 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
 
 @triton.jit
 def _loaded(at, h, r, there, D: tl.constexpr, HALF: tl.constexpr, BLOCK_REST: tl.constexpr):
-    """The four runs of heads, or of a weight, that are at ``at``, in fp32; without BLOCK_REST the first two, twice."""
+    """Load the four runs of heads, or of a weight, at ``at``, in fp32; without BLOCK_REST the first two, twice."""
     inside = (h < HALF) & there
     first = tl.load(at + h, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF + h, mask=inside, other=0.0).to(tl.float32)
@@ -98,21 +99,21 @@ def _loaded(at, h, r, there, D: tl.constexpr, HALF: tl.constexpr, BLOCK_REST: tl
 
 @triton.jit
 def _turns(cos_sin, position, h, turned, HALF: tl.constexpr):
-    """Cosines and sines of a token's rotation."""
+    """Load cosines and sines of a token's rotation."""
     angles = cos_sin + tl.maximum(position, 0).to(tl.int64) * (2 * HALF) + h
     return tl.load(angles, mask=turned, other=1.0), tl.load(angles + HALF, mask=turned, other=0.0)
 
 
 @triton.jit
 def _narrow(at):
-    """Addresses of which a thread takes AT_ONCE neighbours, whatever the dtype."""
+    """Hint to the compiler: a thread takes AT_ONCE neighbouring addresses, for any dtype."""
     return tl.max_contiguous(at, [1, AT_ONCE])
 
 
 @triton.jit
 def _normed(first, second, third, fourth, weights, eps, kind: tl.constexpr, dtype: tl.constexpr, D: tl.constexpr,
             BLOCK_REST: tl.constexpr):  # fmt: skip
-    """The four runs over the root of each head's mean square, times the weights, which are stored in ``kind``."""
+    """Normalise the four runs by each head's root mean square and multiply by the weights, stored in ``kind``."""
     squares = tl.sum(square(first), axis=1) + tl.sum(square(second), axis=1)
     if BLOCK_REST > 0:
         squares += tl.sum(square(third), axis=1) + tl.sum(square(fourth), axis=1)
@@ -157,13 +158,13 @@ def _store_e4m3(out, scales, exists, first, second, third, fourth, h, r, dtype: 
 
 @triton.jit
 def _scaled(x, scale, weight, kind: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm's last step with rms_norm's roundings, in fp32. kind: the dtype that the weight is stored in."""
+    """Multiply by the norm's weight with the roundings of ``rms_norm``, in fp32. kind: dtype of the stored weight."""
     return (rounded_before_weight(x * scale, kind, dtype) * weight).to(dtype).to(tl.float32)
 
 
 def _blocks(head_dim: int, rot_dim: int) -> dict[str, int]:
-    """Heads of a program, all of one kind, and block sizes; from the size of a head alone: they are part of the norms'
-    summation order, and a rank of several has fewer heads."""
+    """Heads of a program, all of one kind, and block sizes. They depend on the size of a head alone: they are part of
+    the norms' summation order, and a rank of several has fewer heads."""
     rest = head_dim - rot_dim
     return {
         "GROUP": 4 if rest else 8,
@@ -173,8 +174,8 @@ def _blocks(head_dim: int, rot_dim: int) -> dict[str, int]:
 
 
 def _warps(blocks: dict[str, int]) -> int:
-    """Heads that rotate whole: AT_ONCE elements of a tile for each thread, so that all tiles have one layout and none
-    passes through shared memory. Others: a warp for each head, so that hardly anything passes from warp to warp."""
+    """Warps of a program. Heads that rotate whole: AT_ONCE elements of a tile per thread, so that all tiles have one
+    layout and none passes through shared memory. Others: a warp per head, so that little passes between warps."""
     heads = blocks["GROUP"]
     return heads if blocks["BLOCK_REST"] else max(1, heads * blocks["BLOCK_HALF"] // (32 * AT_ONCE.value))
 
@@ -201,7 +202,7 @@ def launch_rope_and_cache(
     q = qkv.new_empty(tokens, num_heads, head_dim)
     page = k_cache.shape[2]
     if num_kv_heads == 0:
-        k_cache = v_cache = q  # nothing is written there, and they have the dtype of what is compiled
+        k_cache = v_cache = q  # nothing is written there; they have the dtype of the compiled kernel
     blocks = _blocks(head_dim, rot_dim)
     programs = triton.cdiv(num_heads, blocks["GROUP"]) + 2 * triton.cdiv(num_kv_heads, blocks["GROUP"])
     _rope_and_cache_kernel[(tokens, programs)](
@@ -214,7 +215,7 @@ def launch_rope_and_cache(
 
 
 def has_gates(qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether each query head is followed by a gate of its size."""
+    """True if a gate of its size follows each query head."""
     return qkv.shape[1] == 2 * (num_heads + num_kv_heads) * head_dim
 
 
@@ -242,7 +243,7 @@ def _rope_and_cache_formula(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`rope_and_cache` with a gradient."""
+    """Compute :func:`rope_and_cache` with a gradient."""
     head_dim = k_cache.shape[3]
     each = 1 + has_gates(qkv, num_heads, num_kv_heads, head_dim)
     heads = qkv.unflatten(1, (-1, head_dim))
@@ -261,22 +262,15 @@ def _rope_and_cache_formula(
     return _rotated(q, angles)
 
 
-def _rope_and_cache_meta(
-    qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
-    k_scales=None, v_scales=None,
-):  # fmt: skip
-    return qkv.new_empty(qkv.shape[0], num_heads, k_cache.shape[3])
-
-
-define(
-    "rope_and_cache(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos_sin, "
-    "Tensor positions, Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "int num_heads, int num_kv_heads, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> Tensor"
+@op(
+    cuda=launch_rope_and_cache,
+    shape=lambda qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, *_: (
+        qkv.shape[0],
+        num_heads,
+        k_cache.shape[3],
+    ),
+    gradient=_rope_and_cache_formula,
 )
-register("rope_and_cache", cuda=launch_rope_and_cache, cpu=rope_and_cache_cpu, meta=_rope_and_cache_meta)
-differentiable("rope_and_cache", _rope_and_cache_formula)
-
-
 def rope_and_cache(
     qkv: torch.Tensor,
     q_norm: torch.Tensor | None,
@@ -285,42 +279,53 @@ def rope_and_cache(
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Mutated[torch.Tensor],
+    v_cache: Mutated[torch.Tensor],
     num_heads: int,
     num_kv_heads: int,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    k_scales: Mutated[torch.Tensor | None] = None,
+    v_scales: Mutated[torch.Tensor | None] = None,
 ) -> torch.Tensor:
     """Norm and rotate the query and key heads, write keys and values to the cache, return the queries.
 
     qkv [T, (Hq + 2 Hkv) D]: query, key and value heads of each token, one after the other; or [T, (2 Hq + 2 Hkv) D],
     where each query head is followed by a gate, which ``sigmoid_gate`` reads.
-    q_norm, k_norm [D]: per-head RMSNorm weights (Qwen3); both or neither, of one dtype, as ``rms_norm`` takes them.
-    eps: theirs.
+    q_norm, k_norm [D]: per-head RMSNorm weights (Qwen3); both or neither, of one dtype, as in ``rms_norm``.
+    eps: of both norms.
     cos_sin [max_positions, rot_dim] fp32: ``rot_dim / 2`` cosines, then as many sines. The first rot_dim
     dimensions of a head rotate in the NeoX order (d with d + rot_dim / 2; Su et al., arXiv 2104.09864),
     in fp32 with one rounding at the end; the others pass unchanged.
     positions [T] i32: absolute; -1 marks a padding token, which rotates as position 0.
     slot_mapping [T] i32: flat cache slot, ``page * P + offset``; padding tokens point into page 0.
     k_cache, v_cache [NP, Hkv, P, D]: contiguous, of qkv's dtype, written in place. Or both of e4m3, with the biased
-    exponents of their rows' scales in k_scales, v_scales [NP, Hkv, P, 1] uint8 (``kv_e4m3.py``), what is quantised
-    being rounded to qkv's dtype first. With num_kv_heads 0 (queries of other keys)
-    qkv holds query heads only and nothing is written.
+    exponents of their rows' scales in k_scales, v_scales [NP, Hkv, P, 1] uint8 (``kv_e4m3.py``); rows are rounded
+    to qkv's dtype before they are quantised. With num_kv_heads 0 (queries of other keys) qkv holds query heads only and
+    nothing is written.
 
     Returns q [T, Hq, D] in qkv's dtype.
     """
-    return torch.ops.unisono.rope_and_cache(
-        qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
-        k_scales, v_scales,
-    )  # fmt: skip
+    return rope_and_cache_cpu(
+        qkv,
+        q_norm,
+        k_norm,
+        eps,
+        cos_sin,
+        positions,
+        slot_mapping,
+        k_cache,
+        v_cache,
+        num_heads,
+        num_kv_heads,
+        k_scales,
+        v_scales,
+    )
 
 
 def _aot_rope(
     dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int, norm: bool | str, gated: int = 0,
     e4m3: bool = False,
 ) -> AotCase:  # fmt: skip
-    """norm: whether there are head norms, or the dtype of their weights. e4m3: the caches are."""
+    """Make the AotCase. norm: True with head norms, or the dtype of their weights. e4m3: the caches are e4m3."""
     tensors = dict.fromkeys(("qkv", "q_out"), f"*{dtype}")
     tensors |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if e4m3 else f"*{dtype}")
     scales = ("k_scales", "v_scales")

@@ -1,4 +1,4 @@
-"""CPU twin of the op in ``kernels/cache/rotary.py``: query and key heads are normed and rotated together.
+"""CPU twin of the op in ``kernels/cache/rotary.py``. Query and key heads are normed and rotated together.
 
 Shapes: T tokens, H heads, D head dimension.
 """
@@ -10,7 +10,7 @@ import functools
 import torch
 
 from unisono.kernels.cache.kv_e4m3 import quantised
-from unisono.kernels.norm.rms_norm import rms_norm_cpu
+from unisono.kernels.norm.rms_norm import rms_norm
 
 
 def rope_and_cache_cpu(
@@ -37,7 +37,7 @@ def rope_and_cache_cpu(
     else:
         x = heads[:, :both]
     if q_norm is not None and k_norm is not None:
-        x = rms_norm_cpu(x, torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1))), eps)
+        x = rms_norm.cpu(x, torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1))), eps)
     x = _rotated(x, cos_sin.index_select(0, positions.clamp(min=0)))
     if num_kv_heads:
         at = _rows(slot_mapping, num_kv_heads, k_cache.shape[2])
@@ -68,7 +68,7 @@ def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(slot_mapping: torch.Tensor, heads: int, page: int) -> torch.Tensor:
-    """Rows of a cache [NP, H, P, D] seen as [NP · H · P, D], where the heads of tokens are stored: [T · H]."""
+    """Rows of the tokens' heads [T · H] in a cache [NP, H, P, D] viewed as [NP · H · P, D]."""
     slots = slot_mapping.long()
     first = slots if heads == 1 else slots.floor_divide(page).mul_((heads - 1) * page).add_(slots)
     return (first[:, None] + _head_offsets(heads, page)).view(-1)

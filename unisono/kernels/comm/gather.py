@@ -1,14 +1,14 @@
-"""Gathers over memory that GPUs of one host read and write directly: one kernel, no library call, no host.
+"""Gathers over peer memory of one host's GPUs: one kernel, no library call, no host.
 
 Each rank has a buffer that the others write to. A program of the grid sends a chunk of a row to all other ranks, and
-reads what their same programs sent to it. Each word travels with the number of the turn in one store of 8 bytes, so
-that whoever reads it sees both or neither: there are no flags to wait for, no fences, and the price is twice the bytes
-(the low-latency protocol of NCCL does the same). Every program has a counter of turns and places of its own, two for
-each rank. A place is written again two turns later. Then its words were read: the turn between has ended here, so the
-other rank had begun it, and it begins a turn when it has read the one before. Turns are counted on the device, so
-that a captured gather can be replayed.
+reads the chunks of their same programs. Each word travels with the number of the exchange (its *turn*) in one store of
+8 bytes, so that a reader sees both or neither. There are no flags to wait for and no fences; the price is twice the
+bytes (the low-latency protocol of NCCL does the same). Every program has a counter of turns and its own places in the
+buffer, two per rank. A place is written again two turns later. Its words have been read then: the turn between has
+ended here, so the other rank had begun it, and a rank begins a turn after it has read the one before. Turns are counted
+on the device, so that a captured gather can be replayed.
 
-Every word is moved, none is added, so bits cannot change. Words are int32. Shapes: M rows of W words on each of N
+Words are moved, never added, so bits cannot change. Words are int32. Shapes: M rows of W words on each of N
 ranks -> [M, N · W].
 """
 
@@ -22,36 +22,35 @@ from unisono.kernels.library import AotCase
 from unisono.kernels.overlap import follow, overlapped
 
 PROGRAMS = 1024
-"""Programs at most; larger gathers take several turns."""
+"""Maximum number of programs; larger gathers take several turns."""
 
 PLACE = 1024
 """Words of a place. Narrow rows use the beginning only."""
 
 LOOKS = 4096
-"""Looks at words that are late between two looks at whether the ranks have given up, which is a word of the host's
-memory."""
+"""Reads of late words between two reads of the give-up word, which is in the host's memory."""
 
 
 def buffer_words(ranks: int) -> int:
-    """int64 words of a rank's buffer: two places for each program and rank."""
+    """Size of a rank's buffer in int64 words: two places per program and rank."""
     return 2 * PROGRAMS * ranks * PLACE
 
 
 @triton.jit
 def _address(addresses, index, dtype: tl.constexpr):
-    """The address at this place of a table, as a pointer."""
+    """Read entry ``index`` of a table of addresses as a pointer."""
     return tl.multiple_of(tl.load(addresses + index).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def _late(seen, inside, turn):
-    """How many words are of another turn."""
+    """Count the words of another turn."""
     return tl.sum((inside & ((seen >> 32).to(tl.int32) != turn)).to(tl.int32))
 
 
 @triton.jit
 def next_turn(turn):
-    """It overflows, and is never 0, which words have that nobody wrote."""
+    """Number of the next turn. It may overflow, and is never 0, the value of unwritten words."""
     return tl.where(turn == -1, 2, turn + 1)
 
 
@@ -67,7 +66,9 @@ def send(addresses, place, words, value, inside, turn, RANK: tl.constexpr, RANKS
 @triton.jit
 def receive(addresses, place, words, inside, turn, peer: tl.constexpr,
             RANK: tl.constexpr, RANKS: tl.constexpr, PLACE_: tl.constexpr, LOOKS_: tl.constexpr):  # fmt: skip
-    """Wait for what ``peer`` sent to this rank's ``place`` in this turn: int32. Void where the ranks have given up."""
+    """Wait for the int32 words of ``peer`` at this rank's ``place`` in this turn. Undefined if the ranks have given
+    up.
+    """
     own, given_up = _address(addresses, RANK, tl.int64), _address(addresses, RANKS, tl.int32)
     mine = own + place + peer * PLACE_ + words
     seen = tl.load(mine, mask=inside, other=0, volatile=True)
@@ -83,7 +84,7 @@ def receive(addresses, place, words, inside, turn, peer: tl.constexpr,
 
 @triton.jit
 def place_of(turn, program, RANKS: tl.constexpr, PROGRAMS_: tl.constexpr, PLACE_: tl.constexpr):
-    """Where the words of a program's turn begin in a rank's buffer."""
+    """Start of the words of a program's turn in a rank's buffer."""
     return ((turn & 1) * PROGRAMS_ + program).to(tl.int64) * (RANKS * PLACE_)
 
 
@@ -103,7 +104,9 @@ def exchange(addresses, place, to, W, words, value, inside, turn,
 def _gather_kernel(x, out, addresses, turns, M, W,
                    RANK: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS_: tl.constexpr,
                    PLACE_: tl.constexpr, LOOKS_: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """addresses [N + 1] int64: of every rank's buffer, and of the word that is not 0 once the ranks have given up."""
+    """Gather rows. addresses [N + 1] int64: every rank's buffer, and the give-up word, not 0 once the ranks have given
+    up.
+    """
     follow(OVERLAP)
     part = tl.program_id(1)
     program = tl.program_id(0) * tl.num_programs(1) + part
@@ -123,9 +126,9 @@ def _gather_kernel(x, out, addresses, turns, M, W,
 def launch_gather(
     x: torch.Tensor, addresses: torch.Tensor, turns: torch.Tensor, rank: int, ranks: int, widest: int = PLACE
 ) -> torch.Tensor:
-    """x [M, W] int32, contiguous -> [M, N · W]. turns [PROGRAMS] int32: counters of this rank, 0 at first.
+    """Gather x [M, W] int32, contiguous: [M, N · W]. turns [PROGRAMS] int32: counters of this rank, initially 0.
 
-    widest: words of a chunk at most, the same on every rank; PLACE at most.
+    widest: maximum words of a chunk, the same on every rank, up to PLACE.
     """
     rows, width = x.shape
     out = x.new_empty(rows, ranks * width)

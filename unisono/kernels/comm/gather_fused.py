@@ -1,9 +1,9 @@
-"""Gathers between GPUs of one host inside the kernels beside them: the norm after a product, the SiLU before one.
+"""Gathers between GPUs of one host, fused with the norm after them or the SiLU before them.
 
-A round of a model on several GPUs has four gathers a layer, and each is a launch that waits for the one before it. Two
-of them are followed by the residual's sum and a norm, and one follows SiLU: these kernels do both at once. A word
-travels as in ``kernels/comm/gather.py``, with the same buffers and turns. Bits are those of a gather and of the other
-kernel one after the other: the norm reads the gathered row anew, with the layout of ``kernels/norm/rms_norm.py``.
+A round of a model on several GPUs has four gathers per layer, and each is a launch that waits for the one before it.
+Two of them precede the residual's sum and a norm, and one follows SiLU: these kernels do both at once. Words travel as
+in ``kernels/comm/gather.py``, with the same buffers and turns. Bits are those of the separate kernels: the norm reads
+the gathered row again, with the layout of ``kernels/norm/rms_norm.py``.
 
 Shapes: M rows, H features, N ranks, W int32 words of a rank's part of a row.
 """
@@ -21,15 +21,15 @@ from unisono.kernels.comm.gather import LOOKS, PLACE, PROGRAMS, exchange, next_t
 from unisono.kernels.gemm.fp8_quantize import GROUP, empty_quantised
 from unisono.kernels.library import AotCase
 from unisono.kernels.norm.activation import launch_silu_mul, silu_product
-from unisono.kernels.norm.rms_norm import Normed, columns_of, launch_add_rms_norm, row_warps, store_norm
+from unisono.kernels.norm.rms_norm import SumNormed, columns_of, launch_add_rms_norm, row_warps, store_norm
 from unisono.kernels.overlap import follow, overlapped
 
 SILU_CHUNK = 512
-"""Words of a SiLU program at most."""
+"""Maximum words of a SiLU program."""
 
 
-class Peers(NamedTuple):
-    """What a kernel reaches other ranks by: see ``kernels/comm/gather.py``. rank: this one, of ``ranks``."""
+class PeerBuffers(NamedTuple):
+    """Peer memory of a rank: see ``kernels/comm/gather.py``. rank: this one, of ``ranks``."""
 
     addresses: torch.Tensor
     turns: torch.Tensor
@@ -43,7 +43,8 @@ def _gather_norm_kernel(x, heard, parts, residual, weight, total, out, x8, scale
                         KEEP: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
                         PROGRAMS_: tl.constexpr, PLACE_: tl.constexpr, LOOKS_: tl.constexpr,
                         OVERLAP: tl.constexpr):  # fmt: skip
-    """One program takes one row. x, heard: words of this rank's part, and of all parts; parts: heard, by elements.
+    """Gather one row per program, then norm it. x, heard: words of this rank's part, and of all parts; parts: heard, by
+    elements.
 
     SUMMED: a part is a whole row of a sum's terms, and terms are added in the order of ranks; else parts are columns.
     """
@@ -92,16 +93,16 @@ def _gather_norm_kernel(x, heard, parts, residual, weight, total, out, x8, scale
 
 
 def norm_parts(rows: int, words: int) -> int:
-    """Programs' places that a row of so many words takes; 0 where ``rows`` of them are more than there are."""
+    """Places that a row of so many words needs; 0 if ``rows`` of them need more than there are."""
     parts = triton.cdiv(words, PLACE)
     return parts if rows * parts <= PROGRAMS else 0
 
 
 def launch_gather_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
-    summed: bool, peers: Peers,
-) -> tuple[torch.Tensor, *Normed]:  # fmt: skip
-    """(sum, norm, x8, scales) of ``add_rms_norm_fp8`` for the gathered x, at up to :func:`norm_parts` of rows.
+    summed: bool, peers: PeerBuffers,
+) -> SumNormed:  # fmt: skip
+    """Gather x and compute (sum, norm, x8, scales) of ``add_rms_norm_fp8``, for rows that :func:`norm_parts` allows.
 
     x [M, H / N]: this rank's columns; summed: [M, H], one of the N terms that are added in the order of ranks.
     """
@@ -124,7 +125,7 @@ def launch_gather_add_rms_norm(
 
 @triton.jit
 def _element(words, HIGH: tl.constexpr, dtype: tl.constexpr):
-    """The lower or higher half of each word as fp32; of an fp32 row the word."""
+    """Convert the lower or higher half of each word to fp32; in an fp32 row the whole word."""
     if dtype == tl.float32:
         return words.to(tl.float32, bitcast=True)
     else:
@@ -134,7 +135,7 @@ def _element(words, HIGH: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _silu_words(gate, up, HIGH: tl.constexpr, dtype: tl.constexpr):
-    """``silu(gate) * up`` of one half of each word, as the bits of that half, in an int32."""
+    """Compute ``silu(gate) * up`` of one half of each word: the bits of that half, in an int32."""
     made = silu_product(_element(gate, HIGH, dtype), _element(up, HIGH, dtype), dtype)
     if dtype == tl.float32:
         return made.to(tl.int32, bitcast=True)
@@ -146,7 +147,7 @@ def _silu_words(gate, up, HIGH: tl.constexpr, dtype: tl.constexpr):
 def _silu_gather_kernel(x, out, like, addresses, turns, W, RANK: tl.constexpr, RANKS: tl.constexpr,
                         CHUNK: tl.constexpr, PROGRAMS_: tl.constexpr, PLACE_: tl.constexpr, LOOKS_: tl.constexpr,
                         OVERLAP: tl.constexpr):  # fmt: skip
-    """x [M, 2 W]: words of gate, then of up. like: a pointer of the rows' dtype."""
+    """Compute SiLU, then gather. x [M, 2 W]: words of gate, then of up. like: a pointer of the rows' dtype."""
     follow(OVERLAP)
     dtype: tl.constexpr = like.dtype.element_ty
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -167,15 +168,15 @@ def _silu_gather_kernel(x, out, like, addresses, turns, W, RANK: tl.constexpr, R
 
 
 def silu_parts(rows: int, words: int) -> int:
-    """Programs of a row; 0 where ``rows`` of so many words need more programs than there are."""
+    """Programs per row; 0 if ``rows`` of so many words need more programs than there are."""
     parts = triton.cdiv(words, SILU_CHUNK)
     return parts if rows * parts <= PROGRAMS else 0
 
 
-def launch_silu_gather(x: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """x [M, 2 n], contiguous: this rank's columns of gate, then of up -> ``silu(gate) * up`` of all, [M, N · n].
+def launch_silu_gather(x: torch.Tensor, peers: PeerBuffers) -> torch.Tensor:
+    """Compute ``silu(gate) * up`` and gather it: [M, N · n]. x [M, 2 n], contiguous: this rank's gate, then up.
 
-    M up to where :func:`silu_parts` is 0.
+    M must be such that :func:`silu_parts` is not 0.
     """
     words = x.view(torch.int32)
     rows, width = words.shape[0], words.shape[1] // 2
@@ -190,7 +191,7 @@ def launch_silu_gather(x: torch.Tensor, peers: Peers) -> torch.Tensor:
 
 
 def ordered_sum(gathered: torch.Tensor, ranks: int) -> torch.Tensor:
-    """gathered [M, N · H] -> the sum of its N terms, [M, H], added in fp32 one after the other and rounded once."""
+    """Add the N terms of gathered [M, N · H] in fp32, one after the other, and round once: [M, H]."""
     first, *others = gathered.unflatten(1, (ranks, -1)).float().unbind(1)
     for term in others:
         first = first + term
@@ -198,16 +199,19 @@ def ordered_sum(gathered: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 TRIALS = ((1, 4096), (5, 1280), (64, 4096))
-"""Rows and features that :func:`has_bits_of_parts` compares."""
+"""Rows and features of the comparisons in :func:`has_bits_of_parts`."""
 
 
 def has_bits_of_parts(
-    peers: Peers, device: torch.device, trials: Sequence[tuple[int, int]] = TRIALS, dtype: torch.dtype = torch.bfloat16
+    peers: PeerBuffers,
+    device: torch.device,
+    trials: Sequence[tuple[int, int]] = TRIALS,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
-    """Whether both kernels give the bits of a gather and of the other kernel, one after the other, on this device.
+    """Compare both fused kernels with the separate kernels on this device; True if the bits are equal.
 
-    Every rank asks, with the same ``trials``, and makes up all ranks' parts itself, so that nothing else is gathered.
-    For the engine's start: it synchronises.
+    Every rank calls it with the same ``trials`` and generates all ranks' parts itself, so that nothing else is
+    gathered. Synchronises; for the engine's start.
     """
     right = True
     for turn, (rows, width) in enumerate(trials):
@@ -221,11 +225,11 @@ def has_bits_of_parts(
             parts = [drawn(rows, width if summed else width // peers.ranks) for _ in range(peers.ranks)]
             whole = torch.cat(parts, 1)
             if whole.shape[1] != width and not summed:
-                continue  # the features do not divide among so many ranks
+                continue  # the features are not divisible by the number of ranks
             if summed:
                 whole = ordered_sum(whole, peers.ranks)
-            given = parts[peers.rank], residual, weight, 1e-6, None, True, summed, peers
-            found = launch_gather_add_rms_norm(*given)[:2]
+            arguments = parts[peers.rank], residual, weight, 1e-6, None, True, summed, peers
+            found = launch_gather_add_rms_norm(*arguments)[:2]
             expected = launch_add_rms_norm(whole, residual, weight, 1e-6)
             right &= all(map(torch.equal, found, expected))
         parts = [drawn(rows, 2 * width) for _ in range(peers.ranks)]

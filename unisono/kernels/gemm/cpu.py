@@ -1,9 +1,9 @@
-"""Matrix products of CPU twins, in which a row's bits depend on that row and the weight alone.
+"""Matrix products of CPU twins: a row's bits depend on that row and the weight alone.
 
 A BLAS chooses its blocking by the number of rows, so the same row may get other bits in a larger batch. There are two
-ways around that. oneDNN's inner product adds K in one sequence at any number of rows from two on; it is called with the
-numbers of rows in BLOCKS only, and serves a weight's shape where :func:`_exact` saw equal bits for all of them in this
-process. Anything else goes through the BLAS in tiles of exactly ROW_TILE rows.
+ways around that. oneDNN's inner product adds K in one sequence for two rows and more. It is called with the numbers of
+rows in BLOCKS only, and serves a weight's shape if :func:`_exact` saw equal bits for all of them in this process.
+Anything else goes through the BLAS in tiles of exactly ROW_TILE rows.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -21,17 +21,20 @@ ROW_TILE = 16
 """Rows of a product through the BLAS."""
 
 COLUMN_TILE = 16
-"""Columns of a product, at least: libraries may compute fewer in another way, and a rank may hold few of many."""
+"""Minimum columns of a product: libraries may compute fewer in another way, and a rank may hold few of many."""
 
 BLOCKS = (64, 32, 16, 8, 4, 2)
 """Rows of a product through oneDNN."""
 
 LEAST_ROWS, FEW_ROWS = BLOCKS[-1], 8
-"""The smallest block; and up to how many rows are one block, with some added: another call would read the weight again.
+"""Rows of the smallest block. Up to FEW_ROWS rows are padded to one block, as a second call would read the weight
+again.
 """
 
 PACKED_BYTES = 1 << 30
-"""Limit of the copies of weights in oneDNN's own layout. Weights beyond it are read in theirs: slower, same bits."""
+"""Limit of the copies of weights in oneDNN's layout, in bytes. Weights beyond it keep their layout: slower, same
+bits.
+"""
 
 _BLOCK_OFFSETS = (0, 1, 29)
 _available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -41,9 +44,9 @@ _packed_bytes = 0
 
 
 def row_exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x [M, K] @ weight [N, K]^T`` with bits of a row that do not depend on M. Returns [M, N] in x's dtype.
+    """Compute ``x [M, K] @ weight [N, K]^T`` so that a row's bits do not depend on M. Returns [M, N] in x's dtype.
 
-    A parameter without a gradient is kept in oneDNN's layout too, until it is freed or changed in place.
+    A copy of a parameter without a gradient is kept in oneDNN's layout, until it is freed or changed in place.
     """
     columns = weight.shape[0]
     if columns < COLUMN_TILE:
@@ -75,7 +78,7 @@ def _inner_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _blocks(rows: int) -> tuple[int, ...]:
-    """Numbers of rows, each of BLOCKS, that together are ``rows`` or, in the last of them, a few more."""
+    """Divide ``rows`` into numbers of BLOCKS; the last one may exceed the remaining rows."""
     found = []
     while rows > 0:
         more = rows > FEW_ROWS
@@ -114,7 +117,9 @@ def _same_bits(weight: torch.Tensor) -> bool:
 
 
 def slice_of(stack: torch.Tensor, index: int) -> torch.Tensor:
-    """``stack[index]``. Slices of a parameter that is not trained are made once, so that their packed copies last."""
+    """Return ``stack[index]``. Slices of a parameter that is not trained are made once, so that their packed copies
+    last.
+    """
     if not isinstance(stack, torch.nn.Parameter) or stack.requires_grad:
         return stack[index]
     slices: dict[int, torch.nn.Parameter] | None = getattr(stack, "_unisono_slices", None)
@@ -126,18 +131,18 @@ def slice_of(stack: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def _widened(weight: torch.Tensor) -> torch.Tensor:
-    """The weight with rows of zeros up to COLUMN_TILE."""
+    """Pad the weight with rows of zeros up to COLUMN_TILE."""
     return F.pad(weight.detach(), (0, 0, 0, COLUMN_TILE - weight.shape[0]))
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
-    """The weight in oneDNN's layout."""
+    """Copy the weight to oneDNN's layout."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), LEAST_ROWS)
     return packed
 
 
 def _kept(weight: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The result of ``make(weight)``: made once for a parameter that is not trained, until it is changed in place.
+    """Return ``make(weight)``, computed once for a parameter that is not trained, until it is changed in place.
 
     Beyond PACKED_BYTES, and for other tensors, a packed weight is the weight itself.
     """
@@ -156,7 +161,7 @@ def _kept(weight: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _takes(weight: torch.Tensor) -> bool:
-    """Count a copy of the weight until it is freed; False where PACKED_BYTES leave no room."""
+    """Count a copy of the weight until it is freed. Returns False if PACKED_BYTES leave no room."""
     global _packed_bytes
     if _packed_bytes + weight.nbytes > PACKED_BYTES:
         return False

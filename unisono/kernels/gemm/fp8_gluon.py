@@ -1,20 +1,17 @@
-"""Products of few rows with an e4m3 weight on Hopper: the bits of ``kernels/gemm/fp8.py``'s Triton kernel, in less
-time.
+"""Products of few rows with an e4m3 weight on Hopper: the bits of the Triton kernel in ``kernels/gemm/fp8.py``, faster.
 
-Such a product takes as long as its weight takes to be read. Three things that Triton cannot express bring it nearer to
-that: four steps' products are in flight at once; the tensor memory accelerator loads the weight, its first part before
-the kernel before this one has ended, for nothing writes weights; and a program goes on with the next outputs while it
-stores the last ones. ``kernels/gemm/fp8.py`` proves at the start that the bits are equal on the present GPU.
+Reading the weight bounds such a product. Three things that Triton cannot express bring it nearer to that bound: four
+steps' products are in flight at once; the tensor memory accelerator loads the weight, its first part before the kernel
+ahead has ended, since nothing writes weights; and a program goes on with the next outputs while it stores the last
+ones. ``kernels/gemm/fp8.py`` proves at the start that the bits are equal on the present GPU.
 
 The weight is the tile's rows and the tokens are its columns, as ``wgmma`` has 64 rows at least. A program may load
-fewer of them: the other rows are whatever the memory holds, and their products are not stored.
+fewer of them: the other rows are undefined, and their products are not stored.
 
 Shapes: M rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -31,15 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from unisono.kernels.gemm.persistent import processors
+from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.hopper import block_barrier, box_type, boxes, next_group, next_stage, stage_barriers
 from unisono.kernels.library import AotCase
-from unisono.kernels.overlap import overlapped
+from unisono.kernels.overlap import overlapped, overlapping
 
 WIDE = 64
 """Rows of one ``wgmma``."""
 
 STEP = 128
-"""Inputs of a step, which share a scale, and bytes of them in a row: the widest swizzle."""
+"""Inputs of a step, which share a scale. In bytes, a row of the widest swizzle."""
 
 EACH = 4
 """Steps that are loaded together."""
@@ -47,32 +45,17 @@ EACH = 4
 MOST_ROWS = 64
 
 _SHARED_BYTES = 220 * 1024
-"""Of a multiprocessor, for tiles."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of the kernel; it changes no bit.
-
-    rows, outputs: of a program's tile. warps: those that multiply. stages: groups of steps held at once. registers: of
-    a thread, on average. They leave room for the kernels before and after this one, which run beside it.
-    """
-
-    rows: int
-    outputs: int
-    warps: int
-    stages: int
-    registers: int
+"""Shared memory of a multiprocessor for tiles."""
 
 
 def tile_of(rows: int, n: int) -> Tile:
-    """The fastest known tile for this number of rows and outputs, on an H200."""
+    """Choose the fastest known tile for this number of rows and outputs, on an H200. stages: groups of EACH steps."""
     outputs = 32 if n <= 4096 else 64
     if rows <= 16:
-        return Tile(16, outputs, 4, 4, 64)
+        return Tile(16, outputs, STEP, 4, 4, registers=64)
     if rows <= 32:
-        return Tile(32, outputs, 4, 3, 112)
-    return Tile(64, 64, 8, 3, 128) if n >= 6144 else Tile(32, 64, 4, 3, 112)
+        return Tile(32, outputs, STEP, 4, 3, registers=112)
+    return Tile(64, 64, STEP, 8, 3, registers=128) if n >= 6144 else Tile(32, 64, STEP, 4, 3, registers=112)
 
 
 @gluon.jit
@@ -85,7 +68,7 @@ def _load_group(desc, held, bar, stage, group, first, STEP: gl.constexpr, EACH: 
 
 @gluon.jit
 def _first_of(tile, row_tiles, OUTPUTS: gl.constexpr, ROWS: gl.constexpr):
-    """A tile's first output and its first token. row_tiles: tiles of tokens."""
+    """First output and first token of a tile. row_tiles: number of tiles of tokens."""
     return tile // row_tiles * OUTPUTS, tile % row_tiles * ROWS
 
 
@@ -93,7 +76,7 @@ def _first_of(tile, row_tiles, OUTPUTS: gl.constexpr, ROWS: gl.constexpr):
 def _load(x_desc, w_desc, x, w, full, free, tiles, row_tiles, groups, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
           STAGES: gl.constexpr, STEP: gl.constexpr, EACH: gl.constexpr, BYTES: gl.constexpr,
           OVERLAP: gl.constexpr):  # fmt: skip
-    """One warp's part: load all groups of the program's tiles. The weight's first ones do not wait."""
+    """Load all groups of the program's tiles. The weight's first ones do not wait. The part of one warp."""
     programs = gl.num_programs(0)
     items = (tiles - gl.program_id(0) + programs - 1) // programs * groups
     tile, group = gl.program_id(0), gl.to_tensor(0)
@@ -126,14 +109,14 @@ def _load(x_desc, w_desc, x, w, full, free, tiles, row_tiles, groups, ROWS: gl.c
 
 @gluon.jit
 def _scale(x_scales, x_ok, w_scales, step, last, PADDED):
-    """The product of both scales of a step, by token; of the last step for those after it."""
+    """Multiply both scales of a step, by token. Steps after the last one use the last."""
     at = gl.minimum(step, last)
     return gl.load(x_scales + at * PADDED, mask=x_ok, other=0.0) * gl.load(w_scales + at)
 
 
 @gluon.jit
 def _scales(x_scales, x_ok, w_scales, group, last, PADDED):
-    """:func:`_scale` of a group's four steps."""
+    """Compute :func:`_scale` for a group's four steps."""
     s0 = _scale(x_scales, x_ok, w_scales, group * 4, last, PADDED)
     s1 = _scale(x_scales, x_ok, w_scales, group * 4 + 1, last, PADDED)
     s2 = _scale(x_scales, x_ok, w_scales, group * 4 + 2, last, PADDED)
@@ -157,7 +140,9 @@ def _add(acc, product, scale, BY_BLOCK: gl.constexpr):
 
 @gluon.jit
 def _outputs(first, token0, M, N, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr, SIDE: gl.constexpr):
-    """Of a tile [WIDE, ROWS], of which OUTPUTS count: its columns, which of them exist, places in [M, N], mask."""
+    """Columns of a tile [WIDE, ROWS] with OUTPUTS valid outputs, their mask, offsets in [M, N], and the mask of the
+    tile.
+    """
     at_col = gl.arange(0, WIDE, gl.SliceLayout(1, SIDE))
     col, row = first + at_col, token0 + gl.arange(0, ROWS, gl.SliceLayout(0, SIDE))
     col_ok = (at_col < OUTPUTS) & (col < N)
@@ -167,7 +152,7 @@ def _outputs(first, token0, M, N, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WID
 @gluon.jit
 def _residual(residual, first, token0, M, N, HAS_RESIDUAL: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
               WIDE: gl.constexpr):  # fmt: skip
-    """The residual that :func:`_store` adds, or nothing."""
+    """Load the residual that :func:`_store` adds, if any."""
     SIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
     if HAS_RESIDUAL:
         _, _, at, inside = _outputs(first, token0, M, N, ROWS, OUTPUTS, WIDE, SIDE)
@@ -180,7 +165,7 @@ def _residual(residual, first, token0, M, N, HAS_RESIDUAL: gl.constexpr, ROWS: g
 @gluon.jit
 def _store(acc, out, bias, r, first, token0, M, N, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
            ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr):  # fmt: skip
-    """``kernels/gemm/linear.py``'s ``store_sums`` of products [WIDE, ROWS], of which OUTPUTS count."""
+    """Store products [WIDE, ROWS] with OUTPUTS valid outputs, as ``store_sums`` of ``kernels/gemm/linear.py`` does."""
     SIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
     y = gl.convert_layout(acc.to(out.dtype.element_ty), SIDE)
     col, col_ok, at, inside = _outputs(first, token0, M, N, ROWS, OUTPUTS, WIDE, SIDE)
@@ -195,7 +180,7 @@ def _store(acc, out, bias, r, first, token0, M, N, HAS_BIAS: gl.constexpr, HAS_R
 @gluon.jit
 def _sum(acc, w, x, full, free, x_scales, x_ok, w_scales, item, groups, last, PADDED, STAGES: gl.constexpr,
          ROWS: gl.constexpr, WIDE: gl.constexpr, BY_BLOCK: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """The products of a tile's groups from ``item`` on, added to acc [WIDE, ROWS] in one sequence."""
+    """Add the products of a tile's groups from ``item`` on to acc [WIDE, ROWS] in one sequence."""
     s0, s1, s2, s3 = _scales(x_scales, x_ok, w_scales, 0, last, PADDED)
     stage, phase = item % STAGES, item // STAGES & 1
     for group in range(groups):
@@ -223,7 +208,7 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
               BY_BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr,
               STAGES: gl.constexpr, EACH: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
               OVERLAP: gl.constexpr):  # fmt: skip
-    """The other warps' part: the products, their sums and the outputs."""
+    """Multiply, sum and store. The part of the other warps."""
     GROUPS: gl.constexpr = gl.num_warps() // 4
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, ROWS // GROUPS, 32])
     if OVERLAP:
@@ -247,12 +232,13 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
         _store(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
 
 
+@overlapping(reads_early=True)
 @gluon.jit
 def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, N, K, PADDED,
                     BY_BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr,
                 STEP: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, HAS_BIAS: gl.constexpr,
                 HAS_RESIDUAL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """Programs share tiles of OUTPUTS outputs and ROWS tokens; see ``kernels/gemm/fp8.py``.
+    """Share tiles of OUTPUTS outputs and ROWS tokens among programs; see ``kernels/gemm/fp8.py``.
 
     ``_multiply`` runs on the launch's warps, ``_load`` on one more.
     """
@@ -282,7 +268,7 @@ def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, 
 
 
 def suits(rows: int, weight: torch.Tensor) -> bool:
-    """Whether the kernel can compute the product of this number of rows and the e4m3 weight [N, K] on its device."""
+    """Return True if the kernel can multiply this number of rows by the e4m3 weight [N, K] on its device."""
     aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] % 16 == 0
     return 0 < rows <= MOST_ROWS and aligned and processors(weight.device) > 0
 
@@ -298,14 +284,14 @@ def launch_fp8_rows(
     dtype: torch.dtype,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """See ``fp8.launch_fp8_product``; of what :func:`suits`."""
+    """Launch the kernel: see ``fp8.launch_fp8_product``. :func:`suits` must hold."""
     residual = None if residual is None else residual.contiguous()
     (n, k), tile = weight.shape, tile or tile_of(rows, weight.shape[0])
     out = x8.new_empty(rows, n, dtype=dtype)
-    tiles = triton.cdiv(n, tile.outputs) * triton.cdiv(rows, tile.rows)
-    at_once = max(1, _SHARED_BYTES // (tile.stages * EACH * (WIDE + tile.rows) * STEP)) * processors(x8.device)
+    tiles = triton.cdiv(n, tile.n) * triton.cdiv(rows, tile.m)
+    at_once = max(1, _SHARED_BYTES // (tile.stages * EACH * (WIDE + tile.m) * STEP)) * processors(x8.device)
     fp8_rows_kernel[(min(tiles, at_once),)](
-        boxes(x8, tile.rows), boxes(weight, tile.outputs), x_scales, w_scales, bias, residual, out, rows, n, k,
+        boxes(x8, tile.m), boxes(weight, tile.n), x_scales, w_scales, bias, residual, out, rows, n, k,
         x8.shape[0], BY_BLOCK=w_scales.dim() == 2, **_sizes(tile),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, num_warps=tile.warps,
         maxnreg=tile.registers, **overlapped(x8.device),
@@ -314,13 +300,13 @@ def launch_fp8_rows(
 
 
 def _sizes(tile: Tile) -> dict[str, int]:
-    sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "WIDE": WIDE, "STEP": STEP}
+    sizes = {"ROWS": tile.m, "OUTPUTS": tile.n, "WIDE": WIDE, "STEP": STEP}
     return sizes | {"STAGES": tile.stages, "EACH": EACH}
 
 
 def _case(dtype: str, tile: Tile, by_block: bool, bias: bool) -> AotCase:
     signature = {
-        "x_desc": box_type("fp8e4nv", tile.rows), "w_desc": box_type("fp8e4nv", tile.outputs),
+        "x_desc": box_type("fp8e4nv", tile.m), "w_desc": box_type("fp8e4nv", tile.n),
         **dict.fromkeys(("x_scales", "w_scales"), "*fp32"),
         **dict.fromkeys(("bias", "residual", "out"), f"*{dtype}"),
         **dict.fromkeys(("M", "N", "K", "PADDED"), "i32"),

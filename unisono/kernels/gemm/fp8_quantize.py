@@ -1,7 +1,7 @@
-"""Activations to e4m3 with a scale for each row and group of columns. Owns the ``quantize_fp8`` op.
+"""Quantisation of activations to e4m3 with a scale per row and group of columns. Owns the ``quantize_fp8`` op.
 
-Called by the fp8 products. Kernels whose results such products read quantise them themselves, by
-:func:`store_quantised`: that saves a launch, and a row's bits are the same. :class:`Quantised` is what they hand on.
+Called by the fp8 products. Kernels whose results such products read quantise them with :func:`store_quantised`: that
+saves a launch, and a row's bits are the same. They return a :class:`Quantised`.
 
 A value is divided by its group's scale (an IEEE division in fp32, see :func:`over`), clamped to e4m3's largest value
 and rounded to nearest even. The scale is the group's largest magnitude / 448, or one that the checkpoint fixes. Both
@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import COMPILED, AotCase, define, register
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.library import COMPILED, AotCase, op
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 E4M3 = torch.float8_e4m3fn
 
@@ -28,23 +28,24 @@ LARGEST = 448.0
 """The largest finite e4m3 value."""
 
 SMALLEST = 1e-10
-"""What a group's largest magnitude is taken to be at least, so that a row of zeros has a scale."""
+"""Lower bound of a group's largest magnitude, so that a row of zeros has a scale."""
 
 GROUP = 128
-"""Columns that share a scale where weights are scaled by blocks."""
+"""Columns that share a scale if weights are scaled by blocks."""
 
 ROWS_OF_FOUR = 4
 """Rows are padded to a multiple of this: torch's blockwise product takes no other numbers of rows."""
 
 _COLUMNS = 1024
-"""Columns of one program where groups are smaller than that."""
+"""Columns of one program if groups are smaller than that."""
 
 
 class Quantised(NamedTuple):
-    """Activations [M, K] as products with e4m3 weights read them.
+    """Quantised activations [M, K], the operand of products with e4m3 weights.
 
     x8 e4m3 [M', K] and scales fp32 [G, M'], M' = M padded to a multiple of four with zeros. group: columns that share a
-    scale; 0: all. rows: M. dtype: of the activations. x [M, K]: the activations themselves, where somebody reads them.
+    scale; 0: all. rows: M. dtype: of the activations. x [M, K]: the activations themselves, if a consumer reads them;
+    else None.
     """
 
     x8: torch.Tensor
@@ -56,21 +57,23 @@ class Quantised(NamedTuple):
 
 
 def handed_on(pair: Sequence[torch.Tensor], like: torch.Tensor, group: int, x: torch.Tensor | None = None) -> Quantised:
-    """(x8, scales) of as many rows as ``like`` has, in its dtype, as an operand; x: the rows themselves."""
+    """Wrap (x8, scales) of as many rows as ``like`` has, in its dtype, as an operand. x: the rows themselves."""
     x8, scales = pair
     return Quantised(x8, scales, group, len(like), like.dtype, x)
 
 
 @triton.jit
 def reciprocal(scale):
-    """1 / scale, for :func:`over`: to nearest in all but few cases, where it is next to that."""
+    """Compute 1 / scale for :func:`over`, rounded to nearest or, in few cases, to a neighbour of that."""
     rough = 1.0 / scale
     return tl.fma(tl.fma(-scale, rough, 1.0), rough, rough)
 
 
 @triton.jit
 def over(value, scale, inverse):
-    """``value / scale`` as IEEE rounds it, for equal shapes or numbers; inverse: :func:`reciprocal`'s. For Gluon, too.
+    """Compute ``value / scale`` with IEEE rounding, for equal shapes or numbers, in Triton and Gluon.
+
+    inverse: :func:`reciprocal` of the scale.
 
     The scale is a finite one of :func:`scale_for`, so a quotient is LARGEST at most, but for its rounding. There the
     division needs no cases: two corrections of ``value * inverse`` give its bits (Markstein, IBM J. Res. Dev. 34,
@@ -87,26 +90,26 @@ def over(value, scale, inverse):
 
 @triton.jit
 def scale_for(largest):
-    """The scale of groups whose largest magnitudes are these."""
+    """Scale of groups with these largest magnitudes."""
     return over(tl.maximum(largest, 1e-10), 448.0, 1.0 / 448.0)
 
 
 @triton.jit
 def scales_of(value):
-    """The scales of groups [groups, columns], by their largest magnitudes."""
+    """Scales of groups [groups, columns], from their largest magnitudes."""
     return scale_for(tl.max(tl.abs(value), axis=1))
 
 
 @triton.jit
 def scaled_by(value, scale):
-    """Values of groups [groups, columns] over their scales, within e4m3's range."""
+    """Divide groups [groups, columns] by their scales and clamp to e4m3's range."""
     inverse = tl.broadcast_to(reciprocal(scale)[:, None], value.shape)
     return _clamped(over(value, tl.broadcast_to(scale[:, None], value.shape), inverse))
 
 
 @triton.jit
 def _clamped(scaled):
-    """Within e4m3's range, where the conversion to it does not see to that: a GPU's does (``cvt.satfinite``)."""
+    """Clamp to e4m3's range, where the conversion does not: a GPU's does (``cvt.satfinite``)."""
     if COMPILED:
         return scaled
     else:
@@ -130,13 +133,14 @@ def store_quantised(value, x8, scales, row, first, K, PADDED, GROUP: tl.constexp
     tl.store(scales + groups.to(tl.int64) * PADDED + row, scale, mask=groups * GROUP < K)
 
 
+@overlapping(leads=True)
 @triton.jit
 def _quantize_kernel(x, fixed, x8, scales, M, K, PADDED,
                      GROUPS: tl.constexpr, WIDTH: tl.constexpr, FIXED: tl.constexpr,
                      OVERLAP: tl.constexpr):  # fmt: skip
-    """One program takes GROUPS groups of WIDTH columns of a row. Rows from M on, the padding, become zeros.
+    """Quantise GROUPS groups of WIDTH columns of a row per program. Rows from M on, the padding, become zeros.
 
-    FIXED: how many scales there are in ``fixed``, of which the largest serves; 0: scales are computed.
+    FIXED: number of scales in ``fixed``, of which the largest is used; 0: scales are computed.
     """
     follow(OVERLAP, True)
     row = tl.program_id(0)
@@ -159,7 +163,7 @@ def _quantize_kernel(x, fixed, x8, scales, M, K, PADDED,
 
 
 def _blocking(k: int, group: int | None) -> tuple[int, int, int]:
-    """(groups of a program, columns of a group's tile, warps)."""
+    """(groups per program, columns of a group's tile, warps)."""
     if group is None:
         width = triton.next_power_of_2(k)
         return 1, width, min(max(width // 512, 1), 16)
@@ -167,12 +171,12 @@ def _blocking(k: int, group: int | None) -> tuple[int, int, int]:
 
 
 def padded_rows(rows: int) -> int:
-    """Rows of what :func:`launch_quantize` returns."""
+    """Rows of the outputs of :func:`launch_quantize`."""
     return rows + -rows % ROWS_OF_FOUR
 
 
 def empty_quantised(x: torch.Tensor, rows: int, k: int, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`launch_quantize` fills for activations [rows, k], on x's device; for group None two empty tensors.
+    """Allocate the outputs of :func:`launch_quantize` for activations [rows, k], on x's device; empty for group None.
 
     group: columns that share a scale; 0: all.
     """
@@ -186,10 +190,10 @@ def empty_quantised(x: torch.Tensor, rows: int, k: int, group: int | None) -> tu
 def launch_quantize(
     x: torch.Tensor, group: int | None, fixed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] -> (e4m3 [M', K], scales [G, M'] fp32), M' = M padded to a multiple of four with zeros.
+    """Quantise x [M, K]: (e4m3 [M', K], scales [G, M'] fp32), M' = M padded to a multiple of four with zeros.
 
-    group: columns that share a scale, a power of two; None: all. fixed: scales [n] that calibration found for the n
-    projections which read x; the largest is every group's.
+    group: columns that share a scale, a power of two; None: all. fixed: calibrated scales [n] of the n
+    projections that read x; the largest is used for every group.
     """
     x = x.contiguous()
     (rows, k), padded = x.shape, padded_rows(x.shape[0])
@@ -207,7 +211,7 @@ def launch_quantize(
 def quantize_cpu(
     x: torch.Tensor, group: int | None, fixed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`launch_quantize` without the padding: (e4m3 [M, K], scales [G, M])."""
+    """Quantise without padding: (e4m3 [M, K], scales [G, M]). CPU twin of :func:`launch_quantize`."""
     (rows, k), width = x.shape, group or x.shape[1]
     groups = -(-k // width)
     value = torch.nn.functional.pad(x.float(), (0, groups * width - k)).view(rows, groups, width)
@@ -220,31 +224,30 @@ def quantize_cpu(
 def padded_quantize_cpu(
     x: torch.Tensor, group: int | None, fixed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`launch_quantize` with its padding, for the ops' CPU twins."""
+    """Quantise with padding, as :func:`launch_quantize`, for the ops' CPU twins."""
     return quantize_cpu(torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % ROWS_OF_FOUR)), group, fixed)
 
 
 def quantised_cpu(x: torch.Tensor, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What kernels with :func:`store_quantised` make of x, or two empty tensors for group None; 0: whole rows."""
+    """Quantise x as kernels with :func:`store_quantised` do. group 0: whole rows; None: two empty tensors."""
     return empty_quantised(x, 0, 0, None) if group is None else padded_quantize_cpu(x, group or None)
 
 
-define("quantize_fp8(Tensor x, int group, Tensor? fixed) -> (Tensor, Tensor)")
-register(
-    "quantize_fp8",
+@op(
     cuda=lambda x, group, fixed: launch_quantize(x, group or None, fixed),
-    cpu=lambda x, group, fixed: padded_quantize_cpu(x, group or None, fixed),
     meta=lambda x, group, fixed: empty_quantised(x, x.shape[0], x.shape[1], group),
 )
+def quantize_fp8_op(x: torch.Tensor, group: int, fixed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return padded_quantize_cpu(x, group or None, fixed)
 
 
 def quantize(x: torch.Tensor, group: int, fixed: torch.Tensor | None = None) -> Quantised:
-    """Activations x [M, K] in e4m3. group: columns that share a scale, 0: all. fixed: see :func:`launch_quantize`."""
-    return handed_on(torch.ops.unisono.quantize_fp8(x, group, fixed), x, group, x)
+    """Quantise activations x [M, K]. group: columns that share a scale, 0: all. fixed: see :func:`launch_quantize`."""
+    return handed_on(quantize_fp8_op(x, group, fixed), x, group, x)
 
 
 def widened_activations(x8: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What e4m3 values [M, K] with scales [G, M] stand for, in fp32."""
+    """Dequantise e4m3 values [M, K] with scales [G, M] to fp32."""
     (rows, k), groups = x8.shape, scales.shape[0]
     width = -(-k // groups) if groups == 1 else GROUP
     return x8.float() * scales.t().repeat_interleave(width, 1)[:rows, :k]

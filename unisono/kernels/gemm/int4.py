@@ -3,7 +3,7 @@
 A weight is ``(q - zero) * scale``, computed in fp32 and rounded to the activations' dtype; activations are not
 quantised. The product of rounded weights accumulates K in one sequence in fp32, exactly as ``kernels/gemm/linear.py``
 does. Up to FEW_ROWS rows one Triton kernel unpacks weights in registers. Above, the weight is unpacked into a buffer
-and the plain product runs on it, where :func:`prove_int4` found the same bits on the present GPU; where not, the Triton
+and the plain product runs on it, if :func:`prove_int4` found the same bits on the present GPU; otherwise the Triton
 kernel runs at every M.
 
 The kernel's products have swapped operands, outputs as M and rows as N, so that they always run on wgmma. For tiles of
@@ -16,67 +16,55 @@ bits) and 2 i + 1 (high bits) as 0 … 15.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
 
 import torch
 import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.linear import (
+    exact_blas,
     launch_linear,
-    linear_cpu,
     linear_cuda,
-    prove_exact,
-    rehearse_proof,
+    linear_op,
     residual_tile,
     store_sums,
 )
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import agreeing, proven
+from unisono.kernels.proofs import ExactKernel
 
 FEW_ROWS = 64
-"""Up to this many rows weights are unpacked in registers."""
+"""Maximum rows for which weights are unpacked in registers."""
 
 PROOF_ROWS = (1, 16, 33, 64)
 """Numbers of rows at which the product of packed weights is compared with the plain one of unpacked weights."""
 
 MIDDLE = 8
-"""The zero of a weight that has no zeros of its own."""
-
-_proven: dict[tuple[int, int, int, torch.dtype], bool] = {}
-"""(N, K, group, dtype of activations) -> whether :func:`prove_int4` saw the plain product's bits."""
+"""Zero point of a weight without stored zeros."""
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of the Triton kernel: rows, outputs (64 at least, for wgmma), warps, stages. It changes no bit."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-
-
-_TILES = {16: Tile(16, 64, 4, 4), 32: Tile(32, 64, 4, 3), 64: Tile(64, 64, 4, 3)}
-_LARGE = Tile(128, 64, 4, 3)
+_TILES = {16: Tile(16, 64, 0, 4, 4), 32: Tile(32, 64, 0, 4, 3), 64: Tile(64, 64, 0, 4, 3)}
+_LARGE = Tile(128, 64, 0, 4, 3)
+"""At least 64 outputs, for wgmma."""
 
 
 def _tile(rows: int, dtype: torch.dtype) -> Tile:
     if dtype is torch.float32:
-        return Tile(16, 32, 4, 2)
+        return Tile(16, 32, 0, 4, 2)
     return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
 
 
 def int4_steps(group: int) -> tuple[int, int]:
-    """(inputs of a step, which share a scale; steps of an iteration)."""
+    """(inputs of a step, which share a scale; steps per iteration)."""
     width = 128 if group % 128 == 0 else 64 if group % 64 == 0 else 32
     return width, 256 // width
 
 
 @triton.jit
 def _unpacked(packed, zero, scale, dtype: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
-    """Weights [outputs, inputs] of a packed tile [outputs, inputs / 2]; zero and scale [outputs]."""
+    """Unpack a tile [outputs, inputs / 2] to weights [outputs, inputs]. zero, scale [outputs]."""
     values = tl.reshape(tl.join(packed & 15, packed >> 4), (BLOCK_N, WIDTH)).to(tl.float32)
     return ((values - zero[:, None]) * scale[:, None]).to(dtype)
 
@@ -85,7 +73,7 @@ def _unpacked(packed, zero, scale, dtype: tl.constexpr, BLOCK_N: tl.constexpr, W
 def int4_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
                  EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr):  # fmt: skip
-    """The product over K of x and of a packed weight, unpacked in registers: fp32 [rows, outputs].
+    """Compute the product over K of x and a packed weight, unpacked in registers: fp32 [rows, outputs].
 
     x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / 2]: the first step's; rows of x that are not ``x_ok`` count as 0.
     s_ptrs, z_ptrs [BLOCK_N]: of the first group, followed by the next ones.
@@ -135,7 +123,7 @@ def _int4_linear_kernel(x, weight, scales, zeros, bias, residual, out, M, N, K, 
 @triton.jit
 def _unpack_kernel(weight, scales, zeros, out, K, group, WIDTH: tl.constexpr, HAS_ZEROS: tl.constexpr,
                    OVERLAP: tl.constexpr):  # fmt: skip
-    """One program unpacks WIDTH inputs of one output."""
+    """Unpack WIDTH inputs of one output per program."""
     follow(OVERLAP)
     row, ks = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     bytes_ = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
@@ -160,7 +148,7 @@ def launch_int4_linear(
     residual: torch.Tensor | None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """The Triton product of packed weights at any M; ``tile`` overrides the blocking (speed only)."""
+    """Launch the Triton product of packed weights at any M. tile: overrides the blocking (speed only)."""
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
@@ -178,7 +166,7 @@ def launch_int4_linear(
 def launch_unpack(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight [N, K] in ``dtype``."""
+    """Unpack the weight to [N, K] in ``dtype``."""
     n, k = weight.shape[0], 2 * weight.shape[1]
     out = scales.new_empty(n, k, dtype=dtype)
     _unpack_kernel[(n, triton.cdiv(k, 2048))](
@@ -190,7 +178,7 @@ def launch_unpack(
 def unpack_cpu(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """:func:`launch_unpack` in plain torch."""
+    """Unpack the weight in plain torch; CPU twin of :func:`launch_unpack`."""
     n, k = weight.shape[0], 2 * weight.shape[1]
     values = torch.stack((weight & 15, weight >> 4), 2).view(n, k).float()
     of = torch.arange(k, device=weight.device) // group
@@ -198,52 +186,50 @@ def unpack_cpu(
     return (values * scales[:, of]).to(dtype)
 
 
-@torch.no_grad()
-def prove_int4(
+def _keys(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
-) -> bool:
-    """Whether the product of packed weights gives the plain product's bits for this weight on this GPU.
-
-    Once in a process for each shape, group and dtype of activations; the plain product of the unpacked shape is proven
-    too. Where they agree, :func:`int4_linear` unpacks the weight above FEW_ROWS rows. True, and without effect, on a
-    CPU. Synchronises; for the engine's start.
-    """
-    if weight.device.type != "cuda":
-        return True
-
-    def holds() -> bool:
-        plain = launch_unpack(weight, scales, zeros, group, dtype)
-        with agreeing(None):  # what follows is agreed on as one
-            prove_exact(plain)  # of the product that then runs; where it fails, that product is Triton's at every M
-        return all(_same_bits(plain, weight, scales, zeros, group, rows) for rows in PROOF_ROWS)
-
-    return proven(_proven, (weight.shape[0], 2 * weight.shape[1], group, dtype), holds)
+) -> tuple[Hashable, ...]:
+    """(N, K, group, dtype of activations)."""
+    return ((weight.shape[0], 2 * weight.shape[1], group, dtype),) if weight.device.type == "cuda" else ()
 
 
 def _same_bits(
-    plain: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    rows: int,
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
 ) -> bool:
-    """Whether the products of the packed weight and of ``plain``, with random inputs [rows, K], are equal."""
-    generator = torch.Generator(weight.device).manual_seed(rows)
-    x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(plain.dtype)
-    packed = launch_int4_linear(x, weight, scales, zeros, group, None, None)
-    return torch.equal(packed, launch_linear(x, plain, None, None))
+    """Compare the products of the packed and the unpacked weight with random inputs of each number of rows."""
+    plain = launch_unpack(weight, scales, zeros, group, dtype)
+    for rows in PROOF_ROWS:
+        generator = torch.Generator(weight.device).manual_seed(rows)
+        x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(dtype)
+        packed = launch_int4_linear(x, weight, scales, zeros, group, None, None)
+        if not torch.equal(packed, launch_linear(x, plain, None, None)):
+            return False
+    return True
 
 
-def rehearse_int4_proof(
+exact_unpacked = ExactKernel("products of unpacked int4 weights", _keys, _same_bits)
+"""The plain product of the unpacked weight, above FEW_ROWS rows."""
+
+
+def prove_int4(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> bool:
+    """Prove the product of the unpacked weight, and that of its shape on cuBLASLt.
+
+    Returns the first result: where cuBLASLt's bits differ, the plain product is Triton's at every M.
+    """
+    if weight.device.type == "cuda":
+        exact_blas.prove(launch_unpack(weight, scales, zeros, group, dtype))
+    return exact_unpacked.prove(weight, scales, zeros, group, dtype)
+
+
+def rehearse_int4(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
 ) -> None:
-    """Launch what :func:`prove_int4` will launch and ignore the result: this compiles the kernels ahead of time."""
+    """Launch the kernels of :func:`prove_int4` and ignore the results: this compiles them ahead of time."""
     if weight.device.type == "cuda":
-        plain = launch_unpack(weight, scales, zeros, group, dtype)
-        rehearse_proof(plain)
-        for rows in PROOF_ROWS:
-            _same_bits(plain, weight, scales, zeros, group, rows)
+        exact_blas.rehearse(launch_unpack(weight, scales, zeros, group, dtype))
+    exact_unpacked.rehearse(weight, scales, zeros, group, dtype)
 
 
 def int4_linear_cuda(
@@ -255,12 +241,13 @@ def int4_linear_cuda(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    if x.shape[0] > FEW_ROWS and _proven.get((weight.shape[0], x.shape[1], group, x.dtype), False):
+    if x.shape[0] > FEW_ROWS and exact_unpacked.serves((weight.shape[0], x.shape[1], group, x.dtype)):
         return linear_cuda(x, launch_unpack(weight, scales, zeros, group, x.dtype), bias, residual)
     return launch_int4_linear(x, weight, scales, zeros, group, bias, residual)
 
 
-def int4_linear_cpu(
+@op(cuda=int4_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+def int4_linear_op(
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
@@ -269,18 +256,7 @@ def int4_linear_cpu(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    return linear_cpu(x, unpack_cpu(weight, scales, zeros, group, x.dtype), bias, residual)
-
-
-def _int4_linear_meta(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-define(
-    "int4_linear(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, int group, Tensor? bias, Tensor? residual)"
-    " -> Tensor"
-)
-register("int4_linear", cuda=int4_linear_cuda, cpu=int4_linear_cpu, meta=_int4_linear_meta)
+    return linear_op.cpu(x, unpack_cpu(weight, scales, zeros, group, x.dtype), bias, residual)
 
 
 def int4_linear(
@@ -292,14 +268,14 @@ def int4_linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x [M, K] @ ((weight - zeros) * scales)^T (+ bias [N]) (+ residual [M, N])`` -> [M, N] in x's dtype.
+    """Compute ``x [M, K] @ ((weight - zeros) * scales)^T (+ bias [N]) (+ residual [M, N])``: [M, N] in x's dtype.
 
     weight [N, K / 2] uint8, packed as the module says; scales fp32 and zeros int8 [N, G], one for each output and
     ``group`` inputs, a multiple of 32 or at least K; without zeros 8 is subtracted. Weights are rounded to x's dtype,
     the product is rounded, then the bias is added and rounded, then the residual. A row's bits depend on that row, the
     weight, its bias and its residual only.
     """
-    return torch.ops.unisono.int4_linear(x, weight, scales, zeros, group, bias, residual)
+    return int4_linear_op(x, weight, scales, zeros, group, bias, residual)
 
 
 def _aot_int4(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bool) -> AotCase:

@@ -1,4 +1,4 @@
-"""The kernel of ``kernels/gemm/layer_tail.py`` for 16-bit weights (Gluon, Hopper).
+"""Kernel of ``kernels/gemm/layer_tail.py`` for 16-bit weights (Gluon, Hopper).
 
 Shapes: M rows, H features, I intermediate features, Q inputs of the output projection, F outputs of the input
 projection that follows.
@@ -18,29 +18,32 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from unisono.kernels.gemm.persistent import arrive, gated, load_layer, norm, stages, store_tile, wait
 from unisono.kernels.hopper import next_stage
+from unisono.kernels.overlap import overlapping
 
 WIDE = 64
-"""Rows of one ``wgmma``: outputs of a tile at most."""
+"""Rows of one ``wgmma``: the maximum outputs of a tile."""
 
 STEP = 64
-"""Inputs of a step: a row of them is the widest swizzle."""
+"""Inputs of a step: in bytes, a row of the widest swizzle."""
 
 EACH = 4
-"""Steps that are loaded together."""
+"""Steps loaded together."""
 
 MOST_ROWS = 32
 
 WARPS = 4
-"""That multiply; one more loads."""
+"""Warps that multiply; one more warp loads."""
 
 REGISTERS = 128
-"""Of a thread, on average: half of what there are, so that the kernels before and after have room beside this one."""
+"""Registers per thread, on average: half of what there are, so that the kernels before and after have room beside
+it.
+"""
 
 
 @gluon.jit
 def _sum(w, x, full, free, item, groups, STAGES: gl.constexpr, EACH: gl.constexpr, ROWS: gl.constexpr,
          WIDE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """The products [WIDE, ROWS] of a tile's groups from ``item`` on, added in one sequence."""
+    """Add the products [WIDE, ROWS] of a tile's groups from ``item`` on in one sequence."""
     acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
     stage, phase = item % STAGES, item // STAGES & 1
     for _ in range(groups):
@@ -59,7 +62,9 @@ def _sum(w, x, full, free, item, groups, STAGES: gl.constexpr, EACH: gl.constexp
 def _multiply(w, x, full, free, item, out, bias, residual, M, N, K, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
               HAS_RESIDUAL: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr,
               STEP: gl.constexpr, WIDE: gl.constexpr, OUTPUTS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """One product of the layer; returns the next item. GATED: with gates, the first half of a tile, and up; SiLU."""
+    """Compute one product of the layer; returns the next item. GATED: a tile's first half is gates, the second up;
+    SiLU.
+    """
     groups = (K + STEP * EACH - 1) // (STEP * EACH)
     for tile in range(gl.program_id(0), (N + OUTPUTS - 1) // OUTPUTS, gl.num_programs(0)):
         y = _sum(w, x, full, free, item, groups, STAGES, EACH, ROWS, WIDE, MMA)
@@ -77,14 +82,14 @@ def _compute(w, x, full, free, ready, residual, o_norm, next_norm, next_bias, to
              BLOCK_H: gl.constexpr, TILE_H: gl.constexpr, TILE_I: gl.constexpr,
              TILE_F: gl.constexpr, NORMED: gl.constexpr, FOLLOWED: gl.constexpr,
              OVERLAP: gl.constexpr):  # fmt: skip
-    """The other warps' part: products, sums, norms and SiLU."""
+    """Compute products, sums, norms and SiLU. The part of all warps but the loading one."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     item = _multiply(w, x, full, free, gl.to_tensor(0), total, total, residual, M, H, Q, False, False, True,
                      ROWS, STAGES, EACH, STEP, WIDE, TILE_H, MMA)  # fmt: skip
-    wait(counters + LINE, norm(total, o_norm, n1, n1, n1, counters, eps, M, H, M, LINE, BLOCK_H, True, 0))
+    wait(counters + LINE, norm(total, o_norm, n1, counters, eps, M, H, LINE, BLOCK_H))
     mbarrier.arrive(ready.index(0))
     item = _multiply(w, x, full, free, item, act, act, act, M, I, H, True, False, False,
                      ROWS, STAGES, EACH, STEP, WIDE, TILE_I, MMA)  # fmt: skip
@@ -93,7 +98,7 @@ def _compute(w, x, full, free, ready, residual, o_norm, next_norm, next_bias, to
     item = _multiply(w, x, full, free, item, out, out, total, M, H, I, False, False, True,
                      ROWS, STAGES, EACH, STEP, WIDE, TILE_H, MMA)  # fmt: skip
     if NORMED:
-        target = norm(out, next_norm, n2, n2, n2, counters, next_eps, M, H, M, LINE, BLOCK_H, True, 0)
+        target = norm(out, next_norm, n2, counters, next_eps, M, H, LINE, BLOCK_H)
     if FOLLOWED:
         wait(counters + LINE, target)
         mbarrier.arrive(ready.index(2))
@@ -101,6 +106,7 @@ def _compute(w, x, full, free, ready, residual, o_norm, next_norm, next_bias, to
                   ROWS, STAGES, EACH, STEP, WIDE, TILE_F, MMA)  # fmt: skip
 
 
+@overlapping(reads_early=True)
 @gluon.jit
 def layer_tail_kernel(
     x_desc, n1_desc, act_desc, n2_desc, o_desc, gate_up_desc, down_desc, next_desc,
@@ -110,9 +116,10 @@ def layer_tail_kernel(
     WIDE: gl.constexpr, LINE: gl.constexpr, BLOCK_H: gl.constexpr, TILE_H: gl.constexpr, TILE_I: gl.constexpr,
     TILE_F: gl.constexpr, NORMED: gl.constexpr, FOLLOWED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """One program for each multiprocessor. ``_compute`` runs on the launch's warps, ``_load`` on one more.
+    """Run the layer tail with one program per multiprocessor: ``_compute`` on the launch's warps, ``load_layer`` on one
+    more.
 
-    counters: how often programs have arrived, ever, at either meeting point. All programs must run at once.
+    counters: total arrivals of programs at either grid barrier. All programs must run at once.
     """
     DTYPE: gl.constexpr = o_desc.dtype
     SHARED: gl.constexpr = o_desc.layout
@@ -125,7 +132,7 @@ def layer_tail_kernel(
                 TILE_H, TILE_I, TILE_F, NORMED, FOLLOWED, OVERLAP)),
             (load_layer, (
                 x_desc, n1_desc, act_desc, n2_desc, o_desc, gate_up_desc, down_desc, next_desc, w, x, full, free,
-                ready, Q, H, I, F, 0, ROWS, STAGES, EACH, STEP, TILE_H, TILE_I, TILE_F, FOLLOWED, OVERLAP)),
+                ready, Q, H, I, F, ROWS, STAGES, EACH, STEP, TILE_H, TILE_I, TILE_F, FOLLOWED, OVERLAP)),
         ],
         [1],
         [40],

@@ -1,11 +1,11 @@
 """Matrix products whose bits do not depend on the batch, and their fused bias and residual.
 
-Owns the ``linear`` op. Every product accumulates K in one sequence in fp32, so a row's bits are fixed by
-the weight alone: never by the number of rows, the tile or the backend. Small M runs on one Triton
+Owns the ``linear`` op. Every product accumulates K in one sequence in fp32, so a row's bits depend on
+the row and the weight alone: never on the number of rows, the tile or the backend. Small M runs on one Triton
 kernel; large M runs on cuBLASLt with split-K forbidden, which sums in the same order (measured on an
-H200). :func:`prove_exact` checks this on the present GPU for a weight's shape; a shape without that
-proof stays on Triton. Called by ``layers``; the engine calls :func:`configure_exact_blas` and
-:func:`prove_exact` at start.
+H200). :data:`exact_blas` checks this on the present GPU for a weight's shape; a shape without that
+proof stays on Triton. Called by ``layers``; the engine's start calls :func:`configure_exact_blas` and
+proves the shapes.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -15,51 +15,36 @@ from __future__ import annotations
 import bisect
 import functools
 import os
-from dataclasses import dataclass
+from collections.abc import Hashable
 
 import torch
 import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.cpu import row_exact_product
-from unisono.kernels.library import DTYPES, AotCase, define, differentiable, register
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import proven
+from unisono.kernels.proofs import ExactKernel
 
 TRITON_ROWS = 64
-"""Up to this many rows the Triton kernel runs; above it cuBLASLt does, where it is proven exact."""
+"""Up to this many rows the Triton kernel runs; above it cuBLASLt does, if it is proven exact."""
 
 PROOF_ROWS = (65, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
-"""Numbers of rows at which cuBLASLt is compared with the Triton kernel: it chooses an algorithm for each of them."""
-
-_proven: dict[tuple[int, int, torch.dtype], bool] = {}
-"""(N, K, dtype) -> whether :func:`prove_exact` saw the same bits from cuBLASLt. Other shapes stay on Triton."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of the Triton kernel. It decides about speed and changes no bit of the result."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    swapped: bool = False
-    """Whether the weight is the left operand: 64 outputs fill the rows of ``wgmma``, and rows of x are its columns."""
+"""Numbers of rows at which cuBLASLt is compared with the Triton kernel: it chooses an algorithm for each."""
 
 
 _OUTPUTS = (2112, 4224, 8192, 16383)
-"""Outputs at most of the tiles below. The first: one program of 16 outputs for each of 132 multiprocessors."""
+"""Maximum outputs of the tiles below. The first: one program of 16 outputs for each of 132 multiprocessors."""
 
-_TILES = {  # by rows at most: a tile for each number of outputs, and one for more
+_TILES = {  # maximum rows -> a tile for each number of outputs, and one for more
     16: (
         Tile(16, 16, 512, 2, 4), Tile(16, 16, 512, 2, 4), Tile(16, 64, 256, 4, 4), Tile(16, 32, 128, 4, 4),
         Tile(16, 64, 128, 4, 4),
     ),
     32: (
-        Tile(32, 16, 512, 2, 4), Tile(32, 64, 128, 4, 6, True), Tile(32, 64, 128, 4, 4, True),
-        Tile(32, 64, 128, 4, 4, True), Tile(32, 64, 128, 4, 3, True),
+        Tile(32, 16, 512, 2, 4), Tile(32, 64, 128, 4, 6, swapped=True), Tile(32, 64, 128, 4, 4, swapped=True),
+        Tile(32, 64, 128, 4, 4, swapped=True), Tile(32, 64, 128, 4, 3, swapped=True),
     ),
     64: (
         Tile(64, 16, 256, 4, 4), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(64, 32, 64, 4, 5),
@@ -71,8 +56,8 @@ ROW_TILES = tuple(_TILES)
 """Numbers of rows that exactly fill a tile of the Triton kernel."""
 
 
-def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
-    """The fastest known tile for ``rows`` and ``n`` outputs on an H200 (benchmarks/kernels.py, *tune*)."""
+def linear_tile(rows: int, n: int, dtype: torch.dtype) -> Tile:
+    """Choose the fastest known tile for ``rows`` and ``n`` outputs on an H200 (benchmarks/kernels.py, *tune*)."""
     if dtype is torch.float32:
         return Tile(16, 32, 64, 4, 2) if rows <= 16 else Tile(64, 64, 32, 4, 2)
     for most, tiles in _TILES.items():
@@ -85,7 +70,7 @@ def _config(rows: int, n: int, dtype: torch.dtype) -> Tile:
 
 @triton.jit
 def residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL: tl.constexpr):
-    """The residual [rows, cols] that :func:`store_sums` adds, or nothing."""
+    """Load the residual [rows, cols] that :func:`store_sums` adds, if any."""
     if HAS_RESIDUAL:
         inside = (rows < M)[:, None] & (cols < N)[None, :]
         return tl.load(residual + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=inside, other=0.0)
@@ -97,7 +82,7 @@ def residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL: tl.constexpr):
 def store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
     """Store fp32 products [rows, cols] of out [M, N], plus the bias, plus the residual r.
 
-    They are rounded before every addition: these are the bits of the unfused path, which serves large M.
+    They are rounded before every addition, as in the unfused path, which serves large M.
     """
     row_ok, col_ok = rows < M, cols < N
     y = acc.to(out.dtype.element_ty)
@@ -114,9 +99,9 @@ def store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS: tl.constexpr, HAS_
 @triton.jit
 def tile_product(x_rows, w_rows, row_ok, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                  SWAPPED: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
-    """The product of rows of x and of the weight over K, in one sequence: fp32 [BLOCK_M, BLOCK_N].
+    """Multiply rows of x by rows of the weight over K, in one sequence: fp32 [BLOCK_M, BLOCK_N].
 
-    x_rows [BLOCK_M], w_rows [BLOCK_N]: where these begin. Rows of x that are not ``row_ok`` [BLOCK_M] are 0.
+    x_rows [BLOCK_M], w_rows [BLOCK_N]: pointers to the rows. Rows of x that are not ``row_ok`` [BLOCK_M] are 0.
     """
     ks = tl.arange(0, BLOCK_K)
     if SWAPPED:
@@ -185,11 +170,11 @@ def launch_linear(
     tile: Tile | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The Triton product at any M; ``tile`` overrides the blocking (speed only). out_dtype: None: that of x."""
+    """Launch the Triton product at any M. tile: overrides the blocking (speed only). out_dtype: None: that of x."""
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    tile = tile or _config(rows, n, x.dtype)
+    tile = tile or linear_tile(rows, n, x.dtype)
     out = x.new_empty(rows, n, dtype=out_dtype)
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))
     _linear_kernel[grid](
@@ -214,7 +199,7 @@ def launch_add(y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tenso
 
 @functools.cache
 def configure_exact_blas() -> None:
-    """Tell torch's CUDA BLAS to sum K in one sequence: cuBLASLt, no split-K, no reduced precision.
+    """Configure torch's CUDA BLAS to sum K in one sequence: cuBLASLt, no split-K, no reduced precision.
 
     Process-wide; does nothing without a GPU. Call it before the first matrix product on one: cuBLASLt reads its
     workspace size once.
@@ -234,45 +219,40 @@ def configure_exact_blas() -> None:
 def blas_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """The cuBLASLt product at any M, with the same epilogue roundings."""
+    """Compute the cuBLASLt product at any M, with the same epilogue roundings."""
     configure_exact_blas()
     y = torch.mm(x, weight.t())
     return y if bias is None and residual is None else launch_add(y, bias, residual)
 
 
-@torch.no_grad()
-def prove_exact(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> bool:
-    """Whether cuBLASLt gives the small-M Triton kernel's bits for ``weight [N, K]`` on this GPU.
-
-    Compares both on random inputs of each number of ``rows``, once in a process for each shape and dtype: shapes
-    that drafter and target share are compared once. Where all agree, :func:`linear` runs this shape on cuBLASLt above
-    TRITON_ROWS rows; any other shape runs through Triton at every M: slower, still exact. True, and without effect,
-    where cuBLASLt is never used (fp32, CPU). Synchronises; for the engine's start.
-    """
+def _blas_keys(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> tuple[Hashable, ...]:
+    """(N, K, dtype) of a weight [N, K]; nothing where cuBLASLt is never used: fp32, CPU."""
     if weight.device.type != "cuda" or weight.dtype is torch.float32:
-        return True
-    n, k = weight.shape
-    return proven(_proven, (n, k, weight.dtype), lambda: all(_same_bits(weight, count) for count in rows))
+        return ()
+    return ((*weight.shape, weight.dtype),)
 
 
-def _same_bits(weight: torch.Tensor, rows: int) -> bool:
-    """Whether both products of ``weight [N, K]`` and random inputs [rows, K] are equal."""
-    generator = torch.Generator(weight.device).manual_seed(rows)
-    x = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
-    tile = _config(1, weight.shape[0], weight.dtype)
-    return torch.equal(blas_linear(x, weight, None, None), launch_linear(x, weight, None, None, tile))
+def _same_bits(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> bool:
+    """Compare both products of ``weight [N, K]`` with random inputs of each number of rows."""
+    tile = linear_tile(1, weight.shape[0], weight.dtype)
+    for count in rows:
+        generator = torch.Generator(weight.device).manual_seed(count)
+        x = torch.randn(count, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
+        if not torch.equal(blas_linear(x, weight, None, None), launch_linear(x, weight, None, None, tile)):
+            return False
+    return True
 
 
-def rehearse_proof(weight: torch.Tensor) -> None:
-    """Launch what :func:`prove_exact` will launch and ignore the result: this compiles the kernels ahead of time."""
-    if weight.device.type == "cuda" and weight.dtype is not torch.float32:
-        for count in PROOF_ROWS:
-            _same_bits(weight, count)
+exact_blas = ExactKernel("cuBLASLt products", _blas_keys, _same_bits)
+"""cuBLASLt's products above TRITON_ROWS rows. A shape with other bits runs on Triton at every M: slower, still exact.
+
+Drafter and target share the proof of a shape.
+"""
 
 
 def runs_on_blas(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether cuBLASLt computes this product; else the Triton kernel does."""
-    return x.shape[0] > TRITON_ROWS and _proven.get((*weight.shape, weight.dtype), False)
+    """Return True if cuBLASLt computes this product, False if the Triton kernel does."""
+    return x.shape[0] > TRITON_ROWS and exact_blas.serves((*weight.shape, weight.dtype))
 
 
 def linear_cuda(
@@ -283,7 +263,16 @@ def linear_cuda(
     return launch_linear(x, weight, bias, residual)
 
 
-def linear_cpu(
+def linear_formula(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute :func:`linear` with a gradient; under autocast dtypes may differ."""
+    y = torch.nn.functional.linear(x, weight, bias)
+    return y if residual is None else y + residual
+
+
+@op(cuda=linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]), gradient=linear_formula)
+def linear_op(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
     y = row_exact_product(x, weight)
@@ -292,42 +281,23 @@ def linear_cpu(
     return y if residual is None else y + residual
 
 
-def _linear_meta(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def linear_formula(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
-    """:func:`linear` with a gradient; under autocast dtypes may differ."""
-    y = torch.nn.functional.linear(x, weight, bias)
-    return y if residual is None else y + residual
-
-
-define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor")
-register("linear", cuda=linear_cuda, cpu=linear_cpu, meta=_linear_meta)
-differentiable("linear", linear_formula)
-
-
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x [M, K] @ weight [N, K]^T (+ bias [N]) (+ residual [M, N])`` -> [M, N], in the inputs' one dtype.
+    """Compute ``x [M, K] @ weight [N, K]^T (+ bias [N]) (+ residual [M, N])``: [M, N], in the inputs' one dtype.
 
     bf16, fp16 or fp32; fp32 accumulation over K in one sequence. The product is rounded to the dtype,
     then the bias is added and rounded, then the residual. A row's bits depend on that row, the weight,
     its bias and its residual only.
     """
-    return torch.ops.unisono.linear(x, weight, bias, residual)
+    return linear_op(x, weight, bias, residual)
 
 
 def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residual: bool) -> AotCase:
-    tile = _config(rows, n, DTYPES[dtype])
+    tile = linear_tile(rows, n, DTYPES[dtype])
     pointers = {name: f"*{dtype}" for name in ("x", "weight", "bias", "residual", "out")}
     return AotCase(
         _linear_kernel,

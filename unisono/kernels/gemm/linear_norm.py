@@ -1,7 +1,7 @@
 """A matrix product, the addition of the residual and the norm of the sum. Owns the ``linear_norm`` op.
 
-There are two launches at any number of rows. Where the Triton kernel computes the product, it adds the residual; where
-cuBLASLt does, the norm adds it. Both round alike and give the same bits. Called by ``layers``.
+There are two launches at any number of rows. The Triton kernel adds the residual to its product; for cuBLASLt's product
+the norm adds it. Both round alike and give the same bits. Called by ``layers``.
 
 Shapes: M rows, K inputs, H features.
 """
@@ -12,9 +12,20 @@ from collections.abc import Callable
 
 import torch
 
-from unisono.kernels.gemm.linear import blas_linear, launch_linear, linear_cpu, linear_formula, runs_on_blas
-from unisono.kernels.library import define, differentiable, register
-from unisono.kernels.norm.rms_norm import launch_add_rms_norm, launch_rms_norm, rms_norm_cpu, rms_norm_formula
+from unisono.kernels.gemm.linear import (
+    blas_linear,
+    launch_linear,
+    linear_formula,
+    linear_op,
+    runs_on_blas,
+)
+from unisono.kernels.library import op
+from unisono.kernels.norm.rms_norm import (
+    launch_add_rms_norm,
+    launch_rms_norm,
+    rms_norm,
+    rms_norm_formula,
+)
 
 Both = tuple[torch.Tensor, torch.Tensor]
 """(the sum [M, H], its norm [M, H])."""
@@ -35,7 +46,7 @@ def linear_norm_cuda(
 
 
 def _in_turn(product: Callable[..., torch.Tensor], norm: Callable[..., torch.Tensor]) -> Callable[..., Both]:
-    """:func:`linear_norm` by a product with bias and residual, and by a norm of its result."""
+    """Compose :func:`linear_norm` of a product with bias and residual and a norm of its result."""
 
     def both(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor,
@@ -47,7 +58,7 @@ def _in_turn(product: Callable[..., torch.Tensor], norm: Callable[..., torch.Ten
     return both
 
 
-linear_norm_cpu = _in_turn(linear_cpu, rms_norm_cpu)
+linear_norm_cpu = _in_turn(linear_op.cpu, rms_norm.cpu)
 
 
 def _linear_norm_meta(
@@ -56,14 +67,7 @@ def _linear_norm_meta(
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-define(
-    "linear_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm_weight, float eps)"
-    " -> (Tensor, Tensor)"
-)
-register("linear_norm", cuda=linear_norm_cuda, cpu=linear_norm_cpu, meta=_linear_norm_meta)
-differentiable("linear_norm", _in_turn(linear_formula, rms_norm_formula))
-
-
+@op(cuda=linear_norm_cuda, meta=_linear_norm_meta, gradient=_in_turn(linear_formula, rms_norm_formula))
 def linear_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -72,9 +76,10 @@ def linear_norm(
     norm_weight: torch.Tensor,
     eps: float,
 ) -> Both:
-    """``total = linear(x [M, K], weight [H, K], bias, residual [M, H])`` and ``rms_norm(total, norm_weight, eps)``.
+    """Compute ``total = linear(x [M, K], weight [H, K], bias, residual [M, H])`` and ``rms_norm(total, norm_weight,
+    eps)``.
 
-    norm_weight [H]: of x's dtype or fp32, as ``rms_norm`` takes it. Returns (total, normed), each [M, H]; the bits are
+    norm_weight [H]: of x's dtype or fp32, as in ``rms_norm``. Returns (total, normed), each [M, H]; the bits are
     those of the two ops one after the other.
     """
-    return torch.ops.unisono.linear_norm(x, weight, bias, residual, norm_weight, eps)
+    return linear_norm_cpu(x, weight, bias, residual, norm_weight, eps)

@@ -1,23 +1,23 @@
 """Low-rank products of adapters (LoRA), added to the outputs of a linear layer. Owns the ``adapter_*`` ops.
 
-Of a row with adapter e: ``y += (x · A[e]ᵀ) · B[e]ᵀ``, in three steps:
+A row with adapter e gets ``y += (x · A[e]ᵀ) · B[e]ᵀ``, in three steps:
 
 * *shrink*: x · A[e]ᵀ. K is cut at multiples of SPLIT; within a cut it is summed in one sequence in fp32.
 * the sums of the cuts are added in order in fp32, and rounded once to the activations' type.
 * *expand*: · B[e]ᵀ, summed over the rank in one sequence in fp32; the base output, rounded already, is added in
   fp32, and the sum is rounded once.
 
-The cuts depend on K alone, and tiles decide about speed only, so a row's bits are fixed by the row, its adapter and the
-base output: they are the same in prompts, in rounds and in verification, whatever the other rows have. Rows without
-an adapter keep the base output's bits: nothing is added to them, not even zero.
+The cuts depend on K alone, and tiles affect speed only, so a row's bits depend on the row, its adapter and the base
+output: they are the same in prompts, rounds and verification, whatever adapters the other rows have. Rows without an
+adapter keep the base output's bits: nothing is added to them, not even zero.
 
-There are two ways with the same bits. Small passes over plain weights take no launch of their own: the base product's
-kernel does all three steps (``kernels/lora/adapters_linear.py``). Everywhere else the kernels here do: shrinking runs
-beside the base product, for it reads nothing of it, and expanding follows; the gates of an MLP expand while SiLU reads
+There are two implementations with the same bits. Small passes over plain weights need no launch: the base product's
+kernel does all three steps (``kernels/lora/adapters_linear.py``). Elsewhere the kernels here do: shrinking runs beside
+the base product, since it does not read its output, and expanding follows; the gates of an MLP expand while SiLU reads
 them.
 
-Here rows of one adapter are tiled together (:class:`AdapterPlan`). A pass has as many tiles as the worst choice of
-adapters needs; those that it does not need end at once.
+Rows of one adapter are tiled together (:class:`AdapterPlan`). A pass has as many tiles as the worst choice of adapters
+needs; the programs of unused tiles return at once.
 
 Shapes: M rows, K inputs, N outputs, L adapters, P projections that the layer computes as one product, R rank,
 C = P · R, S cuts of K.
@@ -33,28 +33,28 @@ import triton.language as tl
 
 import unisono.kernels.moe.plan  # noqa: F401  (it declares sort_pairs)
 from unisono.kernels.gemm.cpu import row_exact_product
-from unisono.kernels.library import DTYPES, AotCase, define, ints, register
-from unisono.kernels.norm.activation import silu_mul_cpu, silu_product
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.library import DTYPES, AotCase, Mutated, ints, op
+from unisono.kernels.norm.activation import silu_mul, silu_product
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 SPLIT = 512
-"""Inputs that are summed in one sequence. It is part of the arithmetic: it changes bits."""
+"""Inputs summed in one sequence. Part of the arithmetic: it changes bits."""
 
 MAX_PROJECTIONS = 4
-"""Projections of one layer, at most."""
+"""Maximum projections of one layer."""
 
 SMALL_ROWS, SMALL_RANK = 64, 64
-"""Up to this number of rows tiles are small; up to this rank, a program holds the whole of it."""
+"""Up to this number of rows tiles are small; up to this rank a program holds the whole rank."""
 
 ARRIVAL_WORDS = 32
-"""int32 words from one counter of arrivals to the next, so that no two share a cache line."""
+"""Stride of the counters of arrivals in int32 words, so that no two share a cache line."""
 
 
 class AdapterPlan:
-    """Which adapter each row of a pass has.
+    """Adapters of a pass's rows.
 
-    ids [M] i32: below ``adapters``; that number itself: none. products: how many linear layers may ask for a counter.
-    tile: rows of a tile.
+    ids [M] i32: adapter of each row; ``adapters``: none. products: number of counters for linear layers. tile: rows of
+    a tile.
     """
 
     def __init__(self, ids: torch.Tensor, adapters: int, products: int = 0) -> None:
@@ -64,39 +64,41 @@ class AdapterPlan:
         self._sorted: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def sort(self) -> None:
-        """Divide the rows into tiles of one adapter each, unless that was done.
+        """Divide the rows into tiles of one adapter each, unless they are divided already.
 
-        At least one launch has to come between this and ``shrink``, which reads the tiles before its turn.
+        At least one launch must come between this and ``shrink``, which reads the tiles before it waits.
         """
         if self._sorted is None:
             self._sorted = torch.ops.unisono.sort_pairs(self.ids, self.adapters + 1, self.tile)
 
     @property
     def sorted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What :meth:`sort` has made. Raises RuntimeError where it was not called.
+        """Result of :meth:`sort`: (order, tiles). Raises RuntimeError if it was not called.
 
-        order [M] i32: rows sorted by adapter, those of none last. tiles [3, tiles] i32: of each its adapter, or
-        ``adapters`` for none; its first place in ``order``; its number of rows, 0 in those that are not needed.
+        order [M] i32: rows sorted by adapter, those without one last. tiles [3, tiles] i32: adapter of each tile, or
+        ``adapters`` for none; its first place in ``order``; its number of rows, 0 in unused tiles.
         """
         if self._sorted is None:
             raise RuntimeError("the rows of an AdapterPlan are sorted a launch before they are needed: call sort()")
         return self._sorted
 
     def counter(self) -> torch.Tensor | None:
-        """A counter [ARRIVAL_WORDS] i32 that is 0, for one product of the pass; None where no more were announced."""
+        """Return a counter [ARRIVAL_WORDS] i32 with value 0 for one product of the pass; None if all ``products`` have
+        one.
+        """
         if self._counters is None:
             self._counters = iter(self.ids.new_zeros(self._products, ARRIVAL_WORDS))
         return next(self._counters, None)
 
 
 def padded_rank(rank: int) -> int:
-    """The rank that stacks have for adapters of up to ``rank``: 16, 32, or a multiple of 64."""
+    """Round ``rank`` up to the rank of stacks: 16, 32, or a multiple of 64."""
     return next((size for size in (16, 32) if rank <= size), -(-rank // 64) * 64)
 
 
 @triton.jit
 def _rows_of_tile(order, tiles, t, count, BLOCK_M: tl.constexpr):
-    """(adapter or L for none, rows [BLOCK_M], which of them there are) of tile ``t``."""
+    """(adapter or L for none, rows [BLOCK_M], mask of rows) of tile ``t``."""
     n = tl.load(tiles + 2 * count + t)
     e = tl.load(tiles + t)
     first = tl.load(tiles + count + t)
@@ -105,11 +107,12 @@ def _rows_of_tile(order, tiles, t, count, BLOCK_M: tl.constexpr):
     return e, rows.to(tl.int64), i < n
 
 
+@overlapping(reads_early=True)
 @triton.jit
 def _adapter_shrink_kernel(x, a, h, order, tiles, M, K, C, L, count, SPLIT: tl.constexpr,
                            BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
                            OVERLAP: tl.constexpr):  # fmt: skip
-    """h [S, M, C] fp32. It runs beside the kernel before it, the base product: that only reads x, too."""
+    """Shrink: h [S, M, C] fp32. Runs beside the base product, the kernel before it, which also only reads x."""
     e, rows, row_ok = _rows_of_tile(order, tiles, tl.program_id(0), count, BLOCK_M)
     row_ok = row_ok & (e < L)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -133,7 +136,7 @@ def _adapter_shrink_kernel(x, a, h, order, tiles, M, K, C, L, count, SPLIT: tl.c
 
 @triton.jit
 def _adapter_sum_kernel(h, out, total, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """out [M, C]: the cuts' sums h [S, M, C] added in order, rounded; total: M · C."""
+    """Add the cuts' sums h [S, M, C] in order and round: out [M, C]. total: M · C."""
     follow(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value, h_ptrs = tl.zeros((BLOCK,), tl.float32), h + at
@@ -145,13 +148,13 @@ def _adapter_sum_kernel(h, out, total, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def plus(base, added):
-    """base + added, fp32. Written as a sum, the compiler has the product begin with base: other bits."""
+    """Compute base + added, fp32, as an fma. With a plain sum the compiler starts the product at base: other bits."""
     return tl.fma(added, 1.0, base)
 
 
 @triton.jit
 def _low(h_ptrs, cut, row_ok, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The cuts' sums at h_ptrs, ``cut`` elements apart, added in order: [BLOCK_M, BLOCK_R] fp32."""
+    """Add the cuts' sums at h_ptrs, ``cut`` elements apart, in order: [BLOCK_M, BLOCK_R] fp32."""
     low = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for s in tl.static_range(SPLITS):
         low += tl.load(h_ptrs + s * cut, mask=row_ok[:, None], other=0.0).to(tl.float32)
@@ -160,9 +163,9 @@ def _low(h_ptrs, cut, row_ok, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK
 
 @triton.jit
 def projection(p, n0, n1, n2, N, EACH: tl.constexpr):
-    """(which one, its first and one after its last output, block within it) of block ``p`` of EACH outputs.
+    """Projection of block ``p`` of EACH outputs: (index, first output, end, block within the projection).
 
-    Blocks of a projection are neighbours; which one this is of follows from the projections' sizes n0, n1, n2.
+    Blocks of a projection are neighbours. n0, n1, n2: sizes of the projections.
     """
     p1 = tl.cdiv(n0, EACH)
     p2 = p1 + tl.cdiv(n1, EACH)
@@ -174,11 +177,12 @@ def projection(p, n0, n1, n2, N, EACH: tl.constexpr):
     return part, begin, end, p - before
 
 
+@overlapping(reads_early=True)
 @triton.jit
 def _adapter_expand_kernel(y, h, b, order, tiles, M, N, C, L, count, n0, n1, n2, SPLITS: tl.constexpr,
                            RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
                            STRIP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """y [M, N] += h [S, M, C] · b [L, N, RANK]ᵀ. n0, n1, n2: outputs of the first projections.
+    """Expand: y [M, N] += h [S, M, C] · b [L, N, RANK]ᵀ. n0, n1, n2: outputs of the first projections.
 
     A program has STRIP blocks of outputs of one projection. The plan and the first weights are read early.
     """
@@ -219,13 +223,15 @@ def _adapter_expand_kernel(y, h, b, order, tiles, M, N, C, L, count, n0, n1, n2,
                 tl.store(y_ptrs + step * BLOCK_N, plus(base.to(tl.float32), acc).to(base.dtype), mask=mask)
 
 
+@overlapping(reads_early=True)
 @triton.jit
 def _adapter_silu_kernel(y, h, b, out, order, tiles, M, I, L, count, SPLITS: tl.constexpr,  # noqa: E741
                          RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
                          OVERLAP: tl.constexpr):  # fmt: skip
-    """out [M, I] = silu(gate) * up, where (gate, up) = y [M, 2 I] + h [S, M, 2 RANK] · b [L, 2 I, RANK]ᵀ.
+    """Expand and apply SiLU: out [M, I] = silu(gate) * up, (gate, up) = y [M, 2 I] + h [S, M, 2 RANK] · b [L, 2 I,
+    RANK]ᵀ.
 
-    Rows of no adapter are in tiles, too. A program has STRIP blocks of outputs.
+    Rows without an adapter are in tiles, too. A program has STRIP blocks of outputs.
     """
     e, rows, row_ok = _rows_of_tile(order, tiles, tl.program_id(0), count, BLOCK_M)
     adapted = e < L
@@ -246,7 +252,7 @@ def _adapter_silu_kernel(y, h, b, out, order, tiles, M, I, L, count, SPLITS: tl.
             col_ok = (cols < I)[None, :]
             mask = row_ok[:, None] & col_ok
             gate, up = next_gate.to(tl.float32), next_up.to(tl.float32)
-            if step + 1 < STRIP:  # the next block's are read before this one is stored
+            if step + 1 < STRIP:  # prefetch the next block before this one is stored
                 y_ptrs += BLOCK_N
                 there = row_ok[:, None] & (cols + BLOCK_N < I)[None, :]
                 next_gate = tl.load(y_ptrs, mask=there, other=0.0)
@@ -286,7 +292,7 @@ def _silu_blocks(rows: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _sums_first(rows: int, rank: int) -> bool:
-    """Whether the cuts are added by a kernel of their own; else the kernel that expands adds them."""
+    """Return True if a separate kernel adds the cuts, False if the expanding kernel does."""
     return rank > (SMALL_RANK if rows <= SMALL_ROWS else 32)
 
 
@@ -321,7 +327,7 @@ def expand_cuda(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, projections: 
 
 
 def first_sizes(projections: Sequence[int]) -> tuple[int, ...]:
-    """n0, n1, n2 of the kernels."""
+    """Sizes n0, n1, n2 of the projections, for the kernels."""
     return (*projections, 0, 0)[: MAX_PROJECTIONS - 1]
 
 
@@ -340,48 +346,16 @@ def silu_cuda(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, order: torch.Te
 
 
 def _tiles(order: torch.Tensor, tiles: torch.Tensor, adapters: int) -> list[tuple[int, torch.Tensor]]:
-    """(adapter, rows) of each tile that has some."""
+    """(adapter, rows) of each tile with rows."""
     return [(e, order[first : first + n].long()) for e, first, n in tiles.t().tolist() if n and e < adapters]
 
 
-def shrink_cpu(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, tile: int,
-               rank: int) -> torch.Tensor:  # fmt: skip
-    cuts = x.shape[1] // SPLIT + (x.shape[1] % SPLIT > 0)
-    h = x.new_zeros(cuts, x.shape[0], a.shape[1], dtype=torch.float32)
-    for e, rows in _tiles(order, tiles, len(a)):
-        given, weight = x[rows].float(), a[e].float()
-        for cut in range(cuts):
-            part = slice(cut * SPLIT, (cut + 1) * SPLIT)
-            h[cut, rows] = row_exact_product(given[:, part], weight[:, part])
-    return _summed(h).to(x.dtype)[None] if _sums_first(x.shape[0], rank) else h
-
-
 def _summed(h: torch.Tensor) -> torch.Tensor:
-    """The cuts' sums h [S, M, C] added in order: [M, C] fp32."""
+    """Add the cuts' sums h [S, M, C] in order: [M, C] fp32."""
     total = h[0].float()
     for cut in h[1:]:
         total = total + cut
     return total
-
-
-def expand_cpu(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, projections: Sequence[int], order: torch.Tensor,
-               tiles: torch.Tensor, tile: int) -> None:  # fmt: skip
-    rank = b.shape[2]
-    low = _summed(h).to(y.dtype).float()
-    for e, rows in _tiles(order, tiles, len(b)):
-        done = 0
-        for part, outputs in enumerate(projections):
-            given = low[rows, part * rank : (part + 1) * rank]
-            delta = row_exact_product(given, b[e, done : done + outputs].float())
-            y[rows, done : done + outputs] = (y[rows, done : done + outputs].float() + delta).to(y.dtype)
-            done += outputs
-
-
-def silu_cpu(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor,
-             tile: int) -> torch.Tensor:  # fmt: skip
-    y = y.clone()
-    expand_cpu(y, h, b, [y.shape[1] // 2] * 2, order, tiles, tile)
-    return silu_mul_cpu(y)
 
 
 # ---- ops --------------------------------------------------------------------------------------------
@@ -394,23 +368,51 @@ def _shrink_meta(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor, tiles: t
     return x.new_empty(-(-x.shape[1] // SPLIT), x.shape[0], a.shape[1], dtype=torch.float32)
 
 
-define("adapter_shrink(Tensor x, Tensor a, Tensor order, Tensor tiles, int tile, int rank) -> Tensor")
-register("adapter_shrink", cuda=shrink_cuda, cpu=shrink_cpu, meta=_shrink_meta)
-define(
-    "adapter_expand(Tensor(a!) y, Tensor h, Tensor b, int[] projections, Tensor order, Tensor tiles, int tile) -> ()"
-)
-register("adapter_expand", cuda=expand_cuda, cpu=expand_cpu, meta=lambda *_: None)
-define("adapter_silu(Tensor y, Tensor h, Tensor b, Tensor order, Tensor tiles, int tile) -> Tensor")
-register("adapter_silu", cuda=silu_cuda, cpu=silu_cpu, meta=lambda y, *_: y.new_empty(y.shape[0], y.shape[1] // 2))
+@op(cuda=shrink_cuda, meta=_shrink_meta)
+def adapter_shrink_op(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, tile: int,
+               rank: int) -> torch.Tensor:  # fmt: skip
+    cuts = x.shape[1] // SPLIT + (x.shape[1] % SPLIT > 0)
+    h = x.new_zeros(cuts, x.shape[0], a.shape[1], dtype=torch.float32)
+    for e, rows in _tiles(order, tiles, len(a)):
+        inputs, weight = x[rows].float(), a[e].float()
+        for cut in range(cuts):
+            part = slice(cut * SPLIT, (cut + 1) * SPLIT)
+            h[cut, rows] = row_exact_product(inputs[:, part], weight[:, part])
+    return _summed(h).to(x.dtype)[None] if _sums_first(x.shape[0], rank) else h
+
+
+@op(cuda=expand_cuda)
+def adapter_expand_op(
+    y: Mutated[torch.Tensor], h: torch.Tensor, b: torch.Tensor, projections: Sequence[int], order: torch.Tensor,
+    tiles: torch.Tensor, tile: int,
+) -> None:  # fmt: skip
+    rank = b.shape[2]
+    low = _summed(h).to(y.dtype).float()
+    for e, rows in _tiles(order, tiles, len(b)):
+        done = 0
+        for part, outputs in enumerate(projections):
+            inputs = low[rows, part * rank : (part + 1) * rank]
+            delta = row_exact_product(inputs, b[e, done : done + outputs].float())
+            y[rows, done : done + outputs] = (y[rows, done : done + outputs].float() + delta).to(y.dtype)
+            done += outputs
+
+
+@op(cuda=silu_cuda, shape=lambda y, *_: (y.shape[0], y.shape[1] // 2))
+def adapter_silu_op(
+    y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, tile: int
+) -> torch.Tensor:
+    y = y.clone()
+    adapter_expand_op.cpu(y, h, b, [y.shape[1] // 2] * 2, order, tiles, tile)
+    return silu_mul.cpu(y)
 
 
 def shrink(x: torch.Tensor, a: torch.Tensor, rank: int, plan: AdapterPlan) -> torch.Tensor:
-    """Each row's ``x [M, K] · A[e]ᵀ`` for :func:`expand` and :func:`expand_silu`: the cuts' sums, or these added.
+    """Compute each row's ``x [M, K] · A[e]ᵀ`` for :func:`expand` and :func:`expand_silu`: the cuts' sums, or their sum.
 
-    a [L, P · R, K]: of each adapter, of the layer's projections one after the other. x and the sorted plan were
-    complete before the launch before this one; x is contiguous.
+    a [L, P · R, K]: per adapter the layer's projections, one after the other. x and the sorted plan must be complete
+    before the previous launch; x is contiguous.
     """
-    return torch.ops.unisono.adapter_shrink(x, a, *plan.sorted, plan.tile, rank)
+    return adapter_shrink_op(x, a, *plan.sorted, plan.tile, rank)
 
 
 def expand(
@@ -418,15 +420,15 @@ def expand(
 ) -> torch.Tensor:
     """Add to ``y [M, N]``, in place, each row's ``h · B[e]ᵀ``; returns it. Rows of no adapter keep their bits.
 
-    b [L, N, R]; projections: outputs of each.
+    b [L, N, R]. projections: outputs of each projection.
     """
-    torch.ops.unisono.adapter_expand(y, h, b, list(projections), *plan.sorted, plan.tile)
+    adapter_expand_op(y, h, b, list(projections), *plan.sorted, plan.tile)
     return y
 
 
 def expand_silu(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, plan: AdapterPlan) -> torch.Tensor:
-    """``silu_mul`` of what :func:`expand` makes of two projections y [M, 2 I], in one launch: [M, I]."""
-    return torch.ops.unisono.adapter_silu(y, h, b, *plan.sorted, plan.tile)
+    """Compute :func:`expand` of two projections y [M, 2 I] and ``silu_mul`` of it, in one launch: [M, I]."""
+    return adapter_silu_op(y, h, b, *plan.sorted, plan.tile)
 
 
 def _aot(rows: int, dtype: str, low: int, outputs: int, rank: int, cuts: int) -> list[AotCase]:
@@ -437,7 +439,7 @@ def _aot(rows: int, dtype: str, low: int, outputs: int, rank: int, cuts: int) ->
     gate_n, gate_strip = _silu_blocks(rows, kind)
     summed = _sums_first(rows, rank)
     pointers = {"x": f"*{dtype}", "a": f"*{dtype}", "h": "*fp32"}
-    given = {"y": f"*{dtype}", "h": f"*{dtype}" if summed else "*fp32", "b": f"*{dtype}", **plan}
+    tensors = {"y": f"*{dtype}", "h": f"*{dtype}" if summed else "*fp32", "b": f"*{dtype}", **plan}
     sizes = {"SPLITS": 1 if summed else cuts, "RANK": rank, "BLOCK_M": tile, "OVERLAP": True}
     return [
         AotCase(
@@ -453,13 +455,13 @@ def _aot(rows: int, dtype: str, low: int, outputs: int, rank: int, cuts: int) ->
         ),
         AotCase(
             _adapter_expand_kernel,
-            given | ints("", "M N C L count n0 n1 n2"),
+            tensors | ints("", "M N C L count n0 n1 n2"),
             sizes | {"BLOCK_N": block_n, "BLOCK_R": min(rank, 64), "STRIP": strip},
         ),
         *[
             AotCase(
                 _adapter_silu_kernel,
-                given | {"out": f"*{dtype}"} | ints("", "M I L count"),
+                tensors | {"out": f"*{dtype}"} | ints("", "M I L count"),
                 sizes | {"BLOCK_N": gate_n, "STRIP": gate_strip},
             )
         ]
@@ -469,11 +471,11 @@ def _aot(rows: int, dtype: str, low: int, outputs: int, rank: int, cuts: int) ->
 
 AOT: list[AotCase] = [
     case
-    for given in (
+    for sizes in (
         (16, "bf16", 48, 6144, 16, 8), (16, "bf16", 32, 24576, 16, 8), (16, "bf16", 16, 4096, 16, 24),
         (64, "fp16", 64, 4096, 64, 8), (2048, "bf16", 48, 6144, 16, 8), (2048, "bf16", 512, 4096, 512, 24),
         (2048, "bf16", 32, 24576, 16, 8), (2048, "bf16", 64, 4096, 64, 24),
         (16, "bf16", 256, 4096, 256, 8), (16, "fp32", 48, 6144, 16, 8), (2048, "fp32", 48, 6144, 16, 8),
     )
-    for case in _aot(*given)
+    for case in _aot(*sizes)
 ]  # fmt: skip

@@ -2,42 +2,43 @@
 
 The first programs of the grid compute ``x · A[e]ᵀ``: each has 16 of the low-rank columns of one adapter, and all of K.
 All others compute a tile of the base product as ``kernels/gemm/linear.py`` does. While they read weights, the first
-ones finish; each then counts itself in. A tile that is done waits until all are counted, and adds ``· B[e]ᵀ`` before it
-is stored. So adapters cost the reading of their weights and the end of a tile, and no launch.
+ones finish and increment a counter. A finished tile waits for the counter and adds ``· B[e]ᵀ`` before it is stored. So
+adapters cost the reading of their weights and the end of a tile, but no launch.
 
-Nobody waits for a program after it in the grid, and the first ones wait for nobody: programs start in the grid's
-order, so all that are waited for have started. The wait is bounded all the same: a tile that gives up stores NaN in
-rows with an adapter. :func:`prove_adapted` compares the bits with those of separate launches when an engine starts.
+No program waits for a later one in the grid, and the first ones wait for none: programs start in the grid's order, so
+all awaited programs have started. The wait is bounded nevertheless: a tile that gives up stores NaN in rows with an
+adapter. :data:`exact_adapted` compares the bits with those of separate launches when an engine starts.
 
-The sums and their roundings are those of ``kernels/lora/adapters.py``, and so are the letters.
+Sums, roundings and shapes are those of ``kernels/lora/adapters.py``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.linear import ROW_TILES, Tile, _config, linear, linear_cpu, tile_product
-from unisono.kernels.library import DTYPES, AotCase, define, ints, register
+from unisono.kernels.gemm.linear import ROW_TILES, linear, linear_op, linear_tile, tile_product
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.library import DTYPES, AotCase, Mutated, ints, op
 from unisono.kernels.lora.adapters import (
     SMALL_RANK,
     SPLIT,
     AdapterPlan,
+    adapter_expand_op,
+    adapter_shrink_op,
     expand,
-    expand_cpu,
     first_sizes,
     plus,
     shrink,
-    shrink_cpu,
 )
-from unisono.kernels.moe.plan import sort_pairs_cpu
+from unisono.kernels.moe.plan import sort_pairs_op
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import proven
+from unisono.kernels.proofs import ExactKernel
 
 logger = logging.getLogger(__name__)
 
@@ -45,25 +46,22 @@ COLUMNS = 16
 """Low-rank columns of a program."""
 
 MOST_ROWS = 32
-"""Rows of a pass at most. With 64 the first programs of eight adapters begin a wave of their own: launches of their own
-take half the time then."""
+"""Maximum rows of a pass. With 64 the first programs of eight adapters begin a wave of their own, and separate launches
+take half the time."""
 
 TILE_ROWS = tuple(rows for rows in ROW_TILES if rows <= MOST_ROWS)
 """Numbers of rows that exactly fill a tile."""
 
 LOOKS = 1 << 22
-"""Looks at the count before a tile gives up: seconds."""
-
-_proven: dict[tuple[object, ...], bool] = {}
-"""(N, K, C, R, dtype) -> whether :func:`prove_adapted` saw the bits of separate launches."""
+"""Reads of the counter before a tile gives up: seconds."""
 
 
 @triton.jit
 def _low_columns(x, a, h, has, program, M, K, C, L, SPLIT: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The program's 16 columns of a [L · C, K], which are one adapter's, into h [M, P · L · RANK].
+    """Shrink by the program's 16 columns of a [L · C, K], those of one adapter, into h [M, P · L · RANK].
 
-    Rows with another adapter than that, by ``has`` [BLOCK_M], get zeros.
+    has [BLOCK_M]: rows with this adapter; the others get zeros.
     """
     rows, ks, low_ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, COLUMNS)
     e = program * COLUMNS // C
@@ -90,7 +88,7 @@ def _low_columns(x, a, h, has, program, M, K, C, L, SPLIT: tl.constexpr, RANK: t
 
 @triton.jit
 def _b_tile(b, has, cols, first, N, L, RANK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """b [L, N, RANK] of CHUNK // RANK adapters from ``first`` on, 0 for those that no row has: [CHUNK, BLOCK_N]."""
+    """Load b [L, N, RANK] of CHUNK // RANK adapters from ``first`` on, 0 for those without a row: [CHUNK, BLOCK_N]."""
     e, r = first + tl.arange(0, CHUNK // RANK), tl.arange(0, RANK)
     wanted = (tl.max((has[:, None] == e[None, :]).to(tl.int32), 0) > 0) & (e < L)
     at = (e.to(tl.int64) * N * RANK)[:, None, None] + r[None, :, None] + (cols * RANK)[None, None, :]
@@ -106,9 +104,10 @@ def _projection_of(col, n0, n1, n2):
 @triton.jit
 def _expanded(b_tile, b, h, has, cols, begin, last, M, N, C, L, n0, n1, n2, RANK: tl.constexpr,
               CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """What adapters add to outputs ``cols``, ``begin`` … ``last``: [BLOCK_M, BLOCK_N] fp32. b_tile: the first one.
+    """Compute the adapters' contribution to outputs ``cols``, ``begin`` … ``last``: [BLOCK_M, BLOCK_N] fp32. b_tile:
+    the first one.
 
-    Adapters lie one after the other along the sum, where a row has zeros but for its own: these change no bit.
+    Adapters lie one after the other along the sum. A row is zero except for its own adapter; zeros change no bit.
     """
     rows, j = tl.arange(0, BLOCK_M), tl.arange(0, CHUNK)
     part = _projection_of(cols, n0, n1, n2)
@@ -127,9 +126,9 @@ def _expanded(b_tile, b, h, has, cols, begin, last, M, N, C, L, n0, n1, n2, RANK
 
 @triton.jit
 def _count(arrived, LOADS: tl.constexpr):
-    """How many of the first programs are done; what they stored is seen after it.
+    """Read the number of first programs that are done; their stores are visible afterwards.
 
-    LOADS: every thread loads it by itself. That needs no turn in the L2 and no barrier, as an atomic addition does.
+    LOADS: every thread loads it. This needs no serialisation in the L2 and no barrier, unlike an atomic addition.
     """
     if LOADS:
         return tl.inline_asm_elementwise(
@@ -146,9 +145,12 @@ def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K,
                            CHUNK: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr, LOW_K: tl.constexpr,
                            EARLY: tl.constexpr, LOOKS: tl.constexpr, LOADS: tl.constexpr,
                            OVERLAP: tl.constexpr):  # fmt: skip
-    """M up to BLOCK_M. arrived: how many of the first programs are done, 0 at the launch. n0, n1, n2: outputs of the
-    first projections. CHUNK: along the sum of the expansion, a multiple of RANK. LOW_K: inputs that the first programs
-    load together. EARLY: read b before the weights.
+    """Multiply and add adapters, M up to BLOCK_M.
+
+    arrived: number of first programs that are done, 0 at the launch. n0, n1, n2: outputs of the first projections.
+    CHUNK: block of the expansion's sum, a multiple of RANK. LOW_K: inputs that the first programs load together.
+    EARLY: read b before the weights.
+
     """
     follow(OVERLAP)
     rows = tl.arange(0, BLOCK_M)
@@ -180,7 +182,7 @@ def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K,
         while (seen < first) & (looks < LOOKS):
             looks += 1
             seen = _count(arrived, LOADS)
-        tl.debug_barrier()  # all threads have seen it before any of them reads what was stored
+        tl.debug_barrier()  # all threads have seen the count before any of them reads the stored values
         last = tl.minimum(begin + BLOCK_N, N) - 1
         delta = _expanded(b_tile, b, h, has, cols, begin, last, M, N, C, L, n0, n1, n2, RANK, CHUNK, BLOCK_M, BLOCK_N)
         delta = tl.where(seen < first, float("nan"), delta)
@@ -190,7 +192,7 @@ def _adapted_linear_kernel(x, weight, bias, out, a, b, h, ids, arrived, M, N, K,
 
 
 class _Blocks(NamedTuple):
-    """What decides about speed beside the tile, and changes no bit: see the kernel."""
+    """Blocking beside the tile; it affects speed only. See the kernel."""
 
     chunk: int
     low_k: int
@@ -198,8 +200,10 @@ class _Blocks(NamedTuple):
 
     @staticmethod
     def of(tile: Tile, rank: int, dtype: torch.dtype) -> _Blocks:
-        """As measured on an H200: the first programs load many inputs together, so that they are done before the
-        others; a tile of 16 rows has registers for a part of b while it reads weights.
+        """Choose the blocking as measured on an H200.
+
+        The first programs load many inputs together, so that they finish before the others; a tile of 16 rows has
+        registers for a part of b while it reads weights.
         """
         if dtype is torch.float32:
             return _Blocks(rank, tile.k, True)
@@ -214,7 +218,7 @@ def adapted_linear_cuda(
     x = x.contiguous()
     (rows, k), n, (adapters, low, _), rank = x.shape, weight.shape[0], a.shape, b.shape[2]
     out, h = x.new_empty(rows, n), x.new_empty(rows, adapters * low)
-    tile = _config(rows, n, x.dtype)
+    tile = linear_tile(rows, n, x.dtype)
     blocks = _Blocks.of(tile, rank, x.dtype)
     _adapted_linear_kernel[(adapters * low // COLUMNS + triton.cdiv(n, tile.n),)](
         x, weight, bias, out, a, b, h, ids, arrived, rows, n, k, low, adapters, *first_sizes(projections),
@@ -226,65 +230,54 @@ def adapted_linear_cuda(
     return out
 
 
-def adapted_linear_cpu(
+@op(cuda=adapted_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+def adapted_linear_op(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
-    projections: Sequence[int], ids: torch.Tensor, arrived: torch.Tensor,
+    projections: Sequence[int], ids: torch.Tensor, arrived: Mutated[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    y = linear_cpu(x, weight, bias, None)
-    order, tiles = sort_pairs_cpu(ids, len(a) + 1, 16)
-    expand_cpu(y, shrink_cpu(x, a, order, tiles, 16, b.shape[2]), b, projections, order, tiles, 16)
+    y = linear_op.cpu(x, weight, bias, None)
+    order, tiles = sort_pairs_op.cpu(ids, len(a) + 1, 16)
+    adapter_expand_op.cpu(
+        y, adapter_shrink_op.cpu(x, a, order, tiles, 16, b.shape[2]), b, projections, order, tiles, 16
+    )
     return y
-
-
-define(
-    "adapted_linear(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, int[] projections, Tensor ids, "
-    "Tensor(a!) arrived) -> Tensor"
-)
-register(
-    "adapted_linear",
-    cuda=adapted_linear_cuda,
-    cpu=adapted_linear_cpu,
-    meta=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
-)
 
 
 def adapted_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
     projections: Sequence[int], plan: AdapterPlan,
 ) -> torch.Tensor | None:  # fmt: skip
-    """``linear(x [M, K], weight, bias)`` and each row's adapter: [M, N]; None where separate launches have to do.
+    """Compute ``linear(x [M, K], weight, bias)`` plus each row's adapter: [M, N]. Returns None if separate launches
+    must.
 
-    a [L, C, K], b [L, N, R], projections: as ``shrink`` and ``expand`` take them. The bits are theirs.
+    a [L, C, K], b [L, N, R], projections: as in ``shrink`` and ``expand``, with the same bits.
     """
-    if x.shape[0] > MOST_ROWS or b.shape[2] > SMALL_RANK or not _proven.get(_key(weight, a, b), True):
+    if x.shape[0] > MOST_ROWS or b.shape[2] > SMALL_RANK or not exact_adapted.serves(_key(weight, a, b)):
         return None
     if (arrived := plan.counter()) is None:
         return None
-    return torch.ops.unisono.adapted_linear(x, weight, bias, a, b, list(projections), plan.ids, arrived)
+    return adapted_linear_op(x, weight, bias, a, b, list(projections), plan.ids, arrived)
 
 
-def _key(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[object, ...]:
+def _key(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Hashable:
+    """(N, K, C, R, dtype)."""
     return *weight.shape, a.shape[1], b.shape[2], weight.dtype
 
 
-@torch.no_grad()
-def prove_adapted(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projections: Sequence[int]) -> bool:
-    """Whether :func:`adapted_linear` gives the bits of separate launches on this GPU, for layers of these shapes.
+def _keys(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projections: Sequence[int]) -> tuple[Hashable, ...]:
+    return (_key(weight, a, b),) if weight.device.type == "cuda" and b.shape[2] <= SMALL_RANK else ()
 
-    Compares both at each number of rows that fills a tile, with random adapters and rows of each and of none. Where
-    they differ, the separate launches serve from now on. True, and without effect, on a CPU. Synchronises; for the
-    start.
-    """
-    key = _key(weight, a, b)
-    if weight.device.type != "cuda" or b.shape[2] > SMALL_RANK:
-        return True
-    holds = proven(_proven, key, lambda: all(_same_bits(weight, a, b, projections, rows) for rows in TILE_ROWS))
-    if not holds:
+
+def _same_bits(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projections: Sequence[int]) -> bool:
+    """Compare with separate launches at each number of rows that fills a tile; some rows have no adapter."""
+    same = all(_same_rows(weight, a, b, projections, rows) for rows in TILE_ROWS)
+    if not same:
+        key = _key(weight, a, b)
         logger.warning("adapters of a layer %s take launches of their own: other bits in one launch", key)
-    return holds
+    return same
 
 
-def _same_bits(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projections: Sequence[int], rows: int) -> bool:
+def _same_rows(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projections: Sequence[int], rows: int) -> bool:
     adapters = min(3, a.shape[0])
     generator = torch.Generator(weight.device).manual_seed(rows)
 
@@ -295,15 +288,19 @@ def _same_bits(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, projectio
     ids = torch.arange(rows, dtype=torch.int32, device=weight.device) % (adapters + 1)
     plan = AdapterPlan(ids, adapters, products=1)
     plan.sort()
-    wanted = expand(linear(x, weight), shrink(x, a, b.shape[2], plan), b, projections, plan)
+    expected = expand(linear(x, weight), shrink(x, a, b.shape[2], plan), b, projections, plan)
     counter = plan.counter()
     assert counter is not None
-    return torch.equal(adapted_linear_cuda(x, weight, None, a, b, projections, ids, counter), wanted)
+    return torch.equal(adapted_linear_cuda(x, weight, None, a, b, projections, ids, counter), expected)
+
+
+exact_adapted = ExactKernel("products with adapters in one launch", _keys, _same_bits, trusted=True)
+"""The kernel of :func:`adapted_linear`, against separate launches, which serve where the bits differ."""
 
 
 def _aot(rows: int, dtype: str, n: int, rank: int, even_k: bool, bias: bool) -> AotCase:
     kind = DTYPES[dtype]
-    tile: Tile = _config(rows, n, kind)
+    tile: Tile = linear_tile(rows, n, kind)
     blocks = _Blocks.of(tile, rank, kind)
     tensors = dict.fromkeys(("x", "weight", "bias", "out", "a", "b", "h"), f"*{dtype}")
     return AotCase(

@@ -1,6 +1,6 @@
-"""The sum of what a token's experts said, the residual, and the norm of both. Owns the ``combine_experts`` op.
+"""Weighted sum of a token's expert outputs, plus the residual, and its norm. Owns the ``combine_experts`` op.
 
-One program takes one row, in one launch at any number of rows. It adds in the order of the token's choices, the shared
+One program takes one row, in one launch at any number of rows. It adds in the order of the token's experts, the shared
 expert last, so a row's bits do not depend on the batch. Called by ``layers``.
 
 Shapes: M rows, H features.
@@ -13,34 +13,37 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.fp8_quantize import GROUP, Quantised, empty_quantised
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.norm.rms_norm import (
     columns_of,
     quantised_norm,
-    rms_norm_cpu,
+    rms_norm,
     row_warps,
     store_norm,
     with_fp8_cpu,
     with_fp8_meta,
 )
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 
 @triton.jit
 def _weight(pointer, real, SOME: tl.constexpr):
-    """A number, or 0 in a row of padding, of which there are SOME."""
+    """Load a number per row; 0 in rows of padding. SOME: there are such rows."""
     if SOME:
         return tl.load(pointer, mask=real, other=0.0)
     else:
         return tl.load(pointer)
 
 
+@overlapping(reads_early=True, leads=True)
 @triton.jit
 def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, normed, x8, scales, eps, H, M, PADDED,
                     TOP_K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
                     BLOCK_H: tl.constexpr, KEEP: tl.constexpr, COLUMNS: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
-    """KEEP: the norm is stored. COLUMNS: columns that share a scale in x8, where it is quantised; 0: it is not."""
+    """Combine one row per program. KEEP: the norm is stored. COLUMNS: columns that share a scale in x8; 0: not
+    quantised.
+    """
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H)
     inside = cols < H
     if NORM:
@@ -72,7 +75,7 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
 
 
 Combined = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""(total, norm, its e4m3 values, their scales); what nobody wants is empty."""
+"""(total, norm, its e4m3 values, their scales); outputs without a consumer are empty."""
 
 
 def launch_combine(
@@ -100,7 +103,22 @@ def launch_combine(
     return total, normed, x8, scales
 
 
-def combine_cpu(
+def _combine_meta(
+    y: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    group: int | None = None,
+    keep: bool = True,
+) -> Combined:
+    return residual.new_empty(residual.shape), *with_fp8_meta(residual, group, keep and norm_weight is not None)
+
+
+@op(cuda=launch_combine, meta=_combine_meta)
+def combine_experts_op(
     y: torch.Tensor,
     weights: torch.Tensor,
     shared: torch.Tensor | None,
@@ -121,28 +139,7 @@ def combine_cpu(
     total = total.to(residual.dtype) + residual
     if norm_weight is None:
         return total, residual.new_empty(0), *empty_quantised(residual, 0, 0, None)
-    return total, *with_fp8_cpu(rms_norm_cpu(total, norm_weight, eps), group, keep)
-
-
-def _combine_meta(
-    y: torch.Tensor,
-    weights: torch.Tensor,
-    shared: torch.Tensor | None,
-    gates: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    group: int | None = None,
-    keep: bool = True,
-) -> Combined:
-    return residual.new_empty(residual.shape), *with_fp8_meta(residual, group, keep and norm_weight is not None)
-
-
-define(
-    "combine_experts(Tensor y, Tensor weights, Tensor? shared, Tensor? gates, Tensor residual, Tensor? norm_weight,"
-    " float eps, int? group=None, bool keep=True) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-register("combine_experts", cuda=launch_combine, cpu=combine_cpu, meta=_combine_meta)
+    return total, *with_fp8_cpu(rms_norm.cpu(total, norm_weight, eps), group, keep)
 
 
 def combine_experts(
@@ -152,13 +149,13 @@ def combine_experts(
     gates: torch.Tensor | None,
     residual: torch.Tensor,
 ) -> torch.Tensor:
-    """``residual + sum of weights * y (+ gates * shared)`` -> [M, H] in residual's dtype.
+    """Compute ``residual + sum of weights * y (+ gates * shared)``: [M, H] in residual's dtype.
 
-    y [M * top_k, H]: a token's rows are neighbours, those of weight 0 are not read; weights [M, top_k] fp32; shared [M,
-    H], whose gates [M] fp32 are 1 where None; residual [M, H]. The sum is fp32 in the order of the slots and rounded
-    once, then the residual is added.
+    y [M * top_k, H]: adjacent rows of a token; those of weight 0 are not read. weights [M, top_k] fp32. shared [M, H].
+    gates [M] fp32; None: 1. residual [M, H]. The sum is fp32 in the order of the slots and rounded once, then the
+    residual is added.
     """
-    return torch.ops.unisono.combine_experts(y, weights, shared, gates, residual, None, 0.0)[0]
+    return combine_experts_op(y, weights, shared, gates, residual, None, 0.0)[0]
 
 
 def combine_experts_norm(
@@ -170,8 +167,8 @@ def combine_experts_norm(
     norm_weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total, normed), each [M, H]: :func:`combine_experts`, and ``rms_norm(total, norm_weight, eps)``."""
-    return torch.ops.unisono.combine_experts(y, weights, shared, gates, residual, norm_weight, eps)[:2]
+    """Compute :func:`combine_experts` and ``rms_norm(total, norm_weight, eps)``: (total, normed), each [M, H]."""
+    return combine_experts_op(y, weights, shared, gates, residual, norm_weight, eps)[:2]
 
 
 def combine_experts_norm_fp8(
@@ -185,12 +182,10 @@ def combine_experts_norm_fp8(
     group: int,
     keep: bool,
 ) -> tuple[torch.Tensor, Quantised]:
-    """:func:`combine_experts_norm` whose norm is quantised, as :func:`unisono.kernels.norm.rms_norm.rms_norm_fp8` does
-    it.
+    """Compute :func:`combine_experts_norm` and quantise the norm as
+    :func:`unisono.kernels.norm.rms_norm.rms_norm_fp8`.
     """
-    total, *normed = torch.ops.unisono.combine_experts(
-        y, weights, shared, gates, residual, norm_weight, eps, group, keep
-    )
+    total, *normed = combine_experts_op(y, weights, shared, gates, residual, norm_weight, eps, group, keep)
     return total, quantised_norm(normed, residual, group, keep)
 
 

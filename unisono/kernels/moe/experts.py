@@ -1,20 +1,18 @@
-"""The matrix products of experts: each pair of a token and an expert gets its row. Owns ``expert_gate_up`` and
-``expert_down``; called by ``layers``.
+"""Matrix products of experts, one row per pair of a token and an expert.
 
-A stack of weights [E, N, K] is multiplied tile by tile: a tile is some rows of one expert, as a :class:`Plan` divides
-them. K is summed in one sequence in fp32, so a row's bits are fixed by that row and its expert's weight: never by the
-tile, the plan or the other rows. On Hopper prompts' products with 16-bit weights run on ``experts_gluon``'s kernel,
-where :func:`prove_experts` found the same bits in it.
+Owns the ops ``expert_gate_up`` and ``expert_down``; called by ``layers``. A stack of weights [E, N, K] is multiplied
+tile by tile: a tile is some rows of one expert, divided by a :class:`ExpertPlan`. K is summed in one sequence in fp32,
+so a row's bits depend on that row and its expert's weight: never on the tile, the plan or the other rows. On Hopper,
+prompts' products with 16-bit weights run on the kernel of ``gluon.py`` if :data:`exact_experts` found the same bits.
 
-Shapes: M tokens, H features, I of an expert, P = M * top_k pairs; with a shared expert that rides along as the stack's
-last, M more pairs after those.
+Shapes: M tokens, H features, I intermediate features, P = M * top_k pairs; with a fused shared expert, the last one of
+the stack, M more pairs after those.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,10 +20,11 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.cpu import row_exact_product, slice_of
-from unisono.kernels.library import DTYPES, AotCase, define, register
+from unisono.kernels.gemm.tile import ExpertTiles, Tile
+from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe import gluon as experts_gluon
 from unisono.kernels.moe.plan import (
-    Plan,
+    ExpertPlan,
     Shapes,
     plan_experts,
     product_case,
@@ -36,85 +35,63 @@ from unisono.kernels.moe.plan import (
     tile_rows,
     tokens_of,
 )
-from unisono.kernels.norm.activation import SILU, Gate, gated_cpu, gated_product, silu_product
+from unisono.kernels.norm.activation import SILU, ExpertGate, gated_cpu, gated_product, silu_product
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import proven
+from unisono.kernels.proofs import ExactKernel
+
+Step = tuple[int, int, int, int]
+"""(n, k, warps, stages) of a tile."""
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of a product. It decides about speed and changes no bit of the result.
-
-    n, k: outputs and inputs of a step. across: neighbours in the grid share rows and take the next outputs; otherwise
-    they share outputs and take the next tile of rows.
-    """
-
-    n: int
-    k: int
-    warps: int
-    stages: int
-    across: bool
+def _tiles(rows: int, up: Step, down: Step, across: bool) -> ExpertTiles:
+    return ExpertTiles(Tile(rows, *up, across=across), Tile(rows, *down, across=across))
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """rows: of a tile, the same in both products, for both follow one plan."""
-
-    rows: int
-    up: Tile
-    down: Tile
-
-
-TILES: dict[float, Tiles] = {  # below this average number of pairs per expert
-    0.5: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 256, 4, 2, True)),
-    2: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 128, 4, 4, True)),
-    16: Tiles(16, Tile(64, 128, 4, 4, True), Tile(128, 128, 4, 4, True)),
-    64: Tiles(32, Tile(64, 64, 4, 4, False), Tile(128, 64, 4, 4, False)),
-    float("inf"): Tiles(128, Tile(128, 64, 8, 4, True), Tile(256, 64, 8, 4, True)),
+TILES: dict[float, ExpertTiles] = {  # upper bound of the average number of pairs per expert
+    0.5: _tiles(16, (32, 128, 4, 4), (64, 256, 4, 2), across=True),
+    2: _tiles(16, (32, 128, 4, 4), (64, 128, 4, 4), across=True),
+    16: _tiles(16, (64, 128, 4, 4), (128, 128, 4, 4), across=True),
+    64: _tiles(32, (64, 64, 4, 4), (128, 64, 4, 4), across=False),
+    float("inf"): _tiles(128, (128, 64, 8, 4), (256, 64, 8, 4), across=True),
 }
-"""For 16-bit weights on an H200 (benchmarks/experts.py, *tune*); the first in a whole layer, on an H100."""
+"""Fastest blocking of 16-bit weights on an H200 (benchmarks/experts.py, *tune*); the first in a layer, on an H100."""
 
 _PROOF_TOKENS = 300
-"""Tokens that kernels are compared on: some 150 pairs for each expert that has any."""
+"""Tokens in the comparison of kernels: about 150 pairs for each expert that has any."""
 
-_FP32: dict[float, Tiles] = {
-    16: Tiles(16, Tile(32, 64, 4, 2, True), Tile(32, 64, 4, 2, True)),
-    float("inf"): Tiles(64, Tile(32, 32, 4, 2, False), Tile(64, 32, 4, 2, False)),
+_FP32: dict[float, ExpertTiles] = {
+    16: _tiles(16, (32, 64, 4, 2), (32, 64, 4, 2), across=True),
+    float("inf"): _tiles(64, (32, 32, 4, 2), (64, 32, 4, 2), across=False),
 }
 
 
-_proven: dict[tuple[torch.Size, torch.Size, torch.dtype], bool] = {}
-"""(shapes of the stacks of gate and up and of down, dtype) -> whether :func:`prove_experts` saw the same bits."""
-
-_serving: set[tuple[torch.Size, torch.dtype]] = set()
-"""Stacks of the proven ones."""
-
-
-def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """The fastest known tiles for this number of pairs; from shapes alone, so that a captured pass has one plan."""
-    table: dict[float, Tiles] = _FP32 if dtype is torch.float32 else TILES
+def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiles:
+    """Choose the fastest known tiles for this number of pairs, from shapes alone, so that a captured pass has one
+    plan.
+    """
+    table: dict[float, ExpertTiles] = _FP32 if dtype is torch.float32 else TILES
     return next(tiles for most, tiles in table.items() if pairs < most * experts)
 
 
 def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = True) -> int:
     """Rows of a tile in both products of a pass with this number of pairs.
 
-    weight: the stack of gate and up. plain: without biases, and the gate is SiLU's.
+    weight: the stack of gate and up. plain: no biases, and the gate is SiLU.
     """
-    if plain and pairs >= experts_gluon.FEWEST * experts and (weight.shape, weight.dtype) in _serving:
+    if plain and pairs >= experts_gluon.FEWEST * experts and exact_experts.serves((weight.shape, weight.dtype)):
         return experts_gluon.TILE_PAIRS
     return expert_tiles(pairs, experts, weight.dtype).rows
 
 
-def _is_fast(weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None, gate: Gate) -> bool:
-    """Whether ``experts_gluon`` computes this product."""
+def _is_fast(weight: torch.Tensor, plan: ExpertPlan, bias: torch.Tensor | None, gate: ExpertGate) -> bool:
+    """Return True if the kernel of ``gluon.py`` computes this product."""
     fits = plan.tile == experts_gluon.TILE_PAIRS and plan.tiles is not None and bias is None and gate == SILU
-    return fits and (weight.shape, weight.dtype) in _serving and experts_gluon.suits(weight)
+    return fits and exact_experts.serves((weight.shape, weight.dtype)) and experts_gluon.suits(weight)
 
 
 @triton.jit
 def biased(y, bias, e, first, cols, OF: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr):
-    """fp32 products [rows, cols], rounded to ``dtype``, plus expert e's bias. bias [E, OF], N from ``first`` on."""
+    """Round fp32 products [rows, cols] to ``dtype`` and add expert e's bias. bias [E, OF], N from ``first`` on."""
     b = tl.load(bias + e.to(tl.int64) * OF + first + tl.minimum(cols, N - 1))
     return y.to(dtype).to(tl.float32) + b.to(tl.float32)[None, :]
 
@@ -135,7 +112,7 @@ def _gate_up_kernel(x, weight, bias, h, ids, order, tiles, M, count,
                     ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
                     BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
-    """h [pairs, I]; weight [E, 2 I, H]: an expert's gate rows, then its up rows; bias [E, 2 I] with BIAS."""
+    """Compute h [pairs, I]. weight [E, 2 I, H]: an expert's gate rows, then its up rows; bias [E, 2 I] with BIAS."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(I, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -169,7 +146,7 @@ def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
                  ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
                  BIAS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """y [pairs, H]; weight [E, H, I]; bias [E, H] with BIAS."""
+    """Compute y [pairs, H]. weight [E, H, I]; bias [E, H] with BIAS."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -194,19 +171,19 @@ def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
 
 
 def _blocking(tile: Tile) -> dict[str, int]:
-    """The compile-time arguments that are the tile's."""
+    """Compile-time arguments of the tile."""
     return {"BLOCK_N": tile.n, "BLOCK_K": tile.k, "STAGES": tile.stages, "num_warps": tile.warps}
 
 
 def launch_gate_up(
     x: torch.Tensor,
     weight: torch.Tensor,
-    plan: Plan,
+    plan: ExpertPlan,
     tile: Tile | None = None,
     bias: torch.Tensor | None = None,
-    gate: Gate = SILU,
+    gate: ExpertGate = SILU,
 ) -> torch.Tensor:
-    """The kernel of :func:`expert_gate_up`; ``tile`` overrides the blocking (speed only)."""
+    """Launch the kernel of :func:`expert_gate_up`. tile: overrides the blocking (speed only)."""
     x, weight, inner = x.contiguous(), weight.contiguous(), weight.shape[1] // 2
     tile = tile or expert_tiles(plan.ids.numel(), plan.experts, x.dtype).up
     parts = triton.cdiv(inner, tile.n)
@@ -220,9 +197,9 @@ def launch_gate_up(
 
 
 def launch_down(
-    h: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | None = None, bias: torch.Tensor | None = None
+    h: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, tile: Tile | None = None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The kernel of :func:`expert_down`; ``tile`` overrides the blocking (speed only)."""
+    """Launch the kernel of :func:`expert_down`. tile: overrides the blocking (speed only)."""
     h, weight, hidden = h.contiguous(), weight.contiguous(), weight.shape[1]
     tile = tile or expert_tiles(plan.ids.numel(), plan.experts, h.dtype).down
     parts = triton.cdiv(hidden, tile.n)
@@ -236,7 +213,7 @@ def launch_down(
 
 
 def pairs_by_expert(ids: torch.Tensor, experts: int, stack: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(expert, its pairs, their tokens) of each expert that has some, the shared one last. For CPU twins."""
+    """(expert, its pairs, their tokens) of each expert with pairs, the shared one last. For CPU twins."""
     (rows, top_k), flat = ids.shape, ids.flatten().long()
     counts = torch.bincount(flat, minlength=experts + 1)
     for expert, pairs in enumerate(flat.argsort(stable=True).split(counts.tolist())[:experts]):
@@ -250,12 +227,14 @@ def pairs_by_expert(ids: torch.Tensor, experts: int, stack: int) -> Iterator[tup
 def gate_up_rows(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, *_: object, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Empty rows h [P (+ M), I] for the product of x and gate_up's weight [E (+ 1), 2 I, …]. dtype: None: that of x."""
+    """Allocate rows h [P (+ M), I] for the product of x and gate_up's weight [E (+ 1), 2 I, …]. dtype: None: that of
+    x.
+    """
     return x.new_empty(ids.numel() + (weight.shape[0] - experts) * ids.shape[0], weight.shape[1] // 2, dtype=dtype)
 
 
 def down_rows(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
-    """Empty rows y [P (+ M), H] for the product of h and down's weight [E (+ 1), H, …], in h's dtype."""
+    """Allocate rows y [P (+ M), H] for the product of h and down's weight [E (+ 1), H, …], in h's dtype."""
     return h.new_empty(h.shape[0], weight.shape[1])
 
 
@@ -282,40 +261,27 @@ def down_cpu(
 
 
 def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit):
-    plan, gate = Plan(ids, experts, tile, order, tiles), Gate(alpha, limit)
+    plan, gate = ExpertPlan(ids, experts, tile, order, tiles), ExpertGate(alpha, limit)
     if _is_fast(weight, plan, bias, gate):
         return experts_gluon.launch_expert_rows(x, weight, plan, gated=True)
     return launch_gate_up(x, weight, plan, None, bias, gate)
 
 
 def _down_cuda(h, weight, ids, experts, tile, order, tiles, bias):
-    plan = Plan(ids, experts, tile, order, tiles)
+    plan = ExpertPlan(ids, experts, tile, order, tiles)
     if _is_fast(weight, plan, bias, SILU):
         return experts_gluon.launch_expert_rows(h, weight, plan, gated=False)
     return launch_down(h, weight, plan, None, bias)
 
 
-def prove_experts(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
-    """Compare the bits of ``experts_gluon`` with those of the kernels here, once in a process for such stacks.
-
-    gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E. Where they are equal, that
-    kernel serves prompts. False where it cannot. Synchronises.
-    """
-    fits = experts_gluon.suits(gate_up) and experts_gluon.suits(down)
-    key = gate_up.shape, down.shape, gate_up.dtype
-    same = proven(_proven, key, lambda: fits and _same_bits(gate_up, down, experts, top_k))
-    if same:
-        _serving.update((weight.shape, weight.dtype) for weight in (gate_up, down))
-    return same
-
-
-def rehearse_experts_proof(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> None:
-    """Launch what :func:`prove_experts` will launch and ignore the result: this compiles the kernels ahead of time."""
-    if experts_gluon.suits(gate_up) and experts_gluon.suits(down):
-        _same_bits(gate_up, down, experts, top_k)
+def _stack_keys(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> tuple[Hashable, ...]:
+    return (gate_up.shape, gate_up.dtype), (down.shape, down.dtype)
 
 
 def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
+    """Compare both kernels. gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E."""
+    if not (experts_gluon.suits(gate_up) and experts_gluon.suits(down)):
+        return False
     ours = Products(
         expert_tiles(_PROOF_TOKENS * top_k, experts, gate_up.dtype).rows,
         lambda x, plan: launch_gate_up(x, gate_up, plan),
@@ -329,22 +295,26 @@ def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: i
     return same_products(ours, prompts, gate_up, down, gate_up.dtype, experts, top_k)
 
 
+exact_experts = ExactKernel("experts of prompts", _stack_keys, _same_bits)
+"""The kernel of ``gluon.py`` for prompts, against the kernels here, by stacks."""
+
+
 class Products(NamedTuple):
-    """Both products by some kernels: (rows of a plan's tile, x and the plan -> h, h and the plan -> y)."""
+    """Both products of one implementation: (rows of a plan's tile, (x, plan) -> h, (h, plan) -> y)."""
 
     tile: int
-    gate_up: Callable[[torch.Tensor, Plan], torch.Tensor]
-    down: Callable[[torch.Tensor, Plan], torch.Tensor]
+    gate_up: Callable[[torch.Tensor, ExpertPlan], torch.Tensor]
+    down: Callable[[torch.Tensor, ExpertPlan], torch.Tensor]
 
 
 def same_products(
     one: Products, other: Products, gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype, experts: int,
     top_k: int,
 ) -> bool:  # fmt: skip
-    """Whether both give random rows the same bits: in full tiles, and in others with few pairs and with none.
+    """Compare two implementations on random rows: in full tiles, and in tiles with few pairs and with none.
 
-    gate_up, down: the stacks' weights. dtype: of the rows. A rank makes a part of what ``down`` reads: its rows are
-    made up, too.
+    gate_up, down: the stacks' weights. dtype: dtype of the rows. The input of ``down`` is random too, since a rank
+    computes only a part of it.
     """
     device = gate_up.device
     generator = torch.Generator(device).manual_seed(0)
@@ -360,68 +330,47 @@ def same_products(
     return torch.equal(one.down(h, plans[0]), other.down(h, plans[1]))
 
 
-def expert_gate_up_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    experts: int,
-    tile: int = 0,
-    order: torch.Tensor | None = None,
-    tiles: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    alpha: float = SILU.alpha,
-    limit: float = SILU.limit,
-) -> torch.Tensor:
+@op(cuda=_gate_up_cuda, meta=gate_up_rows)
+def expert_gate_up_op(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None,
+    tiles: torch.Tensor | None, bias: torch.Tensor | None, alpha: float, limit: float,
+) -> torch.Tensor:  # fmt: skip
     h = gate_up_rows(x, weight, ids, experts)
     return gate_up_cpu(h, x, functools.partial(slice_of, weight), ids, experts, len(weight), bias, alpha, limit)
 
 
-def expert_down_cpu(
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    experts: int,
-    tile: int = 0,
-    order: torch.Tensor | None = None,
-    tiles: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return down_cpu(down_rows(h, weight), h, functools.partial(slice_of, weight), ids, experts, len(weight), bias)
-
-
-for _name, _of_gate, _cuda, _cpu, _meta in (
-    ("expert_gate_up", ", float alpha, float limit", _gate_up_cuda, expert_gate_up_cpu, gate_up_rows),
-    ("expert_down", "", _down_cuda, expert_down_cpu, down_rows),
-):
-    define(
-        f"{_name}(Tensor x, Tensor weight, Tensor ids, int experts, int tile, Tensor? order, Tensor? tiles,"
-        f" Tensor? bias{_of_gate}) -> Tensor"
-    )
-    register(_name, cuda=_cuda, cpu=_cpu, meta=_meta)
+@op(cuda=_down_cuda, meta=down_rows)
+def expert_down_op(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None,
+    tiles: torch.Tensor | None, bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return down_cpu(down_rows(x, weight), x, functools.partial(slice_of, weight), ids, experts, len(weight), bias)
 
 
 def expert_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None, gate: Gate = SILU
+    x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, bias: torch.Tensor | None = None, gate: ExpertGate = SILU
 ) -> torch.Tensor:
-    """x [M, H] -> ``silu(x @ gate^T) * (x @ up^T)`` of each pair, or what ``gate`` says, [P, I] in x's dtype.
+    """Compute ``silu(x @ gate^T) * (x @ up^T)`` of each pair, or another ``gate``, for x [M, H]: [P, I] in x's dtype.
 
-    weight [E, 2 I, H], gate rows first; [E + 1, 2 I, H] with a shared expert that rides along, and the result then has
+    weight [E, 2 I, H], gate rows first; [E + 1, 2 I, H] with a fused shared expert, and the result then has
     M rows more. bias [E (+ 1), 2 I] is added to the products. Rows of pairs without an expert are not written. Rounded
     after the products, after the bias, after SiLU and after its product, as :func:`~unisono.kernels.silu_mul`.
     """
-    return torch.ops.unisono.expert_gate_up(x, weight, *plan, bias, *gate)
+    return expert_gate_up_op(x, weight, *plan, bias, *gate)
 
 
-def expert_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """h [P (+ M), I] -> ``h @ weight^T`` with each row's own expert, [P (+ M), H]; weight [E (+ 1), H, I].
+def expert_down(
+    h: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply each row of h [P (+ M), I] by its expert's weight [E (+ 1), H, I]: [P (+ M), H].
 
     bias [E (+ 1), H] is added to the rounded product.
     """
-    return torch.ops.unisono.expert_down(h, weight, *plan, bias)
+    return expert_down_op(h, weight, *plan, bias)
 
 
-def _aot(dtype: str, shapes: Shapes, gate: Gate | None = None) -> list[AotCase]:
-    """Both products. gate: of experts with biases; None: SiLU without."""
+def _aot(dtype: str, shapes: Shapes, gate: ExpertGate | None = None) -> list[AotCase]:
+    """AotCases of both products. gate: gate of experts with biases; None: SiLU without biases."""
     chosen = expert_tiles(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
     cases = []
     for kernel, (x, out), tile, more in (
@@ -434,7 +383,7 @@ def _aot(dtype: str, shapes: Shapes, gate: Gate | None = None) -> list[AotCase]:
     return cases
 
 
-GPT_OSS = Gate(1.702, 7.0)
+GPT_OSS = ExpertGate(1.702, 7.0)
 
 AOT: list[AotCase] = [
     *(case for rows in (1, 16, 64, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True))),

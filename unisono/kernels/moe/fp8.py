@@ -1,20 +1,19 @@
-"""The matrix products of experts whose weights are e4m3. Owns ``expert_fp8_gate_up``, the same with a quantised
-result, ``expert_fp8_gate_up_fp8``, and ``expert_fp8_down``.
+"""Matrix products of experts with e4m3 weights.
 
-They are ``kernels/moe/experts.py`` with the arithmetic of ``kernels/gemm/fp8.py``: a token's activations are quantised
-once, by 128 columns or by row as the weight's scales are, and a pair's row is the product of e4m3 values over K in
-steps of 128 and in order. So a row's bits are fixed by that row and its expert's weight. Weights are the tile's rows,
-tokens its columns. The inner activations are quantised the same way before ``down``. On Hopper prompts' products run on
-``experts_gluon``'s kernel, where :func:`prove_fp8_experts` found the same bits in it.
+Owns the ops ``expert_fp8_gate_up``, ``expert_fp8_gate_up_fp8`` (with a quantised result) and ``expert_fp8_down``. They
+are ``kernels/moe/experts.py`` with the arithmetic of ``kernels/gemm/fp8.py``: a token's activations are quantised once,
+by 128 columns or by row like the weight's scales, and a pair's row is the product of e4m3 values over K in steps of 128
+and in order. So a row's bits depend on that row and its expert's weight. Weights are the tile's rows, tokens its
+columns. The inner activations are quantised the same way before ``down``. On Hopper, prompts' products run on the
+kernel of ``gluon.py`` if :data:`exact_fp8_experts` found the same bits.
 
-Shapes: M tokens, H features, I of an expert, E experts in the stack with one that rides along, P = M * top_k pairs,
+Shapes: M tokens, H features, I intermediate features, E experts in the stack with a fused shared one, P = M * top_k
+pairs,
 B(n) = ceil(n / 128). Scales: w_scales of gate and up fp32 [E, 2 B(I), B(H)], gate's rows first, or [E, 2 I]; of down
 [E, B(H), B(I)] or [E, H].
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -30,7 +29,8 @@ from unisono.kernels.gemm.fp8_quantize import (
     quantize,
     widened_activations,
 )
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.gemm.tile import ExpertTiles, Tile
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.moe import gluon as experts_gluon
 from unisono.kernels.moe.experts import (
     Products,
@@ -42,7 +42,7 @@ from unisono.kernels.moe.experts import (
 )
 from unisono.kernels.moe.plan import (
     LEAD_PAIRS,
-    Plan,
+    ExpertPlan,
     Shapes,
     product_case,
     product_launch,
@@ -54,46 +54,21 @@ from unisono.kernels.moe.plan import (
     tokens_of,
 )
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import proven, rehearsed
+from unisono.kernels.proofs import ExactKernel
 
 Operands = tuple[torch.Tensor, torch.Tensor]
-"""A stack's weight and its scales."""
+"""(weight, scales) of a stack."""
 
 _Key = tuple[torch.Size, int, torch.dtype]
 """(shape of a stack, dimensions of its scales, dtype of activations)."""
 
-_proven: dict[tuple[_Key, _Key], bool] = {}
-"""Keys of the stacks of gate and up and of down -> whether :func:`prove_fp8_experts` saw the same bits."""
 
-_serving: set[_Key] = set()
-"""Stacks of the proven ones."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Blocking of a product: outputs (of gate and up together), warps, stages; ahead: see ``kernels/gemm/fp8.py``."""
-
-    n: int
-    warps: int
-    stages: int
-    ahead: bool
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Blocking of both products. across: as in ``kernels/moe/experts.py``."""
-
-    up: Tile
-    down: Tile
-    across: bool
-
-
-_TILES = {  # by rows of a plan's tile
-    16: Tiles(Tile(64, 4, 6, False), Tile(128, 4, 3, False), True),
-    32: Tiles(Tile(64, 4, 4, False), Tile(64, 4, 4, False), True),
-    64: Tiles(Tile(128, 4, 3, False), Tile(128, 4, 3, False), True),
+_TILES = {  # rows of a plan's tile -> blocking
+    16: ExpertTiles(Tile(16, 64, 128, 4, 6, across=True), Tile(16, 128, 128, 4, 3, across=True)),
+    32: ExpertTiles(Tile(32, 64, 128, 4, 4, across=True), Tile(32, 64, 128, 4, 4, across=True)),
+    64: ExpertTiles(Tile(64, 128, 128, 4, 3, across=True), Tile(64, 128, 128, 4, 3, across=True)),
 }
-"""For an H200: the best of those tried at 1, 16, 64, 2048 and 8192 tokens of 35B-A3B. Larger tiles were slower."""
+"""Fastest tiles on an H200 at 1, 16, 64, 2048 and 8192 tokens of 35B-A3B. Larger tiles were slower."""
 
 
 @triton.jit
@@ -102,7 +77,7 @@ def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M,
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
-    """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
+    """Compute h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
     t, part = program_place(tl.cdiv(I, HALF), ACROSS)
@@ -134,7 +109,7 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
                  OVERLAP: tl.constexpr):  # fmt: skip
-    """y [pairs, H]."""
+    """Compute y [pairs, H]."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -156,16 +131,20 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
 
 
 def fp8_tile_rows(pairs: int, experts: int) -> int:
-    """Rows of a tile of a pass with this number of pairs, for the kernels here."""
+    """Choose the rows of a tile for this number of pairs, for the kernels here."""
     return min(tile_of(pairs, experts), max(_TILES))
 
 
 def fp8_expert_tile(pairs: int, experts: int, gate_up: Operands, dtype: torch.dtype) -> int:
-    """Rows of a tile in both products of a pass: those of ``experts_gluon`` if it serves this one, which is sorted.
+    """Choose the rows of a tile in both products of a pass: those of ``gluon.py`` if its kernel serves this one.
 
-    gate_up: that stack; dtype: of activations.
+    gate_up: the stack of gate and up. dtype: dtype of activations.
     """
-    if pairs > LEAD_PAIRS and pairs >= experts_gluon.FEWEST * experts and _key(gate_up, dtype) in _serving:
+    if (
+        pairs > LEAD_PAIRS
+        and pairs >= experts_gluon.FEWEST * experts
+        and exact_fp8_experts.serves(_key(gate_up, dtype))
+    ):
         return experts_gluon.TILE_PAIRS
     return fp8_tile_rows(pairs, experts)
 
@@ -175,28 +154,13 @@ def _key(operands: Operands, dtype: torch.dtype) -> _Key:
     return weight.shape, w_scales.dim(), dtype
 
 
-def prove_fp8_experts(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: int, top_k: int) -> bool:
-    """See ``experts.prove_experts``; of e4m3 stacks, for activations in ``dtype``."""
-    keys = _key(gate_up, dtype), _key(down, dtype)
-    same = proven(_proven, keys, lambda: _same_bits(gate_up, down, dtype, experts, top_k))
-    if same:
-        _serving.update(keys)
-    return same
-
-
-def rehearse_fp8_experts(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: int, top_k: int) -> None:
-    """Launch what :func:`prove_fp8_experts` will launch and ignore the result: this compiles the kernels."""
-    keys = _key(gate_up, dtype), _key(down, dtype)
-    rehearsed(_proven, keys, lambda: _same_bits(gate_up, down, dtype, experts, top_k))
-
-
 def _same_bits(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: int, top_k: int) -> bool:
-    """Of both products, and with scales by block of the first one's quantised result, too."""
+    """Compare both products, and with scales by block also the quantised result of the first one."""
     if not (experts_gluon.suits(gate_up[0]) and experts_gluon.suits(down[0])):
         return False
 
     def products(tile: int, quantises: bool) -> Products:
-        def first(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        def first(x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
             if not quantises:
                 return launch_fp8_gate_up(x, *gate_up, plan)
             x8, x_scales = launch_quantize(x, GROUP)
@@ -213,8 +177,16 @@ def _same_bits(gate_up: Operands, down: Operands, dtype: torch.dtype, experts: i
     return True
 
 
+exact_fp8_experts = ExactKernel(
+    "fp8 experts of prompts",
+    lambda gate_up, down, dtype, experts, top_k: (_key(gate_up, dtype), _key(down, dtype)),
+    _same_bits,
+)
+"""The kernel of ``gluon.py`` for prompts, against the kernels here, by e4m3 stacks and dtype of activations."""
+
+
 def _blocking(tile: Tile, by_block: bool) -> dict[str, int]:
-    """The compile-time arguments that are the tile's and the scales'."""
+    """Compile-time arguments of the tile and the scales."""
     return {
         "BLOCK_N": tile.n, "AHEAD": tile.ahead, "BY_BLOCK": by_block, "num_warps": tile.warps,
         "num_stages": tile.stages,
@@ -227,21 +199,21 @@ def _group(w_scales: torch.Tensor) -> int:
 
 
 def _launched(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in e4m3 and its scales; they are made here if x is not quantised yet."""
+    """Return x in e4m3 and its scales, quantised here if x is not."""
     return launch_quantize(x, _group(w_scales) or None) if isinstance(x, torch.Tensor) else x[:2]
 
 
 def launch_fp8_gate_up(
-    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
 ) -> torch.Tensor:
-    """The kernels of :func:`expert_fp8_gate_up`."""
+    """Launch the kernels of :func:`expert_fp8_gate_up`."""
     inner, by_block = weight.shape[1] // 2, w_scales.dim() == 3
     x8, x_scales = _launched(x, w_scales)
     if plan.tile == experts_gluon.TILE_PAIRS:
         return experts_gluon.launch_expert_rows(x8, weight, plan, True, x_scales, w_scales, x.dtype)
     tiles = _TILES[plan.tile]
     parts = triton.cdiv(inner, tiles.up.n // 2)
-    grid, results, options = product_launch(plan, len(weight), x8.shape[1], inner, parts, tiles.across)
+    grid, results, options = product_launch(plan, len(weight), x8.shape[1], inner, parts, tiles.up.across)
     h = x8.new_empty(results, inner, dtype=x.dtype)
     _fp8_gate_up_kernel[grid](
         x8, x_scales, weight, w_scales, h, *plan.operands,
@@ -251,16 +223,16 @@ def launch_fp8_gate_up(
 
 
 def launch_fp8_down(
-    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
 ) -> torch.Tensor:
-    """The kernels of :func:`expert_fp8_down`."""
+    """Launch the kernels of :func:`expert_fp8_down`."""
     hidden, by_block = weight.shape[1], w_scales.dim() == 3
     h8, h_scales = _launched(h, w_scales)
     if plan.tile == experts_gluon.TILE_PAIRS:
         return experts_gluon.launch_expert_rows(h8, weight, plan, False, h_scales, w_scales, h.dtype)
     tiles = _TILES[plan.tile]
     parts = triton.cdiv(hidden, tiles.down.n)
-    grid, results, options = product_launch(plan, len(weight), hidden, h8.shape[1], parts, tiles.across)
+    grid, results, options = product_launch(plan, len(weight), hidden, h8.shape[1], parts, tiles.up.across)
     y = h8.new_empty(results, hidden, dtype=h.dtype)
     _fp8_down_kernel[grid](
         h8, h_scales, weight, w_scales, y, *plan.operands,
@@ -269,29 +241,46 @@ def launch_fp8_down(
     return y
 
 
-def _given(x8, x_scales, dtype, w_scales, rows):
+def _as_quantised(x8, x_scales, dtype, w_scales, rows):
     return Quantised(x8, x_scales, _group(w_scales), rows, dtype)
 
 
 def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
-    x = _given(x8, x_scales, dtype, w_scales, len(ids))
-    return launch_fp8_gate_up(x, weight, w_scales, Plan(ids, experts, tile, order, tiles))
+    x = _as_quantised(x8, x_scales, dtype, w_scales, len(ids))
+    return launch_fp8_gate_up(x, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles))
 
 
 def _gate_up_fp8_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
-    plan = Plan(ids, experts, tile, order, tiles)
+    plan = ExpertPlan(ids, experts, tile, order, tiles)
     if tile == experts_gluon.TILE_PAIRS:
         return experts_gluon.launch_quantised_rows(x8, x_scales, weight, w_scales, plan, dtype)
-    x = _given(x8, x_scales, dtype, w_scales, len(ids))
+    x = _as_quantised(x8, x_scales, dtype, w_scales, len(ids))
     return launch_quantize(launch_fp8_gate_up(x, weight, w_scales, plan), GROUP)
 
 
 def _down_cuda(h8, h_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
-    h = _given(h8, h_scales, dtype, w_scales, 0)
-    return launch_fp8_down(h, weight, w_scales, Plan(ids, experts, tile, order, tiles))
+    h = _as_quantised(h8, h_scales, dtype, w_scales, 0)
+    return launch_fp8_down(h, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles))
 
 
-def expert_fp8_gate_up_cpu(x8, x_scales, dtype, weight, w_scales, ids, experts, *plan):
+def _gate_up_meta(x8, x_scales, dtype, weight, w_scales, *plan):
+    return gate_up_rows(x8, weight, *plan, dtype=dtype)
+
+
+def _gate_up_fp8_meta(*args):
+    h = _gate_up_meta(*args)
+    return empty_quantised(h, h.shape[0], h.shape[1], GROUP)
+
+
+def _down_meta(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
+    return h8.new_empty(experts_gluon.result_rows(weight, ExpertPlan(ids, experts, 0)), weight.shape[1], dtype=dtype)
+
+
+@op(cuda=_gate_up_cuda, meta=_gate_up_meta)
+def expert_fp8_gate_up_op(
+    x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     def widened(expert: int) -> torch.Tensor:
         halves = zip(weight[expert].chunk(2), w_scales[expert].chunk(2), strict=True)
         return torch.cat([widened_weight(half, scales) for half, scales in halves])
@@ -300,86 +289,68 @@ def expert_fp8_gate_up_cpu(x8, x_scales, dtype, weight, w_scales, ids, experts, 
     return gate_up_cpu(h, widened_activations(x8, x_scales), widened, ids, experts, len(weight))
 
 
-def expert_fp8_down_cpu(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
+@op(cuda=_gate_up_fp8_cuda, meta=_gate_up_fp8_meta)
+def expert_fp8_gate_up_fp8_op(
+    x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    h = expert_fp8_gate_up_op.cpu(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles)
+    return padded_quantize_cpu(h, GROUP)
+
+
+@op(cuda=_down_cuda, meta=_down_meta)
+def expert_fp8_down_op(
+    x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     widened = lambda expert: widened_weight(weight[expert], w_scales[expert])  # noqa: E731
-    y = _down_meta(h8, h_scales, dtype, weight, w_scales, ids, experts)
-    return down_cpu(y, widened_activations(h8, h_scales), widened, ids, experts, len(weight))
-
-
-def _gate_up_meta(x8, x_scales, dtype, weight, w_scales, *plan):
-    return gate_up_rows(x8, weight, *plan, dtype=dtype)
-
-
-def _down_meta(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
-    return h8.new_empty(experts_gluon.result_rows(weight, Plan(ids, experts, 0)), weight.shape[1], dtype=dtype)
-
-
-def _quantised(product, quantised):
-    """An implementation of gate and up with a quantised result, of one without."""
-    return lambda *given: quantised(product(*given))
-
-
-for _name, _result, _cuda, _cpu, _meta in (
-    ("gate_up", "Tensor", _gate_up_cuda, expert_fp8_gate_up_cpu, _gate_up_meta),
-    (
-        "gate_up_fp8",
-        "(Tensor, Tensor)",
-        _gate_up_fp8_cuda,
-        _quantised(expert_fp8_gate_up_cpu, lambda h: padded_quantize_cpu(h, GROUP)),
-        _quantised(_gate_up_meta, lambda h: empty_quantised(h, h.shape[0], h.shape[1], GROUP)),
-    ),
-    ("down", "Tensor", _down_cuda, expert_fp8_down_cpu, _down_meta),
-):
-    define(
-        f"expert_fp8_{_name}(Tensor x8, Tensor x_scales, ScalarType dtype, Tensor weight, Tensor w_scales, Tensor ids,"
-        f" int experts, int tile, Tensor? order, Tensor? tiles) -> {_result}"
-    )
-    register(f"expert_fp8_{_name}", cuda=_cuda, cpu=_cpu, meta=_meta)
+    y = _down_meta(x8, x_scales, dtype, weight, w_scales, ids, experts)
+    return down_cpu(y, widened_activations(x8, x_scales), widened, ids, experts, len(weight))
 
 
 def _operand(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> Quantised:
-    """x quantised as the weight's scales ask, if it is not yet."""
+    """Quantise x for the weight's scales, if it is not quantised."""
     return quantize(x, _group(w_scales)) if isinstance(x, torch.Tensor) else x
 
 
 def expert_fp8_gate_up(
-    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
 ) -> torch.Tensor:
-    """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, [P (+ M), I] in x's dtype; weight e4m3 [E, 2 I, H].
+    """Compute ``silu(gate(x)) * up(x)`` of each pair for x [M, H]: [P (+ M), I] in x's dtype. weight e4m3 [E, 2 I, H].
 
-    x may be quantised already, as the weight's scales ask.
+    x may be quantised already, for the weight's scales.
 
     Rounded after the products, after SiLU and after its product. Rows of pairs without an expert are not written.
     """
     x = _operand(x, w_scales)
-    return torch.ops.unisono.expert_fp8_gate_up(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
+    return expert_fp8_gate_up_op(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
 
 
 def expert_fp8_gate_up_fp8(
-    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
 ) -> Quantised:
-    """:func:`expert_fp8_gate_up` of a weight with scales by block, quantised for :func:`expert_fp8_down`.
+    """Compute :func:`expert_fp8_gate_up` of a weight with scales by block, quantised for :func:`expert_fp8_down`.
 
-    Rows of padding, and of pairs without an expert, may hold anything.
+    Rows of padding and of pairs without an expert are undefined.
     """
     x = _operand(x, w_scales)
-    h8, scales = torch.ops.unisono.expert_fp8_gate_up_fp8(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
+    h8, scales = expert_fp8_gate_up_fp8_op(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
     return Quantised(h8, scales, GROUP, experts_gluon.result_rows(weight, plan), x.dtype)
 
 
 def expert_fp8_down(
-    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
 ) -> torch.Tensor:
-    """h [P (+ M), I] -> each row times its own expert's weight, [P (+ M), H] in h's dtype; weight e4m3 [E, H, I].
+    """Multiply each row of h [P (+ M), I] by its expert's weight, e4m3 [E, H, I]: [P (+ M), H] in h's dtype.
 
-    h may be quantised already, as the weight's scales ask.
+    h may be quantised already, for the weight's scales.
     """
     h = _operand(h, w_scales)
-    return torch.ops.unisono.expert_fp8_down(h.x8, h.scales, h.dtype, weight, w_scales, *plan)
+    return expert_fp8_down_op(h.x8, h.scales, h.dtype, weight, w_scales, *plan)
 
 
 def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:
-    """Both products."""
+    """AotCases of both products."""
     tile_m, cases = fp8_tile_rows(shapes.rows * shapes.top_k, shapes.experts), []
     chosen = _TILES[tile_m]
     for kernel, names, tile in (
@@ -389,7 +360,7 @@ def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:
         x, scales, out = names.split()
         tensors = {x: "*fp8e4nv", "weight": "*fp8e4nv", scales: "*fp32", "w_scales": "*fp32", out: "*bf16"}
         options = _blocking(tile, by_block)
-        cases.append(product_case(kernel, tensors, shapes, tile_m, chosen.across, options, "PADDED"))
+        cases.append(product_case(kernel, tensors, shapes, tile_m, chosen.up.across, options, "PADDED"))
     return cases
 
 

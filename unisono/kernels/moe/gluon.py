@@ -1,18 +1,18 @@
-"""The matrix products of experts over prompts, on Hopper, of 16-bit and of e4m3 weights: the bits of the kernels in
-``kernels/moe/experts.py`` and ``kernels/moe/fp8.py``, in less time.
+"""Matrix products of experts over prompts on Hopper, with 16-bit and e4m3 weights.
 
-There is a program for each multiprocessor, which takes tiles in turn: 128 pairs of an expert, and 256 outputs. Two warp
-groups multiply, 64 pairs each. They take tiles of no more than that by turns: one stores its results while the other
-multiplies. A third group loads. The weight is loaded by the tensor memory accelerator. The pairs' rows lie anywhere, so
-they are copied row by row, asynchronously; Triton has no way to mix both. Stages fill while a tile's results are
-stored, which are the next tile's first ones.
+Bits are those of the kernels in ``kernels/moe/experts.py`` and ``kernels/moe/fp8.py``; this kernel is faster. There is
+one program per multiprocessor, which takes tiles in turn: 128 pairs of an expert, and 256 outputs. Two warp groups
+multiply 64 pairs each. They take smaller tiles alternately: one stores its results while the other multiplies. A third
+group loads. The tensor memory accelerator loads the weight. The pairs' rows are scattered, so they are copied row by
+row, asynchronously; Triton cannot mix both. The next tile's first stages fill while a tile's results are stored.
 
-K is summed in one sequence, as in Triton's kernels: by products of 16; of e4m3 in steps of 128, each of which is
-multiplied by its scales and added (``kernels/gemm/fp8.py``). ``experts.prove_experts`` and
-``experts_fp8.prove_fp8_experts`` compare the bits on the present GPU; this kernel is launched where they are equal.
-What gate and up make can be stored as e4m3, as ``down`` reads it: a tile has whole groups of a row.
+K is summed in one sequence, as in Triton's kernels: by products of 16; with e4m3 weights in steps of 128, each of which
+is multiplied by its scales and added (``kernels/gemm/fp8.py``). ``experts.exact_experts`` and
+``fp8.exact_fp8_experts`` compare the bits on the present GPU; this kernel is launched where they are equal.
+The result of gate and up can be stored as e4m3 for ``down``: a tile has whole groups of a row.
 
-Shapes: as in ``kernels/moe/experts.py``. A product has K inputs and N outputs: of gate and up N each, which become one.
+Shapes: as in ``kernels/moe/experts.py``. A product has K inputs and N outputs; gate and up have N each, which are
+combined.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from unisono.kernels.gemm.fp8_quantize import GROUP, empty_quantised, scaled_by,
 from unisono.kernels.gemm.persistent import processors
 from unisono.kernels.hopper import WIDTH, block_barrier, box_type, boxes, stage_barriers
 from unisono.kernels.library import AotCase, ints
-from unisono.kernels.moe.plan import Plan, Shapes
+from unisono.kernels.moe.plan import ExpertPlan, Shapes
 
 PAIRS = gl.constexpr(64)
 """Pairs of a warp group: the rows of a ``wgmma``."""
 
 TILE_PAIRS = 128
-"""Of the plan's tiles: those of both groups."""
+"""Pairs of the plan's tiles: those of both groups."""
 
 COLUMNS = gl.constexpr(GROUP)
-"""Outputs of either half of a tile: those of gate and those of up, or the first and the second ones of down. As many as
-share a scale in e4m3."""
+"""Outputs of either half of a tile: of gate and of up, or the first and the second ones of down. As many as share a
+scale in e4m3."""
 
 STAGES = gl.constexpr(4)
-"""Steps that are held at once: 192 KiB. A step is STEP inputs: WIDTH bytes of a row, the widest swizzle."""
+"""Steps in shared memory at once: 192 KiB. A step is STEP inputs: WIDTH bytes of a row, the widest swizzle."""
 
 LOADERS = gl.constexpr(128)
 """Threads of the group that loads. All of them copy, and arrive when their copies are done."""
 
 _REGISTERS = 168
-"""Of a thread, on average: those that multiply take them from those that load."""
+"""Registers per thread, on average: warps that multiply take them from those that load."""
 
 FEWEST = 16
-"""From this average number of pairs per expert on the kernel is faster than Triton's (H200, benchmarks/experts.py), of
-e4m3, too."""
+"""Average number of pairs per expert from which the kernel is faster than Triton's (H200, benchmarks/experts.py), also
+with e4m3."""
 
 
 @gluon.jit
 def _tile(tiles, t, M, count, E: gl.constexpr, TOP_K: gl.constexpr, RIDES: gl.constexpr):
-    """(listed, expert, first, number of pairs) of tile ``t``: ``experts_plan.tile_rows`` of a sorted plan.
+    """(listed, expert, first, number of pairs) of tile ``t``: ``plan.tile_rows`` of a sorted plan.
 
-    listed: the pairs stand in the order from ``first`` on. Otherwise they are the shared expert's: pair ``first``
-    and those after it.
+    listed: the pairs are at ``order[first]`` and after it. Otherwise they are the shared expert's: pair ``first`` and
+    those after it.
     """
     shared = (M + 2 * PAIRS - 1) // (2 * PAIRS) if RIDES else 0
     listed = t >= shared
@@ -78,14 +78,14 @@ def _tile(tiles, t, M, count, E: gl.constexpr, TOP_K: gl.constexpr, RIDES: gl.co
 
 @gluon.jit
 def _pairs(order, listed, first, n, r):
-    """The pairs at places ``r`` of a tile."""
+    """Read the pairs at places ``r`` of a tile."""
     own = gl.load(order + first + r, mask=(r < n) & listed, other=0)
     return gl.where(listed, own, first + r)
 
 
 @gluon.jit
 def _inputs(order, listed, first, n, r, M, TOP_K: gl.constexpr, GATED: gl.constexpr):
-    """The rows of x that the pairs at places ``r`` of a tile are products with."""
+    """Rows of x of the pairs at places ``r`` of a tile."""
     row = _pairs(order, listed, first, n, r)
     if GATED:  # a token's row serves all its pairs
         row = gl.where(listed, row // TOP_K, row - M * TOP_K)
@@ -95,7 +95,7 @@ def _inputs(order, listed, first, n, r, M, TOP_K: gl.constexpr, GATED: gl.conste
 @gluon.jit
 def _rows(x, order, listed, first, n, group: gl.constexpr, M, K: gl.constexpr, STEP: gl.constexpr,
           TOP_K: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
-    """Where the first inputs of a group's rows are [PAIRS, STEP], and which rows there are [PAIRS, 1]."""
+    """Pointers to the first inputs of a group's rows [PAIRS, STEP], and the mask of rows [PAIRS, 1]."""
     layout: gl.constexpr = gl.BlockedLayout([1, STEP // 8], [4, 8], [4, 1], [1, 0])
     r = group * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
     row = _inputs(order, listed, first, n, r, M, TOP_K, GATED)
@@ -107,7 +107,7 @@ def _rows(x, order, listed, first, n, group: gl.constexpr, M, K: gl.constexpr, S
 def _load(x, w_desc, order, tiles, rows, weights, full, free, M, count, items, K: gl.constexpr, STEP: gl.constexpr,
           N: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, RIDES: gl.constexpr, GATED: gl.constexpr,
           PARTS: gl.constexpr):  # fmt: skip
-    """One warp group's part: load all steps of the program's tiles."""
+    """Load all steps of the program's tiles. The part of one warp group."""
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         listed, e, first, n = _tile(tiles, item // PARTS, M, count, E, TOP_K, RIDES)
@@ -154,17 +154,17 @@ def _store_quantised(out8, out_scales, y, pair, there, part, padded, N: gl.const
 
 @gluon.jit
 def _leave(free, stage, alone):
-    """Let a stage be loaded again: one of two groups, or one that has the tile for itself."""
+    """Release a stage for loading: by one of two groups, or by a group that has the tile alone."""
     mbarrier.arrive(free.index(stage))
     mbarrier.arrive(free.index(stage), pred=alone)
 
 
 @gluon.jit
 def _sums(rows, weights, full, free, before, phase, waits, step, half, alone, K: gl.constexpr, STEP: gl.constexpr):
-    """Both sums [PAIRS, COLUMNS] of the K / STEP steps from ``step`` on: the next step's product follows at once.
+    """Compute both sums [PAIRS, COLUMNS] of the K / STEP steps from ``step`` on, without waiting between products.
 
-    before, phase, waits: the barrier to wait at first, if at all. half: which of a step's rows they are. alone: no
-    other group has a half of the tile.
+    before, phase, waits: the barrier to wait at first, if at all. half: half of a step's rows. alone: no other group
+    has a half of the tile.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
     acc = gl.zeros([PAIRS, 2 * COLUMNS], gl.float32, layout)
@@ -185,7 +185,7 @@ def _sums(rows, weights, full, free, before, phase, waits, step, half, alone, K:
 
 @gluon.jit
 def _weight_scales(w_scales, e, part, N: gl.constexpr, STEPS: gl.constexpr, GATED: gl.constexpr):
-    """Where the first scales of both halves of a tile's outputs are, those of blocks."""
+    """Pointers to the first block scales of both halves of a tile's outputs."""
     BLOCKS: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     if GATED:
         left = 2 * e * BLOCKS + part
@@ -198,14 +198,14 @@ def _weight_scales(w_scales, e, part, N: gl.constexpr, STEPS: gl.constexpr, GATE
 
 @gluon.jit
 def _scales(x_scales, there, of_left, of_right, step, STEPS: gl.constexpr, PADDED):
-    """Those of a step, of the last one after that: the rows', and those of both halves of the weight."""
+    """Load the scales of a step, clamped to the last one: of the rows, and of both halves of the weight."""
     at = gl.minimum(step, STEPS - 1)
     return gl.load(x_scales + at * PADDED, mask=there, other=0.0), gl.load(of_left + at), gl.load(of_right + at)
 
 
 @gluon.jit
 def _add_product(acc, rows, weight, scale, BY_BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """acc [PAIRS, COLUMNS] and the product of a step, by its scales [PAIRS] with BY_BLOCK."""
+    """Add the product of a step to acc [PAIRS, COLUMNS], multiplied by its scales [PAIRS] with BY_BLOCK."""
     none = warpgroup_mma_init(gl.zeros([PAIRS, COLUMNS], gl.float32, LAYOUT))
     product = warpgroup_mma_wait(0, [warpgroup_mma(rows, weight.permute([1, 0]), none, use_acc=False, is_async=True)])
     if BY_BLOCK:
@@ -218,7 +218,9 @@ def _add_product(acc, rows, weight, scale, BY_BLOCK: gl.constexpr, LAYOUT: gl.co
 def _scaled_sums(x_scales, w_scales, order, rows, weights, full, free, before, phase, waits, listed, e, first, n, step,
                  part, half, alone, M, PADDED, K: gl.constexpr, STEP: gl.constexpr, N: gl.constexpr,
                  TOP_K: gl.constexpr, GATED: gl.constexpr, BY_BLOCK: gl.constexpr):  # fmt: skip
-    """:func:`_sums` of e4m3, whose steps are multiplied by their scales, or with scales of outputs all at the end."""
+    """Compute :func:`_sums` of e4m3: each step is multiplied by its scales, or the sum by the outputs' scales at the
+    end.
+    """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     STEPS: gl.constexpr = K // STEP
     r = half * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, LAYOUT))
@@ -237,7 +239,7 @@ def _scaled_sums(x_scales, w_scales, order, rows, weights, full, free, before, p
     for k in range(STEPS):
         stage = (step + k) % STAGES
         weight = weights.index(stage)
-        if BY_BLOCK:  # two steps ahead, for their way is longer than a step
+        if BY_BLOCK:  # two steps ahead: loading takes longer than a step
             xs2, left2, right2 = _scales(x_scales, there, of_left, of_right, k + 2, STEPS, PADDED)
         mbarrier.wait(full.index(stage), (step + k) // STAGES & 1)
         of_group = rows.index(2 * stage + half)
@@ -261,15 +263,15 @@ def _multiply(group: gl.constexpr, x_scales, w_scales, out, out8, out_scales, or
               own, others, M, count, items, PADDED, padded, K: gl.constexpr, STEP: gl.constexpr, N: gl.constexpr,
               E: gl.constexpr, TOP_K: gl.constexpr, RIDES: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr,
               SCALES: gl.constexpr, QUANTISED: gl.constexpr):  # fmt: skip
-    """A warp group's part: its half of the tiles' pairs, and every second tile that has one half only.
+    """Multiply one half of the tiles' pairs, and every second tile that has one half only. A warp group's part.
 
     own, others: barriers that complete a phase when this group, or the other one, has multiplied a tile alone. A group
-    that left a tile out waits for that, for otherwise it might take what the tile's stages hold for a later tile's.
+    that skips a tile waits for that; otherwise it might take the contents of the tile's stages for a later tile's.
     """
     EACH: gl.constexpr = 16 if QUANTISED else 8
     layout: gl.constexpr = gl.BlockedLayout([1, EACH], [EACH // 4, 128 // EACH], [4, 1], [1, 0])
     dtype: gl.constexpr = out.dtype.element_ty
-    step, halves = 0, 0  # halves: how many tiles there were that had one half
+    step, halves = 0, 0  # halves: number of tiles with one half so far
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         listed, e, first, n = _tile(tiles, item // PARTS, M, count, E, TOP_K, RIDES)
         alone = n <= PAIRS
@@ -307,11 +309,12 @@ def expert_rows_kernel(x, w_desc, x_scales, w_scales, out, out8, out_scales, ord
                        K: gl.constexpr, STEP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr,
                        RIDES: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr, SCALES: gl.constexpr,
                        QUANTISED: gl.constexpr):  # fmt: skip
-    """x [tokens, K] and out [pairs, N] with GATED, else x [pairs, K]; order, tiles, count: of a :class:`Plan`.
+    """Multiply by experts: x [tokens, K] and out [pairs, N] with GATED, else x [pairs, K].
 
-    PARTS: blocks of outputs, which follow each other in the order of tiles, so that they share rows. SCALES: how many
-    dimensions those of an expert's weight have, which is of e4m3; 0: it has 16 bits. x_scales [K / STEP or 1, PADDED].
-    QUANTISED: with GATED, the results are out8 [pairs, N] and out_scales [PARTS, padded], and of out its dtype counts.
+    order, tiles, count: fields of a :class:`ExpertPlan`. PARTS: blocks of outputs, adjacent in the order of tiles, so
+    that they share rows. SCALES: dimensions of an expert's e4m3 scales; 0: the weight has 16 bits. x_scales
+    [K / STEP or 1, PADDED]. QUANTISED: with GATED, the results are out8 [pairs, N] and out_scales [PARTS, padded], and
+    only the dtype of out is used.
     """
     items = (count + ((M + 2 * PAIRS - 1) // (2 * PAIRS) if RIDES else 0)) * PARTS
     rows = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, PAIRS, STEP], w_desc.layout)
@@ -340,7 +343,7 @@ def expert_rows_kernel(x, w_desc, x_scales, w_scales, out, out8, out_scales, ord
 
 
 def suits(weight: torch.Tensor) -> bool:
-    """Whether the kernel can multiply with this stack [E, N, K] on its device."""
+    """Return True if the kernel can multiply by this stack [E, N, K] on its device."""
     size = weight.dtype.itemsize
     aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[2] * size % WIDTH.value == 0
     return size <= 2 and aligned and processors(weight.device) > 0
@@ -349,16 +352,16 @@ def suits(weight: torch.Tensor) -> bool:
 def launch_expert_rows(
     x: torch.Tensor,
     weight: torch.Tensor,
-    plan: Plan,
+    plan: ExpertPlan,
     gated: bool,
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``expert_gate_up`` (gated) or ``expert_down`` of a sorted plan with tiles of TILE_PAIRS, without biases.
+    """Compute ``expert_gate_up`` (gated) or ``expert_down`` of a sorted plan with tiles of TILE_PAIRS, without biases.
 
-    Of an e4m3 weight with its scales: x and x_scales are a :class:`~unisono.kernels.gemm.fp8_quantize.Quantised`'s, and
-    dtype is that of the result.
+    With an e4m3 weight and its scales, x and x_scales are those of a
+    :class:`~unisono.kernels.gemm.fp8_quantize.Quantised`, and dtype is that of the result.
     """
     out = x.new_empty(result_rows(weight, plan), weight.shape[1] // (1 + gated), dtype=dtype)
     _launch(x, weight, plan, gated, x_scales, w_scales, out)
@@ -366,22 +369,22 @@ def launch_expert_rows(
 
 
 def launch_quantised_rows(
-    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan,
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(e4m3, scales) of ``launch_expert_rows``'s result with gated, by GROUP columns; no kernel writes the padding."""
+    """Compute gated ``launch_expert_rows`` quantised by GROUP columns: (e4m3, scales). The padding is not written."""
     out8, out_scales = empty_quantised(x, result_rows(weight, plan), weight.shape[1] // 2, GROUP)
     _launch(x, weight, plan, True, x_scales, w_scales, x.new_empty(0, dtype=dtype), out8, out_scales)
     return out8, out_scales
 
 
-def result_rows(weight: torch.Tensor, plan: Plan) -> int:
-    """Rows of a product's result: a pair's, and a token's where a shared expert rides along in the stack."""
+def result_rows(weight: torch.Tensor, plan: ExpertPlan) -> int:
+    """Rows of a product's result: one per pair, and one per token if the stack has a fused shared expert."""
     return plan.ids.numel() + (len(weight) - plan.experts) * len(plan.ids)
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, plan: Plan, gated: bool, x_scales: torch.Tensor | None,
+    x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gated: bool, x_scales: torch.Tensor | None,
     w_scales: torch.Tensor | None, out: torch.Tensor, out8: torch.Tensor | None = None,
     out_scales: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -397,7 +400,7 @@ def _launch(
 
 
 def _sizes(shapes: Shapes, k: int, n: int, gated: bool, scales: int = 0, quantised: bool = False) -> dict[str, int]:
-    """The kernel's compile-time arguments. scales: dimensions of those of an e4m3 weight, 0: it has 16 bits."""
+    """Compile-time arguments of the kernel. scales: dimensions of the scales of an e4m3 weight; 0: it has 16 bits."""
     parts = triton.cdiv(n, COLUMNS.value * (1 if gated else 2))
     sizes = {"K": k, "STEP": WIDTH.value // (1 if scales else 2), "N": n, "E": shapes.experts, "TOP_K": shapes.top_k}
     sizes |= {"RIDES": shapes.rides, "GATED": gated, "PARTS": parts}
@@ -410,11 +413,11 @@ def _case(dtype: str, shapes: Shapes, gated: bool, scales: int = 0, quantised: b
     signature = {"x": f"*{kind}", "w_desc": box_type(kind, COLUMNS.value), "out": f"*{dtype}"}
     signature |= ints("order tiles", "M count PADDED padded")
     sizes: dict[str, object] = dict(_sizes(shapes, k, n, gated, scales, quantised))
-    for name, given, of in (
+    for name, present, of in (
         ("x_scales", scales, "fp32"), ("w_scales", scales, "fp32"), ("out8", quantised, "fp8e4nv"),
         ("out_scales", quantised, "fp32"),
     ):  # fmt: skip
-        if given:
+        if present:
             signature[name] = f"*{of}"
         else:
             sizes[name] = None

@@ -1,14 +1,13 @@
-"""The matrix products of experts with MXFP4 weights. Owns ``expert_mxfp4_gate_up`` and ``expert_mxfp4_down``.
+"""Matrix products of experts with MXFP4 weights. Owns the ops ``expert_mxfp4_gate_up`` and ``expert_mxfp4_down``.
 
 A weight is an e2m1 value (± 0, 0.5, 1, 1.5, 2, 3, 4, 6) times a power of two that 32 inputs share (OCP Microscaling
-Formats 1.0). It is decoded in registers, in fp32, and then converted to the activations' dtype, which rounds nothing in
-bfloat16. So a product is that of ``kernels/moe/experts.py`` on the decoded weights: the same values in the same order,
-at any number of tokens. As in ``kernels/gemm/int4.py`` outputs are the instruction's M and tokens its N, so that it
-always is wgmma.
+Formats 1.0). It is decoded in registers, in fp32, and then converted to the activations' dtype, exactly in bfloat16. So
+a product is that of ``kernels/moe/experts.py`` on the decoded weights: the same values in the same order, at any number
+of tokens. As in ``kernels/gemm/int4.py`` outputs are the instruction's M and tokens its N, so that it is always wgmma.
 
-Shapes: M tokens, H features, I of an expert, E experts in the stack, P = M * top_k pairs. Weights uint8 [E, 2 I, H / 2]
-and [E, H, I / 2], a byte holds inputs 2 i (low bits) and 2 i + 1; scales uint8 [E, 2 I, H / 32] and [E, H, I / 32],
-the power of two plus 127.
+Shapes: M tokens, H features, I intermediate features, E experts in the stack, P = M * top_k pairs. Weights uint8 [E, 2
+I, H / 2] and [E, H, I / 2], a byte holds inputs 2 i (low bits) and 2 i + 1; scales uint8 [E, 2 I, H / 32] and [E, H, I
+/ 32], the power of two plus 127.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import DTYPES, AotCase, define, register
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import GPT_OSS, biased, down_cpu, down_rows, gate_up_cpu, gate_up_rows
-from unisono.kernels.moe.int4 import TILES, Tile, packed_tile_rows
+from unisono.kernels.moe.int4 import TILES, packed_tile_rows
 from unisono.kernels.moe.plan import (
-    Plan,
+    ExpertPlan,
     Shapes,
     product_case,
     product_launch,
@@ -33,27 +33,27 @@ from unisono.kernels.moe.plan import (
     tile_rows,
     tokens_of,
 )
-from unisono.kernels.norm.activation import SILU, Gate, gated_product
+from unisono.kernels.norm.activation import SILU, ExpertGate, gated_product
 from unisono.kernels.overlap import follow, overlapped
 
 GROUP = 32
 """Inputs that share a scale."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What four bits stand for."""
+"""Values of e2m1 by their four bits."""
 
 WIDTH = 64
 """Inputs of a step."""
 
 
 def _steps(inputs: int) -> int:
-    """Steps of an iteration: as many as leave none over, up to four."""
+    """Steps of an iteration: the largest divisor of their number, up to four."""
     return next((steps for steps in (4, 3, 2, 1) if inputs % (WIDTH * steps) == 0), 4)
 
 
 @triton.jit
 def _decoded(packed, scale, dtype: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
-    """Weights [BLOCK_N, WIDTH] in ``dtype`` of bytes [BLOCK_N, WIDTH / 2] and scales [BLOCK_N, WIDTH / 32].
+    """Decode bytes [BLOCK_N, WIDTH / 2] with scales [BLOCK_N, WIDTH / 32] to weights [BLOCK_N, WIDTH] in ``dtype``.
 
     Exponent and mantissa of e2m1 in the places of those of fp32 are the value times 2 ** -126, subnormals too.
     """
@@ -70,7 +70,7 @@ def _decoded(packed, scale, dtype: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: t
 @triton.jit
 def _product(x_ptrs, x_ok, w_ptrs, s_ptrs, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
              WIDTH: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    """The product over K of x and of a packed weight: fp32 [BLOCK_M, BLOCK_N].
+    """Compute the product over K of x and a packed weight: fp32 [BLOCK_M, BLOCK_N].
 
     x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / 2], s_ptrs [BLOCK_N, WIDTH / 32]: the first step's; rows of x that
     are not ``x_ok`` count as 0.
@@ -99,7 +99,7 @@ def _mxfp4_gate_up_kernel(x, weight, scales, bias, h, ids, order, tiles, M, coun
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
                     BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
-    """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
+    """Compute h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
     t, part = program_place(tl.cdiv(I, HALF), ACROSS)
@@ -127,7 +127,7 @@ def _mxfp4_down_kernel(h, weight, scales, bias, y, ids, order, tiles, M, count,
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
                  BIAS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """y [pairs, H]."""
+    """Compute y [pairs, H]."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -144,40 +144,45 @@ def _mxfp4_down_kernel(h, weight, scales, bias, y, ids, order, tiles, M, count,
         store_pairs(y, acc, pair, valid, cols, H)
 
 
-def _blocking(tile: Tile, block: int, inputs: int) -> dict[str, int]:
-    """The compile-time arguments that are the tile's and the weight's. block: outputs."""
+def _blocking(tile: Tile, inputs: int) -> dict[str, int]:
+    """Compile-time arguments of the tile and the weight."""
     return {
-        "BLOCK_N": block, "WIDTH": WIDTH, "STEPS": _steps(inputs), "num_warps": tile.warps, "num_stages": tile.stages
+        "BLOCK_N": tile.n, "WIDTH": WIDTH, "STEPS": _steps(inputs), "num_warps": tile.warps, "num_stages": tile.stages
     }  # fmt: skip
 
 
 def launch_mxfp4_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None, gate: Gate
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    plan: ExpertPlan,
+    bias: torch.Tensor | None,
+    gate: ExpertGate,
 ) -> torch.Tensor:
-    """The kernel of :func:`expert_mxfp4_gate_up`."""
-    x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile]
-    parts = triton.cdiv(inner, tile.up // 2)
+    """Launch the kernel of :func:`expert_mxfp4_gate_up`."""
+    x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile].up
+    parts = triton.cdiv(inner, tile.n // 2)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
     _mxfp4_gate_up_kernel[grid](
         x, weight, scales, bias, h, *plan.operands, **options,
-        **_blocking(tile, tile.up, x.shape[1]), BIAS=bias is not None, **gate.constants,
+        **_blocking(tile, x.shape[1]), BIAS=bias is not None, **gate.constants,
         **overlapped(x.device),
     )  # fmt: skip
     return h
 
 
 def launch_mxfp4_down(
-    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None
+    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: ExpertPlan, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The kernel of :func:`expert_mxfp4_down`."""
-    h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile]
-    parts = triton.cdiv(hidden, tile.down)
+    """Launch the kernel of :func:`expert_mxfp4_down`."""
+    h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile].down
+    parts = triton.cdiv(hidden, tile.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
     _mxfp4_down_kernel[grid](
         h, weight, scales, bias, y, *plan.operands, **options,
-        **_blocking(tile, tile.down, h.shape[1]), BIAS=bias is not None, **overlapped(h.device),
+        **_blocking(tile, h.shape[1]), BIAS=bias is not None, **overlapped(h.device),
     )  # fmt: skip
     return y
 
@@ -187,7 +192,7 @@ _POWERS = torch.tensor([2.0 ** (exponent - 127) for exponent in range(255)] + [f
 
 
 def decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Weights [..., N, K] in ``dtype`` of bytes [..., N, K / 2] and scales [..., N, K / 32], in plain torch."""
+    """Decode bytes [..., N, K / 2] with scales [..., N, K / 32] to weights [..., N, K] in ``dtype``, in plain torch."""
     pairs, powers = (table.to(weight.device) for table in (_PAIRS, _POWERS))
     values = pairs.index_select(0, weight.flatten().int()).view(*scales.shape, GROUP)
     scaled = values * powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1)
@@ -195,72 +200,73 @@ def decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def _gate_up_cuda(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit):
-    return launch_mxfp4_gate_up(x, weight, scales, Plan(ids, experts, tile, order, tiles), bias, Gate(alpha, limit))
+    return launch_mxfp4_gate_up(
+        x, weight, scales, ExpertPlan(ids, experts, tile, order, tiles), bias, ExpertGate(alpha, limit)
+    )
 
 
 def _down_cuda(h, weight, scales, ids, experts, tile, order, tiles, bias):
-    return launch_mxfp4_down(h, weight, scales, Plan(ids, experts, tile, order, tiles), bias)
+    return launch_mxfp4_down(h, weight, scales, ExpertPlan(ids, experts, tile, order, tiles), bias)
 
 
 def _decoded_expert(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> Callable[[int], torch.Tensor]:
-    """Gives an expert's weight."""
+    """Make a function that decodes one expert's weight."""
     return lambda expert: decode(weight[expert], scales[expert], dtype)
-
-
-def expert_mxfp4_gate_up_cpu(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit):
-    h, decoded = gate_up_rows(x, weight, ids, experts), _decoded_expert(weight, scales, x.dtype)
-    return gate_up_cpu(h, x, decoded, ids, experts, len(weight), bias, alpha, limit)
-
-
-def expert_mxfp4_down_cpu(h, weight, scales, ids, experts, tile, order, tiles, bias):
-    decoded = _decoded_expert(weight, scales, h.dtype)
-    return down_cpu(down_rows(h, weight), h, decoded, ids, experts, len(weight), bias)
 
 
 def _gate_up_meta(x, weight, scales, *plan):
     return gate_up_rows(x, weight, *plan)
 
 
-for _name, _of_gate, _cuda, _cpu, _meta in (
-    ("expert_mxfp4_gate_up", ", float alpha, float limit", _gate_up_cuda, expert_mxfp4_gate_up_cpu, _gate_up_meta),
-    ("expert_mxfp4_down", "", _down_cuda, expert_mxfp4_down_cpu, down_rows),
-):
-    define(
-        f"{_name}(Tensor x, Tensor weight, Tensor scales, Tensor ids, int experts, int tile, Tensor? order,"
-        f" Tensor? tiles, Tensor? bias{_of_gate}) -> Tensor"
-    )
-    register(_name, cuda=_cuda, cpu=_cpu, meta=_meta)
+@op(cuda=_gate_up_cuda, meta=_gate_up_meta)
+def expert_mxfp4_gate_up_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor, experts: int, tile: int,
+    order: torch.Tensor | None, tiles: torch.Tensor | None, bias: torch.Tensor | None, alpha: float, limit: float,
+) -> torch.Tensor:  # fmt: skip
+    h, decoded = gate_up_rows(x, weight, ids, experts), _decoded_expert(weight, scales, x.dtype)
+    return gate_up_cpu(h, x, decoded, ids, experts, len(weight), bias, alpha, limit)
+
+
+@op(cuda=_down_cuda, meta=down_rows)
+def expert_mxfp4_down_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor, experts: int, tile: int,
+    order: torch.Tensor | None, tiles: torch.Tensor | None, bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    decoded = _decoded_expert(weight, scales, x.dtype)
+    return down_cpu(down_rows(x, weight), x, decoded, ids, experts, len(weight), bias)
 
 
 def expert_mxfp4_gate_up(
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
-    plan: Plan,
+    plan: ExpertPlan,
     bias: torch.Tensor | None = None,
-    gate: Gate = SILU,
+    gate: ExpertGate = SILU,
 ) -> torch.Tensor:
-    """``expert_gate_up`` of ``kernels/moe/experts.py`` on the decoded weights, gate's rows first, bit for bit."""
-    return torch.ops.unisono.expert_mxfp4_gate_up(x, weight, scales, *plan, bias, *gate)
+    """Compute ``expert_gate_up`` of ``kernels/moe/experts.py`` on the decoded weights, gate's rows first, with equal
+    bits.
+    """
+    return expert_mxfp4_gate_up_op(x, weight, scales, *plan, bias, *gate)
 
 
 def expert_mxfp4_down(
-    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None
+    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, plan: ExpertPlan, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``expert_down`` of ``kernels/moe/experts.py`` on the decoded weights, bit for bit."""
-    return torch.ops.unisono.expert_mxfp4_down(h, weight, scales, *plan, bias)
+    """Compute ``expert_down`` of ``kernels/moe/experts.py`` on the decoded weights, with equal bits."""
+    return expert_mxfp4_down_op(h, weight, scales, *plan, bias)
 
 
-def _aot(dtype: str, shapes: Shapes, gate: Gate | None) -> list[AotCase]:
-    """Both products. gate: of experts with biases; None: SiLU without."""
+def _aot(dtype: str, shapes: Shapes, gate: ExpertGate | None) -> list[AotCase]:
+    """AotCases of both products. gate: gate of experts with biases; None: SiLU without biases."""
     tile_m, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), []
-    tile, of_bias = TILES[tile_m], f"*{dtype}" if gate else None
-    for kernel, (x, out), outputs, inputs, more in (
-        (_mxfp4_gate_up_kernel, "xh", tile.up, shapes.hidden, (gate or SILU).constants),
-        (_mxfp4_down_kernel, "hy", tile.down, shapes.inner, {}),
+    tiles, of_bias = TILES[tile_m], f"*{dtype}" if gate else None
+    for kernel, (x, out), tile, inputs, more in (
+        (_mxfp4_gate_up_kernel, "xh", tiles.up, shapes.hidden, (gate or SILU).constants),
+        (_mxfp4_down_kernel, "hy", tiles.down, shapes.inner, {}),
     ):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*u8", "bias": of_bias, out: f"*{dtype}"}
-        options = _blocking(tile, outputs, inputs) | more | {"BIAS": gate is not None}
+        options = _blocking(tile, inputs) | more | {"BIAS": gate is not None}
         cases.append(product_case(kernel, tensors, shapes, tile_m, tile.across, options))
     return cases
 

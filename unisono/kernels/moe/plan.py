@@ -1,16 +1,16 @@
-"""Which rows an expert's matrix products take together. Owns the ``sort_pairs`` op.
+"""Grouping of tokens by expert into tiles of matrix products. Owns the ``sort_pairs`` op.
 
-A token and one of its experts are a *pair*: pair ``token * top_k + slot``. Where a shared expert rides along in the
-same stack of weights (as expert E), the pairs after those are its own, one for each token. Products write a pair's
-result to the pair's own row, so the plan decides about speed and changes no bit.
+A token and one of its experts are a *pair*: pair ``token * top_k + slot``. With a fused shared expert (expert E of the
+stack), one more pair per token follows. Products write a pair's result to the pair's own row, so the plan affects speed
+only.
 
 There are two plans, chosen by the number of pairs alone. Up to LEAD_PAIRS, the first pair of each expert gathers the
-expert's pairs, and nothing is sorted. Above that, three small kernels sort pairs by expert: count in blocks, turn the
-counts into places, place. No atomics, no host, and no shape depends on data: there are as many tiles as the worst
-choice of experts needs, and those after the last have no rows.
+expert's pairs, and nothing is sorted. Above that, three small kernels sort pairs by expert: count in blocks, convert
+counts to places, place. No atomics, no host, and no shape depends on data: there are as many tiles as the worst choice
+of experts needs, and unused tiles have no rows.
 
-:func:`program_place`, :func:`tile_rows`, :func:`tile_pairs` and :func:`tokens_of` are what a product's kernel reads its
-rows with; :func:`store_pairs` stores them.
+A product's kernel reads its rows with :func:`program_place`, :func:`tile_rows`, :func:`tile_pairs` and
+:func:`tokens_of`, and stores them with :func:`store_pairs`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, ints, op
 from unisono.kernels.overlap import follow, overlapped
 
 LEAD_PAIRS = 128
-"""Up to this number of pairs nothing is sorted."""
+"""Maximum number of pairs that are not sorted."""
 
 _COUNTED = 32
-"""Blocks of counts that are added at once."""
+"""Blocks of counts added at once."""
 
 _LISTED = 16
 """Tiles that one program lists."""
 
 _TILE_ROWS = {4: 16, 32: 32, 96: 64, float("inf"): 128}
-"""Up to this average number of pairs per expert: rows of a tile."""
+"""Maximum average number of pairs per expert -> rows of a tile."""
 
 
-class Plan(NamedTuple):
-    """How a pass's pairs are divided into tiles.
+class ExpertPlan(NamedTuple):
+    """Division of a pass's pairs into tiles.
 
-    ids [M, top_k] i32: the experts of each token; E: none. experts: E, how many they are chosen from. tile: rows of a
-    tile. order [P] i32: pairs sorted by expert, those of none last in any order. tiles [3, tiles] i32: of each its
-    expert, its first place in ``order`` and its number of rows, 0 in those that are not needed. Both None: not sorted.
+    ids [M, top_k] i32: experts of each token; E: none. experts: E, the number of experts. tile: rows of a tile. order
+    [P] i32: pairs sorted by expert, those without one last in any order. tiles [3, tiles] i32: expert of each tile, its
+    first place in ``order`` and its number of rows, 0 in unused tiles. Both None: not sorted.
     """
 
     ids: torch.Tensor
@@ -54,17 +54,18 @@ class Plan(NamedTuple):
 
     @property
     def listed(self) -> int:
-        """Tiles, but for a shared expert's."""
+        """Number of tiles, without a shared expert's."""
         return self.ids.numel() if self.tiles is None else self.tiles.shape[1]
 
     @property
     def operands(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
-        """What a product's kernel takes as ``ids, order, tiles, M, count``."""
+        """Arguments ``ids, order, tiles, M, count`` of a product's kernel."""
         return self.ids, self.order, self.tiles, self.ids.shape[0], self.listed
 
 
 class Shapes(NamedTuple):
-    """Of a pass and its stack: M tokens, H features, I of an expert, E experts; whether a shared one rides along."""
+    """Sizes of a pass and its stack: M tokens, H features, I intermediate features, E experts. rides: with a fused
+    shared expert."""
 
     rows: int
     hidden: int
@@ -75,9 +76,9 @@ class Shapes(NamedTuple):
 
 
 def product_launch(
-    plan: Plan, stack: int, hidden: int, inner: int, parts: int, across: bool
+    plan: ExpertPlan, stack: int, hidden: int, inner: int, parts: int, across: bool
 ) -> tuple[tuple[int], int, dict[str, Any]]:
-    """(grid, rows of the result, compile-time arguments) that the products of all weight formats share.
+    """(grid, rows of the result, compile-time arguments), shared by the products of all weight formats.
 
     stack: weights in the stack. parts: blocks of outputs. across: neighbours in the grid share rows.
     """
@@ -91,9 +92,9 @@ def product_case(
     kernel: Any, tensors: Mapping[str, str | None], shapes: Shapes, tile: int, across: bool, options: dict[str, Any],
     scalars: str = "",
 ) -> AotCase:  # fmt: skip
-    """The AotCase of a launch with :func:`product_launch`'s arguments and ``options``, which are the weight format's.
+    """Make the AotCase of a launch with the arguments of :func:`product_launch` and the weight format's ``options``.
 
-    tensors: types of operands and result; None: there is none. scalars: names of int32 arguments beside ``M count``.
+    tensors: types of operands and result; None: absent. scalars: names of int32 arguments beside ``M count``.
     """
     signature = {name: kind for name, kind in tensors.items() if kind} | ints("ids order tiles", f"M count {scalars}")
     sizes = _product_sizes(shapes, tile, across, lead=shapes.rows * shapes.top_k <= LEAD_PAIRS) | options
@@ -111,12 +112,12 @@ def _product_sizes(shapes: Shapes, tile: int, across: bool, lead: bool) -> dict[
 
 
 def tile_of(pairs: int, experts: int) -> int:
-    """Rows of a tile in both products of a pass with this number of pairs, from shapes alone; of quantised weights."""
+    """Choose the rows of a tile in both products for this number of pairs, from shapes alone, for quantised weights."""
     return next(rows for most, rows in _TILE_ROWS.items() if pairs <= most * experts)
 
 
 def num_tiles(pairs: int, experts: int, tile: int) -> int:
-    """Tiles that any choice of experts can need: each expert has at most one that is not full."""
+    """Maximum number of tiles for any choice of experts: each expert has at most one that is not full."""
     return min(pairs, pairs // tile + experts)
 
 
@@ -125,7 +126,7 @@ def num_tiles(pairs: int, experts: int, tile: int) -> int:
 
 @triton.jit
 def program_place(parts, ACROSS: tl.constexpr):
-    """(tile of rows, block of outputs) of this program; there are ``parts`` blocks of outputs."""
+    """(tile of rows, block of outputs) of this program. parts: number of blocks of outputs."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     if ACROSS:
         return program // parts, program % parts
@@ -166,7 +167,7 @@ def tile_rows(ids, tiles, t, M, count, E: tl.constexpr, TOP_K: tl.constexpr, TIL
 @triton.jit
 def tile_pairs(order, first, rank, base, n, M, TOP_K: tl.constexpr, TILE: tl.constexpr, LEAD: tl.constexpr,
                PAIRS: tl.constexpr):  # fmt: skip
-    """(pair, whether it is one), each [TILE], of rows ``base`` … of a tile."""
+    """(pair, mask), each [TILE], of rows ``base`` … of a tile."""
     r = base + tl.arange(0, TILE)
     valid, pairs = r < n, M * TOP_K
     if LEAD:
@@ -181,7 +182,7 @@ def tile_pairs(order, first, rank, base, n, M, TOP_K: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def tokens_of(pair, M, TOP_K: tl.constexpr):
-    """The token of each pair."""
+    """Token of each pair."""
     return tl.where(pair < M * TOP_K, pair // TOP_K, pair - M * TOP_K)
 
 
@@ -197,7 +198,7 @@ def store_pairs(out, value, pair, valid, cols, N: tl.constexpr):
 
 @triton.jit
 def _count_kernel(ids, counts, pairs, E, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """counts [blocks, EXPERTS]: how many pairs of each block of BLOCK pairs an expert has."""
+    """Count each expert's pairs in each block of BLOCK pairs: counts [blocks, EXPERTS]."""
     follow(OVERLAP)
     block = tl.program_id(0)
     p = block * BLOCK + tl.arange(0, BLOCK)
@@ -210,9 +211,9 @@ def _count_kernel(ids, counts, pairs, E, EXPERTS: tl.constexpr, BLOCK: tl.conste
 @triton.jit
 def _starts_kernel(counts, starts, firsts, totals, blocks, EXPERTS: tl.constexpr, EACH: tl.constexpr,
                    TILE: tl.constexpr, COUNTED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """starts [blocks, EXPERTS]: where in the order a block's pairs of each expert begin.
+    """Compute the first place in the order of a block's pairs of each expert: starts [blocks, EXPERTS].
 
-    firsts, totals [EXPERTS]: each expert's first tile and its number of pairs. Every program adds all counts; it writes
+    firsts, totals [EXPERTS]: each expert's first tile and its number of pairs. Every program adds all counts and writes
     EACH experts.
     """
     follow(OVERLAP)
@@ -239,7 +240,9 @@ def _starts_kernel(counts, starts, firsts, totals, blocks, EXPERTS: tl.constexpr
 @triton.jit
 def _place_kernel(ids, starts, firsts, totals, order, tiles, pairs, blocks, count, E, EXPERTS: tl.constexpr,
                   BLOCK: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Programs below ``blocks`` place a block's pairs, those after them list LISTED tiles each."""
+    """Place pairs and list tiles. Programs below ``blocks`` place a block's pairs, the others list LISTED tiles
+    each.
+    """
     follow(OVERLAP)
     block = tl.program_id(0)
     if block < blocks:
@@ -287,7 +290,12 @@ def launch_sort_pairs(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch
     return order, tiles
 
 
-def sort_pairs_cpu(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sort_pairs_meta(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return ids.new_empty(ids.numel()), ids.new_empty(3, num_tiles(ids.numel(), experts, tile))
+
+
+@op(cuda=launch_sort_pairs, meta=_sort_pairs_meta)
+def sort_pairs_op(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
     flat = ids.flatten()
     count, totals = num_tiles(flat.numel(), experts, tile), torch.bincount(flat, minlength=experts)[:experts]
     of_each = (totals + tile - 1) // tile
@@ -301,22 +309,14 @@ def sort_pairs_cpu(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Te
     return flat.argsort(stable=True).to(torch.int32), tiles
 
 
-def _sort_pairs_meta(ids: torch.Tensor, experts: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return ids.new_empty(ids.numel()), ids.new_empty(3, num_tiles(ids.numel(), experts, tile))
-
-
-define("sort_pairs(Tensor ids, int experts, int tile) -> (Tensor, Tensor)")
-register("sort_pairs", cuda=launch_sort_pairs, cpu=sort_pairs_cpu, meta=_sort_pairs_meta)
-
-
-def plan_experts(ids: torch.Tensor, experts: int, tile: int) -> Plan:
-    """The plan of a pass whose tokens go to experts ``ids [M, top_k]`` of ``experts``, for tiles of ``tile`` rows.
+def plan_experts(ids: torch.Tensor, experts: int, tile: int) -> ExpertPlan:
+    """ExpertPlan a pass whose tokens go to experts ``ids [M, top_k]`` of ``experts``, for tiles of ``tile`` rows.
 
     Rows of padding have id ``experts``: nothing is computed for them, and their rows of the products are not written.
     """
     if ids.numel() <= LEAD_PAIRS:
-        return Plan(ids, experts, tile)
-    return Plan(ids, experts, tile, *torch.ops.unisono.sort_pairs(ids, experts, tile))
+        return ExpertPlan(ids, experts, tile)
+    return ExpertPlan(ids, experts, tile, *sort_pairs_op(ids, experts, tile))
 
 
 AOT: list[AotCase] = [

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weight. Owns the ``route`` op; called by ``layers``.
+"""Router: the experts of each token and their weights. Owns the ``route`` op; called by ``layers``.
 
 Two launches at any number of rows: the product with the router's weight, whose logits stay fp32, and the choice. One
 program chooses for one row, so a row's choice depends on that row alone. Ties go to the lower id.
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from unisono.kernels.gemm.cpu import row_exact_product
 from unisono.kernels.gemm.linear import launch_linear
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, Mutated, ints, op
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.sampling.sampler import order_key, order_value
 
@@ -23,10 +23,10 @@ Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 LOWEST = tl.constexpr(-(2**31))
-"""Below the key of every logit."""
+"""A value below the key of every logit."""
 
 _SEEN = 512
-"""Positions that a row of padding looks at together."""
+"""Positions that a row of padding reads together."""
 
 
 @triton.jit
@@ -34,7 +34,8 @@ def _choose_kernel(logits, positions, ids, weights, gates, counts, stride, E,
                    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, NORMALIZE: tl.constexpr,
                    GATE: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, SEEN: tl.constexpr,
                    OVERLAP: tl.constexpr):  # fmt: skip
-    """EXPERTS, CHOSEN: powers of two that hold E and TOP_K. GATE: logit E is the shared expert's."""
+    """Choose one row's experts per program. EXPERTS, CHOSEN: E and TOP_K rounded up to powers of two. GATE: logit E is
+    the shared expert's."""
     follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     e, k = tl.arange(0, EXPERTS), tl.arange(0, CHOSEN)
@@ -42,9 +43,9 @@ def _choose_kernel(logits, positions, ids, weights, gates, counts, stride, E,
     if GATE:
         gate = tl.load(logits + row * stride + E)
         tl.store(gates + row, 1.0 / (1.0 + tl.exp(-gate)))
-    x = tl.where(x == x, x, float("-inf"))  # of padding anything may come: its experts must still be experts
-    # Padding has no expert, unless there is nothing else: a pass on padding is run to be measured, and is to cost what
-    # others do. So its rows have the experts in turns.
+    x = tl.where(x == x, x, float("-inf"))  # padding may hold any value: its experts must still be valid
+    # Padding has no expert, unless the whole pass is padding: such a pass is measured and must cost as much as others,
+    # so its rows cycle through the experts.
     real, furthest = row >= 0, -1
     if PADDED:
         real = tl.load(positions + row) >= 0
@@ -82,7 +83,7 @@ def launch_choose(
     top_k: int,
     normalize: bool,
 ) -> Routing:
-    """The choice from fp32 logits [M, E], or [M, E + 1] with that of the shared expert's gate."""
+    """Choose experts from fp32 logits [M, E], or [M, E + 1] with the shared expert's gate."""
     rows, width = logits.shape
     ids = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
     weights, gates = logits.new_empty(rows, top_k), logits.new_empty(rows if width > experts else 0)
@@ -97,7 +98,7 @@ def launch_choose(
 
 
 def _warps(block: int) -> int:
-    """From the number of experts alone: it is part of the order of the softmax's sum."""
+    """Warps of a program, from the number of experts alone: part of the order of the softmax's sum."""
     return max(1, min(block // 256, 8))
 
 
@@ -128,7 +129,7 @@ def choose_cpu(
     ids = scores.argsort(dim=1, descending=True, stable=True)[:, :top_k]
     shares = torch.exp(scores - scores.amax(1, keepdim=True))
     chosen = shares.gather(1, ids)
-    # Column by column: torch's own sum takes the order that the number of rows suggests.
+    # Column by column: the order of torch's own sum depends on the number of rows.
     total = torch.zeros_like(chosen[:, 0])
     for column in (chosen if normalize else shares).unbind(1):
         total = total + column
@@ -142,21 +143,6 @@ def choose_cpu(
         ids = torch.where(padding, in_turns if padding.all() else experts, ids)
         weights = torch.where(padding, 0.0, weights)
     return ids.to(torch.int32), weights, gates
-
-
-def route_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    positions: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    experts: int,
-    top_k: int,
-    normalize: bool,
-    bias: torch.Tensor | None = None,
-) -> Routing:
-    logits = row_exact_product(x.float(), weight.float())
-    logits = logits if bias is None else logits + bias.float()
-    return choose_cpu(logits, positions, counts, experts, top_k, normalize)
 
 
 def _route_meta(
@@ -174,11 +160,20 @@ def _route_meta(
     return ids, weights, x.new_empty(rows if weight.shape[0] > experts else 0, dtype=torch.float32)
 
 
-define(
-    "route(Tensor x, Tensor weight, Tensor? positions, Tensor(a!)? counts, int experts, int top_k, bool normalize,"
-    " Tensor? bias) -> (Tensor, Tensor, Tensor)"
-)
-register("route", cuda=route_cuda, cpu=route_cpu, meta=_route_meta)
+@op(cuda=route_cuda, meta=_route_meta)
+def route_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    positions: torch.Tensor | None,
+    counts: Mutated[torch.Tensor | None],
+    experts: int,
+    top_k: int,
+    normalize: bool,
+    bias: torch.Tensor | None,
+) -> Routing:
+    logits = row_exact_product(x.float(), weight.float())
+    logits = logits if bias is None else logits + bias.float()
+    return choose_cpu(logits, positions, counts, experts, top_k, normalize)
 
 
 def route(
@@ -191,19 +186,19 @@ def route(
     normalize: bool,
     bias: torch.Tensor | None = None,
 ) -> Routing:
-    """The ``top_k`` experts of each row of x [M, H], in falling order of softmax(x @ weight^T + bias).
+    """Choose the ``top_k`` experts of each row of x [M, H], in descending order of softmax(x @ weight^T + bias).
 
     Ties go to the lower id. weight [E, H], or [E + 1, H] with the shared expert's gate as its last row; bias [E] or
     [E + 1]. Logits are summed and kept in fp32.
-    positions [M] i32: rows below 0 are padding; None: there is none. counts [E] i64, or None: gains the number of rows,
-    without padding, that go to each expert.
+    positions [M] i32: rows below 0 are padding; None: no padding. counts [E] i64, or None: incremented by each expert's
+    number of rows, without padding.
 
     Returns (ids [M, top_k] i32; their softmax over all E, with ``normalize`` divided by its sum over the chosen, [M,
     top_k] fp32; the gate's sigmoid [M] fp32, or [0] without one). The ids of a row are different numbers below E, even
     where x is NaN. Padding has id E, no expert, and weight 0, so no expert's weights are read for it; in a pass of
-    padding alone, which is run to be measured, its ids are the experts in turns.
+    padding only, which is run for measurement, its ids cycle through the experts.
     """
-    return torch.ops.unisono.route(x, weight, positions, counts, experts, top_k, normalize, bias)
+    return route_op(x, weight, positions, counts, experts, top_k, normalize, bias)
 
 
 AOT: list[AotCase] = [

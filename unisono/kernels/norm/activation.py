@@ -1,8 +1,7 @@
-"""The gates of a gated MLP and of gated attention. Owns the ops ``silu_mul`` and ``sigmoid_gate``; called by ``layers``
-and ``models``.
+"""Gates of a gated MLP and of gated attention.
 
-Where products with e4m3 weights read the result, the same kernels store it quantised (``kernels/gemm/fp8_quantize.py``)
-instead: ``silu_mul_fp8``, ``sigmoid_gate_fp8``.
+Owns the ops ``silu_mul`` and ``sigmoid_gate``; called by ``layers`` and ``models``. For consumers with e4m3 weights the
+same kernels store the result quantised (``kernels/gemm/fp8_quantize.py``): ``silu_mul_fp8``, ``sigmoid_gate_fp8``.
 
 Shapes: M rows, I intermediate features, Hq query heads, D head dimension. An MLP's input holds gate and up side by
 side, [M, 2 I].
@@ -24,17 +23,17 @@ from unisono.kernels.gemm.fp8_quantize import (
     quantised_cpu,
     store_quantised,
 )
-from unisono.kernels.library import AotCase, define, differentiable, empty_like, register
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.library import AotCase, op
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 _BLOCK = 1024
 
 
-class Gate(NamedTuple):
-    """How an expert's gate and up become one: ``silu(gate) * up`` by default.
+class ExpertGate(NamedTuple):
+    """Gating function of experts: ``silu(gate) * up`` by default.
 
-    limit: above 0, it is gpt-oss's clamped SwiGLU ``(up' + 1) * gate' * sigmoid(alpha * gate')``, with gate' at most
-    ``limit`` and up' within ± ``limit``.
+    limit > 0: gpt-oss's clamped SwiGLU ``(up' + 1) * gate' * sigmoid(alpha * gate')``, with gate' at most ``limit`` and
+    up' within ± ``limit``.
     """
 
     alpha: float = 1.0
@@ -42,16 +41,18 @@ class Gate(NamedTuple):
 
     @property
     def constants(self) -> dict[str, float]:
-        """The compile-time arguments of :func:`gated_product`."""
+        """Compile-time arguments of :func:`gated_product`."""
         return {"ALPHA": self.alpha, "LIMIT": self.limit}
 
 
-SILU = Gate()
+SILU = ExpertGate()
 
 
 @triton.jit
 def silu_product(gate, up, dtype: tl.constexpr):
-    """``silu(gate) * up`` of fp32 products, in ``dtype``: both are rounded first, and SiLU before it is multiplied."""
+    """Compute ``silu(gate) * up`` of fp32 products in ``dtype``: both are rounded first, and SiLU before the
+    product.
+    """
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     return (silu * up).to(dtype)
@@ -59,7 +60,7 @@ def silu_product(gate, up, dtype: tl.constexpr):
 
 @triton.jit
 def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """What a :class:`Gate` makes of fp32 products, in ``dtype``. Both are rounded first."""
+    """Apply a :class:`ExpertGate` to fp32 products, in ``dtype``. Both are rounded first."""
     if LIMIT > 0:
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
@@ -69,10 +70,11 @@ def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
         return silu_product(gate, up, dtype)
 
 
+@overlapping(leads=True)
 @triton.jit
 def _silu_mul_kernel(x, out, scales, I, M, PADDED,  # noqa: E741
                      BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """COLUMNS: out is e4m3, and that many columns share one of ``scales``; 0: out is of x's dtype."""
+    """Compute ``silu_mul``. COLUMNS: columns that share a scale of an e4m3 out; 0: out has x's dtype."""
     follow(OVERLAP, COLUMNS > 0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
@@ -99,7 +101,7 @@ def launch_silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantising_block(k: int, group: int) -> tuple[int, int, int]:
-    """(BLOCK, COLUMNS, warps) of an elementwise kernel that quantises rows of k columns; group 0: by row."""
+    """(BLOCK, COLUMNS, warps) of an elementwise kernel that quantises rows of k columns. group 0: by row."""
     if group:
         return _BLOCK, group, 4
     block = triton.next_power_of_2(k)
@@ -118,25 +120,14 @@ def launch_silu_mul_fp8(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torc
     return x8, scales
 
 
-def silu_mul_cpu(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    # Not F.silu: its vectorised loop and its tail round differently, so bits would depend on the batch.
-    gate32 = gate.float().contiguous()
-    return (gate32 / (1.0 + torch.exp(-gate32))).to(x.dtype) * up
-
-
 def gated_cpu(x: torch.Tensor, bias: torch.Tensor | None, alpha: float, limit: float) -> torch.Tensor:
-    """What a :class:`Gate` makes of rounded products x [M, 2 I], gate and up side by side, and a bias [2 I]."""
+    """Apply a :class:`ExpertGate` to rounded products x [M, 2 I], gate, then up, and a bias [2 I]."""
     x = x if bias is None else x + bias
     if limit == 0:
-        return silu_mul_cpu(x)
+        return silu_mul.cpu(x)
     gate, up = (half.float().contiguous() for half in x.chunk(2, dim=-1))
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate / (1.0 + torch.exp(-alpha * gate)) * (up + 1.0)).to(x.dtype)
-
-
-def _silu_mul_meta(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] // 2)
 
 
 def _silu_mul_formula(x: torch.Tensor) -> torch.Tensor:
@@ -144,37 +135,33 @@ def _silu_mul_formula(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-define("silu_mul(Tensor x) -> Tensor")
-register("silu_mul", cuda=launch_silu_mul, cpu=silu_mul_cpu, meta=_silu_mul_meta)
-differentiable("silu_mul", _silu_mul_formula)
-
-
+@op(cuda=launch_silu_mul, shape=lambda x: (x.shape[0], x.shape[1] // 2), gradient=_silu_mul_formula)
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """``silu(x[:, :I]) * x[:, I:]`` for x [M, 2 I] -> [M, I], any float dtype (Shazeer, arXiv 2002.05202).
+    """Compute ``silu(x[:, :I]) * x[:, I:]`` for x [M, 2 I]: [M, I], any float dtype (Shazeer, arXiv 2002.05202).
 
     SiLU in fp32, rounded to the dtype, then the product, rounded: the order of the unfused model.
     """
-    return torch.ops.unisono.silu_mul(x)
+    gate, up = x.chunk(2, dim=-1)
+    # Not F.silu: its vectorised loop and its tail round differently, so bits would depend on the batch.
+    gate32 = gate.float().contiguous()
+    return (gate32 / (1.0 + torch.exp(-gate32))).to(x.dtype) * up
 
 
-define("silu_mul_fp8(Tensor x, int group) -> (Tensor, Tensor)")
-register(
-    "silu_mul_fp8",
-    cuda=launch_silu_mul_fp8,
-    cpu=lambda x, group: quantised_cpu(silu_mul_cpu(x), group),
-    meta=lambda x, group: empty_quantised(x, x.shape[0], x.shape[1] // 2, group),
-)
+@op(cuda=launch_silu_mul_fp8, meta=lambda x, group: empty_quantised(x, x.shape[0], x.shape[1] // 2, group))
+def silu_mul_fp8_op(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantised_cpu(silu_mul.cpu(x), group)
 
 
 def silu_mul_fp8(x: torch.Tensor, group: int) -> Quantised:
-    """:func:`silu_mul` in e4m3, with the bits of ``quantize(silu_mul(x), group)``, in one launch."""
-    return handed_on(torch.ops.unisono.silu_mul_fp8(x, group), x, group)
+    """Compute :func:`silu_mul` in e4m3, with the bits of ``quantize(silu_mul(x), group)``, in one launch."""
+    return handed_on(silu_mul_fp8_op(x, group), x, group)
 
 
+@overlapping(leads=True)
 @triton.jit
 def _sigmoid_gate_kernel(x, qkv, out, scales, stride, HEADS, M, PADDED, D: tl.constexpr,
                          BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """COLUMNS: see :func:`_silu_mul_kernel`."""
+    """Compute ``sigmoid_gate``. COLUMNS: see :func:`_silu_mul_kernel`."""
     follow(OVERLAP, COLUMNS > 0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, inside = tl.program_id(0).to(tl.int64), cols < HEADS * D
@@ -217,50 +204,43 @@ def launch_sigmoid_gate_fp8(
     return x8, scales
 
 
-def sigmoid_gate_cpu(x: torch.Tensor, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
-    gate = _gates(x, qkv, num_heads).float().contiguous()  # not torch.sigmoid: see silu_mul_cpu
-    return x * (1.0 / (1.0 + torch.exp(-gate))).to(x.dtype)
-
-
 def _sigmoid_gate_formula(x: torch.Tensor, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x * _gates(x, qkv, num_heads).sigmoid()
 
 
 def _gates(x: torch.Tensor, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """The gates [M, Hq · D] in qkv."""
+    """Select the gates [M, Hq · D] in qkv."""
     return qkv[:, : 2 * x.shape[1]].unflatten(1, (num_heads, 2, -1))[:, :, 1].flatten(1)
 
 
-define("sigmoid_gate(Tensor x, Tensor qkv, int num_heads) -> Tensor")
-register("sigmoid_gate", cuda=launch_sigmoid_gate, cpu=sigmoid_gate_cpu, meta=lambda x, qkv, num_heads: empty_like(x))
-differentiable("sigmoid_gate", _sigmoid_gate_formula)
-
-
+@op(cuda=launch_sigmoid_gate, gradient=_sigmoid_gate_formula)
 def sigmoid_gate(x: torch.Tensor, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """``x * sigmoid(gate)`` for the output x [M, Hq · D] of attention, in x's dtype.
+    """Compute ``x * sigmoid(gate)`` for the output x [M, Hq · D] of attention, in x's dtype.
 
-    qkv [M, …]: rows of any stride that begin with each query head and its gate by turns, [Hq, 2, D]. The sigmoid is
+    qkv [M, …]: rows of any stride that begin with query heads and their gates, alternating: [Hq, 2, D]. The sigmoid is
     computed in fp32 and rounded to the dtype, then the product is rounded.
     """
-    return torch.ops.unisono.sigmoid_gate(x, qkv, num_heads)
+    gate = _gates(x, qkv, num_heads).float().contiguous()  # not torch.sigmoid: see silu_mul.cpu
+    return x * (1.0 / (1.0 + torch.exp(-gate))).to(x.dtype)
 
 
-define("sigmoid_gate_fp8(Tensor x, Tensor qkv, int num_heads, int group) -> (Tensor, Tensor)")
-register(
-    "sigmoid_gate_fp8",
+@op(
     cuda=launch_sigmoid_gate_fp8,
-    cpu=lambda x, qkv, num_heads, group: quantised_cpu(sigmoid_gate_cpu(x, qkv, num_heads), group),
     meta=lambda x, qkv, num_heads, group: empty_quantised(x, x.shape[0], x.shape[1], group),
 )
+def sigmoid_gate_fp8_op(
+    x: torch.Tensor, qkv: torch.Tensor, num_heads: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantised_cpu(sigmoid_gate.cpu(x, qkv, num_heads), group)
 
 
 def sigmoid_gate_fp8(x: torch.Tensor, qkv: torch.Tensor, num_heads: int, group: int) -> Quantised:
-    """:func:`sigmoid_gate` in e4m3, with the bits of ``quantize(sigmoid_gate(x, qkv, num_heads), group)``."""
-    return handed_on(torch.ops.unisono.sigmoid_gate_fp8(x, qkv, num_heads, group), x, group)
+    """Compute :func:`sigmoid_gate` in e4m3, with the bits of ``quantize(sigmoid_gate(x, qkv, num_heads), group)``."""
+    return handed_on(sigmoid_gate_fp8_op(x, qkv, num_heads, group), x, group)
 
 
 def _aot(dtype: str, width: int | None, group: int) -> list[AotCase]:
-    """Both kernels. width: of rows that are quantised; None: they are not."""
+    """AotCases of both kernels. width: columns of quantised rows; None: not quantised."""
     block, columns, warps = (_BLOCK, 0, 4) if width is None else quantising_block(width, group)
     extra = {} if width is None else {"scales": "*fp32", "M": "i32", "PADDED": "i32"}
     options: dict[str, Any] = {"BLOCK": block, "COLUMNS": columns, "OVERLAP": True}

@@ -1,4 +1,4 @@
-"""The input of a draft module: a token's normed embedding and a normed hidden state. Owns the ``concat_norm`` op.
+"""Input of a draft module: a token's normed embedding and a normed hidden state. Owns the ``concat_norm`` op.
 
 One launch instead of a gather, two norms and a concatenation, with the bits of ``rms_norm``. Draft heads call it.
 
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, differentiable, register
-from unisono.kernels.norm.rms_norm import rms_norm_cpu, rms_norm_formula, row_warps
+from unisono.kernels.library import AotCase, op
+from unisono.kernels.norm.rms_norm import rms_norm, rms_norm_formula, row_warps
 
 
 @triton.jit
@@ -47,14 +47,6 @@ def launch_concat_norm(
     return out
 
 
-def concat_norm_cpu(
-    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
-) -> Tensor:
-    """CPU twin of :func:`concat_norm`."""
-    embedding = table[token_ids.long()]
-    return torch.cat((rms_norm_cpu(embedding, table_weight, eps), rms_norm_cpu(hidden, hidden_weight, eps)), 1)
-
-
 def _concat_norm_meta(
     token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
@@ -68,23 +60,17 @@ def _concat_norm_formula(
     return torch.cat((rms_norm_formula(embedding, table_weight, eps), rms_norm_formula(hidden, hidden_weight, eps)), 1)
 
 
-define(
-    "concat_norm(Tensor token_ids, Tensor table, Tensor hidden, Tensor table_weight, Tensor hidden_weight, float eps)"
-    " -> Tensor"
-)
-register("concat_norm", cuda=launch_concat_norm, cpu=concat_norm_cpu, meta=_concat_norm_meta)
-differentiable("concat_norm", _concat_norm_formula)
-
-
+@op(cuda=launch_concat_norm, meta=_concat_norm_meta, gradient=_concat_norm_formula)
 def concat_norm(
     token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
-    """``[rms_norm(table[token_ids]), rms_norm(hidden)]``, concatenated.
+    """Concatenate ``rms_norm(table[token_ids])`` and ``rms_norm(hidden)``: [T, 2 H].
 
-    token_ids [T] int32, in range; table [V, H] and hidden [T, H]; their norms' weights [H]; all but the ids of one
-    dtype. Returns [T, 2 H]. H up to 16384.
+    token_ids [T] int32, in range; table [V, H]; hidden [T, H]; weights of the norms [H]; all but the ids of one dtype.
+    H up to 16384.
     """
-    return torch.ops.unisono.concat_norm(token_ids, table, hidden, table_weight, hidden_weight, eps)
+    embedding = table[token_ids.long()]
+    return torch.cat((rms_norm.cpu(embedding, table_weight, eps), rms_norm.cpu(hidden, hidden_weight, eps)), 1)
 
 
 AOT: list[AotCase] = [

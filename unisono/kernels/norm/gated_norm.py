@@ -1,10 +1,9 @@
 """A head's RMSNorm times a gate. Owns the ``gated_norm`` op; called by ``models``.
 
-One program takes whole heads, and the head's size alone fixes the order of its sum, so a row's bits do not depend on
+One program takes whole heads, and the order of a head's sum depends on its size only, so a row's bits do not depend on
 the batch.
 
-``gated_norm_fp8`` stores the result quantised (``kernels/gemm/fp8_quantize.py``) instead, for products with e4m3
-weights.
+``gated_norm_fp8`` stores the result quantised (``kernels/gemm/fp8_quantize.py``), for products with e4m3 weights.
 
 Shapes: M rows, Hv heads, V elements of a head.
 """
@@ -24,20 +23,21 @@ from unisono.kernels.gemm.fp8_quantize import (
     quantised_cpu,
     store_quantised,
 )
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.norm.rms_norm import square
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 _HEADS = 8
 """Heads of a program."""
 
 
+@overlapping(reads_early=True, leads=True)
 @triton.jit
 def _gated_norm_kernel(
     o, z, weight, out, scales, eps, z_stride, HEADS, M, PADDED, V: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS: out is e4m3, and that many columns share one of ``scales``; 0: out is of o's dtype."""
+    """Compute ``gated_norm``. COLUMNS: columns that share a scale of an e4m3 out; 0: out has o's dtype."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, V)
@@ -73,7 +73,9 @@ def launch_gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def quantises(size: int, group: int) -> bool:
-    """Whether the kernel can quantise groups of this many columns, for heads of ``size``: it has 8 heads of a row."""
+    """Return True if the kernel can quantise groups of this many columns, for heads of ``size``: it has 8 heads of a
+    row.
+    """
     return 0 < group <= _HEADS * size and _HEADS * size % group == 0
 
 
@@ -90,44 +92,30 @@ def launch_gated_norm_fp8(o: Tensor, z: Tensor, weight: Tensor, eps: float, grou
     return x8, scales
 
 
-def gated_norm_cpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+@op(cuda=launch_gated_norm)
+def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute ``o * rsqrt(mean(o^2) + eps) * weight * silu(z)`` by head, for o, z [M, Hv V], weight [V] fp32: [M, Hv
+    V].
+
+    z's rows may have any stride. V is a power of two. Computed in fp32 with one rounding, to o's dtype.
+    """
     heads = o.float().unflatten(1, (-1, weight.shape[0])).contiguous()
     gate = z.float().contiguous()
     normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * weight
     return (normed.flatten(1) * (gate / (1.0 + torch.exp(-gate)))).to(o.dtype)
 
 
-def _gated_norm_meta(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return o.new_empty(o.shape)
-
-
-define("gated_norm(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor")
-register("gated_norm", cuda=launch_gated_norm, cpu=gated_norm_cpu, meta=_gated_norm_meta)
-
-
-def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``o * rsqrt(mean(o^2) + eps) * weight * silu(z)`` by heads, for o, z [M, Hv V], weight [V] fp32 -> [M, Hv V].
-
-    z's rows may have any stride. V is a power of two. Computed in fp32 with one rounding, to o's dtype.
-    """
-    return torch.ops.unisono.gated_norm(o, z, weight, eps)
-
-
-define("gated_norm_fp8(Tensor o, Tensor z, Tensor weight, float eps, int group) -> (Tensor, Tensor)")
-register(
-    "gated_norm_fp8",
-    cuda=launch_gated_norm_fp8,
-    cpu=lambda o, z, weight, eps, group: quantised_cpu(gated_norm_cpu(o, z, weight, eps), group),
-    meta=lambda o, z, weight, eps, group: empty_quantised(o, o.shape[0], o.shape[1], group),
-)
+@op(cuda=launch_gated_norm_fp8, meta=lambda o, z, weight, eps, group: empty_quantised(o, o.shape[0], o.shape[1], group))
+def gated_norm_fp8_op(o: Tensor, z: Tensor, weight: Tensor, eps: float, group: int) -> tuple[Tensor, Tensor]:
+    return quantised_cpu(gated_norm.cpu(o, z, weight, eps), group)
 
 
 def gated_norm_fp8(o: Tensor, z: Tensor, weight: Tensor, eps: float, group: int) -> Quantised:
-    """:func:`gated_norm` in e4m3, with the bits of ``quantize(gated_norm(o, z, weight, eps), group)``.
+    """Compute :func:`gated_norm` in e4m3, with the bits of ``quantize(gated_norm(o, z, weight, eps), group)``.
 
     For groups that :func:`quantises` accepts.
     """
-    return handed_on(torch.ops.unisono.gated_norm_fp8(o, z, weight, eps, group), o, group)
+    return handed_on(gated_norm_fp8_op(o, z, weight, eps, group), o, group)
 
 
 def _aot(dtype: str, size: int, group: int) -> AotCase:

@@ -1,14 +1,14 @@
 """RMSNorm over the last dimension. Owns the ``rms_norm`` op; called by ``layers`` and draft heads.
 
-One program takes one row, and the shape of the row alone fixes the order of its sum, so a row's bits
-do not depend on the batch.
+One program takes one row, and the order of its sum depends on the row's length only, so a row's bits do not depend on
+the batch.
 
-The weight's dtype says how often the result is rounded. A weight of the activations' dtype multiplies the rounded
+The weight's dtype determines how often the result is rounded. A weight of the activations' dtype multiplies the rounded
 value, as in Llama. A weight in fp32 multiplies the value in fp32, and the product is rounded once: so do the
 zero-centred norms of Qwen3-Next and Qwen3.5, whose weight is 1 + w in fp32. Where the activations are fp32 too, both
 are the same.
 
-Where products with e4m3 weights read the result, the kernel quantises it too (``kernels/gemm/fp8_quantize.py``).
+For consumers with e4m3 weights the kernel quantises the result too (``kernels/gemm/fp8_quantize.py``).
 
 Shapes: M rows, H features.
 """
@@ -29,19 +29,19 @@ from unisono.kernels.gemm.fp8_quantize import (
     quantised_cpu,
     store_quantised,
 )
-from unisono.kernels.library import AotCase, define, differentiable, empty_like, register
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.library import AotCase, op
+from unisono.kernels.overlap import follow, overlapped, overlapping
 
 
 @triton.jit
 def square(x):
-    """x², rounded. The fma keeps the compiler from fusing one of a sum's squares, and another one in another kernel."""
+    """Compute x², rounded. The fma keeps the compiler from fusing a square into the sum, differently in each kernel."""
     return tl.fma(x, x, 0.0)
 
 
 @triton.jit
 def rounded_before_weight(normed, kind: tl.constexpr, dtype: tl.constexpr):
-    """The normalised value, in fp32, as a weight of this kind multiplies it: rounded to the dtype, but not for fp32."""
+    """Round the normalised value to ``dtype`` before the weight is applied, unless the weight's ``kind`` is fp32."""
     if kind != tl.float32:
         normed = normed.to(dtype).to(tl.float32)
     return normed
@@ -49,7 +49,7 @@ def rounded_before_weight(normed, kind: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def store_norm(value, w, out, x8, scales, cols, inside, eps, H, PADDED, KEEP: tl.constexpr, GROUP: tl.constexpr):
-    """Store the norm of this program's row, ``value`` fp32 with zeros beyond H, by the weight w, which was read before.
+    """Store the norm of this program's row. value: fp32, with zeros beyond H. w: the weight, loaded before.
 
     See :func:`_rms_norm_kernel`.
     """
@@ -64,11 +64,12 @@ def store_norm(value, w, out, x8, scales, cols, inside, eps, H, PADDED, KEEP: tl
         store_quantised(value, x8, scales, tl.program_id(0), 0, H, PADDED, GROUP)
 
 
+@overlapping(reads_early=True, leads=True)
 @triton.jit
 def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PADDED,
                      BLOCK_H: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr,
                      OVERLAP: tl.constexpr):  # fmt: skip
-    """KEEP: the norm is stored. GROUP: columns that share a scale in x8, where it is quantised; 0: it is not."""
+    """Norm one row per program. KEEP: the norm is stored. GROUP: columns that share a scale in x8; 0: not quantised."""
     cols = tl.arange(0, BLOCK_H)
     w = tl.load(weight + cols, mask=cols < H, other=0.0)
     follow(OVERLAP, GROUP > 0)
@@ -88,7 +89,7 @@ def _rms_norm_kernel(x, residual, weight, total, out, x8, scales, eps, H, M, PAD
 def row_warps(block: int) -> int:
     """Warps per row, from the row's length alone: their number is part of the summation order.
 
-    Four at most, as the kernel has that computes a norm between two products (``kernels/gemm/layer_tail.py``).
+    At most four, as in the kernel that computes a norm between two products (``kernels/gemm/layer_tail.py``).
     """
     return min(max(block // 512, 1), 4)
 
@@ -101,14 +102,18 @@ def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 def launch_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + residual [M, H] rounded, its norm): the bits of an addition and :func:`launch_rms_norm`."""
+    """Compute (x + residual [M, H] rounded, its norm): the bits of an addition and :func:`launch_rms_norm`."""
     x = x.contiguous()
     total = torch.empty_like(x)
     return total, _launch(x, residual.contiguous(), weight, total, eps)[0]
 
 
 Normed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""(norm [M, H], x8 [M', H], scales [G, M']); what nobody wants is empty."""
+"""(norm [M, H], x8 [M', H], scales [G, M']); outputs without a consumer are empty."""
+
+
+SumNormed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""(sum of x and the residual [M, H], then as ``Normed``)."""
 
 
 def launch_rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool) -> Normed:
@@ -119,8 +124,8 @@ def launch_rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float, group
 
 def launch_add_rms_norm_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool
-) -> tuple[torch.Tensor, *Normed]:
-    """:func:`launch_add_rms_norm`; the norm is quantised too, by :func:`rms_norm_fp8`, unless group is None."""
+) -> SumNormed:
+    """Compute :func:`launch_add_rms_norm` and quantise the norm as :func:`rms_norm_fp8`, unless group is None."""
     x = x.contiguous()
     total = torch.empty_like(x)
     return total, *_launch(x, residual.contiguous(), weight, total, eps, group, keep)
@@ -144,76 +149,58 @@ def _launch(
 
 
 def columns_of(group: int | None, block: int) -> int:
-    """GROUP of a kernel that has ``block`` columns of a row, all of them for group 0; for None, 0."""
+    """GROUP of a kernel with ``block`` columns of a row: all of them for group 0; 0 for None."""
     return 0 if group is None else min(group or block, block)
 
 
-def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    value = x.contiguous().float()
-    squares = (value * value).sum(-1, keepdim=True)
-    normed = squares.div_(value.shape[-1]).add_(eps).rsqrt_().mul(value)
-    return normed.to(weight.dtype).mul_(weight).to(x.dtype)
-
-
-def _rms_norm_meta(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return empty_like(x)
-
-
 def rms_norm_formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """:func:`rms_norm` with a gradient, in x's dtype. The value is rounded before the weight, whatever its dtype."""
+    """Compute :func:`rms_norm` with a gradient, in x's dtype. The value is rounded before the weight, for any weight
+    dtype.
+    """
     value = x.float()
     normed = (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return (weight * normed).to(x.dtype)
 
 
-define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
-register("rms_norm", cuda=launch_rms_norm, cpu=rms_norm_cpu, meta=_rms_norm_meta)
-differentiable("rms_norm", rms_norm_formula)
-
-
-def _rms_norm_fp8_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool) -> Normed:
-    return with_fp8_cpu(rms_norm_cpu(x, weight, eps), group, keep)
-
-
 def with_fp8_cpu(normed: torch.Tensor, group: int | None, keep: bool) -> Normed:
-    """A norm [M, H] and what it is in e4m3, for CPU twins."""
+    """Quantise a norm [M, H], for CPU twins: ``Normed``."""
     return normed if keep else normed.new_empty(0), *quantised_cpu(normed, group)
 
 
 def with_fp8_meta(x: torch.Tensor, group: int | None, keep: bool) -> Normed:
-    """Empty tensors for the norm of x [M, H] and what it is in e4m3."""
+    """Allocate ``Normed`` for the norm of x [M, H]."""
     return x.new_empty(x.shape if keep else 0), *empty_quantised(x, x.shape[0], x.shape[1], group)
 
 
-define("rms_norm_fp8(Tensor x, Tensor weight, float eps, int group, bool keep) -> (Tensor, Tensor, Tensor)")
-register(
-    "rms_norm_fp8",
-    cuda=launch_rms_norm_fp8,
-    cpu=_rms_norm_fp8_cpu,
-    meta=lambda x, weight, eps, group, keep: with_fp8_meta(x, group, keep),
-)
+@op(cuda=launch_rms_norm_fp8, meta=lambda x, weight, eps, group, keep: with_fp8_meta(x, group, keep))
+def rms_norm_fp8_op(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool) -> Normed:
+    return with_fp8_cpu(rms_norm.cpu(x, weight, eps), group, keep)
 
 
 def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool) -> Quantised:
-    """:func:`rms_norm` in e4m3, with the bits of ``quantize(rms_norm(x, weight, eps), group)``, in one launch.
+    """Compute :func:`rms_norm` in e4m3, with the bits of ``quantize(rms_norm(x, weight, eps), group)``, in one launch.
 
-    keep: the norm itself is read too.
+    keep: keep the norm itself, too.
     """
-    return quantised_norm(torch.ops.unisono.rms_norm_fp8(x, weight, eps, group, keep), x, group, keep)
+    return quantised_norm(rms_norm_fp8_op(x, weight, eps, group, keep), x, group, keep)
 
 
 def quantised_norm(made: Sequence[torch.Tensor], x: torch.Tensor, group: int, keep: bool) -> Quantised:
-    """(norm, x8, scales), which ops return of the norm of x [M, H], as an operand."""
+    """Wrap an op's (norm, x8, scales) of x [M, H] as an operand."""
     return handed_on(made[1:], x, group, made[0] if keep else None)
 
 
+@op(cuda=launch_rms_norm, gradient=rms_norm_formula)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x * rsqrt(mean(x^2) + eps) * weight`` for x [M, H], weight [H] -> [M, H] in x's dtype.
+    """Compute ``x * rsqrt(mean(x^2) + eps) * weight`` for x [M, H], weight [H]: [M, H] in x's dtype.
 
-    Computed in fp32 (Zhang and Sennrich, arXiv 1910.07467). The weight is in x's dtype: the normalised value is then
-    rounded before the multiplication, as in Llama. Or it is in fp32: the product alone is rounded. H up to 16384.
+    Computed in fp32 (Zhang and Sennrich, arXiv 1910.07467). With a weight in x's dtype the normalised value is
+    rounded before the multiplication, as in Llama; with one in fp32 only the product is rounded. H up to 16384.
     """
-    return torch.ops.unisono.rms_norm(x, weight, eps)
+    value = x.contiguous().float()
+    squares = (value * value).sum(-1, keepdim=True)
+    normed = squares.div_(value.shape[-1]).add_(eps).rsqrt_().mul(value)
+    return normed.to(weight.dtype).mul_(weight).to(x.dtype)
 
 
 AOT: list[AotCase] = [

@@ -1,8 +1,8 @@
-"""The short causal convolution of a recurrent layer, and its gates. Owns the ``causal_conv`` op; called by ``models``.
+"""Short causal convolution of a recurrent layer, and its gates. Owns the ``causal_conv`` op; called by ``models``.
 
-Every result is computed by element: taps in order, each fused multiply-add written out. So a token's bits depend on its
-own inputs alone. In a round one program computes all tokens of a row and channel, and then writes what the row
-remembers of them. In a prompt pass programs take tiles of tokens, and a second launch writes what rows remember.
+Every result is computed elementwise: taps in order, each fused multiply-add written out. So a token's bits depend on
+its own inputs alone. In a round one program computes all tokens of a row and channel, and then writes the row's
+remembered inputs. In a prompt pass programs take tiles of tokens, and a second launch writes the remembered inputs.
 
 Shapes: T tokens, R rows, NR state rows, C channels, J taps, Hv value heads, W tokens per row of a round, RING
 positions whose raw inputs a row remembers.
@@ -18,20 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, ints, register
-from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.library import AotCase, Mutated, ints, op
+from unisono.kernels.overlap import follow, overlapped, overlapping
 from unisono.kernels.recurrent.causal_conv_cpu import causal_conv_cpu
 
 NEVER, LOG2_E = tl.constexpr(2**31 - 1), tl.constexpr(math.log2(math.e))
 _CHANNELS, _TOKENS = 256, 16
 """Channels and tokens of a program."""
 _PROMPTS = {"num_warps": 4, "maxnreg": 80}
-"""Tiles with a row's beginning spill, so that more of the others, which need half as many registers, run at once."""
+"""Maximum registers: tiles with the start of a row spill, so that more of the others, which need half as many, run at
+once."""
 
 
 @triton.jit
 def _earlier(snapshot, ring, slot, since, at, channel, mask, C, J: tl.constexpr, RING: tl.constexpr):
-    """Raw inputs of positions ``at`` before the pass, which are remembered or in the snapshot; [N, channels]."""
+    """Load raw inputs [N, channels] of positions ``at`` before the pass, from the ring or the snapshot."""
     slot = slot.to(tl.int64)
     kept = snapshot + (slot * (J - 1) + at - since + (J - 1))[:, None] * C + channel[None, :]
     latest = ring + (slot * RING + at % RING)[:, None] * C + channel[None, :]
@@ -42,7 +43,7 @@ def _earlier(snapshot, ring, slot, since, at, channel, mask, C, J: tl.constexpr,
 
 @triton.jit
 def _gates(ba, a_log, dt_bias, gates, token, inside, ba_stride, HV: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The log of the decay and beta of tokens [N], of all heads."""
+    """Compute the log of the decay and beta of tokens [N], of all heads."""
     head = tl.arange(0, BLOCK_H)
     mask = inside[:, None] & (head < HV)[None, :]
     at = token.to(tl.int64)[:, None] * ba_stride + head[None, :]
@@ -50,7 +51,7 @@ def _gates(ba, a_log, dt_bias, gates, token, inside, ba_stride, HV: tl.constexpr
     a = tl.load(ba + at + HV, mask=mask, other=0.0).to(tl.float32)
     x = a + tl.load(dt_bias + head, mask=head < HV, other=0.0)[None, :]
     small = tl.exp(-tl.abs(x))
-    total = 1.0 + small  # log(1 + small) by Higham's correction of what the sum has rounded away
+    total = 1.0 + small  # log(1 + small) with Higham's correction of the sum's rounding error
     ratio = tl.where(total == 1.0, 1.0, small / tl.where(total == 1.0, 1.0, total - 1.0))
     rest = tl.where(total == 1.0, small, tl.log(total))
     softplus = tl.fma(rest, ratio, tl.maximum(x, 0.0))
@@ -62,7 +63,7 @@ def _gates(ba, a_log, dt_bias, gates, token, inside, ba_stride, HV: tl.constexpr
 
 @triton.jit
 def _silu(x):
-    """x times its sigmoid, the square of rsqrt(1 + exp(-x)): half the instructions of a division."""
+    """Compute x · sigmoid(x); the sigmoid is the square of rsqrt(1 + exp(-x)): half the instructions of a division."""
     root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2_E))
     return x * root * root
 
@@ -70,7 +71,7 @@ def _silu(x):
 @triton.jit
 def _keep(u, snapshot, ring, slot, since, first, until, end, begin, channel, u_stride, C,
           J: tl.constexpr, RING: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr):  # fmt: skip
-    """Bring a row's snapshot and remembered inputs up to date: everything is read before anything is written."""
+    """Update a row's snapshot and remembered inputs. All reads come before all writes."""
     inside = (channel < C)[None, :]
     place = tl.arange(0, BLOCK_J)
     at = until - (J - 1) + place
@@ -92,13 +93,16 @@ def _keep(u, snapshot, ring, slot, since, first, until, end, begin, channel, u_s
     tl.store(ring + (slot * RING + (first + step) % RING)[:, None] * C + channel[None, :], inputs, mask=latest)
 
 
+@overlapping(reads_early=True)
 @triton.jit
 def _conv_round_kernel(
     u, weight, ba, a_log, dt_bias, snapshot, ring, out, gates, rows, since, first, until, end, u_stride, ba_stride, C,
     W, w_channel, w_tap, J: tl.constexpr, RING: tl.constexpr, HV: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_J: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """What says where a row is was written before the kernel ahead, and is read before that has ended."""
+    """Convolve a round. The row's positions were written before the kernel ahead, and are read before that has
+    ended.
+    """
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK_W)
     slot, seen, begin = tl.load(rows + row), tl.load(since + row), tl.load(first + row)
@@ -130,7 +134,7 @@ def _conv_round_kernel(
 
 @triton.jit
 def _four(first, stride, inside):
-    """Four rows of a number for each channel, in fp32, the first at ``first``: tokens' inputs, or taps."""
+    """Load four rows of a number per channel, in fp32, the first at ``first``: tokens' inputs, or taps."""
     return (
         tl.load(first, mask=inside, other=0.0).to(tl.float32),
         tl.load(first + stride, mask=inside, other=0.0).to(tl.float32),
@@ -141,7 +145,7 @@ def _four(first, stride, inside):
 
 @triton.jit
 def _store_four(out, stride, inside, a, b, c, x, w):
-    """The convolution of four tokens, x their inputs, a, b, c those of the three before them, by four taps w."""
+    """Convolve four tokens with four taps w. x: their inputs; a, b, c: inputs of the three tokens before them."""
     _store_one(out, inside, a, b, c, x[0], w)
     _store_one(out + stride, inside, b, c, x[0], x[1], w)
     _store_one(out + 2 * stride, inside, c, x[0], x[1], x[2], w)
@@ -150,16 +154,16 @@ def _store_four(out, stride, inside, a, b, c, x, w):
 
 @triton.jit
 def _store_one(out, inside, a, b, c, d, w):
-    """The convolution of the token whose input is d, after three others' a, b, c."""
+    """Convolve the token with input d, after tokens with inputs a, b, c."""
     acc = tl.fma(d, w[3], tl.fma(c, w[2], tl.fma(b, w[1], tl.fma(a, w[0], tl.zeros_like(a)))))
     tl.store(out, _silu(acc).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _inner_tile(u, weight, out, begin, channel, inside, u_stride, C, w_channel, w_tap, BLOCK_T: tl.constexpr):
-    """Store the convolution, of four taps, of a tile of tokens that all have their earlier inputs in the pass.
+    """Store the convolution with four taps of a tile of tokens that all have their earlier inputs in the pass.
 
-    A thread has all tokens of its channels, so it loads each input once, those of four tokens ahead of their turn.
+    A thread has all tokens of its channels, so it loads each input once, four tokens in advance.
     """
     w = _four(weight + channel * w_channel, w_tap, inside)
     first = u + begin.to(tl.int64) * u_stride + channel
@@ -180,7 +184,7 @@ def _inner_tile(u, weight, out, begin, channel, inside, u_stride, C, w_channel, 
 @triton.jit
 def _outer_tile(u, weight, snapshot, ring, rows, since, first, query_start, t, channel, inside, ends, u_stride, C,
                 T, R, w_channel, w_tap, J: tl.constexpr, RING: tl.constexpr):  # fmt: skip
-    """The convolution of any tile of tokens; those of padding are zero. ends [rows]: where rows end in the pass."""
+    """Convolve any tile of tokens; padding yields zeros. ends [rows]: end of each row in the pass."""
     row = tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
     real = (t < T) & (row < R)
     at = t - tl.load(query_start + row, mask=real, other=0)
@@ -284,33 +288,25 @@ def _causal_conv_meta(u: Tensor, weight: Tensor, ba: Tensor, *_: object) -> tupl
     return u.new_empty(u.shape), u.new_empty((u.shape[0], 2, ba.shape[1] // 2), dtype=torch.float32)
 
 
-define(
-    "causal_conv(Tensor u, Tensor weight, Tensor ba, Tensor a_log, Tensor dt_bias, Tensor(a!) snapshot,"
-    " Tensor(b!) ring, Tensor rows, Tensor since, Tensor first, Tensor until, Tensor end, Tensor? query_start)"
-    " -> (Tensor, Tensor)"
-)
-register("causal_conv", cuda=launch_causal_conv, cpu=causal_conv_cpu, meta=_causal_conv_meta)
-
-
+@op(cuda=launch_causal_conv, meta=_causal_conv_meta)
 def causal_conv(
-    u: Tensor, weight: Tensor, ba: Tensor, a_log: Tensor, dt_bias: Tensor, snapshot: Tensor, ring: Tensor,
-    rows: Tensor, since: Tensor, first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
+    u: Tensor, weight: Tensor, ba: Tensor, a_log: Tensor, dt_bias: Tensor, snapshot: Mutated[Tensor],
+    ring: Mutated[Tensor], rows: Tensor, since: Tensor, first: Tensor, until: Tensor, end: Tensor,
+    query_start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """SiLU of a depthwise causal convolution over each row's tokens, and the gates of each value head.
+    """Compute SiLU of a depthwise causal convolution over each row's tokens, and the gates of each value head.
 
     u [T, C]: raw inputs of the pass's tokens, rows of any stride. weight [C, 1, J]: the last tap is the token's own;
-    read fastest where a tap's channels are side by side in memory.
+    fastest if a tap's channels are adjacent in memory.
     ba [T, 2 Hv]: b, then a. a_log, dt_bias [Hv] fp32. snapshot [NR, J - 1, C], ring [NR, RING, C]: raw inputs
-    before ``since`` tokens and since, of which the last J - 1 and more are remembered; both are brought up to date.
-    rows … end [R], query_start [R + 1] or None in a round: see :class:`unisono.kv.recurrent_state.TailPass`.
+    before ``since`` tokens and since then, of which at least the last J - 1 are remembered; both are updated.
+    rows … end [R], query_start [R + 1] or None in a round: see :class:`unisono.kv.recurrent_state.RecurrentPass`.
 
     Returns (SiLU(conv) [T, C] in u's dtype, gates [T, 2, Hv] fp32: the log of the decay
     ``-exp(a_log) * softplus(a + dt_bias)``, then ``beta = sigmoid(b)``). Padding tokens are zero in the first one.
     Inputs before position 0 are zero. Taps are added in order in fp32, with one rounding at the end.
     """
-    return torch.ops.unisono.causal_conv(
-        u, weight, ba, a_log, dt_bias, snapshot, ring, rows, since, first, until, end, query_start
-    )
+    return causal_conv_cpu(u, weight, ba, a_log, dt_bias, snapshot, ring, rows, since, first, until, end, query_start)
 
 
 def _cases(dtype: str, heads: int, width: int) -> list[AotCase]:

@@ -1,7 +1,7 @@
 """CPU twin of ``causal_conv``: the same taps in the same order, in plain torch.
 
-Called only through the op that kernels/recurrent/causal_conv.py registers. Every operation is by element, so a token's
-bits depend on nothing else. The twin may read values on the host, because an op is opaque to the tape.
+Called only through the op of ``kernels/recurrent/causal_conv.py``. Every operation is elementwise, so a token's bits
+depend on nothing else. The twin may read values on the host, because an op is opaque to the tape.
 
 Shapes: T tokens, R rows, NR state rows, C channels, J taps, Hv value heads.
 """
@@ -34,7 +34,7 @@ def causal_conv_cpu(
     taps = weight.shape[-1]
     plan = _plan((rows, since, first, until, end), query_start, len(u), taps, snapshot.shape[1], ring.shape[1])
     history = plan.history.read(snapshot, ring).flatten(0, 1)  # [R · (J - 1), C]
-    source = torch.cat((history, u))  # what stands before a row's tokens, then all tokens
+    source = torch.cat((history, u))  # inputs before a row's tokens, then all tokens
     if len(plan.moved):
         fresh = source.index_select(0, plan.fresh.flatten()).view(*plan.fresh.shape, -1)
         kept = torch.where(plan.new, fresh, plan.kept.read(snapshot, ring))
@@ -53,7 +53,7 @@ def causal_conv_cpu(
 
 
 class Earlier(NamedTuple):
-    """Places of inputs before the pass [R, J - 1]: (row, place) in the snapshot where ``old``, else in the ring."""
+    """Places of inputs before the pass [R, J - 1]: (row, place) in the snapshot if ``old``, else in the ring."""
 
     old: torch.Tensor
     in_snapshot: tuple[torch.Tensor, torch.Tensor]
@@ -61,22 +61,22 @@ class Earlier(NamedTuple):
 
     @classmethod
     def at(cls, p: PassRows, at: torch.Tensor, kept: int, ring: int) -> Earlier:
-        """The places of positions ``at``. kept, ring: inputs that a row of the snapshot and of the ring holds."""
+        """Compute the places of positions ``at``. kept, ring: capacity of a row of the snapshot and of the ring."""
         rows, since = p.rows[:, None], p.since[:, None]
         place = (at - since + kept).clamp(0, kept - 1)
         return cls((at < since)[..., None], (rows, place), (rows, at % ring))
 
     def read(self, snapshot: torch.Tensor, ring: torch.Tensor) -> torch.Tensor:
-        """The inputs [R, J - 1, C]."""
+        """Gather the inputs [R, J - 1, C]."""
         return torch.where(self.old, snapshot[self.in_snapshot], ring[self.in_ring])
 
 
 class ConvPlan(NamedTuple):
-    """The places that a pass reads and writes, of rows of (history, tokens) where nothing else is said.
+    """Indices that a pass reads and writes; into rows of (history, tokens) by default.
 
-    taps [J, n]: inputs of each token's taps, first to last. token [n]: the tokens that are no padding. latest: places
-    in the ring of the tokens ``latest_token``. moved: state rows whose snapshot moves on; it takes ``fresh`` [m, J - 1]
-    where ``new``, else ``kept``.
+    taps [J, n]: inputs of each token's taps, first to last. token [n]: tokens except padding. latest: places in the
+    ring of the tokens ``latest_token``. moved: state rows whose snapshot advances; it takes ``fresh`` [m, J - 1] if
+    ``new``, else ``kept``.
     """
 
     history: Earlier
@@ -117,7 +117,9 @@ _plan = SharedPlan(_make_plan)
 
 
 def gates_cpu(ba: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
-    """ba [T, 2 Hv]: b, then a, of each value head -> [T, 2, Hv] fp32: the log of the decay, then beta."""
+    """Compute the gates [T, 2, Hv] fp32, the log of the decay, then beta, from ba [T, 2 Hv]: b, then a, of each value
+    head.
+    """
     b, a = (half.contiguous() for half in ba.float().chunk(2, dim=1))
     x = a + dt_bias
     small = torch.exp(-x.abs())

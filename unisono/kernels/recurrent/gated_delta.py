@@ -1,10 +1,10 @@
-"""The gated delta rule. Owns the ``gated_delta`` op; called by ``models``.
+"""Gated delta rule. Owns the ``gated_delta`` op; called by ``models``.
 
-Tokens are computed in chunks of 16 at absolute positions, the open chunk anew from its remembered inputs in every pass.
-So a token's bits do not depend on the passes that a text was cut into, nor on the other rows. A prompt pass has three
-launches: what chunks are without the state, the walk over each row's chunks (on a GPU in 16 bits that of
-``gated_delta_gluon``, which is faster than Triton's), and remembering the open chunk's inputs.
-A round has two; its tokens are remembered on the way.
+Tokens are computed in chunks of 16 at absolute positions; every pass recomputes the open chunk from its remembered
+inputs. So a token's bits do not depend on the division of a text into passes, nor on the other rows. A prompt pass has
+three launches: the state-independent part of chunks, the walk over each row's chunks (on a GPU in 16 bits the kernel of
+``gated_delta_gluon``, which is faster than Triton's), and storing the open chunk's inputs. A round has two launches,
+which also store its tokens' inputs.
 
 Shapes: T tokens, R rows, NR state rows, Hk / Hv key / value heads, K / V head sizes, RING positions that a row
 remembers.
@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, Mutated, ints, op
 from unisono.kernels.overlap import overlapped, overlaps
 from unisono.kernels.recurrent.gated_delta_cpu import CHUNK, gated_delta_cpu
 from unisono.kernels.recurrent.gated_delta_gluon import SIZE, WARPS, walk_kernel, walks
@@ -30,28 +29,30 @@ from unisono.kernels.recurrent.gated_delta_triton import (
 )
 
 _ELEMENTS, _ROWS = 512, 32
-"""Keys and values of a program that remembers them. Rows of a prompt pass up to which kernels are the same."""
+"""Keys and values of a program that stores them. Maximum rows of a prompt pass for one choice of kernels."""
 
 
-class Tile(NamedTuple):
-    """How the state is cut: its rows in a program, warps, registers of a thread at most."""
+class StateTile(NamedTuple):
+    """Blocking of the state: its rows in a program, warps, maximum registers per thread."""
 
     size: int
     warps: int
     registers: int | None = None
 
-    def of(self, value_dim: int) -> Tile:
-        """The tile for heads of this size."""
+    def of(self, value_dim: int) -> StateTile:
+        """Choose the tile for heads of this size."""
         size = min(self.size, value_dim)
         return self._replace(size=size, warps=max(1, self.warps * size // self.size))
 
 
-PROMPT_TILE, ROUND_TILE = Tile(SIZE.value, 1), Tile(64, 4, registers=128)
-"""That of both walks over prompts, and the fastest for rounds of those measured on an H200. No bit depends on them."""
+PROMPT_TILE, ROUND_TILE = StateTile(SIZE.value, 1), StateTile(64, 4, registers=128)
+"""Blocking of both walks over prompts, and the fastest for rounds of those measured on an H200. They affect speed
+only.
+"""
 
 
 class Sizes(NamedTuple):
-    """What the kernels are compiled for."""
+    """Compile-time sizes of the kernels."""
 
     key_heads: int
     value_heads: int
@@ -71,11 +72,11 @@ class Sizes(NamedTuple):
         }  # fmt: skip
 
     def chunks(self, tokens: int, rows: int, is_round: bool) -> tuple[int, int]:
-        """(places for chunks of a pass, places that a row has besides).
+        """(places for chunks of a pass, additional places per row).
 
-        A row reaches back to its snapshot: ring - width tokens, of a ring of 15 + 2 width. The chunks of a round's row
-        stand at row * besides. In a prompt pass those of a row whose tokens begin at t stand at
-        t // 16 + row * besides: no row's places reach into the next one's, whatever the rows' lengths are.
+        A row extends back to its snapshot: ring - width tokens, of a ring of 15 + 2 width. The chunks of a round's row
+        begin at row * besides. In a prompt pass those of a row whose tokens begin at t begin at
+        t // 16 + row * besides: rows of any lengths have separate places.
         """
         back = (self.ring + CHUNK - 1) // 2
         if is_round:
@@ -88,9 +89,9 @@ class Sizes(NamedTuple):
 def launch_gated_delta(
     qkv: Tensor, gates: Tensor, state: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, since: Tensor,
     first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
-    round_tile: Tile = ROUND_TILE, fast_walk: bool = True,
+    round_tile: StateTile = ROUND_TILE, fast_walk: bool = True,
 ) -> Tensor:  # fmt: skip
-    """See :func:`gated_delta`. fast_walk: of prompts in 16 bits on a GPU; no bit depends on it."""
+    """Launch :func:`gated_delta`. fast_walk: use the faster walk for prompts in 16 bits on a GPU (speed only)."""
     out = _gated_delta_meta(qkv, gates, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
     if tokens == 0 and is_round:
@@ -116,12 +117,12 @@ def launch_gated_delta(
             **overlapped(device),
         )  # fmt: skip
     elif not is_round and fast_walk and walks(qkv, sizes.key_dim):
-        given: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "num_warps": WARPS.value}
+        launch: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "num_warps": WARPS.value}
         beside = overlaps(device)
-        walk_kernel[(*grid[:2], 1)](*inputs, starts, tokens, count, OTHERS=False, OVERLAP=beside, **given)
+        walk_kernel[(*grid[:2], 1)](*inputs, starts, tokens, count, OTHERS=False, OVERLAP=beside, **launch)
         if count > 1:
             walk_kernel[(*grid[:2], count - 1)](
-                *inputs, starts, tokens, count, OTHERS=True, **given, **overlapped(device)
+                *inputs, starts, tokens, count, OTHERS=True, **launch, **overlapped(device)
             )  # fmt: skip
     else:
         _walk_kernel[grid](
@@ -142,18 +143,12 @@ def _gated_delta_meta(qkv: Tensor, gates: Tensor, state: Tensor, *_: object) -> 
     return qkv.new_empty((qkv.shape[0], state.shape[1] * state.shape[2]))
 
 
-define(
-    "gated_delta(Tensor qkv, Tensor gates, Tensor(a!) state, Tensor(b!) kv_ring, Tensor(c!) gates_ring, Tensor rows,"
-    " Tensor since, Tensor first, Tensor until, Tensor end, Tensor? query_start) -> Tensor"
-)
-register("gated_delta", cuda=launch_gated_delta, cpu=gated_delta_cpu, meta=_gated_delta_meta)
-
-
+@op(cuda=launch_gated_delta, meta=_gated_delta_meta)
 def gated_delta(
-    qkv: Tensor, gates: Tensor, state: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, since: Tensor,
-    first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
+    qkv: Tensor, gates: Tensor, state: Mutated[Tensor], kv_ring: Mutated[Tensor], gates_ring: Mutated[Tensor],
+    rows: Tensor, since: Tensor, first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The gated delta rule over each row's tokens (Yang, Kautz and Hatamizadeh, arXiv 2412.06464).
+    """Apply the gated delta rule over each row's tokens (Yang, Kautz and Hatamizadeh, arXiv 2412.06464).
 
     For each value head, with its key head's q and k at length 1 (q times K ** -0.5)::
 
@@ -161,20 +156,18 @@ def gated_delta(
 
     qkv [T, Hk K + Hk K + Hv V]: queries, keys, values after the convolution. gates [T, 2, Hv] fp32: g, then beta.
     state [NR, Hv, V, K] fp32: S after ``since`` tokens. kv_ring [NR, RING, Hk K + Hv V], gates_ring [NR, RING, 2, Hv]:
-    what the tokens since had, that of position p at p % RING. rows … end [R], query_start [R + 1] or None in a round:
-    see :class:`unisono.kv.recurrent_state.TailPass`. Value heads h r … h r + r - 1 share key head h, with r = Hv / Hk.
-    K and V are powers of two from 16 to 128.
+    inputs of the tokens since then, position p at p % RING. rows … end [R], query_start [R + 1] or None in a round:
+    see :class:`unisono.kv.recurrent_state.RecurrentPass`. Value heads h r … h r + r - 1 share key head h, with
+    r = Hv / Hk. K and V are powers of two from 16 to 128.
 
-    Returns o [T, Hv V] in qkv's dtype, zero for padding tokens; the state moves on to ``until`` tokens, and the rings
-    remember the pass's tokens.
+    Returns o [T, Hv V] in qkv's dtype, zero for padding tokens. The state advances to ``until`` tokens, and the rings
+    store the pass's tokens.
     """
-    return torch.ops.unisono.gated_delta(
-        qkv, gates, state, kv_ring, gates_ring, rows, since, first, until, end, query_start
-    )
+    return gated_delta_cpu(qkv, gates, state, kv_ring, gates_ring, rows, since, first, until, end, query_start)
 
 
 def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase]:
-    """The kernels of prompt passes, or of rounds of ``width`` tokens a row."""
+    """AotCases of prompt passes, or of rounds of ``width`` tokens per row."""
     _, besides = sizes.chunks(width, 1, is_round)
     types = dict.fromkeys(("qkv", "kv_ring", "squares", "out"), f"*{dtype}")
     types |= dict.fromkeys(("gates", "gates_ring", "factors", "state"), "*fp32")

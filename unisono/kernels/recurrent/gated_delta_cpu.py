@@ -1,6 +1,6 @@
 """CPU twin of ``gated_delta``: the same grid of chunks and the same products, in fp32 and plain torch.
 
-Called only through the op that kernels/recurrent/gated_delta.py registers. Every product has the shape of one chunk of
+Called only through the op of ``kernels/recurrent/gated_delta.py``. Every product has the shape of one chunk of
 one head, so a token's bits depend on its own chunk and the state before it alone. The twin may read values on the host,
 because an op is opaque to the tape.
 
@@ -20,15 +20,15 @@ CHUNK = 16
 """Tokens of a chunk. Chunks begin at multiples of it. It is part of the reduction order, hence of the bits."""
 
 EPS = 1e-6
-"""Added to the square of a query's or key's length."""
+"""Epsilon added to the square of a query's or key's length."""
 
 
 class Chunks(NamedTuple):
-    """Everything of N chunks that does not depend on the state.
+    """State-independent part of N chunks.
 
-    q, k [N, Hk, c, K]: of length 1, q scaled, absent tokens zero. v [N, Hv, c, V]. solve, attend [N, Hv, c, c]: what
-    makes the chunk's new values of their errors, and its outputs of the new values. decay [N, Hv, c]: the log of what
-    is left of the state before the chunk after each token.
+    q, k [N, Hk, c, K]: normalised to length 1, q scaled, absent tokens zero. v [N, Hv, c, V]. solve, attend
+    [N, Hv, c, c]: matrices from the values' errors to the new values, and from the new values to the outputs. decay
+    [N, Hv, c]: log of the decay of the state before the chunk after each token.
     """
 
     q: torch.Tensor
@@ -55,7 +55,7 @@ def gated_delta_cpu(
     """See :func:`unisono.kernels.recurrent.gated_delta.gated_delta`."""
     value_heads, value_dim, key_dim = state.shape[1:]
     plan = _plan((rows, since, first, until, end), query_start, len(qkv), kv_ring.shape[1])
-    out = qkv.new_zeros((len(qkv) + 1, value_heads, value_dim))  # the spare row takes what is no token of the pass
+    out = qkv.new_zeros((len(qkv) + 1, value_heads, value_dim))  # a spare row for positions without a token
     if plan.steps:
         _walk(_chunks(qkv, gates, kv_ring, gates_ring, plan, (value_heads, key_dim)), state, plan, out)
     kv_ring[plan.place] = qkv[:, qkv.shape[1] - kv_ring.shape[2] :].index_select(0, plan.latest)
@@ -64,9 +64,9 @@ def gated_delta_cpu(
 
 
 class Step(NamedTuple):
-    """One chunk of each row that has so many: the rows [A], their chunks [A], and tokens [A · c] (T: none).
+    """One step of the walk, a chunk per row: rows [A], their chunks [A], and tokens [A · c] (T: none).
 
-    reached: which of the rows have their state kept after this chunk; state_rows: those rows of the state.
+    reached: rows whose state is stored after this chunk; state_rows: their rows of the state.
     """
 
     row: torch.Tensor
@@ -77,11 +77,11 @@ class Step(NamedTuple):
 
 
 class DeltaPlan(NamedTuple):
-    """The places that a pass reads and writes.
+    """Indices that a pass reads and writes.
 
-    rows [R]: of the state. token [N · c]: tokens of the chunks' positions (any where there is none); those that are
-    ``old`` are remembered at ``memory``, rows of a ring [NR · L]; no position of a chunk is ``absent`` [N, c, 1] but
-    the last ones. place: places in the rings of the tokens ``latest``.
+    rows [R]: rows of the state. token [N · c]: tokens at the chunks' positions (any value if there is none); ``old``
+    ones are read from ``memory``, rows of a ring [NR · L]; only the last positions of a chunk may be ``absent``
+    [N, c, 1]. place: places in the rings of the tokens ``latest``.
     """
 
     rows: torch.Tensor
@@ -133,11 +133,11 @@ def _chunks(
     plan: DeltaPlan,
     sizes: tuple[int, int],
 ) -> Chunks:
-    """The chunks of a pass. sizes: value heads, key size."""
+    """Compute the chunks of a pass. sizes: value heads, key size."""
     heads, dim = sizes
     queries, shape = qkv.shape[1] - kv_ring.shape[2], plan.old.shape[:2]
     key_heads = queries // dim
-    if not len(qkv):  # the pass only moves the state on
+    if not len(qkv):  # the pass only advances the state
         qkv, gates = qkv.new_zeros((1, qkv.shape[1])), gates.new_zeros((1, *gates.shape[1:]))
 
     def gathered(new: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def _chunks(
 def _within(
     q: torch.Tensor, k: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``solve`` and ``attend`` of :class:`Chunks`: (1 + A)^-1 diag(beta), and what tokens take of each other."""
+    """Compute ``solve`` and ``attend`` of :class:`Chunks`: (1 + A)^-1 diag(beta), and the weights among tokens."""
     groups = decay.shape[1] // k.shape[1]
     order = torch.arange(CHUNK)
     kk, qk = (_products(x, k.mT).repeat_interleave(groups, 1) for x in (k, q))
@@ -174,7 +174,7 @@ def _within(
 
 
 def _walk(chunks: Chunks, state: torch.Tensor, plan: DeltaPlan, out: torch.Tensor) -> None:
-    """Go through each row's chunks: write the outputs of tokens, and the state after ``until`` tokens."""
+    """Walk each row's chunks: write the outputs of tokens, and the state after ``until`` tokens."""
     groups = state.shape[1] // chunks.k.shape[1]
     s_AHVK = state.index_select(0, plan.rows).float()
     for row, n, token, reached, state_rows in plan.steps:
@@ -193,13 +193,15 @@ def _walk(chunks: Chunks, state: torch.Tensor, plan: DeltaPlan, out: torch.Tenso
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    """Vectors of length 1."""
+    """Normalise vectors to length 1."""
     x = x.contiguous()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
 def _products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """``x [N, H, m, n] @ y [N, H, n, l]``; two at least, for a BLAS may take another way for one product alone."""
+    """Compute ``x [N, H, m, n] @ y [N, H, n, l]``, at least two products: a BLAS may compute a single one
+    differently.
+    """
     a, b = x.flatten(0, 1), y.flatten(0, 1)
     if len(a) == 1:
         a, b = a.expand(2, -1, -1), b.expand(2, -1, -1)

@@ -1,10 +1,9 @@
-"""The walk of the gated delta rule over prompts: the bits of ``gated_delta_triton._walk_kernel``, in less time.
+"""Walk of the gated delta rule over prompts: the bits of ``gated_delta_triton._walk_kernel``, faster.
 
-Chunks follow each other, so a prompt takes as long as its chunks take one after the other, and few programs run: 256
-for one prompt of a layer with 32 heads. Two warps share a program here. Each holds half of the state's columns, reads
-it with its half of a chunk's keys and queries, and gives its sums to the other one through shared memory; Triton has no
-way to say so. The inputs of the next chunks are on their way meanwhile. Launched by
-``kernels/recurrent/gated_delta.py``.
+Chunks are sequential, so their latency bounds a prompt, and few programs run: 256 for one prompt of a layer with 32
+heads. Two warps share a program here. Each holds half of the state's columns, reads it with its half of a chunk's keys
+and queries, and passes its sums to the other one through shared memory, which Triton cannot express. The inputs of the
+next chunks are prefetched. Launched by ``kernels/recurrent/gated_delta.py``.
 
 Shapes: as in ``gated_delta_triton``. A program has 16 elements of V.
 """
@@ -17,6 +16,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from unisono.kernels.overlap import overlapping
 from unisono.kernels.recurrent.gated_delta_cpu import CHUNK as CHUNK_TOKENS
 
 CHUNK = gl.constexpr(CHUNK_TOKENS)
@@ -25,7 +25,9 @@ SIZE = gl.constexpr(16)
 
 WARPS = gl.constexpr(2)
 STAGES = gl.constexpr(3)
-"""Chunks whose inputs are held at once. 2 to 6 take the same time for one prompt; for eight 6 take longer."""
+"""Chunks whose inputs are in shared memory at once. 2 to 6 take the same time for one prompt; for eight 6 take
+longer.
+"""
 
 SQUARE = gl.constexpr(CHUNK_TOKENS**2)
 
@@ -33,20 +35,20 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 1, 1], [1, 16, 8]))
 """Layout of the state and of its sums [WARPS, SIZE, n]: a half for each warp."""
 
 BOTH = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 1], [16, 8]))
-"""Layout of what both warps compute [SIZE, CHUNK]."""
+"""Layout of the values that both warps compute [SIZE, CHUNK]."""
 
 APART = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 2], [16, 8]))
 """Layout of the outputs [SIZE, CHUNK]: half of the tokens for each warp."""
 
 
 def walks(qkv: torch.Tensor, key_dim: int) -> bool:
-    """Whether the kernel serves keys of this size: a product takes 16 of a half's columns at least."""
+    """Return True if the kernel serves keys of this size: a product takes at least 16 of a half's columns."""
     return qkv.is_cuda and qkv.dtype.itemsize == 2 and key_dim >= 16 * WARPS.value
 
 
 @gluon.jit
 def _split(x, dtype: gl.constexpr):
-    """``gated_delta_triton._split``."""
+    """Split x into two terms, as ``gated_delta_triton._split``."""
     x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
     high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
     return high.to(dtype), (x - high).to(dtype)
@@ -54,7 +56,7 @@ def _split(x, dtype: gl.constexpr):
 
 @gluon.jit
 def _times_split(x, y_high, y_low, acc, layout: gl.constexpr, dtype: gl.constexpr):
-    """``gated_delta_triton._times_split``: acc + x (y_high + y_low), in acc's layout."""
+    """Compute acc + x (y_high + y_low) in acc's layout, as ``gated_delta_triton._times_split``."""
     high, low = _split(x, dtype)
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     high, low = gl.convert_layout(high, operand), gl.convert_layout(low, operand)
@@ -65,7 +67,7 @@ def _times_split(x, y_high, y_low, acc, layout: gl.constexpr, dtype: gl.constexp
 
 @gluon.jit
 def _added(sums, layout: gl.constexpr):
-    """The sum [SIZE, CHUNK] of both halves."""
+    """Add the sums [SIZE, CHUNK] of both halves."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     sums = sums._reinterpret(gl.float32, [WARPS * SIZE, CHUNK], flat)
     return sums.slice(0, SIZE).load(layout) + sums.slice(SIZE, SIZE).load(layout)
@@ -76,7 +78,7 @@ def _fetch_rows(place, new, old, at, token, column, begin, first, stop, slot, C:
                 RING: gl.constexpr, WHOLE: gl.constexpr, OLD: gl.constexpr):  # fmt: skip
     """Start to copy elements ``column`` of the tokens from position ``at`` on, as ``gated_delta_triton._tile`` does.
 
-    WHOLE: all are tokens of the pass.
+    WHOLE: all positions are tokens of the pass.
     """
     source = new + (begin + at - first).to(gl.int64) * C
     position = at + token
@@ -94,10 +96,10 @@ def _fetch_rows(place, new, old, at, token, column, begin, first, stop, slot, C:
 @gluon.jit
 def _fetch(ch, stage, inputs, where, qkv, kv_ring, squares, factors, h, dv, HK: gl.constexpr, HV: gl.constexpr,
            K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
-    """Start to copy what a chunk takes into its stage of ``inputs``, in shared memory. WHOLE: see :func:`_fetch_rows`.
+    """Start to copy a chunk's inputs to its stage of ``inputs``, in shared memory. WHOLE: see :func:`_fetch_rows`.
 
-    where: the row's first token in the pass; its positions: of the state, of the first token, after the last one; its
-    row of state. squares, factors: those of the row's first chunk.
+    where: (first token of the row in the pass, position of the state, position of the first token, end position, row of
+    the state). squares, factors: those of the row's first chunk.
     """
     k, q, v, square, factor = inputs
     begin, start, first, stop, slot = where
@@ -129,7 +131,9 @@ def _fetch(ch, stage, inputs, where, qkv, kv_ring, squares, factors, h, dv, HK: 
 
 @gluon.jit
 def _step(S, stage, inputs, k_sums, q_sums, dtype: gl.constexpr):
-    """(state after a chunk, outputs [SIZE, CHUNK]): ``gated_delta_triton._chunk`` of S [WARPS, SIZE, HALF]."""
+    """Compute one chunk from S [WARPS, SIZE, HALF], as ``gated_delta_triton._chunk``: (new state, outputs [SIZE,
+    CHUNK]).
+    """
     k, q, v, square, factor = inputs
     state: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     keys: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
@@ -169,14 +173,14 @@ def _step(S, stage, inputs, k_sums, q_sums, dtype: gl.constexpr):
 
 @gluon.jit
 def _put(outputs, o, ch, position, first, stop, STRIDE: gl.constexpr):
-    """Store a chunk's outputs [SIZE, CHUNK] of tokens of the pass. outputs: where those of the first chunk are."""
+    """Store a chunk's outputs [SIZE, CHUNK] of tokens of the pass. outputs: pointer to those of the first chunk."""
     place = gl.to_tensor(ch).to(gl.int64) * (CHUNK * STRIDE)
     gl.store(outputs + place, o.to(outputs.dtype.element_ty), mask=(position >= first) & (position < stop))
 
 
 @gluon.jit
 def _rooms(dtype: gl.constexpr, HALF: gl.constexpr):
-    """(inputs of each stage's chunk, sums of reads by keys, by queries), in shared memory."""
+    """Allocate (inputs of each stage's chunk, sums of reads by keys, by queries) in shared memory."""
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // HALF, HALF // 8, [2, 1, 0])
     narrow: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -195,7 +199,7 @@ def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, 
           HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr):  # fmt: skip
     """Walk all chunks of a row from the state S on, which is stored at ``home`` after ``keep`` of them.
 
-    where, squares, factors: see :func:`_fetch`. outputs [SIZE, CHUNK]: where those of the first chunk are; token
+    where, squares, factors: see :func:`_fetch`. outputs [SIZE, CHUNK]: pointers to those of the first chunk; token
     [1, CHUNK]: its tokens.
     """
     inputs, k_sums, q_sums = _rooms(dtype, K // WARPS)
@@ -204,7 +208,7 @@ def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, 
     for early in gl.static_range(STAGES):
         _fetch(gl.minimum(early, chunks - 1), early, inputs, where, qkv, kv_ring, squares, factors, h, dv,
                HK, HV, K, V, RING, False)  # fmt: skip
-    # The first loop has no branch: what it fetches are whole chunks of the pass, and no state is stored.
+    # The first loop has no branch: it fetches whole chunks of the pass only and stores no state.
     smooth = gl.minimum((stop - start) // CHUNK - STAGES, keep - 1)
     smooth = gl.where(at - start > STAGES * CHUNK, 0, gl.maximum(smooth, 0))
     stage = smooth * 0
@@ -226,18 +230,20 @@ def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, 
     async_copy.wait_group(0)
 
 
+@overlapping(beside=True)
 @gluon.jit(do_not_specialize=["T", "R"])
 def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R,
                 HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr,
                 EXTRA: gl.constexpr, OTHERS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """Program (tile of V, value head, row) walks all chunks of a prompt's row. Those of the last row zero the padding.
+    """Walk all chunks of a prompt's row; one program per (tile of V, value head, row). Those of the last row zero the
+    padding.
 
-    OTHERS: the launch has all rows but row 0, which has one of its own: its 256 programs are two on a multiprocessor
-    then. Of a larger grid the hardware places three on some, which take 1.4 times as long. With OVERLAP the launch of
-    the other rows runs beside it: neither reads what the other one writes. It ends after it, for the last row's
+    OTHERS: the launch has all rows but row 0, which has its own launch: two of its 256 programs then share a
+    multiprocessor. In a larger grid the hardware places three on some, which take 1.4 times as long. With OVERLAP the
+    launch of the other rows runs beside it: neither reads the other's outputs. It ends after it, since the last row's
     programs wait.
 
-    Row 0's is not launched before its turn: while the last programs of the kernel before it run, only some
+    Row 0's launch does not overlap the kernel before it: while the last programs of that kernel run, only some
     multiprocessors have room, and they would get all of the few programs that walk. One prompt took 1.3 times as long.
     """
     if OVERLAP and not OTHERS:

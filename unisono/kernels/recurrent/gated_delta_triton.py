@@ -1,11 +1,11 @@
-"""Triton kernels of the gated delta rule. Launched by kernels/recurrent/gated_delta.py.
+"""Triton kernels of the gated delta rule. Launched by ``kernels/recurrent/gated_delta.py``.
 
-A chunk is 16 tokens at a multiple of 16. :func:`_prepare_kernel` computes what of it does not depend on the state: of
-the products of its keys and queries, and of the decays, it makes T (the new values are T times the values' errors) and
-P (the outputs are P times the new values, besides what they read of the state). :func:`_walk_kernel` walks a row's
-chunks with the state in registers, :func:`_round_kernel` takes the one or two chunks of a round's row. They run the
-same arithmetic and differ in where they find tokens: a round's chunks begin before its tokens, so most of their inputs
-are remembered. ``gated_delta_gluon`` has a faster walk, for 16-bit prompts.
+A chunk is 16 tokens at a multiple of 16. :func:`_prepare_kernel` computes its state-independent part: from the products
+of its keys and queries, and from the decays, it computes T (the new values are T times the values' errors) and P (the
+outputs are P times the new values, plus the queries' reads of the state). :func:`_walk_kernel` walks a row's chunks
+with the state in registers, :func:`_round_kernel` takes the one or two chunks of a round's row. They share the
+arithmetic and differ in the source of tokens: a round's chunks begin before its tokens, so most of their inputs are
+read from the ring. ``gated_delta_gluon`` has a faster walk, for 16-bit prompts.
 
 The tensor cores multiply 16-bit numbers. S, the errors, the new values, T and P are split into two such terms, which
 keep 16 of fp32's 24 bits; q, k and v are exact. The bits of a chunk must not depend on which kernel computes it, so
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.library import COMPILED
-from unisono.kernels.overlap import follow
+from unisono.kernels.overlap import follow, overlapping
 from unisono.kernels.recurrent.gated_delta_cpu import CHUNK as CHUNK_TOKENS
 from unisono.kernels.recurrent.gated_delta_cpu import EPS as LENGTH_EPS
 
@@ -34,7 +34,7 @@ NEVER = tl.constexpr(2**31 - 1)
 
 @triton.constexpr_function
 def half_of(K):
-    """Columns of the state whose products with a key are added up by themselves; a product takes 16 at least."""
+    """Columns of the state whose products with a key are summed separately; a product takes at least 16."""
     return max(K // 2, 16)
 
 
@@ -43,10 +43,9 @@ def half_of(K):
 
 @triton.jit
 def _split(x, dtype: tl.constexpr):
-    """x as two terms of 8 bits each; the first is cut, not rounded.
+    """Split x into two terms of 8 bits each; the first is truncated, not rounded.
 
-    The move keeps the compiler from fusing the product that x may be into the subtraction, in one kernel and not in
-    another.
+    The ``mov`` keeps the compiler from fusing a product x into the subtraction in one kernel and not in another.
     """
     if COMPILED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -56,7 +55,7 @@ def _split(x, dtype: tl.constexpr):
 
 @triton.jit
 def _times(x, y, acc):
-    """acc + x y for fp32 x and exact y."""
+    """Compute acc + x y for fp32 x and exact y."""
     dtype: tl.constexpr = y.dtype
     if dtype == tl.float32:
         return tl.dot(x, y, acc, input_precision="ieee")
@@ -67,7 +66,7 @@ def _times(x, y, acc):
 
 @triton.jit
 def _times_split(x, y_high, y_low, acc):
-    """acc + x (y_high + y_low) for fp32 x; in fp32 y_low is nothing."""
+    """Compute acc + x (y_high + y_low) for fp32 x; in fp32 y_low is unused."""
     dtype: tl.constexpr = y_high.dtype
     if dtype == tl.float32:
         return tl.dot(x, y_high, acc, input_precision="ieee")
@@ -91,7 +90,7 @@ def _store_split(pointer, x, at, SQUARE: tl.constexpr):
 
 @triton.jit
 def _load_split(pointer, at, SQUARE: tl.constexpr):
-    """What :func:`_store_split` stored."""
+    """Load a square that :func:`_store_split` stored."""
     high = tl.load(pointer + at)
     if pointer.dtype.element_ty == tl.float32:
         return high, high
@@ -104,7 +103,7 @@ def _load_split(pointer, at, SQUARE: tl.constexpr):
 @triton.jit
 def _tile(new, new_stride, ring, ring_stride, position, begin, first, stop, slot, d, RING: tl.constexpr,
           OLD: tl.constexpr):  # fmt: skip
-    """Elements d of the tokens at ``position`` [N]: of the pass or, if OLD, remembered; others are zero. [N, len(d)]"""
+    """Load elements d of the tokens at ``position`` [N], from the pass or, if OLD, from the ring; others are zero."""
     there = position < stop
     row = new + (begin + position - first).to(tl.int64) * new_stride
     if OLD:
@@ -117,14 +116,14 @@ def _tile(new, new_stride, ring, ring_stride, position, begin, first, stop, slot
 
 @triton.jit
 def _of_head(qkv, kv_ring, h, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """Where the queries, keys and values of value head h begin in the pass, and the keys and values in the ring."""
+    """Offsets of the queries, keys and values of value head h in the pass, and of the keys and values in the ring."""
     k, v = h // (HV // HK) * K, HK * K + h * V
     return qkv + k, qkv + HK * K + k, qkv + HK * K + v, kv_ring + k, kv_ring + v
 
 
 @triton.jit
 def _gate(gates, token, there, h, HV: tl.constexpr):
-    """(g, beta) [N] of head h of tokens, in the pass or in the ring; zeros where they are not ``there``."""
+    """Load (g, beta) [N] of head h of tokens, from the pass or the ring; zeros if not ``there``."""
     row = gates + token * (2 * HV) + h
     return tl.load(row, mask=there, other=0.0), tl.load(row + HV, mask=there, other=0.0)
 
@@ -134,9 +133,9 @@ def _gate(gates, token, there, h, HV: tl.constexpr):
 
 @triton.jit
 def _squares(kk, qk, qq, sums, sums_row, beta, SCALE: tl.constexpr):
-    """T, P [CHUNK, CHUNK] and the chunk's factors [CHUNK] from products of its keys and queries, fp32.
+    """Compute T, P [CHUNK, CHUNK] and the chunk's factors [CHUNK] from products of its keys and queries, fp32.
 
-    sums, sums_row: the decays' logs added up, along the rows and along the columns of a square; beta: along the rows.
+    sums, sums_row: cumulative logs of the decays, along the rows and the columns of a square; beta: along the rows.
     """
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     k_row = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 0) + EPS)
@@ -158,7 +157,7 @@ def _squares(kk, qk, qq, sums, sums_row, beta, SCALE: tl.constexpr):
 
 @triton.jit
 def _store_chunk(squares, factors, place, T, P, w_k, w_q, w_s, whole):
-    """What :func:`_within` reads of a chunk and head, whose place this is. Squares are stored by columns."""
+    """Load the inputs of :func:`_within` of a chunk and head at this place. Squares are stored by columns."""
     i = tl.arange(0, CHUNK)
     own, square = place * (4 * CHUNK * CHUNK), i[None, :] * CHUNK + i[:, None]
     _store_split(squares + own, T, square, CHUNK * CHUNK)
@@ -170,15 +169,17 @@ def _store_chunk(squares, factors, place, T, P, w_k, w_q, w_s, whole):
     tl.store(f + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + whole)
 
 
+@overlapping(reads_early=True)
 @triton.jit(do_not_specialize=["R"])
 def _prepare_kernel(
     qkv, gates, kv_ring, gates_ring, squares, factors, rows, since, first, end, query_start, R, W,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, SCALE: tl.constexpr,
     EXTRA: tl.constexpr, ROUND: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, value head). EXTRA: of a round, chunks of a row; else see :func:`first_chunk` of the launch.
+    """Prepare chunks; one program per (chunk, value head).
 
-    In a round what is remembered is read before the kernel ahead has ended: see ``kernels/overlap.py``.
+    EXTRA: chunks per row in a round; in a prompt pass see ``besides`` of the launch. In a round the ring is read before
+    the kernel ahead has ended: see ``kernels/overlap.py``.
     """
     if not ROUND:
         follow(OVERLAP)
@@ -235,7 +236,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _reads(S, k, q, k_sum, q_sum):
-    """The products of half of S [V, n] with keys and queries [CHUNK, n], added to another half's [V, CHUNK]."""
+    """Add the products of half of S [V, n] with keys and queries [CHUNK, n] to the other half's [V, CHUNK]."""
     dtype: tl.constexpr = k.dtype
     k, q = tl.trans(k), tl.trans(q)
     zero = tl.zeros_like(k_sum)
@@ -253,10 +254,10 @@ def _reads(S, k, q, k_sum, q_sum):
 
 @triton.jit
 def _within(k_sum, q_sum, v, squares, factors):
-    """(outputs [V, CHUNK], what the state takes in of each token [V, CHUNK], what is left of it) of one chunk.
+    """Compute one chunk: (outputs [V, CHUNK], update of the state by each token [V, CHUNK], decay of the state).
 
-    k_sum, q_sum [V, CHUNK]: what keys and queries read of the state. v [CHUNK, V]. squares, factors: as
-    :func:`_prepare_kernel` left them.
+    k_sum, q_sum [V, CHUNK]: the keys' and queries' reads of the state. v [CHUNK, V]. squares, factors: outputs of
+    :func:`_prepare_kernel`.
     """
     i = tl.arange(0, CHUNK)
     square = i[:, None] * CHUNK + i[None, :]
@@ -272,7 +273,7 @@ def _within(k_sum, q_sum, v, squares, factors):
 
 @triton.jit
 def _chunk(S, k, q, v, squares, factors):
-    """:func:`_within` of a chunk that begins with the state S [V, K]."""
+    """Compute a chunk that begins with the state S [V, K]: see :func:`_within`."""
     K: tl.constexpr = k.shape[1]
     half = tl.arange(0, K)[None, :] // half_of(K)
     k_sum = tl.zeros([v.shape[1], CHUNK], tl.float32)
@@ -288,7 +289,9 @@ def _walk_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, EXTRA: tl.constexpr,
     ROUND: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of V, value head, row) walks all chunks of a row; the last row's zero a prompt pass's padding."""
+    """Walk all chunks of a row; one program per (tile of V, value head, row). The last row's zero a prompt pass's
+    padding.
+    """
     follow(OVERLAP)
     h, row = tl.program_id(1), tl.program_id(2)
     C: tl.constexpr = 2 * HK * K + HV * V
@@ -325,16 +328,18 @@ def _walk_kernel(
                 tl.store(home, S)
 
 
+@overlapping(reads_early=True)
 @triton.jit
 def _round_kernel(
     qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, W,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
     BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_walk_kernel` for rounds of at most two chunks a row: the state passes through in halves of K.
+    """Walk rounds of at most two chunks per row, as :func:`_walk_kernel`; the state is processed in halves of K.
 
-    It is read again where a chunk closes, for the second one, and written where the chunk's tokens are committed. What
-    :func:`_prepare_kernel` does not write is read before it has ended (:data:`unisono.kernels.overlap.READ_EARLY`).
+    It is read again for the second chunk if the first closes, and written if the chunk's tokens are committed. Inputs
+    that :func:`_prepare_kernel` does not write are read before it has ended
+    (:data:`unisono.kernels.overlap.READ_EARLY`).
     """
     h, row = tl.program_id(1), tl.program_id(2)
     C: tl.constexpr = 2 * HK * K + HV * V
@@ -385,7 +390,7 @@ def _round_kernel(
 @triton.jit
 def _put(out, v_ring, o, v, position, begin, first, stop, limit, slot, dv, STRIDE: tl.constexpr, KV: tl.constexpr,
          RING: tl.constexpr, REMEMBER: tl.constexpr):  # fmt: skip
-    """Store a chunk's outputs o [V, CHUNK] of tokens of the pass, those up to ``limit``, and remember their values."""
+    """Store a chunk's outputs o [V, CHUNK] of tokens of the pass up to ``limit``, and their values in the ring."""
     token = (begin + position - first).to(tl.int64)[:, None] * STRIDE
     tl.store(
         out + token, tl.trans(o).to(out.dtype.element_ty), mask=((position >= first) & (position < limit))[:, None]
@@ -409,7 +414,7 @@ def _remember_chunk_kernel(
     qkv, gates, kv_ring, gates_ring, rows, first, until, end, query_start, QUERIES: tl.constexpr, KV: tl.constexpr,
     HV: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """After a prompt pass: remember the tokens of its open chunk. The last program of a row takes the gates."""
+    """Store the tokens of a prompt pass's open chunk in the ring. The last program of a row takes the gates."""
     follow(OVERLAP)
     row = tl.program_id(0)
     at = tl.load(first + row)

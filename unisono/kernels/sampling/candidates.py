@@ -1,4 +1,4 @@
-"""The best few tokens of each row of logits, in order, by the rule of ``sample``.
+"""Top-C tokens of each row of logits, in order, by the rule of ``sample``.
 
 Owns the op ``candidates``. Drafters that try several continuations call it through `sampling/pipeline.py`. The first
 candidate of a row is the token that ``sample`` returns; its second is the one that ``sample`` would return if the first
@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, one_stride, op
 from unisono.kernels.sampling.sampler import launch_filter, order_key, ranked_keys, scores_cpu, token_of
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
 LEAST = tl.constexpr(-(2**63))
 NONE = tl.constexpr(-1)
-"""No draft: the filters keep fewer tokens."""
+"""Value of absent candidates: the filters keep fewer tokens."""
 
 BLOCK, BLOCK_WARPS = 4096, 8
 
@@ -93,12 +93,22 @@ def launch_candidates(
     return tokens
 
 
-def candidates_cpu(
+def _candidates_meta(logits: Tensor, slots: Tensor, count: int, *_: object) -> Tensor:
+    return slots.new_empty(logits.shape[0], count)
+
+
+@op(cuda=launch_candidates, meta=_candidates_meta)
+def candidates(
     logits: Tensor, slots: Tensor, count: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int, ids: Tensor | None, edits: Tensor,
     edited: Tensor,
 ) -> Tensor:  # fmt: skip
-    """CPU twin of :func:`candidates`."""
+    """Select the ``count`` best tokens of each row for position length + offset, best first: [N, count] int32.
+
+    logits [N, V], slots [N], ids, edited and the slot fields are those of
+    :func:`unisono.kernels.sampling.sampler.sample`, with a width of 1. Column 0 is the token of ``sample``. Later ones
+    are -1 if the filters keep no more. Rows of inactive slots are 0.
+    """
     scores, running = scores_cpu(
         logits, slots, 1, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits, edited
     )
@@ -109,35 +119,6 @@ def candidates_cpu(
         places.append(token.masked_fill(scores.gather(1, best) == -torch.inf, NONE.value) if place else token)
         scores.scatter_(1, best, -torch.inf)
     return torch.cat(places, 1).where(running[:, None], 0).int()
-
-
-def _candidates_meta(logits: Tensor, slots: Tensor, count: int, *_: object) -> Tensor:
-    return slots.new_empty(logits.shape[0], count)
-
-
-define(
-    "candidates(Tensor logits, Tensor slots, int count, Tensor length, Tensor status, Tensor temperature,"
-    " Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed_lo, Tensor seed_hi, int offset, Tensor? ids, Tensor edits,"
-    " Tensor edited) -> Tensor"
-)
-register("candidates", cuda=launch_candidates, cpu=candidates_cpu, meta=_candidates_meta)
-
-
-def candidates(
-    logits: Tensor, slots: Tensor, count: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
-    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int, ids: Tensor | None, edits: Tensor,
-    edited: Tensor,
-) -> Tensor:  # fmt: skip
-    """The ``count`` best tokens of each row for position length + offset, best first: [N, count] int32.
-
-    logits [N, V], slots [N], ids, edited and the slot fields are as :func:`unisono.kernels.sampling.sampler.sample`
-    takes them, with a width of 1. Column 0 is the token of ``sample``. Later ones are -1 where the filters keep no
-    more. Rows of inactive slots are 0.
-    """
-    return torch.ops.unisono.candidates(
-        logits, slots, count, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits,
-        edited,
-    )  # fmt: skip
 
 
 def _signature(dtype: str) -> dict[str, str]:

@@ -1,12 +1,12 @@
-"""Sampling where each rank has some columns of the logits: each ranks its own, and the best of all are the tokens.
+"""Sampling from column-parallel logits: each rank sorts its own columns, and the best keys of all ranks are the tokens.
 
 Owns the ops ``column_keys`` and ``best_tokens``. Between them ``sampling/pipeline.py`` gathers the keys. A key is an
 int64 of a score and a token (``sampling.ranked_keys``): the largest of all ranks' keys is the token that ``sample``
 picks from whole rows, with the same scores, noise and ties. That holds for rows without filters only: a filter's
 threshold follows from the whole row.
 
-*keys* writes the best few of each block of columns; nothing reduces the blocks of a rank, since a block's keys are few
-bytes and a launch more would take longer than gathering them. *tokens* picks the best of all ranks and blocks.
+*keys* writes the best few of each block of columns; the blocks of a rank are not reduced, since a block's keys are few
+bytes and another launch would take longer than gathering them. *tokens* picks the best of all ranks and blocks.
 
 Shapes: N = R * W rows of logits, n columns of this rank, S slots, B blocks, C tokens of each row.
 """
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, one_stride, op
 from unisono.kernels.sampling.candidates import LEAST, NONE, RUNNING, store_best
 from unisono.kernels.sampling.sampler import ARGMAX_BLOCKS, order_key, ranked_keys, scores_cpu, token_of
 
@@ -62,7 +62,7 @@ def _block(rows: int) -> tuple[int, int]:
 
 
 def key_bytes(columns: int) -> int:
-    """Bytes of a row's keys, one for each block of this number of columns, in a pass of many rows."""
+    """Columns per block in a pass of many rows; each block has one key per candidate."""
     return 8 * triton.cdiv(columns, _block(max(ARGMAX_BLOCKS))[0])
 
 
@@ -86,11 +86,20 @@ def launch_column_keys(
     return keys
 
 
-def column_keys_cpu(
+@op(cuda=launch_column_keys, meta=_keys_meta)
+def column_keys(
     logits: Tensor, slots: Tensor, width: int, count: int, length: Tensor, status: Tensor, temperature: Tensor,
     seed_lo: Tensor, seed_hi: Tensor, offset: int, first: int, edits: Tensor, edited: Tensor,
 ) -> Tensor:  # fmt: skip
-    """CPU twin of :func:`column_keys`."""
+    """Compute the keys of the ``count`` best columns of each block of each row, by the rule of ``sample`` without
+    filters.
+
+    logits [R * width, n]: columns ``first`` … ``first + n`` of the vocabulary. edited [R * width, n] fp32: edited
+    logits of slots with edits. slots, the slot fields and offset are those of
+    :func:`unisono.kernels.sampling.sampler.sample`. Returns [R * width, B * count] int64: larger is better, in no order
+    beyond a block, -2^63 if a block has no more columns or the slot does not run. B depends on n and on the number of
+    rows.
+    """
     rows, columns = logits.shape
     keys, off = _keys_meta(logits, slots, width, count), torch.zeros_like(length)
     token = torch.arange(first, first + columns, dtype=torch.int32)
@@ -109,29 +118,6 @@ def column_keys_cpu(
     return keys
 
 
-define(
-    "column_keys(Tensor logits, Tensor slots, int width, int count, Tensor length, Tensor status, Tensor temperature,"
-    " Tensor seed_lo, Tensor seed_hi, int offset, int first, Tensor edits, Tensor edited) -> Tensor"
-)
-register("column_keys", cuda=launch_column_keys, cpu=column_keys_cpu, meta=_keys_meta)
-
-
-def column_keys(
-    logits: Tensor, slots: Tensor, width: int, count: int, length: Tensor, status: Tensor, temperature: Tensor,
-    seed_lo: Tensor, seed_hi: Tensor, offset: int, first: int, edits: Tensor, edited: Tensor,
-) -> Tensor:  # fmt: skip
-    """The keys of the ``count`` best columns of each block of each row, by the rule of ``sample`` without filters.
-
-    logits [R * width, n]: columns ``first`` … ``first + n`` of the vocabulary; edited [R * width, n] fp32 are the same
-    of slots that edit. slots, the slot fields and offset are as :func:`unisono.kernels.sampling.sampler.sample` takes
-    them. Returns [R * width, B * count] int64: larger is better, in no order beyond a block, -2^63 where a block has no
-    more columns or the slot does not run. B depends on n and on the number of rows.
-    """
-    return torch.ops.unisono.column_keys(
-        logits, slots, width, count, length, status, temperature, seed_lo, seed_hi, offset, first, edits, edited
-    )
-
-
 def _tokens_meta(keys: Tensor, slots: Tensor, width: int, count: int, *_: object) -> Tensor:
     return slots.new_empty(keys.shape[0], count)
 
@@ -146,8 +132,14 @@ def launch_best_tokens(keys: Tensor, slots: Tensor, width: int, count: int, stat
     return tokens
 
 
-def best_tokens_cpu(keys: Tensor, slots: Tensor, width: int, count: int, status: Tensor) -> Tensor:
-    """CPU twin of :func:`best_tokens`."""
+@op(cuda=launch_best_tokens, meta=_tokens_meta)
+def best_tokens(keys: Tensor, slots: Tensor, width: int, count: int, status: Tensor) -> Tensor:
+    """Select the ``count`` best tokens of each row, best first: [N, count] int32.
+
+    keys [R * width, K] int64, contiguous: keys of all candidate columns, in any order. slots [R], status [S]: as in
+    :func:`column_keys`. Column 0 is the token of ``sample``. Later ones are -1 if there are no more tokens. Rows of
+    inactive slots are 0.
+    """
     running = status[slots.long().repeat_interleave(width)] == RUNNING.value
     best = keys.topk(min(count, keys.shape[1]), dim=1).values
     best = torch.nn.functional.pad(best, (0, count - best.shape[1]), value=LEAST.value)
@@ -155,20 +147,6 @@ def best_tokens_cpu(keys: Tensor, slots: Tensor, width: int, count: int, status:
     tokens = 0x7FFFFFFF - (best & 0x7FFFFFFF)
     tokens[:, 1:].masked_fill_(best[:, 1:] >> 32 <= nothing, NONE.value)
     return tokens.where(running[:, None], 0).int()
-
-
-define("best_tokens(Tensor keys, Tensor slots, int width, int count, Tensor status) -> Tensor")
-register("best_tokens", cuda=launch_best_tokens, cpu=best_tokens_cpu, meta=_tokens_meta)
-
-
-def best_tokens(keys: Tensor, slots: Tensor, width: int, count: int, status: Tensor) -> Tensor:
-    """The ``count`` best tokens of each row, best first: [N, count] int32.
-
-    keys [R * width, K] int64, contiguous: those of all columns that may be best, in any order. slots [R], status [S]:
-    as in :func:`column_keys`. Column 0 is the token of ``sample``. Later ones are -1 where no more tokens can be
-    picked. Rows of inactive slots are 0.
-    """
-    return torch.ops.unisono.best_tokens(keys, slots, width, count, status)
 
 
 def _signature(dtype: str) -> dict[str, str]:

@@ -2,14 +2,14 @@
 
 Owns the op ``edit_logits`` and the layout of the edit table, one row of int32 words per slot;
 `sampling/edits.py` packs rows and `sampling/pipeline.py` calls the op, for the target's logits and for a
-drafter's. Only slots whose ``edits`` field is not 0 have a row there. The programs of all others return at once.
+drafter's. Only slots whose ``edits`` field is not 0 have a row. The programs of all others return at once.
 
-Edited rows are written to a tensor of their own in fp32, because a penalised bf16 logit is not a bf16 number. In order,
-as vLLM applies them:
+Edited rows are written to a separate tensor in fp32, because a penalised bf16 logit is not a bf16 number. In order, as
+in vLLM:
 
 * mask: ids that the pass's mask forbids at a position become -inf (a bit for each id), if the pass has a mask.
 * allowed: ids outside the set become -inf (a bit for each id).
-* bad words: the last id of a word becomes -inf where the output ends with the others.
+* bad words: the last id of a word becomes -inf if the output ends with the others.
 * bias: added.
 * min_tokens: the slot's stop ids become -inf while the output is shorter.
 * repetition (of ids in prompt or output): positive logits are divided by it, others multiplied (Keskar et al.,
@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, one_stride, op
 from unisono.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_IDS, FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -58,7 +58,7 @@ def _float(words, at):
 
 @triton.jit
 def _column_of(token, ids, V, HAS_IDS: tl.constexpr, FIRST: tl.constexpr, STEPS: tl.constexpr):
-    """The column of each token; out of range where it has none. ``ids`` ascends, so it is searched."""
+    """Column of each token; out of range if it has none. ``ids`` is sorted, so it is searched by bisection."""
     column = token - FIRST
     if HAS_IDS:
         low = tl.zeros_like(token)
@@ -77,7 +77,9 @@ def _column_of(token, ids, V, HAS_IDS: tl.constexpr, FIRST: tl.constexpr, STEPS:
 def _count(
     past, first, last, base, ids, V, HAS_IDS, FIRST: tl.constexpr, STEPS, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """How often the columns [BLOCK] from ``base`` on occur among the tokens ``first`` … ``last`` of a history."""
+    """Count the occurrences of the columns [BLOCK] from ``base`` on among the tokens ``first`` … ``last`` of a
+    history.
+    """
     counts = tl.zeros((BLOCK,), tl.int32)
     i = tl.arange(0, CHUNK)
     for start in range(first, last, CHUNK):
@@ -90,10 +92,10 @@ def _count(
 
 @triton.jit
 def _without_bad_words(logit, token, words, past, drafts, committed, seen):
-    """-inf for the last token of every word whose other tokens end the output."""
+    """Set the last token of every word to -inf if the output ends with the word's other tokens."""
     j = tl.arange(0, WORD_TOKENS)
     prompt_len = tl.load(words + PROMPT_LEN)
-    at = committed + seen - (WORD_TOKENS - 1) + j  # where word[j] stands if its last token comes next
+    at = committed + seen - (WORD_TOKENS - 1) + j  # position of word[j] if its last token comes next
     known = (j < WORD_TOKENS - 1) & (at >= prompt_len)
     before = tl.load(past + at, mask=known & (at < committed), other=-1)
     before = tl.where(
@@ -193,42 +195,13 @@ def launch_edit_logits(
     return edited
 
 
-def edit_logits_cpu(
-    logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
-    stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
-    mask: Tensor | None = None, first: int = 0,
-) -> Tensor:  # fmt: skip
-    edited = _edit_meta(logits)
-    editing = edits.index_select(0, slots.long())
-    if not editing.any():
-        return edited
-    running = status.index_select(0, slots.long()) == RUNNING.value
-    rows = ((editing != 0) & running).nonzero()[:, 0].tolist()
-    if not rows:
-        return edited
-    tokens = torch.arange(first, first + logits.shape[1]) if ids is None else ids.long()
-    column_of = torch.full(((table.shape[1] - ALLOWED.value) * 32,), -1)
-    column_of[tokens] = torch.arange(logits.shape[1])
-    for row in rows:
-        slot = int(slots[row])
-        past, stops = history[slot, : int(length[slot])], stop_ids[slot].long()
-        for j in range(width):
-            n = row * width + j
-            seen = torch.cat((past, drafts[row, : offset + j])).long()
-            logit = logits[n].float()
-            if mask is not None:
-                logit = logit.masked_fill(_bits(mask[n], tokens) == 0, -torch.inf)
-            edited[n] = _edit_row(logit, tokens, column_of, seen, stops, table[slot])
-    return edited
-
-
 def _bits(words: Tensor, tokens: Tensor) -> Tensor:
-    """Each token's bit."""
+    """Read each token's bit."""
     return (words[tokens // 32] >> (tokens % 32)) & 1
 
 
 def _edit_row(logit: Tensor, tokens: Tensor, column_of: Tensor, seen: Tensor, stops: Tensor, words: Tensor) -> Tensor:
-    """One row: logit [V] fp32 of ``tokens [V]``, after the tokens ``seen``; ``words`` is the slot's table row."""
+    """Edit one row: logit [V] fp32 of ``tokens [V]``, after the tokens ``seen``. words: the slot's table row."""
     repetition, presence, frequency = words[:3].view(torch.float32).tolist()
     prompt_len, min_tokens, biases, bad_words, restricted = words[3:8].tolist()
     output = seen[prompt_len:]
@@ -251,7 +224,7 @@ def _edit_row(logit: Tensor, tokens: Tensor, column_of: Tensor, seen: Tensor, st
 
 
 def _known(column_of: Tensor, tokens: Tensor) -> Tensor:
-    """The columns of those tokens that have one."""
+    """Columns of the tokens that have one."""
     columns = column_of[tokens[tokens >= 0]]
     return columns[columns >= 0]
 
@@ -265,33 +238,44 @@ def _ends_with(output: list[int], prefix: list[int]) -> bool:
     return not prefix or output[-len(prefix) :] == prefix
 
 
-define(
-    "edit_logits(Tensor logits, Tensor slots, int width, Tensor drafts, Tensor edits, Tensor length, Tensor status,"
-    " Tensor stop_ids, Tensor history, Tensor table, int offset=0, Tensor? ids=None, Tensor? mask=None,"
-    " int first=0) -> Tensor"
-)
-register("edit_logits", cuda=launch_edit_logits, cpu=edit_logits_cpu, meta=_edit_meta)
-
-
+@op(cuda=launch_edit_logits, meta=_edit_meta)
 def edit_logits(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
     stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
     mask: Tensor | None = None, first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Edited copies of the rows that ask for it; the other rows of the result are left as they were allocated.
+    """Return edited copies of the rows of slots with edits; the other rows of the result are uninitialised.
 
     logits [R * width, V] bf16, fp16 or fp32, last dimension contiguous; slots [R] int32. Row r * width + j is for
     position length + offset + j and sees drafts[r, : offset + j] (int32, -1: none) after the history. edits, length,
     status [S], stop_ids [S, 16] (-1: none): slot fields of one stride; history [S, max_tokens], table
-    [S, words of a row]; all int32. ids [V] int32, ascending: the token of each column (None: ``first`` and those after
-    it, where V columns are a part of the vocabulary).
+    [S, words of a row]; all int32. ids [V] int32, ascending: token of each column (None: ``first`` and those after
+    it, if V columns are a part of the vocabulary).
     mask [R * width, words] int32, last dimension contiguous: bit i % 32 of word i // 32 allows token i (None: all).
     Returns [R * width, V] fp32. A row depends on its own logits, slot and drafts only.
     """
-    return torch.ops.unisono.edit_logits(
-        logits, slots, width, drafts, edits, length, status, stop_ids, history, table, offset, ids, mask,
-        first,
-    )  # fmt: skip
+    edited = _edit_meta(logits)
+    editing = edits.index_select(0, slots.long())
+    if not editing.any():
+        return edited
+    running = status.index_select(0, slots.long()) == RUNNING.value
+    rows = ((editing != 0) & running).nonzero()[:, 0].tolist()
+    if not rows:
+        return edited
+    tokens = torch.arange(first, first + logits.shape[1]) if ids is None else ids.long()
+    column_of = torch.full(((table.shape[1] - ALLOWED.value) * 32,), -1)
+    column_of[tokens] = torch.arange(logits.shape[1])
+    for row in rows:
+        slot = int(slots[row])
+        past, stops = history[slot, : int(length[slot])], stop_ids[slot].long()
+        for j in range(width):
+            n = row * width + j
+            seen = torch.cat((past, drafts[row, : offset + j])).long()
+            logit = logits[n].float()
+            if mask is not None:
+                logit = logit.masked_fill(_bits(mask[n], tokens) == 0, -torch.inf)
+            edited[n] = _edit_row(logit, tokens, column_of, seen, stops, table[slot])
+    return edited
 
 
 _INTS = ("slots", "drafts", "edits", "length", "status", "stop_ids", "history", "table", "ids", "mask")

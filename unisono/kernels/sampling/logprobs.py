@@ -1,12 +1,12 @@
-"""Log-probabilities of sampled tokens and of the most likely ones, for the rows that ask for them.
+"""Log-probabilities of sampled tokens and of the most likely ones, for the rows that request them.
 
 Owns the op ``logprobs``. The engine's programs call it after `sampling/pipeline.py`, inside the graph. A row whose slot
-wants none costs a program that returns at once. Two launches: *blocks* writes, for every block of columns, its
-maximum, its sum of exponentials, how many logits are at or above the sampled one, and its most likely ids; *merge*
-combines the blocks of a row in order. The vocabulary alone fixes the blocks, so a row's bits depend on nothing else.
+requests none costs a program that returns at once. Two launches: *blocks* writes, for every block of columns, its
+maximum, its sum of exponentials, the number of logits at or above the sampled one, and its most likely ids; *merge*
+combines the blocks of a row in order. Blocks depend on the vocabulary only, so a row's bits depend on nothing else.
 
 ``raw`` log-probabilities are the softmax of the model's own logits; ``processed`` ones are of the distribution that the
-token was drawn from: edited, divided by the temperature (unless greedy) and filtered (-inf for what was dropped). The
+token was drawn from: edited, divided by the temperature (unless greedy) and filtered (-inf for dropped tokens). The
 names are vLLM's.
 
 Shapes: N = R * W rows of logits, V vocabulary, S slots, B blocks, L = MAX_LOGPROBS.
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, Mutated, one_stride, op
 from unisono.kernels.sampling.sampler import GREEDY_BELOW, order_key
 from unisono.types import MAX_LOGPROBS, FinishReason
 
@@ -37,14 +37,14 @@ PROGRAMS = 1024
 
 @triton.jit
 def _value(key):
-    """The fp32 value of a ranked key; the inverse of ``order_key`` in its upper half."""
+    """Convert a ranked key to its fp32 value; the inverse of ``order_key`` in its upper half."""
     image = (key >> 32).to(tl.int32)
     return (image ^ ((image >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _read(row, at, t, least, V, SCALED: tl.constexpr):
-    """Logits with NaN as -inf, -0.0 as 0.0, and -inf for those that the filters dropped."""
+    """Load logits with NaN as -inf, -0.0 as 0.0, and -inf for tokens that the filters dropped."""
     value = tl.load(row + at, mask=at < V, other=float("-inf")).to(tl.float32)
     value = tl.where(value == value, value, float("-inf"))
     value = tl.where(value == 0.0, 0.0, value)
@@ -163,10 +163,28 @@ def launch_logprobs(
     )  # fmt: skip
 
 
-def logprobs_cpu(
+def _likeliest(row: Tensor, count: int) -> Tensor:
+    """Ids of the largest values; among equal ones the lowest."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64)
+    reach = (row >= row.topk(count).values[-1]).nonzero()[:, 0]
+    return reach[row[reach].sort(descending=True, stable=True).indices[:count]]
+
+
+@op(cuda=launch_logprobs)
+def logprobs(
     logits: Tensor, slots: Tensor, width: int, tokens: Tensor, wanted: Tensor, status: Tensor, temperature: Tensor,
-    edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, out: Tensor,
+    edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, out: Mutated[Tensor],
 ) -> None:  # fmt: skip
+    """Write the log-probabilities of N = R * width sampled tokens into ``out [N, WORDS]`` int32, contiguous.
+
+    logits [N, V], last dimension contiguous; slots [R]; tokens [N] int32: the sampled tokens; wanted (alternatives, at
+    most MAX_LOGPROBS; -1: the row is not written), status, edits int32 and temperature fp32: slot fields [S] of one
+    stride; edited [N, V], threshold [N] fp32: outputs of editing and sampling (:class:`Sampled`).
+
+    A row: logprob of its token; its rank, the number of logits at or above its own; ``wanted`` ids, most likely
+    first, ties to the lowest id; their logprobs. Words after them keep their values.
+    """
     slot = slots.long().repeat_interleave(width)
     for n in ((wanted[slot] >= 0) & (status[slot] == RUNNING.value)).nonzero()[:, 0].tolist():
         s, token = int(slot[n]), int(tokens[n])
@@ -182,39 +200,6 @@ def logprobs_cpu(
         ids = _likeliest(row, count)
         words[2 : 2 + count] = ids.int()
         words[2 + MAX_LOGPROBS :][:count].view(torch.float32).copy_(logprob[ids])
-
-
-def _likeliest(row: Tensor, count: int) -> Tensor:
-    """The ids of the largest values; among equal ones the lowest."""
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64)
-    reach = (row >= row.topk(count).values[-1]).nonzero()[:, 0]
-    return reach[row[reach].sort(descending=True, stable=True).indices[:count]]
-
-
-define(
-    "logprobs(Tensor logits, Tensor slots, int width, Tensor tokens, Tensor wanted, Tensor status, Tensor temperature,"
-    " Tensor edits, Tensor edited, Tensor threshold, bool processed, Tensor(a!) out) -> ()"
-)
-register("logprobs", cuda=launch_logprobs, cpu=logprobs_cpu, meta=lambda *args: None)
-
-
-def logprobs(
-    logits: Tensor, slots: Tensor, width: int, tokens: Tensor, wanted: Tensor, status: Tensor, temperature: Tensor,
-    edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, out: Tensor,
-) -> None:  # fmt: skip
-    """Write the log-probabilities of N = R * width sampled tokens into ``out [N, WORDS]`` int32, contiguous.
-
-    logits [N, V], last dimension contiguous; slots [R], tokens [N] int32: what was sampled; wanted (alternatives, at
-    most MAX_LOGPROBS; -1: the row is not written), status, edits int32 and temperature fp32: slot fields [S] of one
-    stride; edited [N, V], threshold [N] fp32: what editing and sampling left (:class:`Sampled`).
-
-    A row: logprob of its token; its rank, the number of logits at or above its own; ``wanted`` ids, most likely
-    first, ties to the lowest id; their logprobs. Words after them keep their values.
-    """
-    torch.ops.unisono.logprobs(
-        logits, slots, width, tokens, wanted, status, temperature, edits, edited, threshold, processed, out
-    )
 
 
 _INTS = ("slots", "tokens", "wanted", "status", "edits")

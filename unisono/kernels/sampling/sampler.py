@@ -6,15 +6,15 @@ launches for all parameters: *filter* turns top-k, top-p and min-p into one thre
 softmax). Temperature 0 is the argmax of the logits. Ties go to the lowest id everywhere.
 
 Every filter keeps the logits at or above some value, since softmax is monotone, so no sort is needed: the
-threshold is found by bisection on the integer image of floats, where order is the order of values. A row is
+threshold is found by bisection on the integer representation of floats, which has the order of the values. A row is
 read by one program in one order, so its threshold depends on nothing else.
 
 * top-k: the k-th largest logit; its ties all stay.
 * top-p: after top-k, the largest value at and above which the mass is at least p of the whole. Mass is summed
-  in fp32: where two candidates' mass lies within about 1e-6 of p, either may be the boundary.
+  in fp32: if two candidates' mass lies within about 1e-6 of p, either may be the boundary.
 * min-p: p(token) >= min_p * p(best), which is logit >= top + T * log(min_p).
 
-NaN counts as -inf; a row of nothing else yields token 0. Inactive rows yield token 0.
+NaN counts as -inf; a row of NaN and -inf only yields token 0. Inactive rows yield token 0.
 
 Shapes: N = R * W rows of logits, V vocabulary, S slots.
 """
@@ -28,47 +28,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, one_stride, register
+from unisono.kernels.library import AotCase, Mutated, one_stride, op
 from unisono.kernels.sampling.noise import gumbel, gumbel_cpu
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
 GREEDY_BELOW = tl.constexpr(1e-5)
-"""Temperatures under this are greedy: dividing by them would overflow."""
+"""Temperatures below this are greedy: dividing by them would overflow."""
 
 FILTER_LANES, FILTER_WARPS = 8192, 32
 ARGMAX_BLOCKS = {16: (1024, 4), 1 << 30: (4096, 8)}
-"""By rows at most: elements and warps of an argmax program. Many rows fill the device with few programs each."""
+"""Maximum rows -> elements and warps of an argmax program. Many rows fill the device with few programs each."""
 
 CACHED = 16384
-"""Elements whose noise the twin computes at a time: what a core's cache holds."""
+"""Elements whose noise the twin computes at a time: they fit in a core's cache."""
 
 UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-"""Low mantissa bits of fp32 that values of a storage type never use: steps that the bisection saves."""
+"""Low mantissa bits of fp32 that values of a storage type never use. They save steps of the bisection."""
 
 
 @triton.jit
 def order_key(value):
-    """The int32 image of fp32 values, in the same order."""
+    """Map fp32 values to int32 keys in the same order."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def order_value(key):
-    """The fp32 values of an :func:`order_key`."""
+    """Map :func:`order_key` keys back to fp32 values."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _grid_key(value, UNUSED: tl.constexpr):
-    """:func:`order_key` counted in steps of the storage type. int64, so that differences cannot overflow."""
+    """Compute :func:`order_key` in steps of the storage type. int64, so that differences cannot overflow."""
     return order_key(value).to(tl.int64) >> UNUSED
 
 
 @triton.jit
 def _grid_value(key, UNUSED: tl.constexpr):
-    """The fp32 value of a :func:`_grid_key`."""
+    """Map a :func:`_grid_key` back to its fp32 value."""
     low = tl.where(key < 0, (1 << UNUSED) - 1, 0)
     return order_value(((key << UNUSED) | low).to(tl.int32))
 
@@ -80,7 +80,7 @@ def _load(row, at, V):
 
 @triton.jit
 def _kth_key(row, lanes, low, high, k, V, UNUSED: tl.constexpr, LANES: tl.constexpr):
-    """The highest key in [low, high) with ``k`` logits at or above it; ``low``, if there is none.
+    """Find the highest key in [low, high) with ``k`` logits at or above it; ``low`` if there is none.
 
     ``lanes`` holds the maximum of each lane's column. They are logits of the row, so a key that k of them
     reach is a bound. It costs no pass over memory and usually is the answer. From it the search gallops up, then
@@ -109,19 +109,19 @@ def _kth_key(row, lanes, low, high, k, V, UNUSED: tl.constexpr, LANES: tl.conste
 
 @triton.jit
 def _inner_key(value, low, high, UNUSED: tl.constexpr):
-    """The key of ``value``, moved strictly between ``low`` and ``high``."""
+    """Key of ``value``, clamped strictly between ``low`` and ``high``."""
     return tl.minimum(tl.maximum(_grid_key(value, UNUSED), low + 1), high - 1)
 
 
 @triton.jit
 def _narrow(low, high, key, enough):
-    """[low, high) after learning whether there is enough at and above ``key``."""
+    """Narrow [low, high) by the result at ``key``: enough mass at and above it, or not."""
     return tl.where(enough, tl.maximum(low, key), low), tl.where(enough, high, tl.minimum(high, key))
 
 
 @triton.jit
 def _nucleus_key(row, low, high, p, top, t, V, UNUSED: tl.constexpr, LANES: tl.constexpr):
-    """The highest key in [low, high) with at least ``p`` of the mass of ``low`` at or above it."""
+    """Find the highest key in [low, high) with at least ``p`` of the mass of ``low`` at or above it."""
     scale = tl.div_rn(1.4426950408889634, t)  # exp(x / t) = exp2(x * scale)
     shift = -top * scale
     lane = tl.arange(0, LANES)
@@ -161,7 +161,7 @@ def _nucleus_key(row, low, high, p, top, t, V, UNUSED: tl.constexpr, LANES: tl.c
 
 @triton.jit
 def _least(row, k, p, floor, t, V, UNUSED: tl.constexpr, LANES: tl.constexpr):
-    """The least value that the filters keep of a row."""
+    """Find the least value of a row that the filters keep."""
     lane = tl.arange(0, LANES)
     lanes = tl.full((LANES,), float("-inf"), tl.float32)
     for start in range(0, V, LANES):
@@ -214,7 +214,7 @@ def ranked_keys(
     n, column, row_stride, position, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr, first=0,
     FILTERED: tl.constexpr = True,
 ):  # fmt: skip
-    """Keys of a block of columns of row ``n``: the score in the upper half of an int64, the token in the lower.
+    """Compute keys of a block of columns of row ``n``: the score in the upper half of an int64, the token in the lower.
 
     The maximum of such keys is the argmax with ties to the lowest id, in any order. ``position`` counts from
     ``length``. Columns from V on score -inf. Without ``ids`` column 0 is token ``first``. FILTERED: ``threshold`` is
@@ -233,7 +233,7 @@ def ranked_keys(
     if t >= GREEDY_BELOW:
         if FILTERED:
             kept = score >= tl.load(threshold + n)
-            if tl.max(kept.to(tl.int32)) > 0:  # most blocks of a filtered row keep nothing: no noise for them
+            if tl.max(kept.to(tl.int32)) > 0:  # most blocks of a filtered row keep nothing and need no noise
                 at = tl.load(length + field) + position
                 noise = gumbel(token, at, tl.load(seed_lo + field), tl.load(seed_hi + field))
                 score = tl.fma(score, tl.div_rn(1.0, t), noise)
@@ -248,7 +248,7 @@ def ranked_keys(
 
 @triton.jit
 def token_of(key):
-    """The token of a :func:`ranked_keys` key."""
+    """Extract the token of a :func:`ranked_keys` key."""
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
@@ -275,13 +275,15 @@ def launch_filter(
     top_p: Tensor, min_p: Tensor, edits: Tensor | None = None, edited: Tensor | None = None,
     threshold: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The first launch: (threshold [N] fp32, and best i64, arrived i32, tokens i32 [N] as *argmax* needs them)."""
+    """Launch the filter: (threshold [N] fp32, best i64 [N], arrived i32 [N], tokens i32 [N]), initialised for
+    *argmax*.
+    """
     rows, vocab = logits.shape
     if threshold is None:
         threshold = logits.new_empty(rows, dtype=torch.float32)
     best = logits.new_empty(rows, dtype=torch.int64)
     arrived, tokens = slots.new_empty(rows), slots.new_empty(rows)
-    # From the vocabulary alone: the number of lanes is part of the summation order.
+    # The number of lanes depends on the vocabulary only: it is part of the summation order.
     lanes = min(FILTER_LANES, triton.next_power_of_2(vocab))
     _filter_kernel[(rows,)](
         logits, slots, status, temperature, top_k, top_p, min_p, edits, edited, threshold, best, arrived, tokens,
@@ -311,7 +313,7 @@ def launch_sample(
 
 
 def thresholds_cpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The least logit that each row keeps: logits [N, V] fp32 without NaN, parameters [N] -> [N] fp32.
+    """Find the least logit that each row keeps: logits [N, V] fp32 without NaN, parameters [N] -> [N] fp32.
 
     The twin of the filter kernel; it sorts, and sums mass in float64.
     """
@@ -328,29 +330,18 @@ def thresholds_cpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
     return torch.maximum(torch.maximum(kth, nucleus)[:, 0], bound)
 
 
-def sample_cpu(
-    logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
-    top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
-    edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    scores, running = scores_cpu(
-        logits, slots, width, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits,
-        edited, threshold,
-    )  # fmt: skip
-    best = scores.argmax(-1)
-    return (best if ids is None else ids[best]).where(running, 0).int()
-
-
 def scores_cpu(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
     edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The scores [N, V] fp32 whose maximum is sampled, -inf where filters drop; and which rows run, [N]."""
+    """Compute the scores [N, V] fp32 whose maximum is sampled, -inf for dropped tokens, and the mask of running rows
+    [N].
+    """
     slot = slots.long().repeat_interleave(width)
     logits = logits.float()
-    if edits is not None and edited is not None and (asks := edits[slot] != 0).any():
-        logits = torch.where(asks[:, None], edited, logits)
+    if edits is not None and edited is not None and (edited_rows := edits[slot] != 0).any():
+        logits = torch.where(edited_rows[:, None], edited, logits)
     scores = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf)
     running = status[slot] == RUNNING.value
 
@@ -383,24 +374,17 @@ def _sample_meta(logits: Tensor, slots: Tensor, *_: object) -> Tensor:
     return slots.new_empty(logits.shape[0])
 
 
-define(
-    "sample(Tensor logits, Tensor slots, int width, Tensor length, Tensor status, Tensor temperature,"
-    " Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed_lo, Tensor seed_hi, int offset=0,"
-    " Tensor? ids=None, Tensor? edits=None, Tensor? edited=None, Tensor(a!)? threshold=None) -> Tensor"
-)
-register("sample", cuda=launch_sample, cpu=sample_cpu, meta=_sample_meta)
-
-
+@op(cuda=launch_sample, meta=_sample_meta)
 def sample(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
-    edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
+    edits: Tensor | None = None, edited: Tensor | None = None, threshold: Mutated[Tensor | None] = None,
 ) -> Tensor:  # fmt: skip
-    """One token per row of logits; row r * width + j samples position ``length[slots[r]] + offset + j``.
+    """Sample one token per row of logits; row r * width + j samples position ``length[slots[r]] + offset + j``.
 
     logits [R * width, V] bf16, fp16 or fp32, last dimension contiguous; slots [R] int32. The rest are slot
     fields [S] of one stride: temperature (0: greedy), top_p (1: off), min_p (0: off) fp32; length, status,
-    top_k (0: off), seed_lo, seed_hi int32. ids [V] int32, ascending: the token of each column, where a drafter's
+    top_k (0: off), seed_lo, seed_hi int32. ids [V] int32, ascending: the token of each column, if a drafter's
     vocabulary is a part of the target's (None: the column itself). Slots whose ``edits [S]`` int32 is not 0 have
     their logits in ``edited [R * width, V]`` fp32 (:func:`unisono.kernels.sampling.edits.edit_logits`) instead. Into
     ``threshold [R * width]`` fp32 goes the least logit that each row's filters keep. Returns tokens [R * width] int32.
@@ -408,10 +392,12 @@ def sample(
     Filters apply in the order of transformers' warpers: temperature, top-k, top-p, min-p. A row's token
     depends on its own logits, parameters, seed and position only.
     """
-    return torch.ops.unisono.sample(
+    scores, running = scores_cpu(
         logits, slots, width, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits,
         edited, threshold,
     )  # fmt: skip
+    best = scores.argmax(-1)
+    return (best if ids is None else ids[best]).where(running, 0).int()
 
 
 def _signature(logits: str, *, floats: str, ints: str, longs: str, scalars: str) -> dict[str, str]:
@@ -423,8 +409,8 @@ def _signature(logits: str, *, floats: str, ints: str, longs: str, scalars: str)
 def _case(kernel: Any, signature: dict[str, str], sizes: dict[str, Any], edits: bool, warps: int) -> AotCase:
     """Without ``edits`` their fields are None, as in a launch."""
     absent = {} if edits else {"edits": None, "edited": None}
-    given = {name: kind for name, kind in signature.items() if name not in absent}
-    return AotCase(kernel, given, sizes | absent | {"HAS_EDITS": edits}, num_warps=warps)
+    present = {name: kind for name, kind in signature.items() if name not in absent}
+    return AotCase(kernel, present, sizes | absent | {"HAS_EDITS": edits}, num_warps=warps)
 
 
 AOT: list[AotCase] = [

@@ -1,4 +1,4 @@
-"""Inputs of the passes in which a draft module catches up with what the target committed, and a row scatter.
+"""Inputs of the passes in which a draft module catches up with the target's committed tokens, and a row scatter.
 
 A module that reads hidden states has an *entry* for every position p ≥ 1: the token at p and the target's hidden state
 of p - 1. Position 0 has no entry. The module keeps the entries' keys and values in a KV cache of its own, which the
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, Mutated, ints, op
 
 NEVER = tl.constexpr(2**31 - 1)
 
@@ -29,11 +29,11 @@ KEEP_BLOCK = 1024
 
 
 class CatchUp(NamedTuple):
-    """The entries of a round, W per row; those after what a row committed are padding. All int32.
+    """Entries of a round, W per row; those after a row's committed tokens are padding. All int32.
 
     token_ids, positions (-1: padding), slot_mapping [R · W]; kv_len [R].
-    last [R]: index of each row's last entry. owners [R]: its slot, or -1 where nothing was committed.
-    pages [R · W]: the page that ends with the position before the entry's, or -1 where none does.
+    last [R]: index of each row's last entry. owners [R]: its slot, or -1 if nothing was committed.
+    pages [R · W]: the page that ends with the position before the entry's, or -1 if none does.
     """
 
     token_ids: Tensor
@@ -46,11 +46,11 @@ class CatchUp(NamedTuple):
 
 
 class CatchUpExtend(NamedTuple):
-    """The entries of a prompt pass, N = E + T: one per row that a cached page precedes, then one per token.
+    """Entries of a prompt pass, N = E + T: one per row that a cached page precedes, then one per token.
 
     As in CatchUp: token_ids, positions, slot_mapping [N]; last, owners [E]; pages [T], of the tokens' own positions.
     slots, kv_len [2 E] and query_start [2 E + 1] describe 2 E rows: the E leading entries, then each row's tokens.
-    sources [E]: the page that ends before a row's leading entry; the padding page where the row has none.
+    sources [E]: the page that ends before a row's leading entry; the padding page if the row has none.
     """
 
     token_ids: Tensor
@@ -165,26 +165,8 @@ def launch_catch_up(
     return out
 
 
-def catch_up_cpu(
-    slots: Tensor, result: Tensor, sampled: Tensor, length: Tensor, page_table: Tensor, page_size: int
-) -> CatchUp:
-    """CPU twin of :func:`catch_up`."""
-    slot, count = slots.long(), result[:, :1]
-    end = length[slot][:, None]
-    j = torch.arange(sampled.shape[1], dtype=torch.int32)
-    real = j < count
-    at = (end - count + j).where(real, -1)
-    slot_mapping, pages = _places_cpu(page_table, slot[:, None], at, j, page_size)
-    moved = real[:, 0]
-    last = torch.arange(len(slots), dtype=torch.int32) * sampled.shape[1] + (result[:, 0] - 1).clamp_min(0)
-    return CatchUp(
-        sampled.where(real, 0).flatten(), at.flatten(), slot_mapping.flatten(), end[:, 0].where(moved, 0), last,
-        slots.where(moved, -1), pages.flatten(),
-    )  # fmt: skip
-
-
 def _places_cpu(page_table: Tensor, slot: Tensor, at: Tensor, spare: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """slot_mapping of entries at positions ``at`` (-1: padding), and the pages that end right before them."""
+    """Compute slot_mapping of entries at positions ``at`` (-1: padding), and the pages that end right before them."""
     real, column = at >= 0, (at // page_size).clamp_min(0).long()
     slot_mapping = (page_table[slot, column] * page_size + at % page_size).where(real, spare % page_size)
     starts_page = (at > 0) & (at % page_size == 0)
@@ -206,21 +188,60 @@ def launch_catch_up_extend(
     page_table: Tensor, page_size: int,
 ) -> CatchUpExtend:  # fmt: skip
     """Triton implementation of :func:`catch_up_extend`."""
-    given = (slots, query_start, start, token_ids, next_ids, positions, page_table)
-    out = _catch_up_extend_meta(*given, page_size)
+    inputs = (slots, query_start, start, token_ids, next_ids, positions, page_table)
+    out = _catch_up_extend_meta(*inputs, page_size)
     rows, tokens = slots.shape[0], token_ids.shape[0]
     _catch_up_extend_kernel[(max(triton.cdiv(tokens, ENTRIES_PER_PROGRAM), 1),)](
-        *given, *out, page_table.stride(0), rows, tokens,
+        *inputs, *out, page_table.stride(0), rows, tokens,
         PAGE=page_size, BLOCK_T=ENTRIES_PER_PROGRAM, BLOCK_E=triton.next_power_of_2(rows),
     )  # fmt: skip
     return out
 
 
-def catch_up_extend_cpu(
+def launch_keep_rows(out: Tensor, rows: Tensor, source: Tensor) -> None:
+    """Triton implementation of :func:`keep_rows`."""
+    count, size = source.shape
+    grid = (count, triton.cdiv(size, KEEP_BLOCK))
+    _keep_rows_kernel[grid](out, rows, source.contiguous(), size, BLOCK=KEEP_BLOCK)
+
+
+@op(cuda=launch_catch_up, meta=_catch_up_meta)
+def catch_up(
+    slots: Tensor, result: Tensor, sampled: Tensor, length: Tensor, page_table: Tensor, page_size: int
+) -> CatchUp:
+    """Compute the entries of the tokens that a round committed.
+
+    slots [R], result [R, W + 2] of ``rounds.commit`` (count first), sampled [R, W], length [S] (including the committed
+    tokens), page_table [S, MP]; all int32. Entry j of a row, j < count, is sampled[:, j] at
+    position length - count + j, where the round's j-th hidden state is the one before it. Padding entries write
+    to padding page 0.
+    """
+    slot, count = slots.long(), result[:, :1]
+    end = length[slot][:, None]
+    j = torch.arange(sampled.shape[1], dtype=torch.int32)
+    real = j < count
+    at = (end - count + j).where(real, -1)
+    slot_mapping, pages = _places_cpu(page_table, slot[:, None], at, j, page_size)
+    moved = real[:, 0]
+    last = torch.arange(len(slots), dtype=torch.int32) * sampled.shape[1] + (result[:, 0] - 1).clamp_min(0)
+    return CatchUp(
+        sampled.where(real, 0).flatten(), at.flatten(), slot_mapping.flatten(), end[:, 0].where(moved, 0), last,
+        slots.where(moved, -1), pages.flatten(),
+    )  # fmt: skip
+
+
+@op(cuda=launch_catch_up_extend, meta=_catch_up_extend_meta)
+def catch_up_extend(
     slots: Tensor, query_start: Tensor, start: Tensor, token_ids: Tensor, next_ids: Tensor, positions: Tensor,
     page_table: Tensor, page_size: int,
 ) -> CatchUpExtend:  # fmt: skip
-    """CPU twin of :func:`catch_up_extend`."""
+    """Compute the entries of a prompt pass, and the one that is missing after a prefix hit.
+
+    slots, start [E], query_start [E + 1], token_ids, next_ids, positions [T] (-1: padding): the fields of
+    ``drafters.base.PromptPass``; page_table [S, MP]; all int32. A token at p gives the entry of
+    ``next_ids`` at p + 1. A row that begins at the start of a page also has a leading entry, for its own first token:
+    after a cached prefix no other pass computes it, and in a chunked prompt it is computed again with the same bits.
+    """
     rows, counts = slots.shape[0], query_start.diff()
     each, owns = torch.arange(rows, dtype=torch.int32), counts > 0
     first = start.where(owns & (start > 0) & (start % page_size == 0), -1)
@@ -247,71 +268,14 @@ def catch_up_extend_cpu(
     )
 
 
-def launch_keep_rows(out: Tensor, rows: Tensor, source: Tensor) -> None:
-    """Triton implementation of :func:`keep_rows`."""
-    count, size = source.shape
-    grid = (count, triton.cdiv(size, KEEP_BLOCK))
-    _keep_rows_kernel[grid](out, rows, source.contiguous(), size, BLOCK=KEEP_BLOCK)
-
-
-def keep_rows_cpu(out: Tensor, rows: Tensor, source: Tensor) -> None:
-    """CPU twin of :func:`keep_rows`."""
-    kept = rows >= 0
-    out[rows[kept].long()] = source[kept]
-
-
-define(
-    "catch_up(Tensor slots, Tensor result, Tensor sampled, Tensor length, Tensor page_table, int page_size)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-register("catch_up", cuda=launch_catch_up, cpu=catch_up_cpu, meta=_catch_up_meta)
-define(
-    "catch_up_extend(Tensor slots, Tensor query_start, Tensor start, Tensor token_ids, Tensor next_ids,"
-    " Tensor positions, Tensor page_table, int page_size)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-register("catch_up_extend", cuda=launch_catch_up_extend, cpu=catch_up_extend_cpu, meta=_catch_up_extend_meta)
-define("keep_rows(Tensor(a!) out, Tensor rows, Tensor source) -> ()")
-register("keep_rows", cuda=launch_keep_rows, cpu=keep_rows_cpu, meta=lambda *args: None)
-
-
-def catch_up(
-    slots: Tensor, result: Tensor, sampled: Tensor, length: Tensor, page_table: Tensor, page_size: int
-) -> CatchUp:
-    """The entries of the tokens that a round committed.
-
-    slots [R], result [R, W + 2] as ``kernels.rounds.commit`` returns it (count first), sampled [R, W], length [S]
-    (already with what was committed), page_table [S, MP]; all int32. Entry j of a row, j < count, is sampled[:, j] at
-    position length - count + j, where the round's j-th hidden state is the one before it. Padding entries write
-    to padding page 0.
-    """
-    return CatchUp(*torch.ops.unisono.catch_up(slots, result, sampled, length, page_table, page_size))
-
-
-def catch_up_extend(
-    slots: Tensor, query_start: Tensor, start: Tensor, token_ids: Tensor, next_ids: Tensor, positions: Tensor,
-    page_table: Tensor, page_size: int,
-) -> CatchUpExtend:  # fmt: skip
-    """The entries of a prompt pass, and the one that is missing after a prefix hit.
-
-    slots, start [E], query_start [E + 1]; token_ids, next_ids, positions [T] (-1: padding): the pass as
-    ``drafters.base.PromptPass`` has it; page_table [S, MP]; all int32. A token at p gives the entry of
-    ``next_ids`` at p + 1. A row that begins at the start of a page also has a leading entry, for its own first token:
-    after a cached prefix no other pass computes it, and in a chunked prompt it is computed again with the same bits.
-    """
-    return CatchUpExtend(
-        *torch.ops.unisono.catch_up_extend(
-            slots, query_start, start, token_ids, next_ids, positions, page_table, page_size
-        )
-    )
-
-
-def keep_rows(out: Tensor, rows: Tensor, source: Tensor) -> None:
-    """``out[rows[i]] = source[i]`` where rows[i] ≥ 0: out [N, d] contiguous, rows [M] int32, source [M, d].
+@op(cuda=launch_keep_rows)
+def keep_rows(out: Mutated[Tensor], rows: Tensor, source: Tensor) -> None:
+    """Scatter ``out[rows[i]] = source[i]`` for rows[i] ≥ 0: out [N, d] contiguous, rows [M] int32, source [M, d].
 
     Rows must not repeat, and out and source are of one dtype.
     """
-    torch.ops.unisono.keep_rows(out, rows, source)
+    kept = rows >= 0
+    out[rows[kept].long()] = source[kept]
 
 
 AOT: list[AotCase] = [

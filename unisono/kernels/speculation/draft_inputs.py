@@ -1,12 +1,12 @@
-"""Inputs of a draft model's passes: token ids from the history on the device, positions and KV slot mappings.
+"""Inputs of a draft model's passes: token ids from the device's history, positions and KV slot mappings.
 
 Owns the ops ``draft_inputs`` (a pass inside a round, at positions before, at and after the last committed token) and
 ``draft_extend_inputs`` (a pass over prompt chunks, each of which begins one token early). Drafters with a KV cache of
 their own call them, once per pass, inside the graph. Both only read slots.
 
-Why one token early: a draft model reads a round's last draft only in the next round, and a request may end between the
-two. Its last page then reaches the prefix cache without the draft model's key of the page's last position. A request
-that continues from that page computes this key again.
+Chunks begin one token early because a draft model reads a round's last draft only in the next round, and a request may
+end between the two. Its last page then reaches the prefix cache without the draft model's key of the page's last
+position. A request that continues from that page computes this key again.
 
 Shapes: R rows, k drafts, W width, T tokens, S slots, N tokens of history, MP pages per slot, P page size.
 """
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, SymbolicInt, ints, op
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -32,7 +32,7 @@ DraftExtendInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @triton.jit
 def _slot_mapping(page_table, slot, max_pages, at, written, spare, PAGE: tl.constexpr):
-    """Where position ``at`` is written: in its page, or at offset ``spare`` of the padding page."""
+    """Cache slot of position ``at``: in its page, or at offset ``spare`` of the padding page."""
     page = tl.load(page_table + slot.to(tl.int64) * max_pages + at // PAGE, mask=written, other=0)
     return tl.where(written, page * PAGE + at % PAGE, spare % PAGE)
 
@@ -117,27 +117,6 @@ def launch_draft_inputs(
     return out
 
 
-def draft_inputs_cpu(
-    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
-    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
-) -> DraftInputs:  # fmt: skip
-    slot = slots.long()[:, None]
-    tokens, end, active = length[slot], max_length[slot], status[slot] == RUNNING.value
-    j = torch.arange(width, dtype=torch.int32)
-    at = tokens + first + j
-    real = active & (at >= 0)
-    committed, drafted = real & (at < tokens), real & (at >= tokens)
-    token = history[slot, at.where(committed, 0).long()].where(committed, 0)
-    token = drafts.gather(1, (at - tokens).where(drafted, 0).long()).where(drafted, token)
-    token = token.where((token >= 0) & (token < vocab_size), 0)
-    written = real & (at < end)
-    table = slot if tables is None else tables.long()[:, None]
-    slot_mapping = _slot_mapping_cpu(page_table, table, at, written, j, page_size)
-    kv_len = torch.minimum(tokens + first + width, end).clamp_min(0).where(active, 0)
-    positions = torch.minimum(at, end - 1).where(real, -1)
-    return token.flatten(), positions.flatten(), slot_mapping.flatten(), kv_len.flatten()
-
-
 def _slot_mapping_cpu(
     page_table: Tensor, slot: Tensor, at: Tensor, written: Tensor, spare: Tensor, page_size: int
 ) -> Tensor:
@@ -168,10 +147,53 @@ def launch_draft_extend_inputs(
     return out
 
 
-def draft_extend_inputs_cpu(
+@op(cuda=launch_draft_inputs, meta=_draft_inputs_meta)
+def draft_inputs(
+    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
+    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
+) -> DraftInputs:  # fmt: skip
+    """Compute the inputs of a draft model at positions ``length + first … length + first + width - 1`` of each row.
+
+    slots [R], drafts [R, k], history [S, N]; length, max_length, status [S]; page_table [S, MP]; tables [R]: row of
+    the page table that each row reads (None: its slot's); all int32. The token at position p is history[p] below
+    ``length`` and drafts[p - length] from there on, so first + width ≤ k. An id of ``vocab_size`` or more reads as 0.
+    Returns int32 (token_ids [R * width], positions [R * width], slot_mapping [R * width], kv_len [R]).
+
+    At and beyond ``max_length``, for which no page is reserved, a token keeps the last position and writes to padding
+    page 0. Negative positions and inactive rows have position -1 and token 0; an inactive row has kv_len 0.
+    """
+    slot = slots.long()[:, None]
+    tokens, end, active = length[slot], max_length[slot], status[slot] == RUNNING.value
+    j = torch.arange(width, dtype=torch.int32)
+    at = tokens + first + j
+    real = active & (at >= 0)
+    committed, drafted = real & (at < tokens), real & (at >= tokens)
+    token = history[slot, at.where(committed, 0).long()].where(committed, 0)
+    token = drafts.gather(1, (at - tokens).where(drafted, 0).long()).where(drafted, token)
+    token = token.where((token >= 0) & (token < vocab_size), 0)
+    written = real & (at < end)
+    table = slot if tables is None else tables.long()[:, None]
+    slot_mapping = _slot_mapping_cpu(page_table, table, at, written, j, page_size)
+    kv_len = torch.minimum(tokens + first + width, end).clamp_min(0).where(active, 0)
+    positions = torch.minimum(at, end - 1).where(real, -1)
+    return token.flatten(), positions.flatten(), slot_mapping.flatten(), kv_len.flatten()
+
+
+@op(cuda=launch_draft_extend_inputs, meta=_draft_extend_inputs_meta)
+def draft_extend_inputs(
     slots: Tensor, query_start: Tensor, start: Tensor, history: Tensor, page_table: Tensor, page_size: int,
-    vocab_size: int, num_tokens: int,
+    vocab_size: int, num_tokens: SymbolicInt,
 ) -> DraftExtendInputs:  # fmt: skip
+    """Compute the tokens of an extend pass for a draft model: each row's own, and the one before them.
+
+    slots [R], query_start [R + 1] and start [R] describe the target's pass of ``num_tokens`` tokens, as in
+    :func:`unisono.kernels.speculation.rounds.extend_inputs`; history [S, N], page_table [S, MP]; all int32. Returns
+    int32 (token_ids [T], positions [T], slot_mapping [T], kv_len [R], query_start [R + 1]) of T = num_tokens + R.
+
+    Row r owns tokens query_start[r] + r … query_start[r + 1] + r + 1, from position start[r] - 1 on. A token at
+    position -1 is padding, as are tokens of no row: position -1, token 0, KV into padding page 0. A token that is not
+    an id below ``vocab_size`` reads as 0.
+    """
     rows = slots.shape[0]
     draft_start = query_start + torch.arange(rows + 1, dtype=torch.int32)
     t = torch.arange(num_tokens + rows, dtype=torch.int32)
@@ -185,62 +207,6 @@ def draft_extend_inputs_cpu(
     slot_mapping = _slot_mapping_cpu(page_table, slot, at, real, t, page_size)
     token = token.where((token >= 0) & (token < vocab_size), 0)
     return token, at.where(real, -1), slot_mapping, start + query_start.diff(), draft_start
-
-
-define(
-    "draft_inputs(Tensor slots, Tensor drafts, Tensor history, Tensor length, Tensor max_length, Tensor status,"
-    " Tensor page_table, int page_size, int vocab_size, int first, int width, Tensor? tables=None)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-register("draft_inputs", cuda=launch_draft_inputs, cpu=draft_inputs_cpu, meta=_draft_inputs_meta)
-define(
-    "draft_extend_inputs(Tensor slots, Tensor query_start, Tensor start, Tensor history, Tensor page_table,"
-    " int page_size, int vocab_size, SymInt num_tokens) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-register(
-    "draft_extend_inputs",
-    cuda=launch_draft_extend_inputs,
-    cpu=draft_extend_inputs_cpu,
-    meta=_draft_extend_inputs_meta,
-)
-
-
-def draft_inputs(
-    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
-    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
-) -> DraftInputs:  # fmt: skip
-    """The inputs of a draft model at positions ``length + first … length + first + width - 1`` of each row.
-
-    slots [R], drafts [R, k], history [S, N]; length, max_length, status [S]; page_table [S, MP]; tables [R]: the row
-    of it that each row reads (None: its slot's); all int32. The token at position p is history[p] below ``length`` and
-    drafts[p - length] from there on, so first + width ≤ k. An id of ``vocab_size`` or more reads as 0. Returns int32
-    (token_ids [R * width], positions [R * width], slot_mapping [R * width], kv_len [R]).
-
-    At and beyond ``max_length``, where no page is reserved, a token keeps the last position and writes to padding
-    page 0. Negative positions and inactive rows have position -1 and token 0; an inactive row has kv_len 0.
-    """
-    return torch.ops.unisono.draft_inputs(
-        slots, drafts, history, length, max_length, status, page_table, page_size, vocab_size, first, width, tables
-    )
-
-
-def draft_extend_inputs(
-    slots: Tensor, query_start: Tensor, start: Tensor, history: Tensor, page_table: Tensor, page_size: int,
-    vocab_size: int, num_tokens: int,
-) -> DraftExtendInputs:  # fmt: skip
-    """The tokens of an extend pass for a draft model: each row's own, and the one before them.
-
-    slots [R], query_start [R + 1] and start [R] describe the target's pass of ``num_tokens`` tokens, as in
-    :func:`unisono.kernels.speculation.rounds.extend_inputs`; history [S, N], page_table [S, MP]; all int32. Returns
-    int32 (token_ids [T], positions [T], slot_mapping [T], kv_len [R], query_start [R + 1]) of T = num_tokens + R.
-
-    Row r owns tokens query_start[r] + r … query_start[r + 1] + r + 1, from position start[r] - 1 on; where that
-    is -1, it is padding, as are tokens of no row: position -1, token 0, KV into padding page 0. A token that
-    is no id below ``vocab_size`` reads as 0.
-    """
-    return torch.ops.unisono.draft_extend_inputs(
-        slots, query_start, start, history, page_table, page_size, vocab_size, num_tokens
-    )
 
 
 AOT: list[AotCase] = [

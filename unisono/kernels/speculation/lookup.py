@@ -10,7 +10,7 @@ matches, and the program that arrives last counts the votes. A match is one inte
 rank in the lower. Ranks are the ring's positions from the oldest on, then the request's own, so the latest of equally
 long matches wins.
 
-Shapes: R rows, S slots, K drafts a row, N tokens in the ring, V voters (a power of two, 1024 at most).
+Shapes: R rows, S slots, K drafts per row, N tokens in the ring, V voters (a power of two, up to 1024).
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, Mutated, op
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
 END = tl.constexpr(-1)
-"""Separates two outputs in the ring, and marks places where no token follows: neither a token nor a draft."""
+"""Separator of two outputs in the ring, and mark of places without a following token: neither a token nor a draft."""
 OUTSIDE, BEFORE = tl.constexpr(-2), tl.constexpr(-3)
-"""Read before the start of a text and before a request's first token. They equal no token and not each other."""
+"""Values read before the start of a text and before a request's first token. They equal no token and not each other."""
 ONE = tl.constexpr(1 << 16)
-"""Shares of votes are counted in units of 1 / ONE: integers, so kernel and twin cannot differ."""
+"""Unit of vote shares, 1 / ONE: shares are integers, so that kernel and twin cannot differ."""
 
 BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
 def _wrap(at, N):
-    """Positions 0 … 2N - 1 of a ring of N."""
+    """Map positions 0 … 2N - 1 to a ring of N."""
     return tl.where(at >= N, at - N, at)
 
 
 @triton.jit
 def _following(own, last, ring, head, N, rank, i, HAS_RING: tl.constexpr):
-    """Token ``i`` after the match of this ``rank``. A history repeats from the match on; the ring ends in END."""
+    """Read token ``i`` after the match of this ``rank``. A history repeats from the match on; the ring ends in END."""
     end = rank - N
     period = tl.maximum(last - end, 1)
     token = tl.load(own + end + 1 + i % period, mask=(rank >= N) & (end < last), other=END)
@@ -145,14 +145,14 @@ def _remember_kernel(
             token = tl.load(text + i, mask=i < size - 1, other=END)
             tl.store(ring + _wrap(at + i, N), token, mask=i < size)
         at = _wrap(at + size, N)
-        tl.debug_barrier()  # the next row may write over what this one wrote
+        tl.debug_barrier()  # the next row may overwrite this row's tokens
         row = tl.min(tl.where(ended & (r > row), r, R))
     tl.store(head, at)
 
 
 def launch_lookup(
-    drafts: Tensor, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor, longest: int, shortest: int,
-    factor: float, share: float, ring: Tensor | None = None, head: Tensor | None = None,
+    drafts: Tensor, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor, longest: int,
+    shortest: int, factor: float, share: float, ring: Tensor | None = None, head: Tensor | None = None,
 ) -> None:  # fmt: skip
     rows, k = drafts.shape
     max_tokens, kept = history.shape[1], 0 if ring is None else ring.shape[0]
@@ -164,27 +164,10 @@ def launch_lookup(
     )  # fmt: skip
 
 
-def lookup_cpu(
-    drafts: Tensor, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor, longest: int, shortest: int,
-    factor: float, share: float, ring: Tensor | None = None, head: Tensor | None = None,
-) -> None:  # fmt: skip
-    rows, k = drafts.shape
-    kept = history.new_empty(0) if ring is None or head is None else ring.roll(-int(head))
-    keys = torch.zeros((rows, scratch.shape[1] - 1), dtype=torch.int64)
-    tokens = drafts.new_full((*keys.shape, k), END.value)
-    for row, (slot, size) in enumerate(zip(slots.tolist(), length[slots.long()].tolist(), strict=True)):
-        own = history[slot, :size]
-        for text, base in ((kept, 0), (own[:-1], kept.shape[0])):
-            at, matched = _matches_cpu(text, own, longest)
-            key = ((matched << 32) | (base + at)).where(matched >= shortest, 0)
-            keys[row].scatter_reduce_(0, at % keys.shape[1], key, "amax")
-        if keys[row].any():
-            tokens[row] = _following_cpu(keys[row] & 0x7FFFFFFF, kept, own, k)
-    drafts.copy_(_vote_cpu(keys, tokens, factor, _share(share)))
-
-
 def _matches_cpu(text: Tensor, own: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """(positions of ``text`` up to which tokens equal the last ones of ``own``, how many: 1 … ``longest``); int64."""
+    """Find (positions of ``text`` whose preceding tokens equal the last ones of ``own``, match length 1 … ``longest``);
+    int64.
+    """
     if own.shape[0] == 0 or text.shape[0] == 0:
         return (torch.empty(0, dtype=torch.int64),) * 2
     at = ((text == own[-1]) & (text >= 0)).nonzero()[:, 0]
@@ -198,7 +181,7 @@ def _matches_cpu(text: Tensor, own: Tensor, longest: int) -> tuple[Tensor, Tenso
 
 
 def _following_cpu(rank: Tensor, kept: Tensor, own: Tensor, k: int) -> Tensor:
-    """The twin of :func:`_following`: the ``k`` tokens after the matches of these ranks [V] -> [V, k]."""
+    """Read the ``k`` tokens after the matches of these ranks [V]: [V, k]. Twin of :func:`_following`."""
     size, column = kept.shape[0], torch.arange(k)
     rank = rank[:, None]
     shared = rank < size
@@ -209,7 +192,7 @@ def _following_cpu(rank: Tensor, kept: Tensor, own: Tensor, k: int) -> Tensor:
 
 
 def _vote_cpu(keys: Tensor, tokens: Tensor, factor: float, share: int) -> Tensor:
-    """The twin of :func:`_vote`: keys [R, V] (0: abstains), their tokens [R, V, k] -> drafts [R, k]."""
+    """Vote: keys [R, V] (0: abstains) and their tokens [R, V, k] -> drafts [R, k]. Twin of :func:`_vote`."""
     matched = (keys >> 32).int()
     agree = (matched[:, None, :] >= matched[:, :, None]) & (keys > 0)[:, None, :]
     voters = agree.sum(2).clamp_min(1)
@@ -238,35 +221,28 @@ def launch_remember(
     )  # fmt: skip
 
 
-def remember_cpu(
-    ring: Tensor, head: Tensor, slots: Tensor, result: Tensor, history: Tensor, length: Tensor, prompt: Tensor
-) -> None:
-    size = ring.shape[0]
-    for slot, (count, status) in zip(slots.tolist(), result[:, :2].tolist(), strict=True):
-        if count == 0 or status == RUNNING.value:
-            continue
-        tokens = int(length[slot])
-        output = history[slot, max(int(prompt[slot]), tokens + 1 - size) : tokens]
-        written = torch.cat((output, output.new_full((1,), END.value)))
-        ring[(int(head) + torch.arange(written.shape[0])) % size] = written
-        head += written.shape[0]
-        head %= size
-
-
-define(
-    "lookup(Tensor(a!) drafts, Tensor slots, Tensor history, Tensor length, Tensor(b!) scratch, int longest,"
-    " int shortest, float factor, float share, Tensor? ring=None, Tensor? head=None) -> ()"
-)
-register("lookup", cuda=launch_lookup, cpu=lookup_cpu, meta=lambda *args: None)
-define(
-    "remember(Tensor(a!) ring, Tensor(b!) head, Tensor slots, Tensor result, Tensor history, Tensor length,"
-    " Tensor prompt) -> ()"
-)
-register("remember", cuda=launch_remember, cpu=remember_cpu, meta=lambda *args: None)
+@op(cuda=launch_lookup)
+def lookup_op(
+    drafts: Mutated[Tensor], slots: Tensor, history: Tensor, length: Tensor, scratch: Mutated[Tensor], longest: int,
+    shortest: int, factor: float, share: float, ring: Tensor | None = None, head: Tensor | None = None,
+) -> None:  # fmt: skip
+    rows, k = drafts.shape
+    kept = history.new_empty(0) if ring is None or head is None else ring.roll(-int(head))
+    keys = torch.zeros((rows, scratch.shape[1] - 1), dtype=torch.int64)
+    tokens = drafts.new_full((*keys.shape, k), END.value)
+    for row, (slot, size) in enumerate(zip(slots.tolist(), length[slots.long()].tolist(), strict=True)):
+        own = history[slot, :size]
+        for text, base in ((kept, 0), (own[:-1], kept.shape[0])):
+            at, matched = _matches_cpu(text, own, longest)
+            key = ((matched << 32) | (base + at)).where(matched >= shortest, 0)
+            keys[row].scatter_reduce_(0, at % keys.shape[1], key, "amax")
+        if keys[row].any():
+            tokens[row] = _following_cpu(keys[row] & 0x7FFFFFFF, kept, own, k)
+    drafts.copy_(_vote_cpu(keys, tokens, factor, _share(share)))
 
 
 def lookup_scratch(rows: int, voters: int, device: torch.device | str) -> Tensor:
-    """The workspace of :func:`lookup` for batches of at most ``rows``: zeros before and after each call."""
+    """Allocate the workspace of :func:`lookup` for batches of up to ``rows``: zeros before and after each call."""
     return torch.zeros((rows, 1 + voters), dtype=torch.int64, device=device)
 
 
@@ -277,33 +253,49 @@ def lookup(
     """Write into drafts [R, K] the tokens that followed earlier occurrences of each request's last tokens.
 
     slots [R]; history [S, max tokens], the committed tokens; length [S] of them (a strided slot field); ring [N]
-    and head [1], the place of its oldest token (None: own history only); all int32. scratch: of
-    :func:`lookup_scratch`, whose ``voters`` V says how many matches are weighed against each other.
+    and head [1], the place of its oldest token (None: own history only); all int32. scratch: from
+    :func:`lookup_scratch`, whose ``voters`` V is the number of matches that vote.
 
     A match is an earlier position up to which ``shortest`` … ``longest`` tokens equal the request's last ones
     (m of them). There is one voter for each residue class of positions modulo V: the longest match of the
     class, the latest of equally long ones. V = 1 is the longest match of all. A voter proposes the tokens after its
-    match. Where these reach the end of the request's own history, they repeat from the match on, so a loop of any
-    period is drafted whole. At the end of an output in the ring they end. The share of token i of a proposal is the
-    part of the votes that agree with it up to there, among voters whose match is at least as long. The token is
+    match. At the end of the request's own history they repeat from the match on, so a loop of any period is
+    drafted whole. At the end of an output in the ring they end. The share of token i of a proposal is the
+    fraction of votes that agree with it up to token i, among voters whose match is at least as long. The token is
     drafted while i < factor · m and its share is at least ``share``. The proposal with the greatest sum of shares (the
     expected number of accepted tokens) wins; ties go to the longest, then the latest match. Drafts beyond it, and of
     rows without a match, are -1.
     """
-    torch.ops.unisono.lookup(drafts, slots, history, length, scratch, longest, shortest, factor, share, ring, head)
+    lookup_op(drafts, slots, history, length, scratch, longest, shortest, factor, share, ring, head)
 
 
+@op(cuda=launch_remember)
 def remember(
-    ring: Tensor, head: Tensor, slots: Tensor, result: Tensor, history: Tensor, length: Tensor, prompt: Tensor
+    ring: Mutated[Tensor],
+    head: Mutated[Tensor],
+    slots: Tensor,
+    result: Tensor,
+    history: Tensor,
+    length: Tensor,
+    prompt: Tensor,
 ) -> None:
     """Put the outputs of requests that ended in this round into the ring, over its oldest tokens.
 
-    ring [N], filled with -1 at first; head [1], where the next token goes; slots [R]; result [R, W + 2] as
-    of :func:`unisono.kernels.speculation.rounds.commit`; history [S, max tokens]; length [S] (a strided slot field),
-    prompt [S]: where outputs begin and end; all int32. An output is followed by -1; of one that the ring cannot hold,
-    the last N - 1 tokens are kept. Rows in order, one program: the same rounds leave the same ring.
+    ring [N], initially -1; head [1], place of the next token; slots [R]; result [R, W + 2] of
+    :func:`unisono.kernels.speculation.rounds.commit`; history [S, max tokens]; length [S] (a strided slot field),
+    prompt [S]: end and start of outputs; all int32. An output is followed by -1; if the ring cannot hold it,
+    its last N - 1 tokens are kept. Rows in order, one program: the same rounds leave the same ring.
     """
-    torch.ops.unisono.remember(ring, head, slots, result, history, length, prompt)
+    size = ring.shape[0]
+    for slot, (count, status) in zip(slots.tolist(), result[:, :2].tolist(), strict=True):
+        if count == 0 or status == RUNNING.value:
+            continue
+        tokens = int(length[slot])
+        output = history[slot, max(int(prompt[slot]), tokens + 1 - size) : tokens]
+        written = torch.cat((output, output.new_full((1,), END.value)))
+        ring[(int(head) + torch.arange(written.shape[0])) % size] = written
+        head += written.shape[0]
+        head %= size
 
 
 def _signature(ints: str, scalars: str) -> dict[str, str]:

@@ -3,10 +3,10 @@
 Owns the op ``lookup_path``. A drafter that drafts a tree from text calls it once for each path, in order. Matches are
 those of ``kernels/speculation/lookup.py`` in the request's own text, without a vote. Path 0 copies the tokens after the
 longest match, the latest of equally long ones. Path l copies the tokens after the best match whose first ``size``
-tokens differ from those of all paths before it. There is one launch for each path, spread over blocks of the text as in
+tokens differ from those of all paths before it. There is one launch per path, spread over blocks of the text as in
 ``lookup``.
 
-Shapes: R rows, P paths, S slots, K drafts a path.
+Shapes: R rows, P paths, S slots, K drafts per path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.speculation.lookup import BEFORE, END, OUTSIDE
 
 BLOCK, WARPS = 1024, 4
@@ -24,7 +24,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit
 def _token_after(own, last, at, i):
-    """Token ``i`` after position ``at``. A copy that reaches the end of the text repeats what it has copied."""
+    """Read token ``i`` after position ``at``. A copy that reaches the end of the text repeats its own tokens."""
     return tl.load(own + at + 1 + i % tl.maximum(last - at, 1), mask=at < last, other=END)
 
 
@@ -84,11 +84,19 @@ def launch_lookup_path(
     )  # fmt: skip
 
 
-def lookup_path_cpu(
-    drafts: Tensor, path: int, size: int, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor,
-    longest: int, shortest: int,
+@op(cuda=launch_lookup_path)
+def lookup_path(
+    drafts: Mutated[Tensor], path: int, size: int, slots: Tensor, history: Tensor, length: Tensor,
+    scratch: Mutated[Tensor], longest: int, shortest: int,
 ) -> None:  # fmt: skip
-    """CPU twin of :func:`lookup_path`."""
+    """Write into drafts[:, path] the tokens after the best match that no earlier path, 0 … path - 1, has taken.
+
+    drafts [R, P, K] int32, contiguous, with earlier paths filled in; size: tokens of this path, 1 … K; slots [R],
+    history [S, max tokens], length [S] (a strided slot field): int32; scratch: from
+    :func:`unisono.kernels.speculation.lookup.lookup_scratch` with one voter. ``longest`` and ``shortest`` bound a match
+    as they do in :func:`unisono.kernels.speculation.lookup.lookup`. A path has taken a match when its first ``size``
+    drafts are the tokens after it. After ``size`` drafts, and if no match is left, -1 is written.
+    """
     drafts[:, path] = END.value
     for row, (slot, count) in enumerate(zip(slots.tolist(), length[slots.long()].tolist(), strict=True)):
         own = history[slot, :count]
@@ -105,28 +113,6 @@ def lookup_path_cpu(
         keys = ((matched << 32) | at).masked_fill(taken, 0)
         if len(keys) and keys.max() > 0:
             drafts[row, path, :size] = following[keys.argmax()]
-
-
-define(
-    "lookup_path(Tensor(a!) drafts, int path, int size, Tensor slots, Tensor history, Tensor length,"
-    " Tensor(b!) scratch, int longest, int shortest) -> ()"
-)
-register("lookup_path", cuda=launch_lookup_path, cpu=lookup_path_cpu, meta=lambda *args: None)
-
-
-def lookup_path(
-    drafts: Tensor, path: int, size: int, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor,
-    longest: int, shortest: int,
-) -> None:  # fmt: skip
-    """Write into drafts[:, path] the tokens after the best match that no earlier path, 0 … path - 1, has taken.
-
-    drafts [R, P, K] int32, contiguous, those paths filled in; size: tokens that this path drafts, 1 … K; slots [R],
-    history [S, max tokens], length [S] (a strided slot field): int32; scratch: of
-    :func:`unisono.kernels.speculation.lookup.lookup_scratch` with one voter. ``longest`` and ``shortest`` bound a match
-    as they do in :func:`unisono.kernels.speculation.lookup.lookup`. A path has taken a match when its first ``size``
-    drafts are the tokens after it. After ``size`` drafts, and where no match is left, -1 is written.
-    """
-    torch.ops.unisono.lookup_path(drafts, path, size, slots, history, length, scratch, longest, shortest)
 
 
 AOT: list[AotCase] = [

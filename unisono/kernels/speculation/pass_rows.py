@@ -1,4 +1,4 @@
-"""Where the rows of a pass stand, as the CPU twins of recurrent ops read it.
+"""Rows of a pass, in the form that the CPU twins of recurrent ops read.
 
 Shapes: T tokens, R rows.
 """
@@ -14,7 +14,7 @@ Plan = TypeVar("Plan")
 
 
 class PassRows(NamedTuple):
-    """The fields of :class:`unisono.kv.recurrent_state.TailPass`, int64 [R] each."""
+    """Fields of :class:`unisono.kv.recurrent_state.RecurrentPass`, int64 [R] each."""
 
     rows: torch.Tensor
     since: torch.Tensor
@@ -23,12 +23,12 @@ class PassRows(NamedTuple):
     end: torch.Tensor
 
     def of(self, chosen: torch.Tensor) -> PassRows:
-        """Some of the rows."""
+        """Select some of the rows."""
         return PassRows(*(field[chosen] for field in self))
 
 
 def tokens_of_rows(p: PassRows, query_start: torch.Tensor | None, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(each row's first token [R], each token's row [T], -1 for padding), int64."""
+    """(first token of each row [R], row of each token [T], -1 for padding), int64."""
     count = torch.where(p.first >= 0, p.end - p.first, 0)
     if query_start is None:
         begin = torch.arange(len(p.rows)) * (tokens // max(len(p.rows), 1))
@@ -42,7 +42,9 @@ def tokens_of_rows(p: PassRows, query_start: torch.Tensor | None, tokens: int) -
 
 
 class SharedPlan(Generic[Plan]):
-    """The plan of a pass, ``make(rows of the pass, query_start, tokens, *sizes)``: made once and used by all layers."""
+    """Return the plan of a pass, ``make(rows of the pass, query_start, tokens, *sizes)``, computed once for all
+    layers.
+    """
 
     def __init__(self, make: Callable[..., Plan]) -> None:
         self._make = make
@@ -51,11 +53,11 @@ class SharedPlan(Generic[Plan]):
     def __call__(
         self, fields: tuple[torch.Tensor, ...], query_start: torch.Tensor | None, tokens: int, *sizes: int
     ) -> Plan:
-        """fields: those of :class:`PassRows`, of any integer dtype."""
-        given = fields if query_start is None else (*fields, query_start)
-        numbers, last = (len(given), tokens, *sizes), self._last
-        if last is not None and last[0] == numbers and all(map(torch.equal, last[1], given)):
+        """Look up or make the plan. fields: those of :class:`PassRows`, of any integer dtype."""
+        inputs = fields if query_start is None else (*fields, query_start)
+        numbers, last = (len(inputs), tokens, *sizes), self._last
+        if last is not None and last[0] == numbers and all(map(torch.equal, last[1], inputs)):
             return last[2]
         plan = self._make(PassRows(*(field.long() for field in fields)), query_start, tokens, *sizes)
-        self._last = numbers, tuple(field.clone() for field in given), plan
+        self._last = numbers, tuple(field.clone() for field in inputs), plan
         return plan

@@ -1,8 +1,8 @@
-"""The device's part around a forward pass: its inputs before it, acceptance and commit after it.
+"""Device work around a forward pass: inputs before it, acceptance and commit after it.
 
 Owns the ops ``round_inputs``, ``extend_inputs`` and ``commit``. They are the only kernels that know the
 life cycle of a slot. The engine's programs call them, once per pass, inside the graph. ``commit`` is the only op
-that writes slots: lengths, last tokens and statuses change here and nowhere else on the device.
+that writes slots: lengths, last tokens and statuses change nowhere else on the device.
 
 Slot fields are views ``[S]`` of one int32 arena and share a stride. A row is active while its slot's status
 is RUNNING; the padding slot is always FREE.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, ints, one_stride, register
+from unisono.kernels.library import AotCase, Mutated, SymbolicInt, ints, one_stride, op
 from unisono.types import MAX_STOP_IDS, FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -155,34 +155,6 @@ def launch_round_inputs(
     return out
 
 
-def round_inputs_cpu(
-    slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
-    last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
-) -> RoundInputs:  # fmt: skip
-    slot, width = slots.long(), drafts.shape[1] + 1
-    fields = (field.index_select(0, slot).tolist() for field in (length, max_length, status, last_token))
-    owners, guesses = (slots if tables is None else tables).tolist(), drafts.clamp_min(0).tolist()
-    ids, positions, mapping, kv_len = list[int](), list[int](), list[int](), list[int]()
-    written = list[tuple[int, int, int]]()  # (token of the pass, row of the page table, position)
-    for row, (tokens, end, state, last) in enumerate(zip(*fields, strict=True)):
-        active = state == RUNNING.value
-        kv_len.append(min(tokens - 1 + width, end) if active else 0)
-        for j in range(width):
-            at = tokens - 1 + j
-            positions.append(min(at, end - 1) if active else -1)
-            if active and at < end:
-                written.append((len(mapping), owners[row], at))
-            mapping.append(j % page_size)
-        ids += [last, *guesses[row]] if active else [0] * width
-    if written:
-        places, rows, ats = zip(*written, strict=True)
-        pages = page_table[list(rows), [at // page_size for at in ats]].tolist()
-        for place, page, at in zip(places, pages, ats, strict=True):
-            mapping[place] = page * page_size + at % page_size
-    made = (torch.tensor(values, dtype=torch.int32) for values in (ids, positions, mapping, kv_len))
-    return tuple(made)  # type: ignore[return-value]
-
-
 def _extend_inputs_meta(
     slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
     page_size: int, num_tokens: int,
@@ -201,21 +173,6 @@ def launch_extend_inputs(
         PAGE=page_size, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_R=triton.next_power_of_2(rows),
     )  # fmt: skip
     return out
-
-
-def extend_inputs_cpu(
-    slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
-    page_size: int, num_tokens: int,
-) -> ExtendInputs:  # fmt: skip
-    t = torch.arange(num_tokens, dtype=torch.int32)
-    row = torch.searchsorted(query_start[1:].contiguous(), t, right=True)
-    real = row < slots.shape[0]
-    row = row.clamp_max(slots.shape[0] - 1)
-    positions = (start[row] - query_start[row] + t).where(real, -1)
-    at = positions.clamp_min(0)
-    page = page_table[slots[row].long(), (at // page_size).long()]
-    slot_mapping = (page * page_size + at % page_size).where(real, t % page_size)
-    return positions, slot_mapping, start + query_start.diff()
 
 
 def _commit_meta(
@@ -240,15 +197,122 @@ def launch_commit(
     return result
 
 
-def commit_cpu(
-    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, max_length: Tensor,
-    status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
+def launch_limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Tensor) -> None:
+    rows, k = drafts.shape
+    _limit_drafts_kernel[(rows,)](
+        drafts, slots, max_drafts, drafted, max_drafts.stride(0), k, BLOCK_K=triton.next_power_of_2(k), num_warps=1
+    )
+
+
+def force_drafts(drafts: Tensor, sampled: Tensor, slots: Tensor, length: Tensor, mean: float) -> None:
+    """Overwrite drafts [R, k] so that ``mean`` tokens per round are committed on average. For benchmarks only.
+
+    The accepted count of a row is floor or ceil of ``mean`` - 1, by a hash of its length: no host value, so
+    that it can be captured. sampled [R, 1 + k], slots [R], length [S]; all int32.
+    """
+    whole, part = divmod(mean - 1, 1.0)
+    mixed = (length.index_select(0, slots).long() * 40503 + slots.long() * 9973) % 65536
+    accepted = (whole + (mixed < part * 65536).long())[:, None]
+    column = torch.arange(drafts.shape[1], device=drafts.device)
+    drafts.copy_(torch.where(column < accepted, sampled[:, :-1], -1))
+
+
+@op(cuda=launch_limit_drafts)
+def limit_drafts(drafts: Mutated[Tensor], slots: Tensor, max_drafts: Tensor, drafted: Mutated[Tensor]) -> None:
+    """Set drafts [R, k] beyond each request's own ``max_drafts [S]`` to -1, which never matches.
+
+    Writes the number of remaining drafts of each row into drafted [R]. drafts (contiguous), drafted and slots [R]:
+    int32.
+    """
+    column = torch.arange(drafts.shape[1], dtype=torch.int32)
+    drafts.masked_fill_(column >= max_drafts[slots.long()][:, None], -1)
+    drafted.copy_((drafts >= 0).sum(1))
+
+
+@op(cuda=launch_round_inputs, meta=_round_inputs_meta)
+def round_inputs(
+    slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
+    last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
+) -> RoundInputs:  # fmt: skip
+    """Compute the target's inputs in a round of W = 1 + drafts tokens per row.
+
+    slots [R], drafts [R, W - 1] (-1: none); length, max_length, status, last_token [S]; page_table [S, MP]; tables [R]:
+    row of the page table of each row (None: its slot's); all int32. Returns int32 (token_ids [R * W], positions [R *
+    W], slot_mapping [R * W], kv_len [R]).
+
+    Row r, column j is the token at position length - 1 + j: the last committed one, then the drafts. At and
+    beyond ``max_length``, for which no page is reserved, a token keeps the last position and writes to padding page
+    0; ``commit`` never accepts its result. An inactive row has position -1, kv_len 0 and token 0, which
+    also stands in for a missing draft.
+    """
+    slot, width = slots.long(), drafts.shape[1] + 1
+    fields = (field.index_select(0, slot).tolist() for field in (length, max_length, status, last_token))
+    owners, guesses = (slots if tables is None else tables).tolist(), drafts.clamp_min(0).tolist()
+    ids, positions, mapping, kv_len = list[int](), list[int](), list[int](), list[int]()
+    written = list[tuple[int, int, int]]()  # (token of the pass, row of the page table, position)
+    for row, (tokens, end, state, last) in enumerate(zip(*fields, strict=True)):
+        active = state == RUNNING.value
+        kv_len.append(min(tokens - 1 + width, end) if active else 0)
+        for j in range(width):
+            at = tokens - 1 + j
+            positions.append(min(at, end - 1) if active else -1)
+            if active and at < end:
+                written.append((len(mapping), owners[row], at))
+            mapping.append(j % page_size)
+        ids += [last, *guesses[row]] if active else [0] * width
+    if written:
+        places, rows, ats = zip(*written, strict=True)
+        pages = page_table[list(rows), [at // page_size for at in ats]].tolist()
+        for place, page, at in zip(places, pages, ats, strict=True):
+            mapping[place] = page * page_size + at % page_size
+    made = (torch.tensor(values, dtype=torch.int32) for values in (ids, positions, mapping, kv_len))
+    return tuple(made)  # type: ignore[return-value]
+
+
+@op(cuda=launch_extend_inputs, meta=_extend_inputs_meta)
+def extend_inputs(
+    slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
+    page_size: int, num_tokens: SymbolicInt,
+) -> ExtendInputs:  # fmt: skip
+    """Compute the positions and the KV slot mapping of an extend pass.
+
+    slots [R], query_start [R + 1] (row r owns tokens query_start[r] … query_start[r + 1]), start [R]
+    (position of the row's first token in this pass), page_table [S, MP]; all int32. Returns int32
+    (positions [num_tokens], slot_mapping [num_tokens], kv_len [R]). Tokens from query_start[R] on are padding:
+    position -1, KV into padding page 0.
+    """
+    t = torch.arange(num_tokens, dtype=torch.int32)
+    row = torch.searchsorted(query_start[1:].contiguous(), t, right=True)
+    real = row < slots.shape[0]
+    row = row.clamp_max(slots.shape[0] - 1)
+    positions = (start[row] - query_start[row] + t).where(real, -1)
+    at = positions.clamp_min(0)
+    page = page_table[slots[row].long(), (at // page_size).long()]
+    slot_mapping = (page * page_size + at % page_size).where(real, t % page_size)
+    return positions, slot_mapping, start + query_start.diff()
+
+
+@op(cuda=launch_commit, shape=lambda tokens, *_: (tokens.shape[0], tokens.shape[1] + 2))
+def commit(
+    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Mutated[Tensor], max_length: Tensor,
+    status: Mutated[Tensor], last_token: Mutated[Tensor], stop_ids: Tensor, history: Mutated[Tensor],
 ) -> Tensor:  # fmt: skip
+    """Accept the drafts that equal the target's sampled tokens and write the outcome into the slots.
+
+    tokens [R, W] (sampled from the target), drafts [R, W - 1], slots [R]; length, max_length, status, last_token [S],
+    stop_ids [S, 16] (-1: none), history [S, max_tokens]; all int32. Writes length, status, last_token, and the
+    committed tokens into history at their positions.
+    Returns result [R, W + 2] int32: count, status, then the committed tokens, -1 after ``count``.
+
+    A row commits its longest matching prefix of drafts and one more sampled token, cut after the first
+    stop id (STOP) and at ``max_length`` (LENGTH; STOP wins on the same token). An inactive row commits nothing
+    and reports its status. No active slot may occur in two rows.
+    """
     slot, width = slots.long(), tokens.shape[1]
     fields = (field.index_select(0, slot).tolist() for field in (length, max_length, status, stop_ids))
     result, changed, kept = list[list[int]](), list[tuple[int, int, int, int]](), list[tuple[int, int, int]]()
-    given = slots.tolist(), tokens.tolist(), drafts.tolist()
-    for at, picked, drafted, before, end, state, stops in zip(*given, *fields, strict=True):
+    lists = slots.tolist(), tokens.tolist(), drafts.tolist()
+    for at, picked, drafted, before, end, state, stops in zip(*lists, *fields, strict=True):
         if state != RUNNING.value:
             result.append([0, state, *[-1] * width])
             continue
@@ -272,113 +336,6 @@ def commit_cpu(
         rows, columns, picks = torch.tensor(kept).unbind(1)
         history[rows, columns] = picks.to(history.dtype)
     return torch.tensor(result, dtype=tokens.dtype).view(len(result), width + 2)
-
-
-def launch_limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Tensor) -> None:
-    rows, k = drafts.shape
-    _limit_drafts_kernel[(rows,)](
-        drafts, slots, max_drafts, drafted, max_drafts.stride(0), k, BLOCK_K=triton.next_power_of_2(k), num_warps=1
-    )
-
-
-def limit_drafts_cpu(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Tensor) -> None:
-    column = torch.arange(drafts.shape[1], dtype=torch.int32)
-    drafts.masked_fill_(column >= max_drafts[slots.long()][:, None], -1)
-    drafted.copy_((drafts >= 0).sum(1))
-
-
-def force_drafts(drafts: Tensor, sampled: Tensor, slots: Tensor, length: Tensor, mean: float) -> None:
-    """Benchmarks only: overwrite drafts [R, k] so that ``mean`` tokens a round are committed on average.
-
-    The accepted count of a row is floor or ceil of ``mean`` - 1, by a hash of its length: no host value, so
-    that it can be captured. sampled [R, 1 + k], slots [R], length [S]; all int32.
-    """
-    whole, part = divmod(mean - 1, 1.0)
-    mixed = (length.index_select(0, slots).long() * 40503 + slots.long() * 9973) % 65536
-    accepted = (whole + (mixed < part * 65536).long())[:, None]
-    column = torch.arange(drafts.shape[1], device=drafts.device)
-    drafts.copy_(torch.where(column < accepted, sampled[:, :-1], -1))
-
-
-define("limit_drafts(Tensor(a!) drafts, Tensor slots, Tensor max_drafts, Tensor(b!) drafted) -> ()")
-register("limit_drafts", cuda=launch_limit_drafts, cpu=limit_drafts_cpu, meta=lambda *args: None)
-
-
-def limit_drafts(drafts: Tensor, slots: Tensor, max_drafts: Tensor, drafted: Tensor) -> None:
-    """Make drafts [R, k] beyond each request's own ``max_drafts [S]`` -1, which never matches.
-
-    Writes into drafted [R] how many drafts of each row are left. drafts (contiguous), drafted and slots [R]: int32.
-    """
-    torch.ops.unisono.limit_drafts(drafts, slots, max_drafts, drafted)
-
-
-define(
-    "round_inputs(Tensor slots, Tensor drafts, Tensor length, Tensor max_length, Tensor status, Tensor last_token,"
-    " Tensor page_table, int page_size, Tensor? tables=None) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-register("round_inputs", cuda=launch_round_inputs, cpu=round_inputs_cpu, meta=_round_inputs_meta)
-define(
-    "extend_inputs(Tensor slots, Tensor query_start, Tensor start, Tensor page_table, int page_size,"
-    " SymInt num_tokens) -> (Tensor, Tensor, Tensor)"
-)
-register("extend_inputs", cuda=launch_extend_inputs, cpu=extend_inputs_cpu, meta=_extend_inputs_meta)
-define(
-    "commit(Tensor tokens, Tensor drafts, Tensor slots, Tensor(a!) length, Tensor max_length, Tensor(b!) status,"
-    " Tensor(c!) last_token, Tensor stop_ids, Tensor(d!) history) -> Tensor"
-)
-register("commit", cuda=launch_commit, cpu=commit_cpu, meta=_commit_meta)
-
-
-def round_inputs(
-    slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
-    last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
-) -> RoundInputs:  # fmt: skip
-    """The target's inputs in a round of W = 1 + drafts tokens per row.
-
-    slots [R], drafts [R, W - 1] (-1: none); length, max_length, status, last_token [S]; page_table [S, MP]; tables [R]:
-    each row's row of it (None: its slot's); all int32. Returns int32 (token_ids [R * W], positions [R * W],
-    slot_mapping [R * W], kv_len [R]).
-
-    Row r, column j is the token at position length - 1 + j: the last committed one, then the drafts. At and
-    beyond ``max_length``, where no page is reserved, a token keeps the last position and writes to padding page
-    0; ``commit`` never accepts its result. An inactive row has position -1, kv_len 0 and token 0, which
-    also stands in for a missing draft.
-    """
-    return torch.ops.unisono.round_inputs(
-        slots, drafts, length, max_length, status, last_token, page_table, page_size, tables
-    )
-
-
-def extend_inputs(
-    slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
-    page_size: int, num_tokens: int,
-) -> ExtendInputs:  # fmt: skip
-    """The positions and the KV slot mapping of an extend pass.
-
-    slots [R], query_start [R + 1] (row r owns tokens query_start[r] … query_start[r + 1]), start [R]
-    (position of the row's first token in this pass), page_table [S, MP]; all int32. Returns int32
-    (positions [num_tokens], slot_mapping [num_tokens], kv_len [R]). Tokens from query_start[R] on are padding:
-    position -1, KV into padding page 0.
-    """
-    return torch.ops.unisono.extend_inputs(slots, query_start, start, page_table, page_size, num_tokens)
-
-
-def commit(
-    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, max_length: Tensor,
-    status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
-) -> Tensor:  # fmt: skip
-    """Accept the drafts that equal the target's sampled tokens and write the outcome into the slots.
-
-    tokens [R, W] (sampled from the target), drafts [R, W - 1], slots [R]; length, max_length, status, last_token [S],
-    stop_ids [S, 16] (-1: none), history [S, max_tokens]; all int32. Writes length, status, last_token, and the
-    committed tokens into history at their positions.
-    Returns result [R, W + 2] int32: count, status, then the committed tokens, -1 after ``count``.
-
-    A row commits its longest matching prefix of drafts and one more sampled token, cut after the first
-    stop id (STOP) and at ``max_length`` (LENGTH; STOP wins on the same token). An inactive row commits nothing
-    and reports its status. No active slot may occur in two rows.
-    """
-    return torch.ops.unisono.commit(tokens, drafts, slots, length, max_length, status, last_token, stop_ids, history)
 
 
 AOT: list[AotCase] = [

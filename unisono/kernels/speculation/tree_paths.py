@@ -29,12 +29,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, ints, one_stride, register
+from unisono.kernels.library import AotCase, Mutated, ints, one_stride, op
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
 REACH = tl.constexpr(2)
-"""A path may write from this many positions before ``length`` on."""
+"""Number of positions before ``length`` that a path may rewrite."""
 
 COLUMNS_PER_STEP = 256
 SPAN_BLOCK = 16
@@ -56,8 +56,11 @@ class Fork(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The path of each row with the most accepted drafts: rows [R] (indices into M), tables [R]; its sampled [R, W] and
-    drafts [R, W - 1]; and drafted [R]: how many tokens all paths draft, a shared prefix counted once. All int32."""
+    """Path of each row with the most accepted drafts. All int32.
+
+    rows [R]: indices into M. tables [R]. sampled [R, W], drafts [R, W - 1]: those of the path. drafted [R]: number of
+    tokens that all paths draft, a shared prefix counted once.
+    """
 
     rows: Tensor
     tables: Tensor
@@ -67,7 +70,7 @@ class Best(NamedTuple):
 
 
 def span_pages(drafts: int, page_size: int) -> int:
-    """Pages that the positions a path may write can touch, for this number of drafts."""
+    """Maximum number of pages that a path with this number of drafts writes."""
     return (drafts + REACH.value - 2) // page_size + 2
 
 
@@ -175,11 +178,45 @@ def launch_fork_paths(
     return out
 
 
-def fork_paths_cpu(
-    page_table: Tensor, slots: Tensor, length: Tensor, status: Tensor, paths: int, pages: int, first_page: int,
+def launch_copy_span(
+    kv: Tensor, page_table: Tensor, sources: Tensor, tables: Tensor, first: Tensor, last: Tensor
+) -> None:
+    """Triton implementation of :func:`copy_span`."""
+    layers, _, heads, page_size, dim = kv.shape
+    _copy_span_kernel[(sources.shape[0], layers)](
+        kv, page_table, sources, tables, first, last, kv.stride(0), kv.stride(1), page_table.stride(0), heads, dim,
+        PAGE=page_size, BLOCK=SPAN_BLOCK, BLOCK_D=triton.next_power_of_2(dim),
+    )  # fmt: skip
+
+
+def _best_meta(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Best:
+    rows, width = sampled.shape[0] // paths, sampled.shape[1]
+    best, at, drafted = (sampled.new_empty(rows) for _ in range(3))
+    return Best(best, at, sampled.new_empty(rows, width), sampled.new_empty(rows, width - 1), drafted)
+
+
+def launch_best_path(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Best:
+    """Triton implementation of :func:`best_path`."""
+    out, width = _best_meta(sampled, drafts, tables, paths), sampled.shape[1]
+    _best_path_kernel[(sampled.shape[0] // paths,)](
+        sampled.contiguous(), drafts.contiguous(), tables, *out, paths, width,
+        BLOCK_P=triton.next_power_of_2(paths), BLOCK_W=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@op(cuda=launch_fork_paths, meta=_fork_meta)
+def fork_paths(
+    page_table: Mutated[Tensor], slots: Tensor, length: Tensor, status: Tensor, paths: int, pages: int, first_page: int,
     page_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """CPU twin of :func:`fork_paths`."""
+) -> Fork:  # fmt: skip
+    """Fill the page-table row of each path of the requests in ``slots [R]``, and return the positions to copy to it.
+
+    length, status [S]: slot fields; page_table [S + S · (paths - 1), MP]: row S + s · (paths - 1) + l - 1 is path l's
+    of slot s, l ≥ 1; all int32. Such a row gets the pages of its slot up to the one with position length - 2, then
+    ``pages`` private ones, allocated from page ``first_page`` on, ``pages`` per path in the order of rows. Paths of
+    inactive slots, including the padding slot, do not change.
+    """
     owners = slots.repeat_interleave(paths)
     path = torch.arange(paths, dtype=torch.int32).repeat(slots.shape[0])
     virtual = owners * (paths - 1) + path - 1
@@ -192,22 +229,19 @@ def fork_paths_cpu(
         table[:column] = page_table[owners[m], :column]
         own = table[column : column + pages]
         own.copy_(torch.arange(page, page + pages, dtype=torch.int32)[: len(own)])
-    return owners, tables, owners.clone(), (tail * page_size).where(forked, 0), tokens.where(forked, 0)
+    return Fork(owners, tables, owners.clone(), (tail * page_size).where(forked, 0), tokens.where(forked, 0))
 
 
-def launch_copy_span(
-    kv: Tensor, page_table: Tensor, sources: Tensor, tables: Tensor, first: Tensor, last: Tensor
+@op(cuda=launch_copy_span)
+def copy_span(
+    kv: Mutated[Tensor], page_table: Tensor, sources: Tensor, tables: Tensor, first: Tensor, last: Tensor
 ) -> None:
-    """Triton implementation of :func:`copy_span`."""
-    layers, _, heads, page_size, dim = kv.shape
-    _copy_span_kernel[(sources.shape[0], layers)](
-        kv, page_table, sources, tables, first, last, kv.stride(0), kv.stride(1), page_table.stride(0), heads, dim,
-        PAGE=page_size, BLOCK=SPAN_BLOCK, BLOCK_D=triton.next_power_of_2(dim),
-    )  # fmt: skip
+    """Copy positions first[m] … last[m] - 1 of paged state from one page-table row to another, in all layers.
 
-
-def copy_span_cpu(kv: Tensor, page_table: Tensor, sources: Tensor, tables: Tensor, first: Tensor, last: Tensor) -> None:
-    """CPU twin of :func:`copy_span`."""
+    kv [L, NP, H, PAGE, D], pages contiguous, of any L, H and D; page_table [rows, MP]; sources, tables, first, last
+    [M]; all of these int32. If sources[m] is tables[m], nothing is copied. No page that is written may be read or
+    written twice.
+    """
     page_size = kv.shape[3]
     counts = (last - first).clamp_min(0).masked_fill(sources == tables, 0).long()
     row = torch.arange(len(counts)).repeat_interleave(counts)
@@ -216,77 +250,20 @@ def copy_span_cpu(kv: Tensor, page_table: Tensor, sources: Tensor, tables: Tenso
     kv[:, target, :, at % page_size] = kv[:, source, :, at % page_size]
 
 
-BestTuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+@op(cuda=launch_best_path, meta=_best_meta)
+def best_path(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Best:
+    """Find the path of each row whose drafts equal its sampled tokens for the longest prefix; ties go to the lowest
+    path.
 
-
-def _best_meta(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
-    rows, width = sampled.shape[0] // paths, sampled.shape[1]
-    best, at, drafted = (sampled.new_empty(rows) for _ in range(3))
-    return best, at, sampled.new_empty(rows, width), sampled.new_empty(rows, width - 1), drafted
-
-
-def launch_best_path(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
-    """Triton implementation of :func:`best_path`."""
-    out, width = _best_meta(sampled, drafts, tables, paths), sampled.shape[1]
-    _best_path_kernel[(sampled.shape[0] // paths,)](
-        sampled.contiguous(), drafts.contiguous(), tables, *out, paths, width,
-        BLOCK_P=triton.next_power_of_2(paths), BLOCK_W=triton.next_power_of_2(width), num_warps=1,
-    )  # fmt: skip
-    return out
-
-
-def best_path_cpu(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> BestTuple:
-    """CPU twin of :func:`best_path`."""
+    sampled [R · paths, W], drafts [R · paths, W - 1], tables [R · paths]; all int32.
+    """
     accepted = (sampled[:, :-1] == drafts).int().cumprod(1).sum(1).view(-1, paths)
     rows = (accepted.argmax(1) + torch.arange(len(accepted)) * paths).int()
     best = rows.long()
     same = (drafts.view(-1, paths, 1, drafts.shape[1]) == drafts.view(-1, 1, paths, drafts.shape[1])).cumprod(-1)
-    before = torch.ones(paths, paths).tril(-1).bool()[:, :, None]  # of each path, those before it
+    before = torch.ones(paths, paths).tril(-1).bool()[:, :, None]  # for each path, the paths before it
     new = ~(same.bool() & before).any(2) & (drafts.view(-1, paths, drafts.shape[1]) >= 0)
-    return rows, tables[best], sampled[best], drafts[best], new.sum((1, 2)).int()
-
-
-define(
-    "fork_paths(Tensor(a!) page_table, Tensor slots, Tensor length, Tensor status, int paths, int pages,"
-    " int first_page, int page_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-register("fork_paths", cuda=launch_fork_paths, cpu=fork_paths_cpu, meta=_fork_meta)
-define("copy_span(Tensor(a!) kv, Tensor page_table, Tensor sources, Tensor tables, Tensor first, Tensor last) -> ()")
-register("copy_span", cuda=launch_copy_span, cpu=copy_span_cpu, meta=lambda *args: None)
-define("best_path(Tensor sampled, Tensor drafts, Tensor tables, int paths) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-register("best_path", cuda=launch_best_path, cpu=best_path_cpu, meta=_best_meta)
-
-
-def fork_paths(
-    page_table: Tensor, slots: Tensor, length: Tensor, status: Tensor, paths: int, pages: int, first_page: int,
-    page_size: int,
-) -> Fork:  # fmt: skip
-    """Give each path of the requests in ``slots [R]`` its page-table row, and return the positions to copy to it.
-
-    length, status [S]: slot fields; page_table [S + S · (paths - 1), MP]: row S + s · (paths - 1) + l - 1 is path l's
-    of slot s, l ≥ 1; all int32. Such a row gets the pages of its slot up to the one with position length - 2, and from
-    there on ``pages`` private ones, of those from page ``first_page`` on, ``pages`` to a path in the order of rows.
-    Paths of an inactive slot, the padding slot's among them, are left as they were.
-    """
-    return Fork(*torch.ops.unisono.fork_paths(page_table, slots, length, status, paths, pages, first_page, page_size))
-
-
-def copy_span(kv: Tensor, page_table: Tensor, sources: Tensor, tables: Tensor, first: Tensor, last: Tensor) -> None:
-    """Copy positions first[m] … last[m] - 1 of paged state from one page-table row to another, in all layers.
-
-    kv [L, NP, H, PAGE, D], pages contiguous, of any L, H and D; page_table [rows, MP]; sources, tables, first, last
-    [M]; all of these int32. Where sources[m] is tables[m], nothing is copied. No page that is written may be read, or
-    written twice.
-    """
-    torch.ops.unisono.copy_span(kv, page_table, sources, tables, first, last)
-
-
-def best_path(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Best:
-    """The path of each row whose drafts equal its sampled tokens for the longest prefix; ties go to the lowest path.
-
-    sampled [R · paths, W], drafts [R · paths, W - 1], tables [R · paths]; all int32.
-    """
-    return Best(*torch.ops.unisono.best_path(sampled, drafts, tables, paths))
+    return Best(rows, tables[best], sampled[best], drafts[best], new.sum((1, 2)).int())
 
 
 AOT: list[AotCase] = [

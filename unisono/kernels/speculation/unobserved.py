@@ -1,9 +1,9 @@
-"""Tokens that a draft model has not read yet, and the hidden states that are kept until it reads them.
+"""Tokens that a draft model has not read yet, and their stored hidden states.
 
 A draft model does not run while rounds draft nothing: the tokens that it would have read are *unobserved*. Owns the ops
 ``mark_observed`` (no token is unobserved), ``stash`` (keep the target's hidden state of the newest token) and
-``take_unobserved`` (the tokens and hidden states to catch up with, as a round would have left them). Drafters call them
-inside graphs.
+``take_unobserved`` (the tokens and hidden states to catch up with, in the form of a round's results). Drafters call
+them inside graphs.
 
 ``observed [S]`` is the length up to which a draft model has read each slot's text; positions observed … length - 1 are
 unobserved. Hidden states lie in a ring of W rows for each slot: that of the token at p at row p % W.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, define, ints, register
+from unisono.kernels.library import AotCase, Mutated, ints, op
 
 STASH_BLOCK = 1024
 
@@ -67,12 +67,6 @@ def launch_mark_observed(observed: Tensor, slots: Tensor, length: Tensor) -> Non
     _mark_observed_kernel[(slots.shape[0],)](observed, slots, length, length.stride(0), num_warps=1)
 
 
-def mark_observed_cpu(observed: Tensor, slots: Tensor, length: Tensor) -> None:
-    """CPU twin of :func:`mark_observed`."""
-    slot = slots.long()
-    observed[slot] = length[slot]
-
-
 def launch_stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
     """Triton implementation of :func:`stash`."""
     _, width, size = ring.shape
@@ -80,13 +74,6 @@ def launch_stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, so
         ring, slots, result, length, source.contiguous(), result.stride(0), length.stride(0), width, size,
         BLOCK=STASH_BLOCK,
     )  # fmt: skip
-
-
-def stash_cpu(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
-    """CPU twin of :func:`stash`."""
-    moved = result[:, 0] > 0
-    slot = slots[moved].long()
-    ring[slot, (length[slot].long() - 1) % ring.shape[1]] = source[moved]
 
 
 def _take_unobserved_meta(
@@ -108,10 +95,38 @@ def launch_take_unobserved(
     return result, sampled, rows
 
 
-def take_unobserved_cpu(
-    observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
+@op(cuda=launch_mark_observed)
+def mark_observed(observed: Mutated[Tensor], slots: Tensor, length: Tensor) -> None:
+    """Set ``observed[slots] = length[slots]``: observed [S], slots [R], length [S], all int32."""
+    slot = slots.long()
+    observed[slot] = length[slot]
+
+
+@op(cuda=launch_stash)
+def stash(ring: Mutated[Tensor], slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
+    """Store hidden states ``source [R, d]`` of rounds that committed one token each in ``ring [S, W, d]``, of one
+    dtype.
+
+    slots [R], result [R, 3] of ``rounds.commit``, length [S] including the token; all int32. A row that committed
+    nothing stores nothing.
+    """
+    moved = result[:, 0] > 0
+    slot = slots[moved].long()
+    ring[slot, (length[slot].long() - 1) % ring.shape[1]] = source[moved]
+
+
+@op(cuda=launch_take_unobserved, meta=_take_unobserved_meta)
+def take_unobserved(
+    observed: Mutated[Tensor], slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """CPU twin of :func:`take_unobserved`."""
+    """Take the first ``width`` unobserved tokens of each row, W = width; they count as observed from now on.
+
+    observed [S], slots [R], length [S], history [S, N]; all int32. lag: the returned tokens are those ``lag`` positions
+    earlier, for draft models that begin a round with the last tokens they know. An embedding's token, -1, reads as 0.
+    Returns int32 (result [R, W + 2], sampled [R, W], rows [R · W]): result and sampled tokens like those of a round
+    that committed these tokens, and the row of the ring, seen as [S · W, d], where each token's hidden state was
+    stashed; after a row's tokens any valid row. Slots that occur twice must have no unobserved tokens.
+    """
     slot = slots.long()
     first = observed[slot][:, None]
     count = (length[slot][:, None] - first).clamp(0, width)
@@ -123,46 +138,6 @@ def take_unobserved_cpu(
     observed[slot] = (first + count)[:, 0]
     result = torch.cat((count, torch.zeros_like(count), token.where(real, -1)), 1)
     return result, token.where(real, 0), (slots[:, None] * width + at % width).flatten()
-
-
-define("mark_observed(Tensor(a!) observed, Tensor slots, Tensor length) -> ()")
-register("mark_observed", cuda=launch_mark_observed, cpu=mark_observed_cpu, meta=lambda *args: None)
-define("stash(Tensor(a!) ring, Tensor slots, Tensor result, Tensor length, Tensor source) -> ()")
-register("stash", cuda=launch_stash, cpu=stash_cpu, meta=lambda *args: None)
-define(
-    "take_unobserved(Tensor(a!) observed, Tensor slots, Tensor length, Tensor history, int width, int lag)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-register("take_unobserved", cuda=launch_take_unobserved, cpu=take_unobserved_cpu, meta=_take_unobserved_meta)
-
-
-def mark_observed(observed: Tensor, slots: Tensor, length: Tensor) -> None:
-    """``observed[slots] = length[slots]``: observed [S], slots [R], length [S], all int32."""
-    torch.ops.unisono.mark_observed(observed, slots, length)
-
-
-def stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, source: Tensor) -> None:
-    """Keep hidden states ``source [R, d]`` of rounds that committed one token each, in ``ring [S, W, d]``, of the same
-    dtype.
-
-    slots [R], result [R, 3] as ``kernels.rounds.commit`` returns it, length [S] already with the token; all int32.
-    A row that committed nothing keeps nothing.
-    """
-    torch.ops.unisono.stash(ring, slots, result, length, source)
-
-
-def take_unobserved(
-    observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The first ``width`` unobserved tokens of each row, W = width, which count as observed from now on.
-
-    observed [S], slots [R], length [S], history [S, N]; all int32. lag: the returned tokens are those ``lag`` positions
-    earlier, for draft models that begin a round with the last tokens they know. An embedding's token, -1, reads as 0.
-    Returns int32 (result [R, W + 2], sampled [R, W], rows [R · W]): result and sampled tokens as of a round that
-    committed these tokens, and the row of the ring, seen as [S · W, d], where each token's hidden state was stashed;
-    after a row's tokens it is any valid row. Slots that occur twice must have no unobserved tokens.
-    """
-    return torch.ops.unisono.take_unobserved(observed, slots, length, history, width, lag)
 
 
 AOT: list[AotCase] = [

@@ -1,4 +1,4 @@
-"""GELU, which vision towers' MLPs use. Owns the ``gelu`` op; called by ``models/vision``.
+"""GELU of vision towers' MLPs. Owns the ``gelu`` op; called by ``models/vision``.
 
 Shapes: M rows, I features.
 """
@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, empty_like, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
 
 _BLOCK = 1024
 _TANH = 2 * math.sqrt(2 / math.pi)
-"""gelu(x) by tanh is x · sigmoid(_TANH · (x + _CUBE · x³)): tanh(u) = 2 sigmoid(2 u) - 1."""
+"""Constants of gelu(x) by tanh, x · sigmoid(_TANH · (x + _CUBE · x³)): tanh(u) = 2 sigmoid(2 u) - 1."""
 _CUBE = 0.044715
 
 
@@ -43,24 +43,17 @@ def launch_gelu(x: torch.Tensor, exact: bool) -> torch.Tensor:
     return out
 
 
-def gelu_cpu(x: torch.Tensor, exact: bool) -> torch.Tensor:
+@op(cuda=launch_gelu)
+def gelu(x: torch.Tensor, exact: bool) -> torch.Tensor:
+    """Compute GELU of x [M, I] in x's dtype, in fp32 (Hendrycks and Gimpel, arXiv 1606.08415).
+
+    exact: with the error function; otherwise with tanh (``gelu_pytorch_tanh`` of config.json).
+    """
     value = x.contiguous().float()
     if exact:
         return (0.5 * value * (1.0 + torch.erf(value * math.sqrt(0.5)))).to(x.dtype)
     # Not F.gelu: its vectorised loop and its tail round differently, so bits would depend on the batch.
     return (value / (1.0 + torch.exp(-_TANH * (value + _CUBE * value * value * value)))).to(x.dtype)
-
-
-define("gelu(Tensor x, bool exact) -> Tensor")
-register("gelu", cuda=launch_gelu, cpu=gelu_cpu, meta=lambda x, exact: empty_like(x))
-
-
-def gelu(x: torch.Tensor, exact: bool) -> torch.Tensor:
-    """GELU of x [M, I] in x's dtype, computed in fp32 (Hendrycks and Gimpel, arXiv 1606.08415).
-
-    exact: by the error function; otherwise by tanh (``gelu_pytorch_tanh`` of config.json).
-    """
-    return torch.ops.unisono.gelu(x, exact)
 
 
 AOT: list[AotCase] = [

@@ -1,10 +1,10 @@
-"""Attention of patches to the patches of their own segment, both ways. Owns the ``segment_attention`` op.
+"""Bidirectional attention of patches within their own segment. Owns the ``segment_attention`` op.
 
-A segment is a frame of a picture, or a window of one: consecutive rows that see each other and nothing else. A row's
-``[start, end)`` says which. A program takes a tile of query rows and one head. It walks the keys of each segment that
-begins or goes on in its tile, in blocks that are counted from the segment's first row. So a row's bits depend on its
-own segment alone: not on where the segment lies in the pass, on its neighbours, on padding or on the tile. Rows of
-other segments see scores of -inf, which leave their sums as they are, bit by bit. Called by ``models/vision``.
+A segment is a frame of an image, or a window of one: consecutive rows that see each other and nothing else, given by
+``[start, end)`` of each row. A program takes a tile of query rows and one head. It walks the keys of each segment that
+overlaps its tile, in blocks counted from the segment's first row. So a row's bits depend on its own segment alone: not
+on the segment's place in the pass, its neighbours, padding or the tile. Rows of other segments see scores of -inf,
+which do not change the bits of their sums. Called by ``models/vision``.
 
 Shapes: P patches, A heads, D elements of a head, W = A · D.
 """
@@ -18,19 +18,19 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.attention.triton_kernels import LOG2_E
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
 
 KEYS = 64
-"""Keys of a block. It is part of the order of the sums, hence of the bits."""
+"""Keys of a block. Part of the order of the sums, hence of the bits."""
 
 CPU_ROWS = 256
-"""Query rows that the CPU twin attends together, counted from the segment's first row."""
+"""Query rows that the CPU twin attends together, from the segment's first row on."""
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Query rows of a program. It decides about speed and changes no bit of the result."""
+class QueryTile:
+    """Query rows of a program. It affects speed only."""
 
     rows: int
     warps: int
@@ -38,17 +38,17 @@ class Tile:
 
 
 MANY_ROWS = 2048
-"""From this number of rows on there are programs for all multiprocessors at the larger tile, which reads fewer keys."""
+"""Minimum rows for the larger tile, which reads fewer keys: programs then occupy all multiprocessors."""
 
 
-def _tile(patches: int, dtype: torch.dtype) -> Tile:
+def _tile(patches: int, dtype: torch.dtype) -> QueryTile:
     if dtype is torch.float32:
-        return Tile(32, 4, 2)
-    return Tile(128, 8, 3) if patches >= MANY_ROWS else Tile(64, 4, 3)
+        return QueryTile(32, 4, 2)
+    return QueryTile(128, 8, 3) if patches >= MANY_ROWS else QueryTile(64, 4, 3)
 
 
 def _parts(dim: int) -> dict[str, int]:
-    """A head is padded to MAIN + REST dimensions, both powers of two: 72 to 64 + 16, 80 to 64 + 16."""
+    """Pad a head to MAIN + REST dimensions, both powers of two: 72 to 64 + 16, 80 to 64 + 16."""
     main = max(16, 1 << (dim.bit_length() - 1))
     rest = max(16, triton.next_power_of_2(dim - main)) if dim > main else 0
     return {"MAIN": main, "REST": rest}
@@ -56,7 +56,7 @@ def _parts(dim: int) -> dict[str, int]:
 
 @triton.jit
 def _rows_of(base, rows, dims, in_use, stride, D: tl.constexpr):
-    """Elements ``dims`` of a head of some rows; zeros where a row is not in use or the head ends."""
+    """Load elements ``dims`` of a head of some rows; zeros for unused rows and beyond the head's end."""
     at = base + rows.to(tl.int64)[:, None] * stride + dims[None, :]
     return tl.load(at, mask=in_use[:, None] & (dims < D)[None, :], other=0.0)
 
@@ -109,7 +109,7 @@ def _segment_attention_kernel(
                 v_rest = _rows_of(q_ptr + 2 * WIDTH, keys, more, known, 3 * WIDTH, D)
                 acc_rest = tl.dot(p, v_rest, acc_rest * shrink, input_precision="ieee")
             m = top
-        row = tl.where(end > row, end, last)  # an empty segment is padding, which is all that follows
+        row = tl.where(end > row, end, last)  # an empty segment is padding, as is everything after it
     total = tl.max(z, 1)
     factor = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)[:, None]
     dtype = out.dtype.element_ty
@@ -120,9 +120,9 @@ def _segment_attention_kernel(
 
 
 def launch_segment_attention(
-    qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float, tile: Tile | None = None
+    qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float, tile: QueryTile | None = None
 ) -> torch.Tensor:
-    """``tile`` overrides the rows of a program (speed only)."""
+    """Launch the kernel. tile: overrides the rows of a program (speed only)."""
     qkv = qkv.contiguous()
     patches, width = qkv.shape[0], qkv.shape[1] // 3
     dim, tile = width // num_heads, tile or _tile(patches, qkv.dtype)
@@ -135,8 +135,15 @@ def launch_segment_attention(
     return out
 
 
-def segment_attention_cpu(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
-    """Every segment on its own: the shapes of its products, hence their bits, are the segment's."""
+@op(cuda=launch_segment_attention, shape=lambda qkv, *_: (qkv.shape[0], qkv.shape[1] // 3))
+def segment_attention(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
+    """Compute ``softmax(scale · q kᵀ) v`` of each head within each row's segment: [P, W] in qkv's dtype.
+
+    qkv [P, 3 · W]: queries, keys and values of a patch, each A heads of D elements. bounds [P, 2] i32: start and
+    end of each row's segment. Segments are runs of rows that do not overlap, and all rows of a segment have the same
+    bounds. Rows of padding have bounds (0, 0) and come after all segments; they get zeros. Scores and
+    sums are in fp32; the weights of the softmax are rounded to qkv's dtype before they are summed and multiplied.
+    """
     patches, width = qkv.shape[0], qkv.shape[1] // 3
     out = torch.zeros(patches, width, dtype=qkv.dtype)
     for start, end in bounds.unique_consecutive(dim=0).tolist():
@@ -149,25 +156,6 @@ def segment_attention_cpu(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: in
                 seen = p @ heads[2] / p.sum(-1, keepdim=True)
                 out[start:end][rows] = seen.transpose(0, 1).flatten(1).to(qkv.dtype)
     return out
-
-
-def _segment_attention_meta(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
-    return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
-
-
-define("segment_attention(Tensor qkv, Tensor bounds, int num_heads, float scale) -> Tensor")
-register("segment_attention", cuda=launch_segment_attention, cpu=segment_attention_cpu, meta=_segment_attention_meta)
-
-
-def segment_attention(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
-    """``softmax(scale · q kᵀ) v`` of each head within each row's segment -> [P, W] in qkv's dtype.
-
-    qkv [P, 3 · W]: queries, keys and values of a patch, each A heads of D elements. bounds [P, 2] i32: the first row of
-    a row's segment and the one after its last. Segments are runs of rows that do not overlap, and every row of one has
-    the same bounds. Rows of padding have bounds (0, 0) and stand after all segments; they get zeros. Scores and
-    sums are in fp32; the weights of the softmax are rounded to qkv's dtype before they are summed and multiplied.
-    """
-    return torch.ops.unisono.segment_attention(qkv, bounds, num_heads, scale)
 
 
 def _aot(dtype: torch.dtype, name: str, dim: int, patches: int) -> AotCase:

@@ -1,6 +1,6 @@
 """LayerNorm over the last dimension. Owns the ``layer_norm`` op; called by ``layers`` for vision towers.
 
-One program takes one row, and the shape of the row alone fixes the order of its sums, so a row's bits do not depend on
+One program takes one row, and the order of its sums depends on the row's length only, so a row's bits do not depend on
 the batch.
 
 Shapes: M rows, H features.
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, empty_like, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.norm.rms_norm import row_warps
 from unisono.kernels.overlap import follow, overlapped
 
@@ -41,27 +41,16 @@ def launch_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
     return out
 
 
-def layer_norm_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+@op(cuda=launch_layer_norm)
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute ``(x - mean(x)) * rsqrt(var(x) + eps) * weight + bias`` for x [M, H], weight and bias [H]: [M, H].
+
+    Computed in fp32 and rounded once to x's dtype (Ba, Kiros and Hinton, arXiv 1607.06450). H up to 16384.
+    """
     value = x.contiguous().float()
     centred = value - value.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     return (normed * weight.float() + bias.float()).to(x.dtype)
-
-
-def _layer_norm_meta(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    return empty_like(x)
-
-
-define("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor")
-register("layer_norm", cuda=launch_layer_norm, cpu=layer_norm_cpu, meta=_layer_norm_meta)
-
-
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """``(x - mean(x)) * rsqrt(var(x) + eps) * weight + bias`` for x [M, H], weight and bias [H] -> [M, H].
-
-    Computed in fp32 and rounded once to x's dtype (Ba, Kiros and Hinton, arXiv 1607.06450). H up to 16384.
-    """
-    return torch.ops.unisono.layer_norm(x, weight, bias, eps)
 
 
 AOT: list[AotCase] = [

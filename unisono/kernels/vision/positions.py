@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, empty_like, register
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
 
 _BLOCK = 1024
@@ -45,31 +45,17 @@ def launch_add_positions(
     return out
 
 
-def add_positions_cpu(
-    x: torch.Tensor, table: torch.Tensor, sources: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    for point in range(4):
-        total = total + table[sources[:, point].long()].float() * weights[:, point : point + 1]
-    return (x.float() + total.to(x.dtype).float()).to(x.dtype)
-
-
-define("add_positions(Tensor x, Tensor table, Tensor sources, Tensor weights) -> Tensor")
-register(
-    "add_positions",
-    cuda=launch_add_positions,
-    cpu=add_positions_cpu,
-    meta=lambda x, table, sources, weights: empty_like(x),
-)
-
-
+@op(cuda=launch_add_positions)
 def add_positions(x: torch.Tensor, table: torch.Tensor, sources: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``x + sum of weights[:, j] * table[sources[:, j]]`` over four points -> [P, W] in x's dtype.
+    """Compute ``x + sum of weights[:, j] * table[sources[:, j]]`` over four points: [P, W] in x's dtype.
 
     x [P, W], table [S, W] of x's dtype; sources [P, 4] i32, in range; weights [P, 4] fp32. The sum is computed in fp32
     and rounded before it is added.
     """
-    return torch.ops.unisono.add_positions(x, table, sources, weights)
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for point in range(4):
+        total = total + table[sources[:, point].long()].float() * weights[:, point : point + 1]
+    return (x.float() + total.to(x.dtype).float()).to(x.dtype)
 
 
 AOT: list[AotCase] = [

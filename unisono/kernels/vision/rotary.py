@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.library import AotCase, define, register
+from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.overlap import follow, overlapped
 
 
 @triton.jit
 def _axial_rotary_kernel(qkv, cos_sin, positions, HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
                          BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    # Queries and keys of a patch are 2 * HEADS heads, one after the other; a program turns GROUP of them.
+    # Queries and keys of a patch are 2 * HEADS heads, one after the other; a program rotates GROUP of them.
     follow(OVERLAP)
     HALF: tl.constexpr = D // 2
     QUARTER: tl.constexpr = D // 4
@@ -51,7 +51,14 @@ def launch_axial_rotary(qkv: torch.Tensor, cos_sin: torch.Tensor, positions: tor
     )  # fmt: skip
 
 
-def axial_rotary_cpu(qkv: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, num_heads: int) -> None:
+@op(cuda=launch_axial_rotary)
+def axial_rotary(qkv: Mutated[torch.Tensor], cos_sin: torch.Tensor, positions: torch.Tensor, num_heads: int) -> None:
+    """Rotate the queries and keys in qkv [P, 3 · A · D], in place, by each patch's row and column.
+
+    cos_sin [S, D / 2] fp32: cosines, then sines, of D / 4 planes. positions [P, 2] i32, in range. Element i < D / 2 of
+    a head rotates with element i + D / 2: the first D / 4 of them by the row, the others by the column. Computed in
+    fp32. D is a multiple of 4; qkv is contiguous.
+    """
     patches, dim = len(qkv), qkv.shape[1] // (3 * num_heads)
     angles = cos_sin[positions.long()].view(patches, 2, 2, dim // 4).transpose(1, 2).reshape(patches, 2, 1, dim // 2)
     cos, sin = angles[:, 0], angles[:, 1]
@@ -59,25 +66,6 @@ def axial_rotary_cpu(qkv: torch.Tensor, cos_sin: torch.Tensor, positions: torch.
     first, second = heads.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     heads.copy_(turned)
-
-
-define("axial_rotary(Tensor(a!) qkv, Tensor cos_sin, Tensor positions, int num_heads) -> ()")
-register(
-    "axial_rotary",
-    cuda=launch_axial_rotary,
-    cpu=axial_rotary_cpu,
-    meta=lambda qkv, cos_sin, positions, num_heads: None,
-)
-
-
-def axial_rotary(qkv: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, num_heads: int) -> None:
-    """Turn the queries and keys in qkv [P, 3 · A · D], in place, by each patch's row and column.
-
-    cos_sin [S, D / 2] fp32: cosines, then sines, of D / 4 planes. positions [P, 2] i32, in range. Element i < D / 2 of
-    a head turns with element i + D / 2: the first D / 4 of them by the row, the others by the column. Computed in fp32.
-    D is a multiple of 4; qkv is contiguous.
-    """
-    torch.ops.unisono.axial_rotary(qkv, cos_sin, positions, num_heads)
 
 
 AOT: list[AotCase] = [

@@ -1,4 +1,4 @@
-"""What waits in host memory: which page or snapshot of which prefix lies in which host slot. Bookkeeping only."""
+"""Index of host memory: which page or snapshot of which prefix is in which host slot. Bookkeeping only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Part = tuple[int, bytes]
-"""Kind (a lifetime or TAILS), and the digest of the prefix that the page or snapshot ends."""
+"""Kind (a window group or SNAPSHOTS), and the digest of the prefix that ends with the page or snapshot."""
 
 
 @dataclass(slots=True)
-class Held:
-    """A host slot with something in it. complete: as of :class:`unisono.kv.prefix_tree.Node`. pins: who needs it."""
+class HostEntry:
+    """An occupied host slot. complete: as in :class:`unisono.kv.prefix_tree.Node`. pins: number of users that need
+    it."""
 
     slot: int
     complete: bool = True
@@ -20,26 +21,23 @@ class Held:
 
 
 class HostIndex:
-    """The host slots of each kind; what was used least recently gives way.
-
-    counts: slots by kind.
-    """
+    """Host slots of each kind, evicted in least-recently-used order. counts: slots by kind."""
 
     def __init__(self, counts: Mapping[int, int]) -> None:
         self.counts = dict(counts)
         self._free = {kind: list(range(count - 1, -1, -1)) for kind, count in counts.items()}
-        self._held: dict[int, OrderedDict[bytes, Held]] = {kind: OrderedDict() for kind in counts}
-        self.dropped = 0  # parts that gave way
+        self._held: dict[int, OrderedDict[bytes, HostEntry]] = {kind: OrderedDict() for kind in counts}
+        self.dropped = 0  # evicted parts
 
     def __contains__(self, part: Part) -> bool:
         return part[1] in self._held.get(part[0], ())
 
     def used(self, kind: int) -> int:
-        """Slots that hold something."""
+        """Number of occupied slots."""
         return len(self._held[kind])
 
-    def find(self, part: Part) -> Held | None:
-        """Where a part lies; it counts as used now."""
+    def find(self, part: Part) -> HostEntry | None:
+        """Return a part's entry and mark it as most recently used; None if absent."""
         kind, digest = part
         held = self._held.get(kind)
         if held is None or digest not in held:
@@ -48,7 +46,7 @@ class HostIndex:
         return held[digest]
 
     def take(self, kind: int) -> int:
-        """A slot for :meth:`put` or :meth:`give_back`; -1 where every slot is pinned or there is none."""
+        """Return a slot for :meth:`put` or :meth:`give_back`; -1 if every slot is pinned or there are none."""
         free = self._free.get(kind)
         if free is None:
             return -1
@@ -60,21 +58,21 @@ class HostIndex:
             free.append(self._held[kind].pop(first).slot)
         return free.pop()
 
-    def put(self, part: Part, slot: int, complete: bool) -> Held:
-        """A taken slot holds this part from now on; one that held it before is free."""
+    def put(self, part: Part, slot: int, complete: bool) -> HostEntry:
+        """Store a part in a taken slot; free the slot that held it before."""
         kind, digest = part
         before = self._held[kind].pop(digest, None)
         if before is not None:
             self._free[kind].append(before.slot)
-        held = self._held[kind][digest] = Held(slot, complete)
+        held = self._held[kind][digest] = HostEntry(slot, complete)
         return held
 
     def give_back(self, kind: int, slot: int) -> None:
-        """Return a slot that was taken and not put."""
+        """Return a slot that was taken but not filled."""
         self._free[kind].append(slot)
 
     def clear(self) -> int:
-        """Forget everything that nobody needs; returns how many parts."""
+        """Forget every unpinned part and return their number."""
         count = 0
         for kind, held in self._held.items():
             for digest in [digest for digest, one in held.items() if not one.pins]:

@@ -1,9 +1,9 @@
-"""One rank's copies of cached state in host memory, and the copies between them and the device.
+"""One rank's copies of cached state in host memory, and the transfers between host and device.
 
-A host slot holds one page of a lifetime, or one snapshot of the tails. Which slot holds what is rank 0's business
-(``unisono/kv/offload/offloader.py``); this module moves the bytes that it is told to move. On a GPU pages leave through
-a staging buffer: one gather on the stream of the passes, after which the pages may be overwritten, and one copy to
-pinned memory on a stream of its own. They return on a third stream. Nothing here waits for the device.
+A host slot holds one page of a window group or one snapshot of the recurrent state. Rank 0 decides the contents of
+slots (``unisono/kv/offload/offloader.py``); this module executes its moves. On a GPU, pages leave through a staging
+buffer: one gather on the pass stream, after which the pages may be overwritten, and one copy to pinned memory on a
+second stream. They return on a third stream. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import torch
 from unisono.kv.store import StateStore
 
 Move = tuple[int, np.ndarray, np.ndarray]
-"""Kind (a lifetime or TAILS), device pages or snapshot ids, and as many host slots; int32."""
+"""Kind (a window group or SNAPSHOTS), device page or snapshot ids, and as many host slots; int32."""
 
 STAGING_BYTES = 64 << 20
-"""Of each of the three staging buffers on a GPU, unless one snapshot is larger."""
+"""Bytes of each of the three staging buffers on a GPU, unless one snapshot is larger."""
 
 
 def kind_bytes(store: StateStore, kind: int) -> int:
-    """Bytes of one page of a lifetime, or with TAILS of one snapshot."""
+    """Bytes of one page of a window group, or of one snapshot for SNAPSHOTS."""
     return sum(part[0].numel() * part.element_size() for part in store.parts(kind))
 
 
 def make_host_pages(store: StateStore, counts: Mapping[int, int]) -> HostPages:
-    """Room for this number of pages of each kind. Raises RuntimeError where the memory cannot be pinned."""
+    """Allocate host slots for this number of pages of each kind. Raises RuntimeError if the memory cannot be pinned."""
     return PinnedPages(store, counts) if store.device.type == "cuda" else HostPages(store, counts)
 
 
 class HostPages:
-    """Copies that are done when a method returns: for a device whose memory is the host's.
+    """Synchronous copies, for a device that shares the host's memory.
 
-    counts: host slots of each kind. seconds: spent copying, by direction.
+    counts: host slots of each kind. seconds: time spent copying, by direction.
     """
 
     def __init__(self, store: StateStore, counts: Mapping[int, int]) -> None:
@@ -52,7 +52,7 @@ class HostPages:
         self._last = 0
 
     def move_out(self, moves: Sequence[Move]) -> None:
-        """Copy pages to host slots, as the passes that are launched before leave them."""
+        """Copy pages to host slots, in the state left by the passes launched so far."""
         began = time.perf_counter()
         for kind, pages, slots in moves:
             source, target = _index(pages), _index(slots)
@@ -71,13 +71,13 @@ class HostPages:
         self.seconds["in"] += time.perf_counter() - began
 
     def poll(self) -> int:
-        """The last ticket whose pages are all written on this rank."""
+        """Return the last ticket whose pages are all written on this rank."""
         return self._last
 
     def arrived(self, ticket: int) -> None:
-        """Let passes that are launched from now on read the pages of all tickets up to this one."""
+        """Let passes launched from now on read the pages of all tickets up to this one."""
 
-    def settled(self, kind: int, slot: int) -> None:
+    def wait_for_copies(self, kind: int, slot: int) -> None:
         """Wait until no copy uses a host slot. Any thread may call it."""
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class HostPages:
 
 @dataclass
 class _Copy:
-    """A copy on a stream: of which (kind, slot), from when to when."""
+    """A copy on a stream: its (kind, slot) pairs, start and end events."""
 
     ticket: int
     slots: set[tuple[int, int]]
@@ -97,7 +97,7 @@ class _Copy:
 
 
 class PinnedPages(HostPages):
-    """Copies on streams of their own, between a GPU and pinned memory."""
+    """Asynchronous copies between a GPU and pinned memory, on their own streams."""
 
     def __init__(self, store: StateStore, counts: Mapping[int, int]) -> None:
         super().__init__(store, counts)
@@ -107,7 +107,7 @@ class PinnedPages(HostPages):
                 _pin(tensor)
         size = max(STAGING_BYTES, *(part[0].numel() * part.element_size() for p in self._parts.values() for part in p))
         self._staging = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(3)]
-        self._free: list[torch.cuda.Event | None] = [None, None]  # when each of the first two may be written again
+        self._free: list[torch.cuda.Event | None] = [None, None]  # after which each of the first two may be rewritten
         self._turn = 0
         self._out, self._in = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         self._outs: deque[_Copy] = deque()
@@ -139,7 +139,7 @@ class PinnedPages(HostPages):
 
     def move_in(self, ticket: int, moves: Sequence[Move]) -> None:
         self._after(self._in, self._outs, moves)
-        self._in.wait_stream(torch.cuda.current_stream(self._device))  # passes may be writing to pages of the aborted
+        self._in.wait_stream(torch.cuda.current_stream(self._device))  # they may still write aborted requests' pages
         began = _recorded(self._in)
         with torch.cuda.stream(self._in):
             for kind, pages, slots in moves:
@@ -163,10 +163,10 @@ class PinnedPages(HostPages):
         while self._ins and self._ins[0].ticket <= ticket:
             copy = self._ins.popleft()
             main.wait_event(copy.done)
-            if copy.done.query():  # on rank 0 always
+            if copy.done.query():  # always true on rank 0
                 self.seconds["in"] += copy.began.elapsed_time(copy.done) / 1000
 
-    def settled(self, kind: int, slot: int) -> None:
+    def wait_for_copies(self, kind: int, slot: int) -> None:
         for copy in (*self._outs, *self._ins):
             if (kind, slot) in copy.slots:
                 copy.done.synchronize()
@@ -180,7 +180,7 @@ class PinnedPages(HostPages):
         super().close()
 
     def _after(self, stream: torch.cuda.Stream, copies: deque[_Copy], moves: Sequence[Move]) -> None:
-        """Have a stream wait for the copies of the other direction that use the same host slots."""
+        """Make a stream wait for the copies of the other direction that use the same host slots."""
         while self._outs and self._outs[0].done.query():
             copy = self._outs.popleft()
             self.seconds["out"] += copy.began.elapsed_time(copy.done) / 1000
@@ -190,11 +190,11 @@ class PinnedPages(HostPages):
                 stream.wait_event(copy.done)
 
     def _most(self, part: torch.Tensor) -> int:
-        """Pages that a staging buffer holds."""
+        """Pages that fit a staging buffer."""
         return self._staging[0].numel() // (part[0].numel() * part.element_size())
 
     def _staged(self, buffer: int, part: torch.Tensor, pages: int) -> torch.Tensor:
-        """The front of a staging buffer as [pages, specs, words]."""
+        """Start of a staging buffer as [pages, specs, words]."""
         size = pages * part[0].numel() * part.element_size()
         return self._staging[buffer][:size].view(part.dtype).view(pages, *part.shape[1:])
 
@@ -228,7 +228,7 @@ def _chunks(count: int, most: int) -> Iterator[slice]:
 
 
 def _runs(slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(place, first slot, count) of each run of consecutive slots."""
+    """(index, first slot, count) of each run of consecutive slots."""
     edges = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
     for at, end in itertools.pairwise(edges):
         yield at, int(slots[at]), end - at

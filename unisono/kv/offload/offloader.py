@@ -1,12 +1,13 @@
-"""KV offload: what the prefix tree evicts waits in host memory, and comes back when a prompt matches it.
+"""KV offload: parts evicted from the prefix tree are kept in host memory and come back when a prompt matches them.
 
-Rank 0's bookkeeping. A part of a prefix is a page of one lifetime or a snapshot of the tails, named by the digest of
-the tokens up to its end. An evicted part is noted, and moved out before the next pass may overwrite it. A request
-whose prompt goes on beyond what the device has takes pages for the rest, in nodes of the tree that carry the *ticket*
-of their transfer, and waits until that ticket has arrived; others run meanwhile. A transfer locks its nodes until it
-has arrived, whatever becomes of the request. Host memory keeps what came back: evicting it again copies nothing.
+This is rank 0's bookkeeping. A part of a prefix is a page of one window group or a recurrent snapshot, named by the
+digest of the tokens up to its end. An evicted part is noted, and moved out before the next pass may overwrite it. If
+host memory has more of a request's prompt than the device, the request takes pages for the rest, in tree nodes that
+carry the *ticket* of their transfer, and waits until that ticket has arrived; others run meanwhile. A transfer locks
+its nodes until it has arrived, even if the request ends. Host memory keeps the parts that came back, so evicting them
+again copies nothing.
 
-``Mover`` is the way to the workers' ``HostPages``: commands of rank 0, which every rank executes in order.
+``Mover`` sends commands to the workers' ``HostPages``; every rank executes them in order.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from typing import Protocol
 
 import numpy as np
 
-from unisono.kv.offload.host_index import Held, HostIndex, Part
+from unisono.kv.offload.host_index import HostEntry, HostIndex, Part
 from unisono.kv.offload.host_pages import Move
 from unisono.kv.offload.page_files import PageFiles, Read
 from unisono.kv.prefix_tree import Node, PrefixTree, Token, Tokens, node_digest, page_digest, page_keys
 from unisono.kv.snapshots import SnapshotPool
-from unisono.kv.specs import ALL, PAGE_SIZE, TAILS
+from unisono.kv.specs import ALL, PAGE_SIZE, SNAPSHOTS
 from unisono.kv.window_pages import WindowPool, first_live_column
 
 PAUSE_SECONDS = 2e-4
-"""How long an engine that has nothing to launch sleeps before it asks again for pages that are coming back."""
+"""Sleep of an idle engine between two polls for transfers in flight."""
 
 
 class Mover(Protocol):
-    """Sends transfers to every rank, and tells how far this one is. See ``HostPages``."""
+    """Sends transfers to every rank and reports this rank's progress. See ``HostPages``."""
 
     def move_out(self, moves: Sequence[Move]) -> None: ...
     def move_in(self, ticket: int, moves: Sequence[Move]) -> None: ...
@@ -40,7 +41,7 @@ class Mover(Protocol):
 
 
 class Pool(Protocol):
-    """What this module uses of the device's pages. See ``PagePool``."""
+    """The part of ``PagePool`` used by this module."""
 
     tree: PrefixTree
     windows: dict[int, WindowPool]
@@ -50,12 +51,15 @@ class Pool(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a request may begin with once transfers have arrived.
+class FetchPlan:
+    """A prefix that a request can begin with after a transfer.
 
-    path: nodes that the device has of it. rest: keys and digests of the pages that come back. pages: of both.
-    windows: by lifetime, the columns whose window pages come back. snapshot: whether the tails' snapshot does. usable:
-    pages that the request could begin with otherwise.
+    path: its nodes already on the device.
+    rest: keys and digests of the pages to fetch.
+    pages: number of pages of both.
+    windows: by window group, the columns whose window pages are fetched.
+    snapshot: True if the recurrent snapshot is fetched.
+    usable: pages that the request could begin with without a transfer.
     """
 
     path: list[Node]
@@ -71,9 +75,11 @@ class Plan:
 
 @dataclass
 class Transfer:
-    """Parts on their way to the device. nodes: locked by it. windows: of these, the nodes with a coming window page.
+    """Parts in flight to the device.
 
-    snapshot: the node whose snapshot comes.
+    nodes: nodes locked by it.
+    windows: by window group, the nodes whose window page is fetched.
+    snapshot: the node whose snapshot is fetched.
     """
 
     ticket: int
@@ -84,19 +90,20 @@ class Transfer:
 
 @dataclass
 class OffloadCounters:
-    """parts: pages and snapshots. queries, hits: prompt tokens beyond the device's prefix, and those that came back."""
+    """Counters of offload. parts: pages and snapshots. requests: requests that waited for parts. hits: prompt tokens
+    fetched."""
 
     parts_out: int = 0
     parts_in: int = 0
     bytes_out: int = 0
     bytes_in: int = 0
     refused: int = 0  # evicted parts for which no slot could be freed
-    requests: int = 0  # that waited for parts
+    requests: int = 0  # requests that waited for parts
     hits: int = 0
 
 
 class Offload:
-    """See the module. part_bytes: by kind, of one part. files: where parts are written too; None: nowhere."""
+    """Offload state of an engine. part_bytes: bytes of one part, by kind. files: optional second level on disk."""
 
     def __init__(
         self,
@@ -109,13 +116,13 @@ class Offload:
         self.counters = OffloadCounters()
         self.sent = self.arrived = 0  # tickets
         self.transfers: list[Transfer] = []
-        self._noted: dict[Part, tuple[int, bool]] = {}  # evicted and not moved out yet: device page, complete
-        self.discards = False  # evicted parts are not kept
+        self._noted: dict[Part, tuple[int, bool]] = {}  # evicted, not yet moved out: device page, complete
+        self.discards = False  # True: drop evicted parts
 
     # ---- out ----------------------------------------------------------------------------------
 
     def note(self, node: Node, kind: int, page: int) -> None:
-        """A part of a node leaves the device: keep its bytes, unless host memory has them."""
+        """Note an evicted part of a node, to be moved out unless host memory already has it."""
         if self.discards:
             return
         part = kind, node_digest(node)
@@ -124,15 +131,16 @@ class Offload:
             self._noted[part] = page, node.complete
 
     def note_all(self, node: Node) -> None:
-        """The same for everything that a node has."""
+        """Note every part of an evicted node."""
         self.note(node, ALL, node.page)
-        for lifetime, held in node.windows.items():
-            self.note(node, lifetime, held.page)
+        for window_group, held in node.windows.items():
+            self.note(node, window_group, held.page)
         if node.snapshot >= 0:
-            self.note(node, TAILS, node.snapshot)
+            self.note(node, SNAPSHOTS, node.snapshot)
 
     def read_ahead(self, pool: Pool, tokens: Sequence[Token]) -> Read | None:
-        """Begin to read what files have of a prompt beyond device and host memory; None where that is nothing."""
+        """Start reading from files the parts of a prompt that neither device nor host memory has; None if there are
+        none."""
         if self.files is None:
             return None
         tokens = tokens[: len(tokens) - 1]
@@ -147,22 +155,24 @@ class Offload:
         if pool.snapshots is not None:
             ends = (
                 i for i in range(pages, 0, -1)
-                if (i <= len(known) and known[i - 1].snapshot >= 0) or self._waits((TAILS, chain[i - 1]))
+                if (i <= len(known) and known[i - 1].snapshot >= 0) or self._waits((SNAPSHOTS, chain[i - 1]))
             )  # fmt: skip
             pages = next(ends, 0)
-        wanted: list[Part] = [(ALL, digest) for digest in chain[len(known) : pages]]
-        for lifetime in pool.windows:
-            wanted += [(lifetime, digest) for digest in chain[first_live_column(pages * PAGE_SIZE, lifetime) : pages]]
-        wanted += [(TAILS, digest) for digest in chain[pages - 1 : pages] if pool.snapshots is not None]
+        parts: list[Part] = [(ALL, digest) for digest in chain[len(known) : pages]]
+        for window_group in pool.windows:
+            parts += [
+                (window_group, digest) for digest in chain[first_live_column(pages * PAGE_SIZE, window_group) : pages]
+            ]
+        parts += [(SNAPSHOTS, digest) for digest in chain[pages - 1 : pages] if pool.snapshots is not None]
         read = Read()
-        read.parts.update(p for p in wanted if self.index.find(p) is None and self.files.fetch(p, read))
+        read.parts.update(p for p in parts if self.index.find(p) is None and self.files.fetch(p, read))
         return read if read.parts else None
 
     def _waits(self, part: Part) -> bool:
         return part in self.index or (self.files is not None and part in self.files)
 
     def poll_files(self) -> None:
-        """Note what has been written and read."""
+        """Process finished writes and reads of files."""
         if self.files is not None:
             self.files.poll()
 
@@ -172,7 +182,7 @@ class Offload:
             self.files.close()
 
     def forget(self) -> None:
-        """Forget what waits here. What is evicted from now on is not kept, until ``discards`` is False again."""
+        """Forget all parts. Parts evicted from now on are dropped until ``discards`` is False again."""
         self.index.clear()
         if self.files is not None:
             self.files.clear()
@@ -180,12 +190,12 @@ class Offload:
         self.discards = True
 
     def flush(self) -> None:
-        """Move out what was noted. To be called before anything overwrites it on the device."""
+        """Move out the noted parts. Call it before anything overwrites them on the device."""
         if not self._noted:
             return
         noted, self._noted = self._noted, {}
         moves: dict[int, list[tuple[int, int]]] = {}
-        put: list[tuple[Part, Held]] = []
+        put: list[tuple[Part, HostEntry]] = []
         for part, (page, complete) in noted.items():
             kind = part[0]
             slot = self.index.take(kind)
@@ -204,12 +214,12 @@ class Offload:
 
     # ---- in -----------------------------------------------------------------------------------
 
-    def plan(self, pool: Pool, tokens: Sequence[Token], known: list[Node], usable: int) -> Plan | None:
-        """How to begin after more of ``tokens`` than the ``usable`` pages that the device's own parts allow.
+    def plan(self, pool: Pool, tokens: Sequence[Token], known: list[Node], usable: int) -> FetchPlan | None:
+        """Plan a transfer that lets a request begin after more of ``tokens`` than the ``usable`` pages on the device.
 
-        known: the nodes that the tree has of them. None where nothing is gained.
+        known: tree nodes of the tokens. Returns None if a transfer gains nothing.
         """
-        self.flush()  # what has just been evicted may be wanted at once
+        self.flush()  # parts evicted just now may be needed at once
         keys = list(page_keys(tokens[len(known) * PAGE_SIZE :]))
         digest = node_digest(known[-1]) if known else b""
         rest: list[tuple[Tokens, bytes]] = []
@@ -224,34 +234,36 @@ class Offload:
             snapshot = pool.snapshots is not None and (pages > len(known) or known[pages - 1].snapshot < 0)
             if snapshot and not self._has_snapshot(pool, end):
                 continue
-            windows = {lifetime: self._missing(window, known, rest, pages) for lifetime, window in pool.windows.items()}
+            windows = {
+                window_group: self._missing(window, known, rest, pages) for window_group, window in pool.windows.items()
+            }
             if any(columns is None for columns in windows.values()):
                 continue
-            found = {lifetime: columns for lifetime, columns in windows.items() if columns}
-            return Plan(known[: min(pages, len(known))], digests, found, snapshot, usable)
+            found = {window_group: columns for window_group, columns in windows.items() if columns}
+            return FetchPlan(known[: min(pages, len(known))], digests, found, snapshot, usable)
         return None
 
     def _has_snapshot(self, pool: Pool, digest: bytes) -> bool:
-        return (TAILS, digest) in self.index and pool.snapshots is not None and pool.snapshots.has_spare
+        return (SNAPSHOTS, digest) in self.index and pool.snapshots is not None and pool.snapshots.has_spare
 
     def _missing(
         self, window: WindowPool, known: list[Node], rest: list[tuple[Tokens, bytes]], pages: int
     ) -> list[int] | None:
-        """The columns whose window pages have to come back for ``pages`` pages; None where they cannot."""
+        """Columns whose window pages must be fetched for ``pages`` pages; None if some are unavailable."""
         missing = []
-        for column in range(first_live_column(pages * PAGE_SIZE, window.lifetime), pages):
-            if column < len(known) and window.lifetime in known[column].windows:
+        for column in range(first_live_column(pages * PAGE_SIZE, window.window_group), pages):
+            if column < len(known) and window.window_group in known[column].windows:
                 continue
             digest = rest[column - len(known)][1] if column >= len(known) else node_digest(known[column])
-            if (window.lifetime, digest) not in self.index:
+            if (window.window_group, digest) not in self.index:
                 return None
             missing.append(column)
         return missing if len(missing) <= window.unpromised else None
 
-    def fetch(self, pool: Pool, plan: Plan) -> list[Node]:
-        """Begin the transfer of a plan that was made in this turn; returns all nodes, each locked once more.
+    def fetch(self, pool: Pool, plan: FetchPlan) -> list[Node]:
+        """Start the transfer of a plan made in this step. Return all its nodes, each locked once more.
 
-        plan.path is locked. There are as many pages available as come back.
+        plan.path is locked, and enough pages are available.
         """
         parts = self._pinned(plan)
         self.sent += 1
@@ -266,30 +278,32 @@ class Offload:
             path.append(node)
             touched.add(node)
             moves.setdefault(ALL, []).append((page, held.slot))
-        for lifetime, columns in plan.windows.items():
-            window, coming = pool.windows[lifetime], [path[column] for column in columns]
-            reach = [n for n in path[first_live_column(len(path) * PAGE_SIZE, lifetime) :] if lifetime in n.windows]
+        for window_group, columns in plan.windows.items():
+            window, coming = pool.windows[window_group], [path[column] for column in columns]
+            reach = [
+                n for n in path[first_live_column(len(path) * PAGE_SIZE, window_group) :] if window_group in n.windows
+            ]
             for node in reach:
-                window.lock(node)  # so that none gives way to another of them
-            window.unpromised -= len(coming)  # they stay locked even if the request goes
+                window.lock(node)  # so that none is evicted for another
+            window.unpromised -= len(coming)  # they stay locked even if the request ends
             for node in coming:
                 window.offer(node, window.take())
-                slot = parts[lifetime, node_digest(node)].slot
-                moves.setdefault(lifetime, []).append((node.windows[lifetime].page, slot))
+                slot = parts[window_group, node_digest(node)].slot
+                moves.setdefault(window_group, []).append((node.windows[window_group].page, slot))
             for node in reach:
                 window.unlock(node)
-            transfer.windows[lifetime] = coming
+            transfer.windows[window_group] = coming
             touched.update(coming)
         if plan.snapshot and pool.snapshots is not None:
             last = transfer.snapshot = path[-1]
             pool.snapshots.expect(last)
-            moves.setdefault(TAILS, []).append((last.snapshot, parts[TAILS, node_digest(last)].slot))
+            moves.setdefault(SNAPSHOTS, []).append((last.snapshot, parts[SNAPSHOTS, node_digest(last)].slot))
             touched.add(last)
         transfer.nodes = [node for node in path if node in touched]
         for node in transfer.nodes:
             node.ticket = transfer.ticket
             pool.tree.lock(node)
-        self.flush()  # what gave way for them
+        self.flush()  # saves parts evicted to make room
         self._mover.move_in(transfer.ticket, _arrays(moves))
         self.transfers.append(transfer)
         for held in parts.values():
@@ -297,26 +311,26 @@ class Offload:
         self._count(plan, moves)
         return path
 
-    def _pinned(self, plan: Plan) -> dict[Part, Held]:
-        """The host slots of everything that comes back; they cannot give way meanwhile."""
-        wanted: list[Part] = [(ALL, digest) for _, digest in plan.rest]
-        for lifetime, columns in plan.windows.items():
-            wanted += [(lifetime, self._digest(plan, column)) for column in columns]
+    def _pinned(self, plan: FetchPlan) -> dict[Part, HostEntry]:
+        """Pin the host slots of everything in the plan, so that they are not evicted meanwhile."""
+        parts: list[Part] = [(ALL, digest) for _, digest in plan.rest]
+        for window_group, columns in plan.windows.items():
+            parts += [(window_group, self._digest(plan, column)) for column in columns]
         if plan.snapshot:
-            wanted.append((TAILS, self._digest(plan, plan.pages - 1)))
-        parts = {}
-        for part in reversed(wanted):  # so that a prefix's end is the first to give way
+            parts.append((SNAPSHOTS, self._digest(plan, plan.pages - 1)))
+        pinned: dict[Part, HostEntry] = {}
+        for part in reversed(parts):  # so that the end of a prefix is evicted first
             held = self.index.find(part)
             assert held is not None
             held.pins += 1
-            parts[part] = held
-        return parts
+            pinned[part] = held
+        return pinned
 
-    def _digest(self, plan: Plan, column: int) -> bytes:
+    def _digest(self, plan: FetchPlan, column: int) -> bytes:
         known = len(plan.path)
         return node_digest(plan.path[column]) if column < known else plan.rest[column - known][1]
 
-    def _count(self, plan: Plan, moves: dict[int, list[tuple[int, int]]]) -> None:
+    def _count(self, plan: FetchPlan, moves: dict[int, list[tuple[int, int]]]) -> None:
         counters = self.counters
         counters.requests += 1
         counters.hits += (plan.pages - plan.usable) * PAGE_SIZE
@@ -324,15 +338,15 @@ class Offload:
         counters.bytes_in += sum(len(pairs) * self.part_bytes[kind] for kind, pairs in moves.items())
 
     def arrive(self, pool: Pool) -> bool:
-        """Note which transfers have arrived; whether any has."""
+        """Process finished transfers. Return True if any has arrived."""
         if not self.transfers or (done := self._mover.poll()) <= self.arrived:
             return False
         self._mover.arrived(done)
         self.arrived = done
         while self.transfers and self.transfers[0].ticket <= done:
             transfer = self.transfers.pop(0)
-            for lifetime, nodes in transfer.windows.items():
-                window = pool.windows[lifetime]
+            for window_group, nodes in transfer.windows.items():
+                window = pool.windows[window_group]
                 for node in nodes:
                     window.unlock(node)
                 window.unpromised += len(nodes)
@@ -343,7 +357,7 @@ class Offload:
         return True
 
     def pause(self) -> None:
-        """Nothing can be launched: wait a moment for what is coming."""
+        """Sleep briefly while transfers are in flight and nothing can be launched."""
         if self.transfers or (self.files is not None and self.files.busy):
             time.sleep(PAUSE_SECONDS)
 

@@ -1,10 +1,10 @@
-"""KV offload to a directory: what waits in host memory is also written to files, which outlive the engine.
+"""KV offload to a directory: parts in host memory are also written to files, which outlive the engine.
 
-Bookkeeping of rank 0: which parts of prefixes have files, what is being written and read, and the budget. The files
-are each rank's own (``part_files.py``), of the same parts on all. One that does not match its digest or its engine on
-any rank is removed on all. Files of other engines lie in other folders and are left alone. The engine asks what threads
-have done between its steps. A part stays pinned in host memory while it is written, and a host slot that is read into
-belongs to nobody meanwhile.
+This is rank 0's bookkeeping: which parts of prefixes have files, pending writes and reads, and the disk budget. Each
+rank has its own files (``part_files.py``) of the same parts. A file that does not match its digest or engine on any
+rank is removed on all. Files of other engines lie in other folders and are left alone. The engine polls the threads
+between its steps. A part stays pinned in host memory while it is written, and a host slot being read into belongs to no
+part.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from unisono.kv.offload.host_index import Held, HostIndex, Part
-from unisono.kv.offload.part_files import BAD, PENDING, Done
+from unisono.kv.offload.host_index import HostEntry, HostIndex, Part
+from unisono.kv.offload.part_files import BAD, PENDING, PartResult
 
 MOST_WRITES = 64
-"""Parts that wait to be written; more are not written."""
+"""Pending writes, at most; further parts are not written."""
 
 ASK_SECONDS = 0.005
-"""Between two questions to the other ranks, which are waited for."""
+"""Interval between requests to the other ranks, which block."""
 
 
 class Files(Protocol):
-    """The files of all ranks. folder: rank 0's. ranks: how many there are."""
+    """The files of all ranks. folder: rank 0's folder. ranks: number of ranks."""
 
     folder: Path
     ranks: int
@@ -36,18 +36,21 @@ class Files(Protocol):
     def read(self, part: Part, slot: int) -> None: ...
     def remove(self, parts: Sequence[Part]) -> None: ...
 
-    def poll(self) -> Iterable[Done]:
-        """What rank 0 has done since the last call."""
+    def poll(self) -> Iterable[PartResult]:
+        """Results of rank 0's threads since the last call."""
 
-    def outcomes(self, asked: Sequence[tuple[Part, bool]]) -> list[list[int]]:
-        """By rank: see :meth:`unisono.kv.offload.part_files.PartFiles.outcomes`."""
+    def outcomes(self, requests: Sequence[tuple[Part, bool]]) -> list[list[int]]:
+        """Outcomes by rank: see :meth:`unisono.kv.offload.part_files.PartFiles.outcomes`."""
 
 
 class PageFiles:
-    """sizes: bytes of each rank's file of the parts that all ranks have, least recently used first. budget: bytes of
-    all ranks' files, at most.
+    """Index of the files of all ranks.
 
-    Only one engine at a time should use a directory; two with the same identity would each keep to the budget alone.
+    sizes: bytes of each rank's file for the parts present on all ranks, least recently used first.
+    budget: bytes of all ranks' files, at most.
+
+    Only one engine at a time should use a directory; two with the same identity would each apply the budget on their
+    own.
     """
 
     def __init__(self, files: Files, sizes: Mapping[Part, int], budget: int, index: HostIndex) -> None:
@@ -56,9 +59,9 @@ class PageFiles:
         self._own_bytes = sum(sizes.values())
         self.written = self.read = self.bad = self.skipped = 0
         self.seconds = {"out": 0.0, "in": 0.0}
-        self._writing: dict[Part, Held] = {}
+        self._writing: dict[Part, HostEntry] = {}
         self._reading: dict[Part, tuple[int, list[Read]]] = {}
-        self._own: dict[tuple[Part, bool], Done] = {}  # what this rank has done and the others were not asked for
+        self._own: dict[tuple[Part, bool], PartResult] = {}  # results of this rank, not yet requested from the others
         self._ask_from = 0.0
         self._shrink()
 
@@ -72,16 +75,16 @@ class PageFiles:
 
     @property
     def folder(self) -> Path:
-        """Rank 0's."""
+        """Rank 0's folder."""
         return self._files.folder
 
     @property
     def bytes(self) -> int:
-        """Of the files of all ranks, whose shares of a part are of one size."""
+        """Bytes of the files of all ranks, whose shares of a part have the same size."""
         return self._own_bytes * self._files.ranks
 
-    def keep(self, part: Part, held: Held) -> None:
-        """A part has come to host memory: write it to a file, unless there is one. Returns at once."""
+    def keep(self, part: Part, held: HostEntry) -> None:
+        """Write a part that has come to host memory to a file, unless it has one. Returns at once."""
         if part in self._sizes:
             self._sizes.move_to_end(part)
         elif part in self._writing or len(self._writing) >= MOST_WRITES:
@@ -92,7 +95,7 @@ class PageFiles:
             self._files.write(part, held.slot, held.complete)
 
     def fetch(self, part: Part, waiting: Read) -> bool:
-        """Read a file into a host slot. Returns at once; whether ``waiting`` has to wait for it."""
+        """Start reading a file into a host slot. Returns at once: True if ``waiting`` has to wait for it."""
         if part in self._reading:
             self._reading[part][1].append(waiting)
             return True
@@ -104,16 +107,16 @@ class PageFiles:
         return True
 
     def poll(self) -> None:
-        """Note what the threads of all ranks have done."""
+        """Process the results of all ranks' threads."""
         for done in self._files.poll():
             self.seconds["out" if done.written else "in"] += done.seconds
             self._own[done.part, done.written] = done
         if not self._own or (self._files.ranks > 1 and time.monotonic() < self._ask_from):
             return
-        asked = list(self._own)
-        told = self._files.outcomes(asked)
+        requests = list(self._own)
+        by_rank = self._files.outcomes(requests)
         self._ask_from = time.monotonic() + ASK_SECONDS
-        for each, outcomes in zip(asked, zip(*told, strict=True), strict=True):
+        for each, outcomes in zip(requests, zip(*by_rank, strict=True), strict=True):
             if PENDING in outcomes:
                 continue
             outcome = BAD if BAD in outcomes else self._own[each].outcome
@@ -128,25 +131,25 @@ class PageFiles:
             self._sizes[part] = size
             self._shrink()
         elif self._files.ranks > 1:
-            self._files.remove([part])  # of the ranks that have written it
+            self._files.remove([part])  # on the ranks that have written it
 
     def _was_read(self, part: Part, outcome: int) -> None:
-        slot, readers = self._reading.pop(part)
+        slot, waiters = self._reading.pop(part)
         if outcome == BAD:
             self.bad += 1
             self._index.give_back(part[0], slot)
             self._remove([part])
-        elif part in self._index:  # it has come from the device meanwhile
+        elif part in self._index:  # it came from the device in the meantime
             self._index.give_back(part[0], slot)
         else:
             self.read += 1
             self._index.put(part, slot, bool(outcome))
-        for waiting in readers:
+        for waiting in waiters:
             waiting.parts.discard(part)
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for a file."""
+        """True if a request waits for a file."""
         return bool(self._reading)
 
     def clear(self) -> None:
@@ -154,7 +157,7 @@ class PageFiles:
         self._remove(list(self._sizes))
 
     def close(self) -> None:
-        """Wait until nothing is being written or read."""
+        """Wait for pending writes and reads."""
         while self._writing or self._reading:
             time.sleep(ASK_SECONDS)
             self.poll()
@@ -176,11 +179,11 @@ class PageFiles:
 
 @dataclass(eq=False)
 class Read:
-    """What somebody waits for."""
+    """Parts being read from files for one waiting request."""
 
     parts: set[Part] = field(default_factory=set)
 
     @property
     def open(self) -> bool:
-        """Whether everything has been read, or could not be."""
+        """True once every part was read or has failed."""
         return not self.parts

@@ -1,8 +1,8 @@
-"""One rank's files of KV offload: threads write its host slots to files, and read files into host slots.
+"""One rank's files of KV offload: threads write host slots to files and read files into host slots.
 
-One file holds a rank's share of one part of a prefix. It is written beside its place and moved there, so no reader sees
-half a file; it carries an identity and a digest of its bytes. Which parts are written, read and removed rank 0 decides
-(``page_files.py``), which also leaves a slot alone until every rank is done with it.
+One file holds a rank's share of one part of a prefix. It is written under a temporary name and renamed, so no reader
+sees a partial file; it carries an identity and a digest of its bytes. Rank 0 decides which parts are written, read and
+removed (``page_files.py``), and leaves a slot alone until every rank is done with it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ READERS = 4
 """Threads that read files."""
 
 BAD, PENDING = -1, -2
-"""Of a file that was read: it is cut off, changed or gone; it has not been read yet."""
+"""Outcomes of a read: the file is truncated, changed or gone; not read yet."""
 
 WAIT_SECONDS = 0.02
-"""How long :meth:`PartFiles.outcomes` waits for what is not done."""
+"""Time :meth:`PartFiles.outcomes` waits for unfinished work."""
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a thread has done with a part. outcome: of a write the file's bytes, of a read 1 or 0 as the part was
-    complete; BAD where it failed."""
+class PartResult:
+    """Result of a write or read of a part. outcome: bytes of the written file; for a read, 1 if the part was complete,
+    else 0; BAD on failure."""
 
     part: Part
     written: bool
@@ -45,20 +45,24 @@ class Done:
 
 
 class PartFiles:
-    """folder: made where it is missing; raises OSError where it cannot be. identity: of the engine's rank, 16 bytes.
-    polled: whether :meth:`poll` is called, as on rank 0."""
+    """One rank's files of parts.
+
+    folder: created if missing; raises OSError if that fails.
+    identity: 16 bytes that identify the engine's rank.
+    polled: True if :meth:`poll` is called, as on rank 0.
+    """
 
     def __init__(self, folder: Path, identity: bytes, host: HostPages, polled: bool = True) -> None:
         self.folder, self._identity, self._host, self._polled = folder, identity, host, polled
         folder.mkdir(parents=True, exist_ok=True)
-        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-        self._begun: dict[tuple[Part, bool], Future[Done]] = {}  # by part and whether it is written
-        self._told: set[tuple[Part, bool]] = set()  # of these, whose outcomes the last answer had
+        self._done: queue.SimpleQueue[PartResult] = queue.SimpleQueue()
+        self._begun: dict[tuple[Part, bool], Future[PartResult]] = {}  # by (part, True for a write)
+        self._reported: set[tuple[Part, bool]] = set()  # entries of _begun included in the last answer
         self._writer = ThreadPoolExecutor(1, "kv-write")
         self._readers = ThreadPoolExecutor(READERS, "kv-read")
 
     def sizes(self) -> dict[Part, int]:
-        """Bytes of each file that is there, least recently used first. What a killed writer left is removed."""
+        """Bytes of each existing file, least recently used first. Removes leftovers of a killed writer."""
         found = []
         for path in self.folder.iterdir():
             kind, _, digest = path.stem.rpartition("-")
@@ -71,51 +75,51 @@ class PartFiles:
         return {part: size for _, part, size in sorted(found)}
 
     def write(self, part: Part, slot: int, complete: bool) -> None:
-        """Begin to write a host slot to the part's file."""
+        """Start writing a host slot to the part's file."""
         self._begin((part, True), self._writer.submit(self._write, part, slot, complete))
 
     def read(self, part: Part, slot: int) -> None:
-        """Begin to read the part's file into a host slot."""
+        """Start reading the part's file into a host slot."""
         self._begin((part, False), self._readers.submit(self._read, part, slot))
 
-    def _begin(self, what: tuple[Part, bool], begun: Future[Done]) -> None:
+    def _begin(self, what: tuple[Part, bool], begun: Future[PartResult]) -> None:
         self._begun[what] = begun
-        self._told.discard(what)
+        self._reported.discard(what)
 
     def remove(self, parts: Iterable[Part]) -> None:
-        """Remove files, after what is being written."""
+        """Remove files, after pending writes."""
         self._writer.submit(self._remove, list(parts))
 
-    def poll(self) -> Iterator[Done]:
-        """What threads have done since the last call."""
+    def poll(self) -> Iterator[PartResult]:
+        """Results of the threads since the last call."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._done.get_nowait()
 
-    def outcomes(self, asked: Sequence[tuple[Part, bool]]) -> list[int]:
-        """Of each part and whether it was written, what came of it; PENDING where a thread still works on it.
+    def outcomes(self, requests: Sequence[tuple[Part, bool]]) -> list[int]:
+        """Outcome of each (part, True for a write); PENDING while a thread works on it.
 
-        Rank 0 asks again for what another rank has not done. What it asks for no more is forgotten.
+        Rank 0 repeats requests that another rank has not finished. Entries it no longer requests are forgotten.
         """
-        for heard in self._told.difference(asked):
+        for heard in self._reported.difference(requests):
             del self._begun[heard]
-        begun = [self._begun[each] for each in asked]
+        begun = [self._begun[each] for each in requests]
         wait(begun, WAIT_SECONDS)
         found = [each.result().outcome if each.done() else PENDING for each in begun]
-        self._told = {each for each, outcome in zip(asked, found, strict=True) if outcome != PENDING}
+        self._reported = {each for each, outcome in zip(requests, found, strict=True) if outcome != PENDING}
         return found
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Finish pending writes."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
 
     # ---- in threads ---------------------------------------------------------------------------
 
-    def _write(self, part: Part, slot: int, complete: bool) -> Done:
+    def _write(self, part: Part, slot: int, complete: bool) -> PartResult:
         began, size = time.perf_counter(), BAD
         try:
-            self._host.settled(part[0], slot)
+            self._host.wait_for_copies(part[0], slot)
             body = b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in self._tensors(part[0], slot))
             head = MAGIC + self._identity + bytes([complete]) + hashlib.blake2b(body, digest_size=16).digest()
             path = self._path(part)
@@ -124,10 +128,10 @@ class PartFiles:
             beside.replace(path)
             size = len(head) + len(body)
         except OSError:
-            pass  # a full disk, or a directory that went away: the part is not kept
-        return self._tell(Done(part, True, size, time.perf_counter() - began))
+            pass  # a full disk or a removed directory: the part is dropped
+        return self._tell(PartResult(part, True, size, time.perf_counter() - began))
 
-    def _read(self, part: Part, slot: int) -> Done:
+    def _read(self, part: Part, slot: int) -> PartResult:
         began, complete = time.perf_counter(), BAD
         with contextlib.suppress(OSError, ValueError, IndexError):
             data = self._path(part).read_bytes()
@@ -137,17 +141,17 @@ class PartFiles:
             sound = data.startswith(MAGIC) and identity == self._identity
             sound = sound and len(body) == sum(t.numel() * t.element_size() for t in tensors)
             if sound and hashlib.blake2b(body, digest_size=16).digest() == digest:
-                self._host.settled(part[0], slot)
+                self._host.wait_for_copies(part[0], slot)
                 first = 0
                 for tensor in tensors:
                     raw = tensor.view(torch.uint8).view(-1)
                     raw.copy_(torch.frombuffer(bytearray(body[first : first + raw.numel()]), dtype=torch.uint8))
                     first += raw.numel()
-                os.utime(self._path(part))  # it was used: what is scanned at the next start goes by this time
+                os.utime(self._path(part))  # the scan at the next start orders files by this time
                 complete = int(bool(flag))
-        return self._tell(Done(part, False, complete, time.perf_counter() - began))
+        return self._tell(PartResult(part, False, complete, time.perf_counter() - began))
 
-    def _tell(self, done: Done) -> Done:
+    def _tell(self, done: PartResult) -> PartResult:
         if self._polled:
             self._done.put(done)
         return done

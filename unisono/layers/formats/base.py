@@ -1,8 +1,8 @@
 """Weight formats: how a linear layer's weight is stored, read from a checkpoint, applied, and proven exact.
 
-A :class:`WeightFormat` is what ``Linear`` is composed of; ``Plain`` is the one for weights that are not quantised. A
-:class:`Place` says where a checkpoint's tensor goes; the loader (``models/load/weights.py``) fills places.
-docs/extend/weight-format.md shows a format of one's own.
+A ``Linear`` delegates to a :class:`WeightFormat`; ``Plain`` is the format of unquantised weights. A :class:`LoadTarget`
+says which parameter a checkpoint tensor fills; the loader (``models/load/weights.py``) fills them.
+docs/extend/weight-format.md shows how to write one.
 
 Shapes: N outputs, K inputs of a linear layer.
 """
@@ -15,15 +15,16 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.kernels import linear, linear_norm, prove_exact, rehearse_proof
+from unisono.kernels import exact_blas, linear, linear_norm
 from unisono.types import ConfigError
 
 FLOATS = ("F32", "F16", "BF16")
-"""safetensors' names of the dtypes that a floating-point parameter is converted from."""
+"""safetensors' names of the dtypes from which a floating-point parameter is converted."""
 
 
 class LinearLayer(Protocol):
-    """What a format reads of a linear layer, beside the other parameters that it named. dtype: of activations."""
+    """Attributes of a linear layer that every format may read, besides the parameters it declared. dtype: of
+    activations."""
 
     dtype: torch.dtype
 
@@ -33,7 +34,7 @@ class LinearLayer(Protocol):
     def bias(self) -> torch.Tensor | None: ...
     @property
     def held(self) -> tuple[int, ...]:
-        """The outputs of each projection that the layer computes."""
+        """Outputs of each projection computed by the layer."""
         ...
 
 
@@ -46,35 +47,36 @@ class Slice:
     stop: int
 
     def of(self, tensor: Any) -> Any:
-        """That part of a tensor, or of safetensors' slice of one, which reads nothing else."""
+        """This part of a tensor, or of a safetensors slice, which reads nothing else."""
         return tensor[(slice(None),) * self.dim + (slice(self.start, self.stop),)]
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Several runs of elements along ``dim``, one after the other. turned: the last two dimensions are swapped then."""
+    """Several runs of elements along ``dim``, concatenated. transposed: the last two dimensions are swapped
+    afterwards."""
 
     dim: int
     runs: tuple[tuple[int, int], ...]
-    turned: bool = False
+    transposed: bool = False
 
     def of(self, tensor: Any) -> Any:
         """As :meth:`Slice.of`."""
         parts = [Slice(self.dim, *run).of(tensor) for run in self.runs]
         found = parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
-        return found.mT if self.turned else found
+        return found.mT if self.transposed else found
 
 
 Runs = tuple[tuple[int, int], ...]
-"""(first, one after the last) of runs of outputs."""
+"""(first, end) of runs of outputs."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank holds of a linear layer: of each projection's outputs, part ``index`` of ``count`` equal parts.
+    """A rank's share of a linear layer: part ``index`` of ``count`` equal parts of each projection's outputs.
 
-    sections: the outputs are sections of these sizes, each of which is divided so; none: they are one. parts: into how
-    many parts each section is divided, where that is fewer than ``count``: several ranks then hold the same part.
+    sections: sizes of sections of the outputs, each divided like this; empty: one section.
+    parts: number of parts of each section, if fewer than ``count``: several ranks then hold the same part.
     """
 
     index: int = 0
@@ -83,7 +85,7 @@ class Share:
     parts: tuple[int, ...] = ()
 
     def part(self, outputs: int, parts: int = 0) -> tuple[int, int]:
-        """The first output and the one after the last. Raises ConfigError where the outputs cannot be divided."""
+        """First output and end. Raises ConfigError if the outputs cannot be divided."""
         parts = parts or self.count
         (each, rest), index = divmod(outputs, parts), self.index * parts // self.count
         if rest:
@@ -91,7 +93,7 @@ class Share:
         return index * each, (index + 1) * each
 
     def runs(self, outputs: int) -> Runs:
-        """:meth:`part` of each section, by numbers of the whole projection's outputs."""
+        """:meth:`part` of each section, in indices of the whole projection's outputs."""
         found, at = [], 0
         for number, size in enumerate(self.sections or (outputs,)):
             start, stop = self.part(size, self.parts[number] if self.parts else 0)
@@ -100,7 +102,7 @@ class Share:
         return tuple(found)
 
     def size(self, outputs: int) -> int:
-        """How many of a projection's outputs it is."""
+        """Number of a projection's outputs in this share."""
         return sum(stop - start for start, stop in self.runs(outputs))
 
 
@@ -109,9 +111,9 @@ WHOLE = Share()
 
 @dataclass(frozen=True)
 class PartOf:
-    """What of a larger tensor a rank's parameter is: along ``dim`` the ``runs`` of one of this shape.
+    """A rank's part of a larger tensor: the ``runs`` along ``dim`` of one of this shape.
 
-    A parameter that is a part has it as its attribute ``part_of``.
+    Stored in the parameter's attribute ``part_of``.
     """
 
     shape: tuple[int, ...]
@@ -124,22 +126,23 @@ class PartOf:
 
     @property
     def slices(self) -> Slices:
-        """What is read of a checkpoint's tensor of that shape."""
+        """The part to read of a checkpoint tensor of that shape."""
         return Slices(self.dim, self.runs)
 
 
 def part_of(parameter: torch.Tensor) -> PartOf | None:
-    """What of a larger tensor this parameter is; None: it is whole."""
+    """The part of a larger tensor held by this parameter; None: it is whole."""
     return getattr(parameter, "part_of", None)
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a checkpoint stores a tensor that has another shape there than in its parameter.
+class TensorLayout:
+    """Layout of a tensor whose checkpoint shape differs from its parameter's.
 
-    shapes: the shapes that mean this layout, from a projection's outputs and inputs. dim: along which dimension the
-    outputs lie; None: every rank reads all of it. packed: outputs in one element along ``dim``. stacked: the tensors of
-    all experts are stored as one, with a first dimension more.
+    shapes: shapes with this layout, from a projection's outputs and inputs.
+    dim: dimension of the outputs; None: every rank reads the whole tensor.
+    packed: outputs in one element along ``dim``.
+    stacked: the tensors of all experts are stored as one, with an additional first dimension.
     """
 
     shapes: Callable[[int, int], tuple[tuple[int, ...], ...]]
@@ -148,41 +151,43 @@ class Layout:
     stacked: bool = False
 
 
-ONE_VALUE = Layout(lambda outputs, inputs: ((), (1,), (1, 1)))
+ONE_VALUE = TensorLayout(lambda outputs, inputs: ((), (1,), (1, 1)))
 """One number for a whole projection."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a weight format.
 
-    dtype: of the parameter; None: there is no parameter, the tensor is only looked at by the format's ``read``.
-    accepts: safetensors' names of the dtypes that it is read from; none: no checkpoint has it, the ``read`` of another
-    tensor makes it. outputs: how many of the layer's outputs one of its rows serves. inputs: how many of its inputs
-    one column serves; 0: it has rows only. layout: in a checkpoint; None: as in the parameter. drawn: the least dummy
-    value of integers and the one after the largest; None: any bits.
+    dtype: of the parameter; None: no parameter, only the format's ``read`` sees the tensor.
+    accepts: safetensors' names of the dtypes it is read from; empty: no checkpoint has it, the ``read`` of another
+        tensor makes it.
+    outputs: outputs of the layer served by one row.
+    inputs: inputs served by one column; 0: it has rows only.
+    layout: layout in a checkpoint; None: as in the parameter.
+    drawn: range (least, end) of integer dummy values; None: any bits.
     """
 
     dtype: torch.dtype | None
     accepts: tuple[str, ...]
     outputs: int = 1
     inputs: int = 1
-    layout: Layout | None = None
+    layout: TensorLayout | None = None
     drawn: tuple[int, int] | None = None
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """Of the parameter of a layer of this size."""
+        """Shape of the parameter in a layer of this size."""
         rows = -(-outputs // self.outputs)
         return (rows, -(-inputs // self.inputs)) if self.inputs else (rows,)
 
     def stored_shapes(self, outputs: int, inputs: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes that a checkpoint's tensor may have."""
+        """Shapes that a checkpoint's tensor may have."""
         return self.layout.shapes(outputs, inputs) if self.layout else (self.shape(outputs, inputs),)
 
     def part(self, runs: Runs) -> Slices | None:
-        """What of a checkpoint's tensor serves these outputs; None: all of it.
+        """Part of a checkpoint's tensor that serves these outputs; None: all of it.
 
-        Raises ConfigError where an element there serves outputs on both sides of a bound.
+        Raises ConfigError if an element there serves outputs on both sides of a bound.
         """
         self.check(runs, self.outputs)
         dim, each = (self.layout.dim, self.layout.packed) if self.layout else (0, self.outputs)
@@ -197,8 +202,8 @@ class Stored:
         return tuple((start // each, -(-stop // each)) for start, stop in runs)
 
     def columns(self, runs: Runs) -> Runs:
-        """Runs of inputs, in columns. Raises ConfigError where a column serves inputs on both sides of a bound, or the
-        checkpoint stores the tensor in a layout of its own."""
+        """Runs of inputs as runs of columns. Raises ConfigError if a column serves inputs on both sides of a bound, or
+        the checkpoint stores the tensor in a layout of its own."""
         if self.layout is not None or self.inputs >= 2**31:
             raise ConfigError("this format's inputs cannot be divided.")
         self.check((*runs, runs[-1]), self.inputs)
@@ -212,8 +217,8 @@ class Stored:
                 raise ConfigError(f"output {bound} lies within a block of {each}: the layer cannot be divided there.")
 
 
-class Reader(Protocol):
-    """What a :class:`Place` asks of a format."""
+class TensorReader(Protocol):
+    """The method of a format called by a :class:`LoadTarget`."""
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
         """See :meth:`WeightFormat.read`."""
@@ -221,28 +226,32 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a checkpoint's tensor goes.
+class LoadTarget:
+    """Destination of a checkpoint tensor.
 
-    parameter: what is filled, a parameter or some rows of one. shape: of the checkpoint's whole tensor. accepts:
-    safetensors' names of the dtypes that it may have. part: what of it is read, None for all. format, kind: what
-    prepares the tensor as it was read, None for nothing. form: where a module can be stored in several forms, the one
-    that this place belongs to; a checkpoint holds all places of one form. others: by kind, the parameters that this
-    tensor fills beside its own. also: other shapes that the checkpoint's tensor may have.
+    parameter: the parameter, or some of its rows.
+    shape: shape of the whole checkpoint tensor.
+    accepts: safetensors' names of the dtypes it may have.
+    part: part that is read, None for all.
+    format, kind: format that converts the tensor as read, None for none.
+    form: if a module can be stored in several forms, the form of this target; a checkpoint holds all targets of one
+        form.
+    others: other parameters filled by this tensor, by kind.
+    also: other shapes that the checkpoint tensor may have.
     """
 
     parameter: torch.Tensor
     shape: tuple[int, ...]
     accepts: tuple[str, ...] = FLOATS
     part: Slice | Slices | None = None
-    format: Reader | None = None
+    format: TensorReader | None = None
     kind: str = ""
     form: str = ""
     others: Mapping[str, torch.Tensor] = field(default_factory=dict)
     also: tuple[tuple[int, ...], ...] = ()
 
     def part_of(self, shape: tuple[int, ...]) -> Slice | Slices | None:
-        """:attr:`part` of a checkpoint's tensor of this shape, which is :attr:`shape` or one of :attr:`also`."""
+        """:attr:`part` of a checkpoint tensor of this shape, which is :attr:`shape` or one of :attr:`also`."""
         return self.part
 
     def fill(self, stored: torch.Tensor) -> None:
@@ -257,26 +266,26 @@ class Place:
 
 
 class WeightFormat(Protocol):
-    """How the weight [N, K] of a linear layer is stored and applied. One object serves all layers of its kind.
+    """Storage and products of the weight [N, K] of a linear layer. One object serves all layers of its kind.
 
-    A row's result may depend on that row and the weight only: never on how many rows there are.
+    A row's result may depend only on that row and the weight, never on the number of rows.
     """
 
     @property
     def name(self) -> str: ...
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        """The weight's tensors by the last part of their names in a checkpoint; dtype: of activations.
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        """The weight's tensors by the last part of their checkpoint names; dtype: of activations.
 
         Each becomes a parameter of that name.
         """
         ...
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
-        """What is copied into parameter ``kind``, from a projection's tensor in a checkpoint or a rank's part of it.
+        """Convert a projection's checkpoint tensor, or a rank's part of it, to the value of parameter ``kind``.
 
-        Or what is copied into several parameters, by their kinds; into none where the mapping is empty. Raises
-        CheckpointError where the tensor holds what the format does not compute.
+        May return values of several parameters by kind; an empty mapping fills none. Raises CheckpointError if the
+        tensor has values that the format does not compute.
         """
         ...
 
@@ -291,14 +300,14 @@ class WeightFormat(Protocol):
         ...
 
     def prove(self, layer: LinearLayer) -> bool:
-        """Compare, on the GPU at hand, the bits of the kernels that serve different numbers of rows.
+        """Compare, on the present GPU, the bits of the kernels that serve different numbers of rows.
 
-        Returns whether they agree; where they do not, one kernel has to serve all from now on. Called at start.
+        Return True if they agree; otherwise one kernel serves all numbers from now on. Called at start.
         """
         ...
 
     def rehearse(self, layer: LinearLayer) -> None:
-        """Launch what :meth:`prove` will launch and learn nothing from it: for compiling kernels ahead."""
+        """Launch the kernels of :meth:`prove` and ignore the results, to compile them ahead of time."""
         ...
 
 
@@ -308,8 +317,8 @@ class Plain:
 
     name: str = "plain"
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        return {"weight": Stored(dtype, FLOATS)}
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        return {"weight": StoredTensor(dtype, FLOATS)}
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
         return stored
@@ -323,20 +332,20 @@ class Plain:
         return linear_norm(x, layer.weight, layer.bias, residual, weight, eps)
 
     def prove(self, layer: LinearLayer) -> bool:
-        """See :func:`unisono.kernels.prove_exact`."""
-        return prove_exact(layer.weight)
+        """See :data:`unisono.kernels.exact_blas`."""
+        return exact_blas.prove(layer.weight)
 
     def rehearse(self, layer: LinearLayer) -> None:
-        rehearse_proof(layer.weight)
+        exact_blas.rehearse(layer.weight)
 
 
 PLAIN = Plain()
 
 
 def can_divide(format: Any, dtype: torch.dtype, count: int, *, outputs: int = 0, inputs: int = 0) -> bool:
-    """Whether ``count`` ranks can hold equal parts of a projection in this format, so that no block of it is cut.
+    """Return True if ``count`` ranks can hold equal parts of a projection in this format without cutting a block.
 
-    Give the number that is divided, ``outputs`` or ``inputs``.
+    Pass the number to divide, ``outputs`` or ``inputs``.
     """
     try:
         runs = [Share(index, count).runs(outputs or inputs) for index in range(count)]

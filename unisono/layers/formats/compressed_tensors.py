@@ -1,7 +1,9 @@
-"""Reads compressed-tensors' ``quantization_config``: groups of modules, each with a scheme of weights and activations.
+"""Reader of compressed-tensors' ``quantization_config``: groups of modules, each with a scheme of weights and
+activations.
 
-Supported schemes: fp8 weights with a scale for a projection, an output or a block of 128 × 128 and fp8 activations
-(``formats_fp8``); packed 4-bit integer weights (``formats_int4``). ``preflight.quantization`` refuses others by name.
+Supported schemes: fp8 weights with a scale per projection, output or block of 128 × 128 and fp8 activations
+(``formats/fp8.py``); packed 4-bit integer weights (``formats/int4.py``). ``config/preflight/quantization.py`` refuses
+others by name.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from unisono.layers.formats.quantization_config import targeted
 
 
 def read(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
-    """From the config to the format of each module, by its name in the checkpoint. Raises CheckpointError."""
+    """Format of each module by its checkpoint name. Raises CheckpointError."""
     formats = [(targets, _format(scheme)) for targets, scheme in compressed_schemes(config)]
     ignored = tuple(config.get("ignore") or ())
 

@@ -1,4 +1,4 @@
-"""Stacks of experts in fp8, in 4 bits and in MXFP4: the formats of linear layers store a weight, a plan applies it."""
+"""Stacks of experts in fp8, 4 bits and MXFP4: each weight is stored as in a linear layer, and applied by a plan."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ import torch
 
 from unisono.kernels.gemm.fp8_quantize import GROUP
 from unisono.kernels.moe.fp8 import (
+    exact_fp8_experts,
     expert_fp8_down,
     expert_fp8_gate_up,
     expert_fp8_gate_up_fp8,
     fp8_expert_tile,
-    prove_fp8_experts,
-    rehearse_fp8_experts,
 )
 from unisono.kernels.moe.gluon import TILE_PAIRS
 from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
 from unisono.kernels.moe.mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
-from unisono.kernels.moe.plan import Plan
-from unisono.layers.activations import Operand, Wish
-from unisono.layers.formats.base import WHOLE, Stored
-from unisono.layers.formats.experts import Stack
+from unisono.kernels.moe.plan import ExpertPlan
+from unisono.layers.activations import InputFormat, Operand
+from unisono.layers.formats.base import WHOLE, StoredTensor
+from unisono.layers.formats.experts import ExpertWeights
 
 
 class Weights(Protocol):
-    """What the formats here take of a weight format, beside its products' operands."""
+    """Part of a weight format used by the expert formats here, besides its products' operands."""
 
     @property
     def name(self) -> str: ...
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]: ...
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]: ...
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]: ...
 
 
@@ -55,7 +54,7 @@ class MXFP4Weights(Weights, Protocol):
 
 @dataclass(frozen=True)
 class _Stacks:
-    """A stack is stored as ``weights`` stores one weight."""
+    """A stack stored as ``weights`` stores one weight."""
 
     weights: Weights
 
@@ -63,7 +62,7 @@ class _Stacks:
     def name(self) -> str:
         return self.weights.name
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         return self.weights.tensors(dtype)
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
@@ -72,34 +71,34 @@ class _Stacks:
 
 @dataclass(frozen=True)
 class Fp8Experts(_Stacks):
-    """e4m3 stacks with scales of blocks or of outputs."""
+    """e4m3 stacks with scales per block or per output."""
 
     weights: Fp8Weights
 
-    def wish(self, stack: Stack) -> Wish:
-        """What the product with a pass's tokens wants of them: see ``layers/activations.py``."""
-        return Wish(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
+    def input_format(self, stack: ExpertWeights) -> InputFormat:
+        """Input format of the product with a pass's tokens: see ``layers/activations.py``."""
+        return InputFormat(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
 
-    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return fp8_expert_tile(pairs, experts, self.weights.operands(stack), stack.dtype)
 
-    def prove(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> bool:
-        """See :func:`unisono.kernels.moe.fp8.prove_fp8_experts`."""
+    def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
+        """See :data:`unisono.kernels.moe.fp8.exact_fp8_experts`."""
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
-        return prove_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
+        return exact_fp8_experts.prove(*stacks, gate_up.dtype, experts, top_k)
 
-    def rehearse(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> None:
+    def rehearse(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> None:
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
-        rehearse_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
+        exact_fp8_experts.rehearse(*stacks, gate_up.dtype, experts, top_k)
 
-    def gate_up(self, stack: Stack, x: Operand, plan: Plan) -> Operand:
+    def gate_up(self, stack: ExpertWeights, x: Operand, plan: ExpertPlan) -> Operand:
         """Quantised where the kernel of prompts can, and the ranks' parts are not gathered."""
         weight, scales = self.weights.operands(stack)
         if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
             return expert_fp8_gate_up_fp8(x, weight, scales, plan)
         return expert_fp8_gate_up(x, weight, scales, plan)
 
-    def down(self, stack: Stack, h: Operand, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: Operand, plan: ExpertPlan) -> torch.Tensor:
         return expert_fp8_down(h, *self.weights.operands(stack), plan)
 
 
@@ -109,28 +108,28 @@ class Int4Experts(_Stacks):
 
     weights: Int4Weights
 
-    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_int4_gate_up(x, *self.weights.operands(stack), plan)
 
-    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_int4_down(h, *self.weights.operands(stack), plan)
 
 
 @dataclass(frozen=True)
 class MXFP4Experts(_Stacks):
-    """Packed stacks with a power of two for each 32 inputs."""
+    """Packed stacks with a power of two per 32 inputs."""
 
     weights: MXFP4Weights
     biases = True
 
-    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
-    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_mxfp4_gate_up(x, *self.weights.operands(stack), plan, stack.bias, stack.gate)
 
-    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_mxfp4_down(h, *self.weights.operands(stack), plan, stack.bias)

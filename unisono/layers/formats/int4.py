@@ -1,7 +1,7 @@
 """4-bit weight formats: AWQ, GPTQ and compressed-tensors' packed integers, repacked to one layout while loading.
 
-All hold weights as ``(q - zero) * scale`` with a scale for each output and ``group`` inputs; activations are not
-quantised. They differ in how a checkpoint packs eight numbers into an int32:
+All store weights as ``(q - zero) * scale`` with a scale per output and ``group`` inputs; activations are not quantised.
+They differ in how a checkpoint packs eight numbers into an int32:
 
 =====================  ==========================  =============================  =============================
 format                 weight                      zeros                          scales
@@ -14,8 +14,8 @@ compressed-tensors     weight_packed [N, K / 8],   weight_zero_point [N / 8, G] 
                        inputs in order, plus 8     in order, plus 8; or none
 =====================  ==========================  =============================  =============================
 
-:func:`read_awq` and :func:`read_gptq` read ``quantization_config``; compressed-tensors' is read in
-``formats_compressed``. Shapes: N outputs, K inputs of a projection, G groups.
+:func:`read_awq` and :func:`read_gptq` read ``quantization_config``; ``formats/compressed_tensors.py`` reads that of
+compressed-tensors. Shapes: N outputs, K inputs of a projection, G groups.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch
 
 from unisono.config.preflight.quantization import check_awq, check_gptq
 from unisono.kernels import rms_norm
-from unisono.kernels.gemm.int4 import int4_linear, prove_int4, rehearse_int4_proof
-from unisono.layers.formats.base import FLOATS, PLAIN, Layout, LinearLayer, Stored, WeightFormat
+from unisono.kernels.gemm.int4 import int4_linear, prove_int4, rehearse_int4
+from unisono.layers.formats.base import FLOATS, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import Int4Experts
 from unisono.layers.formats.quantization_config import named
 from unisono.types import CheckpointError
@@ -38,15 +38,15 @@ EACH = 8
 """Numbers in an int32."""
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight outputs lies in bits 0 … 3, which in 4 … 7, and so on."""
+"""Output index (of eight) stored in bits 0 … 3, 4 … 7, and so on."""
 
 IN_ORDER = tuple(range(EACH))
 
 
 def unpacked(words: torch.Tensor, dim: int, order: tuple[int, ...] = IN_ORDER) -> torch.Tensor:
-    """Eight numbers 0 … 15 from each int32, side by side along ``dim``: uint8, that dimension eight times as long.
+    """Unpack eight numbers 0 … 15 from each int32 along ``dim``: uint8, that dimension eight times as long.
 
-    order: the number's place among the eight, for bits 0 … 3 and up.
+    order: place among the eight of the number in bits 0 … 3, 4 … 7, and so on.
     """
     shifts = torch.tensor([4 * order.index(place) for place in IN_ORDER], dtype=torch.int32, device=words.device)
     numbers = (words.movedim(dim, -1).unsqueeze(-1) >> shifts) & 15
@@ -60,7 +60,8 @@ def packed_pairs(numbers: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Int4:
-    """What the formats share. group: inputs that share a scale, -1 for all. Subclasses name and read the tensors."""
+    """Shared part of the 4-bit formats. group: inputs that share a scale, -1 for all. Subclasses name and read the
+    tensors."""
 
     group: int = 128
     name: str = ""
@@ -69,7 +70,7 @@ class Int4:
     scale_kind = "scales"
 
     def zero_kind(self) -> str | None:
-        """The name of the zeros; None: there are none."""
+        """Name of the zeros; None: there are none."""
         return "qzeros"
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -86,11 +87,11 @@ class Int4:
         return prove_int4(*self.operands(layer), layer.dtype)
 
     def rehearse(self, layer: LinearLayer) -> None:
-        rehearse_int4_proof(*self.operands(layer), layer.dtype)
+        rehearse_int4(*self.operands(layer), layer.dtype)
 
     @property
     def experts(self) -> Int4Experts:
-        """How stacks of experts are stored and applied."""
+        """Format of stacks of experts."""
         return Int4Experts(self)  # type: ignore[arg-type]
 
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
@@ -101,15 +102,15 @@ class Int4:
         inputs = 2 * packed.shape[-1]
         return packed, getattr(layer, self.scale_kind), zeros, inputs if self.group == -1 else self.group
 
-    def _stored(self, weight: Layout, scales: Layout, zeros: Layout) -> dict[str, Stored]:
-        """The three tensors, stored as these layouts say."""
+    def _stored(self, weight: TensorLayout, scales: TensorLayout, zeros: TensorLayout) -> dict[str, StoredTensor]:
+        """The three tensors in these layouts."""
         inputs = 2**62 if self.group == -1 else self.group
         found = {
-            self.weight_kind: Stored(torch.uint8, ("I32",), inputs=2, layout=weight),
-            self.scale_kind: Stored(torch.float32, FLOATS, inputs=inputs, layout=scales),
+            self.weight_kind: StoredTensor(torch.uint8, ("I32",), inputs=2, layout=weight),
+            self.scale_kind: StoredTensor(torch.float32, FLOATS, inputs=inputs, layout=scales),
         }
         if kind := self.zero_kind():
-            found[kind] = Stored(torch.int8, ("I32",), inputs=inputs, layout=zeros)
+            found[kind] = StoredTensor(torch.int8, ("I32",), inputs=inputs, layout=zeros)
         return found
 
     def _groups(self, inputs: int) -> int:
@@ -122,10 +123,10 @@ class AWQ(Int4):
 
     name: str = "AWQ, 4 bits"
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        weight = Layout(lambda outputs, inputs: ((inputs, outputs // EACH),), dim=1, packed=EACH)
-        zeros = Layout(lambda outputs, inputs: ((self._groups(inputs), outputs // EACH),), dim=1, packed=EACH)
-        scales = Layout(lambda outputs, inputs: ((self._groups(inputs), outputs),), dim=1)
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        weight = TensorLayout(lambda outputs, inputs: ((inputs, outputs // EACH),), dim=1, packed=EACH)
+        zeros = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs // EACH),), dim=1, packed=EACH)
+        scales = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs),), dim=1)
         return self._stored(weight, scales, zeros)
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
@@ -139,18 +140,18 @@ class AWQ(Int4):
 class GPTQ(Int4):
     """GPTQ's format (Frantar and others, arXiv 2210.17323) without activation order.
 
-    zero_offset: what is added to stored zeros: 1 in version 1 of the format.
+    zero_offset: added to stored zeros: 1 in version 1 of the format.
     """
 
     name: str = "GPTQ, 4 bits"
     zero_offset: int = 1
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        weight = Layout(lambda outputs, inputs: ((inputs // EACH, outputs),), dim=1)
-        zeros = Layout(lambda outputs, inputs: ((self._groups(inputs), outputs // EACH),), dim=1, packed=EACH)
-        scales = Layout(lambda outputs, inputs: ((self._groups(inputs), outputs),), dim=1)
-        order = Layout(lambda outputs, inputs: ((inputs,),))
-        return {**self._stored(weight, scales, zeros), "g_idx": Stored(None, ("I32",), layout=order)}
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        weight = TensorLayout(lambda outputs, inputs: ((inputs // EACH, outputs),), dim=1)
+        zeros = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs // EACH),), dim=1, packed=EACH)
+        scales = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs),), dim=1)
+        order = TensorLayout(lambda outputs, inputs: ((inputs,),))
+        return {**self._stored(weight, scales, zeros), "g_idx": StoredTensor(None, ("I32",), layout=order)}
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
         if kind == "scales":
@@ -181,12 +182,12 @@ class PackedInt4(Int4):
     def zero_kind(self) -> str | None:
         return None if self.symmetric else "weight_zero_point"
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        weight = Layout(lambda outputs, inputs: ((outputs, inputs // EACH),), dim=0)
-        zeros = Layout(lambda outputs, inputs: ((outputs // EACH, self._groups(inputs)),), dim=0, packed=EACH)
-        scales = Layout(self._scale_shapes, dim=0)
-        size = Layout(lambda outputs, inputs: ((2,),))
-        return {**self._stored(weight, scales, zeros), "weight_shape": Stored(None, ("I64", "I32"), layout=size)}
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        weight = TensorLayout(lambda outputs, inputs: ((outputs, inputs // EACH),), dim=0)
+        zeros = TensorLayout(lambda outputs, inputs: ((outputs // EACH, self._groups(inputs)),), dim=0, packed=EACH)
+        scales = TensorLayout(self._scale_shapes, dim=0)
+        size = TensorLayout(lambda outputs, inputs: ((2,),))
+        return {**self._stored(weight, scales, zeros), "weight_shape": StoredTensor(None, ("I64", "I32"), layout=size)}
 
     def _scale_shapes(self, outputs: int, inputs: int) -> tuple[tuple[int, ...], ...]:
         groups = self._groups(inputs)
@@ -199,21 +200,21 @@ class PackedInt4(Int4):
             return unpacked(stored, 0)
         if kind == "weight_scale":
             return stored.view(stored.shape[0], -1)
-        return {}  # weight_shape repeats what the packed weight's shape says
+        return {}  # weight_shape repeats the packed weight's shape
 
 
 def read_awq(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
-    """From a ``quantization_config`` with quant_method "awq" to each module's format. Raises CheckpointError."""
+    """Format of each module, from a ``quantization_config`` with quant_method "awq". Raises CheckpointError."""
     check_awq(config)
     kept, format = (*(config.get("modules_to_not_convert") or ()), "lm_head"), AWQ(config.get("group_size", 128))
     return lambda module: PLAIN if named(module, kept) else format
 
 
 def read_gptq(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
-    """From a ``quantization_config`` with quant_method "gptq" to each module's format. Raises CheckpointError.
+    """Format of each module, from a ``quantization_config`` with quant_method "gptq". Raises CheckpointError.
 
-    ``modules_in_block_to_quantize`` names what is quantised of a layer; ``dynamic`` what is not, by expressions that
-    begin with "-:".
+    ``modules_in_block_to_quantize`` lists the quantised modules of a layer; ``dynamic`` lists exceptions, as
+    expressions that begin with "-:".
     """
     check_gptq(config)
     kept = ["lm_head", *(config.get("modules_to_not_convert") or ())]

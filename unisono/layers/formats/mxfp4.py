@@ -1,8 +1,9 @@
-"""MXFP4 weights of experts, as gpt-oss is published: e2m1 values, and a power of two for each 32 inputs.
+"""MXFP4 weights of experts, as published for gpt-oss: e2m1 values, and a power of two per 32 inputs.
 
-A checkpoint has ``<projection>_blocks`` uint8 [E, N, K / 32, 16], of which a byte holds two inputs, low bits first, and
-``<projection>_scales`` uint8 [E, N, K / 32], the power plus 127. Weights stay so in memory; ``kernels/experts_mxfp4``
-multiplies with them. Everything else of such a checkpoint is plain. Shapes: N outputs, K inputs of a projection.
+A checkpoint has ``<projection>_blocks`` uint8 [E, N, K / 32, 16], two inputs per byte, low bits first, and
+``<projection>_scales`` uint8 [E, N, K / 32], the power plus 127. Weights keep this form in memory;
+``kernels/moe/mxfp4.py`` multiplies with them. All other tensors of such a checkpoint are plain. Shapes: N outputs, K
+inputs of a projection.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from typing import Any
 
 import torch
 
-from unisono.kernels import linear, prove_exact, rehearse_proof, rms_norm
+from unisono.kernels import exact_blas, linear, rms_norm
 from unisono.kernels.moe.mxfp4 import GROUP, decode
-from unisono.layers.formats.base import PLAIN, Layout, LinearLayer, Stored, WeightFormat
+from unisono.layers.formats.base import PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import MXFP4Experts
 from unisono.layers.formats.quantization_config import named
 from unisono.types import CheckpointError
 
 NOT_A_NUMBER = 255
-"""The scale that stands for NaN."""
+"""Scale that encodes NaN."""
 
 DUMMY_SCALES = (117, 121)
-"""So that dummy weights are of a checkpoint's size."""
+"""Range of dummy scales, so that dummy weights have a checkpoint's magnitude."""
 
 
 def _groups(inputs: int) -> int:
-    """Groups of inputs that share a scale. Raises CheckpointError where some would be left over."""
+    """Groups of inputs that share a scale. Raises CheckpointError for an incomplete group."""
     if inputs % GROUP:
         raise CheckpointError(f"MXFP4 experts with {inputs} inputs: they must be a multiple of {GROUP}.")
     return inputs // GROUP
@@ -36,16 +37,16 @@ def _groups(inputs: int) -> int:
 
 @dataclass(frozen=True)
 class MXFP4:
-    """The format of experts' projections; a linear layer decodes its weight in every call."""
+    """Format of experts' projections; a linear layer decodes its weight in every call."""
 
     name: str = "MXFP4"
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        blocks = Layout(lambda n, k: ((n, _groups(k), GROUP // 2),), dim=0, stacked=True)
-        scales = Layout(lambda n, k: ((n, _groups(k)),), dim=0, stacked=True)
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        blocks = TensorLayout(lambda n, k: ((n, _groups(k), GROUP // 2),), dim=0, stacked=True)
+        scales = TensorLayout(lambda n, k: ((n, _groups(k)),), dim=0, stacked=True)
         return {
-            "weight_blocks": Stored(torch.uint8, ("U8",), inputs=2, layout=blocks),
-            "weight_scales": Stored(torch.uint8, ("U8",), inputs=GROUP, layout=scales, drawn=DUMMY_SCALES),
+            "weight_blocks": StoredTensor(torch.uint8, ("U8",), inputs=2, layout=blocks),
+            "weight_scales": StoredTensor(torch.uint8, ("U8",), inputs=GROUP, layout=scales, drawn=DUMMY_SCALES),
         }
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ class MXFP4:
 
     @property
     def experts(self) -> MXFP4Experts:
-        """How stacks of experts are stored and applied."""
+        """Format of stacks of experts."""
         return MXFP4Experts(self)
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -70,10 +71,10 @@ class MXFP4:
         return total, rms_norm(total, weight, eps)
 
     def prove(self, layer: LinearLayer) -> bool:
-        return prove_exact(decode(*self.operands(layer), layer.dtype))
+        return exact_blas.prove(decode(*self.operands(layer), layer.dtype))
 
     def rehearse(self, layer: LinearLayer) -> None:
-        rehearse_proof(decode(*self.operands(layer), layer.dtype))
+        exact_blas.rehearse(decode(*self.operands(layer), layer.dtype))
 
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight and scales, from the parameters of a layer or of a stack."""
@@ -84,6 +85,6 @@ FORMAT = MXFP4()
 
 
 def read(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
-    """From a ``quantization_config`` with quant_method "mxfp4" to each module's format: experts have it."""
+    """Format of each module, from a ``quantization_config`` with quant_method "mxfp4": MXFP4 for experts."""
     kept = config.get("modules_to_not_convert") or ()
     return lambda module: FORMAT if ".experts" in module and not named(module, kept) else PLAIN

@@ -1,4 +1,5 @@
-"""Modules as a quantization_config names them; ``preflight.quantization`` has the rules of its other fields."""
+"""Module name patterns of a quantization_config; ``config/preflight/quantization.py`` has the rules of its other
+fields."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ import re
 from collections.abc import Iterable
 
 REGEX = "re:"
-"""What a regular expression begins with in compressed-tensors' lists."""
+"""Prefix of a regular expression in compressed-tensors' lists."""
 
 
 def named(module: str, patterns: Iterable[str]) -> bool:
-    """Whether a module's name in the checkpoint is in a list as transformers writes them.
+    """Return True if a module's checkpoint name matches a list of patterns in transformers' form.
 
-    A pattern names a module and all below it, by some of the parts of their names ("visual", "layers.3.mlp",
+    A pattern matches a module and everything below it by consecutive parts of its name ("visual", "layers.3.mlp",
     "lm_head"), or is a regular expression for the beginning of the name.
     """
     return any(_parts(module, pattern) or _begins(module, pattern) for pattern in patterns)
@@ -30,7 +31,7 @@ def _begins(module: str, pattern: str) -> bool:
 
 
 def targeted(module: str, targets: Iterable[str], kinds: Iterable[str] = ()) -> bool:
-    """Whether a module is among compressed-tensors' targets: by its name, by ``re:`` and an expression, by its kind."""
+    """Return True if a module is among compressed-tensors' targets: by name, by ``re:`` expression, or by kind."""
     kinds = set(kinds)
     return any(
         re.match(target[len(REGEX) :], module) is not None if target.startswith(REGEX) else target in (module, *kinds)

@@ -1,4 +1,4 @@
-"""Pictures and frames that callers hold in memory: Pillow's objects, arrays and tensors, as bytes for the worker."""
+"""Images and frames in a caller's memory (Pillow images, arrays, tensors), as bytes for the worker."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 @dataclass(frozen=True)
 class Payload:
-    """One picture on its way to the worker. form: "file" (encoded), "base64" (of that), or "pixels".
+    """One image on its way to the worker.
 
-    mode, shape: of pixels: Pillow's name of the channels, and (columns, rows).
+    form: "file" (encoded), "base64" (of that), or "pixels". mode, shape: of pixels: Pillow's mode, and (columns, rows).
     """
 
     form: str
@@ -27,20 +27,21 @@ class Payload:
     shape: tuple[int, int] = (0, 0)
 
     def described(self) -> dict[str, Any]:
-        """Everything but the bytes."""
+        """All fields except the bytes."""
         return {"form": self.form, "size": len(self.data), "mode": self.mode, "shape": list(self.shape)}
 
 
-def picture_of(given: Any, param: str) -> Payload:
-    """A picture of Pillow, or an array or tensor [rows, columns, channels] (or [rows, columns]) of bytes.
+def image_payload(value: Any, param: str) -> Payload:
+    """The payload of a Pillow image, an encoded file as bytes, or uint8 pixels [rows, columns, channels] or [rows,
+    columns].
 
-    bytes are an encoded file. Raises BadRequest.
+    Raises BadRequest.
     """
-    if isinstance(given, (bytes, bytearray, memoryview)):
-        return Payload("file", bytes(given))
-    if _is_pillow(given):
-        return _of_pillow(given, param)
-    array = _array(given, param)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return Payload("file", bytes(value))
+    if _is_pillow(value):
+        return _of_pillow(value, param)
+    array = _array(value, param)
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim == 3 and array.shape[2] not in CHANNELS and array.shape[0] in CHANNELS:
@@ -51,25 +52,25 @@ def picture_of(given: Any, param: str) -> Payload:
     return Payload("pixels", np.ascontiguousarray(array).tobytes(), CHANNELS[channels], (columns, rows))
 
 
-def frames_of(given: Any, param: str) -> Sequence[Any]:
-    """The frames of a video: of a list, or of an array [frames, rows, columns, channels]. Raises BadRequest."""
-    if isinstance(given, (list, tuple)):
-        return given
-    array = _array(given, param)
+def frames_of(value: Any, param: str) -> Sequence[Any]:
+    """The frames of a video: a list, or an array [frames, rows, columns, channels]. Raises BadRequest."""
+    if isinstance(value, (list, tuple)):
+        return value
+    array = _array(value, param)
     if array.ndim != 4:
         raise BadRequest(f"{param} has shape {array.shape}; give [frames, rows, columns, channels], or a list.", param)
     return list(array)
 
 
-def with_metadata(given: Any) -> tuple[Any, float | None]:
-    """vLLM's form of a video, (frames, metadata) with ``fps``, taken apart."""
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
-        return given[0], given[1].get("fps")
-    return given, None
+def with_metadata(value: Any) -> tuple[Any, float | None]:
+    """(frames, fps) of vLLM's form of a video, (frames, metadata) with ``fps``; fps is None without metadata."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        return value[0], value[1].get("fps")
+    return value, None
 
 
-def _is_pillow(given: Any) -> bool:
-    return type(given).__module__.startswith("PIL.") or hasattr(given, "getbands")
+def _is_pillow(value: Any) -> bool:
+    return type(value).__module__.startswith("PIL.") or hasattr(value, "getbands")
 
 
 def _of_pillow(image: Any, param: str) -> Payload:
@@ -88,24 +89,24 @@ def _of_pillow(image: Any, param: str) -> Payload:
     except BadRequest:
         raise
     except Exception as error:
-        raise BadRequest(f"{param} is a picture that cannot be read: {error}.", param) from None
+        raise BadRequest(f"{param} is an image that cannot be read: {error}.", param) from None
 
 
 def _narrowed(image: Any) -> Any:
-    """16 bits a channel as 8."""
+    """Convert 16 bits per channel to 8."""
     from PIL import Image
 
     return Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
 
 
-def _array(given: Any, param: str) -> np.ndarray:
-    """Bytes of an array or tensor. Raises BadRequest for other numbers."""
-    if hasattr(given, "detach"):
-        given = given.detach().cpu().numpy()
-    if not isinstance(given, np.ndarray):
+def _array(value: Any, param: str) -> np.ndarray:
+    """An array or tensor as uint8. Raises BadRequest for other numbers."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    if not isinstance(value, np.ndarray):
         raise BadRequest(
-            f"{param} is a {type(given).__name__}; give a picture of Pillow, or an array or tensor of bytes.", param
+            f"{param} is a {type(value).__name__}; give a Pillow image, or an array or tensor of bytes.", param
         )
-    if given.dtype != np.uint8:
-        raise BadRequest(f"{param} has numbers of type {given.dtype}; give uint8, from 0 to 255.", param)
-    return given
+    if value.dtype != np.uint8:
+        raise BadRequest(f"{param} has numbers of type {value.dtype}; give uint8, from 0 to 255.", param)
+    return value

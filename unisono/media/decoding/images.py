@@ -1,4 +1,4 @@
-"""Encoded pictures to pixels: what Pillow opens here, and what is refused before anything is decoded.
+"""Encoded images to pixels: the formats that Pillow may open, and the refusals before decoding.
 
 Runs in the worker's process only (``worker.py``).
 """
@@ -15,41 +15,41 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError, features
 
 FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if features.check("avif") else [])]
-"""What is opened. Other formats of Pillow start programs (EPS), are drawings, or are hardly ever sent."""
+"""Formats that are opened. Pillow's other formats start programs (EPS), are drawings, or are hardly ever used."""
 SUPPORTED = "PNG, JPEG, WebP, GIF, BMP and TIFF"
 FILMS = {b"ftyp": "an MP4 or QuickTime", b"\x1a\x45\xdf\xa3": "a Matroska or WebM", b"RIFF": "an AVI"}
-"""What files of videos begin with (``ftyp``: after 4 bytes)."""
+"""Magic numbers of video files (``ftyp``: after 4 bytes)."""
 WIDE_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I")
-"""Modes of pictures with 16 bits a channel."""
+"""Modes of images with 16 bits per channel."""
 
 
-class Bad(Exception):
-    """What is wrong with a picture: the end of a sentence that begins with its parameter."""
+class InvalidImage(Exception):
+    """An image that cannot be used; the text is the end of a sentence that begins with its parameter."""
 
 
 def unpacked(payload: Mapping[str, Any], data: bytes) -> bytes:
-    """The bytes of a file, sent as they are or in base64. Raises Bad."""
+    """The bytes of a file, sent raw or in base64. Raises Bad."""
     if payload["form"] != "base64":
         return data
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise Bad("is not base64: send the standard alphabet without line breaks, padded with '='.") from None
+        raise InvalidImage("is not base64: send the standard alphabet without line breaks, padded with '='.") from None
 
 
 def opened(data: bytes, most_bytes: int) -> Image.Image:
-    """A picture's header read, its pixels not yet. Raises Bad."""
+    """An image with its header parsed and its pixels not yet decoded. Raises Bad."""
     if not data:
-        raise Bad("has 0 bytes; send a picture.")
+        raise InvalidImage("has 0 bytes; send an image.")
     if len(data) > most_bytes:
-        raise Bad(f"is larger than {most_bytes >> 20} MiB (--media-max-mb); send less.")
-    Image.MAX_IMAGE_PIXELS = None  # :func:`check_size` has the limit
+        raise InvalidImage(f"is larger than {most_bytes >> 20} MiB (--media-max-mb); send less.")
+    Image.MAX_IMAGE_PIXELS = None  # check_size has the limit
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise Bad(_why_unknown(data)) from None
-    except Exception as error:  # Pillow's readers raise anything on files that are made to harm
-        raise Bad(f"cannot be opened as a picture: {_line(error)}.") from None
+        raise InvalidImage(_why_unknown(data)) from None
+    except Exception as error:  # Pillow's readers raise any exception on hostile files
+        raise InvalidImage(f"cannot be opened as an image: {_line(error)}.") from None
 
 
 def _why_unknown(data: bytes) -> str:
@@ -58,23 +58,23 @@ def _why_unknown(data: bytes) -> str:
         return f"is an SVG, a drawing that has no pixels: render it to PNG. Taken are {SUPPORTED}."
     film = next((name for mark, name in FILMS.items() if mark in (data[4:8], data[: len(mark)])), None)
     if film is not None and not (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
-        return f"is {film} file, and no video decoder is part of this server: send its frames as pictures."
-    return f"is no picture that is read here: taken are {SUPPORTED}."
+        return f"is {film} file, and no video decoder is part of this server: send its frames as images."
+    return f"is not an image in a supported format: {SUPPORTED}."
 
 
 def check_size(width: int, height: int, most: int) -> None:
-    """Raise Bad for more pixels than are decoded."""
+    """Raise Bad for an image with more than ``most`` pixels."""
     if width < 1 or height < 1:
-        raise Bad(f"has {width} x {height} pixels; it must have some.")
+        raise InvalidImage(f"has {width} x {height} pixels; it must have some.")
     if width * height > most:
-        raise Bad(
+        raise InvalidImage(
             f"has {width} x {height} = {width * height} pixels; at most {most} are decoded (--media-max-pixels). "
             "Scale it down."
         )
 
 
 def decoded(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """The current frame in RGB, upright, on ``background`` where it is transparent. Raises Bad."""
+    """The current frame in RGB, upright, transparent pixels over ``background``. Raises Bad."""
     try:
         image.load()
         turned = ImageOps.exif_transpose(image)
@@ -82,7 +82,7 @@ def decoded(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
     except MemoryError:
         raise
     except Exception as error:
-        raise Bad(f"is damaged: {_line(error)}.") from None
+        raise InvalidImage(f"is damaged: {_line(error)}.") from None
 
 
 def _rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:

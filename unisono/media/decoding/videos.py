@@ -1,4 +1,4 @@
-"""Videos as frames: which are taken, how large they become, and their patches, as transformers' processors have it.
+"""Videos as frames: sampling, resizing and patches, as in transformers' processors.
 
 transformers' video processors need torchvision, which has no build for many machines; this is their arithmetic on
 Pillow's resizing (transformers/models/{qwen3_vl,qwen2_vl}/video_processing_*.py, 5.17 to 5.23). Runs in the worker's
@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from unisono.media.decoding.images import Bad
+from unisono.media.decoding.images import InvalidImage
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 MAX_RATIO = 200
 FILE_KEYS = {"processor_config.json": "video_processor", "video_preprocessor_config.json": None}
-"""Files that describe a video processor, and under which key."""
+"""Files that describe a video processor -> the key of its settings."""
 
 
 @dataclass(frozen=True)
 class VideoRules:
-    """A checkpoint's video processor.
+    """The settings of a checkpoint's video processor.
 
-    shortest, longest: bounds of pixels: of all frames together (``timestamps``), or of one. samples: whether a file's
-    frames are thinned out to ``fps`` a second. timestamps: whether text stands before each frame, with its time.
+    shortest, longest: bounds of pixels, of all frames together (``timestamps``) or of one. samples: files are sampled
+    at ``fps`` frames per second. timestamps: text with its time precedes each frame.
     """
 
     patch_size: int
@@ -51,7 +51,7 @@ class VideoRules:
 
     @property
     def factor(self) -> int:
-        """Pixels of a merged patch's side."""
+        """Side of a merged patch in pixels."""
         return self.patch_size * self.merge
 
 
@@ -65,18 +65,18 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "do_sample_frames": False, "fps": None, "timestamps": False,
     },
 }  # fmt: skip
-"""What transformers' classes have where a checkpoint says nothing."""
+"""Defaults of transformers' classes."""
 PROCESSORS = {
     "Qwen3VLProcessor": "Qwen3VLVideoProcessor", "Qwen2_5_VLProcessor": "Qwen2VLVideoProcessor",
     "Qwen2VLProcessor": "Qwen2VLVideoProcessor",
 }  # fmt: skip
-"""Which video processor a checkpoint's processor has."""
+"""Processor class -> video processor class."""
 
 
 def video_rules(directory: Path, image: Mapping[str, Any]) -> VideoRules | None:
-    """The rules of the checkpoint in ``directory``; None where its video processor is none that is known.
+    """The rules of the checkpoint in ``directory``; None for an unknown video processor.
 
-    image: preprocessor_config.json, which speaks for videos too where no file of their own is there.
+    image: preprocessor_config.json, used for videos too if there is no file for them.
     """
     own = _own_config(directory)
     given = {**image, **own}
@@ -120,9 +120,9 @@ def _own_config(directory: Path) -> dict[str, Any]:
 
 
 def sampled(rules: VideoRules, total: int, rate: float, fps: float | None, count: int | None, most: int) -> list[int]:
-    """The frames that are taken of ``total`` ones of a file that shows ``rate`` a second.
+    """Indices of the frames that are used, of ``total`` frames at ``rate`` per second.
 
-    fps, count: what the request asks for, if it does. most: frames that this server takes.
+    fps, count: the request's settings, if any. most: the server's limit.
     """
     if count is None:
         fps = fps or (rules.fps if rules.samples else None)
@@ -137,9 +137,10 @@ def sampled(rules: VideoRules, total: int, rate: float, fps: float | None, count
 
 
 def resized(rules: VideoRules, frames: int, height: int, width: int, bounds: tuple[int | None, int | None]) -> Any:
-    """(rows, columns) of pixels that frames become. bounds: what the request asks for. Raises Bad."""
+    """(rows, columns) in pixels after resizing. bounds: the request's (shortest, longest). Raises Bad."""
     shortest, longest = (
-        own if asked is None else asked for asked, own in zip(bounds, (rules.shortest, rules.longest), strict=True)
+        own if requested is None else requested
+        for requested, own in zip(bounds, (rules.shortest, rules.longest), strict=True)
     )
     factor = rules.factor
     if not rules.timestamps:
@@ -154,9 +155,11 @@ def resized(rules: VideoRules, frames: int, height: int, width: int, bounds: tup
 def _fitted(
     height: int, width: int, frames: int, counted: int, factor: int, shortest: int, longest: int
 ) -> tuple[int, int]:
-    """Multiples of ``factor`` with from ``shortest`` to ``longest`` pixels in ``frames`` (``counted``, rounded)."""
+    """Multiples of ``factor`` with ``shortest`` to ``longest`` pixels in ``frames`` (``counted``, rounded)."""
     if max(height, width) / min(height, width) > MAX_RATIO:
-        raise Bad(f"has frames of {width} x {height} pixels, more than {MAX_RATIO} times as long as wide; crop them.")
+        raise InvalidImage(
+            f"has frames of {width} x {height} pixels, more than {MAX_RATIO} times as long as wide; crop them."
+        )
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if counted * rows * columns > longest:
         beta = math.sqrt(frames * height * width / longest)
@@ -178,7 +181,8 @@ def patches(
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
     """Patches [frames * rows * columns, C] in float32, and their grid.
 
-    frame: the pictures, resized here one by one. normalised: bytes [channels, rows, columns] as numbers of the tower.
+    frame: returns an image, which is resized here. normalised: converts bytes [channels, rows, columns] to the tower's
+    numbers.
     """
     step, size, merge = rules.temporal_patch_size, rules.patch_size, rules.merge
     values = np.empty((-(-count // step) * step, 3, rows, columns), np.float32)
@@ -193,7 +197,7 @@ def patches(
 
 
 def times(rules: VideoRules, indices: Sequence[int], rate: float) -> tuple[float, list[str]]:
-    """Seconds between frames of the grid, and what stands before each; nothing where no text does."""
+    """Seconds between frames of the grid, and the text before each; empty without timestamps."""
     step = rules.temporal_patch_size
     padded = [*indices, *[indices[-1]] * (-len(indices) % step)]
     stamps = [(padded[i] + padded[i + step - 1]) / rate / 2 for i in range(0, len(padded), step)]

@@ -1,8 +1,8 @@
-"""Addresses that a server may fetch from: public unicast ones, by a table of our own.
+"""Addresses that a server may fetch from: public unicast ones, by the table below.
 
 The table lists the special-purpose blocks of IANA's registries (iana-ipv4-special-registry and
 iana-ipv6-special-registry, as of November 2026) and addresses that clouds answer inside their networks. Python's
-``ipaddress.is_global`` is not used: its table changes with the patch version and knows no cloud.
+``ipaddress.is_global`` is not used: its table changes with the patch version and has no cloud addresses.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ SPECIAL_V6 = tuple(
     )
 )
 EMBEDDING = (ipaddress.IPv6Network("::ffff:0:0/96"), ipaddress.IPv6Network("64:ff9b::/96"))
-"""Blocks whose last 32 bits are the IPv4 address that is reached: IPv4-mapped (RFC 4291) and NAT64 (RFC 6052)."""
+"""Blocks whose last 32 bits are the IPv4 destination: IPv4-mapped (RFC 4291) and NAT64 (RFC 6052)."""
 ISATAP = (0x00005EFE, 0x02005EFE)
 """Third quarter of an IPv6 address whose last 32 bits are an IPv4 address (RFC 5214)."""
 
 
 def is_public(text: str) -> bool:
-    """True for an address of the public internet whose embedded IPv4 address, if it has one, is public too.
+    """True for an address of the public internet whose embedded IPv4 address, if any, is public too.
 
-    A zone (``fe80::1%eth0``) makes an address local. What is no address is not public.
+    A zone (``fe80::1%eth0``) makes an address local. Text that is not an address is not public.
     """
     try:
         address = ipaddress.ip_address(text)

@@ -1,8 +1,8 @@
-"""Pictures and videos from http(s) URLs, where their hosts are allowed.
+"""Images and videos from http(s) URLs of allowed hosts.
 
-A name is resolved once, every address that it has must be public, and the connection goes to one of those very
-addresses, so a name that means another address a moment later (DNS rebinding) reaches nothing. Redirects are followed
-by hand, and each is checked like the first URL. Proxies of the environment are not used. What comes is not unpacked.
+A name is resolved once, all of its addresses must be public, and the connection goes to one of these addresses, so DNS
+rebinding has no effect. Redirects are followed here, and each is checked like the first URL. Proxies of the environment
+are not used. Content encodings are not decoded.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ REDIRECTS = (301, 302, 303, 307, 308)
 HEADERS = {"User-Agent": "unisono", "Accept": "image/*, video/*;q=0.9, */*;q=0.5", "Accept-Encoding": "identity"}
 
 
-class _Refused(Exception):
-    """Why a URL is not fetched; the end of a sentence that begins with its parameter."""
+class _FetchRefused(Exception):
+    """The reason why a URL is not fetched, as the end of a sentence that begins with its parameter."""
 
 
 Resolve = Callable[[str, int], Sequence[str]]
@@ -44,7 +44,7 @@ def resolve(host: str, port: int) -> Sequence[str]:
 class Fetcher:
     """Fetches from the hosts ``domains`` (``MediaSettings.allowed_media_domains``), ``max_bytes`` in ``seconds``.
 
-    resolve: host and port to addresses. public: whether an address may be connected to. Tests replace both.
+    resolve: maps host and port to addresses. public: True for an address that may be connected to. Tests replace both.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Fetcher:
         self._resolve, self._public = resolve, public
 
     def fetch(self, url: str, param: str) -> bytes:
-        """What the URL has. Call it outside of event loops. Raises BadRequest."""
+        """The content of a URL. Call it outside of event loops. Raises BadRequest."""
         try:
             return asyncio.run(self._fetch(url))
-        except _Refused as error:
+        except _FetchRefused as error:
             raise BadRequest(f"{param} {error}", param, "media_not_fetched") from None
 
     async def _fetch(self, url: str) -> bytes:
@@ -70,7 +70,7 @@ class Fetcher:
             async with asyncio.timeout(self._seconds):
                 return await self._follow(url)
         except TimeoutError:
-            raise _Refused(
+            raise _FetchRefused(
                 f"was not there within {self._seconds:g} s (--media-timeout); send it as a data URL."
             ) from None
 
@@ -82,47 +82,49 @@ class Fetcher:
             if isinstance(answer, bytes):
                 return answer
             url = urljoin(url, answer)
-        raise _Refused(f"is redirected more than {MAX_REDIRECTS} times; send the last URL.")
+        raise _FetchRefused(f"is redirected more than {MAX_REDIRECTS} times; send the last URL.")
 
     def _checked(self, url: str) -> SplitResult:
-        """The URL's parts, its host among the allowed ones."""
+        """The parts of a URL with an allowed host."""
         if len(url) > MAX_URL_CHARS or any(c.isspace() or c in "\\" or not c.isprintable() for c in url):
-            raise _Refused(f"has a URL with blanks, backslashes or more than {MAX_URL_CHARS} characters; encode it.")
+            raise _FetchRefused(
+                f"has a URL with blanks, backslashes or more than {MAX_URL_CHARS} characters; encode it."
+            )
         try:
             parts = urlsplit(url)
             host, _ = (parts.hostname or "").rstrip("."), parts.port
         except ValueError as error:
-            raise _Refused(f"has a URL that cannot be read: {error}.") from None
+            raise _FetchRefused(f"has a URL that cannot be read: {error}.") from None
         if parts.scheme not in ("http", "https") or not host:
-            raise _Refused(f"leads to {_short(url)}; only http and https URLs with a host are fetched.")
+            raise _FetchRefused(f"leads to {_short(url)}; only http and https URLs with a host are fetched.")
         if parts.username is not None or parts.password is not None:
-            raise _Refused("has a URL with a user name or password; leave them out.")
+            raise _FetchRefused("has a URL with a user name or password; leave them out.")
         if not any(_matches(host.lower(), domain) for domain in self._domains):
             allowed = ", ".join(self._domains) or "none"
-            raise _Refused(
+            raise _FetchRefused(
                 f"leads to {_short(host)}, which this server does not fetch from: --allowed-media-domains has "
                 f"{_short(allowed)}. Send a data URL, data:image/png;base64,…"
             )
         return parts
 
     async def _address(self, parts: SplitResult) -> str:
-        """The address to connect to. All that the host has must be public."""
+        """The address to connect to. All addresses of the host must be public."""
         assert parts.hostname is not None
         port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
             addresses = await _in_daemon(self._resolve, parts.hostname, port)
         except (OSError, UnicodeError):
-            raise _Refused(f"leads to {_short(parts.hostname)}, which has no address.") from None
+            raise _FetchRefused(f"leads to {_short(parts.hostname)}, which has no address.") from None
         private = next((one for one in addresses if not self._public(one)), None)
         if private is not None or not addresses:
-            raise _Refused(
+            raise _FetchRefused(
                 f"leads to {_short(parts.hostname)}, whose address is not public; private, local and reserved "
-                "addresses are never fetched from."
+                "addresses are refused."
             )
         return addresses[0]
 
     async def _get(self, parts: SplitResult, address: str) -> bytes | str:
-        """The body, or where a redirect leads."""
+        """The body, or the target of a redirect."""
         assert parts.hostname is not None
         literal = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
         place = literal if parts.port is None else f"{literal}:{parts.port}"
@@ -139,7 +141,7 @@ class Fetcher:
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as error:
             if isinstance(error, httpx.TimeoutException):
                 raise TimeoutError from None
-            raise _Refused(
+            raise _FetchRefused(
                 f"cannot be fetched from {_short(parts.hostname)}: {_short(str(error) or type(error).__name__)}."
             ) from None
 
@@ -147,7 +149,7 @@ class Fetcher:
         if answer.status_code in REDIRECTS and (where := answer.headers.get("location")):
             return str(where)
         if answer.status_code != 200:
-            raise _Refused(f"cannot be fetched: its host answers {answer.status_code}.")
+            raise _FetchRefused(f"cannot be fetched: its host answers {answer.status_code}.")
         length = answer.headers.get("content-length", "")
         body = bytearray()
         if length.isdecimal() and int(length[:20]) > self._max_bytes:
@@ -161,8 +163,8 @@ class Fetcher:
         finally:
             body.clear()  # the traceback of an error holds this frame
 
-    def _too_large(self) -> _Refused:
-        return _Refused(f"is larger than {self._max_bytes >> 20} MiB (--media-max-mb); send less.")
+    def _too_large(self) -> _FetchRefused:
+        return _FetchRefused(f"is larger than {self._max_bytes >> 20} MiB (--media-max-mb); send less.")
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -170,7 +172,7 @@ class Fetcher:
 
 
 async def _in_daemon(resolve: Resolve, host: str, port: int) -> Sequence[str]:
-    """Resolve a name in a thread that nobody waits for any longer than the timeout: a resolver may take minutes."""
+    """Resolve a name in a daemon thread, so that a slow resolver (minutes) does not outlast the timeout."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Sequence[str]] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""Pictures and videos from files of this machine, in the one directory that is allowed."""
+"""Images and videos from files of this machine, in the allowed directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.types import BadRequest
 
 
 def read_file(url: str, allowed: Path | None, max_bytes: int, param: str) -> bytes:
-    """What the file of a ``file:`` URL has. Links are followed, and must stay inside. Raises BadRequest."""
+    """The content of a ``file:`` URL. Links are followed, and must stay inside ``allowed``. Raises BadRequest."""
     if allowed is None:
         raise BadRequest(
             f"{param} names a file, and this server reads none: start it with --allowed-local-media-path DIRECTORY, or "
@@ -42,12 +42,12 @@ def _path(url: str, param: str) -> Path:
         raise BadRequest(f"{param} names a file of the host {parts.netloc[:80]!r}; give file:///path.", param)
     text = unquote(parts.path)
     if "\0" in text or not text.startswith("/"):
-        raise BadRequest(f"{param} is no URL of a file; give file:///path.", param)
+        raise BadRequest(f"{param} is not a file URL; give file:///path.", param)
     return Path(text)
 
 
 def _content(path: Path, inside: Path, max_bytes: int, param: str) -> bytes:
-    """Open first, look then: the path may mean another file a moment later."""
+    """Open the file first and check it afterwards: the path may change in between."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
@@ -56,7 +56,7 @@ def _content(path: Path, inside: Path, max_bytes: int, param: str) -> bytes:
         opened = Path(f"/proc/self/fd/{descriptor}")
         moved = opened.exists() and not opened.resolve().is_relative_to(inside)
         if moved or not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BadRequest(f"{param} names what is no regular file of the directory that is allowed.", param)
+            raise BadRequest(f"{param} does not name a regular file in the allowed directory.", param)
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(max_bytes + 1)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is known of a picture or video before and after it is loaded."""
+"""Images and videos before and after loading."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from unisono.types import Vectors
 Kind = Literal["image", "video"]
 IMAGE: Kind = "image"
 VIDEO: Kind = "video"
-WORDS = {"image": "picture", "video": "video"}
+WITH_ARTICLE = {"image": "an image", "video": "a video"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """How an item is preprocessed. None: as the checkpoint's processor says.
+    """Preprocessing settings of an item.
 
-    min_pixels, max_pixels: of a picture, or of a video as its processor counts them, after resizing. fps: frames a
-    second: of a list of frames, how fast they follow each other; of an animated file, how many are taken. num_frames:
-    how many frames of an animated file are taken, evenly. background: red, green and blue under transparent pixels.
+    None: the checkpoint processor's default.
+
+    min_pixels, max_pixels: bounds after resizing, of an image, or of a video as its processor counts them. fps: frames
+    per second: the rate of a list of frames, or the sampling rate of an animated file. num_frames: number of frames
+    sampled evenly from an animated file. background: red, green and blue under transparent pixels.
     """
 
     min_pixels: int | None = None
@@ -31,27 +33,27 @@ class Options:
 
 @dataclass(frozen=True)
 class MediaSource:
-    """A picture or video as a request gives it.
+    """An image or video of a request.
 
-    param: the caller's name of it. given: a URL (data:, http:, https:, file:) or plain base64; a picture of Pillow, an
-    array [rows, columns, channels] of bytes; of a video a list of these, or an array [frames, rows, columns, channels];
-    None where ``uuid`` names an item that was loaded before. uuid: the caller's name of the content. owner: the name
-    of the client's API key; one client's uuids mean nothing to another.
+    param: the caller's name of it. given: a URL (data:, http:, https:, file:) or plain base64; a Pillow image, or an
+    array [rows, columns, channels] of bytes; for a video a list of these, or an array [frames, rows, columns,
+    channels]; None if ``uuid`` names an item that is loaded already. uuid: the caller's name of the content. owner: the
+    name of the client's API key, which scopes uuids.
     """
 
     kind: Kind
     param: str
-    given: Any = field(repr=False)
+    content: Any = field(repr=False)
     options: Options = field(default_factory=Options)
     uuid: str | None = None
     owner: str = ""
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A preprocessed item; ``types.MediaItem`` says what its fields are.
+class LoadedMedia:
+    """A preprocessed item; see ``types.MediaItem`` for its fields.
 
-    timestamps: of a video whose frames are told apart by text, what stands before each: seconds, as it is written.
+    timestamps: text before each frame of a video with timestamps: seconds, as printed.
     """
 
     kind: Kind
@@ -63,6 +65,6 @@ class Loaded:
 
 
 def shown(value: object) -> str:
-    """A value of a caller's, short enough for a sentence. It may be megabytes."""
+    """A caller's value, short enough for a sentence. Only its beginning is read, because it may be megabytes."""
     text = repr(value[:80] if isinstance(value, (str, bytes, list, tuple)) else value)
     return text if len(text) <= 80 else text[:79] + "…"

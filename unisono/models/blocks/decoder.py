@@ -1,8 +1,7 @@
-"""The decoder that all families share: an embedding, layers that are built from their specs, a norm and an LM head.
+"""The decoder shared by all families: an embedding, layers built from their specs, a norm and an LM head.
 
-Owns the forward pass and its parameters (uninitialised until the loader fills them). Inference only. The
-loader builds it; the engine and drafters call it. Shapes: T tokens in a pass, E tokens whose output is read, H hidden,
-V vocabulary.
+Owns the forward pass and its parameters (uninitialised until the loader fills them). Inference only. The loader builds
+it; the engine and drafters call it. Shapes: T tokens in a pass, E tokens whose output is read, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.kv.specs import Tree
@@ -27,7 +26,7 @@ from unisono.models.load.build import Builder
 
 
 def rows_of(head: Linear, ranks: Ranks) -> Linear:
-    """A rank's part of an LM head that every rank holds whole: the same memory."""
+    """A rank's part of an LM head held whole by every rank; shares its memory."""
     share = Share(ranks.index, ranks.count)
     part = Linear(head.inputs, head.outputs, False, head.dtype, "meta", head.format, share)
     start, stop = share.part(head.outputs)
@@ -36,10 +35,10 @@ def rows_of(head: Linear, ranks: Ranks) -> Linear:
 
 
 class Decoder(nn.Module):
-    """A whole model, or a rank's part of one, on one device, in one dtype, reading up to ``builder.max_positions``
+    """A whole model, or a rank's part of one, on one device, in one dtype, for up to ``builder.max_positions``
     positions.
 
-    With tied embeddings ``lm_head.weight`` *is* ``embed.weight``, or lies in it.
+    With tied embeddings ``lm_head.weight`` *is* ``embed.weight``, or a view of it.
     """
 
     def __init__(self, config: DecoderConfig, builder: Builder) -> None:
@@ -59,28 +58,30 @@ class Decoder(nn.Module):
             self.lm_head = builder.joined("lm_head", *sizes, split_inputs=False)
 
     def state_specs(self) -> Tree:
-        """What each layer keeps of requests, in a list."""
+        """State specs of each layer, in a list."""
         return [cast(DecoderLayer, layer).state_specs() for layer in self.layers]
 
     def forward(
         self,
         token_ids: torch.Tensor,
-        context: PassContext,
+        context: ForwardContext,
         state: Sequence[object],
         aux_layers: Sequence[int] = (),
         overriding: Sequence[Overriding] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run T tokens through all layers and the final norm.
 
-        token_ids [T] i32: in range, padding tokens too. state: each layer's, as :meth:`state_specs` asked. Returns
-        hidden [T, H], or [E, H] of ``context.last_tokens``; and with ``aux_layers`` the inputs of those layers side by
-        side, [T, len(aux_layers) · H], else None. The number of layers names the last one's output, which
-        ``aux_layers`` may not do together with last tokens. overriding: embeddings in place of those of some token
-        ids, and what they add after the first layers.
+        token_ids [T] i32: valid ids, also for padding tokens.
+        state: state of each layer, in the form of :meth:`state_specs`.
+        aux_layers: layers whose inputs are returned; the number of layers denotes the last one's output, which is not
+            allowed together with last tokens.
+        overriding: embeddings that replace those of some token ids, and their additions after the first layers. Returns
+            hidden [T, H], or [E, H] for ``context.last_tokens``; and the concatenated inputs of ``aux_layers`` [T,
+            len(aux_layers) · H], or None.
         """
         x = merged(self.embed(token_ids), overriding)
         deepest = max((len(each.levels) for each in overriding), default=0)
-        seen = dict.fromkeys(aux_layers, x)  # only these are kept alive
+        seen = dict.fromkeys(aux_layers, x)  # keeps only these alive
         stream = cast(DecoderLayer, self.layers[0]).begin(x)
         inner, last = context.all_tokens, len(self.layers) - 1
         for number, (layer, of_layer) in enumerate(zip(self.layers, state, strict=True)):
@@ -94,10 +95,17 @@ class Decoder(nn.Module):
         aux = torch.cat([seen[number] for number in aux_layers], dim=1) if aux_layers else None
         return plain(stream.normed), aux
 
+    def reference(self, token_ids: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Plain forward of one text from its start in ``dtype``, token_ids [T] -> logits [T, V]: the tests' oracle."""
+        x = self.embed(token_ids).to(dtype)
+        for layer in self.layers:
+            x = cast(DecoderLayer, layer).reference(x)
+        return self.lm_head.reference(self.norm.reference(x))
+
     def _add_levels(
-        self, stream: Stream, number: int, overriding: Sequence[Overriding], context: PassContext
+        self, stream: Stream, number: int, overriding: Sequence[Overriding], context: ForwardContext
     ) -> Stream:
-        """The residual stream after layer ``number`` with that level of the embeddings that have levels."""
+        """The residual stream after layer ``number``, plus that level of the embeddings with levels."""
         x = stream.x
         for each in overriding:
             if number < len(each.levels):
@@ -112,10 +120,10 @@ class Decoder(nn.Module):
         return self.lm_head(hidden)
 
     def logit_columns(self, hidden: torch.Tensor) -> torch.Tensor | Columns:
-        """:meth:`logits`, not gathered where the LM head is divided among ranks (:attr:`divides_logits`)."""
+        """:meth:`logits`, not gathered if the LM head is divided among ranks (:attr:`divides_logits`)."""
         return self.lm_head.columns(hidden)
 
     @property
     def divides_logits(self) -> bool:
-        """Whether each rank computes a part of the logits."""
+        """True if each rank computes a part of the logits."""
         return self.lm_head.joins

@@ -1,7 +1,7 @@
-"""Embeddings that stand in for those of token ids: pictures, and embeddings that a prompt brings.
+"""Embeddings that replace those of token ids: images, and embeddings supplied with a prompt.
 
 A pass reads them through an index, so that a draft head, whose entries are shifted by one token, only shifts the index.
-Features make them, the decoder and draft heads merge them. Shapes: T tokens of a pass, E its rows, H hidden size.
+Features make them; the decoder and draft heads merge them. Shapes: T tokens of a pass, E its rows, H hidden size.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 
 @dataclass(frozen=True)
 class Overriding:
-    """Embeddings in place of those of some tokens of a pass.
+    """Embeddings for some tokens of a pass.
 
-    source: vectors [n, H] of the model's dtype. rows [T] int32: of each token its vector, -1 where its id's own
-    embedding stays. after [E] int32: the same of the token that follows each row's last one, which the pass does not
-    compute; None: no token that follows has one. levels: tensors [n, H]; level i is added to the hidden states of these
-    tokens after layer i (deepstack).
+    source: vectors [n, H] in the model's dtype.
+    rows [T] int32: vector of each token; -1 keeps the embedding of its id.
+    after [E] int32: vector of the token that follows each row's last one, which the pass does not compute; None: no
+        such token has one.
+    levels: tensors [n, H]; level i is added to the hidden states of these tokens after layer i (deepstack).
     """
 
     source: torch.Tensor
@@ -32,24 +33,24 @@ class Overriding:
         return torch.where(self.rows[:, None] >= 0, self._chosen(self.source), x)
 
     def add_level(self, x: torch.Tensor, level: int) -> torch.Tensor:
-        """x [T, H] after layer ``level``, with what that level adds. Other tokens keep their bits."""
+        """x [T, H] after layer ``level``, plus that level. Other tokens keep their bits."""
         return torch.where(self.rows[:, None] >= 0, x + self._chosen(self.levels[level]), x)
 
     def of_entries(self, entries: torch.Tensor) -> Overriding:
-        """What the entries of a draft head read, without levels. entries [N]: see ``drafters.base.PromptPass``."""
+        """Overrides of a draft head's entries, without levels. entries [N]: see ``drafters.base.PromptPass``."""
         following = torch.full_like(entries, -1) if self.after is None else self.after
         return replace(self, rows=torch.cat((self.rows, following)).index_select(0, entries), after=None, levels=())
 
     def select(self, tokens: torch.Tensor) -> Overriding:
-        """The same for these tokens [M] of the pass alone."""
+        """Overrides of only these tokens [M] of the pass."""
         return replace(self, rows=self.rows.index_select(0, tokens), after=None)
 
     def _chosen(self, vectors: torch.Tensor) -> torch.Tensor:
         return vectors.index_select(0, self.rows.clamp_min(0))
 
 
-def merged(x: torch.Tensor, given: Sequence[Overriding]) -> torch.Tensor:
-    """Embeddings x [T, H] of token ids with those that stand in for them."""
-    for each in given:
+def merged(x: torch.Tensor, overriding: Sequence[Overriding]) -> torch.Tensor:
+    """Embeddings x [T, H] of token ids with the overrides applied."""
+    for each in overriding:
         x = each.merge(x)
     return x

@@ -1,11 +1,11 @@
-"""A mixture of experts as data: a feed-forward whose spec says how many experts there are and which a token takes."""
+"""Spec of a mixture of experts: the number of experts, and how a token chooses some of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from unisono.distributed.gather import Ranks
-from unisono.layers.experts import SILU_EXPERTS, ExpertKind, Experts, Stack
+from unisono.layers.experts import SILU_EXPERTS, ExpertKind, Experts, ExpertStack
 from unisono.layers.formats.base import WHOLE, Share, WeightFormat
 from unisono.layers.formats.experts import expert_format
 from unisono.models.blocks.layers import MLPSpec
@@ -13,22 +13,24 @@ from unisono.models.load.build import Builder, require
 from unisono.types import CheckpointError, ConfigError
 
 MOST = 1024
-"""Experts that the router's kernel chooses from, and the sort counts."""
+"""Maximum number of experts, set by the kernels of router and sort."""
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
     """``top_k`` of ``num_experts`` gated MLPs, by softmax over all of them; ties go to the lower id.
 
-    shared_intermediate_size: of an expert that every token takes; 0: there is none. shared_gate: a sigmoid of
-    ``shared_gate(x)`` scales it. normalize: the weights of the chosen are divided by their sum, which is the softmax
-    over the chosen. kind: of the experts, by default with SiLU and without biases. router_bias: the router adds one.
+    shared_intermediate_size: of an expert that every token uses; 0: none.
+    shared_gate: a sigmoid of ``shared_gate(x)`` scales the shared expert.
+    normalize: the chosen experts' weights are divided by their sum, which equals the softmax over the chosen.
+    kind: variant of the experts, by default with SiLU and without biases.
+    router_bias: the router adds a bias.
 
-    Modules, as families name them: ``router``; ``experts.gate_up`` and ``experts.down``, fused [E, 2 I, H] (gate rows
-    first) and [E, H, I] or as ``kind`` says, with biases where it does; ``experts.each.gate``, ``.up`` and ``.down``,
-    one by one, where a second ``*`` of the checkpoint's name is the expert's number; ``shared.gate_up.gate``,
+    Modules, as named by families: ``router``; ``experts.gate_up`` and ``experts.down``, fused [E, 2 I, H] (gate rows
+    first) and [E, H, I] or as ``kind`` says, with biases if it has them; ``experts.each.gate``, ``.up`` and ``.down``,
+    one by one, with a second ``*`` of the checkpoint's name for the expert's number; ``shared.gate_up.gate``,
     ``shared.gate_up.up``, ``shared.down``; ``shared_gate``. The loader takes fused or single tensors, whichever a
-    checkpoint holds; those with biases are fused.
+    checkpoint has; those with biases are fused.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -65,8 +67,8 @@ class ExpertsSpec:
         elif ranks.count > 1 and each.can_divide(sizes):
             rows = builder.share
         return Experts(
-            Stack(self.num_experts, hidden, {"gate": size, "up": size}, *common, share, rows, self.kind),
-            Stack(self.num_experts, size, {"": hidden}, *common, share, rows, self.kind),
+            ExpertStack(self.num_experts, hidden, {"gate": size, "up": size}, *common, share, rows, self.kind),
+            ExpertStack(self.num_experts, size, {"": hidden}, *common, share, rows, self.kind),
             self.top_k,
             self.normalize,
             MLPSpec(shared).build(apart) if shared and not rides else None,
@@ -76,13 +78,13 @@ class ExpertsSpec:
         )
 
     def of(self, ranks: Ranks) -> ExpertsSpec:
-        """The same; raises ConfigError where the experts cannot be divided among the ranks."""
+        """The spec itself. Raises ConfigError if the experts cannot be divided among the ranks."""
         if ranks.whole_experts:
             self._of_experts(ranks)
         return self
 
     def _of_experts(self, ranks: Ranks) -> Share:
-        """Which experts this rank has. Raises ConfigError where they cannot be divided."""
+        """This rank's share of the experts. Raises ConfigError if they cannot be divided."""
         if not ranks.divides(self.num_experts):
             raise ConfigError(
                 f"--enable-expert-parallel: {self.num_experts} experts cannot be divided among {ranks.count} ranks: "
@@ -95,7 +97,7 @@ _SHARED = ("gate_up.gate", "gate_up.up", "down")
 
 
 def _one_format(builder: Builder, *names: str) -> WeightFormat:
-    """The format of an expert's projections, which is one."""
+    """The common format of an expert's projections."""
     found = {name: builder.format(builder.at(name).path) for name in names}
     if len(set(found.values())) > 1:
         kinds = ", ".join(f"{name} {format.name}" for name, format in found.items())

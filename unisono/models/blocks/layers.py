@@ -1,7 +1,7 @@
-"""The blocks that models are made of: a decoder layer is a mixer and a feed-forward, each built from a spec.
+"""Blocks of decoder models: a decoder layer is a mixer and a feed-forward, each built from a spec.
 
 A spec is data (sizes and kinds, read from config.json by a family file); its ``build`` makes the module. A new kind of
-layer is another spec and module that follow the protocols below; the present blocks do not change for it.
+layer is another spec and module that follow the protocols below; the existing blocks stay unchanged.
 
 Shapes: T tokens of a pass, E tokens whose output is read, H hidden, Hq / Hkv query / KV heads, D head dim.
 """
@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from unisono.attention.base import KV, AttentionOptions, attended
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.config.preflight.ranks import check_attention_heads
 from unisono.distributed.gather import Ranks
 from unisono.kernels import rope_and_cache
 from unisono.kernels.gemm.fp8_quantize import E4M3
 from unisono.kv.specs import ALL, PAGE_SIZE, Paged, Tree
-from unisono.layers.activations import Activations, Wish, plain, readers_of, sigmoid_gated, wanted
+from unisono.layers.activations import Activations, InputFormat, common_input_format, consumers_of, plain, sigmoid_gated
 from unisono.layers.formats.base import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import RMSNorm
@@ -33,9 +33,10 @@ from unisono.types import ConfigError
 
 
 class Stream(NamedTuple):
-    """What layers hand on: the residual sum x, and the norm of it that the next block reads; each [T, H] or [E, H].
+    """Values passed between layers: the residual sum x, and its norm, which the next block reads; each [T, H] or [E,
+    H].
 
-    A product, the sum with the residual and the next norm are one fused step, so a layer ends with the next one's norm.
+    A product, its sum with the residual and the next norm are one fused step, so a layer ends with the next one's norm.
     """
 
     x: torch.Tensor
@@ -45,23 +46,23 @@ class Stream(NamedTuple):
 class FeedForward(Protocol):
     """The second half of a layer.
 
-    It may have ``readers``, the layers that read its input: the norm before it then makes what they want.
+    It may have ``consumers``, the layers that read its input: the norm before it then emits their format.
     """
 
     def __call__(self, x: Activations, positions: torch.Tensor | None = None) -> Any:
-        """[T, H] -> what :meth:`project` reads. positions [T]: tokens below 0 are padding; None: there is none."""
+        """[T, H] -> the input of :meth:`project`. positions [T]: tokens below 0 are padding; None: no padding."""
         ...
 
     def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
-        """(residual + the block's output, ``norm`` of it); without a norm the sum twice."""
+        """(residual + the block's output, ``norm`` of it); without a norm, the sum twice."""
         ...
 
 
 class Mixer(Protocol):
-    """The first half of a layer: what lets a token read others. It may have ``readers``, as a feed-forward."""
+    """The first half of a layer, in which a token reads other tokens. It may have ``consumers``, as a feed-forward."""
 
-    def __call__(self, x: Activations, context: PassContext, state: Any) -> Any:
-        """x [T, H] -> what :meth:`project` reads, of T tokens or of ``context.last_tokens``; updates the state."""
+    def __call__(self, x: Activations, context: ForwardContext, state: Any) -> Any:
+        """x [T, H] -> the input of :meth:`project`, for T tokens or for ``context.last_tokens``. Updates the state."""
         ...
 
     def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
@@ -69,21 +70,22 @@ class Mixer(Protocol):
         ...
 
     def state_specs(self) -> Tree:
-        """What the mixer keeps of requests; calls get the same tree with tensors in place of specs."""
+        """Specs of the mixer's state; calls get the same tree with tensors in place of specs."""
         ...
 
 
 @runtime_checkable
-class Settles(Protocol):
-    """A mixer whose state is a tail (:class:`unisono.kv.specs.Tail`)."""
+class AdvancesSnapshot(Protocol):
+    """A mixer with recurrent state (:class:`unisono.kv.specs.Recurrent`)."""
 
-    def settle(self, context: PassContext, state: Any) -> None:
-        """Move the snapshot on to ``context.tails.until`` from remembered inputs, in a pass of rows without tokens."""
+    def advance(self, context: ForwardContext, state: Any) -> None:
+        """Advance the recurrent snapshot to ``context.recurrent.until`` from buffered inputs, in a pass without
+        tokens."""
         ...
 
 
 class BlockSpec(Protocol):
-    """A mixer or a feed-forward as data."""
+    """Spec of a mixer or a feed-forward."""
 
     def build(self, builder: Builder) -> nn.Module: ...
 
@@ -95,11 +97,14 @@ class BlockSpec(Protocol):
 class AttentionSpec:
     """One attention layer.
 
-    rotary: the table that queries and keys are turned by, and the share of a head that it turns. window: how many
-    positions a token sees, itself included; 0: all. scale: of scores; None: head_dim ** -0.5. soft_cap: scores become
-    soft_cap * tanh(score / soft_cap); 0: they do not. sink: each head has a learnt logit in the softmax's denominator.
-    output_gate: q_proj yields, for each head, the query and then a gate, whose sigmoid scales the head's output.
-    qk_norm: RMSNorm over each query and key head. input_size: elements of a token that it reads; None: H.
+    rotary: the rotary table, and the fraction of each head it rotates (partial rotary).
+    window: positions a token sees, itself included; 0: all.
+    scale: of scores; None: head_dim ** -0.5.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: no cap.
+    sink: each head has a learnt logit in the softmax's denominator.
+    output_gate: q_proj yields the query and then a gate for each head, whose sigmoid scales the head's output.
+    qk_norm: RMSNorm over each query and key head.
+    input_size: elements of a token that it reads; None: H.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -125,15 +130,15 @@ class AttentionSpec:
         require(dim >= 2 and dim % 2 == 0, "head_dim", dim, "rotary needs an even head size")
 
     @property
-    def lifetime(self) -> int:
-        """How long the layer's keys are read: see :class:`unisono.kv.specs.Paged`."""
+    def window_group(self) -> int:
+        """Window group of the layer's pages: see :class:`unisono.kv.specs.Paged`."""
         return self.window or ALL
 
     def of(self, ranks: Ranks) -> AttentionSpec:
-        """The heads of one rank: its part of the query heads, and the KV heads that these share.
+        """The heads of one rank: its part of the query heads, and the KV heads that they share.
 
-        Where there are fewer KV heads than ranks, several ranks hold the same one. Raises ConfigError where heads
-        cannot be divided so.
+        With fewer KV heads than ranks, several ranks hold the same KV head. Raises ConfigError if the heads cannot be
+        divided like this.
         """
         if ranks.count == 1:
             return self
@@ -142,7 +147,7 @@ class AttentionSpec:
         return replace(self, num_heads=heads // count, num_kv_heads=max(1, kv_heads // count))
 
     def shares(self, ranks: Ranks) -> dict[str, Share]:
-        """What a rank holds of the projections."""
+        """A rank's share of each projection."""
         if ranks.count == 1:
             return dict.fromkeys(("q", "k", "v"), WHOLE)
         count = min(ranks.count, self.num_kv_heads)
@@ -154,7 +159,7 @@ class AttentionSpec:
 
 
 class Attention(nn.Module):
-    """Merged qkv; optional head norms, rotary and cache write in one op; paged attention."""
+    """Attention block: merged qkv; optional head norms, rotary and cache write in one op; paged attention."""
 
     def __init__(self, spec: AttentionSpec, builder: Builder) -> None:
         super().__init__()
@@ -181,63 +186,92 @@ class Attention(nn.Module):
 
     @property
     def kv_heads(self) -> int:
-        """KV heads that the layer computes itself."""
+        """Number of KV heads computed by the layer."""
         return self.spec.num_kv_heads
 
     def state_specs(self) -> Tree:
         """Keys and values, and the scales of e4m3 ones: the fields of :class:`KV`."""
         spec = self.spec
-        rows = Paged((spec.num_kv_heads, PAGE_SIZE, spec.head_dim), self.kv_dtype, spec.lifetime)
-        scales = Paged((spec.num_kv_heads, PAGE_SIZE, 1), torch.uint8, spec.lifetime)
+        rows = Paged((spec.num_kv_heads, PAGE_SIZE, spec.head_dim), self.kv_dtype, spec.window_group)
+        scales = Paged((spec.num_kv_heads, PAGE_SIZE, 1), torch.uint8, spec.window_group)
         return (rows, rows, scales, scales) if self.kv_dtype == E4M3 else (rows, rows)
 
     @property
-    def readers(self) -> tuple[object, ...]:
-        """What reads the block's input."""
+    def consumers(self) -> tuple[object, ...]:
+        """Consumers of the block's input."""
         return (self.qkv,)
 
-    def forward(self, x: Activations, context: PassContext, state: Sequence[torch.Tensor]) -> Activations:
-        """x [T, H] -> [T, Hq · D], which ``o`` reads, or with last tokens [E, Hq · D]; writes T keys and values."""
+    def forward(self, x: Activations, context: ForwardContext, state: Sequence[torch.Tensor]) -> Activations:
+        """x [T, H] -> [T, Hq · D], the input of ``o``, or [E, Hq · D] with last tokens. Writes T keys and values."""
         qkv, kv = self.qkv(x), KV(*state)
-        q = self._turn(qkv, context, kv)
+        q = self._rotate(qkv, context, kv)
         if context.last_tokens is not None:
             q = context.last_tokens.select(q)
         if not self.spec.output_gate:
-            return self._attend(q, context.queries, kv, self.o.wish)
+            return self._attend(q, context.queries, kv, self.o.input_format)
         out = plain(self._attend(q, context.queries, kv))
         gates = qkv if context.last_tokens is None else context.last_tokens.select(qkv)
-        return sigmoid_gated(out, gates, q.shape[1], self.o.wish)
+        return sigmoid_gated(out, gates, q.shape[1], self.o.input_format)
 
     def project(
         self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
     ) -> tuple[torch.Tensor, Activations]:
         return self.o.then_norm(y, residual, norm)
 
-    def _turn(self, qkv: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
-        """Norm and rotate the heads, write keys and values; returns the queries [T, Hq, D]."""
-        inputs, q_norm = context.inputs(self.spec.lifetime), self.q_norm.weight if self.q_norm else None
-        k_norm = self.k_norm.weight if self.k_norm else q_norm  # without keys of its own the op wants both all the same
-        table, positions = context.rotary(self.cos_sin, self.axes, self.spec.lifetime)
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain attention in x's dtype over one text from its start, x [T, H] -> [T, H]: the tests' oracle."""
+        spec, tokens = self.spec, torch.arange(len(x))
+        heads = self.qkv.reference(x).unflatten(1, (-1, spec.head_dim))
+        q, k, v = heads.split((spec.num_heads * (1 + spec.output_gate), spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        q, gate = (q[:, ::2], q[:, 1::2]) if spec.output_gate else (q, None)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.reference(q), self.k_norm.reference(k)
+        q, k = (_rotated(each, self.cos_sin[: len(x)].to(x.dtype)) for each in (q, k))
+        k, v = (each.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for each in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
+        if spec.soft_cap:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        ago = tokens[:, None] - tokens
+        scores = scores.masked_fill((ago < 0) | ((ago >= spec.window) if spec.window else False), -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat((self.sinks.to(x.dtype)[:, None, None].expand(-1, len(x), 1), scores), dim=2)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(2)[:, :, -len(x) :], v)
+        return self.o.reference((out if gate is None else out * gate.sigmoid()).flatten(1))
+
+    def _rotate(self, qkv: torch.Tensor, context: ForwardContext, kv: KV) -> torch.Tensor:
+        """Norm and rotate the heads, write keys and values; return the queries [T, Hq, D]."""
+        inputs, q_norm = context.inputs(self.spec.window_group), self.q_norm.weight if self.q_norm else None
+        k_norm = self.k_norm.weight if self.k_norm else q_norm  # the op needs both norms even without keys
+        table, positions = context.rotary(self.cos_sin, self.axes, self.spec.window_group)
         where, heads = (positions, inputs.slot_mapping, kv.k, kv.v), (self.spec.num_heads, self.kv_heads)
         return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales)
 
-    def _attend(self, q: torch.Tensor, context: PassContext, kv: KV, wish: Wish | None = None) -> Activations:
-        inputs = context.plan(self.backend, self.spec.lifetime, self.spec.window)
+    def _attend(
+        self, q: torch.Tensor, context: ForwardContext, kv: KV, input_format: InputFormat | None = None
+    ) -> Activations:
+        inputs = context.plan(self.backend, self.spec.window_group, self.spec.window)
         options = AttentionOptions(self.scale, self.spec.window, soft_cap=self.spec.soft_cap, sinks=self.sinks)
-        return attended(self.backend, wish, q, kv, inputs, options)
+        return attended(self.backend, input_format, q, kv, inputs, options)
+
+
+def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D] rotated by cos_sin [T, rot_dim] (cosines, then sines); the other elements stay."""
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    first, second, rest = x.split((cos.shape[-1], cos.shape[-1], x.shape[-1] - cos_sin.shape[-1]), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 @dataclass(frozen=True)
 class QuerySpec(AttentionSpec):
-    """Attention of new queries over keys and values that another layer wrote.
+    """Attention of new queries over keys and values written by another layer.
 
-    num_kv_heads: that layer's. pages: the lifetime of its pages.
+    num_kv_heads: of that layer. pages: window group of its pages.
     """
 
     pages: int = ALL
 
     @property
-    def lifetime(self) -> int:
+    def window_group(self) -> int:
         return self.pages
 
     def build(self, builder: Builder) -> QueryAttention:
@@ -245,19 +279,19 @@ class QuerySpec(AttentionSpec):
 
 
 class QueryAttention(Attention):
-    """Computes and writes no keys; its state is another layer's pages, which it only reads."""
+    """Attention without keys of its own: its state is another layer's pages, which it only reads."""
 
     @property
     def kv_heads(self) -> int:
         return 0
 
     def state_specs(self) -> Tree:
-        """Nothing of its own."""
+        """None of its own."""
         return ()
 
-    def _turn(self, qkv: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
+    def _rotate(self, qkv: torch.Tensor, context: ForwardContext, kv: KV) -> torch.Tensor:
         nothing = kv.k[:, :0]  # a cache of no heads
-        return super()._turn(qkv, context, KV(nothing, nothing))
+        return super()._rotate(qkv, context, KV(nothing, nothing))
 
 
 # ---- feed-forward -----------------------------------------------------------------------------------
@@ -265,7 +299,7 @@ class QueryAttention(Attention):
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """A gated MLP with SiLU. bias: of all three products. Raises CheckpointError for other activations."""
+    """A gated MLP with SiLU. bias: all three products have one. Raises CheckpointError for other activations."""
 
     intermediate_size: int
     bias: bool = False
@@ -293,7 +327,7 @@ class MLPSpec:
 class LayerSpec:
     """A pre-norm layer: ``x + mixer(norm(x))``, then ``x + feed_forward(norm(x))``.
 
-    A family whose norms or residuals are in another order derives a spec that builds a layer of its own.
+    A family with another order of norms or residuals derives a spec that builds its own layer.
     """
 
     mixer: BlockSpec
@@ -306,13 +340,15 @@ class LayerSpec:
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward with a norm before each; each sum, and the norm that reads it, is fused with the
-    product before it.
+    """A mixer and a feed-forward, each after a norm. Each sum, and the norm after it, is fused with the product before
+    it.
 
-    next_norm: what reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for none.
-    next_mixer: whose input that norm is; None: another reader's. The model that owns them sets both (:meth:`then`).
-    tail: everything after the mixer in one launch, for few rows; None: separate launches
-    (``models/blocks/layer_tails.py``).
+    next_norm: the norm that reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for
+        none.
+    next_mixer: the mixer that reads that norm; None: another consumer. The model that owns them sets both
+        (:meth:`then`).
+    tail: fused layer tail, everything after the mixer in one launch, for few rows; None: separate launches
+        (``models/blocks/layer_tails.py``).
     """
 
     tail: Callable[[Any, torch.Tensor], Stream | None] | None = None
@@ -323,17 +359,17 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.mixer_norm, self.mixer = mixer_norm, mixer
         self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
-        self._next: tuple[nn.Module | None, ...] = (None, None)  # in a tuple: they are no submodules of this layer
-        self.ask_readers()
+        self._next: tuple[nn.Module | None, ...] = (None, None)  # in a tuple, so that they are not submodules
+        self.set_norm_formats()
 
-    def ask_readers(self) -> None:
-        """Have each norm make what its readers want; again where that has changed."""
+    def set_norm_formats(self) -> None:
+        """Set each norm's output format (bf16/fp8) from its consumers. Call it again when these change."""
         for norm, block in ((self.mixer_norm, self.mixer), (self.feed_forward_norm, self.feed_forward)):
             if isinstance(norm, RMSNorm):
-                norm.wish = wanted(readers_of(block))
+                norm.input_format = common_input_format(consumers_of(block))
 
     def begin(self, x: torch.Tensor) -> Stream:
-        """What a pass's first layer reads: x [T, H] and its norm."""
+        """Input of a pass's first layer: x [T, H] and its norm."""
         return Stream(x, self.mixer_norm(x))
 
     @property
@@ -345,11 +381,12 @@ class DecoderLayer(nn.Module):
         return self._next[1]
 
     def then(self, norm: nn.Module, mixer: nn.Module | None) -> None:
-        """Set the norm that reads the layer's sum, and the mixer that reads the norm, if it is one."""
+        """Set the norm that reads the layer's sum, and the mixer that reads the norm, if any."""
         self._next = (norm, mixer)
 
-    def forward(self, stream: Stream, context: PassContext, state: Any) -> Stream:
-        """The residual stream after the layer, of T tokens or of ``context.last_tokens``; state: the mixer's."""
+    def forward(self, stream: Stream, context: ForwardContext, state: Any) -> Stream:
+        """Return the residual stream after the layer, for T tokens or for ``context.last_tokens``. state: the
+        mixer's."""
         mixer, feed_forward = cast(Mixer, self.mixer), cast(FeedForward, self.feed_forward)
         mixed = mixer(stream.normed, context, state)
         x = stream.x if context.last_tokens is None else context.last_tokens.select(stream.x)
@@ -358,8 +395,14 @@ class DecoderLayer(nn.Module):
         x, normed = mixer.project(mixed, x, self.feed_forward_norm)
         return Stream(*feed_forward.project(feed_forward(normed, context.queries.positions), x, self.next_norm))
 
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain formula in x's dtype over one text from its start, x [T, H] -> [T, H]: the tests' oracle."""
+        mixer, feed_forward = cast(Any, self.mixer), cast(Any, self.feed_forward)
+        x = x + mixer.reference(cast(RMSNorm, self.mixer_norm).reference(x))
+        return x + feed_forward.reference(cast(RMSNorm, self.feed_forward_norm).reference(x))
+
     def state_specs(self) -> Tree:
-        """The mixer's."""
+        """The mixer's specs."""
         return cast(Mixer, self.mixer).state_specs()
 
 

@@ -1,7 +1,7 @@
-"""Rotary positions of a prompt with pictures: three axes (time, height, width) for each token. Pure numpy.
+"""Rotary positions of a prompt with images: three axes (time, height, width) per token. Pure numpy.
 
-The engine calls :func:`rotary_positions` once for each request with media. A token of text has the same position on all
-axes. Sources: ``get_rope_index`` of transformers' ``qwen3_vl`` and ``qwen2_5_vl``.
+The engine calls :func:`rotary_positions` once per request with media. A text token has the same position on all axes.
+Sources: ``get_rope_index`` of transformers' ``qwen3_vl`` and ``qwen2_5_vl``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from unisono.models.vision.config import VisionConfig
 from unisono.types import MediaItem
 
 Block = tuple[int, tuple[int, int, int], float]
-"""(the prompt position at which it begins, its grid of tokens, positions between two frames)."""
+"""(first prompt position, grid of tokens, positions between two frames)."""
 
 
 def rotary_positions(length: int, media: Sequence[MediaItem], vision: VisionConfig) -> tuple[np.ndarray, int]:
     """(positions [3, length] i32, delta) of a prompt of ``length`` tokens; media: its items, in any order.
 
-    A token that is generated at index p has position p + delta on all axes. Raises ValueError for items whose positions
-    are not runs of their grids' size within the prompt.
+    A token generated at index p has position p + delta on all axes. Raises ValueError for items whose positions are not
+    runs of their grids' size within the prompt.
     """
     positions = np.zeros((3, length), np.int32)
     at = current = 0
@@ -44,7 +44,7 @@ def rotary_positions(length: int, media: Sequence[MediaItem], vision: VisionConf
 
 
 def _blocks(item: MediaItem, vision: VisionConfig) -> list[Block]:
-    """The runs of prompt positions of an item, with the grid of tokens that each one is."""
+    """Runs of an item's prompt positions, with the grid of tokens of each."""
     frames, rows, columns = item.grid[0], item.grid[1] // vision.merge, item.grid[2] // vision.merge
     apart = item.kind == "video" and not vision.tokens_per_second
     runs = np.asarray(item.positions, np.int64)

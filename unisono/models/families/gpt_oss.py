@@ -1,15 +1,15 @@
-"""gpt-oss (20b, 120b): attention with sinks, every second layer with a window, and experts with biases.
+"""gpt-oss (20b, 120b): attention with sinks, a window in every second layer, and experts with biases.
 
-Experts have a clamped SwiGLU. Their tensors are fused: plain ones are [E, inputs, outputs], MXFP4's [E, outputs,
-inputs / 32, 16]; gate's and up's outputs lie by turns in both. Source of formulas and names: transformers,
-``models/gpt_oss`` and ``integrations/mxfp4.py``.
+Experts have a clamped SwiGLU. Their tensors are fused: plain ones are [E, inputs, outputs], MXFP4's [E, outputs, inputs
+/ 32, 16]; both alternate the outputs of gate and up. Source of formulas and names: transformers, ``models/gpt_oss`` and
+``integrations/mxfp4.py``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from unisono.kernels.norm.activation import Gate
+from unisono.kernels.norm.activation import ExpertGate
 from unisono.layers.experts import ExpertKind
 from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.layers import LayerSpec
@@ -37,15 +37,15 @@ SWIGLU_ALPHA = 1.702
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """``attention_bias`` gives biases to q, k, v and o; ``layer_types`` says which layers slide."""
+    """Read the config. ``attention_bias``: biases of q, k, v and o; ``layer_types``: sliding layers."""
     alpha = getattr(hf_config, "swiglu_alpha", SWIGLU_ALPHA)  # not a field of transformers 5.17's config
-    gate = Gate(alpha, hf_config.swiglu_limit)
+    gate = ExpertGate(alpha, hf_config.swiglu_limit)
     experts = ExpertsSpec(
         num_experts=hf_config.num_local_experts,
         top_k=hf_config.num_experts_per_tok,
         intermediate_size=hf_config.intermediate_size,
         activation=hf_config.hidden_act,
-        kind=ExpertKind(gate, bias=True, interleaved=True, turned=True),
+        kind=ExpertKind(gate, bias=True, interleaved=True, transposed=True),
         router_bias=True,
     )
     biases = {"qkv_bias": hf_config.attention_bias, "o_bias": hf_config.attention_bias}

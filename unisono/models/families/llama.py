@@ -1,7 +1,7 @@
 """Llama 2, 3 and 3.x: the family whose tensor names the others share.
 
-Rope scaling (``linear``, ``llama3`` …) is the rotary table's to read. Loaded through the catalog; families
-that share the names import them.
+The rotary table reads rope scaling (``linear``, ``llama3`` …). Loaded through the catalog; families that share the
+names import them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = {
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """``attention_bias`` gives biases to q, k, v and o; ``mlp_bias`` to gate, up and down."""
+    """Read the config. ``attention_bias``: biases of q, k, v and o; ``mlp_bias``: of gate, up and down."""
     bias = hf_config.attention_bias
     layer = LayerSpec(read_attention(hf_config, qkv_bias=bias, o_bias=bias), read_mlp(hf_config, hf_config.mlp_bias))
     return read_decoder_config(hf_config, [layer] * hf_config.num_hidden_layers)

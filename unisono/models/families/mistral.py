@@ -10,7 +10,7 @@ from unisono.models.families.llama import NAMES
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """``sliding_window`` null is full attention."""
+    """Read the config. A null ``sliding_window`` is full attention."""
     layer = LayerSpec(read_attention(hf_config, window=hf_config.sliding_window or 0), read_mlp(hf_config))
     return read_decoder_config(hf_config, [layer] * hf_config.num_hidden_layers)
 

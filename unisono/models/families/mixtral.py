@@ -1,6 +1,6 @@
 """Mixtral (8x7B, 8x22B): Mistral's attention, and experts in place of the MLP.
 
-The hub's checkpoints store experts one by one (w1 gate, w3 up, w2 down); fused tensors are taken too.
+The hub's checkpoints store experts one by one (w1 gate, w3 up, w2 down); fused tensors are accepted too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unisono.models.families.llama import NAMES
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """``sliding_window`` null is full attention."""
+    """Read the config. A null ``sliding_window`` is full attention."""
     experts = ExpertsSpec(
         num_experts=hf_config.num_local_experts,
         top_k=hf_config.num_experts_per_tok,
@@ -26,7 +26,7 @@ def read(hf_config: Any) -> DecoderConfig:
 
 
 def names(block: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """A checkpoint's names of a layer's router and experts, by the block they are in and the projections' names."""
+    """Checkpoint names of a layer's router and experts, from the name of their block and of the projections."""
     block = f"model.layers.*.{block}"
     return {
         "layers.*.feed_forward.router": f"{block}.gate",

@@ -17,7 +17,7 @@ from unisono.models.families.llama import NAMES
 
 
 def read(hf_config: Any, **options: bool) -> DecoderConfig:
-    """q, k and v always have biases, o never; windows only where ``use_sliding_window`` is set.
+    """Read the config. q, k and v always have biases, o never; windows only with ``use_sliding_window``.
 
     options: other switches of the attention layers, for families that are otherwise alike.
     """

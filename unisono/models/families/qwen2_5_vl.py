@@ -23,7 +23,7 @@ from unisono.models.load.build import require
 from unisono.models.vision.config import TowerSpec, read_vision
 
 SECTION = (16, 24, 24)
-"""Rotary planes of each axis where config.json does not say."""
+"""Default rotary planes of each axis."""
 
 TOWER = {
     **SHARED_TOWER,
@@ -37,7 +37,8 @@ TOWER = {
 
 
 def read_tower(vision: Any) -> TowerSpec:
-    """``window_size`` is in pixels and rounded down to whole tokens; ``fullatt_block_indexes`` see whole frames."""
+    """Read the tower. ``window_size`` is in pixels, rounded down to whole tokens; ``fullatt_block_indexes`` see whole
+    frames."""
     merge, patch = vision.spatial_merge_size, vision.patch_size
     sizes = all(isinstance(size, int) and size >= 1 for size in (merge, patch))
     require(sizes, "vision_config: (spatial_merge_size, patch_size)", (merge, patch), "they must be at least 1")
@@ -58,7 +59,7 @@ def read_tower(vision: Any) -> TowerSpec:
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """q, k and v always have biases, o never; windows only where ``use_sliding_window`` is set."""
+    """Read the config. q, k and v always have biases, o never; windows only with ``use_sliding_window``."""
     text = hf_config.get_text_config()
     mlp = read_mlp(text)
     layers = [

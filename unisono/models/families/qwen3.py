@@ -10,7 +10,7 @@ from unisono.models.families.llama import NAMES
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """``attention_bias`` gives biases to q, k, v and o; ``head_dim`` is explicit."""
+    """Read the config. ``attention_bias``: biases of q, k, v and o; ``head_dim`` is explicit."""
     bias = hf_config.attention_bias
     return qwen2.read(hf_config, qk_norm=True, qkv_bias=bias, o_bias=bias)
 

@@ -1,10 +1,9 @@
 """Qwen3.5, 3.6 and 3.8, dense: Gated DeltaNet layers and, every few layers, gated attention.
 
 Reads both architectures: the causal LM, and the model with a vision tower (``Qwen3_5ForConditionalGeneration``). The
-tower is Qwen3-VL's without deepstack. A token of a text has the same position on all axes of the interleaved rope, so
-that plain rope over the same frequencies is exact. All norms but that of Gated DeltaNet are zero-centred. The families
-with experts, and Qwen3-Next, are built on this one.
-Source of formulas and names: transformers, ``models/qwen3_5``.
+tower is Qwen3-VL's without deepstack. A text token has the same position on all axes of the interleaved rope, so plain
+rope over the same frequencies is exact. All norms but that of Gated DeltaNet are zero-centred. The families with
+experts, and Qwen3-Next, build on this one. Source of formulas and names: transformers, ``models/qwen3_5``.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ NAMES: dict[str, Name] = {
 TEXT_ONLY = "config.json names the causal LM, which has no vision tower: pictures are refused"
 UNREAD = dict.fromkeys(TOWER_PREFIXES, TEXT_ONLY)
 SECTION = (11, 11, 10)
-"""Rotary planes of each axis where config.json does not say."""
+"""Default rotary planes of each axis."""
 
 
 def read_hybrid(hf_config: Any, feed_forwards: Sequence[BlockSpec]) -> DecoderConfig:
-    """A decoder with these feed-forwards, one for each layer; mixers by ``layer_types``.
+    """A decoder with these feed-forwards, one per layer, and mixers by ``layer_types``.
 
-    Raises CheckpointError naming a value of config.json that is not computed.
+    Raises CheckpointError naming a value of config.json that is not supported.
     """
     text = hf_config.get_text_config()
     kinds, count = list(text.layer_types), text.num_hidden_layers
@@ -90,7 +89,7 @@ def read_hybrid(hf_config: Any, feed_forwards: Sequence[BlockSpec]) -> DecoderCo
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """``attention_bias`` gives biases to q, k, v and o of the attention layers."""
+    """Read the config. ``attention_bias``: biases of q, k, v and o of the attention layers."""
     text = hf_config.get_text_config()
     return read_hybrid(hf_config, [read_mlp(text)] * text.num_hidden_layers)
 

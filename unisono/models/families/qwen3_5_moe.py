@@ -1,7 +1,7 @@
 """Qwen3.5 and 3.6 with experts: Qwen3.5's layers, each with a mixture of experts and a gated shared expert.
 
-The chosen experts' weights are always divided by their sum. Checkpoints hold the experts fused or one by one.
-Source of formulas and names: transformers, ``models/qwen3_5_moe``.
+The chosen experts' weights are always divided by their sum. Checkpoints store the experts fused or one by one. Source
+of formulas and names: transformers, ``models/qwen3_5_moe``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_experts(text: Any, normalize: bool = True) -> ExpertsSpec:
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """Every layer has experts."""
+    """Read the config. Every layer has experts."""
     text = hf_config.get_text_config()
     return read_hybrid(hf_config, [read_experts(text)] * text.num_hidden_layers)
 

@@ -12,7 +12,8 @@ from unisono.models.families.qwen3 import QWEN3
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """``attention_bias`` gives biases to q, k, v and o; ``use_sliding_window`` gives every layer the window."""
+    """Read the config. ``attention_bias``: biases of q, k, v and o; ``use_sliding_window``: every layer has the
+    window."""
     bias = hf_config.attention_bias
     attention = read_attention(
         hf_config, window=hf_config.sliding_window or 0, qk_norm=True, qkv_bias=bias, o_bias=bias
@@ -25,7 +26,7 @@ def read(hf_config: Any) -> DecoderConfig:
 
 
 def read_experts(hf_config: Any) -> ExpertsSpec:
-    """``norm_topk_prob`` divides the weights of the chosen experts by their sum."""
+    """A layer's experts. ``norm_topk_prob``: divide the chosen experts' weights by their sum."""
     return ExpertsSpec(
         num_experts=hf_config.num_experts,
         top_k=hf_config.num_experts_per_tok,
@@ -36,7 +37,7 @@ def read_experts(hf_config: Any) -> ExpertsSpec:
 
 
 def is_sparse(hf_config: Any, layer: int) -> bool:
-    """Whether a layer has experts: every ``decoder_sparse_step``-th, but those of ``mlp_only_layers``."""
+    """True if a layer has experts: every ``decoder_sparse_step``-th, except those of ``mlp_only_layers``."""
     dense = hf_config.num_experts == 0 or layer in hf_config.mlp_only_layers
     return not dense and (layer + 1) % hf_config.decoder_sparse_step == 0
 

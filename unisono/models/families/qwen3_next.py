@@ -1,9 +1,9 @@
 """Qwen3-Next: the layers of Qwen3.5 with experts, whose Gated DeltaNet projections are packed by key head.
 
 A checkpoint's ``in_proj_qkvz`` has, for each key head, the rows of its query, its key, and the values and gates z of
-its value heads; ``in_proj_ba`` has the rows b and then a of its value heads. They are put in our order while they are
-read. ``mlp_only_layers`` and ``decoder_sparse_step`` say which layers have a plain MLP.
-Source of formulas and names: transformers, ``models/qwen3_next``.
+its value heads; ``in_proj_ba`` has the rows b and then a of its value heads. The loader reorders them.
+``mlp_only_layers`` and ``decoder_sparse_step`` select the layers with a plain MLP. Source of formulas and names:
+transformers, ``models/qwen3_next``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NAMES: dict[str, Name] = {
 
 
 def packed(*parts: str, within: tuple[str, ...]) -> Callable[[LayerSpec], torch.Tensor]:
-    """The rows of ``parts``, one part after the other and each by key head, in a tensor that has them by key head.
+    """Rows of ``parts``, one part after the other and each by key head, in a tensor packed by key head.
 
-    within: the parts that the tensor has of each key head, in order.
+    within: the parts of each key head in the tensor, in order.
     """
 
     def rows(layer: LayerSpec) -> torch.Tensor:
@@ -63,7 +63,7 @@ ROWS = {
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """Every ``decoder_sparse_step``-th layer has experts, but those of ``mlp_only_layers``."""
+    """Read the config. Every ``decoder_sparse_step``-th layer has experts, except those of ``mlp_only_layers``."""
 
     def feed_forward(layer: int) -> BlockSpec:
         if is_sparse(hf_config, layer):

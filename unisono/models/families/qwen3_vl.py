@@ -1,7 +1,7 @@
 """Qwen3-VL, dense: Qwen3's text model with an interleaved rope of three axes, a vision tower, and deepstack.
 
-A token of a text has the same position on all axes, so that plain rope over the same frequencies is exact. Qwen3.5's
-tower has the same names and sizes. Source of formulas and names: transformers, ``models/qwen3_vl``.
+A text token has the same position on all axes, so plain rope over the same frequencies is exact. Qwen3.5's tower has
+the same names and sizes. Source of formulas and names: transformers, ``models/qwen3_vl``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unisono.models.load.build import require
 from unisono.models.vision.config import TowerSpec, read_vision
 
 SECTION = (24, 20, 20)
-"""Rotary planes of each axis where config.json does not say."""
+"""Default rotary planes of each axis."""
 
 SHARED_TOWER = {
     "patch_embed": "patch_embed.proj",
@@ -32,7 +32,7 @@ SHARED_TOWER = {
     "blocks.*.qkv": "blocks.*.attn.qkv",
     "blocks.*.proj": "blocks.*.attn.proj",
 }
-"""Names that Qwen2.5-VL's tower has too."""
+"""Names also used by Qwen2.5-VL's tower."""
 
 TOWER = {
     **SHARED_TOWER,
@@ -78,7 +78,7 @@ def read_layers(text: Any, feed_forwards: list[Any]) -> list[LayerSpec]:
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """``attention_bias`` gives biases to q, k, v and o."""
+    """Read the config. ``attention_bias``: biases of q, k, v and o."""
     text = hf_config.get_text_config()
     layers = read_layers(text, [read_mlp(text)] * text.num_hidden_layers)
     vision = read_vision(hf_config, read_tower, SECTION, interleaved=True)

@@ -15,7 +15,7 @@ from unisono.models.vision.config import read_vision
 
 
 def read_experts(text: Any) -> ExpertsSpec:
-    """The chosen experts' weights are always divided by their sum."""
+    """A layer's experts. The chosen experts' weights are always divided by their sum."""
     return ExpertsSpec(
         num_experts=text.num_experts,
         top_k=text.num_experts_per_tok,
@@ -25,7 +25,7 @@ def read_experts(text: Any) -> ExpertsSpec:
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """``decoder_sparse_step`` and ``mlp_only_layers`` say which layers have experts."""
+    """Read the config. ``decoder_sparse_step`` and ``mlp_only_layers`` select the layers with experts."""
     text = hf_config.get_text_config()
     layers = range(text.num_hidden_layers)
     blocks = [read_experts(text) if is_sparse(text, layer) else read_mlp(text) for layer in layers]

@@ -1,6 +1,6 @@
-"""What a model's modules are made with, so that no block repeats it: sizes that all share, dtype, device, formats.
+"""Builder of a model's modules: shared sizes, dtype, device and formats, so that no block repeats them.
 
-A loader makes one :class:`Builder` for each model; specs (``models/blocks/layers.py``) build their modules with it.
+A loader makes one :class:`Builder` per model; specs (``models/blocks/layers.py``) build their modules with it.
 """
 
 from __future__ import annotations
@@ -21,35 +21,38 @@ from unisono.layers.rotary import RotarySpec
 from unisono.types import CheckpointError
 
 AttentionFactory = Callable[[int, int], AttentionBackend]
-"""Makes a backend for (query heads, KV heads)."""
+"""Builds a backend for (query heads, KV heads)."""
 
 
 def no_attention(num_heads: int, num_kv_heads: int) -> Any:
-    """An attention factory for modules that are measured, never run."""
+    """Attention factory for modules that are measured but never run."""
     return None
 
 
 def plain(module: str) -> WeightFormat:
-    """A choice of formats: every module is plain."""
+    """Choice of formats in which every module is plain."""
     return PLAIN
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:
-    """Raise CheckpointError unless a value of config.json is one that the blocks compute."""
+    """Raise CheckpointError unless a value of config.json is supported by the blocks."""
     if not ok:
         raise CheckpointError(f"config.json: {name}={value!r}: {rule}.")
 
 
 @dataclass(frozen=True)
 class Builder:
-    """Makes the modules of one model.
+    """Builds the modules of one model.
 
-    hidden_size, rms_eps: of the residual stream and its norms. attention: makes backends. max_positions: length of
-    rotary tables, in tokens. format: the weight format of a module by its path in the model, such as
-    ``layers.0.mixer.o``. zero_centered_norms: see :class:`RMSNorm`. path: of the module in the making. ranks: the
-    processes that hold the model together, and which of them this is. undivided: paths of layers that every rank holds
-    whole, for their outputs cannot be divided among the ranks. kv_dtype: of the KV cache of every attention layer;
-    None: ``dtype``.
+    hidden_size, rms_eps: of the residual stream and its norms.
+    attention: builds backends.
+    max_positions: length of rotary tables, in tokens.
+    format: weight format of a module by its path in the model, such as ``layers.0.mixer.o``.
+    zero_centered_norms: see :class:`RMSNorm`.
+    path: path of the module being built.
+    ranks: processes that hold the model together, and the index of this one.
+    undivided: paths of layers held whole by every rank, because their outputs cannot be divided.
+    kv_dtype: of the KV cache of every attention layer; None: ``dtype``.
     """
 
     hidden_size: int
@@ -69,12 +72,12 @@ class Builder:
     _backends: dict[tuple[int, int], AttentionBackend] = field(default_factory=dict, repr=False)
 
     def at(self, name: str) -> Builder:
-        """The builder of the submodule ``name``."""
+        """Builder of the submodule ``name``."""
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
     @property
     def format_here(self) -> WeightFormat:
-        """The weight format of the module in the making."""
+        """Weight format of the module being built."""
         return self.format(self.path)
 
     def beside(
@@ -85,9 +88,9 @@ class Builder:
         zero_centered_norms: bool = False,
         ranks: Ranks = ALONE,
     ) -> Builder:
-        """The builder of a module that drafts for this model: plain, with this model's rotary tables.
+        """Builder of a draft module for this model: plain, with this model's rotary tables.
 
-        ranks: whole on each rank, unless it reads what the target's layers keep.
+        ranks: whole on each rank, unless it reads state of the target's layers.
         """
         return replace(
             self,
@@ -110,9 +113,9 @@ class Builder:
         empty: bool = False,
         share: Share | Mapping[str, Share] = WHOLE,
     ) -> Linear:
-        """The linear layer ``name`` of the module in the making. empty: without memory, to be shared later.
+        """The linear layer ``name`` of the module being built. empty: without memory, to be shared later.
 
-        share: what this rank holds of its outputs.
+        share: this rank's share of its outputs.
         """
         format = self._one_format(name, outputs)
         return Linear(inputs, outputs, bias, self.dtype, "meta" if empty else self.device, format, share)
@@ -120,10 +123,11 @@ class Builder:
     def joined(
         self, name: str, inputs: int, outputs: int, bias: bool = False, split_inputs: bool = True, empty: bool = False
     ) -> Linear:
-        """The same, where each rank computes equal parts of the outputs and all get all of them.
+        """A :meth:`linear` layer of which each rank computes an equal part of the outputs, and all ranks get all of
+        them.
 
-        split_inputs: it gets this rank's columns of its inputs. With ordered sums (``--tp-reduce ordered``) it is
-        divided by these, where its format allows that and it has no bias. empty: as in :meth:`linear`, and whole.
+        split_inputs: its inputs are this rank's columns. With ordered sums (``--tp-reduce ordered``) the inputs are
+            divided, if its format allows that and it has no bias. empty: as in :meth:`linear`, and whole.
         """
         if self.ranks.count == 1 or empty:
             return self.linear(name, inputs, outputs, bias, empty=empty)
@@ -141,7 +145,8 @@ class Builder:
         return Share(self.ranks.index, self.ranks.count) if self.ranks.count > 1 else WHOLE
 
     def can_divide(self, layers: Mapping[str, int | Mapping[str, int]]) -> bool:
-        """Whether the outputs of these layers, in their formats, can be divided among the ranks; notes where not."""
+        """Return True if the outputs of these layers, in their formats, can be divided among the ranks; record those
+        that cannot."""
         for name, outputs in layers.items():
             format = self._one_format(name, outputs)
             for size in [outputs] if isinstance(outputs, int) else outputs.values():
@@ -168,21 +173,20 @@ class Builder:
         return RMSNorm(size or self.hidden_size, self.rms_eps, self.dtype, self.device, self.zero_centered_norms)
 
     def backend(self, num_heads: int, num_kv_heads: int) -> AttentionBackend:
-        """The backend of layers with these heads: one for each pair."""
+        """Backend of layers with these heads: one per pair."""
         heads = num_heads, num_kv_heads
         if heads not in self._backends:
             self._backends[heads] = self.attention(*heads)
         return self._backends[heads]
 
     def rotary(self, spec: RotarySpec) -> torch.Tensor:
-        """The table of a spec, [max_positions + 1, elements that turn] fp32: one for each distinct spec."""
+        """Table of a spec, [max_positions + 1, rotated elements] fp32: one per distinct spec."""
         if spec not in self._tables:
             self._tables[spec] = spec.table(self.max_positions + 1, self.device)  # drafters are a position ahead
         return self._tables[spec]
 
     def rotary_axes(self, spec: RotarySpec) -> torch.Tensor | None:
-        """The axis of each element of a row of :meth:`rotary` [elements that turn] int64; None where there is one axis
-        only."""
+        """Axis of each element of a row of :meth:`rotary`, [rotated elements] int64; None if there is only one axis."""
         if spec.axes and spec not in self._axes:
             self._axes[spec] = torch.tensor(2 * spec.axes, device=self.device)
         return self._axes.get(spec)

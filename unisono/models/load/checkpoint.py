@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint directory, opened and checked before a byte of weights is read.
+"""A Hugging Face checkpoint directory, opened and checked before any weights are read.
 
-Owns what config.json, generation_config.json and the shard index say, and every way in which they can be wrong. It
-holds no weights: ``weights`` reads them. The engine and the loader call it.
+Reads config.json, generation_config.json and the shard index, and reports every error in them. It holds no weights:
+``weights`` reads them. Called by the engine and the loader.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from unisono.types import CheckpointError
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What generation_config.json says; None (or no ids) where it is silent."""
+    """Values of generation_config.json; None (or no ids) if not set."""
 
     eos_token_ids: tuple[int, ...] = ()
     temperature: float | None = None
@@ -46,9 +46,9 @@ class GenerationDefaults:
 class Checkpoint:
     """An opened directory. Make one with :meth:`open`.
 
-    dtype: the dtype that config.json declares, or None where it declares none.
-    eos_token_ids: the end-of-sequence ids of config.json and generation_config.json together, sorted; the
-        tokenizer's own is its reader's to add.
+    dtype: dtype declared by config.json, or None.
+    eos_token_ids: end-of-sequence ids of config.json and generation_config.json together, sorted; callers add the
+        tokenizer's own.
     quantization: how its weights are stored on the device.
     """
 
@@ -66,17 +66,17 @@ class Checkpoint:
     ) -> Checkpoint:
         """Read the configs of a directory or a bundled name; weights may be absent (``--load-format dummy``).
 
-        quantization: ``--quantization``; None: as the checkpoint is. overrides: values in place of config.json's
-        (``--hf-overrides``). Raises CheckpointError: no such directory, a hub id that cannot be downloaded, config.json
-        missing or unparsable, an unsupported architecture or quantisation, values that the blocks do not compute;
-        ConfigError: a ``quantization`` that is not the checkpoint's.
+        quantization: ``--quantization``; None: as the checkpoint is. overrides: values that replace config.json's
+            (``--hf-overrides``). Raises CheckpointError: no such directory, a hub id that cannot be downloaded,
+            config.json missing or unparsable, an unsupported architecture or quantisation, unsupported values;
+            ConfigError: a ``quantization`` that contradicts the checkpoint's.
         """
         directory = catalog.find_directory(path, lambda found: check_config(found, quantization, overrides))
         raw = check_config(directory, quantization, overrides)
         family = catalog.models.load(architecture_of(raw, directory))
         try:
             quantized = find_quantization(raw, directory, quantization)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:  # it reads what any tool has written
+        except (TypeError, ValueError, KeyError, AttributeError) as error:  # the file may come from any tool
             raise CheckpointError(f"{directory / 'config.json'}: quantization_config: {error!r}.") from None
         hf_config, config = _parse_config(directory, family, raw, overrides)
         generation_file = directory / "generation_config.json"
@@ -98,7 +98,7 @@ class Checkpoint:
         )
 
     def format_of_module(self, module: str) -> WeightFormat:
-        """The weight format of one of the decoder's modules."""
+        """Weight format of one of the decoder's modules."""
         tied = module == "lm_head" and self.config.tie_embeddings
         return PLAIN if tied else self.quantization.format(module, self.family.name(module, self.config.layers))
 
@@ -107,9 +107,9 @@ class Checkpoint:
         return read_tensors(self.path)
 
     def unread(self) -> list[tuple[str, str, str]]:
-        """(how their names begin, how many there are, why) of tensors that its family passes over.
+        """(name prefix, count, reason) of tensors that its family skips.
 
-        And of a tower's, where config.json describes one and there is none.
+        Includes a tower described by config.json but not stored.
         """
         beginnings = self.family.unread
         names = self.tensors() if beginnings or self.config.vision is not None else ()
@@ -122,10 +122,10 @@ class Checkpoint:
 
 
 def read_tensors(directory: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint's directory, from the headers of its shards.
+    """Header of every tensor in a checkpoint's directory, from its shards.
 
-    Raises CheckpointError: no safetensors, a shard of the index missing, a file truncated or not
-    safetensors, a tensor that the index promises and its shard lacks.
+    Raises CheckpointError: no safetensors, a missing shard of the index, a file truncated or not safetensors, a tensor
+    of the index that its shard lacks.
     """
     files, weight_map = weight_files(directory)
     tensors: dict[str, TensorInfo] = {}
@@ -138,7 +138,7 @@ def read_tensors(directory: Path) -> dict[str, TensorInfo]:
 
 
 def formats_in(directory: Path) -> Callable[[str], WeightFormat]:
-    """The weight format of each module in a directory, by its name there. Without a config.json all are plain.
+    """Weight format of each module in a directory, by its name there. Without a config.json all are plain.
 
     Raises CheckpointError for a quantisation that is not supported.
     """
@@ -147,7 +147,7 @@ def formats_in(directory: Path) -> Callable[[str], WeightFormat]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json, after a look at all files of its directory. Raises CheckpointError."""
+    """Read config.json, after checking all files of its directory. Raises CheckpointError."""
     check_directory(directory)
     raw = read_json(directory / CONFIG)
     check_values(raw, directory / CONFIG)
@@ -157,10 +157,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _parse_config(
     directory: Path, family: Family, raw: Mapping[str, Any], overrides: Mapping[str, Any] | None
 ) -> tuple[Any, DecoderConfig]:
-    """(transformers' configuration, what the family reads of it) of a config.json, ``raw`` with ``overrides``."""
+    """(transformers' configuration, the family's DecoderConfig) of config.json contents ``raw`` with ``overrides``."""
 
     def by_transformers() -> Any:
-        from transformers import AutoConfig  # seconds to import: after the cheap checks
+        from transformers import AutoConfig  # takes seconds to import, so after the cheap checks
 
         if not overrides:
             return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -174,7 +174,7 @@ def _parse_config(
         read = json.dumps(raw, sort_keys=True).encode() if overrides else (directory / CONFIG).read_bytes()
         hf_config = stored_config(read, str(directory), by_transformers)
         if raw.get("vision_config") is None and hasattr(hf_config, "vision_config"):
-            hf_config.vision_config = None  # transformers made one up
+            hf_config.vision_config = None  # transformers fills in a default
         return hf_config, family.read(hf_config)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from None

@@ -1,4 +1,4 @@
-"""From an opened checkpoint to a decoder, and its vision tower, with weights on a device.
+"""Loader: from an opened checkpoint to a decoder, and its vision tower, with weights on a device.
 
 The engine calls :func:`load_model` and :func:`load_tower`.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.layers.experts import Stack
-from unisono.layers.formats.base import PLAIN, Place, Slice, Slices, WeightFormat, part_of
+from unisono.layers.experts import ExpertStack
+from unisono.layers.formats.base import PLAIN, LoadTarget, Slice, Slices, WeightFormat, part_of
 from unisono.layers.norm import LayerNorm, RMSNorm
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
@@ -35,13 +35,13 @@ Built = TypeVar("Built", bound=nn.Module)
 DUMMY_STD = 0.02
 
 PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
-"""How the names of a text model's tensors begin in exports of the whole model, of the text model and of its base."""
+"""Prefixes of a text model's tensors in exports of the whole model, of the text model and of its base."""
 
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
-"""An expert's number in a checkpoint's names."""
+"""An expert's number in checkpoint names."""
 
 SEED_NAMES = {".mixer.": ".attention.", ".feed_forward.": ".mlp."}
-"""Parts of parameter names -> their names in the seeds of dummy weights, so that these stay what they were."""
+"""Parts of parameter names -> their older names in the seeds of dummy weights, so that these stay unchanged."""
 
 
 def load_model(
@@ -59,14 +59,16 @@ def load_model(
 ) -> Decoder:
     """Build the checkpoint's decoder on ``device`` in ``dtype`` (weights are converted) and fill it.
 
-    attention: makes the backend for a pair of (query heads, KV heads). load_format: ``auto`` reads the checkpoint's
-    safetensors; ``dummy`` needs config.json only and draws N(0, 0.02^2) from ``seed``, norms 1. max_positions: length
-    of the rotary tables, in tokens. progress: called with ``"load"`` and the share of the elements that is in place,
-    0 … 1, after each tensor. ranks: the processes that hold the model together; this one reads its part alone.
+    attention: builds the backend for a pair of (query heads, KV heads).
+    load_format: ``auto`` reads the checkpoint's safetensors; ``dummy`` needs config.json only and draws N(0, 0.02^2)
+        from ``seed``, norms 1.
+    max_positions: length of the rotary tables, in tokens.
+    progress: called with ``"load"`` and the fraction of elements loaded, 0 … 1, after each tensor.
+    ranks: processes that hold the model together; this one reads only its part.
     kv_dtype: of the KV cache; None: ``dtype``.
 
-    Raises ConfigError where the model cannot be divided among them, CheckpointError naming the file and the tensor that
-    is missing, unexpected, misshapen or broken.
+    Raises ConfigError if the model cannot be divided among them, CheckpointError naming the file and the tensor that is
+    missing, unexpected, misshapen or broken.
     """
     config = checkpoint.config
     builder = Builder(
@@ -102,7 +104,7 @@ def load_tower(
 ) -> VisionTower | None:
     """Build and fill the checkpoint's vision tower; arguments and errors as for :func:`load_model`.
 
-    None where config.json describes none, and where the checkpoint holds no tensor of it: the export of a text model.
+    Returns None if config.json describes none, or if the checkpoint has no tensor of it: the export of a text model.
     """
     config, family = checkpoint.config.vision, checkpoint.family
     tensors = checkpoint.tensors() if config is not None and load_format != "dummy" else {}
@@ -110,7 +112,7 @@ def load_tower(
     if config is None or (prefix is None and load_format != "dummy"):
         return None
 
-    # Publishers leave the tower plain and do not always say so.
+    # Publishers leave the tower plain without always declaring it.
     more = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] not in ("weight", "bias")}
 
     def format(module: str) -> WeightFormat:
@@ -123,7 +125,7 @@ def load_tower(
         builder = Builder(config.tower.width, NORM_EPS, dtype, device, no_attention, 0, format)
         return _made(checkpoint, lambda: VisionTower(config, builder))
 
-    def named(tower: VisionTower, prefix: str) -> dict[str, Place]:
+    def named(tower: VisionTower, prefix: str) -> dict[str, LoadTarget]:
         names = ((prefix + checkpoint_name(family.tower, module), kind, p) for module, kind, p in places(tower))
         return {tensor_name(name, kind): place for name, kind, place in names}
 
@@ -136,8 +138,8 @@ def load_tower(
         raise CheckpointError(
             f"{checkpoint.path}: vision_config asks for {config.tower.depth} blocks; there are {len(tensors)} tensors."
         )
-    wanted = named(made_on("meta"), prefix)  # checked before memory is taken
-    check(wanted, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
+    targets = named(made_on("meta"), prefix)  # check before allocating memory
+    check(targets, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
     tower = made_on(device)
     fill(named(tower, prefix), tensors, device, lambda share: progress("load tower", share))
     _check_finite(tower, checkpoint)
@@ -145,7 +147,7 @@ def load_tower(
 
 
 def _made(checkpoint: Checkpoint, make: Callable[[], Built]) -> Built:
-    """What ``make`` builds. Raises CheckpointError where torch cannot allocate it, or even count its elements."""
+    """Result of ``make``. Raises CheckpointError if torch cannot allocate it, or even count its elements."""
     try:
         return make()
     except (RuntimeError, MemoryError, OverflowError, ValueError) as error:
@@ -154,17 +156,17 @@ def _made(checkpoint: Checkpoint, make: Callable[[], Built]) -> Built:
         raise CheckpointError(f"{checkpoint.path}: a model of this config.json cannot be made: {error}") from None
 
 
-def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] = ()) -> dict[str, Place]:
-    """What a checkpoint must hold: each tensor's name there -> where it goes. tensors: what it holds."""
+def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] = ()) -> dict[str, LoadTarget]:
+    """Target of each tensor that a checkpoint must hold, by its name there. tensors: tensors in the checkpoint."""
     layers = decoder.config.layers
 
     def held(module: str, kind: str) -> bool:
         try:
             return tensor_name(family.name(module, layers), kind) in tensors
-        except KeyError:  # the family does not store it so
+        except KeyError:  # the family does not store it in this form
             return False
 
-    found: dict[str, Place] = {}
+    found: dict[str, LoadTarget] = {}
     for module, kind, place in places(decoder, held):
         if not (module == "lm_head" and decoder.config.tie_embeddings):
             name, rows = tensor_name(family.name(module, layers), kind), family.rows_of(module, layers)
@@ -173,16 +175,16 @@ def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] =
 
 
 @dataclass(frozen=True)
-class Shared(Place):
-    """A checkpoint's tensor whose rows belong to several projections. parts: (place, its rows of the tensor)."""
+class Shared(LoadTarget):
+    """A checkpoint tensor whose rows belong to several projections. parts: (target, its rows of the tensor)."""
 
-    parts: tuple[tuple[Place, torch.Tensor], ...] = ()
+    parts: tuple[tuple[LoadTarget, torch.Tensor], ...] = ()
 
     @classmethod
-    def of(cls, name: str, place: Place, rows: torch.Tensor, others: Place | None) -> Shared:
-        """``others``, or an empty one, with one more place. rows: of a weight with one row for each output.
+    def of(cls, name: str, place: LoadTarget, rows: torch.Tensor, others: LoadTarget | None) -> Shared:
+        """``others``, or an empty one, with one more target. rows: of a weight with one row per output.
 
-        Raises CheckpointError where the format stores blocks of outputs that the rows cut or mix.
+        Raises CheckpointError if the format stores blocks of outputs that the rows would cut or mix.
         """
         block = len(rows) // max(1, place.shape[0])
         blocks = rows.view(-1, block)
@@ -198,7 +200,7 @@ class Shared(Place):
         return cls(place.parameter, shape, place.accepts, parts=parts)
 
     def part_of(self, shape: tuple[int, ...]) -> Slice | Slices | None:
-        """The rows from the first to the last that is wanted."""
+        """Rows from the first to the last one needed."""
         if all(place.part is None for place, _ in self.parts):
             return None
         return Slice(0, self._first, 1 + max(int(rows.max()) for _, rows in self.parts))
@@ -215,14 +217,14 @@ class Shared(Place):
 
 @torch.no_grad()
 def fill_randomly(root: nn.Module, seed: int) -> None:
-    """N(0, 0.02^2) in all parameters but norms; what has no memory yet, to be shared later, is passed over.
+    """Fill all parameters but norms with N(0, 0.02^2); parameters without memory, to be shared later, are skipped.
 
-    A tensor's values depend on the seed and its name alone, so a model's first layers are a smaller model's, and a
-    rank's parts are those of the whole tensors. A tensor that lies in another one, as a tied head does, fills that one.
+    A tensor's values depend only on the seed and its name, so a model's first layers are those of a smaller model, and
+    a rank's parts are those of the whole tensors. A tensor inside another one, such as a tied head, fills that one.
     """
     first: dict[int, nn.Parameter] = {}
     for path, module in root.named_modules():
-        if not isinstance(module, (LayerNorm, RMSNorm)):  # norms are born as ones
+        if not isinstance(module, (LayerNorm, RMSNorm)):  # norms are initialised to ones
             for kind, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
                     continue
@@ -236,7 +238,7 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
 
 
 def draw_held(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None) -> None:
-    """:func:`draw`; what is a part of a whole tensor, or turned, gets the values that it has there."""
+    """:func:`draw`; a part of a whole tensor, or a transposed one, gets the values it has there."""
     whole = part_of(parameter)
     if whole is None and parameter.is_contiguous():
         draw(parameter, generator, between)
@@ -248,9 +250,10 @@ def draw_held(parameter: torch.Tensor, generator: torch.Generator, between: tupl
 
 
 def draw(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None) -> None:
-    """Random values. Those of a quantised weight are around 1 or any bits; its scales are floating-point parameters.
+    """Draw random values. Those of a quantised weight are around 1 or any bits; its scales are floating-point
+    parameters.
 
-    between: the least value of integers and the one after the largest, where not all bits are meant.
+    between: range (least, end) of integers, if not all bits are valid.
     """
     if between is not None:
         parameter.random_(*between, generator=generator)
@@ -267,32 +270,32 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
     tensors = _as_named(checkpoint.tensors(), checkpoint.family)
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied, ranks = decoder.config.tie_embeddings, decoder.builder.ranks
-    wanted = checkpoint_names(decoder, checkpoint.family, tensors)
+    targets = checkpoint_names(decoder, checkpoint.family, tensors)
     unread = _apart(tensors, checkpoint.family)
 
     def unexpected(name: str) -> str | None:
         if name.startswith(unread) or (tied and name == head):
             return None
-        if ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in wanted:
-            return None  # another rank has it
+        if ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in targets:
+            return None  # held by another rank
         if checkpoint.quantization.method is not None and name.endswith(".bias") and not tensor(name, tensors).any():
-            return None  # GPTQ's tools give every layer a bias, of zeros where the model has none
+            return None  # GPTQ's tools store a zero bias for layers without one
         return f"a {checkpoint.config.architecture} with this config.json has no place for it"
 
-    check(wanted, tensors, checkpoint.path, unexpected)
-    fill(wanted, tensors, decoder.embed.weight.device, lambda share: progress("load", share))
+    check(targets, tensors, checkpoint.path, unexpected)
+    fill(targets, tensors, decoder.embed.weight.device, lambda share: progress("load", share))
     if tied and head in tensors:
         _check_tied_head(decoder, head, tensors)
     _check_finite(decoder, checkpoint)
 
 
 def experts_of(decoder: Decoder) -> int:
-    """How many experts a layer of the model has; 0: it has none."""
-    return next((m.experts for m in decoder.modules() if isinstance(m, Stack)), 0)
+    """Number of experts in a layer of the model; 0: none."""
+    return next((m.experts for m in decoder.modules() if isinstance(m, ExpertStack)), 0)
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError, before memory is taken, where embedding or layers are not those of config.json."""
+    """Raise CheckpointError, before allocating memory, if embedding or layers do not match config.json."""
     config, family = checkpoint.config, checkpoint.family
     tensors = _as_named(checkpoint.tensors(), family)
     name, shape = f"{family.name('embed')}.weight", (config.vocab_size, config.hidden_size)
@@ -309,7 +312,7 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def _check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError naming the first weights that are NaN or infinite: every answer would be nonsense."""
+    """Raise CheckpointError naming the first weights that are NaN or infinite: every output would be nonsense."""
     for name, weight in module.named_parameters():
         if weight.is_floating_point() and weight.numel() and weight.element_size() > 1:
             low, high = torch.aminmax(weight)
@@ -318,7 +321,7 @@ def _check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _as_named(tensors: Mapping[str, TensorInfo], family: Family) -> Mapping[str, TensorInfo]:
-    """The text model's tensors by the family's names: exports may have them under another prefix.
+    """The text model's tensors by the family's names: exports may have another prefix.
 
     The prefix is the one under which the token embedding is found.
     """
@@ -335,18 +338,18 @@ def _as_named(tensors: Mapping[str, TensorInfo], family: Family) -> Mapping[str,
 
 
 def _apart(tensors: Iterable[str], family: Family) -> tuple[str, ...]:
-    """How the names begin of what is not the text model's: draft modules, a tower, what the family passes over."""
+    """Name prefixes of tensors outside the text model: draft modules, a tower, tensors that the family skips."""
     return (*draft_prefixes(tensors), *family.unread, *(TOWER_PREFIXES if family.tower else ()))
 
 
 def draft_prefixes(tensors: Iterable[str]) -> tuple[str, ...]:
-    """How the names begin of multi-token prediction modules that came with a model; a drafter may read them."""
+    """Name prefixes of multi-token prediction modules in a model's checkpoint; a drafter may read them."""
     layers = {name.removesuffix("eh_proj.weight") for name in tensors if name.endswith(".eh_proj.weight")}
     return ("mtp.", "model.mtp.", "model.mtp_layers.", *sorted(layers))
 
 
 def _check_tied_head(decoder: Decoder, head: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """A head stored beside the embedding it is tied to must equal it: dropping it must change nothing."""
+    """Check that a head stored beside the embedding it is tied to equals it, so that dropping it changes nothing."""
     embedding = decoder.embed.weight
     ((_, stored),) = read({head: None}, tensors, embedding.device)
     if stored.shape != embedding.shape or not torch.equal(stored.to(embedding.dtype), embedding):

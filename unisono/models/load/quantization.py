@@ -1,4 +1,4 @@
-"""Which weight format each of a model's modules has: what config.json says, or ``--quantization``.
+"""Weight format of each module of a model: from config.json, or from ``--quantization``.
 
 Called by ``models/load/checkpoint.py``.
 """
@@ -18,18 +18,19 @@ from unisono.models.load.build import plain
 from unisono.types import CheckpointError
 
 ONLINE = re.compile(r"layers\.\d+\.(mixer|feed_forward)\.")
-"""Modules, by their paths in the model, that are quantised while a plain checkpoint is loaded …"""
+"""Modules, by path in the model, quantised while a plain checkpoint is loaded …"""
 
 KEPT_PLAIN = ("gates", "router", "shared_gate")
-"""… unless a part of their path is one of these: small, and what they compute is sensitive."""
+"""… unless a part of their path is one of these, which are small and sensitive."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a model's weights are stored on the device.
+    """Storage format of a model's weights on the device.
 
-    method: a name of ``catalog.formats``; None: plain. by_name: a module's format by its name in the checkpoint.
-    online: the format that weights get while they are loaded; None: they stay as the checkpoint has them.
+    method: a name of ``catalog.formats``; None: plain.
+    by_name: a module's format by its checkpoint name.
+    online: format applied to weights while they are loaded; None: as in the checkpoint.
     """
 
     method: str | None = None
@@ -37,13 +38,13 @@ class Quantization:
     online: WeightFormat | None = None
 
     def format(self, module: str, name: str) -> WeightFormat:
-        """Of the module with this path in the model and this name in the checkpoint."""
+        """Format of the module with this path in the model and this checkpoint name."""
         if self.online is None:
             return self.by_name(name)
         return self.online if ONLINE.match(module) and not {*module.split(".")} & {*KEPT_PLAIN} else PLAIN
 
     def decision(self) -> tuple[str, str]:
-        """What is said of it at the start: the method, and why."""
+        """(value, reason) for the start-up log: the method, and why."""
         if self.method is None:
             return "plain", "the checkpoint is not quantised; --quantization fp8 quantises while loading"
         if self.online is None:
@@ -55,15 +56,19 @@ class Quantization:
 PLAIN_WEIGHTS = Quantization()
 
 
-def find_quantization(raw: Mapping[str, Any], directory: Path, asked: str | None = None) -> Quantization:
-    """From config.json, and ``--quantization`` where it is given.
+def find_quantization(raw: Mapping[str, Any], directory: Path, requested: str | None = None) -> Quantization:
+    """Quantisation from config.json, and ``--quantization`` if set.
 
-    Raises CheckpointError for a quantization_config that is not supported, ConfigError for a flag that it contradicts.
+    Raises CheckpointError for a quantization_config that is not supported, ConfigError for a flag that contradicts it.
     """
     methods, online = catalog.formats.names, catalog.online_formats.names
-    method = quantization_method(raw, directory, asked, methods, online)
+    method = quantization_method(raw, directory, requested, methods, online)
     if method is None:
-        return PLAIN_WEIGHTS if asked is None else Quantization(asked, online=catalog.online_formats.load(asked))
+        return (
+            PLAIN_WEIGHTS
+            if requested is None
+            else Quantization(requested, online=catalog.online_formats.load(requested))
+        )
     try:
         return Quantization(method, catalog.formats.load(method)(quantization_config(raw)))
     except CheckpointError as error:

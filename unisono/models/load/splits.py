@@ -1,4 +1,4 @@
-"""What a rank holds of a model and says in its gathers, for ``explain``."""
+"""Report of a model's division among ranks, and the sizes of its gathers, for ``explain``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.layers.linear import Linear
 from unisono.models.blocks.decoder import Decoder
 
 SHOWN = 3
-"""Undivided layers that are named."""
+"""Undivided layers listed by name."""
 
 
 def split_decisions(model: Decoder) -> Iterator[tuple[str, str, str]]:
@@ -33,7 +33,10 @@ def split_decisions(model: Decoder) -> Iterator[tuple[str, str, str]]:
         whole += f"; and because their outputs cannot be divided: {', '.join(undivided[:SHOWN])}{more}"
     experts = "; experts whole on a rank" if ranks.whole_experts else ""
     yield "split", f"{held} of {total} weights of a rank are its part alone", whole + experts
-    of_layers, of_head = list(chain.from_iterable(map(_said, model.layers.modules()))), list(_said(model.lm_head))
+    of_layers, of_head = (
+        list(chain.from_iterable(map(_gather_bytes, model.layers.modules()))),
+        list(_gather_bytes(model.lm_head)),
+    )
     logits = f", and {of_head[0]} for each row of logits" if of_head else ""
     value = f"{len(of_layers)} a pass, {sum(of_layers)} bytes a token"
     yield (
@@ -43,8 +46,8 @@ def split_decisions(model: Decoder) -> Iterator[tuple[str, str, str]]:
     )
 
 
-def _said(module: nn.Module) -> Iterator[int]:
-    """Bytes that a rank says for each token in each gather of a module, without those of modules in it."""
+def _gather_bytes(module: nn.Module) -> Iterator[int]:
+    """Bytes sent by a rank per token in each gather of a module, without those of its submodules."""
     if isinstance(module, Linear):
         size = module.dtype.itemsize
         if module.split_inputs:

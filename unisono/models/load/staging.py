@@ -1,7 +1,7 @@
-"""Bytes of files and of the host on their way to a GPU: through pinned memory, many tensors in one copy.
+"""Transfer of file and host bytes to a GPU through pinned memory, many tensors in one copy.
 
-Owns the pinned buffers. A copy from pages of a file is staged by the driver, one at a time whatever the threads, and
-each waits for the device; here the reading thread fills pinned memory itself, and a tensor costs no wait.
+Owns the pinned buffers. The driver stages a copy from file pages itself, one at a time whatever the number of threads,
+and each waits for the device. Here the reading thread fills pinned memory, and a tensor causes no wait.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ HALF = 1 << 23
 """Bytes of a pinned buffer: one is filled while the other is copied."""
 
 ALIGN = 256
-"""Bytes at a multiple of which a tensor begins on the device, if its bytes do not follow those of the one before it."""
+"""Alignment of a tensor on the device in bytes, unless its bytes follow those of the tensor before it."""
 
 
-class Source(Protocol):
-    """Bytes that are copied as they are."""
+class ByteSource(Protocol):
+    """Bytes to copy unchanged."""
 
     @property
     def nbytes(self) -> int: ...
 
     def copy(self, at: int, into: np.ndarray) -> None:
-        """Bytes from ``at`` on, as many as ``into`` (uint8) has."""
+        """Copy bytes from ``at`` on into all of ``into`` (uint8)."""
         ...
 
 
@@ -40,13 +40,13 @@ class FileBytes:
     start: int
     nbytes: int
 
-    def ends_before(self, source: Source) -> bool:
-        """Whether the source is what follows in the same file."""
+    def ends_before(self, source: ByteSource) -> bool:
+        """True if the source follows directly in the same file."""
         after = self.start + self.nbytes
         return isinstance(source, FileBytes) and (source.opened, source.start) == (self.opened, after)
 
     def copy(self, at: int, into: np.ndarray) -> None:
-        """See :class:`Source`. Raises OSError where the file ends before them."""
+        """See :class:`ByteSource`. Raises OSError if the file ends early."""
         left, start = into.data, self.start + at
         while left:
             count = os.preadv(self.opened, [left], start)
@@ -57,31 +57,31 @@ class FileBytes:
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Bytes of the host's memory."""
+    """Bytes in host memory."""
 
     array: np.ndarray
 
     @property
     def nbytes(self) -> int:
-        """See :class:`Source`."""
+        """See :class:`ByteSource`."""
         return len(self.array)
 
     def copy(self, at: int, into: np.ndarray) -> None:
-        """See :class:`Source`."""
-        np.copyto(into, self.array[at : at + len(into)])  # without the interpreter's lock
+        """See :class:`ByteSource`."""
+        np.copyto(into, self.array[at : at + len(into)])  # releases the interpreter's lock
 
 
 @dataclass(frozen=True)
 class Passing:
-    """A tensor on its way: its bytes are those of the sources, one after the other."""
+    """A tensor in transfer: its bytes are those of the sources, concatenated."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    sources: Sequence[Source]
+    sources: Sequence[ByteSource]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Passing:
-        """A tensor of the CPU."""
+        """A tensor on the CPU."""
         array = tensor.reshape(-1).view(torch.uint8).numpy()
         return cls(tensor.dtype, tuple(tensor.shape), (HostBytes(array),))
 
@@ -92,7 +92,7 @@ class Passing:
 
 
 class Staging:
-    """Two pinned buffers of one thread, and what copies from them to ``device`` are under way."""
+    """Two pinned buffers of one thread, and their copies in flight to ``device``."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -102,8 +102,8 @@ class Staging:
         self._turn = 0
 
     def to_device(self, tensors: Sequence[Passing]) -> list[torch.Tensor]:
-        """Tensors -> the same on the device, parts of one allocation there."""
-        placed: list[tuple[int, Source]] = []
+        """Copy tensors to the device, into one allocation."""
+        placed: list[tuple[int, ByteSource]] = []
         starts, total, before = [], 0, None
         for tensor in tensors:
             follows = isinstance(before, FileBytes) and bool(tensor.sources) and before.ends_before(tensor.sources[0])
@@ -120,8 +120,8 @@ class Staging:
             for start, tensor in zip(starts, tensors, strict=True)
         ]
 
-    def _fill(self, buffer: torch.Tensor, sources: Iterable[tuple[int, Source]]) -> None:
-        """Copy each source to its first byte in ``buffer``; they come in the order of these."""
+    def _fill(self, buffer: torch.Tensor, sources: Iterable[tuple[int, ByteSource]]) -> None:
+        """Copy each source to its offset in ``buffer``; offsets ascend."""
         sent, into = 0, self._next()
         for start, source in sources:
             read = 0
@@ -137,7 +137,7 @@ class Staging:
         self._send(buffer, sent, len(buffer) - sent)
 
     def _next(self) -> np.ndarray:
-        """The other buffer, once the device has what was in it."""
+        """The other buffer, after its last copy has finished."""
         self._turn = 1 - self._turn
         copied = self._copied[self._turn]
         if copied is not None:
@@ -145,16 +145,16 @@ class Staging:
         return self._halves[self._turn].numpy()
 
     def _send(self, buffer: torch.Tensor, start: int, count: int) -> None:
-        """Have the filled buffer copied to bytes ``start`` … ``start + count`` - 1."""
+        """Copy the filled buffer to bytes ``start`` … ``start + count`` - 1."""
         buffer[start : start + count].copy_(self._halves[self._turn][:count], non_blocking=True)
         copied = self._copied[self._turn]
         if copied is not None:
-            copied.record(torch.cuda.current_stream(self._device))  # this thread's current device may be another
+            copied.record(torch.cuda.current_stream(self._device))  # this thread's current device may differ
 
 
-def _joined(sources: Iterable[tuple[int, Source]]) -> Iterator[tuple[int, Source]]:
-    """The same bytes at the same places; those of a file that follow each other here and there are one source."""
-    held: tuple[int, Source] | None = None
+def _joined(sources: Iterable[tuple[int, ByteSource]]) -> Iterator[tuple[int, ByteSource]]:
+    """The same bytes at the same offsets, with adjacent parts of one file merged into one source."""
+    held: tuple[int, ByteSource] | None = None
     for start, source in sources:
         if held is not None:
             at, last = held

@@ -1,10 +1,10 @@
-"""What transformers makes of a config.json, kept as JSON, so that a later start need not import transformers for it.
+"""Cache of transformers' parsed configs as JSON, so that later starts need not import transformers.
 
-The import takes 2 to 5 seconds, mostly of libraries that a configuration does not use. What transformers reads depends
-on the file's bytes and on transformers' version alone, so these are the name of what is kept, in
-``$UNISONO_CACHE/configs`` (by default ``~/.cache/unisono``). A file that is missing, damaged or cannot be written is
-no error: transformers reads the configuration. So it does where positions are scaled, for its functions want its own
-objects. Called by ``models.checkpoint`` and ``models.draft_checkpoint``.
+The import takes 2 to 5 seconds, mostly for libraries that a configuration does not use. The parsed config depends only
+on the file's bytes and on transformers' version, so these are the key of the file in ``$UNISONO_CACHE/configs`` (by
+default ``~/.cache/unisono``). A missing, damaged or unwritable file is not an error: transformers reads the
+configuration. It also does if positions are scaled, because its functions need its own objects. Called by
+``models/load/checkpoint.py`` and ``drafters/eagle/checkpoint.py``.
 """
 
 from __future__ import annotations
@@ -23,54 +23,49 @@ from typing import Any
 
 import torch
 
+from unisono.config import env
+
 FORMAT = 1
-"""Of the files. It changes with what is kept."""
+"""Version of the files. Change it with their contents."""
 
 TROUBLE = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)
-"""What may go wrong with what is kept. Then transformers is asked, or nothing is kept."""
+"""Errors of the cache that are ignored: transformers reads the config, or nothing is stored."""
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 class StoredConfig(SimpleNamespace):
-    """A configuration's public attributes, by their names; a part of it is another one."""
+    """A configuration's public attributes by name; nested configurations are StoredConfigs too."""
 
     def get_text_config(self) -> StoredConfig:
-        """The configuration of the text model: a part, or the whole."""
+        """Configuration of the text model: a part, or the whole."""
         return getattr(self, self._text) if self._text else self
 
 
 class _Unstorable(ValueError):
-    """A value that JSON would not bring back."""
+    """A value that JSON would not restore."""
 
 
-def stored_config(said: bytes, name_or_path: str, read: Callable[[], Any]) -> Any:
-    """What ``read`` returns, a configuration of transformers, or a :class:`StoredConfig` with its attributes.
+def stored_config(source: bytes, name_or_path: str, read: Callable[[], Any]) -> Any:
+    """Result of ``read``, a transformers configuration, or a :class:`StoredConfig` with its attributes.
 
-    said: the bytes that ``read`` depends on, beside transformers' version. name_or_path: of the configuration.
+    source: the bytes that ``read`` depends on, besides transformers' version. name_or_path: of the configuration.
     """
-    key = hashlib.sha256(b"\n".join((version("transformers").encode(), b"%d" % FORMAT, said))).hexdigest()
+    key = hashlib.sha256(b"\n".join((version("transformers").encode(), b"%d" % FORMAT, source))).hexdigest()
     with suppress(*TROUBLE):
-        found = _decoded(json.loads((cache_directory() / "configs" / f"{key}.json").read_text()))
+        found = _decoded(json.loads((env.cache_directory() / "configs" / f"{key}.json").read_text()))
         if isinstance(found, StoredConfig):
             found.name_or_path = name_or_path
             return found
     config = read()
     with suppress(*TROUBLE):
         if not _scales_positions(config.get_text_config()):
-            _write(cache_directory() / "configs" / f"{key}.json", json.dumps(_encoded(config)))
+            _write(env.cache_directory() / "configs" / f"{key}.json", json.dumps(_encoded(config)))
     return config
 
 
-def cache_directory() -> Path:
-    """``$UNISONO_CACHE``, else ``unisono`` in the user's folder of caches. Raises RuntimeError where there is none."""
-    if given := os.environ.get("UNISONO_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unisono"
-
-
 def _write(file: Path, text: str) -> None:
-    """Write a file that readers see whole or not at all."""
+    """Write a file atomically, so that readers see all of it or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=file.parent)
     try:
@@ -83,14 +78,14 @@ def _write(file: Path, text: str) -> None:
 
 
 def _scales_positions(text: Any) -> bool:
-    """Whether a text model's rotary tables are made by functions of transformers."""
+    """True if transformers' functions compute a text model's rotary tables."""
     parameters = getattr(text, "rope_parameters", None) or {}
     kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
     return any(each.get("rope_type", "default") != "default" for each in kinds)
 
 
 def _encoded(value: Any) -> Any:
-    """A value as JSON that :func:`_decoded` reads. Raises _Unstorable."""
+    """A value as JSON for :func:`_decoded`. Raises _Unstorable."""
     from transformers import PretrainedConfig
 
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -118,13 +113,13 @@ def _encoded_config(config: Any) -> dict[str, Any]:
         raise _Unstorable("the text model's configuration")
     encoded = {"_text": "" if text is config else of_text[0]}
     for name, value in values.items():
-        with nullcontext() if name in vars(config) else suppress(_Unstorable):  # a class says what its parts' are
+        with nullcontext() if name in vars(config) else suppress(_Unstorable):  # a class attribute may be unstorable
             encoded[name] = _encoded(value)
     return encoded
 
 
 def _is_public(config: Any, name: str) -> bool:
-    """Whether this is an attribute of a configuration, or another name of one; not a method or a property."""
+    """True if this is an attribute of a configuration, or an alias of one; not a method or a property."""
     if name.startswith("_") or isinstance(inspect.getattr_static(type(config), name, None), property):
         return False
     return hasattr(config, name) and not callable(getattr(config, name))

@@ -1,8 +1,8 @@
-"""Checkpoint files: which tensors they hold, and how their bytes get to a device.
+"""Checkpoint files: their tensors, and the transfer of their bytes to a device.
 
-Owns reading of safetensors, and of the archives of the first EAGLE repositories. On a CPU a tensor is a part of the
-mapped file. On its way to a GPU it passes through pinned memory (:mod:`unisono.models.load.staging`), and whole rows
-are read from the file into that memory, without pages being mapped.
+Reads safetensors, and the archives of the first EAGLE repositories. On a CPU a tensor is a part of the mapped file. On
+its way to a GPU it passes through pinned memory (:mod:`unisono.models.load.staging`); whole rows are read from the file
+into that memory, without mapping pages.
 """
 
 from __future__ import annotations
@@ -46,27 +46,29 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 HEADERS = 512
-"""Files whose headers are kept."""
+"""Number of files whose headers are cached."""
 
 LENGTH = 8
-"""Bytes at a file's beginning that hold its header's length, little-endian; the tensors' bytes follow the header."""
+"""Bytes at the start of a file that hold its header's length, little-endian; tensor data follows the header."""
 
 PIECE = 1 << 26
-"""Bytes that a thread reads of a file before it takes the next run."""
+"""Bytes a thread reads of a file before it takes the next run."""
 
 AHEAD = 1 << 31
-"""Bytes on a GPU that were read and wait until they are copied to their parameters, or are read now."""
+"""Bytes on a GPU that were read and await the copy to their parameters, or are being read."""
 
 Part = Slice | Slices | None
-"""What of a tensor is read; None: all."""
+"""Part of a tensor to read; None: all."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint.
+    """Header of one tensor of a checkpoint.
 
-    name: in its file. start: its first byte in the file; of a pickle, its number among the tensors. data: of a pickle,
-    mapped. readable: its bytes can be read at ``start``.
+    name: in its file.
+    start: offset of its first byte in the file; for a pickle, its index among the tensors.
+    data: of a pickle, mapped.
+    readable: True if its bytes can be read at ``start``.
     """
 
     file: Path
@@ -79,9 +81,9 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file. Raises CheckpointError naming the file.
+    """Headers of the tensors in one safetensors file. Raises CheckpointError naming the file.
 
-    A start asks several times, for the target and for its drafter; an unchanged file is read once.
+    Cached, since a start needs them for the target and for its drafter: an unchanged file is read once.
     """
     state = file.stat()
     return dict(_header(file, state.st_mtime_ns, state.st_size))
@@ -110,7 +112,7 @@ def _header(file: Path, changed: int, size: int) -> dict[str, TensorInfo]:
 
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of a state dict that torch.save wrote, without unpickling. Raises CheckpointError naming the file."""
+    """Tensors of a state dict written by torch.save, without unpickling. Raises CheckpointError naming the file."""
     try:
         stored = read_state_dict(file)
     except (ArchiveError, OSError, ValueError) as error:
@@ -124,10 +126,10 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
 def read(
     parts: Mapping[str, Part], tensors: Mapping[str, TensorInfo], device: torch.device | str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each named tensor, or the part of it that is asked for, on ``device`` in its stored dtype.
+    """Each named tensor, or the requested part of it, on ``device`` in its stored dtype.
 
-    File by file, in the order of the bytes; nothing but these parts is read. On a CPU they are pages of the files,
-    which are read when they are touched.
+    File by file, in the order of the bytes; nothing but these parts is read. On a CPU they are pages of the files, read
+    on first access.
     """
     if torch.device(device).type == "cpu":
         yield from _mapped(parts, tensors)
@@ -138,9 +140,9 @@ def read(
 def read_ahead(
     parts: Mapping[str, Part], tensors: Mapping[str, TensorInfo], device: torch.device | str, readers: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """:func:`read` through pinned memory, by as many threads as ``readers``, at most AHEAD bytes before the caller.
+    """:func:`read` through pinned memory with ``readers`` threads, at most AHEAD bytes ahead of the caller.
 
-    What is done for each tensor is done by the caller's thread: threads that all do it wait for Python's lock.
+    The caller's thread does the work per tensor: if all threads did it, they would wait for Python's lock.
     """
     local = threading.local()
 
@@ -187,7 +189,7 @@ def in_order(names: Iterable[str], tensors: Mapping[str, TensorInfo]) -> list[st
 
 
 def nbytes(info: TensorInfo) -> int:
-    """Bytes of the whole tensor; of a dtype that is not known, its elements."""
+    """Bytes of the whole tensor; for an unknown dtype, its elements."""
     dtype = DTYPES.get(info.dtype)
     return torch.Size(info.shape).numel() * (dtype.itemsize if dtype else 1)
 
@@ -212,8 +214,8 @@ def _staged(
 
 
 def _passing(opened: int, part: Part, info: TensorInfo) -> Passing | None:
-    """Where the bytes are, if they are runs of whole rows in the file; else None."""
-    if not info.readable or (part is not None and (part.dim != 0 or getattr(part, "turned", False))):
+    """File location of the bytes if they are runs of whole rows; else None."""
+    if not info.readable or (part is not None and (part.dim != 0 or getattr(part, "transposed", False))):
         return None
     dtype, size = DTYPES[info.dtype], nbytes(info)
     if part is None:

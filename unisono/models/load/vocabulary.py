@@ -1,7 +1,7 @@
-"""What a checkpoint's token ids spell, for checks at start: whether two models mean the same, a sample of real text.
+"""Vocabulary of a checkpoint, for checks at start: whether two models share token ids, and samples of real text.
 
-Reads tokenizer files itself, since nothing but ``tokenizer.py`` handles requests' text. Drafters and the engine's start
-call it.
+Reads tokenizer files itself, since only ``tokenizer.py`` handles requests' text. Called by drafters and at the engine's
+start.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
 def strings(directory: Path, vocab_size: int) -> dict[int, str] | None:
-    """The string of each token id that a model of this size knows; None without a tokenizer. Raises CheckpointError."""
+    """String of each token id known to a model of this size; None without a tokenizer. Raises CheckpointError."""
     vocabulary = _with_tokenizer(directory, lambda tokenizer: tokenizer.get_vocab())
     return None if vocabulary is None else {i: string for string, i in vocabulary.items() if i < vocab_size}
 
 
 def encode(directory: Path, texts: Sequence[str]) -> list[list[int]] | None:
-    """Token ids of each text, special ones before it included; None without a tokenizer. Raises CheckpointError."""
+    """Token ids of each text, including leading special tokens; None without a tokenizer. Raises CheckpointError."""
 
     def ids(tokenizer: Any) -> list[list[int]]:
         return [list(getattr(found, "ids", found)) for found in map(tokenizer.encode, texts)]
@@ -31,10 +31,10 @@ def encode(directory: Path, texts: Sequence[str]) -> list[list[int]] | None:
 
 
 def _with_tokenizer(directory: Path, use: Callable[[Any], Any]) -> Any:
-    """What ``use`` makes of the directory's tokenizer, of either library; None where there is none."""
+    """Result of ``use`` with the directory's tokenizer, of either library; None if there is none."""
     file = directory / "tokenizer.json"
     try:
-        if file.is_file():  # as it stands: transformers adds tokens of its own to some families'
+        if file.is_file():  # used unchanged: transformers adds tokens to some families'
             from tokenizers import Tokenizer
 
             return use(Tokenizer.from_file(str(file)))

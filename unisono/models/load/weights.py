@@ -1,8 +1,8 @@
-"""The one way from a checkpoint's tensors to parameters: name, then slice, then weight format.
+"""Loading of checkpoint tensors into parameters: name, then slice, then weight format.
 
-Owns the comparison of what a checkpoint holds with what modules need, before a byte of weights is read. Targets and all
-draft heads are loaded through it: they say what their modules are called in a checkpoint, :func:`check` compares,
-:func:`fill` reads (:mod:`unisono.models.load.tensor_files`) and converts.
+Compares the checkpoint's tensors with the modules' parameters before any weights are read. Targets and all draft heads
+are loaded through it: they supply the checkpoint names of their modules, :func:`check` compares, :func:`fill` reads
+(:mod:`unisono.models.load.tensor_files`) and converts.
 """
 
 from __future__ import annotations
@@ -17,40 +17,42 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from unisono.layers.formats.base import Place, part_of
+from unisono.layers.formats.base import LoadTarget, part_of
 from unisono.models.load.tensor_files import TensorInfo, pieces, read, read_ahead
 from unisono.types import CheckpointError
 
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")
-"""Buffers that old exports kept; the rotary table is computed from the config."""
+"""Buffers in old exports; the rotary table is computed from the config."""
 
 READERS, GPU_READERS = 4, 8
-"""Threads that read a checkpoint, onto a CPU and a GPU. What they wait for is pages of the file, and copies of them."""
+"""Threads that read a checkpoint to a CPU and to a GPU. They mostly wait for file pages and copies."""
 
 SHOWN = 1e-3
-"""The share of a checkpoint after which progress is told again: there may be tens of thousands of tensors."""
+"""Fraction of a checkpoint between progress reports: there may be tens of thousands of tensors."""
 
-Places = Mapping[str, Place]
-"""By a checkpoint's tensor names."""
+LoadTargets = Mapping[str, LoadTarget]
+"""Targets by checkpoint tensor name."""
 
 
 @runtime_checkable
 class Placed(Protocol):
-    """A module that names its places itself, and those of all that is in it."""
+    """A module that declares the targets of itself and of everything in it."""
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        """(name inside the module, where it goes) of each tensor that a checkpoint may hold."""
+    def places(self) -> Iterator[tuple[str, LoadTarget]]:
+        """(name inside the module, target) of each tensor that a checkpoint may hold."""
         ...
 
 
 def places(
     root: nn.Module, held: Callable[[str, str], bool] = lambda module, kind: False
-) -> Iterator[tuple[str, str, Place]]:
-    """``(module, kind, place)`` of all that a checkpoint stores of ``root``; :func:`tensor_name` makes names of them.
+) -> Iterator[tuple[str, str, LoadTarget]]:
+    """``(module, kind, target)`` of every checkpoint tensor of ``root``; :func:`tensor_name` makes names of them.
 
-    What a module's own ``places()`` yields counts as modules in it: the projections of a merged linear layer, single
-    experts. held: whether the checkpoint has the tensor of a module and kind; of a module that can be stored in
-    several forms, the places are those of the first form of which it has one, else of the first.
+    Entries of a module's own ``places()`` count as submodules: the projections of a merged linear layer, single
+    experts.
+
+    held: returns True if the checkpoint has the tensor of a module and kind. If a module can be stored in several
+        forms, the targets are those of the first form of which it has one, else of the first.
     """
     for path, module in _owners(root, "", set()):
         if not isinstance(module, Placed):
@@ -67,16 +69,16 @@ def places(
         yield from (each for each in found if each[2].form in ("", form))
 
 
-def place_of(parameter: torch.Tensor) -> Place:
-    """Where a tensor goes that is stored as it is used, or of which a rank reads a part."""
+def place_of(parameter: torch.Tensor) -> LoadTarget:
+    """Target of a tensor that is stored as it is used, or of which a rank reads a part."""
     whole = part_of(parameter)
     if whole is None:
-        return Place(parameter, tuple(parameter.shape))
-    return Place(parameter, whole.shape, part=whole.slices)
+        return LoadTarget(parameter, tuple(parameter.shape))
+    return LoadTarget(parameter, whole.shape, part=whole.slices)
 
 
 def _owners(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by path, each once, without what is inside one that names its places itself."""
+    """Modules by path, each once, without the contents of a module that declares its targets itself."""
     if module in seen:
         return
     seen.add(module)
@@ -87,34 +89,35 @@ def _owners(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tupl
 
 
 def tensor_name(module: str, kind: str) -> str:
-    """A checkpoint's name of a tensor: a fused one has its module's name, or a name that begins so."""
+    """Checkpoint name of a tensor: a fused one has its module's name, or a name that begins with it."""
     return module + kind if kind == "" or kind.startswith("_") else f"{module}.{kind}"
 
 
 def check(
-    wanted: Places, tensors: Mapping[str, TensorInfo], where: Path | str, unexpected: Callable[[str], str | None]
+    targets: LoadTargets, tensors: Mapping[str, TensorInfo], where: Path | str, unexpected: Callable[[str], str | None]
 ) -> None:
-    """Raise CheckpointError naming the first tensor that is missing, misshapen, of another dtype or has no place.
+    """Raise CheckpointError naming the first tensor that is missing, misshapen, of another dtype or unexpected.
 
-    where: the checkpoint, for messages. unexpected: why a tensor that nothing wants has no place; None ignores it.
+    where: the checkpoint, for messages. unexpected: returns the reason why a tensor without a target is an error; None
+        ignores it.
     """
-    missing = [name for name in wanted if name not in tensors]
+    missing = [name for name in targets if name not in tensors]
     if missing:
         files = {info.file for info in tensors.values()}
         where = files.pop() if len(files) == 1 else f"{where} ({len(files)} files)"
         raise CheckpointError(
-            f"{where}: tensor {missing[0]} {list(wanted[missing[0]].shape)} is missing, and {len(missing) - 1} more of "
-            f"the {len(wanted)} that are needed."
+            f"{where}: tensor {missing[0]} {list(targets[missing[0]].shape)} is missing, and {len(missing) - 1} more "
+            f"of the {len(targets)} that are needed."
         )
     for name, info in tensors.items():
-        if name in wanted:
-            check_tensor(name, info, wanted[name])
+        if name in targets:
+            check_tensor(name, info, targets[name])
         elif not IGNORED.search(name) and (reason := unexpected(name)) is not None:
             raise CheckpointError(f"{info.file}: tensor {name} {list(info.shape)} is unexpected: {reason}.")
 
 
-def check_tensor(name: str, info: TensorInfo, place: Place) -> None:
-    """Raise CheckpointError unless a tensor has the shape and a dtype that its place accepts."""
+def check_tensor(name: str, info: TensorInfo, place: LoadTarget) -> None:
+    """Raise CheckpointError unless a tensor has a shape and a dtype that its target accepts."""
     if info.shape not in (place.shape, *place.also):
         raise CheckpointError(
             f"{info.file}: tensor {name} has shape {list(info.shape)}; config.json asks for {list(place.shape)}."
@@ -126,27 +129,27 @@ def check_tensor(name: str, info: TensorInfo, place: Place) -> None:
 
 
 def fill(
-    wanted: Places,
+    targets: LoadTargets,
     tensors: Mapping[str, TensorInfo],
     device: torch.device | str,
     progress: Callable[[float], None] = lambda share: None,
 ) -> None:
-    """Read what ``wanted`` names, only the parts that it asks for, into its parameters.
+    """Read the tensors named in ``targets``, only the parts they need, into their parameters.
 
-    Several threads read at once where there is much: a checkpoint may have tens of thousands of experts' tensors.
-    device: where tensors are read to. progress: called with the share of the elements that is in place, 0 … 1, after
-    each tensor, or after several small ones.
+    Several threads read at the same time if there is much to read: a checkpoint may have tens of thousands of experts'
+    tensors. device: where tensors are read to. progress: called with the fraction of elements loaded, 0 … 1, after each
+    tensor, or after several small ones.
     """
-    sizes = {name: place.parameter.numel() for name, place in wanted.items()}
-    parts = {name: place.part_of(tensors[name].shape) for name, place in wanted.items()}
+    sizes = {name: place.parameter.numel() for name, place in targets.items()}
+    parts = {name: place.part_of(tensors[name].shape) for name, place in targets.items()}
     total, done, shown, lock = sum(sizes.values()), 0, 0.0, threading.Lock()
-    inference = torch.is_inference_mode_enabled()  # which other threads do not inherit
+    inference = torch.is_inference_mode_enabled()  # other threads do not inherit it
 
     def place_all(found: Iterable[tuple[str, torch.Tensor]]) -> None:
         nonlocal done, shown
         with torch.inference_mode(inference), torch.no_grad():
             for name, tensor in found:
-                wanted[name].fill(tensor)
+                targets[name].fill(tensor)
                 with lock:
                     done += sizes[name]
                     if done == total or done / total >= shown + SHOWN:
@@ -169,5 +172,5 @@ def fill(
 
 
 def same_as(module: nn.Module, shared: nn.Module) -> bool:
-    """Whether two modules' weights are equal, so that one of them can serve as both."""
+    """Return True if two modules' weights are equal, so that one of them can serve as both."""
     return torch.equal(module.weight, shared.weight)  # type: ignore[arg-type]

@@ -1,12 +1,12 @@
-"""Adapters (LoRA) as PEFT writes them: ``adapter_config.json`` and ``adapter_model.safetensors`` of a directory.
+"""Adapters (LoRA) in PEFT's format: a directory with ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Owns what may be wrong with such a directory, and which linear layers of a decoder can have adapters, by the names that
-the checkpoint's family gives them. :func:`attach_adapters` makes room on the device, :func:`read_adapter` reads a
-directory into memory of the host, :meth:`AdapterLayers.write` puts it onto the device. Of a model on several ranks each
-has A whole and the rows of B of the outputs that it computes.
+Validates such a directory, and finds the linear layers of a decoder that can have adapters, by the checkpoint names of
+its family. :func:`attach_adapters` allocates room on the device, :func:`read_adapter` reads a directory into host
+memory, :meth:`AdapterLayers.write` copies it to the device. With several ranks, each has all of A and the rows of B for
+the outputs it computes.
 
-An adapter adds ``scaling · B · A`` to a weight; the scaling is multiplied into B in fp32 while it is read, and the
-product is rounded once to the model's dtype. Source of names and formulas: PEFT, ``tuners/lora``.
+An adapter adds ``scaling · B · A`` to a weight; B is multiplied by the scaling in fp32 when read, and the result is
+rounded once to the model's dtype. Source of names and formulas: PEFT, ``tuners/lora``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 PREFIX = re.compile(
     r"^(base_model\.model\.)?(model\.language_model\.|language_model\.model\.|language_model\.|model\.)?"
 )
-"""How names of modules begin: PEFT's wrapper, and exports of whole models, of text models and of their bases."""
+"""Prefixes of module names: PEFT's wrapper, and exports of whole models, of text models and of their bases."""
 
 TENSOR = re.compile(r"^(?P<module>.+)\.(?P<kind>lora_A|lora_B)(\.[^.]+)?\.weight$")
 
@@ -67,7 +67,7 @@ PARTS = {
     "modules_to_save": REFUSED["modules_to_save"],
     ".bias": "biases of an adapter are not added; train with bias='none'",
 }
-"""What names of tensors that are no low-rank product have in them, and why they are refused."""
+"""Parts of tensor names that are not low-rank products, and why they are refused."""
 
 MODULES = {
     "embed_tokens": "adapters of embeddings are not supported; leave it out of target_modules",
@@ -77,12 +77,12 @@ MODULES = {
     r"\.mlp\.gate$": "adapters of routers are not supported; leave it out of target_modules",
     r"\bvisual\.|vision": "adapters of vision towers are not supported; leave them out of target_modules",
 }
-"""Patterns of names of modules without room for adapters, and why."""
+"""Patterns of modules without adapters, and the reason."""
 
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """loaded: adapters on the device at once. rank: of an adapter, at most. kept: adapters in memory of the host."""
+    """loaded: adapters on the device at one time. rank: maximum rank. kept: adapters kept in host memory."""
 
     loaded: int
     rank: int
@@ -90,11 +90,14 @@ class AdapterLimits:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A projection that can have adapters. layer: its linear layer's path; number: which of the layer's projections.
+class AdapterTarget:
+    """A projection that can have adapters.
 
-    inputs, outputs: of the whole projection. Which rows of the checkpoint's tensor this rank computes of it: ``rows``,
-    where the projection's own ones are not all there; else ``part``, None for all.
+    layer: path of its linear layer.
+    number: index among the layer's projections.
+    inputs, outputs: of the whole projection.
+    rows: rows of the checkpoint tensor computed by this rank, unless they are the projection's own ones.
+    part: otherwise this rank's part; None for all.
     """
 
     layer: str
@@ -107,11 +110,12 @@ class Target:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """An adapter in memory of the host.
+    """An adapter in host memory.
 
-    digest: of its directory's name and its files, so that another adapter, and the same one elsewhere, have another.
-    rank: the largest of its modules. parts: by path of a linear layer, of each of its projections A [r, K] and
-    B [outputs, r] with the scaling in it, or None; the outputs are those of this rank.
+    digest: of its directory's name and its files; differs for another adapter, and for the same one elsewhere.
+    rank: the largest of its modules.
+    parts: by path of a linear layer, A [r, K] and B [outputs, r] of each of its projections, scaling included, or None;
+        the outputs are those of this rank.
     """
 
     directory: Path
@@ -128,14 +132,14 @@ class AdapterWeights:
 
 @dataclass(frozen=True)
 class AdapterLayers:
-    """The linear layers of a decoder with room for adapters, by path, and the projections that files name.
+    """Linear layers of a decoder with room for adapters, by path, and the projections named by files.
 
-    rows: which row of the pass under way has which adapter.
+    rows: adapter of each row in the current pass.
     """
 
     rows: AdapterRows
     layers: Mapping[str, LinearAdapter]
-    targets: Mapping[str, Sequence[Target]]
+    targets: Mapping[str, Sequence[AdapterTarget]]
     dtype: torch.dtype
     limits: AdapterLimits
 
@@ -146,17 +150,17 @@ class AdapterLayers:
 
     @torch.inference_mode()
     def write(self, place: int, weights: AdapterWeights) -> None:
-        """Put an adapter onto the device, in the place of another one that no pass reads any more."""
+        """Copy an adapter to the device, in place of one that no pass reads any more."""
         for path, layer in self.layers.items():
             layer.write(place, weights.parts.get(path) or [None] * len(layer.projections))
 
 
 def attach_adapters(model: Decoder, family: Family, limits: AdapterLimits) -> AdapterLayers:
-    """Make room for adapters on every linear layer of the decoder's layers, on its device, for this rank's outputs.
+    """Allocate room for adapters on every linear layer of the decoder's layers, for this rank's outputs.
 
-    Raises ConfigError for a layer with more projections than kernels have room for.
+    Raises ConfigError for a layer with more projections than the kernels support.
     """
-    rows, layers, targets = AdapterRows(), dict[str, LinearAdapter](), dict[str, list[Target]]()
+    rows, layers, targets = AdapterRows(), dict[str, LinearAdapter](), dict[str, list[AdapterTarget]]()
     specs = model.config.layers
     for path, module in model.named_modules():
         if not isinstance(module, Linear) or not path.startswith("layers."):
@@ -164,7 +168,7 @@ def attach_adapters(model: Decoder, family: Family, limits: AdapterLimits) -> Ad
         named = [f"{path}.{name}" if name else path for name in module.projections]
         try:
             names = [family.name(name, specs) for name in named]
-        except KeyError:  # no file could name it
+        except KeyError:  # files cannot name it
             continue
         device = next(module.parameters()).device
         layers[path] = module.adapter = LinearAdapter(
@@ -174,25 +178,25 @@ def attach_adapters(model: Decoder, family: Family, limits: AdapterLimits) -> Ad
             targets.setdefault(_short(name), []).append(_target(path, number, module, family.rows_of(own, specs)))
     for layer in model.layers:
         if isinstance(layer, DecoderLayer):
-            layer.ask_readers()
+            layer.set_norm_formats()
     return AdapterLayers(rows, layers, targets, model.embed.weight.dtype, limits)
 
 
-def _target(path: str, number: int, module: Linear, rows: torch.Tensor | None) -> Target:
-    """A projection of a layer. rows: of the checkpoint's tensor that are the whole projection's; None: all."""
+def _target(path: str, number: int, module: Linear, rows: torch.Tensor | None) -> AdapterTarget:
+    """A projection of a layer. rows: rows of the checkpoint tensor that form the whole projection; None: all."""
     (name, outputs) = list(module.projections.items())[number]
     share = module.shares[name]
     part = None if share == WHOLE else Slices(0, share.runs(outputs))
     if rows is not None and part is not None:
         rows, part = part.of(rows), None
-    return Target(path, number, module.inputs, outputs, rows, part)
+    return AdapterTarget(path, number, module.inputs, outputs, rows, part)
 
 
 # ---- reading ----------------------------------------------------------------------------------------
 
 
 def check_adapter(directory: Path, layers: AdapterLayers) -> tuple[_Config, dict[str, dict[str, TensorInfo]]]:
-    """Check a directory without reading its weights: its config, and its tensors by module and kind.
+    """Check a directory without reading its weights; return its config, and its tensors by module and kind.
 
     Raises CheckpointError naming the file, and the module or the setting.
     """
@@ -207,8 +211,8 @@ def check_adapter(directory: Path, layers: AdapterLayers) -> tuple[_Config, dict
 
 
 def read_adapter(directory: Path, layers: AdapterLayers) -> AdapterWeights:
-    """Check and read a directory, of each B what this rank computes. Raises CheckpointError as :func:`check_adapter`
-    does, and for weights that are no numbers."""
+    """Check and read a directory, of each B only this rank's part. Raises CheckpointError as :func:`check_adapter`
+    does, and for NaN or infinite weights."""
     config, found = check_adapter(directory, layers)
     infos = {f"{module}.{kind}": info for module, pair in found.items() for kind, info in pair.items()}
     parts_read = {f"{module}.{KINDS[1]}": layers.targets[_short(module)][0].part for module in found}
@@ -231,7 +235,7 @@ def read_adapter(directory: Path, layers: AdapterLayers) -> AdapterWeights:
 
 @dataclass(frozen=True)
 class _Config:
-    """What adapter_config.json says of scalings. ranks, alphas: of modules, by patterns of their names."""
+    """Scalings of adapter_config.json. ranks, alphas: of modules, by patterns of their names."""
 
     rank: int
     alpha: float
@@ -287,24 +291,24 @@ def _number(file: Path, name: str, value: Any, least: float = -math.inf) -> floa
 
 
 def _patterns(file: Path, name: str, raw: Mapping[str, Any], least: float = -math.inf) -> dict[str, float]:
-    given = raw.get(name) or {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"{file}: {name}={str(given)[:40]} must be an object.")
-    for key in given:
+    values = raw.get(name) or {}
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"{file}: {name}={str(values)[:40]} must be an object.")
+    for key in values:
         try:
             re.compile(key)
         except re.error as error:
             raise CheckpointError(f"{file}: {name} has {key[:80]!r}, which is no pattern: {error}.") from None
-    return {key: _number(file, f"{name}[{key[:80]!r}]", value, least) for key, value in given.items()}
+    return {key: _number(file, f"{name}[{key[:80]!r}]", value, least) for key, value in values.items()}
 
 
 def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that the module's name, or its end after a dot, matches; as in PEFT."""
+    """Value of the first pattern that matches the module's name, or its end after a dot, as in PEFT."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _tensors(directory: Path) -> dict[str, dict[str, TensorInfo]]:
-    """The tensors of a directory: module, without PEFT's wrapper -> kind -> tensor."""
+    """Tensors of a directory: module, without PEFT's wrapper -> kind -> tensor."""
     file = directory / WEIGHTS
     if not file.is_file():
         pickled = next((name for name in PICKLES if (directory / name).exists()), None)
@@ -330,7 +334,7 @@ def _tensors(directory: Path) -> dict[str, dict[str, TensorInfo]]:
 def _check_product(
     directory: Path, module: str, pair: Mapping[str, TensorInfo], config: _Config, layers: AdapterLayers
 ) -> None:
-    """Raise CheckpointError unless both tensors of a module are there and fit the whole base model and the limits."""
+    """Raise CheckpointError unless both tensors of a module exist and fit the whole base model and the limits."""
     file, limits = directory / WEIGHTS, layers.limits
     targets = layers.targets.get(_short(module))
     if targets is None:
@@ -355,16 +359,16 @@ def _check_product(
 
 
 def _check_complete(directory: Path, config: _Config, found: Mapping[str, Any], layers: AdapterLayers) -> None:
-    """Raise CheckpointError where target_modules lists a module of which some layers' tensors are missing."""
+    """Raise CheckpointError if target_modules lists a module of which some layers' tensors are missing."""
     if not isinstance(config.targets, list) or config.some_layers:
         return
     here = {_short(module) for module in found}
     endings = [str(target) for target in config.targets]
-    wanted = [name for name in layers.targets if any(_ends(name, ending) for ending in endings)]
-    if missing := [name for name in wanted if name not in here]:
+    listed = [name for name in layers.targets if any(_ends(name, ending) for ending in endings)]
+    if missing := [name for name in listed if name not in here]:
         raise CheckpointError(
             f"{directory / WEIGHTS}: {CONFIG} names {missing[0]}, and there are no tensors of it "
-            f"({len(missing)} of {len(wanted)} modules are missing): the file is incomplete."
+            f"({len(missing)} of {len(listed)} modules are missing): the file is incomplete."
         )
 
 
@@ -373,12 +377,12 @@ def _ends(name: str, ending: str) -> bool:
 
 
 def _short(module: str) -> str:
-    """A module's name without what exports of different tools begin names with."""
+    """A module's name without the prefixes of different export tools."""
     return PREFIX.sub("", module, count=1)
 
 
 def _why_not(module: str) -> str:
-    """Why a module has no room for an adapter."""
+    """Reason why a module has no room for an adapter."""
     known = next((why for part, why in MODULES.items() if re.search(part, module)), None)
     return known or "the base model has no linear layer of that name; the adapter is another model's"
 

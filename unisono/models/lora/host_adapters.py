@@ -1,7 +1,7 @@
-"""The adapters in memory of a rank's host, and the commands with which rank 0 moves adapters on all ranks.
+"""Adapters in a rank's host memory, and the commands with which rank 0 moves adapters on all ranks.
 
-Every rank holds the same adapters, each its part of them. Reading may fail and is answered; after that, putting one
-onto the device cannot.
+Every rank holds its part of the same adapters. Reading may fail and is answered; copying a held adapter to the device
+cannot fail.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from unisono.types import CheckpointError
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Read this rank's part of an adapter into memory of the host, unless it is held. digest: of what rank 0 read."""
+    """Read this rank's part of an adapter into host memory, unless it is held. digest: of the files read by rank 0."""
 
     directory: str
     digest: bytes
 
 
 class KeepAdapters(msgspec.Struct, frozen=True, tag=True):
-    """Forget the adapters in memory of the host, all but these digests."""
+    """Forget all adapters in host memory except these digests."""
 
     digests: list[bytes]
 
 
 class WriteAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Put an adapter that is held onto the device, into a place that no later pass reads for another one."""
+    """Copy a held adapter to the device, to a place that no later pass reads for another adapter."""
 
     place: int
     digest: bytes
@@ -39,7 +39,7 @@ AdapterCommand = ReadAdapter | KeepAdapters | WriteAdapter
 
 
 class HeldAdapters:
-    """The adapters that a rank holds, by digest, and the layers that they are for."""
+    """Adapters held by a rank, by digest, and the layers they are for."""
 
     def __init__(self, layers: AdapterLayers) -> None:
         self.layers = layers
@@ -47,7 +47,7 @@ class HeldAdapters:
 
     @property
     def digests(self) -> Set[bytes]:
-        """Of the adapters that are held."""
+        """Digests of the held adapters."""
         return self._weights.keys()
 
     def read(self, directory: Path) -> AdapterWeights:
@@ -62,7 +62,7 @@ class HeldAdapters:
         self._weights[weights.digest] = weights
 
     def execute(self, command: AdapterCommand) -> None:
-        """Execute a command of rank 0. Raises CheckpointError, having changed nothing, where reading fails."""
+        """Execute a command of rank 0. Raises CheckpointError, without changing anything, if reading fails."""
         if isinstance(command, WriteAdapter):
             self.layers.write(command.place, self._weights[command.digest])
         elif isinstance(command, KeepAdapters):

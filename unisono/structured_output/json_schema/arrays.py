@@ -1,4 +1,4 @@
-"""Keywords of arrays, rewritten into prefixItems and items."""
+"""Array keywords, rewritten into prefixItems and items."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unisono.structured_output.json_schema.rewriter import Rewriter
 from unisono.structured_output.json_schema.values import has_type
 
 MAX_PLACES = 8
-"""The items that ``contains`` asks for are among this many first ones of an array."""
+"""The matches of ``contains`` are among this many first items of an array."""
 MAX_COMBINATIONS = 100
-"""Placements of these items that are written out."""
+"""Most placements of these items that are enumerated."""
 MAX_VALUES = 5
-"""Values of the items of an array with ``uniqueItems``: 5 make 326 arrays."""
+"""Most values of the items of an array with ``uniqueItems``: 5 make 326 arrays."""
 
 _COMBINATORS = ("anyOf", "oneOf", "if", "then", "else")
 _EVALUATING = frozenset({
@@ -33,7 +33,7 @@ class Arrays:
         self._to = rewriter
 
     def keywords(self, place: SchemaPlace) -> tuple[dict[str, Any], list[Any]]:
-        """(keywords that llguidance knows, further conjuncts for arrays)."""
+        """(keywords that llguidance supports, further conjuncts for arrays)."""
         schema = place.schema
         first, rest = positional(schema)
         main: dict[str, Any] = {}
@@ -55,7 +55,7 @@ class Arrays:
         return main, parts
 
     def _contains(self, place: SchemaPlace, most: int | None) -> list[Any]:
-        """Arrays in which the items that ``contains`` asks for are among the first MAX_PLACES."""
+        """Arrays whose matches of ``contains`` are among the first MAX_PLACES items."""
         schema = place.schema
         least, limit = int(schema.get("minContains", 1)), schema.get("maxContains")
         wanted = self._to.schema(place.child("contains"))
@@ -142,14 +142,16 @@ class Arrays:
 
 
 def positional(schema: Mapping[str, Any]) -> tuple[str, str]:
-    """(keyword of the items by place, keyword of the others): those of draft 2019-09 and before, or today's."""
+    """(keyword of the items by position, keyword of the others): those of draft 2019-09 and before, or the current
+    ones.
+    """
     if isinstance(schema.get("items"), list):
         return "items", "additionalItems"
     return "prefixItems", "items"
 
 
 def finite(schema: Any) -> list[Any] | None:
-    """The values of a schema, where it names them; None where it does not."""
+    """The values of a schema, if it lists them; otherwise None."""
     if not isinstance(schema, Mapping):
         return [] if schema is False else None
     if "enum" in schema or "const" in schema:

@@ -1,9 +1,9 @@
-"""JSON schemas as llguidance enforces them: rewritten where that is exact, refused otherwise.
+"""JSON schemas for llguidance: rewritten where that is exact, refused otherwise.
 
-llguidance knows types, bounds, lengths, patterns, properties, items and combinators. :func:`normalised` rewrites every
-other keyword into these: references into definitions, conditions and negations into alternatives, counts of properties
-into the combinations that are possible. No keyword that decides which values are valid is dropped. ``keywords.py`` has
-the table of what is enforced.
+llguidance supports types, bounds, lengths, patterns, properties, items and combinators. :func:`normalised` rewrites
+every other keyword into these: references into definitions, conditions and negations into alternatives, counts of
+properties into the possible combinations. No keyword that decides validity is dropped. ``keywords.py`` has the table of
+enforced keywords.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ EXACT = 2**53
 _NAMED = ("properties", "patternProperties")
 MAX_NODES = 50_000
 MAX_BRANCHES = 12
-"""Branches of a oneOf that overlap."""
+"""Most overlapping branches of a oneOf."""
 
 
 @dataclass(frozen=True)
 class Normalised:
-    """A schema for llguidance. controls: its strings may hold control characters that need a \\\\u escape.
+    r"""A schema for llguidance.
 
-    overlaps: JSON pointers of schemas with several patternProperties, which may turn out to match one name.
+    controls: its strings may hold control characters that need a \\u escape.
+
+    overlaps: JSON pointers of schemas with several patternProperties, which may match the same name.
     """
 
     schema: dict[str, Any]
@@ -62,12 +64,12 @@ def normalised(schema: Any) -> Normalised:
 
 
 def _first(schema: Mapping[str, Any]) -> str:
-    """The keyword to name for a schema that no value satisfies."""
+    """The keyword that an error names for a schema that no value satisfies."""
     return next((name for name in schema if name in KEYWORDS), "type")
 
 
 class Normaliser:
-    """Rewrites one schema. definitions: what its references mean, by name."""
+    """Rewrites one schema. definitions: the targets of its references, by name."""
 
     def __init__(self, root: Any) -> None:
         self.references = References(root)
@@ -80,7 +82,7 @@ class Normaliser:
         self._objects, self._arrays = Objects(self), Arrays(self)
 
     def schema(self, place: SchemaPlace) -> Any:
-        """A schema as llguidance takes it: an object, True or False."""
+        """A schema in llguidance's form: an object, True or False."""
         schema = place.schema
         if isinstance(schema, bool):
             return schema
@@ -100,14 +102,14 @@ class Normaliser:
         return conjunction(parts)
 
     def again(self, schema: Any, place: SchemaPlace) -> Any:
-        """A schema that was made of the one in ``place``."""
+        """Rewrite a schema that is derived from the one in ``place``."""
         return self.schema(SchemaPlace(schema, place.pointer, place.base))
 
     def refuse(self, keyword: str, place: SchemaPlace, why: str) -> SchemaRefusedError:
         return SchemaRefusedError(keyword, place.pointer, why)
 
     def text(self, text: str) -> str:
-        """Note a text that answers may hold: a name or a value."""
+        """Record a text that answers may hold: a name or a value."""
         self.controls = self.controls or any(is_control(ord(char)) for char in text)
         return text
 
@@ -131,7 +133,7 @@ class Normaliser:
                 raise self.refuse(name, place, "it must be a whole number from 0 on")
 
     def _values(self, place: SchemaPlace) -> Any:
-        """enum and const: the values that are valid under everything beside them."""
+        """enum and const: the values that are valid under all other keywords."""
         schema = place.schema
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         kept = [value for value in values if self._validator.valid(value, place)]
@@ -161,7 +163,7 @@ class Normaliser:
         return found
 
     def _definition(self, target: SchemaPlace, seen: tuple[str, ...]) -> Any:
-        """A reference to the definition that a schema becomes; references to references are followed."""
+        """A reference to the definition of a schema; references to references are followed."""
         schema = target.schema
         if isinstance(schema, bool):
             return schema
@@ -179,7 +181,7 @@ class Normaliser:
     # ---- types ----------------------------------------------------------------------------------
 
     def _typed(self, place: SchemaPlace) -> list[Any]:
-        """Return the constraints of a schema on each type, as conjuncts."""
+        """The constraints of a schema on each type, as conjuncts."""
         schema = place.schema
         types = self._types(place)
         main: dict[str, Any] = {} if types is None else {"type": types}
@@ -241,7 +243,7 @@ class Normaliser:
         return found
 
     def patterns(self, place: SchemaPlace) -> list[str]:
-        """The expressions that strings match: of pattern and format."""
+        """The expressions of pattern and format, for strings."""
         schema, found = place.schema, []
         if "pattern" in schema:
             found += self.expressions(schema["pattern"], place, "pattern")
@@ -253,7 +255,7 @@ class Normaliser:
         return found
 
     def expressions(self, pattern: Any, place: SchemaPlace, keyword: str) -> list[str]:
-        """A pattern as expressions of whole strings, all of which hold."""
+        """A pattern as expressions of whole strings, all of which must match."""
         if not isinstance(pattern, str):
             raise self.refuse(keyword, place, "it must be a string")
         try:
@@ -329,7 +331,7 @@ class Normaliser:
 
 
 def _apart(a: Any, b: Any, around: Mapping[str, Any]) -> bool:
-    """Return True if branches exclude each other, alone or under the keywords around them."""
+    """True if branches exclude each other, alone or under the keywords around them."""
     if disjoint(a, b):
         return True
     if isinstance(a, bool) or isinstance(b, bool):
@@ -339,12 +341,12 @@ def _apart(a: Any, b: Any, around: Mapping[str, Any]) -> bool:
 
 
 def is_control(code: int) -> bool:
-    """Return True if JSON writes a character as \\u and four digits."""
+    r"""True if JSON writes a character as \u and four digits."""
     return (code < 0x20 and chr(code) not in "\n\r\t\b\f") or code == 0x7F
 
 
 def guarded(schema: Any) -> Any:
-    """A schema whose additional properties cannot be a listed one that is spelt with \\u escapes."""
+    r"""A schema whose additional properties cannot be a listed one spelt with \u escapes."""
     if isinstance(schema, list):
         return [guarded(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -362,7 +364,7 @@ def guarded(schema: Any) -> Any:
 
 
 def conjunction(parts: list[Any]) -> Any:
-    """All of these schemas."""
+    """A schema with all of ``parts``."""
     kept = [part for part in parts if part not in (True, {})]
     if any(part is False for part in kept):
         return False
@@ -372,7 +374,7 @@ def conjunction(parts: list[Any]) -> Any:
 
 
 def disjunction(options: list[Any]) -> Any:
-    """Any of these schemas."""
+    """A schema with any of ``options``."""
     kept = [option for option in options if option is not False]
     if any(option in (True, {}) for option in kept):
         return True

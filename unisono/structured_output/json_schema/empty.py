@@ -1,4 +1,4 @@
-"""Finds schemas that no finite value satisfies, such as an object that needs one of its own kind inside for ever."""
+"""Finds schemas that no finite value satisfies, such as an object that requires another of its own kind inside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def without_empty(root: Any, definitions: Mapping[str, Any]) -> tuple[Any, dict[
 
 
 def _filled(schema: Any, filled: set[str]) -> bool:
-    """Return True if some value satisfies a schema, by the definitions for which one is known."""
+    """True if some value satisfies a schema, given the definitions that some value satisfies."""
     if isinstance(schema, bool):
         return schema
     if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in filled:

@@ -1,7 +1,7 @@
 """Schemas of arguments as lists of properties, for calls that are not written as JSON objects.
 
-:func:`alternatives` turns a schema of an object into plain ones, each with ``properties``, ``required`` and
-``additionalProperties`` alone: a call's arguments satisfy one of them.
+:func:`alternatives` turns a schema of an object into plain ones, each with only ``properties``, ``required`` and
+``additionalProperties``: a call's arguments satisfy one of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_ALTERNATIVES = 64
 
 @dataclass(frozen=True)
 class FlatArguments:
-    """An object's properties. others: what additional ones are; definitions: what references in them mean."""
+    """An object's properties. others: schema of additional ones. definitions: targets of references in them."""
 
     properties: Mapping[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class FlatArguments:
     definitions: Mapping[str, Any] = field(default_factory=dict)
 
     def schema(self, name: str) -> Any:
-        """The schema of one property, with what its references mean."""
+        """The schema of one property, with the definitions of its references."""
         own = self.properties.get(name, self.others)
         return {**own, "$defs": dict(self.definitions)} if isinstance(own, Mapping) and self.definitions else own
 
@@ -74,7 +74,7 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _merged(chosen: tuple[FlatArguments, ...]) -> FlatArguments:
-    """All of these at once."""
+    """The conjunction of the chosen objects."""
     names = dict.fromkeys(name for one in chosen for name in (*one.properties, *one.required))
     properties = {name: conjunction([one.properties.get(name, one.others) for one in chosen]) for name in names}
     required = dict.fromkeys(name for one in chosen for name in one.required)

@@ -1,4 +1,4 @@
-"""Expressions of JSON Schema's ``format`` values, for whole texts, in the syntax that both ECMA and Rust read.
+"""Regular expressions of JSON Schema's ``format`` values, for whole texts, in syntax common to ECMA and Rust.
 
 Sources: RFC 3339 (dates and times; appendix A for durations), RFC 5321 (email), RFC 1123 (host names), RFC 4291 (IPv6),
 RFC 3986 (URI), RFC 6901 (JSON pointers), RFC 9562 (UUID), RFC 6570 (URI templates).
@@ -70,4 +70,4 @@ FORMATS: Mapping[str, str] = {
 """The formats that are enforced."""
 
 REFUSED = ("idn-email", "idn-hostname", "iri", "iri-reference", "uri-template", "regex")
-"""Formats of the standard that no expression here says: a schema with one is refused."""
+"""Formats of the standard without an expression here: a schema with one is refused."""

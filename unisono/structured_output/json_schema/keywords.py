@@ -1,7 +1,7 @@
 """The keywords of JSON Schema: enforced, enforced in some forms, refused, or without effect on an answer.
 
-``json_schema.py`` refuses by this table, and the tables of docs/guide/structure.md are written from it
-(:func:`markdown`, checked by a test).
+``compile.py`` refuses by this table, and the tables of docs/guide/structure.md are generated from it (:func:`markdown`,
+checked by a test).
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ Status = Literal["enforced", "partly", "approximated", "refused"]
 
 @dataclass(frozen=True)
 class Keyword:
-    """A keyword that decides which values are valid. when: the forms that are enforced. instead: what to write.
+    """A keyword that decides validity.
 
-    An answer is valid under every keyword that is taken. ``partly``: some forms of it are refused. ``approximated``:
-    some valid values cannot be written.
+    when: the forms that are enforced. instead: the way out.
+
+    An answer is valid under every accepted keyword. ``partly``: some forms are refused. ``approximated``: some valid
+    values cannot be generated.
     """
 
     status: Status
@@ -27,7 +29,7 @@ class Keyword:
 
 
 class SchemaRefusedError(ValueError):
-    """A JSON schema that cannot be enforced: names the keyword, its JSON pointer and the way out."""
+    """A JSON schema that cannot be enforced; the text names the keyword, its JSON pointer and the way out."""
 
     def __init__(self, keyword: str, pointer: str, why: str, instead: str = "") -> None:
         way_out = instead or (KEYWORDS[keyword].instead if keyword in KEYWORDS else "")

@@ -1,6 +1,6 @@
-"""Logic on JSON schemas: the negation of a schema, and whether two exclude each other.
+"""Logic on JSON schemas: negation, and disjointness of two schemas.
 
-Both work on schemas without references (:func:`inlined`) and give up where the answer has no exact form.
+Both work on schemas without references (:func:`inlined`) and give up if the result has no exact form.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unisono.structured_output.json_schema.values import has_type, identity, typ
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 MAX_SIZE = 400
-"""Keywords of a schema that is negated, those of references in it included."""
+"""Most keywords of a schema to negate, those of its references included."""
 
 _BOUNDS = {"minimum": "exclusiveMaximum", "maximum": "exclusiveMinimum", "exclusiveMinimum": "maximum",
            "exclusiveMaximum": "minimum"}  # fmt: skip
@@ -29,7 +29,7 @@ ANNOTATIONS = frozenset({
 
 
 class NoExactForm(Exception):
-    """A negation that cannot be written as a schema. keyword: the one that stands in the way."""
+    """A negation that cannot be written as a schema. keyword: the cause."""
 
     def __init__(self, keyword: str) -> None:
         super().__init__(keyword)
@@ -37,7 +37,7 @@ class NoExactForm(Exception):
 
 
 class Size:
-    """Counts keywords, so that no schema grows without bound."""
+    """A counter of keywords, so that no schema grows without bound."""
 
     def __init__(self) -> None:
         self.left = MAX_SIZE
@@ -51,10 +51,10 @@ class Size:
 def inlined(
     place: SchemaPlace, references: References, size: Size, loose: bool = False, open_: tuple[str, ...] = ()
 ) -> Any:
-    """The schema in ``place`` with its references written out.
+    """The schema in ``place`` with its references inlined.
 
-    Raises NoExactForm for recursive ones, and for references in keywords that are not looked into. With ``loose`` those
-    are left out instead: the schema then allows more.
+    Raises NoExactForm for recursive ones, and for references in keywords that are not read. With ``loose`` those are
+    left out instead; the schema then allows more.
     """
     schema = place.schema
     if not isinstance(schema, Mapping):
@@ -152,14 +152,17 @@ def _negated_keyword(name: str, value: Any, schema: Mapping[str, Any], size: Siz
 
 
 def _other_types(types: list[str]) -> Any:
-    """All other types. Numbers with a fraction are left out where only integers are excluded: no schema says them."""
+    """All other types.
+
+    If only integers are excluded, numbers with a fraction are left out: no schema expresses them.
+    """
     excluded = {*types, *(["number"] if "integer" in types else [])}
     left = [one for one in TYPES if one not in excluded]
     return {"type": left} if left else False
 
 
 def _other_values(values: list[Any]) -> list[Any]:
-    """Alternatives for all values but these."""
+    """Alternatives for all other values."""
     kinds = {type_of(value) for value in values}
     if kinds & {"array", "object"}:
         raise NoExactForm("const")
@@ -180,14 +183,14 @@ def _other_values(values: list[Any]) -> list[Any]:
 
 
 def other_strings(strings: list[str]) -> str:
-    """An expression of all strings but these."""
+    """An expression of all other strings."""
     if sum(map(len, strings)) > MAX_SIZE * 4:
         raise NoExactForm("enum")
     return f"^(?:{_outside(sorted(set(strings)))})$"
 
 
 def _outside(strings: list[str]) -> str:
-    """Alternatives of the texts that are none of ``strings``, by their first character."""
+    """Alternatives of the texts that are not in ``strings``, by their first character."""
     heads: dict[str, list[str]] = {}
     for text in strings:
         if text:
@@ -203,7 +206,7 @@ def _outside(strings: list[str]) -> str:
 
 
 def disjoint(a: Any, b: Any) -> bool:
-    """Return True if provably no value is valid under both schemas. They have no references."""
+    """True if provably no value is valid under both schemas, which have no references."""
     if a is False or b is False:
         return True
     if isinstance(a, bool) or isinstance(b, bool):
@@ -231,7 +234,7 @@ def disjoint(a: Any, b: Any) -> bool:
 
 
 def _flat(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with the keywords of its allOf beside its own; required and properties add up, others are its own."""
+    """A schema merged with the keywords of its allOf; required and properties are united, its other keywords win."""
     made = {name: value for name, value in schema.items() if name != "allOf"}
     for part in schema.get("allOf", ()):
         if isinstance(part, bool):
@@ -254,10 +257,10 @@ def _values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    given = schema.get("type")
-    if given is None:
+    value = schema.get("type")
+    if value is None:
         return {*TYPES, "integer"}
-    return {given} if isinstance(given, str) else set(given)
+    return {value} if isinstance(value, str) else set(value)
 
 
 def _may_have_type(kind: str, kinds: set[str]) -> bool:
@@ -265,7 +268,7 @@ def _may_have_type(kind: str, kinds: set[str]) -> bool:
 
 
 def _ranges_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Numbers, strings, arrays and objects whose bounds exclude each other."""
+    """True if bounds of numbers, strings, arrays or objects exclude each other."""
     if not (_kinds(a) | _kinds(b) <= {"number", "integer"} or len(_kinds(a) | _kinds(b)) == 1):
         return False
     for low, high in (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"),
@@ -283,7 +286,7 @@ def _ranges_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def _objects_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Objects that need a property for which no value is valid under both."""
+    """True if a required property has no value that is valid under both objects."""
     for name in {*a.get("required", ()), *b.get("required", ())}:
         if disjoint(_property(a, name), _property(b, name)):
             return True

@@ -1,4 +1,4 @@
-"""Keywords of objects, rewritten into properties, required and additionalProperties."""
+"""Object keywords, rewritten into properties, required and additionalProperties."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.structured_output.json_schema.rewriter import Rewriter
 from unisono.structured_output.json_schema.values import Validator
 
 MAX_COMBINATIONS = 100
-"""Combinations of optional properties that minProperties or maxProperties is written out as."""
+"""Most combinations of optional properties that are enumerated for minProperties or maxProperties."""
 
 _NAME_KEYWORDS = frozenset({"type", "pattern", "format", "minLength", "maxLength", "enum", "const"})
 _COMBINATORS = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "dependencies")
@@ -31,7 +31,7 @@ class Objects:
         self._to = rewriter
 
     def keywords(self, place: SchemaPlace) -> tuple[dict[str, Any], list[Any]]:
-        """(keywords that llguidance knows, further conjuncts for objects)."""
+        """(keywords that llguidance supports, further conjuncts for objects)."""
         schema = place.schema
         main = self._properties(place)
         parts: list[Any] = []
@@ -73,7 +73,7 @@ class Objects:
     # ---- names ----------------------------------------------------------------------------------
 
     def _with_names(self, main: dict[str, Any], place: SchemaPlace) -> dict[str, Any]:
-        """propertyNames: the names that are valid become properties or a pattern."""
+        """propertyNames: the valid names become properties or a pattern."""
         to, names = self._to, place.child("propertyNames")
         if names.schema in (True, {}):
             return main
@@ -145,7 +145,7 @@ class Objects:
         self, optional: list[str], need: int, left: int | None, more: bool, place: SchemaPlace
     ) -> Iterator[dict[str, Any]]:
         count = len(optional)
-        if left is None:  # at least ``need``: those may be joined by any others
+        if left is None:  # at least ``need``: any others may join
             self._limit("minProperties", comb(count, need), place)
             for chosen in combinations(optional, need):
                 yield _object(list(chosen), [], 0, None)
@@ -232,7 +232,7 @@ class Objects:
 
 
 def _evaluates(value: Any) -> bool:
-    """Return True if a keyword's schemas may evaluate properties."""
+    """True if a keyword's schemas may evaluate properties."""
     if isinstance(value, list):
         return any(map(_evaluates, value))
     if not isinstance(value, Mapping):
@@ -241,7 +241,7 @@ def _evaluates(value: Any) -> bool:
 
 
 def _object(required: list[str], absent: list[str], low: int, high: int | None) -> dict[str, Any]:
-    """An object with and without these properties; low and high: how many others it has."""
+    """An object with ``required`` and without ``absent`` properties. low, high: number of its other properties."""
     made: dict[str, Any] = {"type": "object"}
     if required:
         made["required"] = required

@@ -27,7 +27,7 @@ class SchemaPlace:
     base: str
 
     def child(self, *path: str | int) -> SchemaPlace:
-        """The schema below."""
+        """The schema below, at ``path``."""
         schema, pointer = self.schema, self.pointer
         for step in path:
             schema = schema[step]
@@ -36,12 +36,12 @@ class SchemaPlace:
 
 
 def escaped(step: str) -> str:
-    """One step of a JSON pointer."""
+    """Escape one step of a JSON pointer."""
     return step.replace("~", "~0").replace("/", "~1")
 
 
 def based(base: str, schema: Any) -> str:
-    """The base URI of a schema that stands in one with ``base``."""
+    """The base URI of a schema inside one with ``base``."""
     own = identifier(schema)
     return urldefrag(urljoin(base, own)).url if own and not own.startswith("#") else base
 
@@ -78,7 +78,7 @@ class References:
             self._dynamic.setdefault(schema["$dynamicAnchor"], []).append(place)
 
     def resolved(self, place: SchemaPlace, keyword: str = "$ref") -> SchemaPlace:
-        """The schema that the reference in ``place`` means. Raises SchemaRefusedError."""
+        """The target of the reference in ``place``. Raises SchemaRefusedError."""
         reference = place.schema[keyword]
         if not isinstance(reference, str):
             raise SchemaRefusedError(keyword, place.pointer, "it must be a string")

@@ -1,4 +1,4 @@
-"""The interface of the rewriter of JSON schemas that the rules for arrays and objects call back."""
+"""The interface of the schema rewriter for the rules of arrays and objects."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from unisono.structured_output.json_schema.refs import References, SchemaPlace
 
 
 class Rewriter(Protocol):
-    """Rewrites schemas; ``json_schema.Normaliser`` is one. overlaps: pointers of schemas with several patterns."""
+    """Rewriter of schemas, such as ``compile.Normaliser``. overlaps: pointers of schemas with several patterns."""
 
     references: References
     overlaps: list[str]
 
     def schema(self, place: SchemaPlace) -> Any:
-        """A schema as llguidance takes it: an object, True or False."""
+        """A schema in llguidance's form: an object, True or False."""
         ...
 
     def again(self, schema: Any, place: SchemaPlace) -> Any:
-        """A schema that was made of the one in ``place``."""
+        """Rewrite a schema that is derived from the one in ``place``."""
         ...
 
     def negated(self, place: SchemaPlace, keyword: str) -> Any:
-        """The negation of the schema in ``place``, which ``keyword`` needs."""
+        """The negation of the schema in ``place``, needed by ``keyword``."""
         ...
 
     def patterns(self, place: SchemaPlace) -> list[str]:
-        """The expressions that strings match: of pattern and format."""
+        """The expressions of pattern and format, for strings."""
         ...
 
     def expressions(self, pattern: Any, place: SchemaPlace, keyword: str) -> list[str]:
-        """A pattern as expressions of whole strings, all of which hold."""
+        """A pattern as expressions of whole strings, all of which must match."""
         ...
 
     def refuse(self, keyword: str, place: SchemaPlace, why: str) -> SchemaRefusedError:
@@ -39,5 +39,5 @@ class Rewriter(Protocol):
         ...
 
     def text(self, text: str) -> str:
-        """Note a text that answers may hold, and return it."""
+        """Record a text that answers may hold, and return it."""
         ...

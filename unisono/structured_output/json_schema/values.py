@@ -1,4 +1,4 @@
-"""Validation of JSON values against a schema: which values of an enum are valid under the keywords beside it."""
+"""Validation of JSON values against a schema: the values of an enum that are valid under its other keywords."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def has_type(value: Any, types: Any) -> bool:
 
 
 class Validator:
-    """Validates values. Raises SchemaRefusedError for keywords that it cannot judge."""
+    """Validator of values. Raises SchemaRefusedError for unsupported keywords."""
 
     def __init__(self, references: References) -> None:
         self._references = references
         self._members: dict[int, frozenset[Hashable]] = {}  # of each enum, by the id of its list
 
     def valid(self, value: Any, place: SchemaPlace, depth: int = 0) -> bool:
-        """Return True if ``value`` is valid under the schema in ``place``."""
+        """True if ``value`` is valid under the schema in ``place``."""
         schema = place.schema
         if isinstance(schema, bool):
             return schema
@@ -122,7 +122,7 @@ class Validator:
         return step is None or (math.isfinite(value) and Fraction(repr(value)) % Fraction(repr(step)) == 0)
 
     def _values_of(self, enum: list[Any]) -> frozenset[Hashable]:
-        """Keys of an enum's values. The schema keeps the list alive, so its id stays its own."""
+        """Keys of an enum's values. The schema keeps the list alive, so its id is unique."""
         if id(enum) not in self._members:
             self._members[id(enum)] = frozenset(map(identity, enum))
         return self._members[id(enum)]
@@ -191,7 +191,7 @@ class Validator:
 
 
 def matches(pattern: str, text: str, place: SchemaPlace) -> bool:
-    """Return True if a pattern of ECMA-262 is found in ``text``. Raises SchemaRefusedError if it is not supported."""
+    """True if an ECMA-262 pattern is found in ``text``. Raises SchemaRefusedError for an unsupported pattern."""
     try:
         return all(one.fullmatch(text) for one in _compiled(pattern)[0]) and not any(
             one.fullmatch(text) for one in _compiled(pattern)[1]

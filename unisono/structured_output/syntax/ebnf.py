@@ -1,7 +1,7 @@
-"""Grammars in EBNF (``root ::= …``, as xgrammar and llama.cpp read it), written as Lark for llguidance.
+"""Grammars in EBNF (``root ::= …``, in the dialect of xgrammar and llama.cpp), translated to Lark for llguidance.
 
 EBNF is matched character by character; llguidance reads terminals greedily, the longest first. So a literal is one
-terminal only where no other terminal of the grammar begins it, and a sequence of characters otherwise. Rules that can
+terminal only if no other terminal of the grammar begins it, and a sequence of characters otherwise. Rules that can
 never end are removed, and a grammar that no text matches is refused.
 """
 
@@ -17,7 +17,7 @@ ROOT = "root"
 LAST = 0x10FFFF
 UNBOUNDED = -1
 MAX_DEPTH = 200
-"""Nesting of groups."""
+"""Most nested groups."""
 
 _SPACE = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -29,7 +29,7 @@ _BRACED = re.compile(r"\{([0-9A-Fa-f]{1,6})\}")
 
 
 class GrammarTextError(ValueError):
-    """A grammar that cannot be read, or that no text matches; says where and why."""
+    """A grammar that cannot be parsed, or that no text matches; the text has the place and the reason."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ Node = Literal | Characters | Name | Concatenation | Alternation | Repeat
 
 
 def ebnf_to_lark(text: str) -> str:
-    """A grammar in EBNF as Lark. Raises GrammarTextError."""
+    """Translate a grammar in EBNF to Lark. Raises GrammarTextError."""
     rules = _EbnfReader(text).rules()
     if ROOT not in rules:
         raise GrammarTextError(f'it has no rule "{ROOT}", where every text begins')
@@ -216,7 +216,7 @@ class _EbnfReader:
             code = int(braced[1] if braced else match[0], 16)  # type: ignore[index]
             self._at = match.end()  # type: ignore[union-attr]
             if code > LAST or 0xD800 <= code < 0xE000:
-                raise self._error(f"U+{code:X} is no character")
+                raise self._error(f"U+{code:X} is not a character")
             return chr(code)
         if kind in _ESCAPES:
             return _ESCAPES[kind]
@@ -263,7 +263,7 @@ def _names(node: Node) -> Iterator[str]:
 
 
 def _without_endless(rules: Mapping[str, Node]) -> dict[str, Node]:
-    """The rules that some text matches, without the alternatives that none does."""
+    """The rules that some text matches, without the alternatives that no text matches."""
     ending: set[str] = set()
     while True:
         more = {name for name, body in rules.items() if name not in ending and _pruned(body, ending) is not None}
@@ -276,7 +276,7 @@ def _without_endless(rules: Mapping[str, Node]) -> dict[str, Node]:
 
 
 def _pruned(node: Node, ending: set[str]) -> Node | None:
-    """``node`` without alternatives that no text matches, given the rules that some text does; None if none is left."""
+    """``node`` without alternatives that no text matches, by the rules that some text matches; None if none is left."""
     match node:
         case Name(name):
             return node if name in ending else None
@@ -339,7 +339,7 @@ def quoted(text: str) -> str:
 
 
 def character_class(ranges: Iterable[tuple[int, int]]) -> str:
-    """A class of a regular expression, of the code points in ``ranges``; surrogates are no characters."""
+    """A character class of a regular expression with the code points in ``ranges``, without surrogates."""
     pieces = []
     for first, last in ranges:
         for low, high in ((first, min(last, 0xD7FF)), (max(first, 0xE000), last)):
@@ -349,7 +349,7 @@ def character_class(ranges: Iterable[tuple[int, int]]) -> str:
 
 
 def _split_literals(bodies: Iterable[Node]) -> set[str]:
-    """The literals that another terminal begins, or that begin another: they are written a character at a time."""
+    """The literals that another terminal begins, or that begin another: they are written character by character."""
     literals: set[str] = set()
     singles: list[Characters] = []
     open_ = list(bodies)
@@ -370,9 +370,9 @@ def _split_literals(bodies: Iterable[Node]) -> set[str]:
     begins = {text[0] for text in literals if len(text) == 1}
     split = {text for text in long if text[0] in begins or inside(text[0])}
     for begin, other in pairwise(long):
-        if other.startswith(begin):  # sorted: literals that ``begin`` begins follow it
+        if other.startswith(begin):  # sorted: literals with the prefix ``begin`` follow it
             split |= {begin, *(text for text in long if text.startswith(begin))}
-    while True:  # a literal of which the first character is a terminal now
+    while True:  # a literal whose first character has become a terminal
         begins = {text[0] for text in split}
         more = {text for text in long if text[0] in begins} - split
         if not more:

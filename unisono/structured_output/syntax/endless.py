@@ -1,7 +1,7 @@
-"""Finds grammars in Lark's notation that no text matches, because every way through their rules goes on for ever.
+"""Finds grammars in Lark's notation that no text matches, because every path through their rules is infinite.
 
-Reads the shape of rules only: names, alternatives, groups and repetitions. All else, terminals and what llguidance adds
-to Lark, counts as text that exists. A grammar that cannot be read so is left to llguidance.
+Reads only the shape of rules: names, alternatives, groups and repetitions. Everything else, terminals and llguidance's
+extensions, counts as matchable. A grammar that cannot be parsed like this is left to llguidance.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class EndlessError(ValueError):
 
 
 def check_ends(text: str) -> None:
-    """Raises EndlessError if no text can match the rule ``start``."""
+    """Raise EndlessError if no text can match the rule ``start``."""
     if "%json" in text or "%regex" in text or "::" in text:
-        return  # values and conditions in rules: their shape is llguidance's own
+        return  # llguidance's extensions: values and conditions in rules
     tokens = list(_tokens(text))
     if not tokens:
         return
@@ -60,8 +60,8 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _ends(body: Sequence[tuple[str, str]], ending: set[str], rules: object) -> bool:
-    """Return True if some text matches a body, by the rules that are known to end."""
-    stack: list[tuple[bool, bool]] = []  # of each open group: (an alternative before ends, this one does so far)
+    """True if some text matches a body, by the rules that are known to end."""
+    stack: list[tuple[bool, bool]] = []  # per open group: (an alternative before ends, this one does so far)
     some, this, last = False, True, True  # last: the item that a repetition belongs to
     for kind, found in body:
         if found in ("(", "["):

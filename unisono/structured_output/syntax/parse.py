@@ -1,4 +1,4 @@
-"""Structured outputs as grammars of llguidance. Runs in the process that compiles."""
+"""Structured outputs to grammars of llguidance. Runs in the compiling process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from unisono.structured_output.syntax.regex import rewritten
 from unisono.structured_output.syntax.structural_tag import TagWriter, Vocabulary
 
 BLANKS = 20
-"""Blanks in a row between the parts of a JSON text: a small model may write nothing else till its tokens are spent."""
+"""Most consecutive blanks between the parts of a JSON text: a small model may write nothing else until its tokens are
+spent.
+"""
 
 _LARK = re.compile(
     r"^[ \t]*[?!]{0,2}[A-Za-z_][\w-]*(?:\[[^\]\n]*\])?(?:::\w+)?(?:\.-?\d+)?[ \t]*:(?![:=])", re.MULTILINE
@@ -23,14 +25,14 @@ _LARK = re.compile(
 
 
 _PRIORITY = re.compile(r"^([ \t]*[?!]{0,2}[A-Za-z_]\w*)\.-?\d+(?=[ \t]*:)", re.MULTILINE)
-"""A rule with a priority, which chooses between ways to read a text and changes no text."""
+"""A rule with a priority, which chooses between parses and changes no text."""
 
 
 NOTHING = "no text matches it, or none that this model's tokens spell"
 
 
 class RefusedError(ValueError):
-    """A structured output that cannot be enforced; says which part and why."""
+    """A structured output that cannot be enforced; the text names the part and the reason."""
 
 
 def is_lark(text: str) -> bool:
@@ -45,25 +47,25 @@ _ENGINE = (
     ("Unable to determine if regex is empty", "pattern", "it is too complex beside the other keywords of the string"),
     ("schema too large", "allOf", "its alternatives, multiplied, are too many"),
 )
-"""Keyword and reason of each message of llguidance about a schema that passes ``json_schema.py``."""
+"""Messages of llguidance about a schema that passes ``json_schema/`` -> (keyword, reason)."""
 
 
-def parse(kind: str, given: Any, compact: bool, vocabulary: Vocabulary) -> str:
-    """The grammar, as llguidance takes it, of the field ``kind`` of StructuredOutputs.
+def parse(kind: str, value: Any, compact: bool, vocabulary: Vocabulary) -> str:
+    """The grammar in llguidance's form of the field ``kind`` of StructuredOutputs.
 
     compact: JSON without blanks. vocabulary: the tokens that a structural tag may name. Raises ValueError.
     """
     if kind == "json":
-        return _alone("start: " + _json(json.loads(given), 0 if compact else BLANKS))
+        return _alone("start: " + _json(json.loads(value), 0 if compact else BLANKS))
     if kind == "json_object":
         return _alone("start: " + _json({"type": "object"}, 0 if compact else BLANKS))
     if kind == "regex":
-        return _alone(f"start: TEXT\nTEXT: {_regex(given)}")
+        return _alone(f"start: TEXT\nTEXT: {_regex(value)}")
     if kind == "choice":
-        return _alone("start: TEXT\nTEXT: " + " | ".join(quoted(text) for text in given))
+        return _alone("start: TEXT\nTEXT: " + " | ".join(quoted(text) for text in value))
     if kind == "grammar":
-        return _alone(_lark(given))
-    return _structural_tag(given, compact, vocabulary)
+        return _alone(_lark(value))
+    return _structural_tag(value, compact, vocabulary)
 
 
 def _alone(lark: str) -> str:
@@ -78,14 +80,14 @@ def _lark(text: str) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """An expression as a terminal of Lark."""
+    """A regular expression as a terminal of Lark."""
     found = rewritten(pattern, search=False)
     parts = [f"/{body}/" for body in (found.body, *found.also)] + [f"~/{body}/" for body in found.never]
     return " & ".join(parts)
 
 
 def _json(schema: Any, blanks: int) -> str:
-    """A JSON schema as an expression of Lark. blanks: most in a row between the parts of a text."""
+    """A JSON schema as an expression of Lark. blanks: most consecutive ones between the parts of a text."""
     ready = normalised(schema)
     options: dict[str, Any] = {"json_allowed_escapes": 'nrbtf\\"' + ("u" if ready.controls else "")}
     if blanks:
@@ -95,9 +97,9 @@ def _json(schema: Any, blanks: int) -> str:
     return "%json " + json.dumps({**ready.schema, "x-guidance": options}, ensure_ascii=False)
 
 
-def _structural_tag(given: str, compact: bool, vocabulary: Vocabulary) -> str:
-    """A structural tag; the grammars in it stand beside it, by name."""
-    tag = json.loads(given)
+def _structural_tag(text: str, compact: bool, vocabulary: Vocabulary) -> str:
+    """A structural tag; its embedded grammars are named parts of the result."""
+    tag = json.loads(text)
     if not isinstance(tag, Mapping):
         raise RefusedError("it must be a JSON object")
     others: dict[str, str] = {}
@@ -114,7 +116,7 @@ def _structural_tag(given: str, compact: bool, vocabulary: Vocabulary) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An error's message on one line, without a full stop and without the grammar that llguidance shows with it."""
+    """An error's message on one line, without a full stop and without the grammar that llguidance quotes."""
     said = str(error)
     if "Unsatisfiable schema" in said:
         return "no value satisfies it: " + _line(said.rpartition("Unsatisfiable schema:")[2])

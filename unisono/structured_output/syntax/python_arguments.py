@@ -1,4 +1,4 @@
-"""Arguments of a tool as Python's keyword arguments (``a=1, b="x"``), as a structural tag. Values are JSON."""
+"""Arguments of a tool as Python keyword arguments (``a=1, b="x"``), as a structural tag. Values are JSON."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from unisono.structured_output.json_schema.flat import FlatArguments, alternativ
 Tag = dict[str, Any]
 
 BLANKS = 2
-"""Blanks in a row between the parts of a value."""
+"""Most consecutive blanks between the parts of a value."""
 ORDERED = 8
-"""Optional properties that are written in the order of the schema; more may come in any order."""
+"""Optional properties in the order of the schema; beyond this number, properties may come in any order."""
 
 
 def keyword_arguments(schema: Any) -> Tag:
-    """``key=value, …`` that a schema of an object allows: required ones first, each in the schema's order."""
+    """The ``key=value, …`` texts that an object's schema allows: required ones first, each in the schema's order."""
     return _either([_arguments(one) for one in alternatives(schema)])
 
 

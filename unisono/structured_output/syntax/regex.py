@@ -1,9 +1,9 @@
-r"""Regular expressions of requests, checked and rewritten for llguidance.
+"""Regular expressions of requests, checked and rewritten for llguidance.
 
-Requests write expressions as Python (``structured_outputs.regex``) or as ECMA-262 (``pattern`` in a JSON schema).
-llguidance reads Rust's syntax and matches whole texts. :func:`rewritten` parses an expression and writes it out again,
-in a form that means the same in Rust: classes as code points, anchors resolved, lookaheads at the beginning as
-expressions of their own. An expression that has no such form is refused; nothing is read as something else.
+Requests write expressions in Python's syntax (``structured_outputs.regex``) or ECMA-262's (``pattern`` in a JSON
+schema). llguidance has Rust's syntax and matches whole texts. :func:`rewritten` parses an expression and prints it in a
+form with the same meaning in Rust: classes as code points, anchors resolved, leading lookaheads as separate
+expressions. An expression without such a form is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LAST = 0x10FFFF
 ANYTHING = r"(?s:.)*"
 MAX_DEPTH = 200
 MAX_ALTERNATIVES = 200
-"""Alternatives that anchors inside groups may make of an expression."""
+"""Most alternatives that anchors inside groups may make of an expression."""
 
 Ranges = tuple[tuple[int, int], ...]
 DIGITS: Ranges = ((0x30, 0x39),)
@@ -37,7 +37,7 @@ _PROPERTY = re.compile(r"[pP](?:[A-Z]|\{[\w=:-]{1,40}\})")
 
 
 class RegexError(ValueError):
-    """A regular expression that cannot be enforced; says which part and why."""
+    """A regular expression that cannot be enforced; the text names the part and the reason."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class _Text:
-    """A written piece that has no anchor in it."""
+    """A printed piece without an anchor."""
 
     text: str
 
@@ -63,7 +63,7 @@ class _Anchor:
 
 @dataclass(frozen=True)
 class _Look:
-    """A lookahead. nodes: its alternatives."""
+    """A lookahead. options: its alternatives."""
 
     options: tuple[tuple[_Node, ...], ...]
     negative: bool
@@ -81,7 +81,7 @@ _Node = _Text | _Anchor | _Look | _Group
 
 @dataclass
 class _Way:
-    """One alternative of an expression: anchored or not at either end."""
+    """One alternative of an expression. start, end: it is anchored there."""
 
     parts: list[str] = field(default_factory=list)
     looks: list[_Look] = field(default_factory=list)
@@ -93,11 +93,13 @@ class _Way:
 
 
 def rewritten(pattern: str, search: bool) -> Rewritten:
-    """``pattern`` for llguidance. search: it may match anywhere in a text (ECMA); otherwise the whole text (Python).
+    """``pattern`` for llguidance.
+
+    search: it may match anywhere in a text (ECMA); otherwise the whole text (Python).
 
     Raises RegexError.
     """
-    reader = _RegexReader(pattern, ecma=search)
+    reader = _RegexParser(pattern, ecma=search)
     options = reader.read()
     ways = _ways(options)
     looks = {look for way in ways for look in way.looks}
@@ -110,7 +112,7 @@ def rewritten(pattern: str, search: bool) -> Rewritten:
 
 
 def _whole(look: _Look, search: bool) -> str:
-    """The texts that a lookahead at the beginning finds."""
+    """The texts that a leading lookahead matches, as an expression."""
     ways = _ways(look.options)
     if any(way.looks for way in ways):
         raise RegexError("a lookahead within a lookahead is not supported")
@@ -134,7 +136,7 @@ def _joined(ways: Sequence[_Way], search: bool) -> str:
 
 
 def _shorten(parts: list[str], place: int) -> None:
-    """Beside ANYTHING a repetition need not go beyond its lower bound."""
+    """Reduce a repetition beside ANYTHING to its lower bound."""
     while parts and (count := _WRITTEN_COUNT.search(parts[place])) is not None:
         least = int(count[1]) if count[1] else int(count[0] == "+")
         if least:
@@ -144,7 +146,7 @@ def _shorten(parts: list[str], place: int) -> None:
 
 
 def _ways(options: Sequence[Sequence[_Node]]) -> list[_Way]:
-    """The alternatives of an expression, with the anchors and lookaheads that it has in groups at its ends resolved."""
+    """The alternatives of an expression, with the anchors and lookaheads of groups at its ends resolved."""
     found: list[_Way] = []
     for nodes in options:
         ways = [_Way()]
@@ -220,8 +222,8 @@ def _plain(node: _Node) -> str:
     return node.text
 
 
-class _RegexReader:
-    """Parses one expression. ecma: as JSON Schema's patterns are read; otherwise as Python's ``re``."""
+class _RegexParser:
+    """Parser of one expression. ecma: in the syntax of JSON Schema's patterns; otherwise Python's ``re``."""
 
     def __init__(self, pattern: str, ecma: bool) -> None:
         self._pattern, self._ecma = pattern, ecma
@@ -299,7 +301,7 @@ class _RegexReader:
             raise self._error("an anchor or a lookahead is repeated")
         if self._take("+"):
             raise self._error("a possessive repetition (such as a*+) is not supported: use a plain one")
-        self._take("?")  # as many or as few: the same texts match
+        self._take("?")  # greedy or lazy: the same texts match
         if self._peek() in ("*", "+", "?") or self._count.match(self._pattern, self._at):
             raise self._error("a repetition of a repetition needs a group around the inner one")
         if isinstance(atom, _Group):
@@ -332,7 +334,7 @@ class _RegexReader:
         return _Group(options, "", "i" if "i" in flags else "")
 
     def _flags_for_all(self, flags: str, at: int) -> _Node:
-        """Flags of the rest of the expression, which only its beginning may set."""
+        """Parse flags of the rest of the expression, allowed only at its beginning."""
         if at != 2:
             raise self._error("flags are supported at the beginning of the expression, or as (?i:…)")
         self._dot_all = "s" in flags
@@ -361,7 +363,7 @@ class _RegexReader:
         return _Text(character_class(ranges))
 
     def _escaped(self) -> Ranges:
-        """The characters that an escape means; its backslash is read."""
+        """The characters of an escape; its backslash is read."""
         kind = self._peek()
         self._at += 1
         spaces = SPACES if self._ecma else PYTHON_SPACES
@@ -391,17 +393,17 @@ class _RegexReader:
             raise self._error(f"\\{kind} needs its hexadecimal digits")
         self._at = match.end()
         code = int(match[1] or match[2], 16)
-        if 0xD800 <= code < 0xDC00:  # the first half of a pair of surrogates
+        if 0xD800 <= code < 0xDC00:  # the first half of a surrogate pair
             low = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})").match(self._pattern, self._at)
             if low is not None:
                 self._at = low.end()
                 code = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         if code > LAST or 0xD800 <= code < 0xE000:
-            raise self._error(f"U+{code:X} is no character")
+            raise self._error(f"U+{code:X} is not a character")
         return ((code, code),)
 
     def _class(self) -> str:
-        """After ``[``: the class, written out."""
+        """Parse a class after ``[``, and print it."""
         negated = self._take("^")
         ranges: list[tuple[int, int]] = []
         properties: list[str] = []
@@ -433,7 +435,7 @@ class _RegexReader:
         if self._peek() != "-" or self._peek(2) in ("-]", "-"):
             return low
         if len(low) > 1 or low[0][0] != low[0][1]:
-            return low  # the - is a member of its own
+            return low  # the - is a member of the class
         self._at += 1
         high = self._member()
         if len(high) > 1 or high[0][0] != high[0][1]:
@@ -464,5 +466,5 @@ class _RegexReader:
 def _literal(code: int) -> str:
     char = chr(code)
     if 0xD800 <= code < 0xE000:
-        raise RegexError(f"U+{code:X} is no character")
+        raise RegexError(f"U+{code:X} is not a character")
     return char if char.isascii() and (char.isalnum() or char in " _,;:=!<>\"'@%&`~") else f"\\x{{{code:X}}}"

@@ -1,8 +1,8 @@
-"""Structural tags: the JSON form of xgrammar and vLLM for answers with tags, written as Lark for llguidance.
+"""Structural tags: the JSON form of xgrammar and vLLM for answers with tags, translated to Lark for llguidance.
 
 A tag describes a text: constants, JSON of a schema, expressions, grammars and free text, in sequences and alternatives.
-Neighbours that are plain text become one terminal, so that a text ends where the next part begins. Free text never
-contains what ends it. Special tokens are part of it only where a tag names tokens (``token_dispatch``, ``any_tokens``).
+Adjacent plain texts become one terminal, so that a text ends where the next part begins. Free text never contains the
+text that ends it. Special tokens belong to it only if a tag names tokens (``token_dispatch``, ``any_tokens``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAX_REPEAT = 10_000
 
 
 class TagError(ValueError):
-    """A structural tag that cannot be compiled; says which part and why."""
+    """A structural tag that cannot be compiled; the text names the part and the reason."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that a tag may name. specials: those that may be part of an answer. size: of the vocabulary."""
+    """The tokens that a tag may name. size: of the vocabulary. specials: special tokens that an answer may contain."""
 
     size: int
     ids: Mapping[str, int]
@@ -39,14 +39,16 @@ class Vocabulary:
 
 
 Embedded = Callable[[str, Any, int | None], str]
-"""Makes Lark of a part: (``json`` or ``grammar``, its value, most blanks in a row of JSON) -> an expression."""
+"""Translator of an embedded part to Lark: (``json`` or ``grammar``, its value, most consecutive blanks of JSON)."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """An expression of Lark. plain: what it is as part of a terminal, where it is text; empty otherwise.
+    """An expression of Lark.
 
-    free: text of which the end is what follows it. solid: it is never empty, so that it can end free text.
+    plain: the same as part of a terminal, if it is text; else empty.
+
+    free: text that ends where the next part begins. solid: it is never empty, so that it can end free text.
     """
 
     rule: str
@@ -56,7 +58,7 @@ class _Piece:
 
 
 class TagWriter:
-    """Writes the rules of one structural tag; ``embedded`` writes its JSON and grammars."""
+    """Writer of the rules of one structural tag; ``embedded`` writes its JSON and grammars."""
 
     def __init__(self, vocabulary: Vocabulary, embedded: Embedded) -> None:
         self._vocabulary, self._embedded = vocabulary, embedded
@@ -64,9 +66,12 @@ class TagWriter:
         self._known: dict[str, str] = {}
         self._depth = self._count = 0
 
-    def grammar(self, given: Tag) -> str:
-        """The Lark of a whole structural tag. Raises TagError, and what ``embedded`` and expressions raise."""
-        start = self._rule(_format(given))
+    def grammar(self, tag: Tag) -> str:
+        """The Lark grammar of a whole structural tag.
+
+        Raises TagError, and errors of ``embedded`` and of expressions.
+        """
+        start = self._rule(_format(tag))
         return "\n".join(["%llguidance {}", f"start: {start}", *self._lines, ""])
 
     # ---- parts ----------------------------------------------------------------------------------
@@ -250,7 +255,7 @@ class TagWriter:
         return _Piece(self._one_token({self._token_id(one) for one in tag.get("exclude_tokens") or ()}))
 
     def _free_tokens(self, excluded: set[int]) -> str:
-        """Any number of tokens but those, and those that end an answer."""
+        """Any number of tokens, except ``excluded`` and those that end an answer."""
         if not excluded <= self._vocabulary.specials | self._vocabulary.eos:
             return f"{self._one_token(excluded)}*"
         left = _ranges(self._vocabulary.specials - excluded)
@@ -273,7 +278,7 @@ class TagWriter:
     # ---- terminals ------------------------------------------------------------------------------
 
     def _joined(self, pieces: Sequence[_Piece]) -> _Piece:
-        """Neighbours that are plain text, as one; free text ends before the next piece that is never empty."""
+        """Merge adjacent plain texts; free text ends before the next piece that is never empty."""
         texts = [piece.plain for piece in pieces]
         for place, piece in enumerate(pieces):
             end = next((at for at in range(place + 1, len(pieces)) if pieces[at].solid), None)
@@ -297,7 +302,7 @@ class TagWriter:
         return " ".join(text for text in written if text) or '""'
 
     def _define(self, body: str) -> str:
-        """The name of a terminal; a constant stands for itself."""
+        """The name of a terminal; a constant is used directly."""
         if body.startswith('"') and _is_constant(body):
             return body
         if body not in self._known:
@@ -314,23 +319,23 @@ KINDS = frozenset(
         "_tags_with_separator", "_dispatch", "_token_dispatch", "_token", "_any_tokens", "_exclude_token",
     )
 )  # fmt: skip
-"""The types of parts that are supported: a method of TagWriter each."""
+"""The supported types of parts: a method of TagWriter each."""
 
 
-def _format(given: Tag) -> Tag:
+def _format(tag: Tag) -> Tag:
     """The format in a structural tag; also of the older form with ``structures`` and ``triggers``."""
-    if given.get("type") != "structural_tag":
+    if tag.get("type") != "structural_tag":
         raise TagError('type must be "structural_tag"')
-    if isinstance(given.get("format"), Mapping):
-        return dict(given["format"])
-    if "structures" in given and "triggers" in given:
+    if isinstance(tag.get("format"), Mapping):
+        return dict(tag["format"])
+    if "structures" in tag and "triggers" in tag:
         tags = []
-        for one in _list(given, "structures"):
+        for one in _list(tag, "structures"):
             schema = one.get("schema")
             schema = json.loads(schema) if isinstance(schema, str) else schema
             content = {"type": "json_schema", "json_schema": schema}
             tags.append({"type": "tag", "begin": one.get("begin"), "content": content, "end": one.get("end")})
-        return {"type": "triggered_tags", "triggers": given["triggers"], "tags": tags}
+        return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
     raise TagError("it needs a format")
 
 
@@ -347,7 +352,7 @@ def _is_constant(body: str) -> bool:
 
 
 def _all_of(bodies: Sequence[str], never: Sequence[str], excludes: Iterable[str] = ()) -> str:
-    """A terminal's text: matches each of ``bodies``, none of ``never``, and contains none of ``excludes``."""
+    """A terminal that matches each of ``bodies``, none of ``never``, and contains none of ``excludes``."""
     parts = [f"/{body}/" for body in bodies]
     parts += [f"~/{body}/" for body in never]
     parts += [f"~(/{ANYTHING}/ {quoted(text)} /{ANYTHING}/)" for text in dict.fromkeys(excludes)]
@@ -355,7 +360,7 @@ def _all_of(bodies: Sequence[str], never: Sequence[str], excludes: Iterable[str]
 
 
 def _ranges(ids: Iterable[int]) -> str:
-    """Token ids as Lark writes them: ``0-5,7``."""
+    """Token ids in Lark's form: ``0-5,7``."""
     found: list[list[int]] = []
     for i in sorted(ids):
         if found and found[-1][1] == i - 1:
@@ -366,7 +371,7 @@ def _ranges(ids: Iterable[int]) -> str:
 
 
 def _tag_parts(tag: Tag) -> list[Tag]:
-    """The sequence that a tag is: its begin, its content and its end."""
+    """A tag as a sequence: its begin, its content and its end."""
     begin, end = tag.get("begin"), tag.get("end")
     if "content" not in tag:
         raise TagError("tag.content is missing")
@@ -391,7 +396,7 @@ def _either(tags: Sequence[Tag]) -> Tag:
 
 
 def _flat(tag: Tag) -> list[Any]:
-    """A sequence's elements, those of sequences in it among them."""
+    """A sequence's elements, with nested sequences flattened."""
     found: list[Any] = []
     for one in _list(tag, "elements"):
         if one.get("type") == "sequence":

@@ -1,8 +1,8 @@
 """Arguments of a tool as parameters between marks (Qwen, GLM, MiniMax), as a structural tag.
 
 Each property is a parameter, in the order of the schema; optional ones may be left out. A value of type string is bare
-text up to the closing mark, every other value is JSON. A text that several types allow is read as the answer's reader
-does: as JSON where it is JSON of an allowed type, as text otherwise.
+text up to the closing mark, every other value is JSON. A text that several types allow is interpreted as in the tool
+parser: as JSON if it is JSON of an allowed type, as text otherwise.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ Tag = dict[str, Any]
 
 @dataclass(frozen=True)
 class XmlStyle:
-    """The marks of one way to write parameters. {} stands for the key, \\n? for an optional line end.
+    r"""The marks of one parameter syntax.
 
-    end: the closing mark without that. excludes: other texts that no bare value contains.
+    {} is replaced by the key, \n? is an optional line end.
+
+    end: the closing mark without line ends. excludes: other texts that no bare value contains.
     """
 
     before: str
@@ -52,7 +54,7 @@ TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 
 
 def parameters(schema: Any, style: XmlStyle) -> Tag:
-    """The parameters that a schema of an object allows."""
+    """The parameters that an object's schema allows."""
     return _either([_parameters(one, style) for one in alternatives(schema)])
 
 
@@ -97,7 +99,7 @@ def _value(schema: Any, style: XmlStyle) -> Tag:
         return text
     texts, others = _kinds(schema, schema)
     if any(not one for one in texts):
-        return text  # any text is a value of it
+        return text  # the schema allows any text
     exact = [_sequence([_GAP, _exact(one, style), _GAP]) for one in texts]
     definitions = {name: schema[name] for name in ("$defs",) if name in schema}
     jsons = [
@@ -111,9 +113,9 @@ def _json(schema: Any) -> Tag:
 
 
 def _kinds(schema: Any, root: Mapping[str, Any], seen: tuple[str, ...] = ()) -> tuple[list[Any], list[Any]]:
-    """(what a schema says of strings, one entry for each alternative that has them; its alternatives without strings).
+    """(string schemas, one for each alternative that allows strings; the alternatives without strings).
 
-    An entry without keywords allows any string.
+    A string schema without keywords allows any string.
     """
     if not isinstance(schema, Mapping):
         return ([{}], []) if schema is True else ([], [])
@@ -143,7 +145,7 @@ def _kinds(schema: Any, root: Mapping[str, Any], seen: tuple[str, ...] = ()) -> 
 
 
 def _exact(text: Mapping[str, Any], style: XmlStyle) -> Tag:
-    """A bare text with a form of its own."""
+    """A bare text with constraints."""
     if "enum" in text:
         return _either([_constant(value) for value in text["enum"]])
     made: Tag = {"type": "any_text", "excludes": [style.end, *style.excludes], "patterns": []}

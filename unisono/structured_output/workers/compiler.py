@@ -1,12 +1,12 @@
-"""Compiling what requests ask of their outputs, in processes of their own, once for all that ask the same.
+"""Compilation of structured outputs in separate processes, once for equal forms.
 
-Compiling takes milliseconds to seconds, and what a client sends may take for ever, all memory, or the process's life.
-So each grammar is compiled in a process (``worker.py``) with limits, which alone it can end; there it stays, and
-outputs are followed there too.
+Compiling takes milliseconds to seconds, and a client's grammar may need unbounded time or memory, or crash. So each
+grammar is compiled in a process (``worker.py``) with limits. The compiled grammar stays in that process, which also
+tracks its outputs.
 
-A thread of the engine's process looks after them. Those that have computed least go on, the others are stopped till
-there is room: a client that sends hard grammars cannot keep others' from being compiled. A compilation that nobody
-waits for any more is killed.
+A thread of the engine's process schedules the compilations. Those that have computed least run, the others are stopped
+until there is a slot: a client with hard grammars cannot block those of others. A compilation without waiters is
+killed.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, StructuredOutputs
 
 KEPT = 64
-"""Compiled grammars that are kept, the latest used ones: a process each, that waits."""
+"""Compiled grammars in the LRU cache: an idle process each."""
 
 SLOTS = max(2, min(4, (os.cpu_count() or 1) // 4))
-"""Compilations that compute at once."""
+"""Compilations that run at once."""
 
 PROCESSES = 8
-"""Compilations under way, the stopped ones included: each may hold MEMORY."""
+"""Compilations in progress, the stopped ones included: each may use MEMORY."""
 
 TURN = 0.1
-"""Seconds between two looks at who computes, while there are more compilations than slots."""
+"""Scheduling interval, seconds, while there are more compilations than slots."""
 
 SECONDS = 20.0
-"""Processor time that a compilation may take."""
+"""Processor time of a compilation, seconds."""
 
 PATIENCE = 60.0
-"""Seconds that a compilation may take in all, those in which others had its slot included."""
+"""Wall-clock limit of a compilation, seconds, including the time it was stopped."""
 
 AGING = 0.1
-"""Seconds of computing that a second of waiting makes up for: newer ones do not keep an old one waiting for ever."""
+"""Seconds of computation that a second of waiting compensates: newer compilations cannot starve an old one."""
 
 MEMORY = 1 << 30
-"""Bytes that a compilation, and each process that follows its outputs, may take beyond the vocabulary."""
+"""Memory of a compilation, and of each lane, beyond the vocabulary, bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A grammar for this vocabulary, in a process of its own. eos: the ids that may end a text. words: of a mask."""
+    """A grammar for this vocabulary, in its own process. eos: the ids that may end a text. words: length of a mask."""
 
     process: Compiler
     eos: tuple[int, ...]
@@ -65,11 +65,13 @@ class Compiled:
 
 
 @dataclass(eq=False)
-class _Job:
-    """One grammar that is compiled, and who waits for it. spent: seconds of computing, up to ``since`` where it
-    computes now."""
+class _CompileJob:
+    """One grammar under compilation, and its waiters.
 
-    asked: StructuredOutputs
+    spent: seconds of computation before ``since``. since: start of the current run; None while stopped.
+    """
+
+    outputs: StructuredOutputs
     begun: float
     waiting: list[Future[Compiled]] = field(default_factory=list)
     process: Compiler | None = None
@@ -85,11 +87,11 @@ class _Job:
 
 
 class Grammars:
-    """The grammars of one model: ``directory`` has its tokenizer, ``eos`` are its end-of-sequence ids."""
+    """The grammars of one model. ``directory`` has its tokenizer, ``eos`` are its end-of-sequence ids."""
 
     def __init__(self, directory: str | Path, vocab_size: int, eos: Sequence[int]) -> None:
         self._directory, self._vocab_size, self._eos = Path(directory), vocab_size, tuple(eos)
-        self._jobs: OrderedDict[StructuredOutputs, _Job] = OrderedDict()
+        self._jobs: OrderedDict[StructuredOutputs, _CompileJob] = OrderedDict()
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._template: Template | None = None
@@ -98,19 +100,21 @@ class Grammars:
         self._bell, self._ear = wake_up_pair()
         self._selector.register(self._ear, selectors.EVENT_READ, None)
 
-    def prepare(self, asked: StructuredOutputs) -> Future[Compiled]:
-        """Begin to compile, unless that was done. The future's exception is a BadRequest that says what is wrong.
+    def prepare(self, outputs: StructuredOutputs) -> Future[Compiled]:
+        """Start to compile, once.
 
-        Cancel the future when its request has gone: a compilation that nobody waits for ends.
+        The future's exception is a BadRequest.
+
+        Cancel the future when its request has gone: a compilation without waiters ends.
         """
         future: Future[Compiled] = Future()
         with self._lock:
-            job = self._jobs.pop(asked, None)
+            job = self._jobs.pop(outputs, None)
             if job is not None and isinstance(job.result, Compiled) and not job.result.process.alive():
                 job = None
             if job is None:
-                job = _Job(asked, time.monotonic())
-            self._jobs[asked] = job
+                job = _CompileJob(outputs, time.monotonic())
+            self._jobs[outputs] = job
             self._forget_the_oldest()
             if job.result is None:
                 job.waiting.append(future)
@@ -121,9 +125,9 @@ class Grammars:
             self._look_after()
         return future
 
-    def get(self, asked: StructuredOutputs) -> Compiled:
+    def get(self, outputs: StructuredOutputs) -> Compiled:
         """The compiled grammar; waits for it. Raises BadRequest."""
-        future = self.prepare(asked)
+        future = self.prepare(outputs)
         try:
             return future.result()
         except BaseException:
@@ -144,9 +148,9 @@ class Grammars:
             end.close()
 
     def _forget_the_oldest(self) -> None:
-        finished = [asked for asked, job in self._jobs.items() if job.result is not None]
-        for asked in finished[: max(0, len(finished) - KEPT)]:
-            del self._jobs[asked]
+        finished = [outputs for outputs, job in self._jobs.items() if job.result is not None]
+        for outputs in finished[: max(0, len(finished) - KEPT)]:
+            del self._jobs[outputs]
 
     def _ring(self) -> None:
         with suppress(OSError):
@@ -179,12 +183,12 @@ class Grammars:
                 self._template.close()
             self._selector.close()
 
-    def _open_jobs(self) -> list[_Job]:
+    def _open_jobs(self) -> list[_CompileJob]:
         with self._lock:
             return [job for job in self._jobs.values() if job.result is None]
 
     def _arrange(self) -> bool:
-        """Let those compute that have computed least. Returns whether to look again in a moment."""
+        """Run the compilations that have computed least. Returns True if there are stopped ones to schedule soon."""
         now = time.monotonic()
         for job in self._open_jobs():
             self._drop(job, now)
@@ -201,25 +205,25 @@ class Grammars:
             job.since = job.since or time.monotonic()
         return bool(jobs)
 
-    def _drop(self, job: _Job, now: float) -> None:
-        """End a compilation that nobody waits for, or that has had its time."""
+    def _drop(self, job: _CompileJob, now: float) -> None:
+        """End a compilation without waiters, or beyond its time."""
         with self._lock:
             job.waiting = [future for future in job.waiting if not future.cancelled()]
             if not job.waiting:
                 self._stop(job)
-                if self._jobs.get(job.asked) is job:
-                    del self._jobs[job.asked]
+                if self._jobs.get(job.outputs) is job:
+                    del self._jobs[job.outputs]
                 return
         if now - job.begun > PATIENCE:
             self._stop(job)
             why = f"it was not compiled within {PATIENCE:g} s, for others are being compiled; send it again later"
-            self._finish(job, _refusal(job.asked, why), keep=False)
-        elif job.computed(now) > 2 * SECONDS:  # it hangs without computing: its own limit did not end it
+            self._finish(job, _refusal(job.outputs, why), keep=False)
+        elif job.computed(now) > 2 * SECONDS:  # it hangs without computing, so that its own limit did not end it
             self._stop(job)
-            self._finish(job, _refusal(job.asked, f"compiling it takes more than {SECONDS:g} s"))
+            self._finish(job, _refusal(job.outputs, f"compiling it takes more than {SECONDS:g} s"))
 
-    def _begin(self, job: _Job, jobs: Sequence[_Job]) -> None:
-        """Start a job's process; where there are too many, in the place of the one that has computed most."""
+    def _begin(self, job: _CompileJob, jobs: Sequence[_CompileJob]) -> None:
+        """Start a job's process; beyond the limit, in place of the one that has computed most."""
         started = [other for other in jobs if other.process is not None]
         if len(started) >= PROCESSES:
             self._stop(started[-1])
@@ -229,12 +233,12 @@ class Grammars:
                 self._template.wait()
                 job.begun = time.monotonic()
             job.process = Compiler(*self._template.fork(MEMORY))
-            kind = job.asked.kind
+            kind = job.outputs.kind
             job.process.channel.send(
                 {
                     "kind": kind,
-                    "given": getattr(job.asked, kind),
-                    "compact": job.asked.disable_any_whitespace,
+                    "given": getattr(job.outputs, kind),
+                    "compact": job.outputs.disable_any_whitespace,
                     "seconds": SECONDS,
                     "eos": self._ends,
                     "words": self._words,
@@ -247,14 +251,14 @@ class Grammars:
             if self._template is not None:
                 self._template.close()
                 self._template = None
-            self._finish(job, _refusal(job.asked, f"its process does not start: {error}"), keep=False)
+            self._finish(job, _refusal(job.outputs, f"its process does not start: {error}"), keep=False)
             return
         self._selector.register(job.process.channel, selectors.EVENT_READ, job)
 
-    def _hear(self, job: _Job) -> None:
-        """The process of ``job`` has finished, or died."""
+    def _hear(self, job: _CompileJob) -> None:
+        """Handle a finished or dead process."""
         process, computed = job.process, job.computed(time.monotonic())
-        if process is None:  # it was stopped in this very turn
+        if process is None:  # it was stopped in this iteration
             return
         self._selector.unregister(process.channel)
         job.process, job.spent, job.since = None, computed, None
@@ -266,25 +270,25 @@ class Grammars:
                 if computed > SECONDS / 2
                 else f"its compilation fails: it takes more than {MEMORY >> 20} MiB, or is nested too deeply"
             )  # fmt: skip
-        self._finish(job, Compiled(process, self._ends, self._words) if kind == "ok" else _refusal(job.asked, text))
+        self._finish(job, Compiled(process, self._ends, self._words) if kind == "ok" else _refusal(job.outputs, text))
 
-    def _stop(self, job: _Job) -> None:
+    def _stop(self, job: _CompileJob) -> None:
         if job.process is not None:
             self._selector.unregister(job.process.channel)
             job.process.kill()
             job.spent, job.since, job.process = job.computed(time.monotonic()), None, None
 
-    def _finish(self, job: _Job, result: Compiled | BadRequest, keep: bool = True) -> None:
+    def _finish(self, job: _CompileJob, result: Compiled | BadRequest, keep: bool = True) -> None:
         with self._lock:
             job.result = result
             waiting, job.waiting = job.waiting, []
-            if not keep and self._jobs.get(job.asked) is job:
-                del self._jobs[job.asked]
+            if not keep and self._jobs.get(job.outputs) is job:
+                del self._jobs[job.outputs]
         for future in waiting:
             _deliver(future, result)
 
     def _set_up(self) -> dict[str, Any]:
-        """The vocabulary, as a message for the worker. Raises BadRequest where nothing can be compiled."""
+        """The vocabulary, as a message for the worker. Raises BadRequest if nothing can be compiled."""
         tokenizer = Tokenizer.load(self._directory)
         if tokenizer is None:
             raise BadRequest(
@@ -304,14 +308,14 @@ class Grammars:
 
 
 def _deliver(future: Future[Compiled], result: Compiled | BadRequest) -> None:
-    with suppress(InvalidStateError):  # it was cancelled in this moment
+    with suppress(InvalidStateError):  # it was cancelled concurrently
         if isinstance(result, BadRequest):
             future.set_exception(BadRequest(str(result), result.param, result.code))
         else:
             future.set_result(result)
 
 
-def _refusal(asked: StructuredOutputs, why: str) -> BadRequest:
-    shown = repr(getattr(asked, asked.kind))
+def _refusal(outputs: StructuredOutputs, why: str) -> BadRequest:
+    shown = repr(getattr(outputs, outputs.kind))
     shown = shown if len(shown) <= 80 else shown[:79] + "…"
-    return BadRequest(f"structured_outputs.{asked.kind}={shown} cannot be compiled: {why}.", "structured_outputs")
+    return BadRequest(f"structured_outputs.{outputs.kind}={shown} cannot be compiled: {why}.", "structured_outputs")

@@ -1,4 +1,4 @@
-"""The engine's side of the processes in ``worker.py`` that compile a grammar each: stopping, killing, joining them."""
+"""The engine's side of the processes in ``worker.py``, one per grammar: stopping, killing, joining them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import socket
 import threading
 from contextlib import suppress
 
-from unisono.sandbox.channel import Channel, pair
+from unisono.sandbox.channel import ForkChannel, pair
 
 LANES = 4
-"""Processes that follow outputs of one grammar, at most. A lane that dies takes its outputs with it; those are begun
-again, each in a lane of its own."""
+"""Most lanes of one grammar. A lane that dies takes its outputs with it; those restart, each in a lane of its own."""
 
 MEMBERS = 4
-"""Outputs that a lane has before another is forked."""
+"""Outputs of a lane before another is forked."""
 
 
 class Compiler:
     """A process that compiles a grammar and keeps it. ``pause``, ``go_on`` and ``kill`` may be called at any time."""
 
-    def __init__(self, channel: Channel, pid: int) -> None:
+    def __init__(self, channel: ForkChannel, pid: int) -> None:
         self.channel = channel
         self._process = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
         self._pid = pid
@@ -43,7 +42,7 @@ class Compiler:
         return self.channel.fileno() >= 0 and not self.channel.ended()
 
     def close(self) -> None:
-        """Let go of it: it ends, and its lanes once their outputs have."""
+        """Release the process: it ends, and its lanes end with their outputs."""
         self.channel.close()
         if self._process is not None:
             os.close(self._process)
@@ -52,8 +51,10 @@ class Compiler:
     def __del__(self) -> None:
         self.close()
 
-    def join(self, alone: bool) -> tuple[Channel, int]:
-        """A channel to a lane for one more output, and the lane's number, for :meth:`leave`. alone: a lane of its own.
+    def join(self, alone: bool) -> tuple[ForkChannel, int]:
+        """A channel to a lane for one more output, and the lane's number, for :meth:`leave`.
+
+        alone: a new lane.
 
         Raises Gone.
         """
@@ -87,7 +88,7 @@ class Compiler:
 
 
 def wake_up_pair() -> tuple[socket.socket, socket.socket]:
-    """A pair of sockets, neither of which waits: to wake a thread that waits in a selector."""
+    """A pair of non-blocking sockets, to wake a thread that waits in a selector."""
     one, other = socket.socketpair()
     one.setblocking(False)
     other.setblocking(False)

@@ -1,7 +1,7 @@
-"""One output's way through a compiled grammar, in the process that follows it: masks for what may be sampled next.
+"""Masks of one output's compiled grammar, in the process of its lane.
 
-Imports nothing of llguidance by itself: it is given matchers. It knows committed tokens only: what it walks over to
-make masks of drafts, it walks back.
+Does not import llguidance: it receives matchers. Its state has committed tokens only: it rolls back the drafts after
+making their masks.
 
 Shapes: P paths of drafts (1 for a chain), k drafts each, W = 1 + k positions, words = ceil(vocabulary / 32).
 """
@@ -15,16 +15,19 @@ from typing import Any
 import numpy as np
 
 FORCED = 32
-"""Forced tokens that are told at once."""
+"""Most forced tokens in one answer."""
 
 DEAD_END = "NoExtensionBias"
-"""The error of an LLMatcher after which no token continues. Other errors are limits that it has met."""
+"""The error of an LLMatcher after which no token continues. Other errors are exceeded limits."""
 
 
 @dataclass(frozen=True)
-class Ends:
-    """What may end an output. eos: the ids that may. late: the ids that may not before ``least`` tokens. never: whether
-    EOS may not end it at all while it can go on."""
+class EndRules:
+    """The end of an output.
+
+    eos: the ids that may end it. late: the ids that may not before ``least`` tokens. never: EOS is forbidden while the
+    output can continue.
+    """
 
     eos: Sequence[int]
     late: Sequence[int] = ()
@@ -32,23 +35,25 @@ class Ends:
     never: bool = False
 
     def held_back(self, length: int) -> Sequence[int]:
-        """The ids that may not end an output of this length if it can go on."""
+        """The ids that must not end an output of this length if it can continue."""
         if length < self.least:
             return self.late
         return self.eos if self.never else ()
 
 
 class Unfollowable(Exception):
-    """A grammar that cannot be followed any further: a limit of llguidance was met."""
+    """A grammar that exceeded a limit of llguidance."""
 
 
 class Walk:
-    """Follows one output. begin: makes an LLMatcher at the beginning of the grammar. length: of the output, in tokens.
+    """The grammar state of one output.
 
-    canonical: whether llguidance tokenizes text as the checkpoint does, so that it can tell forced tokens.
+    begin: makes an LLMatcher at the start of the grammar. length: output tokens.
+
+    canonical: llguidance tokenizes text as the checkpoint does, so that it can compute forced tokens.
     """
 
-    def __init__(self, begin: Callable[[], Any], ends: Ends, canonical: bool) -> None:
+    def __init__(self, begin: Callable[[], Any], ends: EndRules, canonical: bool) -> None:
         self._begin, self._ends, self._canonical = begin, ends, canonical
         self._matcher = begin()
         self._tokens: list[int] = []
@@ -58,19 +63,19 @@ class Walk:
         return len(self._tokens)
 
     def accept(self, tokens: Sequence[int]) -> int:
-        """Take in committed tokens; returns how many the grammar took."""
+        """Advance by committed tokens; returns how many the grammar accepted."""
         taken = self._consume(list(tokens))
         self._tokens += tokens[:taken]
         return taken
 
     def _consume(self, tokens: list[int]) -> int:
-        """Take in tokens; returns how many. A complete text that cannot go on ends with any EOS."""
+        """Advance by tokens; returns how many were accepted. A complete text that cannot continue ends with any EOS."""
         taken = int(self._matcher.try_consume_tokens(tokens))
         ends = taken < len(tokens) and tokens[taken] in self._ends.eos
         return taken + (ends and self._matcher.stop_reason() == "NoExtension")
 
     def forced(self) -> list[int]:
-        """The tokens that the grammar forces next, as the checkpoint's tokenizer writes them; at most FORCED."""
+        """The tokens that the grammar forces next, in the checkpoint's tokenization; at most FORCED."""
         if self._tokens and self._tokens[-1] in self._ends.eos:
             return []
         if not self._canonical or self._matcher.is_stopped():
@@ -91,8 +96,8 @@ class Walk:
         """Fill ``out [P, W, words]`` int32, contiguous, for the positions after ``drafts [P, k]`` (-1: none).
 
         out[p, j] is for the position after drafts[p, :j]. After a draft that the grammar refuses, or that ends the
-        text, it is all ones: the mask before forbids the one, and nothing follows the other. Returns the
-        rows, of P · W, after which no token continues: they allow EOS. Raises Unfollowable.
+        text, it is all ones: the mask before it forbids the former, and nothing follows the latter. Returns the rows,
+        of P · W, after which no token continues: they allow EOS. Raises Unfollowable.
         """
         self._dead: list[int] = []
         out.fill(-1)
@@ -103,7 +108,7 @@ class Walk:
         return self._dead
 
     def _walk(self, drafts: list[int], flat: np.ndarray, first: int, seen: dict[tuple[int, ...], int]) -> None:
-        """One path's masks, from row ``first`` on; ``seen`` has the row of each prefix of drafts so far."""
+        """Fill one path's masks, from row ``first`` on. seen: the row of each prefix of drafts so far."""
         taken = 0
         for place, draft in enumerate([*drafts, -1]):
             row, prefix = first + place, tuple(drafts[:place])
@@ -123,20 +128,20 @@ class Walk:
             self._matcher.rollback(taken)
 
     def _restart(self) -> None:
-        """A matcher that has met a dead end is of no use any more: another one takes in what was committed."""
+        """Replace a matcher after a dead end by a new one at the committed tokens."""
         self._matcher = self._begin()
         if self._consume(self._tokens) != len(self._tokens):
             raise Unfollowable("its committed tokens are not taken once more")
 
     def _fill(self, flat: np.ndarray, row: int, ahead: int) -> None:
-        """The mask after ``ahead`` drafts that the matcher has accepted."""
+        """Fill the mask after ``ahead`` drafts that the matcher has accepted."""
         mask = flat[row]
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             error = self._matcher.get_error()
             if not error.startswith(DEAD_END):
                 raise Unfollowable(f"it meets a limit of the grammar engine ({error.splitlines()[0]})")
-            mask.fill(0)  # nothing continues: the text ends here; the token is refused when it is accepted
+            mask.fill(0)  # nothing continues: the text ends here; accept() refuses the token
             allow(mask, self._ends.eos)
             self._dead.append(row)
         held = self._ends.held_back(self.length + ahead)

@@ -1,15 +1,15 @@
-"""The processes that compile grammars and follow them, so that no grammar can end, stop or fill the engine's process.
+"""The processes that compile grammars and track outputs, so that no grammar can end, stop or fill the engine's process.
 
 Three kinds, each forked by the one before it:
 
-* the *template* has llguidance and the vocabulary in memory, and forks. It computes nothing that a request asked for.
-* a *compiler* compiles one grammar, within limits of processor time and memory, tries what the first masks cost, and
-  then keeps the grammar. Its *lanes* are forked from it, so the grammar is theirs too.
-* a *lane* follows outputs: it takes in tokens and makes masks, each message within a limit of processor time.
+* the *template* has llguidance and the vocabulary in memory, and forks. It runs no code on behalf of a request.
+* a *compiler* compiles one grammar, within limits of processor time and memory, measures the cost of the first masks,
+  and keeps the grammar. Its *lanes* are forked from it, so they inherit the grammar.
+* a *lane* tracks outputs: it accepts tokens and makes masks, each message within a limit of processor time.
 
-All limits are the kernel's (``setitimer``, ``setrlimit``): code that never returns meets them too. A process that runs
-into one dies, or answers with an error. Each ends when the other side of its channel does. :func:`main` is what
-``compiler.py`` starts. Imports nothing that imports torch.
+All limits are the kernel's (``setitimer``, ``setrlimit``), so that they also hold for code that never returns. A
+process beyond a limit dies, or answers with an error. Each ends when the other side of its channel does.
+``compiler.py`` starts :func:`main`. Imports nothing that imports torch.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from typing import Any
 
 import numpy as np
 
-from unisono.sandbox.channel import Channel, Gone, pair
+from unisono.sandbox.channel import ForkChannel, Gone, pair
 from unisono.sandbox.forks import in_child, limit_memory, limit_time, serve
 from unisono.structured_output.syntax.parse import NOTHING, RefusedError, parse, reason
 from unisono.structured_output.vocabulary import build, nameable
-from unisono.structured_output.workers.walk import Ends, Unfollowable, Walk
+from unisono.structured_output.workers.walk import EndRules, Unfollowable, Walk
 
 TRIAL_STEPS, TRIAL_SECONDS = 16, 0.05
-"""A compiled grammar is tried on this number of tokens, or for this time: what its masks cost is known before they are
-waited for."""
+"""Tokens, and seconds, of the trial of a compiled grammar, which measures the cost of masks before requests wait for
+them.
+"""
 SLOW_MASK = 0.25
-"""Seconds of processor time that one mask of the trial may take. A few microseconds are usual, a large schema's masks
-take milliseconds."""
+"""Processor time of one mask of the trial, seconds. A few microseconds are usual, milliseconds for a large schema."""
 STOCK, EACH = 1.0, 0.03
-"""Seconds of processor time that an output may take at once, and for each of its tokens: everybody waits for it."""
+"""Processor time of an output, seconds: an initial budget, and an addition per token.
+
+All requests of a round wait for it.
+"""
 PR_SET_PDEATHSIG = 1
 
 
@@ -52,7 +55,7 @@ def main(descriptor: int) -> None:
     serve(descriptor, _begin)
 
 
-def _begin(first: list[Any]) -> Callable[[Channel, int], None]:
+def _begin(first: list[Any]) -> Callable[[ForkChannel, int], None]:
     (described,) = first
     tools, own = _Tools(described), os.getpid()
     return lambda channel, memory: _Compiler(channel, tools).run(own, memory)
@@ -70,7 +73,7 @@ class _Tools:
         self.limits = llguidance.LLParserLimits(verbose_errors=False)
 
     def compile(self, grammar: str) -> Any:
-        """A matcher at the beginning of a grammar. Raises RefusedError."""
+        """A matcher at the start of a grammar. Raises RefusedError."""
         made = self.matcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         if made.is_error():
             raise RefusedError(reason(Exception(made.get_error())))
@@ -78,8 +81,10 @@ class _Tools:
 
 
 def _dies_with(parent: int) -> None:
-    """Have the kernel kill this process with its parent, even while it is stopped. Linux only; elsewhere a process
-    that computes ends at its limits, one that waits ends with its channel."""
+    """Let the kernel kill this process with its parent, even while it is stopped.
+
+    Linux only; elsewhere a computing process ends at its limits, and a waiting one with its channel.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -90,9 +95,9 @@ def _dies_with(parent: int) -> None:
 
 
 class _Compiler:
-    def __init__(self, channel: Channel, tools: _Tools) -> None:
+    def __init__(self, channel: ForkChannel, tools: _Tools) -> None:
         self._channel, self._tools = channel, tools
-        self._lanes: dict[int, Channel] = {}
+        self._lanes: dict[int, ForkChannel] = {}
 
     def run(self, parent: int, memory: int) -> None:
         _dies_with(parent)
@@ -121,18 +126,18 @@ class _Compiler:
             number, (end,) = self._channel.receive()
             try:
                 self._lane(number).send("member", [end])
-            except Gone:  # it has died since
+            except Gone:  # it has died meanwhile
                 del self._lanes[number]
                 self._lane(number).send("member", [end])
             os.close(end)
 
     def _tried(self, eos: list[int], words: int) -> float:
-        """Walk a few tokens at random; returns the longest time of a mask or a token, in seconds.
+        """Accept a few random tokens; returns the longest time of a mask or a token, in seconds.
 
-        Raises RefusedError where not even a first token exists.
+        Raises RefusedError if not even a first token exists.
         """
         begun, longest, chance = time.process_time(), 0.0, random.Random(0)
-        walk = Walk(self.grammar.deep_copy, Ends(eos, never=True), self._tools.canonical)
+        walk = Walk(self.grammar.deep_copy, EndRules(eos, never=True), self._tools.canonical)
         mask = np.empty((1, 1, words), np.int32)
         for step in range(TRIAL_STEPS):
             before = time.process_time()
@@ -148,15 +153,15 @@ class _Compiler:
                 break
         return longest
 
-    def _lane(self, number: int) -> Channel:
-        """The channel to lane ``number``, which is forked where it does not live."""
+    def _lane(self, number: int) -> ForkChannel:
+        """The channel to lane ``number``, forked if it does not exist."""
         if number not in self._lanes:
             ours, theirs = pair()
             if not os.fork():
                 self._channel.close()
                 for other in (ours, *self._lanes.values()):
                     other.close()
-                in_child(_Lane(Channel(theirs), self.grammar, self._tools.canonical).run)
+                in_child(_Lane(ForkChannel(theirs), self.grammar, self._tools.canonical).run)
             theirs.close()
             self._lanes[number] = ours
         return self._lanes[number]
@@ -166,16 +171,16 @@ class _Compiler:
 
 
 class _Member:
-    """One output that a lane follows."""
+    """One output of a lane."""
 
-    def __init__(self, channel: Channel, begin: Callable[[], Any], canonical: bool) -> None:
+    def __init__(self, channel: ForkChannel, begin: Callable[[], Any], canonical: bool) -> None:
         self.channel, self._begin, self._canonical = channel, begin, canonical
         self._walk: Walk | None = None
         self._map: np.ndarray = np.empty(0, np.int32)
         self._spent = 0.0
 
     def answer(self) -> None:
-        """Handle one message: tokens to take in, drafts to make masks for. The answer tells forced tokens, too."""
+        """Handle one message: tokens to accept, drafts to make masks for. The answer has forced tokens, too."""
         (limit, ends, tokens, drafts, shape), descriptors = self.channel.receive()
         if descriptors:
             size = os.fstat(descriptors[0]).st_size
@@ -185,7 +190,7 @@ class _Member:
         begun = time.process_time()
         try:
             if self._walk is None:
-                self._walk = Walk(self._begin, Ends(*ends), self._canonical)
+                self._walk = Walk(self._begin, EndRules(*ends), self._canonical)
             taken, dead, forced = self._walk.accept(tokens), [], []
             if taken == len(tokens) and drafts is not None:
                 dead = self._walk.masks(drafts, self._map[: np.prod(shape)].reshape(shape))
@@ -209,15 +214,15 @@ class _Member:
 
 
 class _Lane:
-    """Waits for messages of its members, and for new ones."""
+    """Event loop for the messages of members, and for new ones."""
 
-    def __init__(self, control: Channel, grammar: Any, canonical: bool) -> None:
+    def __init__(self, control: ForkChannel, grammar: Any, canonical: bool) -> None:
         self._control, self._grammar, self._canonical = control, grammar, canonical
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
 
     def run(self) -> None:
-        limit_time(0)  # timers are not inherited; a copy of this rule costs nothing
+        limit_time(0)  # timers are not inherited, but this makes sure
         while True:
             for key, _ in self._selector.select():
                 if key.data is None:
@@ -230,10 +235,10 @@ class _Lane:
             _, (end,) = self._control.receive()
         except Gone:
             if len(self._selector.get_map()) == 1:
-                raise  # nobody is left
-            self._selector.unregister(self._control)  # the grammar is not kept any more; these outputs go on
+                raise  # no member is left
+            self._selector.unregister(self._control)  # the grammar was evicted; its outputs continue
             return
-        member = _Member(Channel.of(end), self._grammar.deep_copy, self._canonical)
+        member = _Member(ForkChannel.of(end), self._grammar.deep_copy, self._canonical)
         self._selector.register(member.channel, selectors.EVENT_READ, member)
 
     def _answer(self, member: _Member) -> None:

@@ -1,8 +1,8 @@
-"""Chat templates: rendered in a process that can be killed, with limits of time, memory and output.
+"""Chat templates, rendered in a separate process with limits of time, memory and output.
 
-A template is a program of the checkpoint's, or of a client's where the server takes those, and jinja's sandbox limits
-what it can reach, not what it takes. :class:`Renderer` is the caller's side; :func:`main` runs in the process, which
-renders as transformers does.
+A template is a program of the checkpoint, or of a client if the server accepts those. Jinja's sandbox limits what it
+can reach, but not the time and memory it uses. :class:`Renderer` is the caller's side; :func:`main` runs in the
+process, which renders like transformers.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.sandbox.channel import Channel, Gone
+from unisono.sandbox.channel import ForkChannel, Gone
 from unisono.sandbox.forks import Template, limit_memory, limit_time, serve
 
 SECONDS = 2.0
-"""Processor time of one rendering. A conversation of 1 MB takes some 10 ms."""
+"""Processor time of one rendering, seconds. A conversation of 1 MB takes about 10 ms."""
 
 PATIENCE = 20.0
-"""Seconds that a rendering may take by the clock, whatever the machine is busy with."""
+"""Wall-clock limit of one rendering, seconds."""
 
 MEMORY = 512 << 20
-"""Bytes that rendering may take."""
+"""Memory limit of rendering, bytes."""
 
 MAX_CHARS = 1 << 26
-"""Characters of a rendered conversation: as many as a body has bytes."""
+"""Characters of a rendered conversation: as many as a request body has bytes."""
 
 
 class TemplateFailed(Exception):
@@ -33,19 +33,19 @@ class TemplateFailed(Exception):
 
 
 class TemplateTooHard(TemplateFailed):
-    """The template takes too much time or memory, or writes too much."""
+    """The template exceeds its time, memory or output limit."""
 
 
 class RendererBusy(Exception):
-    """No process to render in comes up; a later try may have one."""
+    """No rendering process could be started; a later attempt may succeed."""
 
 
 START_PATIENCE = 40.0
-"""Seconds that a process may take to start, which takes one or two on a machine that is not busy."""
+"""Timeout for the start of a process, seconds. It takes one or two on an idle machine."""
 
 
 class _Forks:
-    """Forks of one process that has imported what rendering needs. Threads share it."""
+    """Forks of one process that has imported Jinja. Threads share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,8 +60,8 @@ class _Forks:
             self._template = Template("unisono.text.templates.renderer", [], START_PATIENCE)
         return self._template
 
-    def fork(self) -> Channel:
-        """Return a channel to a new process. Raises RendererBusy, and starts anew at the next call."""
+    def fork(self) -> ForkChannel:
+        """A channel to a new process. Raises RendererBusy; the next call starts anew."""
         if not self._lock.acquire(timeout=START_PATIENCE):
             raise RendererBusy(f"no process to render in has started for {START_PATIENCE:g} s")
         try:
@@ -87,9 +87,11 @@ class _Forks:
 
 
 class Renderer:
-    """Renders templates. Starts processes when it is first used, or at :meth:`start`.
+    """Renderer of templates.
 
-    Threads may share it. Each has a process of its own, so a template that takes long holds up its own thread only.
+    Starts processes on first use, or at :meth:`start`.
+
+    Threads may share it. Each has a process of its own, so a slow template delays only its own thread.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,7 @@ class Renderer:
         self._own = threading.local()
 
     def start(self) -> None:
-        """Begin to start the process, which takes a second or two; the first rendering waits for it."""
+        """Start the process in the background; it takes a second or two, and the first rendering waits for it."""
         self._forks.start()
 
     def render(
@@ -110,12 +112,14 @@ class Renderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the template writes it. Raises TemplateFailed and RendererBusy.
+        """Render a conversation.
 
-        Keys of messages whose value is None are left out, as transformers does: many templates would write "None".
+        Raises TemplateFailed and RendererBusy.
+
+        Keys of messages with the value None are left out, as in transformers: many templates would print "None".
         """
         conversation = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        given = {
+        value = {
             **(variables or {}),
             "conversations": [conversation],
             "chat_template": template,
@@ -123,13 +127,13 @@ class Renderer:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        kind, text = self._ask(given)
+        kind, text = self._ask(value)
         if kind == "text":
             return text
         raise (TemplateTooHard if kind == "hard" else TemplateFailed)(text)
 
     def close(self) -> None:
-        """End the processes; those of other threads end with theirs. A later rendering starts others."""
+        """End the processes; those of other threads end with their threads. A later rendering starts new ones."""
         self._leave()
         self._forks.close()
 
@@ -139,10 +143,10 @@ class Renderer:
         except Exception:
             pass
 
-    def _ask(self, given: dict[str, Any]) -> tuple[str, str]:
+    def _ask(self, message: dict[str, Any]) -> tuple[str, str]:
         channel = self._connected()
         try:
-            channel.send(given)
+            channel.send(message)
             return tuple(channel.receive()[0])
         except TimeoutError:
             self._leave()
@@ -150,13 +154,13 @@ class Renderer:
         except Gone:
             self._leave()
             return "hard", f"it takes more than {SECONDS:g} s of processor time, or ends its process"
-        except (TypeError, ValueError, OverflowError) as error:  # what msgpack does not know
+        except (TypeError, ValueError, OverflowError) as error:  # types that msgpack does not know
             return "failed", f"a variable is no plain data: {error}"
 
-    def _connected(self) -> Channel:
-        """Return the channel to this thread's process."""
-        found: Channel | None = getattr(self._own, "channel", None)
-        if found is not None and found.ended():  # killed while it was idle
+    def _connected(self) -> ForkChannel:
+        """The channel to this thread's process."""
+        found: ForkChannel | None = getattr(self._own, "channel", None)
+        if found is not None and found.ended():  # it was killed while idle
             self._leave()
             found = None
         if found is None:
@@ -165,7 +169,7 @@ class Renderer:
         return found
 
     def _leave(self) -> None:
-        found: Channel | None = getattr(self._own, "channel", None)
+        found: ForkChannel | None = getattr(self._own, "channel", None)
         if found is not None:
             found.close()
             self._own.channel = None
@@ -173,7 +177,7 @@ class Renderer:
 
 @functools.cache
 def renderer() -> Renderer:
-    """The renderer of this process: one serves every tokenizer."""
+    """The renderer of this process, shared by all tokenizers."""
     return Renderer()
 
 
@@ -181,7 +185,7 @@ def renderer() -> Renderer:
 
 
 def main(descriptor: int) -> None:
-    """Fork a process that renders for each message."""
+    """Serve one message per forked process, and render it there."""
     serve(descriptor, _begin)
 
 
@@ -194,13 +198,13 @@ def _begin(first: list[Any]) -> Any:
     return lambda channel, message: _render_all(channel, chat_template_utils.render_jinja_template)
 
 
-def _render_all(channel: Channel, render: Any) -> None:
+def _render_all(channel: ForkChannel, render: Any) -> None:
     limit_memory(MEMORY)
     while True:
-        given, _ = channel.receive()
+        message, _ = channel.receive()
         limit_time(SECONDS)
         try:
-            (text,), _ = render(**given)
+            (text,), _ = render(**message)
             answer = (
                 ["text", text] if len(text) <= MAX_CHARS else ["hard", f"it writes more than {MAX_CHARS} characters"]
             )

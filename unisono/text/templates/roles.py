@@ -1,9 +1,9 @@
-"""Sequences of roles, as a checkpoint's chat template accepts them.
+"""Sequences of roles that a checkpoint's chat template accepts.
 
-Templates differ in the order of roles that they take: some take one system message, and only as the first message; some
-take none; some demand that user and assistant alternate. Others silently leave out a later system message. Agents such
-as Codex and Claude Code send several system messages, and messages of one role in a row. :class:`RoleTemplate` finds
-out once, by rendering short conversations, and rewrites a conversation only where the template could not write it.
+Templates differ: some take one system message, and only as the first message; some take none; some demand that user and
+assistant alternate. Others silently drop a later system message. Agents such as Codex and Claude Code send several
+system messages, and messages of one role in a row. :class:`RoleTemplate` probes the template once, by rendering short
+conversations, and rewrites a conversation only if the template could not render it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 Message = Mapping[str, Any]
 RenderMessages = Callable[[Sequence[Message]], str]
-"""A template: messages to text. Raises any exception where it refuses them."""
+"""A template: messages to text. Raises any exception to refuse them."""
 
 PARTING = "\n\n"
-"""Text between the contents of messages that are merged."""
+"""Text between the contents of merged messages."""
 SYSTEM = "system"
 TEXTS = ("probe_one", "probe_two", "probe_three", "probe_four")
 
 
 @dataclass(frozen=True)
 class RoleTemplate:
-    """The roles that a template can write.
+    """The sequences of roles that a template can render.
 
     system: a leading system message. later: system messages after the first message. repeats: two messages of the user,
     or of the assistant, in a row.
@@ -36,7 +36,7 @@ class RoleTemplate:
 
     @classmethod
     def of(cls, render: RenderMessages) -> RoleTemplate:
-        """Render probe conversations. A template that cannot write one user message is left alone."""
+        """Render probe conversations. A template that cannot render one user message is left alone."""
 
         def shows(*roles: str) -> bool:
             texts = TEXTS[: len(roles)]
@@ -56,10 +56,10 @@ class RoleTemplate:
         )
 
     def messages(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The conversation as the template takes it.
+        """The conversation in the form that the template accepts.
 
-        System messages that it cannot write where they stand go to the beginning; where it writes none at all, they
-        begin the first message of the user. Neighbours of one role are merged for a template that demands alternation.
+        System messages in unsupported places move to the beginning; if the template takes none, they are put before the
+        first message of the user. Neighbours of one role are merged for a template that demands alternation.
         """
         if not self.later and any(message.get("role") == SYSTEM for message in messages[1:]):
             messages = with_one_system_message(messages)
@@ -70,7 +70,7 @@ class RoleTemplate:
 
 
 def merged_leading(messages: Sequence[Message]) -> Sequence[Message]:
-    """The conversation with the system messages at its beginning as one."""
+    """The conversation with its leading system messages merged."""
     count = next((i for i, message in enumerate(messages) if message.get("role") != SYSTEM), len(messages))
     if count < 2:
         return messages
@@ -78,7 +78,7 @@ def merged_leading(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def with_one_system_message(messages: Sequence[Message]) -> Sequence[Message]:
-    """The conversation with all its system messages as one, at the beginning."""
+    """The conversation with all its system messages merged into one, at the beginning."""
     systems = [message for message in messages if message.get("role") == SYSTEM]
     if not systems:
         return messages
@@ -86,14 +86,14 @@ def with_one_system_message(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _first_user_merged(messages: Sequence[Message]) -> Sequence[Message]:
-    """The conversation with its first two messages as one if both are the user's."""
+    """The conversation with its first two messages merged if both are the user's."""
     if len(messages) > 1 and messages[0].get("role") == messages[1].get("role") == "user":
         return [_merged(messages[:2]), *messages[2:]]
     return messages
 
 
 def _alternating(messages: Sequence[Message]) -> Sequence[Message]:
-    """The conversation with neighbours of the user's or the assistant's messages merged."""
+    """The conversation with adjacent messages of the user, or of the assistant, merged."""
     groups: list[list[Message]] = []
     for message in messages:
         role = message.get("role")
@@ -105,14 +105,14 @@ def _alternating(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _merged(messages: Sequence[Message]) -> Message:
-    """Messages of one role as one: contents and reasoning joined, calls in a row. Empty contents add nothing."""
+    """Messages of one role merged: contents and reasoning joined, calls concatenated. Empty contents add nothing."""
     if len(messages) == 1:
         return messages[0]
     merged = dict(messages[0])
     merged["content"] = _joined([message.get("content") for message in messages])
-    thoughts = [text for message in messages if (text := message.get("reasoning_content"))]
-    if thoughts:
-        merged["reasoning_content"] = PARTING.join(thoughts)
+    reasoning = [text for message in messages if (text := message.get("reasoning_content"))]
+    if reasoning:
+        merged["reasoning_content"] = PARTING.join(reasoning)
     calls = [call for message in messages for call in message.get("tool_calls") or []]
     if calls:
         merged["tool_calls"] = calls
@@ -120,7 +120,7 @@ def _merged(messages: Sequence[Message]) -> Message:
 
 
 def _joined(contents: Sequence[Any]) -> Any:
-    """Contents as one: text, or a list of parts where one of them is a list. None if all are None."""
+    """Merged contents: text, or a list of parts if any of them is a list. None if all are None."""
     if any(isinstance(content, list) for content in contents):
         lists = [one if isinstance(one, list) else [{"type": "text", "text": one}] for one in contents if one]
         return [part for parts in lists for part in parts]

@@ -1,9 +1,9 @@
-"""Conversations with tools, as a checkpoint's chat template can write them.
+"""Conversations with tools, in the form that a checkpoint's chat template can render.
 
-Templates differ in what they take: arguments as objects or as text, a call's message with null or empty content, ids of
-nine characters. Some know no tools at all. :class:`ToolTemplate` finds out once, by rendering a short conversation, and
-writes conversations accordingly. For a template that knows no tools it puts their definitions into the system message,
-and calls and results into plain messages, in Hermes' form, so that no tool is silently left out.
+Templates differ: arguments as objects or as text, a call's message with null or empty content, ids of nine characters.
+Some support no tools at all. :class:`ToolTemplate` probes the template once, by rendering a short conversation, and
+rewrites conversations accordingly. For a template without tools it puts their definitions into the system message, and
+calls and results into plain messages, in Hermes' form, so that no tool is silently dropped.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from unisono.types import TemporaryFailure
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
-"""A template: messages and tools to text. Raises any exception where it refuses them."""
+"""A template: messages and tools to text. Raises any exception to refuse them."""
 
 HARMONY = "<|channel|>commentary"
-"""What the template of gpt-oss has, and no other."""
+"""Text that only gpt-oss's template has."""
 
 NAME, KEY, VALUE, ID, RESULT = "probe_function", "probe_key", "probe_value", "call12345", "probe_result"
 BROKEN_TEXT = "probe_broken"
 BROKEN = f'{{"{KEY}": "{BROKEN_TEXT}'
-"""Arguments that were cut."""
+"""Arguments of a truncated call."""
 ENCODINGS = 3
-"""JSON encodings of a call's arguments that are undone."""
+"""Layers of JSON encoding of a call's arguments that are decoded."""
 USER = {"role": "user", "content": "Hi."}
 TOOL = {
     "type": "function",
@@ -48,17 +48,17 @@ To call one, answer with its name and arguments as JSON between tags, one pair o
 <tool_call>
 {{"name": "function name", "arguments": {{"argument": "value"}}}}
 </tool_call>"""
-"""What tells a model of tools where its template cannot."""
+"""Tool instructions for a template that supports no tools."""
 
 
 @dataclass(frozen=True)
 class ToolTemplate:
-    """The parts of a conversation with tools that a template can write.
+    """The parts of a conversation with tools that a template can render.
 
-    tools: definitions. calls: calls and results; objects: their arguments as objects; empty: a call's content as an
-    empty string in place of null. raw: arguments that are no object, as the text that a model has cut or broken;
-    without it they become ``{}``. short_ids: ids must have nine letters and digits. harmony: gpt-oss, which writes one
-    call for each message and takes thoughts as ``thinking``.
+    tools: definitions. calls: calls and results. objects: arguments as objects. empty: a call's content as an empty
+    string instead of null. raw: arguments that are no object, as text that a model has truncated or broken; without it
+    they become ``{}``. short_ids: ids must have nine letters and digits. harmony: gpt-oss, which takes one call per
+    message, and reasoning as ``thinking``.
     """
 
     tools: bool = False
@@ -71,7 +71,7 @@ class ToolTemplate:
 
     @classmethod
     def of(cls, text: str, render: Render) -> ToolTemplate:
-        """Try what a template with this text can do."""
+        """Probe a template with this text."""
         tools = NAME in _try(render, [USER], [TOOL])
         short, harmony = "length 9" in text, HARMONY in text
         for objects in (True, False):
@@ -87,7 +87,10 @@ class ToolTemplate:
     def messages(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
-        """A conversation and tools as the template takes them. Arguments come as objects, content may be None."""
+        """A conversation and tools in the form that the template accepts.
+
+        Input arguments are objects; content may be None.
+        """
         if self.calls and self.harmony:
             messages = _one_call_each(messages)
         written = [self._message(message) for message in messages] if self.calls else _plain(messages)
@@ -121,9 +124,9 @@ NO_TOOLS = ToolTemplate()
 
 
 def arguments_object(arguments: Any) -> dict[str, Any] | str:
-    """A call's arguments as an object, or their text where they are none: a model may have cut or broken them.
+    """A call's arguments as an object, or their text if they are none: a model may have truncated or broken them.
 
-    Text of JSON is decoded, and so is an object that a client encoded more than once. Nothing, and null, is ``{}``.
+    JSON text is decoded, also an object that a client encoded more than once. Empty text and null are ``{}``.
     """
     value = arguments
     for _ in range(ENCODINGS):
@@ -151,9 +154,9 @@ def _probe(arguments: Any) -> list[Message]:
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with one call in a message, its result after it, and its thought as ``thinking``.
+    """The conversation with one call per message, followed by its result, and reasoning as ``thinking``.
 
-    gpt-oss's template writes either the thought or the content of a message with a call, as a thought.
+    gpt-oss's template renders either the reasoning or the content of a message with a call, as reasoning.
     """
     results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
     written: list[Message] = []
@@ -165,10 +168,10 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         if not calls:
             written.append(message)
             continue
-        thoughts = [text for text in (message.get("reasoning_content"), message.get("content")) if text]
+        reasoning = [text for text in (message.get("reasoning_content"), message.get("content")) if text]
         rest = {name: message[name] for name in message if name not in ("reasoning_content", "content", "tool_calls")}
         for number, call in enumerate(calls):
-            thinking = {"thinking": "\n\n".join(thoughts)} if thoughts and not number else {}
+            thinking = {"thinking": "\n\n".join(reasoning)} if reasoning and not number else {}
             written.append({**rest, **thinking, "content": None, "tool_calls": [call]})
             if len(calls) > 1 and (found := results.get(call.get("id"))) is not None:
                 written.append(found)
@@ -177,7 +180,7 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _try(render: Render, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """What the template makes of it; nothing where it refuses."""
+    """The template's output; "" if it refuses."""
     try:
         return render(messages, tools)
     except TemporaryFailure:
@@ -186,15 +189,15 @@ def _try(render: Render, messages: Sequence[Message], tools: Sequence[Mapping[st
         return ""
 
 
-def _short(given: str) -> str:
-    """An id of nine letters and digits that stands for ``given``."""
-    if len(given) == 9 and given.isascii() and given.isalnum():
-        return given
-    return hashlib.sha256(given.encode()).hexdigest()[:9]
+def _short(value: str) -> str:
+    """An id of nine letters and digits: ``value`` itself, or a hash of it."""
+    if len(value) == 9 and value.isascii() and value.isalnum():
+        return value
+    return hashlib.sha256(value.encode()).hexdigest()[:9]
 
 
 def _plain(messages: Sequence[Message]) -> list[Message]:
-    """Calls and results as text, for a template that cannot write them; results in a row as one message."""
+    """Calls and results as text, for a template that cannot render them; adjacent results become one message."""
     written: list[Message] = []
     for before, message in zip([{"role": ""}, *messages], messages, strict=False):
         if message["role"] == "tool":
@@ -206,8 +209,8 @@ def _plain(messages: Sequence[Message]) -> list[Message]:
             texts = [message["content"]] if message.get("content") else []
             for call in message["tool_calls"]:
                 arguments = arguments_object(call["function"].get("arguments"))
-                given = {"name": call["function"]["name"], "arguments": arguments}
-                texts.append(f"<tool_call>\n{json.dumps(given, ensure_ascii=False)}\n</tool_call>")
+                call_id = {"name": call["function"]["name"], "arguments": arguments}
+                texts.append(f"<tool_call>\n{json.dumps(call_id, ensure_ascii=False)}\n</tool_call>")
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             written.append({**rest, "content": "\n".join(texts)})
         else:
@@ -216,7 +219,7 @@ def _plain(messages: Sequence[Message]) -> list[Message]:
 
 
 def _told(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The conversation with the tools in its system message, which is made if there is none."""
+    """The conversation with the tools in its system message, which is added if there is none."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = INSTRUCTIONS.format(tools=listed)
     if messages and messages[0]["role"] == "system":

@@ -1,5 +1,5 @@
-"""Tool calls: what requests offer, how models write calls, and how an answer is read back into calls.
+"""Tool calls: the formats in which models write calls, and their parsers.
 
-``definitions`` reads a request's fields, ``formats`` lists the forms in which models write calls, one file each;
-``structure`` says the same forms to the grammar engine, so that a required call cannot be anything else.
+``formats`` lists the formats, one file each; ``structure`` describes them to the grammar engine, so that a required
+call has no other form.
 """

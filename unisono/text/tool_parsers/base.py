@@ -1,8 +1,8 @@
-"""What a form of tool calls is, and the parts that readers of several forms share.
+"""The interface of a tool-call format, and the parts that parsers of several formats share.
 
-A :class:`Reader` follows one answer. Its pieces may cut marks, names and arguments anywhere; joined, what it gives out
-is the same, so that a stream says what a whole answer says. Arguments are given out as they come, byte for byte as the
-model wrote them where the form has JSON.
+A parser follows one answer. Its pieces may split marks, names and arguments anywhere; the concatenated result is the
+same, so a stream carries the same calls as a whole answer. Arguments are returned as they arrive, byte for byte as the
+model wrote them if the format has JSON.
 """
 
 from __future__ import annotations
@@ -35,61 +35,66 @@ class ToolDelta:
 
 
 @dataclass(frozen=True)
-class Schema:
-    """In the parts of a form: arguments that a JSON schema allows. style: as a structural tag writes them."""
+class SchemaPart:
+    """A part of a format: arguments that a JSON schema allows. style: of the structural tag."""
 
     schema: Mapping[str, Any]
     style: str = "json"
 
 
 @dataclass(frozen=True)
-class Written:
-    """In the parts of a form: what a part of a structural tag allows; its strings hold no marks."""
+class TagPart:
+    """A part of a format: content of a structural tag; its strings hold no marks."""
 
     tag: Mapping[str, Any]
 
 
-Part = str | Schema | Written
-"""A form is a sequence of literal texts and arguments."""
+FormatPart = str | SchemaPart | TagPart
+"""A part of a format: literal text, or arguments."""
 
 
 @dataclass
-class Found:
-    """What a piece of an answer amounts to."""
+class ParsedPiece:
+    """The content and calls in a piece of an answer."""
 
     content: str = ""
     calls: list[ToolDelta] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Context:
-    """What a reader knows of the request. new_id: makes the id of a call's number. parallel: more than one call."""
+class ParserContext:
+    """The request's side of a parser.
+
+    new_id: makes the id of a call from its number. parallel: several calls are allowed.
+    """
 
     tools: Sequence[Tool]
     new_id: Callable[[int], str]
     parallel: bool = True
 
 
-class Reader:
-    """Reads an answer. Subclasses begin in :meth:`outside` and set ``step`` to what reads on.
+class ToolCallParser:
+    """Parser of one answer.
 
-    A step takes text from ``held`` and returns whether it took any; it is called until it takes none. ``last`` is true
-    once no more text comes: then a step must not wait for more.
+    Subclasses begin in :meth:`outside` and set ``step`` to the next state.
+
+    A step takes text from ``held`` and returns True if it took any; it is called until it takes none. ``last`` is true
+    once no more text follows: then a step must not wait for more.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         self.context = context
         self.held = ""
         self.last = False
         self.step: Callable[[], bool] = self.outside
         self.count = 0
-        self._found = Found()
+        self._found = ParsedPiece()
         self._blanks = ""  # white space that belongs to the content if more of it follows
-        self._said = self._spoke = False  # since the last call; at all
+        self._said = self._spoke = False  # content since the last call; any content
 
-    def feed(self, text: str, last: bool = False) -> Found:
-        """What ``text`` adds."""
-        self._found, self.last = Found(), last
+    def feed(self, text: str, last: bool = False) -> ParsedPiece:
+        """The content and calls in ``text``."""
+        self._found, self.last = ParsedPiece(), last
         self.held += text
         while self.step():
             pass
@@ -98,7 +103,7 @@ class Reader:
         return self._found
 
     def end(self) -> None:
-        """No more text comes. White space at the end of an answer without calls is content."""
+        """End the answer. White space at the end of an answer without calls is content."""
         if not self.count:
             self._found.content += self._blanks
         self._blanks = ""
@@ -110,7 +115,10 @@ class Reader:
     # ---- what steps give out --------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """Content. White space before and after calls is none; texts that calls part stand on lines of their own."""
+        """Add content.
+
+        White space around calls is dropped; texts on both sides of calls stand on lines of their own.
+        """
         text = self._blanks + text
         if self.count and not self._said:
             text = text.lstrip()
@@ -122,13 +130,13 @@ class Reader:
         self._found.content += kept
 
     def begin_call(self, name: str, id: str | None = None) -> None:
-        """A call of this function; its arguments follow. id: the model's own; by default one is made."""
+        """Begin a call of this function; its arguments follow. id: the model's own; by default one is made."""
         self._blanks, self._said = "", False
         self._found.calls.append(ToolDelta(self.count, "", id or self.context.new_id(self.count), name))
         self.count += 1
 
     def argue(self, text: str) -> None:
-        """More of the last call's arguments."""
+        """Append to the last call's arguments."""
         if not text:
             return
         calls, index = self._found.calls, self.count - 1
@@ -141,7 +149,9 @@ class Reader:
     # ---- what steps read ------------------------------------------------------------------------
 
     def until(self, *marks: str) -> tuple[str, str | None]:
-        """Take text up to the first of ``marks``, with the mark: (text, mark), or (what is certainly before, None)."""
+        """Take text up to the first of ``marks``, with the mark: (text, mark), or (text before any possible mark,
+        None).
+        """
         places = [(place, mark) for mark in marks if (place := self.held.find(mark)) >= 0]
         if places:
             place, mark = min(places, key=lambda found: (found[0], -len(found[1])))
@@ -154,44 +164,44 @@ class Reader:
         return text, None
 
     def _may_grow(self, place: int, mark: str, marks: Sequence[str]) -> bool:
-        """Whether a longer mark may begin at the same place once more text comes."""
+        """True if a longer mark may begin at the same place once more text arrives."""
         rest = self.held[place:]
         return not self.last and any(m != mark and m.startswith(rest) for m in marks)
 
     def _partial(self, mark: str) -> int:
-        """Where a beginning of ``mark`` stands at the end of what is held; its length where none does."""
+        """Start of a prefix of ``mark`` at the end of the held text; the held length if there is none."""
         held = self.held
         longest = next((n for n in range(min(len(held), len(mark) - 1), 0, -1) if held.endswith(mark[:n])), 0)
         return len(held) - longest
 
     def skip(self, characters: str = BLANK) -> bool:
-        """Take white space; returns whether something else is held."""
+        """Take white space; returns True if other text is held."""
         self.held = self.held.lstrip(characters)
         return bool(self.held)
 
     def awaits(self, mark: str) -> bool:
-        """Whether what is held may yet become ``mark``."""
+        """True if the held text may still become ``mark``."""
         return not self.last and len(self.held) < len(mark) and mark.startswith(self.held)
 
     def takes(self, mark: str) -> bool:
-        """Take ``mark`` if it comes next."""
+        """Take ``mark`` if it comes next; returns True then."""
         if self.held.startswith(mark):
             self.held = self.held[len(mark) :]
             return True
         return False
 
     def finish_call(self) -> None:
-        """A call is complete. Reads on outside, or ignores the rest where one call is all that may come."""
+        """Complete a call. Continue outside, or ignore the rest if only one call is allowed."""
         self.step = self.outside if self.context.parallel else self.nothing
 
     def nothing(self) -> bool:
-        """Ignore what comes."""
+        """Ignore the text."""
         self.held = ""
         return False
 
 
 class JsonValue:
-    """Finds the end of a JSON value that comes in pieces. It checks nothing beyond quotes and brackets."""
+    """Finds the end of a JSON value in pieces. It checks nothing beyond quotes and brackets."""
 
     def __init__(self) -> None:
         self.done = False
@@ -200,7 +210,7 @@ class JsonValue:
         self._string = self._escaped = False
 
     def feed(self, text: str) -> int:
-        """How many characters of ``text`` belong to the value. A number ends where something else begins."""
+        """Number of characters of ``text`` that belong to the value. A number ends at a character of another kind."""
         for place, char in enumerate(text):
             if self._string:
                 if self._escaped:
@@ -228,10 +238,10 @@ class JsonValue:
 
 
 class JsonCall:
-    """Reads ``{"name": "…", "arguments": {…}}`` that comes in pieces, whatever order its keys have.
+    """Parser of ``{"name": "…", "arguments": {…}}`` in pieces, with its keys in any order.
 
-    name: once it is read. ``take`` gives the arguments' text since the last call; nothing before the name is known.
-    broken: it is not such an object.
+    name: once it is read. ``take`` returns the arguments' text since the last call; nothing before the name is known.
+    broken: the text is not such an object.
     """
 
     ARGUMENTS = ("arguments", "parameters")
@@ -245,7 +255,7 @@ class JsonCall:
         self._argued = False
 
     def feed(self, text: str) -> int:
-        """How many characters of ``text`` were taken: all, or up to the object's end or what breaks it."""
+        """Number of characters of ``text`` that were taken: all, or up to the object's end or the first error."""
         place = 0
         while place < len(text) and not (self.done or self.broken):
             if self._state in ("key", "value"):
@@ -255,7 +265,7 @@ class JsonCall:
         return place
 
     def take(self) -> str:
-        """The arguments' new text."""
+        """The new text of the arguments."""
         if self.name is None:
             return ""
         if self.done and not self._argued:
@@ -264,7 +274,7 @@ class JsonCall:
         return text
 
     def _between(self, char: str) -> int:
-        """Between keys and values. Returns the characters taken: 0 where a value begins."""
+        """Read between keys and values. Returns the characters taken: 0 at the start of a value."""
         if char in BLANK:
             return 1
         begins = {"open": "{", "first": '"}', "next": '"', "colon": ":", "after": ",}"}
@@ -304,25 +314,27 @@ class JsonCall:
             self._key = value
         elif streams and self._raw.startswith('"'):  # some models write arguments as a string of JSON
             self._argued, self._pending = True, self._pending + value
-        elif self._key == "name" and self.name is None:  # a second one comes too late for a stream
+        elif self._key == "name" and self.name is None:  # a second name would be too late for a stream
             self.name, self.broken = (value, False) if isinstance(value, str) else (None, True)
 
 
 class Format:
-    """A form of tool calls. Subclasses are listed in ``formats.FORMATS``.
+    """A format of tool calls.
 
-    name: as vLLM's ``--tool-call-parser`` has it. marks: texts of which a tokenizer may make special tokens.
-    reader: the class that reads answers. before, between, after: literal text around and between calls.
-    trigger: text that begins a call where one may come, but need not. excludes: text that a reader would take for the
-    beginning of a call although it lacks the trigger. interrupts: marks that end a thought which the model forgot to
-    close before a call. answer_head: literal text before an answer whose form a request asks for. heads: where every
-    message has a head, the texts that begin one, and what follows them up to where a call's differs from the others';
-    other_heads: how the others go on.
+    Subclasses are listed in ``formats.FORMATS``.
+
+    name: the value of vLLM's ``--tool-call-parser``. marks: texts that may be special tokens of a tokenizer. reader:
+    the parser class. before, between, after: literal text around and between calls. trigger: text that begins an
+    optional call. excludes: texts that a parser would take for the beginning of a call although they lack the trigger.
+    interrupts: marks that end unclosed reasoning before a call. answer_head: literal text before an answer with a
+    requested form.
+    heads: for formats with message heads: texts that begin a head -> the text up to the point where a call's head
+    differs from the others; other_heads: how the others continue.
     """
 
     name: str
     marks: tuple[str, ...] = ()
-    reader: type[Reader]
+    reader: type[ToolCallParser]
     before = after = ""
     between = "\n"
     trigger: str
@@ -333,15 +345,15 @@ class Format:
     other_heads: tuple[str, ...] = ()
 
     def known_by(self, template: str) -> bool:
-        """Whether a chat template with this text asks for this form."""
+        """True if a chat template with this text uses this format."""
         raise NotImplementedError
 
-    def call(self, tool: Tool) -> Sequence[Part]:
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
         """The parts of a call of ``tool``."""
         raise NotImplementedError
 
     def triggers(self, tools: Sequence[Tool]) -> Mapping[str, Sequence[Tool]]:
-        """Texts that begin a call where one may come, each with the tools that it may be a call of."""
+        """Texts that begin an optional call -> the tools that it may call."""
         return {self.trigger: tools}
 
     def call_id(self, digest: str) -> str:

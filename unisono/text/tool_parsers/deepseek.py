@@ -7,19 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.text.tool_parsers.base import Context, Format, JsonValue, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import (
+    Format,
+    FormatPart,
+    JsonValue,
+    ParserContext,
+    SchemaPart,
+    Tool,
+    ToolCallParser,
+)
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 FENCE, FENCE_END = "\n```json\n", "\n```"
 
 
-class DeepSeekReader(Reader):
+class DeepSeekCallParser(ToolCallParser):
     """V3 and R1: ``function<sep>name``, and the arguments in a code block."""
 
     section, section_end, call, call_end, separator = SECTION, SECTION_END, CALL, CALL_END, SEPARATOR
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._value = JsonValue()
         self._body = ""
@@ -32,7 +40,7 @@ class DeepSeekReader(Reader):
         return mark is not None
 
     def _between(self) -> bool:
-        """Within the section, between calls."""
+        """Read within the section, between calls."""
         _, mark = self.until(self.call, self.section_end)
         if mark == self.call:
             stop = self.count and not self.context.parallel
@@ -57,7 +65,7 @@ class DeepSeekReader(Reader):
         self._body, self._value, self.step = "", JsonValue(), self._arguments
 
     def _give_up(self) -> None:
-        """What is no call is content."""
+        """Return text that is not a call as content."""
         text, self._body, self.step = self._body, "", self.outside
         self.say(text)
 
@@ -75,7 +83,7 @@ class DeepSeekReader(Reader):
         return self._value.done
 
 
-class DeepSeekV31Reader(DeepSeekReader):
+class DeepSeekV31CallParser(DeepSeekCallParser):
     """V3.1: ``name<sep>arguments``."""
 
     def _name(self) -> bool:
@@ -94,27 +102,27 @@ class DeepSeekV3(Format):
 
     name = "deepseek_v3"
     marks = (SECTION, SECTION_END, CALL, CALL_END, SEPARATOR)
-    reader: type[Reader] = DeepSeekReader
+    reader: type[ToolCallParser] = DeepSeekCallParser
     before, after = SECTION, SECTION_END
     trigger = SECTION
 
     def known_by(self, template: str) -> bool:
         return SECTION in template and "```json" in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
         head = f"{CALL}function{SEPARATOR}{tool.name}{FENCE}"
-        return head, Schema(tool.parameters), f"{FENCE_END}{CALL_END}"
+        return head, SchemaPart(tool.parameters), f"{FENCE_END}{CALL_END}"
 
 
 class DeepSeekV31(DeepSeekV3):
     """V3.1."""
 
     name = "deepseek_v31"
-    reader = DeepSeekV31Reader
+    reader = DeepSeekV31CallParser
     between = ""
 
     def known_by(self, template: str) -> bool:
         return SECTION in template and "```json" not in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
-        return f"{CALL}{tool.name}{SEPARATOR}", Schema(tool.parameters), CALL_END
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
+        return f"{CALL}{tool.name}{SEPARATOR}", SchemaPart(tool.parameters), CALL_END

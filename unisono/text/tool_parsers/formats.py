@@ -1,4 +1,4 @@
-"""The forms of tool calls by name, and which one a chat template asks for. A new form is one file and a line here."""
+"""The tool-call formats by name, and the format of a chat template. A new format is one file and a line here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMATS: Sequence[Format] = (
     Harmony(), DeepSeekV3(), DeepSeekV31(), KimiK2(), MistralArgs(), Mistral(), QwenCoder(), Glm45(), Granite(),
     InternLM(), Hermes(), Pythonic(), LlamaJson(),
 )  # fmt: skip
-"""In the order in which a template is compared with them: the first that knows it is taken."""
+"""In the order of comparison with a template: the first match is taken."""
 
 ALIASES: Mapping[str, str] = {
     "qwen": "hermes", "qwen25": "hermes", "qwen3": "hermes",
@@ -31,15 +31,15 @@ ALIASES: Mapping[str, str] = {
     "glm": "glm45", "glm47": "glm45", "granite3": "granite", "llama4_pythonic": "pythonic", "llama4": "pythonic",
     "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "gpt_oss": "openai", "gpt-oss": "openai",
 }  # fmt: skip
-"""Other names that vLLM and SGLang have for the same forms."""
+"""Other names of vLLM and SGLang for the same formats."""
 
 NAMES: Mapping[str, Format] = {form.name: form for form in FORMATS}
 DEFAULT = NAMES["hermes"]
-"""Where the template knows no tools, and the server writes them."""
+"""The format in which the server writes tools for a template that does not support them."""
 
 
 def format_named(name: str | None) -> Format | None:
-    """The form of a name; None for None. Raises ConfigError that lists the names."""
+    """The format ``name``; None for None. Raises ConfigError with the list of names."""
     if name is None:
         return None
     form = NAMES.get(ALIASES.get(name, name))
@@ -47,11 +47,11 @@ def format_named(name: str | None) -> Format | None:
         names = ", ".join(sorted({*NAMES, *ALIASES}))
         raise ConfigError(
             f"--tool-call-parser {name!r} is unknown; choose one of {names}, or leave it out: the chat template's text "
-            "says which one is meant."
+            "determines it."
         )
     return form
 
 
 def format_of(template: str) -> Format | None:
-    """The form that a chat template with this text asks for; None where none is known."""
+    """The format of a chat template with this text; None if unknown."""
     return next((form for form in FORMATS if form.known_by(template)), None)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.text.tool_parsers.base import Context, Format, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import Format, FormatPart, ParserContext, SchemaPart, Tool, ToolCallParser
 from unisono.text.tool_parsers.qwen3_coder import typed
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -19,10 +19,10 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
-class GlmReader(Reader):
-    """Gives out a parameter at a time. What opens like a call and has no name is content."""
+class GlmCallParser(ToolCallParser):
+    """Returns one parameter at a time. Text that opens like a call and has no name is content."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._body = self._key = self._value = ""
         self._parameters: Mapping[str, Any] = {}
@@ -59,7 +59,7 @@ class GlmReader(Reader):
 
     @staticmethod
     def _may_begin(held: str) -> bool:
-        """Whether more text may make a call of it."""
+        """True if more text may make a call of it."""
         name, rest = re.match(r"([^\s<]*)\s*(.*)", held, re.DOTALL).groups()  # type: ignore[union-attr]
         fits = not name or NAME.fullmatch(name) is not None
         return fits and (KEY.startswith(rest) or CLOSE.startswith(rest))
@@ -90,7 +90,7 @@ class GlmReader(Reader):
         text, mark = self.until(VALUE_END)
         self._value += text
         if mark is None:
-            return False  # an answer that ends here has cut the value; it is left out
+            return False  # the answer ends inside the value, which is left out
         value = typed(self._value, self._parameters, self._key.strip())
         pair = f"{json.dumps(self._key.strip(), ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
         self.argue((", " if self._any else "{") + pair)
@@ -103,12 +103,12 @@ class Glm45(Format):
 
     name = "glm45"
     marks = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
-    reader: type[Reader] = GlmReader
+    reader: type[ToolCallParser] = GlmCallParser
     trigger = OPEN
     interrupts = (OPEN,)
 
     def known_by(self, template: str) -> bool:
         return OPEN in template and KEY in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
-        return f"{OPEN}{tool.name}\n", Schema(tool.parameters, "glm_xml"), CLOSE
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
+        return f"{OPEN}{tool.name}\n", SchemaPart(tool.parameters, "glm_xml"), CLOSE

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from unisono.text.tool_parsers.base import Format, JsonCall, Part, Reader, Schema, Tool
-from unisono.text.tool_parsers.mistral import MistralReader
+from unisono.text.tool_parsers.base import Format, FormatPart, JsonCall, SchemaPart, Tool, ToolCallParser
+from unisono.text.tool_parsers.mistral import MistralCallParser
 
 MARK, PLAIN_MARK = "<|tool_call|>", "<tool_call>"
 
 
-class GraniteReader(MistralReader):
+class GraniteCallParser(MistralCallParser):
     """Some versions write the mark as plain text, and one call without a list."""
 
     marks = (MARK, PLAIN_MARK)
@@ -45,12 +45,12 @@ class Granite(Format):
 
     name = "granite"
     marks = (MARK,)
-    reader: type[Reader] = GraniteReader
+    reader: type[ToolCallParser] = GraniteCallParser
     before, after, between = f"{MARK}[", "]", ", "
     trigger = f"{MARK}["
 
     def known_by(self, template: str) -> bool:
         return MARK in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
-        return f'{{"name": {json.dumps(tool.name)}, "arguments": ', Schema(tool.parameters), "}"
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
+        return f'{{"name": {json.dumps(tool.name)}, "arguments": ', SchemaPart(tool.parameters), "}"

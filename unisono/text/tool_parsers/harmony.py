@@ -1,6 +1,7 @@
-"""Harmony's calls, gpt-oss's: ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>``.
+"""Calls in gpt-oss's harmony format: ``<|channel|>commentary to=functions.NAME
+<|constrain|>json<|message|>{…}<|call|>``.
 
-Source: see ``text/harmony.py``, which reads the messages.
+Source: see ``text/harmony.py``, which parses the messages.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from unisono.text.harmony import (
     MARKS,
     MESSAGE,
     START,
+    HarmonyMessages,
     Header,
-    Messages,
-    Part,
+    MessagePart,
 )
 from unisono.text.tool_parsers import base
-from unisono.text.tool_parsers.base import Context, Format, Found, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import Format, ParsedPiece, ParserContext, SchemaPart, Tool, ToolCallParser
 
 
-class HarmonyReader(Reader):
-    """A message to a function is a call; all other text is content, of whatever channel."""
+class HarmonyCallParser(ToolCallParser):
+    """A message to a function is a call; all other text is content, in any channel."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
-        self._messages = Messages()
+        self._messages = HarmonyMessages()
         self._names = {tool.name for tool in context.tools}
         self._argued = self._ended = False
 
-    def feed(self, text: str, last: bool = False) -> Found:
-        self._found, self.last = Found(), last
+    def feed(self, text: str, last: bool = False) -> ParsedPiece:
+        self._found, self.last = ParsedPiece(), last
         for part in self._messages.feed(text, last):
             if self.context.parallel or self._goes_on(part):
                 self._read(part)
@@ -47,11 +48,11 @@ class HarmonyReader(Reader):
     def outside(self) -> bool:
         return False
 
-    def _goes_on(self, part: Part) -> bool:
-        """Whether a part belongs to the one call that may come, or comes before it."""
+    def _goes_on(self, part: MessagePart) -> bool:
+        """True if a part belongs to the only call allowed, or precedes it."""
         return not self.count or (not part.begins and not self._ended)
 
-    def _read(self, part: Part) -> None:
+    def _read(self, part: MessagePart) -> None:
         name = self._function(part.header)
         if name is None:
             self._say(part)
@@ -63,8 +64,8 @@ class HarmonyReader(Reader):
         self.argue(part.text if not part.ends or self._argued else "{}")
         self._ended = part.ends
 
-    def _say(self, part: Part) -> None:
-        """Content; messages begin on lines of their own."""
+    def _say(self, part: MessagePart) -> None:
+        """Add content; messages begin on lines of their own."""
         if part.begins and self._spoke and self._said:
             self.say("\n")
         self.say(part.text)
@@ -82,7 +83,7 @@ class Harmony(Format):
 
     name = "openai"
     marks = MARKS
-    reader: type[Reader] = HarmonyReader
+    reader: type[ToolCallParser] = HarmonyCallParser
     before, between = f"{START}assistant", f"{END}{START}assistant"
     trigger = CHANNEL
     answer_head = f"{START}assistant{CHANNEL}{FINAL}{MESSAGE}"
@@ -92,6 +93,6 @@ class Harmony(Format):
     def known_by(self, template: str) -> bool:
         return f"{CHANNEL}{COMMENTARY}" in template
 
-    def call(self, tool: Tool) -> Sequence[base.Part]:
+    def call(self, tool: Tool) -> Sequence[base.FormatPart]:
         head = f"{CHANNEL}{COMMENTARY} to={FUNCTIONS}{tool.name} {CONSTRAIN}json{MESSAGE}"
-        return head, Schema(tool.parameters)
+        return head, SchemaPart(tool.parameters)

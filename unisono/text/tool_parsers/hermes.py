@@ -8,20 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from unisono.text.tool_parsers.base import Context, Format, JsonCall, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import Format, FormatPart, JsonCall, ParserContext, SchemaPart, Tool, ToolCallParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesReader(Reader):
-    """Text that opens like a call and is none stays text. opening, closing: the marks around a call."""
+class HermesCallParser(ToolCallParser):
+    """Parser of calls between two marks. Text that opens like a call and is none stays text."""
 
     opening, closing = OPEN, CLOSE
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._call = JsonCall()
-        self._body = ""  # since the mark, until a name is known
+        self._body = ""  # text since the mark, until a name is known
 
     def outside(self) -> bool:
         text, mark = self.until(self.opening)
@@ -48,7 +48,7 @@ class HermesReader(Reader):
         return self.step != self._inside
 
     def _close(self) -> bool:
-        """After a whole object: the closing mark."""
+        """Read the closing mark after a complete object."""
         if self.skip() and not self.awaits(self.closing):
             self.takes(self.closing)
             self.finish_call()
@@ -56,7 +56,7 @@ class HermesReader(Reader):
         return False
 
     def _rest(self) -> bool:
-        """Read on after a broken call: text up to the mark is arguments. Without a name, what was read is content."""
+        """Continue a malformed call: text before the mark is arguments; without a name, all of it is content."""
         if self._body:
             text, self._body, self.step = self._body, "", self.outside
             self.say(text)
@@ -73,13 +73,13 @@ class Hermes(Format):
 
     name = "hermes"
     marks = (OPEN, CLOSE)
-    reader = HermesReader
+    reader = HermesCallParser
     trigger = OPEN
     interrupts = (OPEN,)
 
     def known_by(self, template: str) -> bool:
         return OPEN in template and "<arg_key>" not in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
         head = f'{OPEN}\n{{"name": {json.dumps(tool.name)}, "arguments": '
-        return head, Schema(tool.parameters), f"}}\n{CLOSE}"
+        return head, SchemaPart(tool.parameters), f"}}\n{CLOSE}"

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from unisono.text.tool_parsers.base import Format, Part, Reader, Schema, Tool
-from unisono.text.tool_parsers.hermes import HermesReader
+from unisono.text.tool_parsers.base import Format, FormatPart, SchemaPart, Tool, ToolCallParser
+from unisono.text.tool_parsers.hermes import HermesCallParser
 
 START, PLUGIN, END = "<|action_start|>", "<|plugin|>", "<|action_end|>"
 
 
-class InternLMReader(HermesReader):
-    """Calls as Hermes' between other marks."""
+class InternLMCallParser(HermesCallParser):
+    """Hermes' calls between other marks."""
 
     opening, closing = START + PLUGIN, END
 
@@ -25,13 +25,13 @@ class InternLM(Format):
 
     name = "internlm"
     marks = (START, PLUGIN, END)
-    reader: type[Reader] = InternLMReader
+    reader: type[ToolCallParser] = InternLMCallParser
     between = ""
     trigger = START + PLUGIN
 
     def known_by(self, template: str) -> bool:
         return PLUGIN in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
         head = f'{START}{PLUGIN}\n{{"name": {json.dumps(tool.name)}, "parameters": '
-        return head, Schema(tool.parameters), f"}}\n{END}"
+        return head, SchemaPart(tool.parameters), f"}}\n{END}"

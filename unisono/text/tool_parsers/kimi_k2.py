@@ -8,16 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from unisono.text.tool_parsers.base import Format, JsonValue, Part, Reader, Schema, Tool, Written
-from unisono.text.tool_parsers.deepseek import DeepSeekV31Reader
+from unisono.text.tool_parsers.base import Format, FormatPart, JsonValue, SchemaPart, TagPart, Tool, ToolCallParser
+from unisono.text.tool_parsers.deepseek import DeepSeekV31CallParser
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, CALL_END, ARGUMENT = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
 NUMBER = {"type": "regex", "pattern": "[0-9]{1,4}"}
 
 
-class KimiReader(DeepSeekV31Reader):
-    """The model's ids are the calls': the template writes them into the next prompt, with the name in them."""
+class KimiCallParser(DeepSeekV31CallParser):
+    """The calls keep the model's ids: the template writes them into the next prompt, with the name in them."""
 
     section, section_end, call, call_end, separator = SECTION, SECTION_END, CALL, CALL_END, ARGUMENT
 
@@ -33,7 +33,7 @@ class KimiK2(Format):
 
     name = "kimi_k2"
     marks = (SECTION, SECTION_END, CALL, CALL_END, ARGUMENT)
-    reader: type[Reader] = KimiReader
+    reader: type[ToolCallParser] = KimiCallParser
     before, after, between = SECTION, SECTION_END, ""
     trigger = SECTION
     interrupts = (SECTION,)
@@ -41,5 +41,5 @@ class KimiK2(Format):
     def known_by(self, template: str) -> bool:
         return SECTION in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
-        return f"{CALL}functions.{tool.name}:", Written(NUMBER), ARGUMENT, Schema(tool.parameters), CALL_END
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
+        return f"{CALL}functions.{tool.name}:", TagPart(NUMBER), ARGUMENT, SchemaPart(tool.parameters), CALL_END

@@ -1,4 +1,4 @@
-"""``{"name": …, "parameters": {…}}`` as the whole answer, several of them parted by semicolons: Llama 3.1 to 3.3.
+"""``{"name": …, "parameters": {…}}`` as the whole answer, several of them separated by semicolons: Llama 3.1 to 3.3.
 
 A ``<|python_tag|>`` may come first. Source: Meta's prompt formats of Llama 3.1, and its chat template.
 """
@@ -8,22 +8,31 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from unisono.text.tool_parsers.base import BLANK, Context, Format, JsonCall, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import (
+    BLANK,
+    Format,
+    FormatPart,
+    JsonCall,
+    ParserContext,
+    SchemaPart,
+    Tool,
+    ToolCallParser,
+)
 
 TAG = "<|python_tag|>"
 
 
-class LlamaReader(Reader):
-    """An answer that begins as a call and is none is content."""
+class LlamaCallParser(ToolCallParser):
+    """Text that begins like a call and is none is content."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._call = JsonCall()
         self._body = ""
         self._begun = False
 
     def outside(self) -> bool:
-        """At the beginning: whether the answer is a call. After it all is content."""
+        """Decide at the beginning whether the answer is a call; text after it is content."""
         blanks = self.held[: len(self.held) - len(self.held.lstrip())]
         self.held = self.held[len(blanks) :]
         self._body += blanks
@@ -53,7 +62,7 @@ class LlamaReader(Reader):
         return self.step != self._inside
 
     def _between(self) -> bool:
-        """After a call: another one, or nothing that counts."""
+        """Read another call, or ignore the rest."""
         if not self.skip(BLANK + ";,"):
             return False
         if not self.context.parallel:
@@ -83,12 +92,12 @@ class LlamaJson(Format):
 
     name = "llama3_json"
     marks = (TAG,)
-    reader = LlamaReader
+    reader = LlamaCallParser
     between = "; "
     trigger = '{"name": "'
 
     def known_by(self, template: str) -> bool:
         return TAG in template or ('"parameters": ' in template and "<|eot_id|>" in template)
 
-    def call(self, tool: Tool) -> Sequence[Part]:
-        return f'{{"name": {json.dumps(tool.name)}, "parameters": ', Schema(tool.parameters), "}"
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
+        return f'{{"name": {json.dumps(tool.name)}, "parameters": ', SchemaPart(tool.parameters), "}"

@@ -9,17 +9,26 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from unisono.text.tool_parsers.base import Context, Format, JsonCall, JsonValue, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import (
+    Format,
+    FormatPart,
+    JsonCall,
+    JsonValue,
+    ParserContext,
+    SchemaPart,
+    Tool,
+    ToolCallParser,
+)
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-class MistralReader(Reader):
-    """Reads both forms. marks: what begins the calls."""
+class MistralCallParser(ToolCallParser):
+    """Parser of both forms. marks: the beginning of the calls."""
 
     marks: tuple[str, ...] = (MARK,)
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._call, self._value = JsonCall(), JsonValue()
         self._body, self._named = "", False
@@ -38,7 +47,7 @@ class MistralReader(Reader):
         return True
 
     def _list(self) -> bool:
-        """Within the list, before a call or the end."""
+        """Read within the list, before a call or the end."""
         if not self.skip(" \t\r\n,"):
             return False
         if self.takes("]"):
@@ -78,7 +87,7 @@ class MistralReader(Reader):
         return True
 
     def _name(self) -> bool:
-        """``name[ARGS]`` or ``name{``, with a call's id between them in some versions."""
+        """Read ``name[ARGS]`` or ``name{``, with a call's id between them in some versions."""
         text, mark = self.until(ARGS, "{", CALL_ID)
         self._body += text
         if mark is None:
@@ -117,15 +126,15 @@ class Mistral(Format):
 
     name = "mistral"
     marks = (MARK, ARGS, CALL_ID)
-    reader = MistralReader
+    reader = MistralCallParser
     before, after, between = f"{MARK}[", "]", ", "
     trigger = f"{MARK}["
 
     def known_by(self, template: str) -> bool:
         return MARK in template and ARGS not in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
-        return f'{{"name": {json.dumps(tool.name)}, "arguments": ', Schema(tool.parameters), "}"
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
+        return f'{{"name": {json.dumps(tool.name)}, "arguments": ', SchemaPart(tool.parameters), "}"
 
     def call_id(self, digest: str) -> str:
         return digest[:9]
@@ -141,5 +150,5 @@ class MistralArgs(Mistral):
     def known_by(self, template: str) -> bool:
         return MARK in template and ARGS in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
-        return f"{MARK}{tool.name}{ARGS}", Schema(tool.parameters)
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
+        return f"{MARK}{tool.name}{ARGS}", SchemaPart(tool.parameters)

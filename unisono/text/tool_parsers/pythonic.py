@@ -1,6 +1,6 @@
-"""``[name(key='value', …), …]`` as the whole answer: Llama 4, and Llama 3.2 with a template that asks for it.
+"""``[name(key='value', …), …]`` as the whole answer: Llama 4, and Llama 3.2 with a template for it.
 
-Values are Python's literals; arguments are given out as JSON, one at a time. A ``<|python_start|>`` may come first.
+Values are Python literals; arguments are returned as JSON, one at a time. A ``<|python_start|>`` may come first.
 Source: Meta's prompt formats of Llama 3.2 and Llama 4.
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.text.tool_parsers.base import BLANK, Context, Format, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import BLANK, Format, FormatPart, ParserContext, SchemaPart, Tool, ToolCallParser
 
 START, END, TAG = "<|python_start|>", "<|python_end|>", "<|python_tag|>"
 NAME = re.compile(r"[A-Za-z_][\w.:/-]{0,127}")
@@ -21,7 +21,7 @@ WORDS = {"true": True, "false": False, "null": None}
 
 
 class PythonArgument:
-    """Finds the end of an argument that comes in pieces: a comma or bracket outside of quotes and brackets."""
+    """Finds the end of an argument in pieces: a comma or bracket outside of quotes and brackets."""
 
     def __init__(self) -> None:
         self.done = False
@@ -30,7 +30,7 @@ class PythonArgument:
         self._escaped = False
 
     def feed(self, text: str) -> int:
-        """How many characters of ``text`` belong to the argument."""
+        """Number of characters of ``text`` that belong to the argument."""
         for place, char in enumerate(text):
             if self._quote:
                 if self._escaped:
@@ -51,10 +51,10 @@ class PythonArgument:
         return len(text)
 
 
-class PythonicReader(Reader):
-    """An answer that begins as a list of calls and is none is content."""
+class PythonicCallParser(ToolCallParser):
+    """Text that begins like a list of calls and is none is content."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._body = self._raw = ""
         self._value = PythonArgument()
@@ -62,7 +62,7 @@ class PythonicReader(Reader):
         self._tool: Tool | None = None
 
     def outside(self) -> bool:
-        """At the beginning: whether the answer is a list of calls. After it all is content."""
+        """Decide at the beginning whether the answer is a list of calls; text after it is content."""
         self._body += self._blanks_of()
         if (not self.held and not self.last) or any(self.awaits(mark) for mark in (START, TAG)):
             return False
@@ -98,7 +98,7 @@ class PythonicReader(Reader):
         return False
 
     def _argument(self) -> bool:
-        """Before an argument, or the end of a call."""
+        """Read an argument, or the end of the call."""
         if not self.skip(BLANK + ","):
             return False
         if self.takes(")"):
@@ -112,7 +112,7 @@ class PythonicReader(Reader):
         taken = self._value.feed(self.held)
         self._raw, self.held = self._raw + self.held[:taken], self.held[taken:]
         if not self._value.done:
-            return False  # an answer that ends here has cut the value; it is left out
+            return False  # the answer ends inside the value, which is left out
         match = KEY.match(self._raw)
         key = self._positional() if match is None else match[1]
         value = python_value(self._raw if match is None else self._raw[match.end() :])
@@ -123,13 +123,13 @@ class PythonicReader(Reader):
         return True
 
     def _positional(self) -> str:
-        """The name of an argument that the model wrote without one: the next parameter's."""
+        """The name of a positional argument: the next parameter's."""
         properties = {} if self._tool is None else self._tool.parameters.get("properties") or {}
         left = [name for name in properties if name not in self._given]
         return left[0] if left else f"arg{len(self._given)}"
 
     def _between(self) -> bool:
-        """After a call: another one, or the end of the list."""
+        """Read another call, or the end of the list."""
         if not self.skip(BLANK):
             return False
         if self.takes(","):
@@ -153,7 +153,7 @@ class PythonicReader(Reader):
 
 
 def python_value(text: str) -> Any:
-    """A literal of Python or JSON as JSON has it; the text itself where it is neither."""
+    """The JSON value of a literal of Python or JSON; the text itself if it is neither."""
     text = text.strip()
     if text in WORDS:
         return WORDS[text]
@@ -168,11 +168,11 @@ def python_value(text: str) -> Any:
 
 
 class Pythonic(Format):
-    """Calls as Python writes them."""
+    """Calls in Python syntax."""
 
     name = "pythonic"
     marks = (START, END, TAG)
-    reader = PythonicReader
+    reader = PythonicCallParser
     before, after, between = "[", "]", ", "
     trigger = "["
 
@@ -182,5 +182,5 @@ class Pythonic(Format):
     def triggers(self, tools: Sequence[Tool]) -> Mapping[str, Sequence[Tool]]:
         return {f"[{tool.name}(": [tool] for tool in tools}
 
-    def call(self, tool: Tool) -> Sequence[Part]:
-        return f"{tool.name}(", Schema(tool.parameters, "python"), ")"
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
+        return f"{tool.name}(", SchemaPart(tool.parameters, "python"), ")"

@@ -1,6 +1,6 @@
 """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5.
 
-Values of strings are bare text; others are JSON. An answer's arguments are put together as JSON, a parameter at a time.
+Values of strings are bare text; others are JSON. An answer's arguments are assembled as JSON, one parameter at a time.
 Source: the chat template of Qwen/Qwen3-Coder-480B-A35B-Instruct.
 """
 
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.text.tool_parsers.base import Context, Format, Part, Reader, Schema, Tool
+from unisono.text.tool_parsers.base import Format, FormatPart, ParserContext, SchemaPart, Tool, ToolCallParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -22,10 +22,10 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-class XmlReader(Reader):
-    """Models leave out ``<tool_call>`` and closing marks at times; a function's beginning is what counts."""
+class XmlCallParser(ToolCallParser):
+    """Parser that starts at a function's opening mark: models sometimes omit ``<tool_call>`` and closing marks."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._body = self._key = self._value = ""
         self._parameters: Mapping[str, Any] = {}
@@ -39,7 +39,7 @@ class XmlReader(Reader):
         return mark is not None
 
     def _function(self) -> bool:
-        """After ``<tool_call>``: a function, or the text stays text."""
+        """Read a function after ``<tool_call>``; otherwise the text stays text."""
         held = self.held
         blanks = held[: len(held) - len(held.lstrip())]
         self.held = held[len(blanks) :]
@@ -66,12 +66,12 @@ class XmlReader(Reader):
         return mark is not None
 
     def _give_up(self) -> None:
-        """What is no call is content."""
+        """Return text that is not a call as content."""
         text, self._body, self.step = self._body, "", self.outside
         self.say(text)
 
     def _between(self) -> bool:
-        """Within a function, between parameters."""
+        """Read within a function, between parameters."""
         _, mark = self.until(PARAMETER, FUNCTION_END, CLOSE)
         if mark == PARAMETER:
             self._key, self._value, self.step = "", "", self._parameter_name
@@ -90,7 +90,7 @@ class XmlReader(Reader):
         text, mark = self.until(PARAMETER_END, PARAMETER, FUNCTION_END)
         self._value += text
         if mark is None:
-            return False  # an answer that ends here has cut the value; it is left out
+            return False  # the answer ends inside the value, which is left out
         value = typed(self._value.removeprefix("\n").removesuffix("\n"), self._parameters, self._key.strip())
         pair = f"{json.dumps(self._key.strip(), ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
         self.argue((", " if self._any else "{") + pair)
@@ -116,20 +116,20 @@ class XmlReader(Reader):
 
 
 def typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
-    """A parameter's text as the value that its schema means; the text itself where it is none of that."""
+    """The value of a parameter's text by its schema; the text itself if it does not fit."""
     own = _own(schema, key)
     given = [one for part in own for one in (part.get("enum") or ([part["const"]] if "const" in part else []))]
     kinds = {kind for part in own for kind in _types(part)}
     if "string" in kinds and any(name in part for part in own for name in EXACT):
-        text = text.strip()  # blanks around it are no part of such a text
+        text = text.strip()  # surrounding blanks do not belong to such a value
     try:
         value = PYTHON[text.strip()] if text.strip() in PYTHON else json.loads(text)
     except (ValueError, RecursionError):
         return next((one for one in given if one == text.strip()), text)
     if given:
         return next((one for one in given if one == text.strip() or same(one, value)), value)
-    wanted = tuple(kind for name in kinds for kind in KINDS.get(name, ()))
-    if not kinds or (isinstance(value, wanted) and not (isinstance(value, bool) and bool not in wanted)):
+    types = tuple(kind for name in kinds for kind in KINDS.get(name, ()))
+    if not kinds or (isinstance(value, types) and not (isinstance(value, bool) and bool not in types)):
         return value
     return text
 
@@ -138,12 +138,12 @@ EXACT = ("pattern", "format", "minLength", "maxLength")
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal as JSON: Python takes true for 1."""
+    """Equality of JSON values: Python treats true and 1 as equal."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _own(schema: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """The schema of a parameter, with what it refers to and its alternatives, in one list."""
+    """The schema of a parameter, its references and its alternatives, in one list."""
     properties = schema.get("properties")
     found: list[Mapping[str, Any]] = []
     open_ = [properties.get(key)] if isinstance(properties, Mapping) else []
@@ -160,7 +160,7 @@ def _own(schema: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 MAX_PARTS = 64
-"""Parts of a parameter's schema that are looked at; a schema may refer to itself."""
+"""Most parts of a parameter's schema that are read; a schema may refer to itself."""
 
 
 def _referred(schema: Any, reference: str) -> Any:
@@ -179,7 +179,7 @@ class QwenCoder(Format):
 
     name = "qwen3_coder"
     marks = (OPEN, CLOSE)
-    reader = XmlReader
+    reader = XmlCallParser
     trigger = OPEN
     interrupts = (OPEN,)
     excludes = (FUNCTION,)
@@ -187,6 +187,6 @@ class QwenCoder(Format):
     def known_by(self, template: str) -> bool:
         return FUNCTION in template and PARAMETER in template
 
-    def call(self, tool: Tool) -> Sequence[Part]:
+    def call(self, tool: Tool) -> Sequence[FormatPart]:
         head = f"{OPEN}\n{FUNCTION}{tool.name}>\n"
-        return head, Schema(tool.parameters, "qwen_xml"), f"\n{FUNCTION_END}\n{CLOSE}"
+        return head, SchemaPart(tool.parameters, "qwen_xml"), f"\n{FUNCTION_END}\n{CLOSE}"

@@ -1,7 +1,7 @@
-"""Calls as the grammar engine takes them: structural tags, in the form that an answer is read in.
+"""Tool calls as structural tags for the grammar engine, in the format that the parser reads.
 
-A mark that is a special token of the checkpoint is asked for as that token, for a grammar's text never has special
-tokens; every other mark as text.
+A mark that is a special token of the checkpoint is required as that token, because a grammar's text never contains
+special tokens; every other mark as text.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unisono.text.tool_parsers.base import Format, Part, Schema, Tool, Written
+from unisono.text.tool_parsers.base import Format, FormatPart, SchemaPart, TagPart, Tool
 from unisono.types import BadRequest, StructuredOutputs
 
 Tag = dict[str, Any]
 
 BLANKS = 2
-"""Blanks in a row between the parts of arguments, which models write on one line."""
+"""Most consecutive blanks between the parts of arguments, which models write on one line."""
 ANSWER_BLANKS = 20
-"""Blanks in a row between the parts of a JSON answer, as ``grammar`` has it."""
+"""Most consecutive blanks between the parts of a JSON answer, as in ``structured_output``."""
 
 MAX_CALLS = 8
-"""Calls that follow each other in an answer that must call: a small model may repeat one till its tokens are spent."""
+"""Most calls in an answer that must call: a small model may repeat one until its tokens are spent."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class Structure:
-    """Writes structural tags in one form. specials: the ids of the checkpoint's special tokens."""
+    """Writer of structural tags in one format. specials: the ids of the checkpoint's special tokens."""
 
     def __init__(self, form: Format, specials: Mapping[str, int]) -> None:
         self._form = form
@@ -37,7 +37,7 @@ class Structure:
         self._split = re.compile("|".join(map(re.escape, self._specials)) or r"(?!)")
 
     def required(self, tools: Sequence[Tool], parallel: bool) -> StructuredOutputs:
-        """One call of ``tools`` at least, and nothing else."""
+        """At least one call of ``tools``, and nothing else."""
         return _outputs(self._calls(tools, parallel))
 
     def optional(self, tools: Sequence[Tool], parallel: bool) -> StructuredOutputs:
@@ -55,21 +55,21 @@ class Structure:
         ]
         return _outputs({"type": "dispatch", "rules": texts, "loop": parallel, "excludes": list(form.excludes)})
 
-    def either(self, tools: Sequence[Tool], parallel: bool, asked: StructuredOutputs) -> StructuredOutputs:
-        """Calls, or an answer in the form that the request asks for."""
-        return _outputs({"type": "or", "elements": [self._calls(_loosened(tools), parallel), self._answer(asked)]})
+    def either(self, tools: Sequence[Tool], parallel: bool, outputs: StructuredOutputs) -> StructuredOutputs:
+        """Calls, or an answer in the requested form."""
+        return _outputs({"type": "or", "elements": [self._calls(_loosened(tools), parallel), self._answer(outputs)]})
 
-    def answer(self, asked: StructuredOutputs) -> StructuredOutputs:
-        """An answer in the form that the request asks for, with the head that this form of messages has."""
-        if not self._form.answer_head or asked.structural_tag is not None:
-            return asked
-        return _outputs(self._answer(asked))
+    def answer(self, outputs: StructuredOutputs) -> StructuredOutputs:
+        """An answer in the requested form, with the message head of this format."""
+        if not self._form.answer_head or outputs.structural_tag is not None:
+            return outputs
+        return _outputs(self._answer(outputs))
 
-    def _answer(self, asked: StructuredOutputs) -> Tag:
-        return {"type": "sequence", "elements": [*self._parts(self._form.answer_head), _answer(asked)]}
+    def _answer(self, outputs: StructuredOutputs) -> Tag:
+        return {"type": "sequence", "elements": [*self._parts(self._form.answer_head), _answer(outputs)]}
 
     def _with_heads(self, tools: Sequence[Tool]) -> Tag:
-        """Messages, each with a head; where that is a call's, the arguments follow."""
+        """Messages, each with a head; arguments follow the head of a call."""
         form = self._form
         calls = self._without(self._one_of(tools), form.trigger)
         heads = [calls, *(self._sequence([head]) for head in form.other_heads)]
@@ -86,7 +86,7 @@ class Structure:
         }
 
     def _calls(self, tools: Sequence[Tool], parallel: bool, later: Sequence[Tool] | None = None) -> Tag:
-        """A call of ``tools``; where several may come, more of these, or of ``later``, up to MAX_CALLS."""
+        """A call of ``tools``; if several are allowed, more of these, or of ``later``, up to MAX_CALLS."""
         form, one = self._form, self._one_of(tools)
         elements = [*self._parts(form.before), one]
         if parallel:
@@ -99,15 +99,15 @@ class Structure:
         calls = [self._sequence(self._form.call(tool)) for tool in tools]
         return calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}
 
-    def _sequence(self, parts: Sequence[Part]) -> Tag:
+    def _sequence(self, parts: Sequence[FormatPart]) -> Tag:
         return {"type": "sequence", "elements": [tag for part in parts for tag in self._parts(part)]}
 
-    def _parts(self, part: Part) -> list[Tag]:
-        if isinstance(part, Schema):
+    def _parts(self, part: FormatPart) -> list[Tag]:
+        if isinstance(part, SchemaPart):
             schema = _closed({**ANY_OBJECT, **part.schema})
             written: Tag = {"type": "json_schema", "json_schema": schema}
             return [written | ({"max_whitespace_cnt": BLANKS} if part.style == "json" else {"style": part.style})]
-        if isinstance(part, Written):
+        if isinstance(part, TagPart):
             return [dict(part.tag)]
         found: list[Tag] = []
         place = 0
@@ -117,11 +117,11 @@ class Structure:
         return [tag for tag in (*found, _text(part[place:])) if tag.get("value") != ""]
 
     def _without(self, tag: Tag, trigger: str) -> Tag:
-        """``tag`` without the text that it begins with: what follows a trigger."""
+        """``tag`` without its trigger, the text that it begins with."""
         return self._cut(tag, trigger)[0]
 
     def _cut(self, tag: Tag, trigger: str) -> tuple[Tag, str]:
-        """(``tag`` without its beginning, what of ``trigger`` goes beyond it). A token is a trigger as a whole."""
+        """(``tag`` without its beginning, the part of ``trigger`` that exceeds it). A token is a trigger as a whole."""
         if tag["type"] == "const_string":
             value = tag["value"]
             return _text(value.removeprefix(trigger)) if value.startswith(trigger) else _text(""), (
@@ -146,13 +146,13 @@ OPENING = frozenset({
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same without properties that it does not list: a small model writes such till its tokens are spent."""
+    """The schema without additional properties: a small model writes those until its tokens are spent."""
     listed = schema.get("properties") and set(schema.get("required") or ()) <= set(schema["properties"])
     return {**schema, "additionalProperties": False} if listed and not OPENING & schema.keys() else schema
 
 
 def _loosened(tools: Sequence[Tool]) -> list[Tool]:
-    """The same with any arguments where a tool is not strict."""
+    """The tools, with any arguments allowed for those that are not strict."""
     return [tool if tool.strict else replace(tool, parameters={}) for tool in tools]
 
 
@@ -168,21 +168,21 @@ def _outputs(form: Tag) -> StructuredOutputs:
 
 
 def reworded(message: str) -> str:
-    """An error of the grammar that tools became, as one of tools."""
+    """An error of the grammar of tools, worded as an error of tools."""
     return "tools cannot be made a grammar:" + message.partition(":" if "is not valid:" in message else "compiled:")[2]
 
 
-def _answer(asked: StructuredOutputs) -> Tag:
-    """A request's own form as a part of a structural tag. Raises BadRequest for one that is a structural tag."""
-    if asked.json is not None or asked.json_object:
-        schema = json.loads(asked.json) if isinstance(asked.json, str) else asked.json or ANY_OBJECT
+def _answer(outputs: StructuredOutputs) -> Tag:
+    """A request's own form as a part of a structural tag. Raises BadRequest for a structural tag."""
+    if outputs.json is not None or outputs.json_object:
+        schema = json.loads(outputs.json) if isinstance(outputs.json, str) else outputs.json or ANY_OBJECT
         return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": ANSWER_BLANKS}
-    if asked.regex is not None:
-        return {"type": "regex", "pattern": asked.regex}
-    if asked.choice is not None:
-        return {"type": "or", "elements": [_text(one) for one in asked.choice]}
-    if asked.grammar is not None:
-        return {"type": "grammar", "grammar": asked.grammar}
+    if outputs.regex is not None:
+        return {"type": "regex", "pattern": outputs.regex}
+    if outputs.choice is not None:
+        return {"type": "or", "elements": [_text(one) for one in outputs.choice]}
+    if outputs.grammar is not None:
+        return {"type": "grammar", "grammar": outputs.grammar}
     raise BadRequest(
         "tools and a structural tag are set; the tag would have to contain the calls: leave out one of them.", "tools"
     )

@@ -1,1 +1,1 @@
-"""``unisono bench``: latency, exactness, drafters, adaptive speculation, soak."""
+"""``unisono bench``: ``latency`` and ``exact``; ``serve`` and ``throughput`` are in ``tools/load``."""

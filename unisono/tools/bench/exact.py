@@ -1,8 +1,8 @@
 """``unisono bench exact``: checks on a real model that a request's tokens do not depend on how it is run.
 
 One engine runs the same requests one at a time, batched, in small prompt chunks, after a prefix hit, preempted, and
-without graphs. For each mode it counts the requests whose token ids differ from the run one at a time, and what shows
-that the mode did what it is named for: without a preemption, say, the line says that nothing was tested. The last line
+without graphs. For each mode it counts the requests whose token ids differ from the run one at a time, and evidence
+that the mode was exercised: without a preemption, for example, the line reports that nothing was tested. The last line
 is a control with other seeds: there, sampled requests must differ.
 
 With ``--speculative-config`` the reference run uses an engine without speculation, and all modes use a second engine
@@ -28,15 +28,15 @@ def exact(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="As of `unisono serve`.")] = None,
-    requests: Annotated[int, typer.Option(help="How many requests.", min=1)] = 200,
+    kv_cache_dtype: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="As for `unisono serve`.")] = None,
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 200,
     output_len: Annotated[int, typer.Option(help="Tokens per request.", min=1)] = 32,
     max_prompt: Annotated[int, typer.Option(help="Longest prompt in tokens.", min=3)] = 900,
-    long: Annotated[int, typer.Option(help="How many of the requests have --long-output-len tokens.", min=0)] = 0,
+    long: Annotated[int, typer.Option(help="Number of requests with --long-output-len tokens.", min=0)] = 0,
     long_output_len: Annotated[int, typer.Option(help="Tokens of those.", min=1)] = 2100,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per pass in the chunked run.", min=16)] = 256,
-    speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
+    speculative_config: Annotated[str | None, typer.Option(help="As for `unisono serve`, JSON.")] = None,
 ) -> None:
     """Run the same requests in every mode and compare their tokens.
 
@@ -102,7 +102,7 @@ def _compare(
 
 @dataclass(frozen=True)
 class _Evidence:
-    """What an engine has counted that shows that a mode did what it is named for."""
+    """Counters of an engine that show that a mode was exercised."""
 
     preemptions: int
     prefix_hits: int
@@ -122,7 +122,7 @@ class _Evidence:
 
 @dataclass(frozen=True)
 class _Mode:
-    """A way to run the requests. evidence: how often it happened, in ``unit``, by what was counted and the prompts."""
+    """A way to run the requests. evidence: number of ``unit`` events, from the counters and the prompts."""
 
     setting: Callable[[], Any]
     unit: str
@@ -136,7 +136,7 @@ def _tokens_per_round(before: Any, now: Any) -> str:
 
 
 def _requests(llm: Any, count: int, output_len: int, max_prompt: int) -> tuple[list[list[int]], list[Any]]:
-    """Random prompts, every other one repetitive, and greedy and sampled parameters by turns."""
+    """Random prompts, every other one repetitive, with alternately greedy and sampled parameters."""
     from unisono.types import SamplingParams
 
     rng, vocab = random.Random(0), llm.engine.checkpoint.config.vocab_size
@@ -185,7 +185,9 @@ def _modes(llm: Any, chunk: int, prompts: list[list[int]]) -> dict[str, _Mode]:
 
     @contextlib.contextmanager
     def scarce() -> Iterator[None]:
-        """Reserve all pages but those of about three requests, or of half the prompts: requests are preempted."""
+        """Reserve all pages except those of about three requests, or of half the prompts, so that requests are
+        preempted.
+        """
         engine.reset_prefix_cache()
         room = max(longest, min(3 * longest, sum(pages_for(len(prompt)) for prompt in prompts) // 2))
         held = engine.pool.open([0])

@@ -1,7 +1,7 @@
-"""``unisono bench``: latency of the engine, and where the time is spent.
+"""``unisono bench latency``: time per step and to the first token, and device time by kernel.
 
-Absolute times are meaningful on a GPU only; on a CPU compare ratios within one run. Every report includes the
-versions, the machine and the settings.
+Absolute times are meaningful on a GPU only; on a CPU compare ratios within one run. Every report includes the versions,
+the machine and the settings.
 """
 
 from __future__ import annotations
@@ -19,37 +19,31 @@ import typer
 
 from unisono.config.preflight.model import check_model
 from unisono.console.help import HelpfulCommand
-from unisono.console.output import Commands
+from unisono.console.output import CommandGroup
 from unisono.console.values import speculative, whole_numbers, writable
-from unisono.tools.bench.adaptive import adaptive, plot, versions
-from unisono.tools.bench.drafters import drafters
 from unisono.tools.bench.exact import exact
-from unisono.tools.bench.soak import soak
+from unisono.tools.bench.versions import versions
 from unisono.tools.load import flags as load_flags
 from unisono.tools.load.serve_bench import serve
 from unisono.tools.load.throughput import throughput
 from unisono.types import ConfigError, SpeculativeConfig
 
 BATCH, CONTEXT, OUTPUT, PROMPTS = (1, 4, 16, 64), 1024, 256, (128, 512, 2048, 8192)
-"""What ``latency`` measures by default, as far as the model and the machine allow it; the report names the rest."""
+"""Defaults of ``latency``, as far as the model and the machine allow them; the report names the others."""
 
 WARM = 3
-"""Rounds after which rounds are timed."""
+"""Warm-up rounds before rounds are timed."""
 
 ALL_PROMPTS_FIRST = 1e6
-"""``--max-stall-ms`` here: a batch's requests all have their prompts computed before the first of them goes on."""
+"""Value of ``--max-stall-ms`` with which all prompts of a batch are computed before its first round."""
 
 LEAST_ROUNDS = 8
-"""Rounds that a batch is timed for, at least."""
+"""Least rounds that a batch is timed for."""
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="Benchmarks.", add_completion=False, pretty_exceptions_enable=False
+    cls=CommandGroup, no_args_is_help=True, help="Benchmarks.", add_completion=False, pretty_exceptions_enable=False
 )
 app.command(cls=HelpfulCommand)(exact)
-app.command(cls=HelpfulCommand)(adaptive)
-app.command(cls=HelpfulCommand)(drafters)
-app.command(cls=HelpfulCommand)(plot)
-app.command(cls=HelpfulCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(soak)
 app.command(cls=load_flags.SeveralValues, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     load_flags.grouped(
         serve,
@@ -69,13 +63,13 @@ app.command(cls=HelpfulCommand)(
 
 
 @dataclass
-class Report:
+class LatencyReport:
     """The results of one run; times are medians in milliseconds.
 
     forced: synthetic acceptance length, if one was set. settings: the engine's. context, output_len: tokens of each
-    request of step_ms. accept_length, step_ms, rounds (how many were timed): by batch size. ttft_ms: by prompt
-    tokens, of ``repeats`` prompts each. left_out: what was not measured, and why. launches: per round. graphs: captured
-    row counts by program.
+    request of step_ms. accept_length, step_ms, rounds (timed ones): by batch size. ttft_ms: by prompt tokens, of
+    ``repeats`` prompts each. left_out: sizes that were not measured, with reasons. launches: per round. graphs:
+    captured row counts by program.
     """
 
     model: str
@@ -146,8 +140,8 @@ def latency(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="As of `unisono serve`.")] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="As for `unisono serve`.")] = None,
     batch: Annotated[
         str | None, typer.Option(help="Batch sizes for ms/step, with commas; empty for none. [default: 1,4,16,64]")
     ] = None,
@@ -162,10 +156,10 @@ def latency(
     max_num_seqs: Annotated[int | None, typer.Option(help="Concurrent requests, at most.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass, at most.")] = None,
     enforce_eager: Annotated[bool, typer.Option(help="Capture no graphs.")] = False,
-    graphs: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
-    compile: Annotated[bool, typer.Option("--compile", help="As of `unisono serve`.")] = False,
-    attention_backend: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
-    speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
+    graphs: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",
+    compile: Annotated[bool, typer.Option("--compile", help="As for `unisono serve`.")] = False,
+    attention_backend: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",
+    speculative_config: Annotated[str | None, typer.Option(help="As for `unisono serve`, JSON.")] = None,
     synthetic_acceptance_length: Annotated[
         float | None,
         typer.Option(help="Commit this many tokens per round, whatever the drafts are. The text is noise."),
@@ -174,29 +168,29 @@ def latency(
     profile_prompt: Annotated[int | None, typer.Option(help="Profile a prompt of this many tokens (GPU).")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
 ) -> None:
-    """Milliseconds per step and time to first token, measured on the engine loop that the server uses.
+    """Measure milliseconds per step and time to first token, on the engine loop that the server uses.
 
-    What a default asks for and the model or the machine cannot run is left out, and the report says so. What a flag
-    asks for is an error then, before anything is measured.
+    Defaults that the model or the machine cannot run are left out, and the report lists them. A flag that cannot be run
+    is an error before anything is measured.
     """
-    wanted = Wanted(_asked("--batch", batch), context, output_len, _asked("--prompts", prompts))
+    requested = RequestedSizes(_asked("--batch", batch), context, output_len, _asked("--prompts", prompts))
     writable("--out", out)
     check_model(model, quantization=quantization, load_format=load_format)
     spec = speculative(speculative_config) if speculative_config else None
     if synthetic_acceptance_length is not None and spec is None:
         raise ConfigError("--synthetic-acceptance-length needs --speculative-config.")
     flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_model_len": max_model_len}
-    flags |= {"max_num_seqs": max_num_seqs or max(wanted.batch or (), default=None)}
+    flags |= {"max_num_seqs": max_num_seqs or max(requested.batch or (), default=None)}
     flags |= {"max_num_batched_tokens": max_num_batched_tokens, "max_stall_ms": ALL_PROMPTS_FIRST}
     flags |= {"kv_cache_dtype": kv_cache_dtype}
     flags |= {"quantization": quantization, "speculative": spec or SpeculativeConfig("none")}
     flags |= {"synthetic_acceptance_length": synthetic_acceptance_length, "enforce_eager": enforce_eager}
     flags |= {"graphs": graphs, "compile": compile, "attention_backend": attention_backend}
-    report = Report(model, {}, speculative_config or "", synthetic_acceptance_length, repeats=repeats)
+    report = LatencyReport(model, {}, speculative_config or "", synthetic_acceptance_length, repeats=repeats)
     try:
-        _measure(report, flags, wanted, profile, profile_prompt)
+        _measure(report, flags, requested, profile, profile_prompt)
     finally:
-        if report.step_ms or report.ttft_ms:  # what was measured before an error is shown, too
+        if report.step_ms or report.ttft_ms:  # results before an error are printed, too
             print(report.markdown())
     if out is not None:
         out.write_text(json.dumps(report.__dict__, indent=1))
@@ -206,7 +200,9 @@ def _asked(flag: str, text: str | None) -> list[int] | None:
     return None if text is None else whole_numbers(flag, text)
 
 
-def _measure(report: Report, flags: dict[str, Any], wanted: Wanted, profile: bool, profile_prompt: int | None) -> None:
+def _measure(
+    report: LatencyReport, flags: dict[str, Any], requested: RequestedSizes, profile: bool, profile_prompt: int | None
+) -> None:
     """Start the engine and fill the report."""
     imported = time.perf_counter()
     import torch
@@ -217,7 +213,7 @@ def _measure(report: Report, flags: dict[str, Any], wanted: Wanted, profile: boo
     if (profile or profile_prompt) and not torch.cuda.is_available():
         raise ConfigError("--profile and --profile-prompt read a GPU's kernels, and no GPU is visible here.")
     with LLM(report.model, **flags) as llm:
-        sizes, lengths = wanted.fitted(llm, report)
+        sizes, lengths = requested.fitted(llm, report)
         report.versions = versions(llm)
         report.start_seconds = {"import": imported, **llm.engine.info()["start_seconds"]}  # type: ignore[dict-item]
         report.settings = llm.engine.info()["settings"]  # type: ignore[assignment]
@@ -226,7 +222,7 @@ def _measure(report: Report, flags: dict[str, Any], wanted: Wanted, profile: boo
             report.step_ms[size], report.rounds[size] = statistics.median(times), len(times)
             report.accept_length[size] = tokens
         while lengths and llm.engine.capture_missing():
-            pass  # what a server captures in its first idle seconds
+            pass  # capture the graphs that a server captures in its first idle seconds
         for length in lengths:
             report.ttft_ms[length] = _ttft_ms(llm, length, report.repeats)
         if profile and sizes:
@@ -240,8 +236,8 @@ def _measure(report: Report, flags: dict[str, Any], wanted: Wanted, profile: boo
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be measured; None: the default, as far as it can be.
+class RequestedSizes:
+    """The sizes to measure; None: the default, as far as possible.
 
     batch: batch sizes. context, output_len: prompt and generated tokens of their requests. prompts: prompt lengths.
     """
@@ -251,8 +247,10 @@ class Wanted:
     output_len: int
     prompts: list[int] | None
 
-    def fitted(self, llm: Any, report: Report) -> tuple[list[int], list[int]]:
-        """(batch sizes, prompt lengths) that this engine can run. Raises ConfigError for a wanted one that it cannot.
+    def fitted(self, llm: Any, report: LatencyReport) -> tuple[list[int], list[int]]:
+        """(batch sizes, prompt lengths) that this engine can run.
+
+        Raises ConfigError for an explicit one that it cannot.
 
         Sets the report's context and output_len.
         """
@@ -275,7 +273,7 @@ class Wanted:
         return sizes, lengths
 
     def _room(self, llm: Any, size: int, context: int) -> str:
-        """Why ``size`` requests cannot run at once; empty if they can."""
+        """The reason why ``size`` requests cannot run at once; empty if they can."""
         from unisono.kv.pages import pages_for
 
         most, pages = llm.engine.config.max_num_seqs, llm.engine.pool.available
@@ -286,14 +284,22 @@ class Wanted:
 
 
 def _fitting(
-    what: str, flag: str, asked: list[int] | None, default: Sequence[int], problem: Callable[[int], str], report: Report
+    what: str,
+    flag: str,
+    explicit: list[int] | None,
+    default: Sequence[int],
+    problem: Callable[[int], str],
+    report: LatencyReport,
 ) -> list[int]:
-    """The values without a problem. Raises ConfigError for one that was asked for; the report names the others."""
+    """The values without a problem.
+
+    Raises ConfigError for an explicit one with a problem; the report lists the others.
+    """
     fitting = []
-    for value in default if asked is None else asked:
+    for value in default if explicit is None else explicit:
         if not (reason := problem(value)):
             fitting.append(value)
-        elif asked is not None:
+        elif explicit is not None:
             raise ConfigError(f"{flag} {value}: {reason}.")
         else:
             report.left_out.append(f"{what} {value} ({reason})")
@@ -326,7 +332,7 @@ def _add_requests(llm: Any, size: int, context: int, output_len: int) -> list[st
 
 
 def _run_until_warm(llm: Any, size: int) -> None:
-    """Step until all ``size`` requests are decoding, and then for three rounds more. Raises ConfigError if one ends."""
+    """Step until all ``size`` requests are decoding, then for three more rounds. Raises ConfigError if one ends."""
     scheduler, warm = llm.engine.scheduler, 0
     while warm < WARM:
         warm += not (scheduler.waiting or scheduler.extending or len(scheduler.running) < size)
@@ -372,7 +378,7 @@ def _ttft_ms(llm: Any, length: int, repeats: int) -> float:
 
 
 def _idle_share(trace: Any) -> float:
-    """Share of the time from the first kernel to the last in which the device was idle between rounds.
+    """Fraction of the time from the first kernel to the last in which the device was idle between rounds.
 
     The kernels of a round share the correlation id of the graph launch. Gaps between kernels inside a graph are not
     counted: the host does not cause them.
@@ -393,7 +399,7 @@ def _idle_share(trace: Any) -> float:
     return idle / max(1, busy_until - ordered[0][0])
 
 
-def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20) -> None:
+def _profile(llm: Any, size: int, context: int, report: LatencyReport, rounds: int = 20) -> None:
     """Profile ``rounds`` rounds: device time by kernel, and launches by the host, per round."""
     names = _add_requests(llm, size, context, rounds + 64)
     _run_until_warm(llm, size)
@@ -411,7 +417,7 @@ def _profile(llm: Any, size: int, context: int, report: Report, rounds: int = 20
         llm.engine.step()
 
 
-def _profile_prompt(llm: Any, length: int, report: Report, repeats: int = 3) -> None:
+def _profile_prompt(llm: Any, length: int, report: LatencyReport, repeats: int = 3) -> None:
     """Profile prompts of ``length`` tokens: device time by kernel, per prompt."""
     trace = _traced(lambda: _ttft_ms(llm, length, repeats))
     report.prompt_kernels, _ = _kernels(trace.key_averages(), repeats + 2)

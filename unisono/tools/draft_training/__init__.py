@@ -1,4 +1,4 @@
-"""Trains draft models on the outputs of a target model: ``unisono train-draft``.
+"""Training of draft models on the outputs of a target model: ``unisono train-draft``.
 
 First the engine lets the target answer prompts. Then the draft model is trained batch by batch: the target's forward
 pass gives hidden states and logits, and the draft model learns to predict those logits as many tokens ahead as it will

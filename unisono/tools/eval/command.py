@@ -1,8 +1,8 @@
 """``unisono eval``: accuracy on held-out problems, speed, and draft acceptance.
 
-The problems are grade-school maths in the form of GSM8K (``problems.py``); a model that sees is asked about small
-pictures instead (``picture_problems.py``). The model answers greedily. An answer is right when the word after ``####``
-is right.
+The problems are grade-school maths in the form of GSM8K (``problems.py``); a vision model gets problems with small
+images instead (``picture_problems.py``). The model answers greedily. An answer is right when the word after ``####`` is
+right.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class Evaluation:
     """The result of one evaluation.
 
-    right: problems solved. by_kind: (solved, asked) per kind of problem. tokens: generated. seconds: to generate them.
-    accept_length: mean tokens committed per round, None without speculation. positions: share of rounds in which the
-    draft at position 1, 2 … was accepted. pictures: the problems were about pictures. answers: token ids of each.
+    right: problems solved. by_kind: (solved, total) per kind of problem. tokens: generated. seconds: to generate them.
+    accept_length: mean tokens committed per round, None without speculation. positions: fraction of rounds in which the
+    draft at position 1, 2 … was accepted. pictures: the problems had images. answers: token ids of each.
     """
 
     problems: int
@@ -50,7 +50,7 @@ class Evaluation:
 
     @property
     def acceptance(self) -> str:
-        """How drafts fared, as text."""
+        """Draft acceptance as text."""
         shares = ", ".join(f"{share:.2f}" for share in self.positions)
         return f"{self.accept_length:.2f} tokens per round (accepted by position: {shares})"
 
@@ -64,7 +64,7 @@ def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, seed=0)
     outputs = llm.chat([problem.messages() for problem in problems], params)
     seconds = time.perf_counter() - started
-    right, asked = Counter[str](), Counter(problem.kind for problem in problems)
+    right, totals = Counter[str](), Counter(problem.kind for problem in problems)
     for problem, output in zip(problems, outputs, strict=True):
         right[problem.kind] += final_answer(output.outputs[0].text) == problem.final_answer
     counters = llm.engine.counters
@@ -72,7 +72,7 @@ def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
     return Evaluation(
         len(problems),
         right.total(),
-        {kind: (right[kind], asked[kind]) for kind in asked},
+        {kind: (right[kind], totals[kind]) for kind in totals},
         sum(len(output.outputs[0].token_ids) for output in outputs),
         seconds,
         counters.accept_length if drafts else None,
@@ -84,9 +84,9 @@ def evaluate(llm: LLM, count: int, max_tokens: int) -> Evaluation:
 
 @contextlib.contextmanager
 def pictures_withheld() -> Iterator[None]:
-    """Draft heads of engines that are built and run inside read placeholders in place of pictures' embeddings.
+    """Draft heads of engines that are built and run inside read placeholders in place of image embeddings.
 
-    What drafts gain from seeing what the target sees is the difference. The text is the same.
+    The difference in acceptance is the benefit of image embeddings for drafts. The text is the same.
     """
     from unisono.drafters.eagle.model import DraftBlock
 

@@ -1,7 +1,7 @@
-"""The held-out picture problems that ``unisono eval`` asks models that see: scenes, questions, answers.
+"""The held-out problems with images of ``unisono eval`` for vision models: scenes, questions, answers.
 
-They are stored in ``picture_problems.jsonl`` as descriptions, which ``scenes.draw`` turns into pictures. In a checkout
-``python -m training.tiny_vl.problems`` writes that file.
+They are stored in ``picture_problems.jsonl`` as descriptions, which ``scenes.draw`` renders. In a checkout ``python -m
+training.tiny_vl.problems`` writes that file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNT = 300
 
 @dataclass(frozen=True)
 class PictureProblem:
-    """kind: what is asked, for tables. final_answer: the word after ``####``."""
+    """A problem with an image. kind: of the question, for tables. final_answer: the word after ``####``."""
 
     kind: str
     scene: Scene
@@ -31,7 +31,7 @@ class PictureProblem:
     final_answer: str
 
     def png(self) -> bytes:
-        """The picture as a PNG file."""
+        """The image as a PNG file."""
         from PIL import Image
 
         file = io.BytesIO()
@@ -39,7 +39,7 @@ class PictureProblem:
         return file.getvalue()
 
     def messages(self) -> list[dict[str, Any]]:
-        """The question as a conversation for a chat request, its picture as a data URL."""
+        """The question as a conversation for a chat request, with its image as a data URL."""
         url = "data:image/png;base64," + base64.b64encode(self.png()).decode()
         picture = {"type": "image_url", "image_url": {"url": url}}
         return [{"role": "user", "content": [picture, {"type": "text", "text": self.question}]}]

@@ -1,4 +1,4 @@
-"""The held-out word problems that ``unisono eval`` and the benchmarks ask, in the form of GSM8K.
+"""The held-out word problems of ``unisono eval`` and the benchmarks, in the form of GSM8K.
 
 They are stored in ``problems.jsonl``, one JSON object per line. ``python -m training.tiny.problems`` writes that file
 from the test split of the bundled model's data (in a checkout of the repository).

@@ -1,8 +1,8 @@
-"""Small pictures drawn from a description: coloured shapes, digits, bar charts.
+"""Small images rendered from a description: coloured shapes, digits, bar charts.
 
-The same description gives the same bytes. Only whole numbers are computed with, so that no version of a library moves a
-pixel. ``picture_problems`` draws the held-out problems with it, ``training/tiny_vl`` the training data of the bundled
-model that sees.
+The same description gives the same bytes: all arithmetic is on integers, so that no version of a library moves a pixel.
+``picture_problems`` renders the held-out problems with it, ``training/tiny_vl`` the training data of the bundled vision
+model.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ BACKGROUNDS = {"black": (12, 12, 16), "grey": (112, 112, 112), "cream": (238, 23
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
 DIGITS = tuple("0123456789")
 CELL = 32
-"""Pixels of a row or column, at least."""
+"""Smallest height of a row and width of a column, pixels."""
 MOST_BARS, HIGHEST = 5, 8
-"""Of a bar chart: bars, and units of a bar's height."""
+"""Most bars of a chart, and the largest height of a bar in units."""
 LINES = (150, 150, 150)
 
 _GLYPHS = """
@@ -48,8 +48,12 @@ GLYPHS = {
 
 @dataclass(frozen=True)
 class Thing:
-    """A shape or a digit. kind: one of SHAPES or DIGITS. x, y: its centre in pixels. size: a shape's radius in pixels,
-    or pixels of a digit's dot."""
+    """A shape or a digit.
+
+    kind: one of SHAPES or DIGITS. x, y: its centre in pixels.
+
+    size: a shape's radius in pixels, or the side of a digit's dot in pixels.
+    """
 
     kind: str
     colour: str
@@ -72,7 +76,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture: things, or bars from left to right. width, height: pixels, from 2 * CELL on."""
+    """An image with things, or with bars from left to right. width, height: pixels, at least 2 * CELL."""
 
     width: int
     height: int
@@ -82,12 +86,12 @@ class Scene:
 
     @property
     def columns(self) -> int:
-        """Columns that things stand in: 2 or 3."""
+        """Number of columns of things: 2 or 3."""
         return min(3, self.width // CELL)
 
     @property
     def rows(self) -> int:
-        """Rows that things stand in: 2 or 3."""
+        """Number of rows of things: 2 or 3."""
         return min(3, self.height // CELL)
 
     def cell(self, thing: Thing) -> tuple[int, int]:
@@ -95,12 +99,12 @@ class Scene:
         return thing.y * self.rows // self.height, thing.x * self.columns // self.width
 
     def place(self, thing: Thing) -> str:
-        """Where a thing stands, as a word: "top-left"."""
+        """The position of a thing in words: "top-left"."""
         row, column = self.cell(thing)
         return f"{ROWS[self.rows][row]}-{COLUMNS[self.columns][column]}"
 
     def in_order(self) -> list[Thing]:
-        """Things as one reads: row by row, from left to right."""
+        """Things in reading order: row by row, from left to right."""
         return sorted(self.things, key=self.cell)
 
     def as_json(self) -> dict[str, Any]:
@@ -119,7 +123,7 @@ COLUMNS = {2: ("left", "right"), 3: ("left", "centre", "right")}
 
 
 def draw(scene: Scene) -> np.ndarray:
-    """The picture [height, width, 3] uint8."""
+    """The image [height, width, 3] uint8."""
     picture = np.empty((scene.height, scene.width, 3), np.uint8)
     picture[:] = BACKGROUNDS[scene.background]
     if scene.bars:
@@ -131,7 +135,7 @@ def draw(scene: Scene) -> np.ndarray:
 
 
 def covered(thing: Thing) -> tuple[tuple[slice, slice], np.ndarray]:
-    """(the rectangle around a thing, which of its pixels it covers)."""
+    """(the rectangle around a thing, mask of its pixels)."""
     mask = _digit(thing) if thing.is_digit else _shape(thing.kind, thing.size)
     rows, columns = mask.shape
     top, left = thing.y - rows // 2, thing.x - columns // 2
@@ -157,12 +161,12 @@ def _digit(thing: Thing) -> np.ndarray:
 
 
 def unit(scene: Scene) -> int:
-    """Pixels of a unit of height in a chart."""
+    """Height of a chart's unit in pixels."""
     return (scene.height - 8) // HIGHEST
 
 
 def _draw_bars(picture: np.ndarray, scene: Scene) -> None:
-    """Bars on a base line, and a thin line at each unit of height."""
+    """Draw bars on a base line, and a thin line at each unit of height."""
     for height in range(HIGHEST + 1):
         picture[scene.height - 4 - height * unit(scene), 2 : scene.width - 2] = LINES
     for number, bar in enumerate(scene.bars):

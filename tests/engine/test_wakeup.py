@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.engine.loop import Bell
+from unisono.engine.loop import Wakeup
 
 
 class Interrupt(Exception):
@@ -37,19 +37,19 @@ def interrupts() -> Iterator[Interrupts]:
 
 
 def test_a_ring_is_kept_for_the_next_wait() -> None:
-    bell = Bell()
-    bell.ring()
-    bell.ring()
-    bell.wait()  # both were one
-    threading.Timer(0.05, bell.ring).start()
-    bell.wait()
-    bell.ring()
-    bell.clear()
-    waited = threading.Thread(target=bell.wait, daemon=True)
+    wakeup = Wakeup()
+    wakeup.set()
+    wakeup.set()
+    wakeup.wait()  # both were one
+    threading.Timer(0.05, wakeup.set).start()
+    wakeup.wait()
+    wakeup.set()
+    wakeup.clear()
+    waited = threading.Thread(target=wakeup.wait, daemon=True)
     waited.start()
     waited.join(0.2)
     assert waited.is_alive()  # what was cleared ends no wait
-    bell.ring()
+    wakeup.set()
     waited.join(20)
     assert not waited.is_alive()
 
@@ -57,13 +57,13 @@ def test_a_ring_is_kept_for_the_next_wait() -> None:
 def test_an_interrupted_wait_breaks_no_ring(interrupts: Interrupts) -> None:
     """The main thread waits while two threads ring without a pause, and is interrupted 40 times. (``threading.Event``
     fails after some five: its wait lets go of the lock of a thread that sets it.)"""
-    bell, errors, caught = Bell(), list[BaseException](), 0
+    wakeup, errors, caught = Wakeup(), list[BaseException](), 0
     enough, ended = threading.Event(), threading.Event()
 
     def ring() -> None:
         try:
             while not ended.is_set():
-                bell.ring()
+                wakeup.set()
         except BaseException as error:
             errors.append(error)
 
@@ -79,8 +79,8 @@ def test_an_interrupted_wait_breaks_no_ring(interrupts: Interrupts) -> None:
     while not enough.is_set():
         try:
             interrupts.armed = True
-            bell.clear()
-            bell.wait()
+            wakeup.clear()
+            wakeup.wait()
             interrupts.armed = False
         except Interrupt:
             caught += 1

@@ -1,4 +1,4 @@
-"""``unisono bench adaptive``: throughput with adaptive k, compared with no speculation and with every fixed k.
+"""``python -m benchmarks.adaptive``: throughput with adaptive k, compared with no speculation and with every fixed k.
 
 The benchmark starts two engines: one without speculation, and one that has captured rounds for every k. At each
 concurrency it measures several variants in turn: the first engine, the second with each fixed k, and the second with
@@ -12,7 +12,6 @@ it, the requests are the held-out problems (``problems.py``), and prompt passes 
 from __future__ import annotations
 
 import json
-import platform
 import random
 import statistics
 import time
@@ -24,10 +23,12 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.command import run
 from unisono.cluster.heap import frozen_heap
 from unisono.config.preflight.model import check_model
 from unisono.console.values import shares, speculative, whole_numbers, writable
-from unisono.types import ConfigError, SpeculativeConfig
+from unisono.tools.bench.versions import versions
+from unisono.types import SpeculativeConfig
 
 NONE, ADAPTIVE = "none", "adaptive"
 WARM = 6
@@ -82,7 +83,7 @@ class Curve:
 
     @property
     def acceptance(self) -> str:
-        """Where draft acceptance came from, as text."""
+        """The source of draft acceptance, as text."""
         if not self.rates:
             return "acceptance of the drafter itself, on the held-out problems"
         return f"SYNTHETIC ACCEPTANCE: draft 1, 2 … accepted in {self.rates} of the rounds"
@@ -129,7 +130,7 @@ class Curve:
 
 
 def adaptive(
-    speculative_config: Annotated[str, typer.Option(help="As of `unisono serve`, JSON.")],
+    speculative_config: Annotated[str, typer.Option(help="As for `unisono serve`, JSON.")],
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
@@ -144,7 +145,7 @@ def adaptive(
         Path | None, typer.Option(help="Write JSON to this file, and Markdown to the same name with .md.")
     ] = None,
 ) -> None:
-    """Tokens per second without speculation, with each fixed k and with adaptive k, by concurrency."""
+    """Measure tokens per second without speculation, with each fixed k and with adaptive k, by concurrency."""
     sizes = whole_numbers("--concurrency", concurrency, some=True)
     rates = shares("--synthetic-acceptance-rates", synthetic_acceptance_rates)
     spec = speculative(speculative_config)
@@ -264,7 +265,7 @@ class Rounds:
 class Problems:
     """A workload: held-out problems, each answered once.
 
-    most: the highest concurrency. Raises ConfigError where there are not twice as many problems.
+    most: the highest concurrency. Raises ConfigError if there are not twice as many problems.
     """
 
     def __init__(self, most: int) -> None:
@@ -293,48 +294,5 @@ class Problems:
         return tokens, time.perf_counter() - started
 
 
-def plot(
-    results: Annotated[Path, typer.Argument(help="JSON that `unisono bench adaptive --out` wrote.")],
-    picture: Annotated[Path, typer.Argument(help="PNG, SVG or PDF file to write.")],
-) -> None:
-    """Plot tokens per second over concurrency, relative to no speculation. Needs the extra "plot" (matplotlib)."""
-    writable("PICTURE", picture)
-    try:
-        curve = Curve.read(results)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{results} is not what `unisono bench adaptive --out` wrote: {error}.") from None
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError('plotting needs matplotlib: pip install "unisono[plot]".') from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), dpi=150)
-    sizes = [point.concurrency for point in curve.points]
-    for name in curve.points[0].tokens_per_second:
-        relative = [p.tokens_per_second[name] / p.tokens_per_second[NONE] for p in curve.points]
-        bold = name == ADAPTIVE
-        axes.plot(sizes, relative, marker="o", linewidth=3 if bold else 1, zorder=3 if bold else 2, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.set_xlabel("concurrency")
-    axes.set_ylabel("tokens/s relative to no speculation")
-    axes.set_title(f"{Path(curve.model).name} on {curve.versions.get('on', '')}\n{curve.acceptance}", fontsize=9)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(picture)
-    print(f"{results} plotted in {picture}")
-
-
-def versions(llm: Any) -> dict[str, str]:
-    """The device and the versions of what affects speed."""
-    import torch
-    import triton
-
-    import unisono
-
-    device = llm.engine.config.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-    return {"on": name, "unisono": unisono.__version__, "torch": torch.__version__, "triton": triton.__version__}
+if __name__ == "__main__":
+    run(adaptive)

@@ -1,7 +1,7 @@
-"""``unisono bench drafters``: throughput of the bundled model with each of its drafters.
+"""``python -m benchmarks.drafters``: throughput of the bundled model with each of its drafters.
 
-An engine without speculation and one engine per drafter answer the same held-out problems greedily, at each batch
-size. The command fails if a drafter changes a text.
+An engine without speculation and one engine per drafter answer the same held-out problems greedily, at each batch size.
+The command fails if a drafter changes a text.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from benchmarks.command import run
 from unisono.cluster.heap import frozen_heap
 from unisono.console.values import whole_numbers
 from unisono.tools.eval.problems import COUNT, final_answer, held_out_problems
@@ -51,9 +52,9 @@ def drafters(
     drafts: Annotated[int, typer.Option("--num-speculative-tokens", "-k", help="Drafts per round, at most.")] = 3,
     methods: Annotated[str, typer.Option(help="Methods to compare, separated by commas.")] = ",".join(HEADS),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    gpu_memory_utilization: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 0.3,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="As for `unisono serve`.")] = 0.3,
 ) -> None:
-    """Tokens per second of the bundled model without speculation and with each of its drafters."""
+    """Measure tokens per second of the bundled model without speculation and with each of its drafters."""
     sizes, chosen = whole_numbers("--batch", batch, some=True), [name.strip() for name in methods.split(",")]
     if unknown := [name for name in chosen if name not in HEADS]:
         raise ConfigError(f"--methods {unknown[0]!r} is unknown; choose from {', '.join(HEADS)}.")
@@ -104,3 +105,7 @@ def _ask(llm: LLM, questions: list[str]) -> list[tuple[list[int], str]]:
     params = SamplingParams(temperature=0, max_tokens=220, seed=0)
     outputs = llm.chat([[{"role": "user", "content": question}] for question in questions], params)
     return [(list(output.outputs[0].token_ids), output.outputs[0].text) for output in outputs]
+
+
+if __name__ == "__main__":
+    run(drafters)

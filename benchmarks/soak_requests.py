@@ -1,4 +1,4 @@
-"""The requests of ``unisono bench soak``: what is asked, how the client behaves, and what of an answer must repeat.
+"""The requests of ``python -m benchmarks.soak``: bodies, behaviour of clients, and the parts of answers that repeat.
 
 A :class:`Case` is a seeded request, so its answer is the same bytes whenever it is asked. :func:`ask` sends one and
 judges the answer against that of a quiet run.

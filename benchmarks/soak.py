@@ -1,4 +1,4 @@
-"""``unisono bench soak``: a server under every kind of request, and proof that it loses, leaks and changes nothing.
+"""``python -m benchmarks.soak``: a server under every kind of request; it must lose, leak and change nothing.
 
 A quiet server answers each distinct request alone, without speculation. A second server, with the given flags, few
 pages and few slots, then gets them again and again, many at once, some of them aborted or left by their clients. Each
@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.command import run
 from unisono.config.preflight.model import check_model
 from unisono.tools.load.server_process import check_flags, wait_for_url
 
@@ -42,7 +43,7 @@ TABLE = "{:<20} {:>8} {:>8} {:>8} {:>6} {:>6} {:>6} {:>9} {:>9}"
 def soak(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
-    requests: Annotated[int, typer.Option(help="How many requests.", min=20)] = 10_000,
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=20)] = 10_000,
     distinct: Annotated[int, typer.Option(help="Distinct requests among them.", min=17)] = 340,
     concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 32,
     max_num_seqs: Annotated[int, typer.Option(help="Of the server: requests that run at once.", min=1)] = 8,
@@ -176,7 +177,7 @@ class Report:
 
 
 async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
-    from unisono.tools.bench.soak_requests import Client, cases
+    from benchmarks.soak_requests import Client, cases
 
     asked = cases(plan.distinct, plan.seed, plan.max_model_len)
     report = Report()
@@ -327,3 +328,7 @@ def _server(plan: Plan, flags: list[str]) -> Iterator[_Server]:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+if __name__ == "__main__":
+    run(soak, allow_extra_args=True, ignore_unknown_options=True)
