@@ -32,7 +32,7 @@ def blocks(text: str, kind: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    """The commands of a page that start with ``.venv/bin/unisono``; one may go on over lines inside its quotes."""
+    """The commands of a page that call ``.venv/bin/unisono`` or a benchmark; one may have several lines in quotes."""
     found, held = [], ""
     for line in "\n".join(blocks(text, "sh")).splitlines():
         held = f"{held}\n{line}" if held else line
@@ -42,7 +42,7 @@ def commands(text: str) -> list[str]:
             continue
         found.append(held)
         held = ""
-    return [one for one in found if one.startswith(".venv/bin/unisono ")]
+    return [one for one in found if one.startswith((".venv/bin/unisono ", ".venv/bin/python -m benchmarks."))]
 
 
 def shell(command: str, at: Path = ROOT, **options: Any) -> str:
@@ -66,7 +66,8 @@ ENDS = r" (serve|train-draft) "
     + [pytest.param(c, marks=pytest.mark.full) for c in LONG if not re.search(ENDS, c)],
 )
 def test_commands(command: str) -> None:
-    assert shell(command.replace(".venv/bin/unisono", UNISONO), input="Hello\n").strip()
+    command = command.replace(".venv/bin/unisono", UNISONO).replace(".venv/bin/python", sys.executable)
+    assert shell(command, input="Hello\n").strip()
 
 
 def test_flags_of_servers_exist() -> None:
