@@ -66,7 +66,8 @@ ENDS = r" (serve|train-draft) "
     + [pytest.param(c, marks=pytest.mark.full) for c in LONG if not re.search(ENDS, c)],
 )
 def test_commands(command: str) -> None:
-    command = command.replace(".venv/bin/unisono", UNISONO).replace(".venv/bin/python", sys.executable)
+    program, _, rest = command.partition(" ")
+    command = f"{UNISONO if program.endswith('unisono') else sys.executable} {rest}"
     assert shell(command, input="Hello\n").strip()
 
 
