@@ -11,7 +11,7 @@ import torch
 from tests.models.harness import Session
 from tests.models.one_block import HIDDEN, SPEC, TOKENS, builder, filled, one_pass, rotary, state_of
 from unisono.attention.context import ForwardContext
-from unisono.kernels.norm.activation import Gate
+from unisono.kernels.norm.activation import ExpertGate
 from unisono.kv.recurrent_state import RecurrentPass
 from unisono.kv.specs import Recurrent
 from unisono.kv.store import RecurrentView
@@ -23,6 +23,7 @@ from unisono.models.blocks.layers import LayerSpec, MLPSpec
 from unisono.models.config import DecoderConfig
 
 EXPERTS = ExpertsSpec(num_experts=7, top_k=3, intermediate_size=24, shared_intermediate_size=24, shared_gate=True)
+CLAMPED = ExpertKind(ExpertGate(1.7, 1.0), bias=True)
 DELTA = GatedDeltaSpec(2, 4, 16, 16)
 MIXERS: dict[str, Any] = {
     "attention": SPEC,
@@ -39,7 +40,9 @@ FEED_FORWARDS: dict[str, Any] = {
     "experts, shared of another size": replace(EXPERTS, shared_intermediate_size=33),
     "experts, shared without gate": replace(EXPERTS, shared_gate=False),
     "experts, none shared": replace(EXPERTS, shared_intermediate_size=0, shared_gate=False, normalize=False),
-    "experts, clamped with biases": ExpertsSpec(7, 3, 24, router_bias=True, kind=ExpertKind(Gate(1.7, 1.0), bias=True)),
+    "experts, clamped with biases": ExpertsSpec(
+        7, 3, 24, router_bias=True, kind=ExpertKind(ExpertGate(1.7, 1.0), bias=True)
+    ),
 }
 
 

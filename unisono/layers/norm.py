@@ -13,7 +13,7 @@ from unisono.kernels.norm.add_norm import add_rms_norm, add_rms_norm_fp8
 from unisono.kernels.norm.rms_norm import rms_norm_fp8
 from unisono.kernels.vision.norm import layer_norm
 from unisono.layers.activations import Activations, InputFormat
-from unisono.layers.formats.base import LoadTarget
+from unisono.layers.formats.base import WeightTarget
 
 
 class RMSNorm(nn.Module):
@@ -59,9 +59,9 @@ class RMSNorm(nn.Module):
         options = self.eps, self.input_format.group, self.input_format.keep, summed
         return ranks.add_rms_norm_fp8(x, residual, self.weight, *options)
 
-    def places(self) -> Iterator[tuple[str, LoadTarget]]:
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the norm, target) of each checkpoint tensor."""
-        kind = _ZeroCenteredWeight if self.zero_centered else LoadTarget
+        kind = _ZeroCenteredWeight if self.zero_centered else WeightTarget
         yield "weight", kind(self.weight, tuple(self.weight.shape))
 
 
@@ -78,7 +78,7 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class _ZeroCenteredWeight(LoadTarget):
+class _ZeroCenteredWeight(WeightTarget):
     """Target of a stored w: the parameter holds 1 + w, computed in fp32."""
 
     def fill(self, stored: torch.Tensor) -> None:

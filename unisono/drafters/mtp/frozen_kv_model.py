@@ -30,7 +30,7 @@ from unisono.attention.context import ForwardContext
 from unisono.config import catalog
 from unisono.kv.specs import Tree
 from unisono.layers.embedding import Embedding
-from unisono.layers.formats.base import LoadTarget
+from unisono.layers.formats.base import WeightTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec, QuerySpec, build_layers
 from unisono.models.config import DecoderConfig, attention_of, checkpoint_name
@@ -153,7 +153,7 @@ class FrozenCheckpoint:
         targets = self._targets(FrozenHead(self.config, self.reads, embed, builder))
         weights.check(targets, self.tensors, self.path, lambda name: None if name == EMBED else reason)
 
-    def _targets(self, head: FrozenHead) -> dict[str, LoadTarget]:
+    def _targets(self, head: FrozenHead) -> dict[str, WeightTarget]:
         """Checkpoint names of the head's own tensors -> the parameters they fill."""
         targets = {
             f"{checkpoint_name(NAMES, path)}.{kind}": place
