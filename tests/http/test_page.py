@@ -95,7 +95,7 @@ def test_vendored_files_are_unchanged_and_documented() -> None:
     assert found == VENDORED
     assert b"marked v18.2.1" in contents["vendor/marked/marked.esm.js"]
     assert b"MIT license" in contents["vendor/marked/LICENSE.txt"]
-    assert "marked 18.2.1" in (ROOT / "docs" / "page.md").read_text()
+    assert "marked 18.2.1" in (ROOT / "docs/guide/web-page.md").read_text()
 
 
 def test_scripts_of_the_page_are_short() -> None:

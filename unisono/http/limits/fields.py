@@ -1,8 +1,8 @@
 """Limits of every field of every request body in one table, and the check of a body by its limits and its model.
 
 ``BODIES`` has a limit for each field of a body that is a number, a text, a list or an object. They are checked before
-the body's model, so that no code processes a value beyond its limit. docs/limits.md has the same table
-(tests/http/test_field_limits.py writes it). Limits of the whole body are in ``request_body.py``.
+the body's model, so that no code processes a value beyond its limit. docs/reference/limits.md has the same table
+(scripts/reference.py writes it). Limits of the whole body are in ``request_body.py``.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ TABLE_HEAD = "| field | limit | body |\n|---|---|---|\n"
 
 
 def table() -> str:
-    """The table of docs/limits.md: each field and limit, and the bodies with it."""
+    """The table of docs/reference/limits.md: each field and limit, and the bodies with it."""
     rows: dict[tuple[str, str], list[str]] = {}
     for body, limits in BODIES.items():
         for name, limit in limits.items():
