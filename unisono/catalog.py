@@ -65,6 +65,11 @@ class Registry:
 models = Registry(
     "model architecture",
     {
+        "Gemma2ForCausalLM": "unisono.models.gemma3:GEMMA2",
+        "Gemma3ForCausalLM": "unisono.models.gemma3:GEMMA3",
+        "Gemma3ForConditionalGeneration": "unisono.models.gemma3:GEMMA3_VISION",
+        "Gemma4ForCausalLM": "unisono.models.gemma4:GEMMA4",
+        "Gemma4ForConditionalGeneration": "unisono.models.gemma4:GEMMA4_VISION",
         "GptOssForCausalLM": "unisono.models.gpt_oss:GPT_OSS",
         "LlamaForCausalLM": "unisono.models.llama:LLAMA",
         "MistralForCausalLM": "unisono.models.mistral:MISTRAL",

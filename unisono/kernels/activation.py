@@ -1,8 +1,8 @@
-"""The gates of a gated MLP and of gated attention. Owns the ops ``silu_mul`` and ``sigmoid_gate``; called by ``layers``
-and ``models``.
+"""The gates of a gated MLP and of gated attention. Owns the ops ``silu_mul``, ``gelu_mul`` and ``sigmoid_gate``; called
+by ``layers`` and ``models``.
 
 Where products with e4m3 weights read the result, the same kernels store it quantised (``kernels/fp8_quantize.py``)
-instead: ``silu_mul_fp8``, ``sigmoid_gate_fp8``.
+instead: ``silu_mul_fp8``, ``gelu_mul_fp8``, ``sigmoid_gate_fp8``.
 
 Shapes: M rows, I intermediate features, Hq query heads, D head dimension. An MLP's input holds gate and up side by
 side, [M, 2 I].
@@ -10,6 +10,7 @@ side, [M, 2 I].
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -24,22 +25,37 @@ _BLOCK = 1024
 
 
 class Gate(NamedTuple):
-    """How an expert's gate and up become one: ``silu(gate) * up`` by default.
+    """Join gate and up of a gated MLP: ``silu(gate) * up`` by default.
 
     limit: above 0, it is gpt-oss's clamped SwiGLU ``(up' + 1) * gate' * sigmoid(alpha * gate')``, with gate' at most
-    ``limit`` and up' within ± ``limit``.
+    ``limit`` and up' within ± ``limit``. gelu: it is ``gelu(gate) * up`` with GELU by tanh (``gelu_pytorch_tanh``).
     """
 
     alpha: float = 1.0
     limit: float = 0.0
+    gelu: bool = False
 
     @property
-    def constants(self) -> dict[str, float]:
+    def constants(self) -> dict[str, float | bool]:
         """The compile-time arguments of :func:`gated_product`."""
-        return {"ALPHA": self.alpha, "LIMIT": self.limit}
+        return {"ALPHA": self.alpha, "LIMIT": self.limit, "GELU": self.gelu}
 
 
 SILU = Gate()
+GELU_TANH = Gate(gelu=True)
+GATES = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
+"""By the names that config.json gives to activations."""
+
+TWICE_ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
+"""GELU by tanh of x is x · sigmoid(TWICE_ROOT · (x + CUBE · x³)), for tanh(u) = 2 sigmoid(2 u) - 1."""
+CUBE = tl.constexpr(TWICE_ROOT.value * 0.044715)
+"""The factor of x³ in GELU, times TWICE_ROOT."""
+
+
+@triton.jit
+def gelu_tanh(x):
+    """GELU by tanh in fp32. Every sum of a product is a fused one, so all kernels round alike."""
+    return x / (1.0 + tl.exp(-x * tl.fma(x * CUBE, x, TWICE_ROOT)))
 
 
 @triton.jit
@@ -51,9 +67,19 @@ def silu_product(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """What a :class:`Gate` makes of fp32 products, in ``dtype``. Both are rounded first."""
-    if LIMIT > 0:
+def gelu_product(gate, up, dtype: tl.constexpr):
+    """``gelu(gate) * up`` of fp32 products, rounded like :func:`silu_product`."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    return (gelu_tanh(gate).to(dtype).to(tl.float32) * up).to(dtype)
+
+
+@triton.jit
+def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                  GELU: tl.constexpr = False):  # fmt: skip
+    """Apply a :class:`Gate` to fp32 products, in ``dtype``. Both are rounded first."""
+    if GELU:
+        return gelu_product(gate, up, dtype)
+    elif LIMIT > 0:
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -64,8 +90,10 @@ def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
 
 @triton.jit
 def _silu_mul_kernel(x, out, scales, I, M, PADDED,  # noqa: E741
-                     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """COLUMNS: out is e4m3, and that many columns share one of ``scales``; 0: out is of x's dtype."""
+                     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+                     GELU: tl.constexpr = False):  # fmt: skip
+    """COLUMNS: out is e4m3, and that many columns share one of ``scales``; 0: out is of x's dtype. GELU: in place of
+    SiLU."""
     follow(OVERLAP, COLUMNS > 0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
@@ -74,7 +102,10 @@ def _silu_mul_kernel(x, out, scales, I, M, PADDED,  # noqa: E741
         inside = inside & (row < M)
     gate = tl.load(x + row * 2 * I + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * I + I + cols, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(x.dtype.element_ty).to(tl.float32)
+    if GELU:
+        silu = gelu_tanh(gate).to(x.dtype.element_ty).to(tl.float32)
+    else:
+        silu = (gate / (1.0 + tl.exp(-gate))).to(x.dtype.element_ty).to(tl.float32)
     if COLUMNS > 0:
         value = (silu * up).to(x.dtype.element_ty)
         store_quantised(value, out, scales, tl.program_id(0), tl.program_id(1) * BLOCK, I, PADDED, COLUMNS)
@@ -82,12 +113,14 @@ def _silu_mul_kernel(x, out, scales, I, M, PADDED,  # noqa: E741
         tl.store(out + row * I + cols, (silu * up).to(out.dtype.element_ty), mask=inside)
 
 
-def launch_silu_mul(x: torch.Tensor) -> torch.Tensor:
+def launch_silu_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     x = x.contiguous()
     rows, width = x.shape
     out = x.new_empty(rows, width // 2)
     grid = (rows, triton.cdiv(width // 2, _BLOCK))
-    _silu_mul_kernel[grid](x, out, None, width // 2, None, None, BLOCK=_BLOCK, COLUMNS=0, **overlapped(x.device))
+    _silu_mul_kernel[grid](
+        x, out, None, width // 2, None, None, BLOCK=_BLOCK, COLUMNS=0, GELU=gelu, **overlapped(x.device)
+    )
     return out
 
 
@@ -99,15 +132,20 @@ def quantising_block(k: int, group: int) -> tuple[int, int, int]:
     return block, block, min(max(block // 512, 1), 16)
 
 
-def launch_silu_mul_fp8(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    return launch_silu_mul(x, gelu=True)
+
+
+def launch_silu_mul_fp8(x: torch.Tensor, group: int, gelu: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`silu_mul_fp8`."""
     x = x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
     x8, scales = empty_quantised(x, rows, width, group)
     block, columns, warps = quantising_block(width, group)
     _silu_mul_kernel[(len(x8), triton.cdiv(width, block))](
-        x, x8, scales, width, rows, len(x8), BLOCK=block, COLUMNS=columns, num_warps=warps, **overlapped(x.device)
-    )
+        x, x8, scales, width, rows, len(x8), BLOCK=block, COLUMNS=columns, GELU=gelu, num_warps=warps,
+        **overlapped(x.device),
+    )  # fmt: skip
     return x8, scales
 
 
@@ -118,9 +156,20 @@ def silu_mul_cpu(x: torch.Tensor) -> torch.Tensor:
     return (gate32 / (1.0 + torch.exp(-gate32))).to(x.dtype) * up
 
 
-def gated_cpu(x: torch.Tensor, bias: torch.Tensor | None, alpha: float, limit: float) -> torch.Tensor:
-    """What a :class:`Gate` makes of rounded products x [M, 2 I], gate and up side by side, and a bias [2 I]."""
+def gelu_mul_cpu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    value = gate.float().contiguous()  # not F.gelu: see silu_mul_cpu
+    inner = value * (CUBE.value * value * value + TWICE_ROOT.value)
+    return (value / (1.0 + torch.exp(-inner))).to(x.dtype) * up
+
+
+def gated_cpu(
+    x: torch.Tensor, bias: torch.Tensor | None, alpha: float, limit: float, gelu: bool = False
+) -> torch.Tensor:
+    """Apply a :class:`Gate` to rounded products x [M, 2 I], gate and up side by side, and a bias [2 I]."""
     x = x if bias is None else x + bias
+    if gelu:
+        return gelu_mul_cpu(x)
     if limit == 0:
         return silu_mul_cpu(x)
     gate, up = (half.float().contiguous() for half in x.chunk(2, dim=-1))
@@ -162,6 +211,35 @@ register(
 def silu_mul_fp8(x: torch.Tensor, group: int) -> Quantised:
     """:func:`silu_mul` in e4m3, with the bits of ``quantize(silu_mul(x), group)``, in one launch."""
     return handed_on(torch.ops.unisono.silu_mul_fp8(x, group), x, group)
+
+
+def _gelu_mul_formula(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+define("gelu_mul(Tensor x) -> Tensor")
+register("gelu_mul", cuda=launch_gelu_mul, cpu=gelu_mul_cpu, meta=_silu_mul_meta)
+differentiable("gelu_mul", _gelu_mul_formula)
+
+
+def gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    """``gelu(x[:, :I]) * x[:, I:]`` for x [M, 2 I] -> [M, I]: GELU by tanh, with the roundings of :func:`silu_mul`."""
+    return torch.ops.unisono.gelu_mul(x)
+
+
+define("gelu_mul_fp8(Tensor x, int group) -> (Tensor, Tensor)")
+register(
+    "gelu_mul_fp8",
+    cuda=lambda x, group: launch_silu_mul_fp8(x, group, gelu=True),
+    cpu=lambda x, group: quantised_cpu(gelu_mul_cpu(x), group),
+    meta=lambda x, group: empty_quantised(x, x.shape[0], x.shape[1] // 2, group),
+)
+
+
+def gelu_mul_fp8(x: torch.Tensor, group: int) -> Quantised:
+    """:func:`gelu_mul` in e4m3, with the bits of ``quantize(gelu_mul(x), group)``, in one launch."""
+    return handed_on(torch.ops.unisono.gelu_mul_fp8(x, group), x, group)
 
 
 @triton.jit
@@ -261,7 +339,10 @@ def _aot(dtype: str, width: int | None, group: int) -> list[AotCase]:
     tensors = {"x": f"*{dtype}", "out": f"*{dtype}" if width is None else "*fp8e4nv", **extra}
     gate = {"qkv": f"*{dtype}", "stride": "i32", "HEADS": "i32"}
     return [
-        AotCase(_silu_mul_kernel, tensors | {"I": "i32"}, options, num_warps=warps),
+        *(
+            AotCase(_silu_mul_kernel, tensors | {"I": "i32"}, options | {"GELU": g}, num_warps=warps)
+            for g in (False, True)
+        ),
         AotCase(_sigmoid_gate_kernel, tensors | gate, options | {"D": 256}, num_warps=warps),
     ]
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels import experts_gluon
-from unisono.kernels.activation import SILU, Gate, gated_cpu, gated_product, silu_product
+from unisono.kernels.activation import GELU_TANH, SILU, Gate, gated_cpu, gated_product, silu_product
 from unisono.kernels.experts_plan import (
     Plan,
     Shapes,
@@ -133,7 +133,7 @@ def _gate_up_kernel(x, weight, bias, h, ids, order, tiles, M, count,
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
                     ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
-                    BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                    BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GELU: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
     """h [pairs, I]; weight [E, 2 I, H]: an expert's gate rows, then its up rows; bias [E, 2 I] with BIAS."""
     follow(OVERLAP)
@@ -160,7 +160,7 @@ def _gate_up_kernel(x, weight, bias, h, ids, order, tiles, M, count,
         if BIAS:
             gate = biased(gate, bias, e, 0, cols, 2 * I, I, h.dtype.element_ty)
             up = biased(up, bias, e, I, cols, 2 * I, I, h.dtype.element_ty)
-        store_pairs(h, gated_product(gate, up, h.dtype.element_ty, ALPHA, LIMIT), pair, valid, cols, I)
+        store_pairs(h, gated_product(gate, up, h.dtype.element_ty, ALPHA, LIMIT, GELU), pair, valid, cols, I)
 
 
 @triton.jit
@@ -262,11 +262,12 @@ def down_rows(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor
 def gate_up_cpu(
     h: torch.Tensor, x: torch.Tensor, weight_of: Callable[[int], torch.Tensor], ids: torch.Tensor, experts: int,
     stack: int, bias: torch.Tensor | None = None, alpha: float = SILU.alpha, limit: float = SILU.limit,
+    gelu: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Fill and return h, for CPU twins of any weight format. weight_of: an expert's weight [2 I, H] in x's dtype."""
     for expert, pairs, tokens in pairs_by_expert(ids, experts, stack):
         product = row_exact_product(x[tokens], weight_of(expert)).to(h.dtype)
-        h[pairs] = gated_cpu(product, None if bias is None else bias[expert], alpha, limit)
+        h[pairs] = gated_cpu(product, None if bias is None else bias[expert], alpha, limit, gelu)
     return h
 
 
@@ -281,8 +282,8 @@ def down_cpu(
     return y
 
 
-def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit):
-    plan, gate = Plan(ids, experts, tile, order, tiles), Gate(alpha, limit)
+def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit, gelu=False):
+    plan, gate = Plan(ids, experts, tile, order, tiles), Gate(alpha, limit, gelu)
     if _is_fast(weight, plan, bias, gate):
         return experts_gluon.launch_expert_rows(x, weight, plan, gated=True)
     return launch_gate_up(x, weight, plan, None, bias, gate)
@@ -371,9 +372,10 @@ def expert_gate_up_cpu(
     bias: torch.Tensor | None = None,
     alpha: float = SILU.alpha,
     limit: float = SILU.limit,
+    gelu: bool = False,
 ) -> torch.Tensor:
     h = gate_up_rows(x, weight, ids, experts)
-    return gate_up_cpu(h, x, functools.partial(slice_of, weight), ids, experts, len(weight), bias, alpha, limit)
+    return gate_up_cpu(h, x, functools.partial(slice_of, weight), ids, experts, len(weight), bias, alpha, limit, gelu)
 
 
 def expert_down_cpu(
@@ -390,7 +392,7 @@ def expert_down_cpu(
 
 
 for _name, _of_gate, _cuda, _cpu, _meta in (
-    ("expert_gate_up", ", float alpha, float limit", _gate_up_cuda, expert_gate_up_cpu, gate_up_rows),
+    ("expert_gate_up", ", float alpha, float limit, bool gelu=False", _gate_up_cuda, expert_gate_up_cpu, gate_up_rows),
     ("expert_down", "", _down_cuda, expert_down_cpu, down_rows),
 ):
     define(
@@ -420,16 +422,16 @@ def expert_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.T
     return torch.ops.unisono.expert_down(h, weight, *plan, bias)
 
 
-def _aot(dtype: str, shapes: Shapes, gate: Gate | None = None) -> list[AotCase]:
-    """Both products. gate: of experts with biases; None: SiLU without."""
+def _aot(dtype: str, shapes: Shapes, gate: Gate = SILU, biased: bool = False) -> list[AotCase]:
+    """Both products. biased: the experts have biases."""
     chosen = expert_tiles(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
     cases = []
     for kernel, (x, out), tile, more in (
-        (_gate_up_kernel, "xh", chosen.up, (gate or SILU).constants),
+        (_gate_up_kernel, "xh", chosen.up, gate.constants),
         (_down_kernel, "hy", chosen.down, {}),
     ):
-        tensors = {x: f"*{dtype}", "weight": f"*{dtype}", "bias": f"*{dtype}" if gate else None, out: f"*{dtype}"}
-        options = _blocking(tile) | more | {"BIAS": gate is not None}
+        tensors = {x: f"*{dtype}", "weight": f"*{dtype}", "bias": f"*{dtype}" if biased else None, out: f"*{dtype}"}
+        options = _blocking(tile) | more | {"BIAS": biased}
         cases.append(product_case(kernel, tensors, shapes, chosen.rows, tile.across, options))
     return cases
 
@@ -440,6 +442,7 @@ AOT: list[AotCase] = [
     *(case for rows in (1, 16, 64, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True))),
     *(case for rows in (1, 64, 4096) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8))),
     *(case for rows in (1, 64, 512) for case in _aot("bf16", Shapes(rows, 4096, 14336, 8, 2))),
-    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2880, 2880, 32, 4), GPT_OSS)),
+    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2880, 2880, 32, 4), GPT_OSS, True)),
+    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2816, 704, 128, 8), GELU_TANH)),  # Gemma 4
     *(case for kind in ("fp16", "fp32") for rows in (1, 512) for case in _aot(kind, Shapes(rows, 100, 60, 5, 2, True))),
 ]

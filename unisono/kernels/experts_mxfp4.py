@@ -97,7 +97,7 @@ def _mxfp4_gate_up_kernel(x, weight, scales, bias, h, ids, order, tiles, M, coun
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-                    BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                    BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GELU: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
     """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
@@ -118,7 +118,7 @@ def _mxfp4_gate_up_kernel(x, weight, scales, bias, h, ids, order, tiles, M, coun
         if BIAS:
             gate = biased(gate, bias, e, 0, cols, 2 * I, I, h.dtype.element_ty)
             up = biased(up, bias, e, I, cols, 2 * I, I, h.dtype.element_ty)
-        store_pairs(h, gated_product(gate, up, h.dtype.element_ty, ALPHA, LIMIT), pair, valid, cols, I)
+        store_pairs(h, gated_product(gate, up, h.dtype.element_ty, ALPHA, LIMIT, GELU), pair, valid, cols, I)
 
 
 @triton.jit
@@ -194,8 +194,10 @@ def decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
     return scaled.flatten(-2).to(dtype)
 
 
-def _gate_up_cuda(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit):
-    return launch_mxfp4_gate_up(x, weight, scales, Plan(ids, experts, tile, order, tiles), bias, Gate(alpha, limit))
+def _gate_up_cuda(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit, gelu=False):
+    return launch_mxfp4_gate_up(
+        x, weight, scales, Plan(ids, experts, tile, order, tiles), bias, Gate(alpha, limit, gelu)
+    )
 
 
 def _down_cuda(h, weight, scales, ids, experts, tile, order, tiles, bias):
@@ -207,9 +209,9 @@ def _decoded_expert(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     return lambda expert: decode(weight[expert], scales[expert], dtype)
 
 
-def expert_mxfp4_gate_up_cpu(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit):
+def expert_mxfp4_gate_up_cpu(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit, gelu=False):
     h, decoded = gate_up_rows(x, weight, ids, experts), _decoded_expert(weight, scales, x.dtype)
-    return gate_up_cpu(h, x, decoded, ids, experts, len(weight), bias, alpha, limit)
+    return gate_up_cpu(h, x, decoded, ids, experts, len(weight), bias, alpha, limit, gelu)
 
 
 def expert_mxfp4_down_cpu(h, weight, scales, ids, experts, tile, order, tiles, bias):
@@ -222,7 +224,13 @@ def _gate_up_meta(x, weight, scales, *plan):
 
 
 for _name, _of_gate, _cuda, _cpu, _meta in (
-    ("expert_mxfp4_gate_up", ", float alpha, float limit", _gate_up_cuda, expert_mxfp4_gate_up_cpu, _gate_up_meta),
+    (
+        "expert_mxfp4_gate_up",
+        ", float alpha, float limit, bool gelu=False",
+        _gate_up_cuda,
+        expert_mxfp4_gate_up_cpu,
+        _gate_up_meta,
+    ),
     ("expert_mxfp4_down", "", _down_cuda, expert_mxfp4_down_cpu, down_rows),
 ):
     define(

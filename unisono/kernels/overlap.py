@@ -20,6 +20,7 @@ from unisono.kernels.library import COMPILED
 
 READ_EARLY = frozenset(
     {
+        "_add_normed_kernel",
         "_prepare_kernel",
         "_rms_norm_kernel",
         "_combine_kernel",

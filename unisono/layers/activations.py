@@ -14,7 +14,7 @@ import torch
 
 from unisono.kernels import gated_norm as gated
 from unisono.kernels import sigmoid_gate, silu_mul
-from unisono.kernels.activation import sigmoid_gate_fp8, silu_mul_fp8
+from unisono.kernels.activation import SILU, Gate, gelu_mul, gelu_mul_fp8, sigmoid_gate_fp8, silu_mul_fp8
 from unisono.kernels.fp8_quantize import Quantised
 
 
@@ -91,9 +91,10 @@ def fitting(x: Activations, wish: Wish | None) -> Operand:
     return x if isinstance(x, Quantised) and wish is not None and wish.group == x.group else plain(x)
 
 
-def silu_product(x: torch.Tensor, wish: Wish | None) -> Activations:
-    """``silu_mul(x)``, for a reader with this wish."""
-    return silu_mul(x) if wish is None or wish.keep else silu_mul_fp8(x, wish.group)
+def gate_product(x: torch.Tensor, gate: Gate, wish: Wish | None) -> Activations:
+    """``silu_mul(x)`` or ``gelu_mul(x)`` by ``gate``, SILU or GELU_TANH, for a reader with this wish."""
+    plain, quantised = (silu_mul, silu_mul_fp8) if gate == SILU else (gelu_mul, gelu_mul_fp8)
+    return plain(x) if wish is None or wish.keep else quantised(x, wish.group)
 
 
 def sigmoid_gated(x: torch.Tensor, qkv: torch.Tensor, num_heads: int, wish: Wish | None) -> Activations:

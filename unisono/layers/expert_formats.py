@@ -145,7 +145,7 @@ def expert_format(format: WeightFormat, biases: bool = False) -> ExpertFormat:
         raise CheckpointError(f"weights of experts in format {format.name!r} are not supported: it has no `experts`.")
     if biases and not getattr(found, "biases", False):
         raise CheckpointError(
-            f"weights of experts in format {format.name!r} are not supported where experts have biases or a clamped "
-            "SwiGLU: plain weights and MXFP4 are."
+            f"weights of experts in format {format.name!r} are not supported where experts have biases or another "
+            "gate than SiLU: plain weights and MXFP4 are."
         )
     return found

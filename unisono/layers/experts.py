@@ -24,7 +24,7 @@ from unisono.layers.activations import Activations, Wish, fitting, plain
 from unisono.layers.expert_formats import ExpertFormat
 from unisono.layers.formats import FLOATS, WHOLE, PartOf, Place, Runs, Share, Slice, Slices, Stored
 from unisono.layers.mlp import GatedMLP
-from unisono.layers.norm import RMSNorm
+from unisono.layers.norm import Factor, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,11 @@ class Stack(nn.Module):
             found += [(at + start, at + stop) for start, stop in stored.rows(own)]
             at += stored.shape(outputs, self.inputs)[0]
         return at, tuple(found)
+
+    @property
+    def outputs_of_all(self) -> int:
+        """Outputs of a whole weight, those that other ranks hold too."""
+        return sum(self.projections.values())
 
     @property
     def holds_all(self) -> int:
@@ -267,9 +272,9 @@ class Experts(nn.Module):
 
     gate_up, down: the experts' stacks. shared: the shared expert where it does not ride along in them. gated: it has a
     gate, sigmoid of a product with x; without one it counts in full. normalize: a token's weights sum to 1. The
-    router's weight [E, H] has the gate's after it. router_bias: the router adds one. counts [E]: tokens that went to
-    each expert, see :func:`expert_counts`. ranks: the processes that hold the experts together; a rank computes what
-    its stacks hold.
+    router's weight [E, H] has the gate's after it. router_bias: the router adds one. router_factors: each expert's
+    weight is multiplied by a learnt number of its own. counts [E]: tokens that went to each expert, see
+    :func:`expert_counts`. ranks: the processes that hold the experts together; a rank computes what its stacks hold.
     """
 
     counts: torch.Tensor
@@ -284,6 +289,7 @@ class Experts(nn.Module):
         gated: bool = False,
         ranks: Ranks = ALONE,
         router_bias: bool = False,
+        router_factors: bool = False,
     ) -> None:
         super().__init__()
         self.top_k, self.normalize, self.gated, self.ranks = top_k, normalize, gated, ranks
@@ -292,6 +298,7 @@ class Experts(nn.Module):
         )
         self.router = nn.Parameter(router, requires_grad=False)
         self.router_bias = nn.Parameter(router.new_zeros(len(router)), requires_grad=False) if router_bias else None
+        self.factors = Factor(gate_up.experts, gate_up.dtype, router.device) if router_factors else None
         self.register_buffer("counts", torch.zeros(gate_up.experts, dtype=torch.int64, device=router.device), False)
         self.experts, self.shared = nn.ModuleDict({"gate_up": gate_up, "down": down}), shared
 
@@ -305,14 +312,19 @@ class Experts(nn.Module):
         shared = () if self.shared is None else self.shared.readers
         return self.stacks[0], *shared, None
 
-    def forward(self, x: Activations, positions: torch.Tensor | None = None) -> Mixed:
+    def forward(
+        self, x: Activations, positions: torch.Tensor | None = None, router_input: torch.Tensor | None = None
+    ) -> Mixed:
         """x [M, H] -> what :meth:`project` adds up.
 
-        positions [M] i32: rows below 0 are padding, which goes to no expert; None: there is none.
+        positions [M] i32: rows below 0 are padding, which goes to no expert; None: there is none. router_input [M, H]:
+        what the router reads; None: x.
         """
         gate_up, down = self.stacks
         chosen = positions, self.counts, gate_up.experts, self.top_k, self.normalize
-        ids, weights, gates = route(plain(x), self.router, *chosen, self.router_bias)
+        factors = None if self.factors is None else self.factors.weight
+        read = plain(x) if router_input is None else router_input
+        ids, weights, gates = route(read, self.router, *chosen, self.router_bias, factors)
         pairs, format, held = ids.numel(), gate_up.format, gate_up.holds_all
         own = ids if held == gate_up.experts else self._own(ids, held)
         plan = plan_experts(own, held, format.tile(gate_up, pairs, held))
@@ -359,6 +371,11 @@ class Experts(nn.Module):
         total = combine_experts(*y, residual)
         return total, total if norm is None else norm(total)
 
+    def output(self, y: Mixed) -> torch.Tensor:
+        """The sum of what the experts said, [M, H]."""
+        rows = self.router.new_zeros(len(y.weights), self.stacks[1].outputs_of_all)
+        return self.project(y, rows, None)[0]
+
     @property
     def idle_share(self) -> float:
         """Of the stacks' weights, the share that a token is not multiplied with."""
@@ -373,6 +390,8 @@ class Experts(nn.Module):
                 yield f"{name}.weight", Place(rows, tuple(rows.shape))
         if self.router_bias is not None:
             yield "router.bias", Place(self.router_bias[:count], (count,))
+        if self.factors is not None:
+            yield "factors.", Place(self.factors.weight, (count,))
         for name, stack in self.experts.items():
             assert isinstance(stack, Stack)
             for kind, place in stack.fused():

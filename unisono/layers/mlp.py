@@ -5,19 +5,21 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from unisono.layers.activations import Activations, OfAllRanks, silu_product
+from unisono.kernels.activation import SILU, Gate
+from unisono.layers.activations import Activations, OfAllRanks, gate_product
 from unisono.layers.linear import Linear
 
 
 class GatedMLP(nn.Module):
     """``down(silu(gate(x)) * up(x))``: a feed-forward (``models/blocks.py``).
 
-    gate_up: both projections as one product. down: the projection back.
+    gate_up: both projections as one product. down: the projection back. gate: what makes one of both, SILU or
+    GELU_TANH.
     """
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, gate: Gate = SILU) -> None:
         super().__init__()
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down, self.gate = gate_up, down, gate
 
     @property
     def readers(self) -> tuple[object, ...]:
@@ -27,12 +29,20 @@ class GatedMLP(nn.Module):
     def forward(self, x: Activations, positions: torch.Tensor | None = None) -> Activations:
         """What ``down`` reads: [M, hidden] -> [M, intermediate]. The same is done for every position."""
         y, low = self.gate_up.product(x)
-        if low is not None:
-            return low.silu(y)
-        return OfAllRanks(self.down.ranks.silu(y)) if self.down.split_inputs else silu_product(y, self.down.wish)
+        if self.gate == SILU:  # of which there are fused forms
+            if low is not None:
+                return low.silu(y)
+            if self.down.split_inputs:
+                return OfAllRanks(self.down.ranks.silu(y))
+        return gate_product(y if low is None else low.added(y), self.gate, self.down.wish)
 
     def project(
         self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
     ) -> tuple[torch.Tensor, Activations]:
         """What ``forward`` returned -> (residual + down(y), ``norm`` of it); without a norm the sum twice."""
         return self.down.then_norm(y, residual, norm)
+
+    def output(self, y: Activations) -> torch.Tensor:
+        """``down(y)`` of what ``forward`` returned."""
+        out: torch.Tensor = self.down(y)
+        return out

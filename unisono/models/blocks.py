@@ -16,15 +16,16 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 
-from unisono.attention.base import KV, AttentionOptions, attended
+from unisono.attention.base import KV, AttentionOptions, LastTokens, attended
 from unisono.attention.context import PassContext
 from unisono.distributed.gather import Ranks
 from unisono.kernels import rope_and_cache
+from unisono.kernels.activation import GATES
 from unisono.kernels.fp8_quantize import E4M3
 from unisono.layers.activations import Activations, Wish, plain, readers_of, sigmoid_gated, wanted
 from unisono.layers.formats import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
-from unisono.layers.norm import RMSNorm
+from unisono.layers.norm import Factor, RMSNorm, add_normed
 from unisono.layers.rotary import RotarySpec
 from unisono.models.build import Builder, require
 from unisono.preflight.ranks import check_attention_heads
@@ -36,10 +37,18 @@ class Stream(NamedTuple):
     """What layers hand on: the residual sum x, and the norm of it that the next block reads; each [T, H] or [E, H].
 
     A product, the sum with the residual and the next norm are one fused step, so a layer ends with the next one's norm.
+    per_layer: inputs of every layer beside the stream (``models/layer_inputs.py``); None in most models.
     """
 
     x: torch.Tensor
     normed: Activations
+    per_layer: torch.Tensor | None = None
+
+    def select(self, last: LastTokens) -> Stream:
+        """The stream of these tokens alone, without the norm."""
+        per_layer = None if self.per_layer is None else last.select(self.per_layer)
+        x = last.select(self.x)
+        return Stream(x, x, per_layer)
 
 
 class FeedForward(Protocol):
@@ -56,6 +65,10 @@ class FeedForward(Protocol):
         """(residual + the block's output, ``norm`` of it); without a norm the sum twice."""
         ...
 
+    def output(self, y: Any) -> torch.Tensor:
+        """The block's output alone, [T, H] or [E, H]: for layers that norm it before it is added."""
+        ...
+
 
 class Mixer(Protocol):
     """The first half of a layer: what lets a token read others. It may have ``readers``, as a feed-forward."""
@@ -66,6 +79,10 @@ class Mixer(Protocol):
 
     def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
         """See :meth:`FeedForward.project`."""
+        ...
+
+    def output(self, y: Any) -> torch.Tensor:
+        """See :meth:`FeedForward.output`."""
         ...
 
     def state_specs(self) -> Tree:
@@ -99,7 +116,8 @@ class AttentionSpec:
     positions a token sees, itself included; 0: all. scale: of scores; None: head_dim ** -0.5. soft_cap: scores become
     soft_cap * tanh(score / soft_cap); 0: they do not. sink: each head has a learnt logit in the softmax's denominator.
     output_gate: q_proj yields, for each head, the query and then a gate, whose sigmoid scales the head's output.
-    qk_norm: RMSNorm over each query and key head. input_size: elements of a token that it reads; None: H.
+    qk_norm: RMSNorm over each query and key head. v_norm: over each value head, without a weight. k_is_v: values are
+    the keys' projection, before norm and rotation. input_size: elements of a token that it reads; None: H.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -117,12 +135,15 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     input_size: int | None = None
+    v_norm: bool = False
+    k_is_v: bool = False
 
     def __post_init__(self) -> None:
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         require(heads >= 1, "num_heads", heads, "it must be at least 1")
         require(kv_heads >= 1 and heads % kv_heads == 0, "num_kv_heads", kv_heads, f"it must divide {heads} heads")
         require(dim >= 2 and dim % 2 == 0, "head_dim", dim, "rotary needs an even head size")
+        require(not (self.k_is_v and self.output_gate), "output_gate", True, "values must have a projection then")
 
     @property
     def lifetime(self) -> int:
@@ -168,7 +189,8 @@ class Attention(nn.Module):
         self.cos_sin, self.axes = builder.rotary(spec.rotary), builder.rotary_axes(spec.rotary)
         inputs, queries = spec.input_size or builder.hidden_size, whole.num_heads * spec.head_dim
         projections = {"q": 2 * queries if spec.output_gate else queries}
-        projections |= dict.fromkeys(("k", "v"), whole.num_kv_heads * spec.head_dim) if self.kv_heads else {}
+        of_keys = ("k",) if spec.k_is_v else ("k", "v")
+        projections |= dict.fromkeys(of_keys, whole.num_kv_heads * spec.head_dim) if self.kv_heads else {}
         shares = {name: share for name, share in whole.shares(builder.ranks).items() if name in projections}
         self.qkv = builder.linear("qkv", inputs, projections, spec.qkv_bias, share=shares)
         self.o = builder.joined("o", queries, builder.hidden_size, spec.o_bias)
@@ -213,13 +235,18 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, Activations]:
         return self.o.then_norm(y, residual, norm)
 
+    def output(self, y: Activations) -> torch.Tensor:
+        out: torch.Tensor = self.o(y)
+        return out
+
     def _turn(self, qkv: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
         """Norm and rotate the heads, write keys and values; returns the queries [T, Hq, D]."""
         inputs, q_norm = context.inputs(self.spec.lifetime), self.q_norm.weight if self.q_norm else None
         k_norm = self.k_norm.weight if self.k_norm else q_norm  # without keys of its own the op wants both all the same
         table, positions = context.rotary(self.cos_sin, self.axes, self.spec.lifetime)
         where, heads = (positions, inputs.slot_mapping, kv.k, kv.v), (self.spec.num_heads, self.kv_heads)
-        return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales)
+        values = self.spec.v_norm, self.spec.k_is_v
+        return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales, *values)
 
     def _attend(self, q: torch.Tensor, context: PassContext, kv: KV, wish: Wish | None = None) -> Activations:
         inputs = context.plan(self.backend, self.spec.lifetime, self.spec.window)
@@ -231,10 +258,12 @@ class Attention(nn.Module):
 class QuerySpec(AttentionSpec):
     """Attention of new queries over keys and values that another layer wrote.
 
-    num_kv_heads: that layer's. pages: the lifetime of its pages.
+    num_kv_heads: that layer's. pages: the lifetime of its pages. reads: the number of that layer, where it is an
+    earlier one of the same model; None: the caller hands its pages over.
     """
 
     pages: int = ALL
+    reads: int | None = None
 
     @property
     def lifetime(self) -> int:
@@ -245,7 +274,12 @@ class QuerySpec(AttentionSpec):
 
 
 class QueryAttention(Attention):
-    """Computes and writes no keys; its state is another layer's pages, which it only reads."""
+    """Computes and writes no keys; its state is another layer's pages, which it only reads.
+
+    passed_over: modules that checkpoints may store of such a layer, for nothing.
+    """
+
+    passed_over = ("qkv.k", "qkv.v", "k_norm")
 
     @property
     def kv_heads(self) -> int:
@@ -265,7 +299,8 @@ class QueryAttention(Attention):
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """A gated MLP with SiLU. bias: of all three products. Raises CheckpointError for other activations."""
+    """A gated MLP. bias: of all three products. activation: of the gate, one of ``kernels.activation.GATES``; raises
+    CheckpointError for others."""
 
     intermediate_size: int
     bias: bool = False
@@ -273,7 +308,7 @@ class MLPSpec:
 
     def __post_init__(self) -> None:
         require(self.intermediate_size >= 1, "intermediate_size", self.intermediate_size, "it must be at least 1")
-        require(self.activation == "silu", "hidden_act", self.activation, "only 'silu' is supported")
+        require(self.activation in GATES, "hidden_act", self.activation, f"supported are {', '.join(GATES)}")
 
     def build(self, builder: Builder) -> GatedMLP:
         size, hidden = self.intermediate_size, builder.hidden_size
@@ -283,45 +318,79 @@ class MLPSpec:
         return GatedMLP(
             builder.linear("gate_up", hidden, projections, self.bias, share=share),
             builder.joined("down", size, hidden, self.bias, split_inputs=divided),
+            GATES[self.activation],
         )
 
 
 # ---- layers -----------------------------------------------------------------------------------------
 
 
+class NormOrder(NamedTuple):
+    """Norms of one half of a layer. before: of what the block reads. after: of its output, before it is added."""
+
+    before: bool = True
+    after: bool = False
+
+
+PRE, SANDWICH, POST = NormOrder(), NormOrder(True, True), NormOrder(False, True)
+
+
 @dataclass(frozen=True)
 class LayerSpec:
-    """A pre-norm layer: ``x + mixer(norm(x))``, then ``x + feed_forward(norm(x))``.
+    """``x + mixer(x)``, then ``x + feed_forward(x)``, with norms by ``mixer_norms`` and ``feed_forward_norms``.
 
-    A family whose norms or residuals are in another order derives a spec that builds a layer of its own.
+    per_layer: a third part that gates the layer's own inputs by the stream (``models/layer_inputs.py``), with a norm
+    after it. scaled: the layer's result is multiplied by a learnt number; what comes last must then have a norm after
+    it. A family whose residuals are in another order derives a spec that builds a layer of its own.
     """
 
     mixer: BlockSpec
     feed_forward: BlockSpec
+    mixer_norms: NormOrder = PRE
+    feed_forward_norms: NormOrder = PRE
+    per_layer: BlockSpec | None = None
+    scaled: bool = False
 
     def build(self, builder: Builder) -> DecoderLayer:
         mixer = self.mixer.build(builder.at("mixer"))
         feed_forward = self.feed_forward.build(builder.at("feed_forward"))
-        return DecoderLayer(mixer, feed_forward, builder.norm(), builder.norm())
+        norms = [builder.norm() if order.before else None for order in (self.mixer_norms, self.feed_forward_norms)]
+        layer = DecoderLayer(mixer, feed_forward, *norms)
+        if self.mixer_norms.after:
+            layer.mixer_post_norm = builder.norm()
+        if self.feed_forward_norms.after:
+            layer.feed_forward_post_norm = builder.norm()
+        if self.per_layer is not None:
+            layer.per_layer, layer.per_layer_post_norm = self.per_layer.build(builder.at("per_layer")), builder.norm()
+        if self.scaled:
+            layer.scale = Factor(1, builder.dtype, builder.device)
+        return layer
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward with a norm before each; each sum, and the norm that reads it, is fused with the
-    product before it.
+    """A mixer and a feed-forward with norms around each; each sum, and the norm that reads it, is fused with what is
+    before it: the product, or the norm of the block's output.
 
     next_norm: what reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for none.
     next_mixer: whose input that norm is; None: another reader's. The model that owns them sets both (:meth:`then`).
     tail: everything after the mixer in one launch, for few rows; None: separate launches (``models/tails.py``).
+    mixer_post_norm, feed_forward_post_norm, per_layer_post_norm: of outputs before they are added; None: there is none.
     """
 
     tail: Callable[[Any, torch.Tensor], Stream | None] | None = None
 
     def __init__(
-        self, mixer: nn.Module, feed_forward: nn.Module, mixer_norm: nn.Module, feed_forward_norm: nn.Module
-    ) -> None:
+        self, mixer: nn.Module, feed_forward: nn.Module, mixer_norm: nn.Module | None,
+        feed_forward_norm: nn.Module | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.mixer_norm, self.mixer = mixer_norm, mixer
         self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
+        self.mixer_post_norm: RMSNorm | None = None
+        self.feed_forward_post_norm: RMSNorm | None = None
+        self.per_layer: nn.Module | None = None
+        self.per_layer_post_norm: RMSNorm | None = None
+        self.scale: Factor | None = None
         self._next: tuple[nn.Module | None, ...] = (None, None)  # in a tuple: they are no submodules of this layer
         self.ask_readers()
 
@@ -330,10 +399,13 @@ class DecoderLayer(nn.Module):
         for norm, block in ((self.mixer_norm, self.mixer), (self.feed_forward_norm, self.feed_forward)):
             if isinstance(norm, RMSNorm):
                 norm.wish = wanted(readers_of(block))
+            inside = getattr(block, "ask_readers", None)  # of a block with norms of its own
+            if inside is not None:
+                inside()
 
-    def begin(self, x: torch.Tensor) -> Stream:
-        """What a pass's first layer reads: x [T, H] and its norm."""
-        return Stream(x, self.mixer_norm(x))
+    def begin(self, x: torch.Tensor, per_layer: torch.Tensor | None = None) -> Stream:
+        """What a pass's first layer reads: x [T, H] and its norm; per_layer: see :class:`Stream`."""
+        return Stream(x, x if self.mixer_norm is None else self.mixer_norm(x), per_layer)
 
     @property
     def next_norm(self) -> nn.Module | None:
@@ -343,7 +415,7 @@ class DecoderLayer(nn.Module):
     def next_mixer(self) -> nn.Module | None:
         return self._next[1]
 
-    def then(self, norm: nn.Module, mixer: nn.Module | None) -> None:
+    def then(self, norm: nn.Module | None, mixer: nn.Module | None) -> None:
         """Set the norm that reads the layer's sum, and the mixer that reads the norm, if it is one."""
         self._next = (norm, mixer)
 
@@ -351,15 +423,32 @@ class DecoderLayer(nn.Module):
         """The residual stream after the layer, of T tokens or of ``context.last_tokens``; state: the mixer's."""
         mixer, feed_forward = cast(Mixer, self.mixer), cast(FeedForward, self.feed_forward)
         mixed = mixer(stream.normed, context, state)
-        x = stream.x if context.last_tokens is None else context.last_tokens.select(stream.x)
+        x, _, per_layer = stream if context.last_tokens is None else stream.select(context.last_tokens)
         if self.tail is not None and (after := self.tail(mixed, x)) is not None:
             return after
-        x, normed = mixer.project(mixed, x, self.feed_forward_norm)
-        return Stream(*feed_forward.project(feed_forward(normed, context.queries.positions), x, self.next_norm))
+        x, normed = joined(mixer, mixed, x, self.mixer_post_norm, self.feed_forward_norm)
+        y = feed_forward(normed, context.queries.positions)
+        if self.per_layer is None:
+            return Stream(
+                *joined(feed_forward, y, x, self.feed_forward_post_norm, self.next_norm, self.scale), per_layer
+            )
+        x, _ = joined(feed_forward, y, x, self.feed_forward_post_norm, None)
+        out = self.per_layer(x, per_layer)
+        return Stream(*add_normed(out, x, self.per_layer_post_norm, self.next_norm, self.scale), per_layer)
 
     def state_specs(self) -> Tree:
         """The mixer's."""
         return cast(Mixer, self.mixer).state_specs()
+
+
+def joined(
+    block: Mixer | FeedForward, y: Any, residual: torch.Tensor, after: RMSNorm | None, norm: nn.Module | None,
+    scale: Factor | None = None,
+) -> tuple[torch.Tensor, Activations]:  # fmt: skip
+    """(residual + the block's output, normed by ``after`` where there is one, times ``scale``; ``norm`` of that)."""
+    if after is None:
+        return block.project(y, residual, norm)
+    return add_normed(block.output(y), residual, after, norm, scale)
 
 
 def build_layers(specs: Sequence[LayerSpec], builder: Builder, norm: nn.Module) -> nn.ModuleList:

@@ -17,6 +17,7 @@ from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.build import require
+from unisono.models.layer_inputs import LayerInputsSpec
 from unisono.models.vision.config import VisionConfig
 from unisono.types import CheckpointError
 
@@ -26,7 +27,9 @@ class DecoderConfig:
     """A decoder: its layers and what they share. Immutable; sizes are element counts.
 
     layers: each layer's own spec. max_positions: the context length that config.json declares. zero_centered_norms: the
-    kind of all norms that the builder makes (``layers.norm``). mtp_modules: how many multi-token prediction modules
+    kind of all norms that the builder makes (``layers.norm``), and wide_norms. embed_scale: of token embeddings.
+    logit_cap: logits become logit_cap * tanh(logit / logit_cap); 0: they do not. layer_inputs: inputs of every layer
+    beside the stream; None: there are none. mtp_modules: how many multi-token prediction modules
     config.json declares. vision: the vision tower beside the decoder; None: there is none. hf_config: the transformers
     config it was read from, that of the text model where there are several. Raises CheckpointError for values that
     cannot be computed.
@@ -40,6 +43,10 @@ class DecoderConfig:
     max_positions: int
     tie_embeddings: bool = False
     zero_centered_norms: bool = False
+    wide_norms: bool = False
+    embed_scale: float = 1.0
+    logit_cap: float = 0.0
+    layer_inputs: LayerInputsSpec | None = None
     mtp_modules: int = 0
     vision: VisionConfig | None = None
     hf_config: Any = field(default=None, repr=False, compare=False)
@@ -68,6 +75,12 @@ class DecoderConfig:
     def windows(self) -> tuple[int, ...]:
         """Of each layer, how many positions a token sees, itself included; 0: all."""
         return tuple(getattr(layer.mixer, "window", 0) for layer in self.layers)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Number of the layer whose state each layer reads: its own, or an earlier one's."""
+        found = [getattr(layer.mixer, "reads", None) for layer in self.layers]
+        return tuple(number if read is None else read for number, read in enumerate(found))
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:

@@ -154,6 +154,11 @@ class GatedDelta(nn.Module):
         """(residual + ``o(y)``, ``norm`` of it); without a norm the sum twice."""
         return self.o.then_norm(y, residual, norm)
 
+    def output(self, y: Activations) -> torch.Tensor:
+        """``o(y)``."""
+        out: torch.Tensor = self.o(y)
+        return out
+
 
 class _Weight(nn.Module):
     """A tensor called ``weight``, or a share of its rows."""

@@ -4,7 +4,7 @@ The import takes 2 to 5 seconds, mostly of libraries that a configuration does n
 on the file's bytes and on transformers' version alone, so these are the name of what is kept, in
 ``$UNISONO_CACHE/configs`` (by default ``~/.cache/unisono``). A file that is missing, damaged or cannot be written is
 no error: transformers reads the configuration. So it does where positions are scaled, for its functions want its own
-objects. Called by ``models.checkpoint`` and ``models.draft_checkpoint``.
+objects, and where fields differ by layer. Called by ``models.checkpoint`` and ``models.draft_checkpoint``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def stored_config(said: bytes, name_or_path: str, read: Callable[[], Any]) -> An
             return found
     config = read()
     with suppress(*TROUBLE):
-        if not _scales_positions(config.get_text_config()):
+        text = config.get_text_config()
+        if not _scales_positions(text) and not hasattr(text, "per_layer_config"):
             _write(cache_directory() / "configs" / f"{key}.json", json.dumps(_encoded(config)))
     return config
 

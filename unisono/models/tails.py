@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from unisono.kernels import layer_tail, layer_tail_fp8
+from unisono.kernels.activation import SILU
 from unisono.kernels.fp8_quantize import GROUP, Quantised
 from unisono.kernels.layer_tail import Tail
 from unisono.kernels.layer_tail_fp8 import Fp8Tail
@@ -119,7 +120,9 @@ def _possible(modules: Iterable[nn.Module]) -> tuple[list[DecoderLayer], dict[in
 def _tail(layer: DecoderLayer) -> FusedTail | None:
     """What follows the layer's mixer, if a kernel can compute it."""
     mixer, mlp, norm, next_norm = layer.mixer, layer.feed_forward, layer.feed_forward_norm, layer.next_norm
-    if type(layer) is not DecoderLayer or not isinstance(mlp, GatedMLP):
+    if type(layer) is not DecoderLayer or not isinstance(mlp, GatedMLP) or mlp.gate != SILU:
+        return None
+    if layer.mixer_post_norm is not None or layer.feed_forward_post_norm is not None or layer.per_layer is not None:
         return None
     if type(norm) is not RMSNorm or type(next_norm) not in (RMSNorm, NoneType):
         return None
