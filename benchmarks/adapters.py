@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
 from unisono import LLM, LoRARequest, SamplingParams
-from unisono.models.adapters import CONFIG, WEIGHTS, AdapterLayers
+from unisono.models.lora.adapters import CONFIG, WEIGHTS, AdapterLayers
 from unisono.passes.features.adapters import Adapters
 from unisono.types import EngineRequest, SpeculativeConfig
 

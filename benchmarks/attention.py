@@ -22,9 +22,9 @@ import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.attention.triton import TritonAttention
-from unisono.kernels import attention as ops
-from unisono.kernels import attention_hopper_rounds
-from unisono.kernels.kv_e4m3 import dequantised, quantised
+from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
+from unisono.kernels.attention import paged as ops
+from unisono.kernels.cache.kv_e4m3 import dequantised, quantised
 
 PAGE = 16
 KEYS = ops.KEYS

@@ -5,7 +5,7 @@
 Prints Markdown tables. *bits*: tokens of a batch of 4096 whose bits differ when computed in another company or tiling;
 every number should be 0. *speed*: µs of a layer, router to next norm, over replays of a CUDA graph that walks through
 several layers, and the floor: the bytes that must be read at 4.68 TB/s. *tune*: µs of each product by tile, for the
-table ``TILES`` of ``unisono/kernels/experts.py``. ``--tiny``: small sizes on the CPU's twins, without times.
+table ``TILES`` of ``unisono/kernels/moe/experts.py``. ``--tiny``: small sizes on the CPU's twins, without times.
 """
 
 from __future__ import annotations
@@ -19,10 +19,18 @@ from pathlib import Path
 
 import torch
 
-from unisono.kernels.experts import TILES, Tile, expert_down, expert_gate_up, expert_tiles, launch_down, launch_gate_up
-from unisono.kernels.experts_combine import combine_experts_norm
-from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, plan_experts
-from unisono.kernels.router import route
+from unisono.kernels.moe.combine import combine_experts_norm
+from unisono.kernels.moe.experts import (
+    TILES,
+    Tile,
+    expert_down,
+    expert_gate_up,
+    expert_tiles,
+    launch_down,
+    launch_gate_up,
+)
+from unisono.kernels.moe.plan import LEAD_PAIRS, Plan, plan_experts
+from unisono.kernels.moe.router import route
 
 BYTES_PER_US = 4.68e6
 TOKENS = (1, 4, 16, 64, 512, 4096)

@@ -27,9 +27,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.kernels.delta_cases import Layer, Passes, Sizes, cuts, differing, oracle, rounds
-from unisono.kernels.causal_conv import causal_conv
-from unisono.kernels.gated_delta import ROUND_TILE, Tile, gated_delta, launch_gated_delta
-from unisono.kernels.gated_norm import gated_norm
+from unisono.kernels.norm.gated_norm import gated_norm
+from unisono.kernels.recurrent.causal_conv import causal_conv
+from unisono.kernels.recurrent.gated_delta import ROUND_TILE, Tile, gated_delta, launch_gated_delta
 
 BYTES_PER_US, PAGE, TAPS, EPS = 4.68e6, 16, 4, 1e-6
 ON_GPU = torch.cuda.is_available()

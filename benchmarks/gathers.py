@@ -18,8 +18,8 @@ import torch.multiprocessing as mp
 
 from unisono.distributed.gather import Ranks
 from unisono.distributed.nccl import NEAR_BYTES, Nccl
-from unisono.kernels.gather import launch_gather
-from unisono.kernels.norm import rms_norm
+from unisono.kernels.comm.gather import launch_gather
+from unisono.kernels.norm.rms_norm import rms_norm
 
 SIZES = [
     (1, 2048),

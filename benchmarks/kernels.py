@@ -20,7 +20,7 @@ import triton
 
 from benchmarks.experts import graph_us
 from unisono.kernels import configure_exact_blas, linear, prove_exact, rms_norm, rope_and_cache, silu_mul
-from unisono.kernels.linear import Tile, _config, blas_linear, launch_linear
+from unisono.kernels.gemm.linear import Tile, _config, blas_linear, launch_linear
 
 QWEN3_8B = {
     "qkv": (6144, 4096),

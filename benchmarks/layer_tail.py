@@ -31,9 +31,9 @@ os.environ["UNISONO_STAYING_LAUNCHES"] = "1"
 from benchmarks import with_without  # noqa: E402
 from benchmarks.experts import graph_us  # noqa: E402
 from benchmarks.kernel_fusions import report  # noqa: E402
-from unisono.kernels import layer_tail as plain  # noqa: E402
-from unisono.kernels import layer_tail_fp8 as fp8  # noqa: E402
-from unisono.llm import LLM  # noqa: E402
+from unisono.entrypoints.llm import LLM  # noqa: E402
+from unisono.kernels.gemm import layer_tail as plain  # noqa: E402
+from unisono.kernels.gemm import layer_tail_fp8 as fp8  # noqa: E402
 from unisono.types import SpeculativeConfig  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -102,7 +102,7 @@ def measure(model: str, apart: bool, tiny: bool) -> dict[str, object]:
     flags = {"max_num_batched_tokens": 64} if tiny else {"load_format": "dummy"}
     with ExitStack() as stack:
         if apart:
-            stack.enter_context(mock.patch("unisono.models.tails._tail", return_value=None))
+            stack.enter_context(mock.patch("unisono.models.blocks.layer_tails._tail", return_value=None))
         llm = LLM(
             name if tiny else str(FOLDER / name), quantization=quantization or None, max_num_seqs=2 if tiny else 32,
             max_model_len=256 if tiny else 8320, speculative=SpeculativeConfig("none"), **flags,

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from unisono.layers.formats import Place
-from unisono.models import weights
-from unisono.models.build import Builder, no_attention
-from unisono.models.checkpoint import INDEX, Checkpoint
-from unisono.models.decoder import Decoder
-from unisono.models.loader import checkpoint_names, load_model
-from unisono.models.tensor_files import DTYPES
+from unisono.layers.formats.base import Place
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.load import weights
+from unisono.models.load.build import Builder, no_attention
+from unisono.models.load.checkpoint import INDEX, Checkpoint
+from unisono.models.load.loader import checkpoint_names, load_model
+from unisono.models.load.tensor_files import DTYPES
 
 SHAPES = Path(__file__).parent / "shapes"
 SHARD, BLOCK = 4 << 30, 1 << 24

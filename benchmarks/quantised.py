@@ -7,8 +7,8 @@ was proven, rows of a batch of 4096 whose bits differ when computed in another n
 (every number should be 0), and the error against float64 of the same quantised operands. *speed*: µs over replays of a
 CUDA graph that walks through several copies of the weight, beside the plain bf16 layer; in brackets the floor: bytes at
 4.68 TB/s, or operations at 1300 (fp8) and 770 (others) TFLOP/s. *tune*: µs by tile, for the tables of
-``unisono/kernels/fp8.py`` and ``int4.py``. *experts*: both products of a layer of 35B-A3B's experts. ``--tiny``: small
-sizes on the CPU's twins, without times.
+``unisono/kernels/gemm/fp8.py`` and ``int4.py``. *experts*: both products of a layer of 35B-A3B's experts. ``--tiny``:
+small sizes on the CPU's twins, without times.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 
 from benchmarks.experts import differing, graph_us
 from unisono.kernels import configure_exact_blas, linear, prove_exact
-from unisono.kernels.experts import expert_down, expert_gate_up, expert_tile, prove_experts
-from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_expert_tile, prove_fp8_experts
-from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
-from unisono.kernels.experts_plan import plan_experts
-from unisono.kernels.fp8 import Tile, _scaled_mm, fp8_linear, launch_fp8_product, prove_fp8, widened_weight
-from unisono.kernels.fp8_quantize import E4M3, launch_quantize, quantize_cpu, widened_activations
-from unisono.kernels.int4 import Tile as Int4Tile
-from unisono.kernels.int4 import int4_linear, launch_int4_linear, prove_int4, unpack_cpu
+from unisono.kernels.gemm.fp8 import Tile, _scaled_mm, fp8_linear, launch_fp8_product, prove_fp8, widened_weight
+from unisono.kernels.gemm.fp8_quantize import E4M3, launch_quantize, quantize_cpu, widened_activations
+from unisono.kernels.gemm.int4 import Tile as Int4Tile
+from unisono.kernels.gemm.int4 import int4_linear, launch_int4_linear, prove_int4, unpack_cpu
+from unisono.kernels.moe.experts import expert_down, expert_gate_up, expert_tile, prove_experts
+from unisono.kernels.moe.fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_expert_tile, prove_fp8_experts
+from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
+from unisono.kernels.moe.plan import plan_experts
 
 BYTES_PER_US, FP8_FLOPS_PER_US, FLOPS_PER_US = 4.68e6, 1.3e9, 7.7e8
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate+up": (24576, 4096), "down": (4096, 12288)}

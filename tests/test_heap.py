@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from unisono.heap import frozen_heap
+from unisono.cluster.heap import frozen_heap
 
 
 class Ring:

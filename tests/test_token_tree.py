@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from unisono.token_tree import MAX_PATHS, NEXT, RIGHT, parse_nodes, promising
 from unisono.types import ConfigError, SpeculativeConfig
+from unisono.types.draft_tree import MAX_PATHS, NEXT, RIGHT, parse_nodes, promising
 
 VLLM = "[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]"
 

@@ -13,16 +13,16 @@ from collections.abc import Callable
 
 import torch
 
-from unisono.kernels.activation import launch_silu_mul
-from unisono.kernels.gather import PROGRAMS, buffer_words, launch_gather
-from unisono.kernels.gather_fused import (
+from unisono.kernels.comm.gather import PROGRAMS, buffer_words, launch_gather
+from unisono.kernels.comm.gather_fused import (
     Peers,
     has_bits_of_parts,
     launch_gather_add_rms_norm,
     launch_silu_gather,
     ordered_sum,
 )
-from unisono.kernels.norm import launch_add_rms_norm, launch_add_rms_norm_fp8
+from unisono.kernels.norm.activation import launch_silu_mul
+from unisono.kernels.norm.rms_norm import launch_add_rms_norm, launch_add_rms_norm_fp8
 
 SHAPES = [(1, 5), (3, 700), (2, 40), (1030, 20), (5, 1300), (1, 5)]
 NORMS = [(1, 64, torch.float32), (3, 1280, torch.float16), (2, 4400, torch.float16), (1, 64, torch.float32)]

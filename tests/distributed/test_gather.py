@@ -14,8 +14,8 @@ import torch
 from unisono.distributed import gather, shared_memory
 from unisono.distributed.gather import Ranks
 from unisono.distributed.shared_memory import SharedMemory, make_memory
+from unisono.graphs import Buffers, Field, Key, Program, Schema, Shape
 from unisono.graphs.tape import Tape
-from unisono.program import Buffers, Field, Key, Program, Schema, Shape
 from unisono.types import EngineDead
 
 ROOT = Path(__file__).parents[2]

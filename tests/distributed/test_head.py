@@ -18,8 +18,8 @@ from tests.models.make import make_checkpoint
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.distributed.shared_memory import SharedMemory
+from unisono.graphs import Key
 from unisono.graphs.graph_set import GraphSet, Launch
-from unisono.program import Key
 from unisono.types import SpeculativeConfig
 
 VOCAB, RANKS = 268, 2

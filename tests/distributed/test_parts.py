@@ -14,8 +14,8 @@ from tests.models.reads import counted_reads
 from unisono.config import EngineConfig
 from unisono.distributed.gather import Ranks
 from unisono.engine.engine import Engine
-from unisono.kernels.gather_fused import ordered_sum
-from unisono.layers.formats import part_of
+from unisono.kernels.comm.gather_fused import ordered_sum
+from unisono.layers.formats.base import part_of
 from unisono.types import ConfigError
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from unisono.engine.sequence import Round
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams
 
 

@@ -16,7 +16,7 @@ from tests.drafters.make_heads import make_eagle, make_eagle3
 from tests.drafters.noisy import resized
 from tests.engine.helpers import engine
 from tests.engine.matrix import config_of
-from unisono.cli import app
+from unisono.cli.main import app
 from unisono.types import ConfigError, SpeculativeConfig
 
 

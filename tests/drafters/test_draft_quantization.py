@@ -22,13 +22,13 @@ from tests.models.hybrid_mtp import with_module
 from tests.models.make import make_checkpoint
 from tests.models.mtp_pass import attention, run
 from tests.models.quantised import fp8_blocks
-from unisono.kernels import fp8
-from unisono.layers.formats import PLAIN
-from unisono.layers.formats_fp8 import ONLINE_FP8
+from unisono.drafters import quantization as draft_quantization
+from unisono.drafters.mtp.checkpoint import MTPCheckpoint
+from unisono.drafters.quantization import DraftWeights
+from unisono.kernels.gemm import fp8
+from unisono.layers.formats.base import PLAIN
+from unisono.layers.formats.fp8 import ONLINE_FP8
 from unisono.layers.linear import Linear
-from unisono.models import draft_quantization
-from unisono.models.draft_quantization import DraftWeights
-from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
 BATCH, PARAMS = prompts(6, 250, low=1, high=60), mixed_params(6, max_tokens=12)

@@ -17,10 +17,10 @@ from tests.drafters.watch import Seen, Watch
 from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
+from unisono.drafters.eagle.model import Eagle3Head
+from unisono.entrypoints.llm import LLM
 from unisono.models.config import DecoderConfig
-from unisono.models.draft import Eagle3Head
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import SamplingParams, SpeculativeConfig
 
 LAYERS = 5

@@ -19,8 +19,8 @@ from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import Weights, greedy_drafts, named, options, random_modules, write_alone, write_beside
-from unisono.llm import LLM
-from unisono.models.checkpoint import WEIGHTS, Checkpoint
+from unisono.entrypoints.llm import LLM
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 LAYERS = 3

@@ -22,13 +22,12 @@ from tests.engine.pictures import IMAGE, VIDEO, Picture, Prompt, make_seeing, pr
 from tests.models.hybrid_mtp import forward, random_module
 from tests.models.hybrids import reference as transformers_model
 from tests.models.make_mtp import write_beside
-from unisono import vectors
 from unisono.drafters.base import PromptPass
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
-from unisono.models.rotary_positions import rotary_positions
+from unisono.entrypoints.llm import LLM
+from unisono.models.blocks.rotary_positions import rotary_positions
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.vision.config import VisionConfig
-from unisono.types import SamplingParams, SpeculativeConfig
+from unisono.types import SamplingParams, SpeculativeConfig, vectors
 
 SECTION = (4, 3, 3)
 ROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": list(SECTION), "mrope_interleaved": True}}

@@ -20,8 +20,8 @@ from tests.drafters.ledger import acceptance, assert_every_draft_accepted, play
 from tests.drafters.noisy import noisy, resized
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
-from unisono.llm import LLM
-from unisono.program import NO_FEATURES
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import NO_FEATURES
 from unisono.sampling.pipeline import DraftSampler
 from unisono.types import CheckpointError, ConfigError, SamplingParams, SpeculativeConfig
 

@@ -17,8 +17,8 @@ from tests.engine.helpers import engine, mixed_params, prompts
 from tests.engine.matrix import TREE_DRAFTERS, TREES, drafting_tree
 from tests.kernels.lookup_oracle import paths_of
 from unisono import SamplingParams
-from unisono.kernels.edits import edit_logits
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
+from unisono.kernels.sampling.edits import edit_logits
 from unisono.passes import tree
 from unisono.types import FinishReason
 

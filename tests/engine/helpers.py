@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.engine import self_test
-from unisono.engine.draft_controller import DraftController
+from unisono.engine.scheduling.draft_controller import DraftController
+from unisono.engine.startup import self_test
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import Key
 from unisono.graphs.planner import Planner
-from unisono.llm import LLM
-from unisono.program import Key
 from unisono.types import SamplingParams, SpeculativeConfig
 
 

@@ -16,10 +16,10 @@ from tests.engine.matrix import GRAPH
 from tests.models.hybrids import reference
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import DELTA, LINEARS, make_adapter, merged
+from unisono.entrypoints.llm import LLM
 from unisono.graphs.recorder import Call
-from unisono.llm import LLM
-from unisono.lora import LoRARequest
 from unisono.types import BadRequest, CheckpointError, FinishReason, SamplingParams, SpeculativeConfig
+from unisono.types.lora import LoRARequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 PROMPTS = prompts(6, 250, low=3, high=50)

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from unisono.engine.adaptive import PROBE_PAUSE, PROBE_SHARE, Acceptance, AdaptiveK, RoundCosts
+from unisono.engine.scheduling.adaptive import PROBE_PAUSE, PROBE_SHARE, Acceptance, AdaptiveK, RoundCosts
 
 RATES = (0.8, 0.6, 0.45, 0.3, 0.2)
 CHOICES = (0, 1, 2, 3, 5)

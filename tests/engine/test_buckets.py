@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.engine.helpers import engine
-from unisono.engine.buckets import _sparse, tile_edges
+from unisono.engine.startup.buckets import _sparse, tile_edges
+from unisono.graphs import Program, Schema, Shape
 from unisono.graphs.buckets import Buckets
-from unisono.program import Program, Schema, Shape
 
 
 def test_rows_at_which_tiles_are_full() -> None:

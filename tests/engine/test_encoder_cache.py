@@ -12,14 +12,14 @@ import pytest
 
 from tests.engine.helpers import counted, engine, mixed_params, note_launches
 from tests.engine.pictures import Picture, Prompt, make_seeing, prompt, run, several, vision_of, words
-from unisono.engine.commands import decode, encode
-from unisono.engine.prompt_budget import PromptBudget
-from unisono.engine.runner import Runner
-from unisono.llm import LLM
+from unisono.engine.scheduling.prompt_budget import PromptBudget
+from unisono.engine.worker.commands import decode, encode
+from unisono.engine.worker.runner import Runner
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import Key, Shape
 from unisono.models.vision.config import VisionConfig
 from unisono.passes.encoder_cache import EncoderCache
 from unisono.passes.features.base import Room, Row
-from unisono.program import Key, Shape
 from unisono.types import BadRequest, ConfigError, EngineRequest, Overrides, SamplingParams, Vectors
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, seed=0)

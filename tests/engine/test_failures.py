@@ -11,7 +11,7 @@ import torch
 from tests.engine.helpers import engine, idle, prompts
 from tests.models.make import make_checkpoint
 from unisono.engine.sequence import Sequence
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import EngineRequest, FinishReason, SamplingParams, SpeculativeConfig, TokenDelta
 
 BAD = "bad"

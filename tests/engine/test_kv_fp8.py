@@ -20,16 +20,15 @@ from tests.engine.helpers import engine, mixed_params, prompts, tokens
 from tests.engine.late_pages import arrive_late
 from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, TREES, Way, drafting, drafting_tree
 from tests.engine.two_engines import decode_engine, prefill_engine, results, stepping
-from tests.state.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed
-from unisono import catalog
-from unisono.config import EngineConfig, Hardware, resolve
-from unisono.engine.identity import engine_identity
-from unisono.engine.memory import PageDemand
-from unisono.engine.roles import KEY
-from unisono.models.build import Builder, no_attention
-from unisono.models.checkpoint import Checkpoint
-from unisono.state.specs import ALL, PAGE_SIZE, leaves
-from unisono.state.store import StateStore
+from tests.kv.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed
+from unisono.config import EngineConfig, Hardware, catalog, resolve
+from unisono.engine.disaggregation.identity import engine_identity
+from unisono.engine.disaggregation.roles import KEY
+from unisono.engine.startup.memory import PageDemand
+from unisono.kv.specs import ALL, PAGE_SIZE, leaves
+from unisono.kv.store import StateStore
+from unisono.models.load.build import Builder, no_attention
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import ConfigError, SpeculativeConfig
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
@@ -116,7 +115,7 @@ def test_same_bytes_of_a_model_with_windows_and_a_recurrence(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two page lifetimes and two head sizes. The recurrence's state has its own dtypes."""
-    monkeypatch.setitem(catalog.models.entries, ARCHITECTURE, "tests.state.mixed_model:MIXED")  # type: ignore[arg-type]
+    monkeypatch.setitem(catalog.models.entries, ARCHITECTURE, "tests.kv.mixed_model:MIXED")  # type: ignore[arg-type]
     model = make_mixed(tmp_path / "model")
     batch, params = prompts(6, VOCAB, low=20, high=70, seed=2), mixed_params(6, max_tokens=8)
     with engine(model, **FP8, **flags, max_num_seqs=1, enforce_eager=True, enable_prefix_caching=False) as llm:

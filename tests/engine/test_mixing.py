@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from unisono.config import EngineConfig, Hardware, resolve
-from unisono.engine.buckets import decode_sizes
-from unisono.engine.mixing import Mixing
-from unisono.engine.scheduler import Scheduler
+from unisono.engine.scheduling.mixing import Mixing
+from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import RoundWidths
-from unisono.program import Features, Key, Shape
+from unisono.engine.startup.buckets import decode_sizes
+from unisono.graphs import Features, Key, Shape
 from unisono.types import SpeculativeConfig
 
 COSTS = {"extend": 48.0, "mixed": 50.0}

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.state.helpers import made
-from unisono.engine.commands import PackPages, UnpackPages, decode, encode
-from unisono.engine.page_bytes import PageBytes, RankPages, SharedPages
-from unisono.state.specs import ALL, TAILS
-from unisono.state.store import StateStore
-from unisono.state.transfer import Named
+from tests.kv.helpers import made
+from unisono.engine.disaggregation.page_bytes import PageBytes, RankPages, SharedPages
+from unisono.engine.worker.commands import PackPages, UnpackPages, decode, encode
+from unisono.kv.specs import ALL, TAILS
+from unisono.kv.store import StateStore
+from unisono.kv.transfer import Named
 from unisono.transport.channel import ChannelError
 from unisono.types import EngineDead
 

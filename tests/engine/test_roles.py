@@ -11,8 +11,8 @@ import pytest
 from tests.engine.bundled import SETUPS
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.engine.two_engines import decode_engine, prefill_engine, results, stepping
-from unisono.engine.roles import KEY
-from unisono.state.specs import PAGE_SIZE
+from unisono.engine.disaggregation.roles import KEY
+from unisono.kv.specs import PAGE_SIZE
 from unisono.types import ConfigError, EngineRequest, SamplingParams
 
 FAST = {"tiny, eagle3": "tcp", "tiny-hybrid, mtp": "unix"}

@@ -13,10 +13,10 @@ from tests.engine.bundled import SETUPS
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
 from tests.engine.two_engines import decode_engine, prefill_engine, results, stepping
 from tests.transport.nixl_library import LIBRARIES, NEEDS_NIXL, use_library, without_library
-from unisono.engine import roles
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
-from unisono.state.specs import PAGE_SIZE
+from unisono.engine.disaggregation import roles
+from unisono.entrypoints.llm import LLM
+from unisono.kv.specs import PAGE_SIZE
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.transport import nixl_channel
 from unisono.transport.nixl_agent import Reading
 from unisono.transport.nixl_channel import LandingChannel

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.engine.helpers import counted, engine, note_launches, prompts
-from unisono.llm import LLM
-from unisono.program import Key, Logits, selected_rows
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import Key, Logits, selected_rows
 from unisono.types import BadRequest, SamplingParams
 
 PLAIN = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

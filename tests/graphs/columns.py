@@ -20,10 +20,10 @@ from tests.engine.two_engines import stepping
 from tests.graphs.kinds import say, text
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter
-from unisono.engine.mixing import Mixing
-from unisono.llm import LLM
-from unisono.lora import LoRARequest
+from unisono.engine.scheduling.mixing import Mixing
+from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig
+from unisono.types.lora import LoRARequest
 
 FLAGS: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256, "max_num_batched_tokens": 48}
 Passes = dict[tuple[str, str, str], int]

@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.helpers import prompts
 from tests.graphs.programs import COMPILED, FULL, SEGMENTED
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 import unisono.kernels  # noqa: F401  (registers the ops)
+from unisono.graphs import Buffers, Field, Key, Program, Reason, Replay, Schema, Shape
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.graph_set import GraphSet
 from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
-from unisono.program import Buffers, Field, Key, Program, Reason, Replay, Schema, Shape
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

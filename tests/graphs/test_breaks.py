@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.graphs.programs import FULL, SEGMENTED, batch, graph_of, run_graph
-from unisono.program import Buffers, CaptureError, eager_break
+from unisono.graphs import Buffers, CaptureError, eager_break
 
 
 def with_break(work: Callable[..., Any]) -> Callable[[Buffers], None]:

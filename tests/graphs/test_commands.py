@@ -14,13 +14,13 @@ import torch
 from tests.engine.helpers import draw_drafts, engine, mixed_params, prompts, tokens
 from tests.graphs.programs import CPU, LonePlanner, batch, program
 from unisono.config import Hardware, resolve
-from unisono.engine.build import Build
-from unisono.engine.commands import Capture, Launch, Release, ResetSlots, WriteSlot, decode, encode
-from unisono.engine.worker import Worker
+from unisono.engine.worker.build import Build
+from unisono.engine.worker.commands import Capture, Launch, Release, ResetSlots, WriteSlot, decode, encode
+from unisono.engine.worker.worker import Worker
+from unisono.graphs import Buffers, Features, Hidden, Key, Logits, Shape
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.graph_set import GraphSet
-from unisono.models.checkpoint import Checkpoint
-from unisono.program import Buffers, Features, Hidden, Key, Logits, Shape
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import SamplingParams, SpeculativeConfig, StructuredOutputs
 
 TREE = {"speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0)]"}

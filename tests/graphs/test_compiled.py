@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.graphs.programs import COMPILED, DEVICE, SCHEMA, batch, graph_of, run_graph
-from unisono.graphs import compiled
+from unisono.graphs import Buffers, Shape, compiled, eager_break
 from unisono.graphs.compiled import Pieces, compile_program
-from unisono.program import Buffers, Shape, eager_break
 
 
 def pieces_of(run: Callable[[Buffers], Any], rows: int = 4) -> tuple[Pieces, Buffers]:

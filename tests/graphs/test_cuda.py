@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.graphs.programs import CPU, SCHEMA, batch, program, run_graph
+from unisono.graphs import Buffers, Key, Shape, eager_break
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.recorder import Call, Recorder
 from unisono.graphs.segments import Break
-from unisono.program import Buffers, Key, Shape, eager_break
 
 if torch.cuda.is_available():
     pytest.skip("a GPU is here: the other tests run the real thing", allow_module_level=True)

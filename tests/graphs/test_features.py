@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from tests.graphs.programs import CPU, LonePlanner
-from unisono.graphs.buckets import Buckets
-from unisono.graphs.cost import PassCost
-from unisono.graphs.planner import Planner
-from unisono.program import (
+from unisono.graphs import (
     Buffers,
     Eager,
     Features,
@@ -26,6 +23,9 @@ from unisono.program import (
     Schema,
     Shape,
 )
+from unisono.graphs.buckets import Buckets
+from unisono.graphs.cost import PassCost
+from unisono.graphs.planner import Planner
 
 MASKED = Features(masks=True)
 SCHEMA = Schema(

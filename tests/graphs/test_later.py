@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.graphs.programs import CPU, LonePlanner, answer, batch, double, program, shapes
-from unisono.engine.runner import Runner
+from unisono.engine.worker.runner import Runner
+from unisono.graphs import Features, Key, Reason, Replay, Shape
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost
 from unisono.graphs.planner import Planner
-from unisono.program import Features, Key, Reason, Replay, Shape
 
 COST = PassCost.linear(fixed_ms=0.0, row_ms=1.0, eager_ms=20.0, capture_ms=5.0)
 """The host needs as long for an eager pass as the device for 20 rows."""

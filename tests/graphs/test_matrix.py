@@ -23,10 +23,10 @@ from tests.engine.helpers import counted, engine, idle, note_launches
 from tests.engine.matrix import DRAFTERS, Checkpoints
 from tests.graphs.kinds import KINDS, Kind, say, text
 from tests.graphs.programs import FULL, poison
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import Hidden, Key, Shape
 from unisono.graphs.graph_set import GraphSet
 from unisono.graphs.tape import Tape
-from unisono.llm import LLM
-from unisono.program import Hidden, Key, Shape
 from unisono.types import SpeculativeConfig, StructuredOutputs
 
 CUDA = torch.cuda.is_available()

@@ -14,13 +14,13 @@ import torch
 from tests.engine.helpers import engine, prompts, tokens
 from tests.engine.matrix import DRAFTERS, TREE_DRAFTERS, TREES, drafting, drafting_tree
 from tests.graphs.programs import DEVICE, LonePlanner, batch, graph_of, program, run_graph
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import Buffers, Key, PendingOutputs, Shape
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.compiled import written_by
 from unisono.graphs.recorder import Call
 from unisono.graphs.segments import storages
 from unisono.graphs.tape import Tape
-from unisono.llm import LLM
-from unisono.program import Buffers, Key, PendingOutputs, Shape
 from unisono.types import SamplingParams, StructuredOutputs
 
 CUDA = torch.cuda.is_available()

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tests.graphs.programs import CPU, LonePlanner, answer, batch, double, poison, program, shapes
+from unisono.graphs import Buffers, Eager, Features, Hidden, Key, PendingOutputs, Reason, Replay, Shape, eager_break
 from unisono.graphs import graph_set as graph_set_module
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost
 from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
-from unisono.program import Buffers, Eager, Features, Hidden, Key, PendingOutputs, Reason, Replay, Shape, eager_break
 
 
 def planned(*rows: int, planner: Planner | None = None, **how: Any) -> Planner:

@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-import unisono.kernels.attention
-import unisono.kernels.norm  # noqa: F401  (both register ops)
+import unisono.kernels.attention.paged
+import unisono.kernels.norm.rms_norm  # noqa: F401  (both register ops)
 from tests.graphs.programs import LonePlanner
 from tests.ops import Ops
-from unisono.graphs.buckets import Buckets
-from unisono.graphs.recorder import Outlined, Recorder
-from unisono.graphs.tape import Tape
-from unisono.program import (
+from unisono.graphs import (
     Buffers,
     CaptureError,
     Eager,
@@ -32,6 +29,9 @@ from unisono.program import (
     Schema,
     Shape,
 )
+from unisono.graphs.buckets import Buckets
+from unisono.graphs.recorder import Outlined, Recorder
+from unisono.graphs.tape import Tape
 
 CPU = torch.device("cpu")
 SCHEMA = Schema(

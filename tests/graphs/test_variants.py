@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from tests.graphs.programs import CPU, SCHEMA, LonePlanner
-from unisono.graphs.buckets import Buckets
-from unisono.graphs.planner import Planner
-from unisono.program import (
+from unisono.graphs import (
     Buffers,
     Eager,
     Features,
@@ -25,6 +23,8 @@ from unisono.program import (
     Shape,
     selected_rows,
 )
+from unisono.graphs.buckets import Buckets
+from unisono.graphs.planner import Planner
 
 EMBEDS, BOTH = Features(embeddings=True), Features(embeddings=True, returned=True)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from unisono.kernels.experts import Tile
-from unisono.kernels.experts_plan import Plan, launch_sort_pairs, sort_pairs_cpu
+from unisono.kernels.moe.experts import Tile
+from unisono.kernels.moe.plan import Plan, launch_sort_pairs, sort_pairs_cpu
 
 SMALL = Tile(16, 16, 1, 2, True)
 

@@ -20,7 +20,7 @@ def functions() -> dict[str, ast.FunctionDef]:
 
 @functools.cache
 def _trees() -> list[ast.Module]:
-    return [ast.parse(path.read_text()) for path in KERNELS.glob("*.py")]
+    return [ast.parse(path.read_text()) for path in KERNELS.rglob("*.py")]
 
 
 def name_of(call: ast.Call) -> str:

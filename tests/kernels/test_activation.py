@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from unisono.kernels import sigmoid_gate, silu_mul
-from unisono.kernels.activation import launch_sigmoid_gate, launch_silu_mul, sigmoid_gate_cpu, silu_mul_cpu
+from unisono.kernels.norm.activation import launch_sigmoid_gate, launch_silu_mul, sigmoid_gate_cpu, silu_mul_cpu
 
 
 @pytest.mark.parametrize("run", [launch_silu_mul, silu_mul_cpu])

@@ -6,8 +6,9 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from unisono.kernels.activation import launch_silu_mul, silu_mul_cpu
-from unisono.kernels.adapters import (
+from unisono.kernels.gemm.linear import launch_linear, linear_cpu
+from unisono.kernels.gemm.linear_norm import linear_norm_cpu
+from unisono.kernels.lora.adapters import (
     AdapterPlan,
     expand_cpu,
     expand_cuda,
@@ -17,13 +18,12 @@ from unisono.kernels.adapters import (
     silu_cpu,
     silu_cuda,
 )
-from unisono.kernels.add_norm import add_rms_norm
-from unisono.kernels.experts_plan import sort_pairs_cpu
-from unisono.kernels.linear import launch_linear, linear_cpu
-from unisono.kernels.linear_norm import linear_norm_cpu
+from unisono.kernels.moe.plan import sort_pairs_cpu
+from unisono.kernels.norm.activation import launch_silu_mul, silu_mul_cpu
+from unisono.kernels.norm.add_norm import add_rms_norm
 
-adapters = importlib.import_module("unisono.kernels.adapters")
-together = importlib.import_module("unisono.kernels.adapters_linear")
+adapters = importlib.import_module("unisono.kernels.lora.adapters")
+together = importlib.import_module("unisono.kernels.lora.adapters_linear")
 
 RUNS = {"kernel": (shrink_cuda, expand_cuda), "twin": (shrink_cpu, expand_cpu)}
 SHAPES = [(5, 100, (48,), 16), (17, 1100, (64, 20, 20), 16), (40, 530, (33, 7, 2, 3), 32), (9, 40, (70,), 320)]

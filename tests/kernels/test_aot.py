@@ -164,8 +164,8 @@ def main(part: str, every: bool) -> None:
 
     print(json.dumps({"triton": triton.__version__}))
     seen: dict[str, set] = {}
-    for module in pkgutil.iter_modules(unisono.kernels.__path__):
-        cases = getattr(importlib.import_module(f"unisono.kernels.{module.name}"), "AOT", [])
+    for module in pkgutil.walk_packages(unisono.kernels.__path__, "unisono.kernels."):
+        cases = getattr(importlib.import_module(module.name), "AOT", [])
         for index, case in enumerate(cases):
             kernel = case.kernel.__name__
             line = {"module": module.name, "index": index, "kernel": kernel, "is": str(dict(case.constexprs))}

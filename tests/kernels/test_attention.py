@@ -12,9 +12,9 @@ import torch
 from tests.kernels.paged_requests import ALWAYS_CUT, IMPLEMENTATIONS, NEVER_CUT, Requests
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.attention.triton import TritonAttention
-from unisono.kernels import attention as ops
-from unisono.kernels import attention_cpu as twin
-from unisono.kernels import attention_hopper as hopper
+from unisono.kernels.attention import cpu as twin
+from unisono.kernels.attention import hopper
+from unisono.kernels.attention import paged as ops
 
 
 @IMPLEMENTATIONS

@@ -6,12 +6,13 @@ import torch
 from tests.kernels.gluon_threads import Descriptor, Machine
 from tests.kernels.paged_requests import Requests
 from unisono.attention.triton import TritonAttention
-from unisono.kernels import attention_gluon_rounds, hopper, overlap
-from unisono.kernels import attention_hopper_rounds as rounds
-from unisono.kernels.attention import KEYS
-from unisono.kernels.attention_cpu import SPLIT, attention_plan_cpu
-from unisono.kernels.attention_triton import LOG2_E
-from unisono.kernels.fp8_quantize import E4M3, padded_quantize_cpu
+from unisono.kernels import hopper, overlap
+from unisono.kernels.attention import gluon_rounds as attention_gluon_rounds
+from unisono.kernels.attention import hopper_rounds as rounds
+from unisono.kernels.attention.cpu import SPLIT, attention_plan_cpu
+from unisono.kernels.attention.paged import KEYS
+from unisono.kernels.attention.triton_kernels import LOG2_E
+from unisono.kernels.gemm.fp8_quantize import E4M3, padded_quantize_cpu
 
 LENGTHS = [700, 20, 257, 1030]
 WIDTHS = [1, 3, 4]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.sampling.arena import DEFAULTS, ROWS, fields_of
-from unisono.kernels import candidates as ops
-from unisono.kernels import sampling
+from unisono.kernels.sampling import candidates as ops
+from unisono.kernels.sampling import sampler as sampling
 
 COUNT = 5
 

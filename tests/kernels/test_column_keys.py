@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.sampling.arena import ROWS, fields_of
-from unisono.kernels import candidates, column_keys, sampling
+from unisono.kernels.sampling import candidates, column_keys
+from unisono.kernels.sampling import sampler as sampling
 
 UNFILTERED = [row for row in ROWS if not {"top_k", "top_p", "min_p"} & row.keys()]
 """Greedy and drawn rows, and one that does not run."""

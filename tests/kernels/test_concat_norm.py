@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from unisono.kernels.concat_norm import concat_norm_cpu, launch_concat_norm
-from unisono.kernels.norm import launch_rms_norm, rms_norm_cpu
+from unisono.kernels.norm.concat_norm import concat_norm_cpu, launch_concat_norm
+from unisono.kernels.norm.rms_norm import launch_rms_norm, rms_norm_cpu
 
 
 @pytest.mark.parametrize("twin", [False, True], ids=["kernel", "twin"])

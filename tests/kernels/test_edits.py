@@ -13,7 +13,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from unisono.kernels import edits
+from unisono.kernels.sampling import edits
 from unisono.sampling.edits import pack_edits, row_words
 from unisono.types import SamplingParams
 

@@ -9,8 +9,10 @@ import torch
 
 from tests.kernels.expert_cases import SMALL, all_pairs, choice, inputs, plans
 from tests.kernels.gluon_threads import Descriptor, Machine
-from unisono.kernels import experts_gluon, hopper, rms_norm
-from unisono.kernels.experts import (
+from unisono.kernels import hopper, rms_norm
+from unisono.kernels.moe import gluon as experts_gluon
+from unisono.kernels.moe.combine import combine_cpu, combine_experts, combine_experts_norm, launch_combine
+from unisono.kernels.moe.experts import (
     _same_bits,
     expert_down,
     expert_down_cpu,
@@ -20,8 +22,7 @@ from unisono.kernels.experts import (
     launch_down,
     launch_gate_up,
 )
-from unisono.kernels.experts_combine import combine_cpu, combine_experts, combine_experts_norm, launch_combine
-from unisono.kernels.experts_plan import (
+from unisono.kernels.moe.plan import (
     LEAD_PAIRS,
     Plan,
     Shapes,
@@ -218,9 +219,9 @@ def test_the_proof_multiplies_what_the_weights_read(ranks, monkeypatch):
         seen.append(gated)
         return (expert_gate_up_cpu if gated else expert_down_cpu)(x, weight, plan.ids, plan.experts)
 
-    monkeypatch.setattr("unisono.kernels.experts._PROOF_TOKENS", 12)
-    monkeypatch.setattr("unisono.kernels.experts.launch_gate_up", lambda *given: by_either(*given, True))
-    monkeypatch.setattr("unisono.kernels.experts.launch_down", lambda *given: by_either(*given, False))
+    monkeypatch.setattr("unisono.kernels.moe.experts._PROOF_TOKENS", 12)
+    monkeypatch.setattr("unisono.kernels.moe.experts.launch_gate_up", lambda *given: by_either(*given, True))
+    monkeypatch.setattr("unisono.kernels.moe.experts.launch_down", lambda *given: by_either(*given, False))
     monkeypatch.setattr(experts_gluon, "launch_expert_rows", by_either)
     assert _same_bits(gate_up, down, experts, 2)
     assert seen == [True, True, False, False]

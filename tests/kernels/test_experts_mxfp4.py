@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tests.kernels.expert_cases import SMALL, all_pairs, choice, inputs, plans
-from unisono.kernels.activation import SILU, Gate
-from unisono.kernels.experts import Tile, expert_down, expert_gate_up, launch_down, launch_gate_up
-from unisono.kernels.experts_mxfp4 import (
+from unisono.kernels.moe.experts import Tile, expert_down, expert_gate_up, launch_down, launch_gate_up
+from unisono.kernels.moe.mxfp4 import (
     WIDTH,
     decode,
     expert_mxfp4_down,
@@ -16,7 +15,8 @@ from unisono.kernels.experts_mxfp4 import (
     launch_mxfp4_down,
     launch_mxfp4_gate_up,
 )
-from unisono.kernels.experts_plan import Plan
+from unisono.kernels.moe.plan import Plan
+from unisono.kernels.norm.activation import SILU, Gate
 
 GATE = Gate(1.702, 0.7)
 STEP = Tile(16, WIDTH, 1, 2, True)

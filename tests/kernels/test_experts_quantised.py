@@ -10,21 +10,23 @@ import pytest
 import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine
-from unisono.kernels import experts_fp8, experts_gluon, hopper, silu_mul
-from unisono.kernels.experts_fp8 import (
+from unisono.kernels import hopper, silu_mul
+from unisono.kernels.gemm.fp8 import fp8_linear
+from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, Quantised, quantize, quantize_cpu, widened_activations
+from unisono.kernels.gemm.int4 import int4_linear
+from unisono.kernels.moe import fp8 as experts_fp8
+from unisono.kernels.moe import gluon as experts_gluon
+from unisono.kernels.moe.fp8 import (
     expert_fp8_down,
     expert_fp8_gate_up,
     expert_fp8_gate_up_fp8,
     launch_fp8_down,
     launch_fp8_gate_up,
 )
-from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, launch_int4_down, launch_int4_gate_up
-from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, Shapes, launch_sort_pairs, sort_pairs_cpu
-from unisono.kernels.fp8 import fp8_linear
-from unisono.kernels.fp8_quantize import E4M3, GROUP, Quantised, quantize, quantize_cpu, widened_activations
-from unisono.kernels.int4 import int4_linear
-from unisono.layers.expert_formats_quantised import Fp8Experts
-from unisono.layers.formats import WHOLE, Share
+from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, launch_int4_down, launch_int4_gate_up
+from unisono.kernels.moe.plan import LEAD_PAIRS, Plan, Shapes, launch_sort_pairs, sort_pairs_cpu
+from unisono.layers.formats.base import WHOLE, Share
+from unisono.layers.formats.experts_quantised import Fp8Experts
 
 KINDS = ["fp8 by block", "fp8 by output", "int4", "int4 with zeros"]
 SHAPES = [(3, 136, 40, 4, 2, 1), (1, 160, 136, 4, 2, 0), (9, 128, 96, 3, 1, 1)]  # M, H, I, E, top_k, riding along

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine
-from unisono.kernels import fp8, fp8_gluon, fp8_quantize, hopper
-from unisono.kernels.fp8 import Tile, fp8_linear, fp8_linear_cpu, fp8_linear_cuda, launch_fp8_product
-from unisono.kernels.fp8_quantize import E4M3, launch_quantize, quantised_cpu, quantize_cpu
+from unisono.kernels import hopper
+from unisono.kernels.gemm import fp8, fp8_gluon, fp8_quantize
+from unisono.kernels.gemm.fp8 import Tile, fp8_linear, fp8_linear_cpu, fp8_linear_cuda, launch_fp8_product
+from unisono.kernels.gemm.fp8_quantize import E4M3, launch_quantize, quantised_cpu, quantize_cpu
 
 SHAPES = [(1, 64, 128), (5, 130, 200), (20, 40, 640)]  # M, N, K
 KINDS = ["by block", "by output", "fixed"]

@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 
-from unisono.kernels.fp8 import fp8_linear, fp8_linear_cuda, launch_fp8_product
-from unisono.kernels.fp8_linear_norm import fp8_linear_norm, fp8_linear_norm_cpu, fp8_linear_norm_cuda
-from unisono.kernels.fp8_quantize import Quantised, launch_quantize, quantize
-from unisono.kernels.norm import launch_rms_norm, rms_norm_cpu
+from unisono.kernels.gemm.fp8 import fp8_linear, fp8_linear_cuda, launch_fp8_product
+from unisono.kernels.gemm.fp8_linear_norm import fp8_linear_norm, fp8_linear_norm_cpu, fp8_linear_norm_cuda
+from unisono.kernels.gemm.fp8_quantize import Quantised, launch_quantize, quantize
+from unisono.kernels.norm.rms_norm import launch_rms_norm, rms_norm_cpu
 
-FP8 = importlib.import_module("unisono.kernels.fp8")
+FP8 = importlib.import_module("unisono.kernels.gemm.fp8")
 
 
 def operands(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from unisono.kernels import rms_norm, sigmoid_gate, silu_mul
-from unisono.kernels.activation import (
+from unisono.kernels.gemm.fp8 import fp8_linear, fp8_linear_cpu, fp8_product
+from unisono.kernels.gemm.fp8_quantize import Quantised, launch_quantize, padded_rows, quantize
+from unisono.kernels.moe.combine import (
+    combine_cpu,
+    combine_experts_norm,
+    combine_experts_norm_fp8,
+    launch_combine,
+)
+from unisono.kernels.norm.activation import (
     launch_sigmoid_gate,
     launch_sigmoid_gate_fp8,
     launch_silu_mul,
@@ -16,22 +24,14 @@ from unisono.kernels.activation import (
     sigmoid_gate_fp8,
     silu_mul_fp8,
 )
-from unisono.kernels.experts_combine import (
-    combine_cpu,
-    combine_experts_norm,
-    combine_experts_norm_fp8,
-    launch_combine,
-)
-from unisono.kernels.fp8 import fp8_linear, fp8_linear_cpu, fp8_product
-from unisono.kernels.fp8_quantize import Quantised, launch_quantize, padded_rows, quantize
-from unisono.kernels.gated_norm import (
+from unisono.kernels.norm.gated_norm import (
     gated_norm,
     gated_norm_fp8,
     launch_gated_norm,
     launch_gated_norm_fp8,
     quantises,
 )
-from unisono.kernels.norm import (
+from unisono.kernels.norm.rms_norm import (
     launch_add_rms_norm,
     launch_add_rms_norm_fp8,
     launch_rms_norm,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.kernels.gated_norm import gated_norm, gated_norm_cpu, launch_gated_norm
+from unisono.kernels.norm.gated_norm import gated_norm, gated_norm_cpu, launch_gated_norm
 
 
 @pytest.mark.parametrize("op", [launch_gated_norm, gated_norm_cpu])

@@ -7,8 +7,8 @@ import importlib
 import pytest
 import torch
 
-from unisono.kernels import int4
-from unisono.kernels.int4 import (
+from unisono.kernels.gemm import int4
+from unisono.kernels.gemm.int4 import (
     Tile,
     int4_linear,
     int4_linear_cpu,
@@ -17,9 +17,9 @@ from unisono.kernels.int4 import (
     launch_unpack,
     unpack_cpu,
 )
-from unisono.kernels.linear import launch_linear
+from unisono.kernels.gemm.linear import launch_linear
 
-linear = importlib.import_module("unisono.kernels.linear")  # the package's attribute of that name is the function
+linear = importlib.import_module("unisono.kernels.gemm.linear")  # the package's attribute of that name is the function
 
 SHAPES = [(1, 64, 256, 128), (5, 70, 96, 32), (20, 33, 192, 64), (3, 40, 120, 120)]  # M, N, K, group
 RUNS = [int4_linear_cuda, int4_linear_cpu]

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine, Stuck
-from unisono.kernels import fp8_gluon, hopper, staying
-from unisono.kernels import layer_tail as tail
-from unisono.kernels import layer_tail_fp8 as tail8
-from unisono.kernels import layer_tail_fp8_gluon as gluon8
-from unisono.kernels import layer_tail_gluon as gluon
+from unisono.kernels import hopper
+from unisono.kernels.gemm import fp8_gluon
+from unisono.kernels.gemm import layer_tail as tail
+from unisono.kernels.gemm import layer_tail_fp8 as tail8
+from unisono.kernels.gemm import layer_tail_fp8_gluon as gluon8
+from unisono.kernels.gemm import layer_tail_gluon as gluon
+from unisono.kernels.gemm import persistent as staying
 
 
 def made(rows: int, h: int, q: int, i: int, f: int, dtype: torch.dtype, device: str = "cpu", bias: bool = False,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from unisono.kernels import linear, prove_exact
-from unisono.kernels.linear import Tile, launch_add, launch_linear, linear_cpu
+from unisono.kernels.gemm.linear import Tile, launch_add, launch_linear, linear_cpu
 
-kernel = importlib.import_module("unisono.kernels.linear")  # the package's attribute of that name is the function
+kernel = importlib.import_module("unisono.kernels.gemm.linear")  # the package's attribute of that name is the function
 
 SHAPES = [(1, 48, 64), (5, 33, 100), (16, 64, 256), (37, 70, 257), (65, 130, 300)]  # M, N, K
 

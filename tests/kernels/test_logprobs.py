@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unisono.kernels import logprobs as room
+from unisono.kernels.sampling import logprobs as room
 from unisono.types import MAX_LOGPROBS
 
 VOCAB = 1000

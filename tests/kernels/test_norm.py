@@ -5,7 +5,7 @@ import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from unisono.kernels import rms_norm
-from unisono.kernels.norm import launch_add_rms_norm, launch_rms_norm, rms_norm_cpu
+from unisono.kernels.norm.rms_norm import launch_add_rms_norm, launch_rms_norm, rms_norm_cpu
 from unisono.layers.norm import RMSNorm
 
 SIZES = [1, 24, 128, 257, 4096]

@@ -11,11 +11,11 @@ import torch
 
 from tests.kernels.rope_cases import make_case
 from unisono.kernels import rope_and_cache, silu_mul
-from unisono.kernels.add_norm import add_rms_norm
-from unisono.kernels.gated_norm import launch_gated_norm
-from unisono.kernels.linear import launch_linear, prove_exact
-from unisono.kernels.linear_norm import linear_norm
-from unisono.kernels.rotary import launch_rope_and_cache
+from unisono.kernels.cache.rotary import launch_rope_and_cache
+from unisono.kernels.gemm.linear import launch_linear, prove_exact
+from unisono.kernels.gemm.linear_norm import linear_norm
+from unisono.kernels.norm.add_norm import add_rms_norm
+from unisono.kernels.norm.gated_norm import launch_gated_norm
 
 ON_GPU = torch.cuda.is_available()
 PARTS = (2, 4, 8)

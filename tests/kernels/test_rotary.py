@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.kernels.rope_cases import EPS, PAGE, PAGES, make_case
 from unisono.kernels import rope_and_cache
-from unisono.kernels.norm import rms_norm_cpu
-from unisono.kernels.rotary import launch_rope_and_cache, rope_and_cache_cpu
+from unisono.kernels.cache.rotary import launch_rope_and_cache, rope_and_cache_cpu
+from unisono.kernels.norm.rms_norm import rms_norm_cpu
 from unisono.layers.rotary import rotary_table
 from unisono.types import ConfigError
 

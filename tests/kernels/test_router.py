@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.kernels.router import choose_cpu, launch_choose, route, route_cpu, route_cuda
+from unisono.kernels.moe.router import choose_cpu, launch_choose, route, route_cpu, route_cuda
 
 SHAPES = [(7, 48, 16, 4), (5, 33, 11, 3), (3, 20, 1, 1), (4, 24, 5, 5), (2, 16, 130, 8)]  # M, H, E, top_k
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from tests.sampling.arena import ROWS, fields_of
-from unisono.kernels import noise, sampling
+from unisono.kernels.sampling import noise
+from unisono.kernels.sampling import sampler as sampling
 
 ZEROS, ONES = (0,) * 6, (0xFFFFFFFF,) * 6
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)

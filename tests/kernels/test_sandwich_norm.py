@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from unisono.kernels import activation, soft_cap
-from unisono.kernels.activation import GELU_TANH, gated_cpu, gelu_mul, gelu_mul_cpu, gelu_mul_fp8, launch_gelu_mul
-from unisono.kernels.add_norm import add_rms_norm
-from unisono.kernels.fp8_quantize import quantised_cpu
-from unisono.kernels.norm import launch_rms_norm, rms_norm_cpu
-from unisono.kernels.sandwich_norm import add_normed, add_normed_cpu, add_normed_fp8, launch_add_normed
+from unisono.kernels.gemm.fp8_quantize import quantised_cpu
+from unisono.kernels.norm import activation
+from unisono.kernels.norm.activation import GELU_TANH, gated_cpu, gelu_mul, gelu_mul_cpu, gelu_mul_fp8, launch_gelu_mul
+from unisono.kernels.norm.add_norm import add_rms_norm
+from unisono.kernels.norm.rms_norm import launch_rms_norm, rms_norm_cpu
+from unisono.kernels.norm.sandwich_norm import add_normed, add_normed_cpu, add_normed_fp8, launch_add_normed
+from unisono.kernels.sampling import soft_cap
 
 RUNS = pytest.mark.parametrize("run", [launch_add_normed, add_normed_cpu])
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from unisono.kernels.vision_activation import gelu, gelu_cpu, launch_gelu
-from unisono.kernels.vision_attention import (
+from unisono.kernels.vision.activation import gelu, gelu_cpu, launch_gelu
+from unisono.kernels.vision.attention import (
     KEYS,
     Tile,
     launch_segment_attention,
     segment_attention,
     segment_attention_cpu,
 )
-from unisono.kernels.vision_norm import launch_layer_norm, layer_norm, layer_norm_cpu
-from unisono.kernels.vision_positions import add_positions, add_positions_cpu, launch_add_positions
-from unisono.kernels.vision_rotary import axial_rotary, axial_rotary_cpu, launch_axial_rotary
+from unisono.kernels.vision.norm import launch_layer_norm, layer_norm, layer_norm_cpu
+from unisono.kernels.vision.positions import add_positions, add_positions_cpu, launch_add_positions
+from unisono.kernels.vision.rotary import axial_rotary, axial_rotary_cpu, launch_axial_rotary
 
 HEADS = 2
 SEGMENTS = (70, 4, 1, 129, 16)

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from unisono import catalog
 from unisono.attention.base import AttentionInputs
 from unisono.attention.context import PassContext
-from unisono.models.checkpoint import Checkpoint
-from unisono.models.decoder import Decoder
-from unisono.models.loader import load_model
-from unisono.state.specs import Paged, Tail, leaves, map_tree
-from unisono.state.store import TailView
-from unisono.state.tails import TailPass
+from unisono.config import catalog
+from unisono.kv.recurrent_state import TailPass
+from unisono.kv.specs import Paged, Tail, leaves, map_tree
+from unisono.kv.store import TailView
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.loader import load_model
 
 PAGE = 16
 MAX_WIDTH = 4

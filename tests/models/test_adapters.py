@@ -18,9 +18,9 @@ from tests.models.count_launches import DENSE
 from tests.models.harness import Session, load
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter, merged, rewritten
-from unisono.kernels.adapters import AdapterPlan
-from unisono.models.adapters import CONFIG, WEIGHTS, AdapterLayers, AdapterLimits, attach_adapters, read_adapter
-from unisono.models.checkpoint import Checkpoint
+from unisono.kernels.lora.adapters import AdapterPlan
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.lora.adapters import CONFIG, WEIGHTS, AdapterLayers, AdapterLimits, attach_adapters, read_adapter
 from unisono.types import CheckpointError
 
 Q = "model.layers.0.self_attn.q_proj"

@@ -13,12 +13,12 @@ from tests.models.make_mtp import rotate
 from unisono.attention.base import AttentionInputs, AttentionOptions
 from unisono.attention.context import PassContext
 from unisono.attention.triton import TritonAttention
+from unisono.kv.specs import ALL, PAGE_SIZE, Paged, leaves, map_tree
 from unisono.layers.rotary import RotarySpec
-from unisono.models.blocks import Attention, AttentionSpec, LayerSpec, MLPSpec, QuerySpec
-from unisono.models.build import Builder
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layers import Attention, AttentionSpec, LayerSpec, MLPSpec, QuerySpec
 from unisono.models.config import DecoderConfig
-from unisono.models.decoder import Decoder
-from unisono.state.specs import ALL, PAGE_SIZE, Paged, leaves, map_tree
+from unisono.models.load.build import Builder
 
 HIDDEN, TOKENS, THETA = 40, 21, 5000.0
 

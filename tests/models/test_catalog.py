@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono import catalog
+from unisono.config import catalog
 from unisono.models.config import Family
 from unisono.types import CheckpointError, ConfigError
 

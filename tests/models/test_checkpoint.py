@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.make import END, make_checkpoint
-from unisono.models.checkpoint import INDEX, WEIGHTS, Checkpoint
+from unisono.models.load.checkpoint import INDEX, WEIGHTS, Checkpoint
 from unisono.types import CheckpointError
 
 

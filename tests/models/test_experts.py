@@ -15,18 +15,18 @@ from safetensors.torch import load_file, save_file
 from tests.engine.helpers import engine, prompts, tokens
 from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
-from unisono.kernels.experts_plan import LEAD_PAIRS
-from unisono.layers.expert_formats import PLAIN_EXPERTS, PlainExperts, expert_format
+from unisono.kernels.moe.plan import LEAD_PAIRS
 from unisono.layers.experts import expert_counts, products_per_token
-from unisono.layers.formats import Plain, Share, Slice
+from unisono.layers.formats.base import Plain, Share, Slice
+from unisono.layers.formats.experts import PLAIN_EXPERTS, PlainExperts, expert_format
 from unisono.layers.norm import RMSNorm
-from unisono.models import tensor_files, weights
-from unisono.models.build import Builder, no_attention
-from unisono.models.checkpoint import WEIGHTS
+from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.config import checkpoint_name
-from unisono.models.experts import ExpertsSpec
-from unisono.models.qwen3_moe import QWEN3_MOE
-from unisono.models.weights import places, tensor_name
+from unisono.models.families.qwen3_moe import QWEN3_MOE
+from unisono.models.load import tensor_files, weights
+from unisono.models.load.build import Builder, no_attention
+from unisono.models.load.checkpoint import WEIGHTS
+from unisono.models.load.weights import places, tensor_name
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
 
 HIDDEN = 40

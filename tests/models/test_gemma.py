@@ -14,7 +14,7 @@ from tests.engine.helpers import engine, prompts, tokens
 from tests.models.harness import load, whole
 from tests.models.hybrids import reference, renamed
 from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint
-from unisono.models.checkpoint import Checkpoint
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)

@@ -17,7 +17,7 @@ from tests.engine.helpers import engine, prompts, tokens
 from tests.models.harness import load, whole
 from tests.models.hybrids import reference
 from tests.models.make import make_checkpoint
-from unisono.models.checkpoint import Checkpoint
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
 
 SHAPE = Path(__file__).parents[2] / "benchmarks/shapes/gpt-oss-20b"

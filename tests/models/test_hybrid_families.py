@@ -16,12 +16,12 @@ from tests.engine.helpers import engine
 from tests.models.harness import load, whole
 from tests.models.hybrids import FULL, LINEAR, fused, one_by_one, renamed
 from tests.models.make import END, make_checkpoint
-from unisono.layers.formats import Place
-from unisono.models.build import Builder, no_attention
-from unisono.models.checkpoint import WEIGHTS, Checkpoint
-from unisono.models.decoder import Decoder
-from unisono.models.loader import Shared
-from unisono.models.mtp_checkpoint import MTPCheckpoint
+from unisono.drafters.mtp.checkpoint import MTPCheckpoint
+from unisono.layers.formats.base import Place
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.load.build import Builder, no_attention
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
+from unisono.models.load.loader import Shared
 from unisono.tools.draft_training.teacher import Teacher
 from unisono.types import CheckpointError
 

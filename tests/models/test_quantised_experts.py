@@ -155,7 +155,7 @@ def test_experts_of_prompts_hand_on_e4m3(name: str, plain: Path, tmp_path: Path,
     quantise(plain, tmp_path / "model", LAYOUTS[name])
     decoder, prompt = load(tmp_path / "model"), [7 * i % 251 for i in range(70)]
     (want,) = whole(decoder, [prompt])
-    monkeypatch.setattr("unisono.kernels.experts_fp8._serving", Everything())
+    monkeypatch.setattr("unisono.kernels.moe.fp8._serving", Everything())
     with Ops() as seen:
         (got,) = whole(decoder, [prompt])
     assert ("expert_fp8_gate_up_fp8" in seen.ours) is (name == "fp8-blocks")

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.models.reads import counted_reads
-from unisono.layers.formats import Place, Slice, Slices
-from unisono.models import staging, tensor_files, weights
-from unisono.models.staging import Passing, Staging
-from unisono.models.tensor_files import Part, read_ahead, read_header
+from unisono.layers.formats.base import Place, Slice, Slices
+from unisono.models.load import staging, tensor_files, weights
+from unisono.models.load.staging import Passing, Staging
+from unisono.models.load.tensor_files import Part, read_ahead, read_header
 from unisono.types import CheckpointError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

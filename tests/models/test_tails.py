@@ -15,9 +15,9 @@ from tests.models.count_launches import DENSE
 from tests.models.harness import Session, load
 from tests.models.make import make_checkpoint
 from tests.ops import Ops
-from unisono.models import tails
-from unisono.models.decoder import Decoder
-from unisono.models.tails import fuse_tails
+from unisono.models.blocks import layer_tails as tails
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layer_tails import fuse_tails
 
 HYBRID = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 256}
 FAMILIES: dict[str, dict[str, Any]] = {

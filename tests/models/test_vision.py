@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from tests.models.harness import load as load_decoder
 from tests.models.hybrids import reference, renamed
 from tests.models.make import TOWERS, make_checkpoint
-from unisono.models.checkpoint import WEIGHTS, Checkpoint
-from unisono.models.loader import load_tower
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
+from unisono.models.load.loader import load_tower
 from unisono.models.vision.config import MAX_GRID_SIDE
 from unisono.models.vision.grids import Grid, patches
 from unisono.models.vision.tower import VisionTower

@@ -23,9 +23,8 @@ from tests.engine.pictures import (
     vision_of,
 )
 from tests.models.hybrids import reference
-from unisono import vectors
-from unisono.llm import LLM
-from unisono.types import SamplingParams
+from unisono.entrypoints.llm import LLM
+from unisono.types import SamplingParams, vectors
 
 GREEDY = SamplingParams(
     temperature=0, max_tokens=64, ignore_eos=True, seed=0, return_hidden_states=True,

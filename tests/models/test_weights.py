@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from unisono.layers.formats import PLAIN, Plain, Share, Stored, WeightFormat
+from unisono.layers.formats.base import PLAIN, Plain, Share, Stored, WeightFormat
 from unisono.layers.linear import Linear
-from unisono.models import tensor_files
-from unisono.models.tensor_files import read_header
-from unisono.models.weights import check, fill, places
+from unisono.models.load import tensor_files
+from unisono.models.load.tensor_files import read_header
+from unisono.models.load.weights import check, fill, places
 from unisono.types import CheckpointError, ConfigError
 
 SIZES = {"q": 48, "k": 16, "v": 16}

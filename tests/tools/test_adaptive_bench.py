@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from unisono.tools.adaptive_bench import Curve, Point, measure
-from unisono.tools.bench import app
+from unisono.tools.bench.adaptive import Curve, Point, measure
+from unisono.tools.bench.latency import app
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2}'
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from unisono.cli import app
+from unisono.cli.main import app
 
 SMALL = ["latency", "--enforce-eager", "--output-len", "32"]
 

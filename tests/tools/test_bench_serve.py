@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.server.conftest import Server, servers
+from tests.http.conftest import Server, servers
 from tests.tools.scripted_server import END, STREAM, Answer, plain, scripted, sse, text, usage
-from unisono.cli import app
+from unisono.cli.main import app
 from unisono.tools.load.mixes import MixFlags, arrivals, conversations
 from unisono.tools.load.prompts import Source, source_of
 
@@ -433,7 +433,7 @@ def test_the_page_names_flags_that_exist() -> None:
     """Commands and the table of docs/benchmarks.md, against the commands' own parameters."""
     from typer.main import get_command
 
-    from unisono.tools.bench import app as bench_app
+    from unisono.tools.bench.latency import app as bench_app
 
     commands = get_command(bench_app).commands  # type: ignore[attr-defined]
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.terminal import ROOT
-from unisono import catalog
+from unisono.config import catalog
 from unisono.layers import mlp
 from unisono.tools.compare.command import Side, compare
 from unisono.types import ConfigError, SamplingParams

@@ -22,10 +22,10 @@ from tests.drafters.make_heads import THETA, Head
 from tests.drafters.make_heads import reference as eagle_reference
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import greedy_drafts
-from unisono.cli import app
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
-from unisono.tokenizer import Tokenizer
+from unisono.cli.main import app
+from unisono.entrypoints.llm import LLM
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.text.tokenizer import Tokenizer
 from unisono.tools.draft_training.answers import AnswerConfig, Text, collect, read_answers
 from unisono.tools.draft_training.batches import Batches
 from unisono.tools.draft_training.command import Run, measure_acceptance, train, train_on_texts

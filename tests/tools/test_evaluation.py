@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from unisono.cli import app
-from unisono.llm import LLM
-from unisono.tools.drafters import HEADS
-from unisono.tools.evaluation import evaluate
-from unisono.tools.picture_problems import picture_problems
-from unisono.tools.scenes import draw
+from unisono.cli.main import app
+from unisono.entrypoints.llm import LLM
+from unisono.tools.bench.drafters import HEADS
+from unisono.tools.eval.command import evaluate
+from unisono.tools.eval.picture_problems import picture_problems
+from unisono.tools.eval.scenes import draw
 from unisono.types import SpeculativeConfig
 
 BARS = {"eagle3": 2.5, "eagle": 2.0, "mtp": 2.0, "standalone": 2.0, "ngram": 1.2, "suffix": 1.2}

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from unisono.tools.soak import Held, Report, _lives
-from unisono.tools.soak_requests import CHAT, TEXT, Answer, Case, Client, Outcome, cases, joined, judge
+from unisono.tools.bench.soak import Held, Report, _lives
+from unisono.tools.bench.soak_requests import CHAT, TEXT, Answer, Case, Client, Outcome, cases, joined, judge
 
 ROOT = Path(__file__).parents[2]
 

@@ -29,10 +29,10 @@ from training.tiny_vl.questions import ask
 from training.tiny_vl.scenes import SIZES, is_held_out, random_scene
 from training.tiny_vl.text import CHAT_TEMPLATE, Format, train_tokenizer
 from training.tiny_vl.train import TOY, Tensors, model_loss
-from unisono.models.draft_checkpoint import open_eagle3
+from unisono.drafters.eagle.checkpoint import open_eagle3
 from unisono.tools.draft_training.attention import TrainingAttention, new_pass
-from unisono.tools.picture_problems import COUNT, FILE, PictureProblem, picture_problems
-from unisono.tools.scenes import COLOURS, SHAPES, Bar, Scene, Thing, draw
+from unisono.tools.eval.picture_problems import COUNT, FILE, PictureProblem, picture_problems
+from unisono.tools.eval.scenes import COLOURS, SHAPES, Bar, Scene, Thing, draw
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_a_blind_head_reads_placeholders_and_nothing_else_changes(model: TinyVL,
 
 def test_the_head_is_the_one_that_serves(model: TinyVL, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Text alone, all three steps: the serving module reads the checkpoint that training writes."""
-    from unisono.models.checkpoint import Checkpoint
+    from unisono.models.load.checkpoint import Checkpoint
 
     head = Head(TOY).requires_grad_(False)
     for parameter in head.parameters():
@@ -360,8 +360,8 @@ def test_eval_measures_drafts_with_and_without_the_picture(
     """Random weights, so that few drafts are accepted; what the head reads is noted at each prompt."""
     from typer.testing import CliRunner
 
-    from unisono.cli import app
-    from unisono.models.draft import Eagle3Head
+    from unisono.cli.main import app
+    from unisono.drafters.eagle.model import Eagle3Head
 
     given: list[tuple[Any, int]] = []
     begin = Eagle3Head.begin

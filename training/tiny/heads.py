@@ -23,15 +23,15 @@ from typing import Any
 from training.tiny.data import test_problems
 from training.tiny.documents import document, standard_library
 from training.tiny.prompts import questions
-from unisono import catalog
-from unisono.tokenizer import Tokenizer
+from unisono.config import catalog
+from unisono.text.tokenizer import Tokenizer
 from unisono.tools.draft_training.answers import AnswerConfig, Text, collect, read_answers
 from unisono.tools.draft_training.command import GPU_SHARE, Run, make_llm, train_on_texts
 from unisono.tools.draft_training.data import Prompt
 from unisono.tools.draft_training.measure import DRAFTS, Acceptance, measure
 from unisono.tools.draft_training.methods import Shape
 from unisono.tools.draft_training.trainer import Recipe
-from unisono.tools.problems import final_answer
+from unisono.tools.eval.problems import final_answer
 from unisono.types import SpeculativeConfig
 
 TARGET = "tiny"

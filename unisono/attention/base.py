@@ -15,17 +15,17 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 
-from unisono.kernels.fp8_quantize import handed_on
+from unisono.graphs import eager_break
+from unisono.kernels.gemm.fp8_quantize import handed_on
 from unisono.layers.activations import Activations, Wish
-from unisono.program import eager_break
 
 
 class KV(NamedTuple):
     """A layer's pages: keys and values, each [NP, Hkv, P, D], in the model's dtype.
 
     Or both in e4m3, with the biased exponents of their rows' scales in k_scales, v_scales [NP, Hkv, P, 1] uint8
-    (``unisono/kernels/kv_e4m3.py``). Rows are written by ``rope_and_cache``. A layer's state is these tensors in this
-    order: ``KV(*state)``.
+    (``unisono/kernels/cache/kv_e4m3.py``). Rows are written by ``rope_and_cache``. A layer's state is these tensors in
+    this order: ``KV(*state)``.
     """
 
     k: torch.Tensor
@@ -173,8 +173,8 @@ class QuantisingAttention(Protocol):
     def forward_fp8(
         self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`AttentionBackend.forward` as values e4m3 and their scales (``kernels/fp8_quantize.py``), with the bits
-        of quantising its rows."""
+        """:meth:`AttentionBackend.forward` as values e4m3 and their scales (``kernels/gemm/fp8_quantize.py``), with the
+        bits of quantising its rows."""
         ...
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
+from unisono.kv.recurrent_state import TailPass
+from unisono.kv.specs import ALL
 from unisono.layers.rotary import angles_of
-from unisono.state.specs import ALL
-from unisono.state.tails import TailPass
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import itertools
 import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
-from unisono.kernels.kv_e4m3 import dequantised
+from unisono.kernels.cache.kv_e4m3 import dequantised
 
 
 class ReferenceAttention:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
-from unisono.kernels import attention_hopper, attention_hopper_rounds
-from unisono.kernels.attention import attention, attention_fp8, attention_plan, quantises
+from unisono.kernels.attention import hopper as attention_hopper
+from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
+from unisono.kernels.attention.paged import attention, attention_fp8, attention_plan, quantises
 
 WORKSPACE_TOKENS = 4096
 """Tokens × KV splits that the workspace holds, at 4 · Hq · (D + 2) bytes each: 68 MB at 32 heads of 128."""

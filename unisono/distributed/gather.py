@@ -3,8 +3,8 @@
 A gather is all there is, for no sum is split across ranks; with ``--tp-reduce ordered`` a part may be a term of a sum,
 and each rank adds up the gathered terms in the order of ranks. Gathers are ops (``unisono::all_gather``, and two with
 what happens before or after), so that tapes and CUDA graphs record them with the rest of a pass; what carries them is a
-*transport* (``shared_memory`` on a CPU, ``nccl`` with ``kernels/gather.py`` on GPUs). Every rank runs the same gathers
-in the same order.
+*transport* (``shared_memory`` on a CPU, ``nccl`` with ``kernels/comm/gather.py`` on GPUs). Every rank runs the same
+gathers in the same order.
 
 Shapes: M rows, n columns of a rank, N ranks, H features.
 """
@@ -16,12 +16,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from unisono.kernels.activation import silu_mul
-from unisono.kernels.add_norm import add_rms_norm, add_rms_norm_fp8
-from unisono.kernels.fp8_quantize import Quantised, empty_quantised
-from unisono.kernels.gather_fused import ordered_sum
+from unisono.kernels.comm.gather_fused import ordered_sum
+from unisono.kernels.gemm.fp8_quantize import Quantised, empty_quantised
 from unisono.kernels.library import define, register
-from unisono.kernels.norm import Normed, quantised_norm, with_fp8_meta
+from unisono.kernels.norm.activation import silu_mul
+from unisono.kernels.norm.add_norm import add_rms_norm, add_rms_norm_fp8
+from unisono.kernels.norm.rms_norm import Normed, quantised_norm, with_fp8_meta
 
 
 class Transport(Protocol):

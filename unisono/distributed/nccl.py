@@ -1,7 +1,7 @@
 """Gathers between the GPUs of one host: by a kernel over memory that peers reach, or by NCCL.
 
-Both are captured in graphs like any other launch. The kernel (``kernels/gather.py``) carries what is small, which is
-all that rounds gather; NCCL carries long prompts, and everything where torch cannot map peers' memory. Nothing uses
+Both are captured in graphs like any other launch. The kernel (``kernels/comm/gather.py``) carries what is small, which
+is all that rounds gather; NCCL carries long prompts, and everything where torch cannot map peers' memory. Nothing uses
 NVLink's multicast.
 """
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from unisono.distributed.gather import Ranks
-from unisono.kernels.gather import PROGRAMS, buffer_words, launch_gather
-from unisono.kernels.gather_fused import (
+from unisono.kernels.comm.gather import PROGRAMS, buffer_words, launch_gather
+from unisono.kernels.comm.gather_fused import (
     Peers,
     has_bits_of_parts,
     launch_gather_add_rms_norm,
@@ -24,7 +24,7 @@ from unisono.kernels.gather_fused import (
     norm_parts,
     silu_parts,
 )
-from unisono.kernels.norm import Normed
+from unisono.kernels.norm.rms_norm import Normed
 
 NEAR_BYTES = 4 << 20
 """Bytes of a rank that the kernel carries, at most."""

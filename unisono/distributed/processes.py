@@ -20,11 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.channel import Channel, pair
-from unisono.channel import Gone as Gone
 from unisono.distributed.gather import Ranks
 from unisono.distributed.group import Refused, first_error
 from unisono.distributed.shared_memory import SharedMemory, make_memory
+from unisono.sandbox.channel import Channel, pair
+from unisono.sandbox.channel import Gone as Gone
 from unisono.types import EngineDead
 
 logger = logging.getLogger(__name__)

@@ -27,11 +27,11 @@ from unisono.attention.base import AttentionBackend
 from unisono.attention.context import Rotary
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.models.decoder import Decoder
-from unisono.models.overriding import Overriding
-from unisono.program import Features
-from unisono.state.specs import Tree
-from unisono.state.store import StateView
+from unisono.graphs import Features
+from unisono.kv.specs import Tree
+from unisono.kv.store import StateView
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.embedding_overrides import Overriding
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class DrafterContext:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What the engine needs to know to test a drafter's acceptance at start: see ``engine/self_test.py``.
+    """What the engine needs to know to test a drafter's acceptance at start: see ``engine/startup/self_test.py``.
 
     causes: what to suspect, and the way out, where hardly any draft is accepted. skip: why its drafts cannot be judged,
     such as random weights; None where they can.
@@ -135,7 +135,8 @@ class PromptPass:
         return bool(self.overriding) or self.rotary is not None
 
     def of_entries(self) -> tuple[tuple[Overriding, ...], torch.Tensor | None]:
-        """What the entries of :func:`unisono.kernels.catch_up.catch_up_extend` read: embeddings, rotary positions.
+        """What the entries of :func:`unisono.kernels.speculation.catch_up.catch_up_extend` read: embeddings, rotary
+        positions.
 
         An entry for each row, of its first token, then one for each token, of the token after it. Those after the rows'
         last tokens follow the T of the pass.
@@ -172,7 +173,7 @@ class Drafter(Protocol):
         """Load weights, share what the checkpoint says is shared."""
 
     def state_specs(self) -> Tree:
-        """What it keeps on the device (``unisono/state/specs.py``). Called once, after :meth:`bind`."""
+        """What it keeps on the device (``unisono/kv/specs.py``). Called once, after :meth:`bind`."""
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
         """Write ``drafts [R, k]`` int32 for the requests in ``slots [R]`` int32; -1 drafts nothing.

@@ -3,7 +3,8 @@
 Owns the module's KV cache, the state that it carries from one round to the next, and the order of its passes. A
 drafter of this kind says which hidden states it needs and builds its module; it does not touch slots or pages.
 
-With n committed tokens, entry p joining the token at p with the hidden state of p - 1 (``kernels/catch_up.py``)::
+With n committed tokens, entry p joining the token at p with the hidden state of p - 1
+(``kernels/speculation/catch_up.py``)::
 
     kept from before      draft 0, and the hidden state that led to it
     propose, step j ≥ 1   entry n + j - 1: draft j - 1 beside the module's own last hidden state  →  draft j
@@ -28,17 +29,17 @@ from unisono.attention.context import PassContext
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
+from unisono.drafters.eagle.checkpoint import DraftCheckpoint
+from unisono.drafters.quantization import DraftWeights
 from unisono.drafters.unobserved import NAME, CatchesUp, Unobserved
-from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
-from unisono.kernels.draft_inputs import draft_inputs
+from unisono.graphs import Features
+from unisono.kernels.speculation.catch_up import catch_up, catch_up_extend, keep_rows
+from unisono.kernels.speculation.draft_inputs import draft_inputs
+from unisono.kv.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.layers.linear import Linear
+from unisono.models.blocks.embedding_overrides import Overriding
+from unisono.models.blocks.layer_tails import prove_products
 from unisono.models.config import DecoderConfig
-from unisono.models.draft_checkpoint import DraftCheckpoint
-from unisono.models.draft_quantization import DraftWeights
-from unisono.models.overriding import Overriding
-from unisono.models.tails import prove_products
-from unisono.program import Features
-from unisono.state.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.types import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def seen_by(module: DraftModule, context: DrafterContext) -> tuple[str, str]:
 
 
 class DraftModule(Protocol):
-    """One module with one KV layer; see ``models/draft.py`` for the three calls."""
+    """One module with one KV layer; see ``drafters/eagle/model.py`` for the three calls."""
 
     config: DecoderConfig
     lm_head: Linear
@@ -112,7 +113,7 @@ class FromFirstEntry:
 class HiddenDrafter(CatchesUp):
     """Base of the drafters of this kind. They give ``name``, ``features`` and :meth:`build`.
 
-    draft_quantization, shares_head: what ``models/draft_quantization.py`` asks; the format of layers is
+    draft_quantization, shares_head: what ``drafters/quantization.py`` asks; the format of layers is
     ``self.weights.of``.
     """
 

@@ -6,9 +6,9 @@ import torch
 
 from unisono.drafters.base import DrafterContext, PromptPass, Verified
 from unisono.drafters.options import read_options
+from unisono.graphs import Features
+from unisono.kv.specs import Tree
 from unisono.models.config import DecoderConfig
-from unisono.program import Features
-from unisono.state.specs import Tree
 from unisono.types import SpeculativeConfig
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.models.draft_quantization import CHOICES
+from unisono.drafters.quantization import CHOICES
 from unisono.types import ConfigError, SpeculativeConfig
 
 LOAD_FORMAT: Mapping[str, float | tuple[str, ...]] = {"load_format": ("auto", "dummy")}

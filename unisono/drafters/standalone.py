@@ -23,15 +23,15 @@ from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.drafters.unobserved import NAME, Unobserved
-from unisono.kernels.catch_up import catch_up
-from unisono.kernels.draft_inputs import draft_extend_inputs, draft_inputs
-from unisono.models import vocabulary
-from unisono.models.checkpoint import Checkpoint
+from unisono.graphs import Features
+from unisono.kernels.speculation.catch_up import catch_up
+from unisono.kernels.speculation.draft_inputs import draft_extend_inputs, draft_inputs
+from unisono.kv.specs import Tail, Tree, leaves, whole_requests
+from unisono.models.blocks.layer_tails import prove_products
 from unisono.models.config import DecoderConfig
-from unisono.models.loader import load_model
-from unisono.models.tails import prove_products
-from unisono.program import Features
-from unisono.state.specs import Tail, Tree, leaves, whole_requests
+from unisono.models.load import vocabulary
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.loader import load_model
 from unisono.types import ConfigError, SpeculativeConfig
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from unisono.drafters.base import DrafterContext, Verified
-from unisono.kernels.unobserved import mark_observed, stash, take_unobserved
-from unisono.state.specs import PerSlot, Tree
+from unisono.kernels.speculation.unobserved import mark_observed, stash, take_unobserved
+from unisono.kv.specs import PerSlot, Tree
 
 NAME = "unobserved"
 """Where :meth:`Unobserved.state_specs` stand in the drafter's own."""

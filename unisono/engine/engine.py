@@ -22,28 +22,27 @@ import torch
 
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
-from unisono.engine.arrivals import Arrivals, Gate
-from unisono.engine.batch import Launched, Launcher
-from unisono.engine.default_drafts import with_default_drafts
-from unisono.engine.device_state import DeviceState, StateSizes
-from unisono.engine.draft_controller import DraftController
+from unisono.engine.disaggregation.prefill_client import RemotePrompt
+from unisono.engine.disaggregation.roles import Roles
 from unisono.engine.failures import Failures, RequestErrors, is_engine_error, kept
-from unisono.engine.mixing import Mixing
 from unisono.engine.offload import make_offload
-from unisono.engine.prefill_client import RemotePrompt
-from unisono.engine.prompt_budget import PromptBudget
-from unisono.engine.roles import Roles
-from unisono.engine.runner import Runner
-from unisono.engine.scheduler import Scheduler
-from unisono.engine.self_test import run_self_test
+from unisono.engine.scheduling.arrivals import Arrivals, Gate
+from unisono.engine.scheduling.default_drafts import with_default_drafts
+from unisono.engine.scheduling.draft_controller import DraftController
+from unisono.engine.scheduling.mixing import Mixing
+from unisono.engine.scheduling.prompt_budget import PromptBudget
+from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import Extend, Pass, Round, Sequence, States
-from unisono.engine.slots import SlotPool
-from unisono.models.checkpoint import Checkpoint, generation_defaults
+from unisono.engine.startup.self_test import run_self_test
+from unisono.engine.worker.batch import Launched, Launcher
+from unisono.engine.worker.device_state import DeviceState, StateSizes
+from unisono.engine.worker.runner import Runner
+from unisono.engine.worker.slots import SlotPool
+from unisono.kv.offload.offloader import PAUSE_SECONDS, Offload
+from unisono.kv.pages import PagePool
+from unisono.kv.specs import ALL
+from unisono.models.load.checkpoint import Checkpoint, generation_defaults
 from unisono.passes.features.base import Committed
-from unisono.request_checks import check_request
-from unisono.state.offload import PAUSE_SECONDS, Offload
-from unisono.state.pages import PagePool
-from unisono.state.specs import ALL
 from unisono.types import (
     BadRequest,
     ConfigError,
@@ -53,6 +52,7 @@ from unisono.types import (
     SamplingParams,
     TokenDelta,
 )
+from unisono.types.checks import check_request
 
 NOTHING = np.empty((0, 2), dtype=np.int32)
 """The result of a pass that commits nothing."""

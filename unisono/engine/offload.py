@@ -9,16 +9,16 @@ from pathlib import Path
 
 from unisono.config import ResolvedConfig
 from unisono.distributed.group import Group
-from unisono.engine.commands import Arrived, FileOutcomes, MoveIn, MoveOut, ReadFile, RemoveFiles, WriteFile
-from unisono.engine.identity import engine_identity
-from unisono.engine.worker import Worker
+from unisono.engine.disaggregation.identity import engine_identity
+from unisono.engine.worker.commands import Arrived, FileOutcomes, MoveIn, MoveOut, ReadFile, RemoveFiles, WriteFile
+from unisono.engine.worker.worker import Worker
+from unisono.kv.offload.host_index import HostIndex, Part
+from unisono.kv.offload.host_pages import STAGING_BYTES, HostPages, Move, kind_bytes, make_host_pages
+from unisono.kv.offload.offloader import PAUSE_SECONDS, Offload
+from unisono.kv.offload.page_files import PageFiles
+from unisono.kv.offload.part_files import Done, PartFiles
+from unisono.kv.specs import ALL, TAILS
 from unisono.passes.features.base import Metric
-from unisono.state.host_index import HostIndex, Part
-from unisono.state.host_pages import STAGING_BYTES, HostPages, Move, kind_bytes, make_host_pages
-from unisono.state.offload import PAUSE_SECONDS, Offload
-from unisono.state.page_files import PageFiles
-from unisono.state.part_files import Done, PartFiles
-from unisono.state.specs import ALL, TAILS
 from unisono.types import ConfigError
 
 Send = Callable[..., object]

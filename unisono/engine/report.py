@@ -8,18 +8,19 @@ from typing import Protocol
 import numpy as np
 
 from unisono.config import ResolvedConfig
-from unisono.engine import offload, roles
-from unisono.engine.arrivals import Arrivals
-from unisono.engine.draft_controller import DraftController
+from unisono.engine import offload
+from unisono.engine.disaggregation import roles
+from unisono.engine.disaggregation.roles import Roles
 from unisono.engine.failures import STAGES, Failures
-from unisono.engine.roles import Roles
-from unisono.engine.runner import Runner
-from unisono.engine.scheduler import Scheduler
+from unisono.engine.scheduling.arrivals import Arrivals
+from unisono.engine.scheduling.draft_controller import DraftController
+from unisono.engine.scheduling.scheduler import Scheduler
+from unisono.engine.worker.runner import Runner
+from unisono.kv.pages import PagePool
+from unisono.kv.specs import ALL, PAGE_SIZE
 from unisono.layers.experts import expert_counts
-from unisono.models.checkpoint import Checkpoint
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.passes.features.base import Metric
-from unisono.state.pages import PagePool
-from unisono.state.specs import ALL, PAGE_SIZE
 
 
 @dataclass

@@ -13,10 +13,10 @@ from functools import cached_property
 
 import numpy as np
 
+from unisono.graphs import NO_FEATURES, Features
+from unisono.kv.pages import Reservation
+from unisono.kv.prefix_tree import Token
 from unisono.passes.features.base import Ahead, Feature, RequestState, Row
-from unisono.program import NO_FEATURES, Features
-from unisono.state.pages import Reservation
-from unisono.state.prefix_tree import Token
 from unisono.types import EngineRequest, FinishReason
 
 Growth = tuple[int, list[int]]
@@ -35,7 +35,7 @@ class Sequence:
 
     reads_drafts: whether a feature needs its drafts on the host, so that its rounds are two passes. reports: whether
     the next delta has more to say than its tokens: the first one has, and each one where the request has features.
-    What passes change of a request that has a slot is in ``engine/progress.py``.
+    What passes change of a request that has a slot is in ``engine/worker/progress.py``.
     """
 
     request: EngineRequest
@@ -43,7 +43,7 @@ class Sequence:
     max_length: int
     order: int  # of arrival
     states: States = field(default_factory=dict)
-    turn: int = -1  # of its client, once it is the client's next; see engine/waiting.py
+    turn: int = -1  # of its client, once it is the client's next; see engine/scheduling/waiting.py
     slot: int = -1
     pages: Reservation | None = None
     extended: int = 0  # tokens whose KV is written or being written by launched prompt passes

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from unisono.tokenizer import Tokenizer
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import (
     MAX_LOGPROBS,
     BadRequest,

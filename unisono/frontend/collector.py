@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unisono.frontend.sequence_output import SequenceOutput
-from unisono.tokenizer import Tokenizer
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import (
     MAX_LOGPROBS,
     CompletionOutput,
@@ -20,7 +20,7 @@ from unisono.types import (
     TokenDelta,
     TokenLogprobs,
 )
-from unisono.vectors import unpack
+from unisono.types.vectors import unpack
 
 
 class Collector:

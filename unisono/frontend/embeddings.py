@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono.types import PLACEHOLDER, BadRequest, Overrides
-from unisono.vectors import DTYPES, dtype_of, pack
+from unisono.types.vectors import DTYPES, dtype_of, pack
 
 if TYPE_CHECKING:
     import torch

@@ -11,20 +11,20 @@ from functools import cached_property
 from typing import Any
 
 from unisono.frontend.embeddings import embedded_prompt, overridden
-from unisono.frontend.infill import infill_prompt
-from unisono.frontend.media.inputs import KEYS, KWARGS, sources_of
-from unisono.frontend.media.loader import MediaLoader, Vision
-from unisono.frontend.media.parts import with_request
-from unisono.frontend.media.placeholders import expanded
-from unisono.frontend.media.settings import MediaSettings
-from unisono.frontend.media.sources import Loaded, MediaSource
-from unisono.frontend.media.templates import MediaTemplate, has_media
-from unisono.frontend.role_templates import RoleTemplate, merged_leading
-from unisono.frontend.stop_regex import StopRegex
-from unisono.frontend.tool_templates import NO_TOOLS, ToolTemplate
-from unisono.request_checks import check_request
-from unisono.tokenizer import Tokenizer
+from unisono.media.fetching.sources import Loaded, MediaSource
+from unisono.media.inputs import KEYS, KWARGS, sources_of
+from unisono.media.loader import MediaLoader, Vision
+from unisono.media.parts import with_request
+from unisono.media.placeholders import expanded
+from unisono.media.settings import MediaSettings
+from unisono.media.templates import MediaTemplate, has_media
+from unisono.text.infill import infill_prompt
+from unisono.text.stop_regex import StopRegex
+from unisono.text.templates.roles import RoleTemplate, merged_leading
+from unisono.text.templates.tools import NO_TOOLS, ToolTemplate
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, MediaItem, Overrides, SamplingParams
+from unisono.types.checks import check_request
 
 SEED_BITS = 53
 """Bits of a seed that is chosen for a request: JavaScript reads such a number back exactly."""

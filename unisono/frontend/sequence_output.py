@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from unisono.frontend.detokenizer import Detokenizer, TokenOffsets
-from unisono.tokenizer import Tokenizer
+from unisono.text.detokenizer import Detokenizer, TokenOffsets
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import EngineRequest, FinishReason, Logprob, TokenDelta, TokenLogprobs, Vectors
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unisono.graphs import NO_FEATURES, Features, Graph, Key, Program, Reason, Shape
 from unisono.graphs.cost import PassCost, choose
-from unisono.program import NO_FEATURES, Features, Graph, Key, Program, Reason, Shape
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from torch import fx
 from torch._inductor import config as inductor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unisono.graphs import Buffers, eager_break
 from unisono.graphs.recorder import Call, Recorder
 from unisono.graphs.segments import Break, storages, tensors
-from unisono.program import Buffers, eager_break
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from unisono.graphs import Buffers, Key, Program, capturing
 from unisono.graphs.segments import Break, Part, Segmented, refusal, tensors
-from unisono.program import Buffers, Key, Program, capturing
 
 LONG_MS = 30.0
 """A replay is timed up to three times, as long as these took no longer together."""
@@ -31,7 +31,7 @@ class _Segment:
 
 
 class _Session:
-    """A capture under way; see :class:`unisono.program.Capture`.
+    """A capture under way; see :class:`unisono.graphs.Capture`.
 
     A segment is replayed as soon as a break ends it, for a capture computes nothing and the break needs its values.
     What a break returns is copied to an address in the graphs' pool, allocated while the next segment is captured,
@@ -102,7 +102,7 @@ def _in(storage: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 class CudaGraph(Segmented):
-    """A captured pass on the GPU; see :class:`unisono.program.Graph`.
+    """A captured pass on the GPU; see :class:`unisono.graphs.Graph`.
 
     pool: the memory pool that all graphs share: their intermediates overlap, so only buffers may be read after a
     replay. splits: take optional breaks too. compile: :func:`unisono.graphs.compiled.compile_program` goes first.

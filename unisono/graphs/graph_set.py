@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import torch
 
+from unisono.graphs import Buffers, Features, Graph, Key, PendingOutputs, Program
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
-from unisono.program import Buffers, Features, Graph, Key, PendingOutputs, Program
 
 KEPT_EAGER_BUFFERS, KEPT_EAGER_BYTES = 64, 4 << 20
 """Buffers of eager passes that are kept for the next pass of the same key: how many at most, and bytes of each."""

@@ -18,10 +18,7 @@ from typing import Any
 
 import torch
 
-from unisono.graphs.buckets import Buckets, kept, worthwhile
-from unisono.graphs.cost import PassCost
-from unisono.graphs.graph_set import Capture, GraphCommand, GraphSet, Launch, Measure, Release
-from unisono.program import (
+from unisono.graphs import (
     Eager,
     Graph,
     Key,
@@ -31,6 +28,9 @@ from unisono.program import (
     Replay,
     Shape,
 )
+from unisono.graphs.buckets import Buckets, kept, worthwhile
+from unisono.graphs.cost import PassCost
+from unisono.graphs.graph_set import Capture, GraphCommand, GraphSet, Launch, Measure, Release
 
 logger = logging.getLogger(__name__)
 

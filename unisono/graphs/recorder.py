@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from unisono.graphs import Buffers, CaptureError, capturing
 from unisono.graphs.segments import Break, refusal, storages, tensors
-from unisono.program import Buffers, CaptureError, capturing
 
 _HOST = torch.ops.aten
 _FORBIDDEN = {
@@ -173,7 +173,7 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Recorder(_Uncompiled):
-    """Records what a pass dispatches, as it runs; a capture (:class:`unisono.program.Capture`) of its own.
+    """Records what a pass dispatches, as it runs; a capture (:class:`unisono.graphs.Capture`) of its own.
 
     ``steps`` are the calls and breaks in order.
     """

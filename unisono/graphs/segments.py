@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from unisono.program import Buffers, CaptureError, Program
+from unisono.graphs import Buffers, CaptureError, Program
 
 _FROZEN = (int, float, str, type(None))
 
@@ -112,7 +112,7 @@ def storages(*values: Any) -> set[int]:
 
 
 class Segmented:
-    """Base of the kinds of graph; see :class:`unisono.program.Graph`. A subclass fills ``parts`` and the costs."""
+    """Base of the kinds of graph; see :class:`unisono.graphs.Graph`. A subclass fills ``parts`` and the costs."""
 
     def __init__(self, program: Program, buffers: Buffers) -> None:
         self.buffers, self._program = buffers, program

@@ -14,13 +14,13 @@ import time
 
 import torch
 
+from unisono.graphs import Buffers, Key, Program
 from unisono.graphs.recorder import Call, Outlined, Recorder
 from unisono.graphs.segments import Break, Segmented, storages
-from unisono.program import Buffers, Key, Program
 
 
 class Tape(Segmented):
-    """A captured pass on the CPU; see :class:`unisono.program.Graph`.
+    """A captured pass on the CPU; see :class:`unisono.graphs.Graph`.
 
     splits: take optional breaks too. compile: :func:`unisono.graphs.compiled.compile_program` goes first. warm: the
     program has run before, so that everything it makes once is there.

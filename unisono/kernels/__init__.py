@@ -4,11 +4,11 @@
 from their own modules. See :mod:`unisono.kernels.library` for how an op is declared.
 """
 
-from unisono.kernels.activation import sigmoid_gate, silu_mul
-from unisono.kernels.linear import configure_exact_blas, linear, prove_exact, rehearse_proof
-from unisono.kernels.linear_norm import linear_norm
-from unisono.kernels.norm import rms_norm
-from unisono.kernels.rotary import rope_and_cache
+from unisono.kernels.cache.rotary import rope_and_cache
+from unisono.kernels.gemm.linear import configure_exact_blas, linear, prove_exact, rehearse_proof
+from unisono.kernels.gemm.linear_norm import linear_norm
+from unisono.kernels.norm.activation import sigmoid_gate, silu_mul
+from unisono.kernels.norm.rms_norm import rms_norm
 
 __all__ = [
     "configure_exact_blas",

@@ -1,6 +1,6 @@
 """How an op is declared: a schema, a CUDA implementation, a CPU twin and a shape function.
 
-Owns the ``unisono`` torch.library namespace, except ``outputs_ready`` of ``program/buffers.py``. Kernel files call
+Owns the ``unisono`` torch.library namespace, except ``outputs_ready`` of ``graphs/buffers.py``. Kernel files call
 :func:`define` and :func:`register`; the tape (``graphs/tape.py``) then sees each kernel as one op, on any device.
 """
 

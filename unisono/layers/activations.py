@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.kernels import gated_norm as gated
 from unisono.kernels import sigmoid_gate, silu_mul
-from unisono.kernels.activation import SILU, Gate, gelu_mul, gelu_mul_fp8, sigmoid_gate_fp8, silu_mul_fp8
-from unisono.kernels.fp8_quantize import Quantised
+from unisono.kernels.gemm.fp8_quantize import Quantised
+from unisono.kernels.norm import gated_norm as gated
+from unisono.kernels.norm.activation import SILU, Gate, gelu_mul, gelu_mul_fp8, sigmoid_gate_fp8, silu_mul_fp8
 
 
 @dataclass(frozen=True)

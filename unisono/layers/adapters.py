@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.kernels import silu_mul
-from unisono.kernels.adapters import (
+from unisono.kernels.lora.adapters import (
     MAX_PROJECTIONS,
     SMALL_RANK,
     AdapterPlan,
@@ -23,7 +23,7 @@ from unisono.kernels.adapters import (
     padded_rank,
     shrink,
 )
-from unisono.kernels.adapters_linear import adapted_linear, prove_adapted
+from unisono.kernels.lora.adapters_linear import adapted_linear, prove_adapted
 from unisono.types import ConfigError
 
 
@@ -101,7 +101,7 @@ class LinearAdapter:
         return adapted_linear(x, weight, bias, self.a, self.b, self.projections, plan)
 
     def prove(self, weight: torch.Tensor) -> bool:
-        """See :func:`unisono.kernels.adapters_linear.prove_adapted`."""
+        """See :func:`unisono.kernels.lora.adapters_linear.prove_adapted`."""
         return prove_adapted(weight, self.a, self.b, self.projections)
 
     def shrunk(self, x: torch.Tensor, plan: AdapterPlan) -> LowRank:

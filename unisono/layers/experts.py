@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.kernels.activation import SILU, Gate
-from unisono.kernels.experts_combine import combine_experts, combine_experts_norm, combine_experts_norm_fp8
-from unisono.kernels.experts_plan import plan_experts
-from unisono.kernels.router import route
+from unisono.kernels.moe.combine import combine_experts, combine_experts_norm, combine_experts_norm_fp8
+from unisono.kernels.moe.plan import plan_experts
+from unisono.kernels.moe.router import route
+from unisono.kernels.norm.activation import SILU, Gate
 from unisono.layers.activations import Activations, Wish, fitting, plain
-from unisono.layers.expert_formats import ExpertFormat
-from unisono.layers.formats import FLOATS, WHOLE, PartOf, Place, Runs, Share, Slice, Slices, Stored
+from unisono.layers.formats.base import FLOATS, WHOLE, PartOf, Place, Runs, Share, Slice, Slices, Stored
+from unisono.layers.formats.experts import ExpertFormat
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import Factor, RMSNorm
 
@@ -267,7 +267,7 @@ class Mixed(NamedTuple):
 
 
 class Experts(nn.Module):
-    """A feed-forward (``models/blocks.py``): ``sum of weight * expert(x)`` over a token's ``top_k`` choices, and
+    """A feed-forward (``models/blocks/layers.py``): ``sum of weight * expert(x)`` over a token's ``top_k`` choices, and
     ``gate * shared(x)``.
 
     gate_up, down: the experts' stacks. shared: the shared expert where it does not ride along in them. gated: it has a

@@ -14,10 +14,10 @@ from torch import nn
 
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.kernels.adapters import AdapterPlan
+from unisono.kernels.lora.adapters import AdapterPlan
 from unisono.layers.activations import Activations, OfAllRanks, Projected, Wish, fitting, plain
 from unisono.layers.adapters import LinearAdapter, LowRank
-from unisono.layers.formats import FLOATS, PLAIN, WHOLE, PartOf, Place, Plain, Share, Slices, Stored, WeightFormat
+from unisono.layers.formats.base import FLOATS, PLAIN, WHOLE, PartOf, Place, Plain, Share, Slices, Stored, WeightFormat
 from unisono.layers.norm import RMSNorm
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from unisono.kernels.activation import SILU, Gate
+from unisono.kernels.norm.activation import SILU, Gate
 from unisono.layers.activations import Activations, OfAllRanks, gate_product
 from unisono.layers.linear import Linear
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``: a feed-forward (``models/blocks.py``).
+    """``down(silu(gate(x)) * up(x))``: a feed-forward (``models/blocks/layers.py``).
 
     gate_up: both projections as one product. down: the projection back. gate: what makes one of both, SILU or
     GELU_TANH.

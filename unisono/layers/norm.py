@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from unisono.distributed.gather import Ranks
-from unisono.kernels import rms_norm, sandwich_norm
-from unisono.kernels.add_norm import add_rms_norm, add_rms_norm_fp8
-from unisono.kernels.norm import rms_norm_fp8
-from unisono.kernels.vision_norm import layer_norm
+from unisono.kernels import rms_norm
+from unisono.kernels.norm import sandwich_norm
+from unisono.kernels.norm.add_norm import add_rms_norm, add_rms_norm_fp8
+from unisono.kernels.norm.rms_norm import rms_norm_fp8
+from unisono.kernels.vision.norm import layer_norm
 from unisono.layers.activations import Activations, Wish
-from unisono.layers.formats import Place
+from unisono.layers.formats.base import Place
 
 
 class RMSNorm(nn.Module):
@@ -84,7 +85,7 @@ class Factor(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """``x [M, size] -> [M, size]``, with a weight and a bias; see :func:`unisono.kernels.vision_norm.layer_norm`."""
+    """``x [M, size] -> [M, size]``, with a weight and a bias; see :func:`unisono.kernels.vision.norm.layer_norm`."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()

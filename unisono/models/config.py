@@ -15,9 +15,9 @@ import torch
 
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.rotary import RotarySpec
-from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec
-from unisono.models.build import require
-from unisono.models.layer_inputs import LayerInputsSpec
+from unisono.models.blocks.layer_inputs import LayerInputsSpec
+from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec
+from unisono.models.load.build import require
 from unisono.models.vision.config import VisionConfig
 from unisono.types import CheckpointError
 

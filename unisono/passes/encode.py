@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from unisono.kernels.catch_up import keep_rows
+from unisono.graphs import Buffers, Field, Program, Schema
+from unisono.kernels.speculation.catch_up import keep_rows
 from unisono.passes.features.base import words_of
-from unisono.program import Buffers, Field, Program, Schema
 
 NAME = "encode"
 

@@ -11,14 +11,14 @@ import torch
 from unisono.attention.base import AttentionInputs
 from unisono.attention.context import Rotary
 from unisono.drafters.base import PromptPass, Verified
-from unisono.kernels.rounds import extend_inputs
-from unisono.models.overriding import Overriding
+from unisono.graphs import Buffers, Features, Field, Hidden, Logits, Program, Schema
+from unisono.kernels.speculation.rounds import extend_inputs
+from unisono.kv.specs import PAGE_SIZE
+from unisono.models.blocks.embedding_overrides import Overriding
+from unisono.passes.context import Modules
 from unisono.passes.features.base import Outputs
-from unisono.passes.modules import Modules
 from unisono.passes.round import grow, page_fields
 from unisono.passes.verify import catch_up, target_inputs
-from unisono.program import Buffers, Features, Field, Hidden, Logits, Program, Schema
-from unisono.state.specs import PAGE_SIZE
 
 
 def prompt_program(features: Features) -> str:

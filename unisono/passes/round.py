@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 
 from unisono.drafters.base import PausableDrafter
-from unisono.kernels.pages import grow_pages
-from unisono.kernels.rounds import limit_drafts
-from unisono.kernels.tree_paths import Fork
+from unisono.graphs import Buffers, Field, Program, Schema
+from unisono.kernels.cache.pages import grow_pages
+from unisono.kernels.speculation.rounds import limit_drafts
+from unisono.kernels.speculation.tree_paths import Fork
+from unisono.kv.pages import pages_for
+from unisono.kv.specs import ALL
+from unisono.passes.context import Modules
 from unisono.passes.features.base import PassKind
-from unisono.passes.modules import Modules
 from unisono.passes.slot_tensors import SlotTensors
 from unisono.passes.tree import Tree
 from unisono.passes.verify import verify_chain, verify_tree
-from unisono.program import Buffers, Field, Program, Schema
-from unisono.state.pages import pages_for
-from unisono.state.specs import ALL
 
 
 def growth_columns(width: int) -> int:

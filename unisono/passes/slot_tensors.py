@@ -10,7 +10,7 @@ from unisono.sampling.pipeline import EditFields
 
 
 class SlotTensors(EditFields, Protocol):
-    """The state of running requests that passes read and write, a row for each slot; see ``engine/slots.py``.
+    """The state of running requests that passes read and write, a row for each slot; see ``engine/worker/slots.py``.
 
     padding: the slot of rows that no request fills. page_table [tables, pages]; the others [S]. rotary_delta: what a
     generated token's position on each rotary axis is more than its absolute one; None in models that see nothing.

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from unisono.drafters.base import TreeDrafter
-from unisono.kernels.tree_paths import Best, Fork, best_path, fork_paths, span_pages
+from unisono.kernels.speculation.tree_paths import Best, Fork, best_path, fork_paths, span_pages
+from unisono.kv.specs import ALL, PAGE_SIZE
+from unisono.kv.store import StateStore
 from unisono.passes.slot_tensors import SlotTensors
-from unisono.state.specs import ALL, PAGE_SIZE
-from unisono.state.store import StateStore
 
 
 def path_pages(paths: int, drafts: int, num_slots: int) -> int:

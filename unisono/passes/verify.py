@@ -6,14 +6,14 @@ import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.drafters.base import PausableDrafter, Verified
-from unisono.kernels.rounds import round_inputs
-from unisono.kernels.tree_paths import Fork
+from unisono.graphs import Buffers
+from unisono.kernels.speculation.rounds import round_inputs
+from unisono.kernels.speculation.tree_paths import Fork
+from unisono.kv.specs import PAGE_SIZE
+from unisono.passes.context import Modules
 from unisono.passes.features.base import Outputs
-from unisono.passes.modules import Modules
 from unisono.passes.slot_tensors import SlotTensors, rotary_positions
 from unisono.passes.tree import Tree
-from unisono.program import Buffers
-from unisono.state.specs import PAGE_SIZE
 
 
 def verify_chain(modules: Modules, b: Buffers, drafts: torch.Tensor, early: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A request's logit edits as one row of the edit table that ``kernels/edits.py`` reads.
+"""A request's logit edits as one row of the edit table that ``kernels/sampling/edits.py`` reads.
 
 The engine packs a row when a request that edits claims a slot; requests that do not have none.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unisono.kernels import edits as layout
+from unisono.kernels.sampling import edits as layout
 from unisono.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 
 

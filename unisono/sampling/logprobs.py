@@ -1,4 +1,4 @@
-"""What ``kernels/logprobs.py`` reports, as the words that every room shares."""
+"""What ``kernels/sampling/logprobs.py`` reports, as the words that every room shares."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The logits pipeline: what happens between the LM head and a token.
 
-Edits (penalties, bias, masks) come first, in ``kernels/edits.py``; filters and the draw, in ``kernels/sampling.py``,
-see edited logits.
+Edits (penalties, bias, masks) come first, in ``kernels/sampling/edits.py``; filters and the draw, in
+``kernels/sampling/sampler.py``, see edited logits.
 
 Logits come whole, [N, V], or as :class:`Columns` where ranks have computed parts. From Columns each rank ranks its own,
-edited columns, and the ranks' best keys are gathered (``kernels/column_keys.py``). The tokens are those of whole
-logits as long as no row is filtered: callers with Columns know that. Edits treat each column by itself, so they stay
-exact.
+edited columns, and the ranks' best keys are gathered (``kernels/sampling/column_keys.py``). The tokens are those of
+whole logits as long as no row is filtered: callers with Columns know that. Edits treat each column by itself, so they
+stay exact.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Protocol
 from torch import Tensor, float32, tensor
 
 from unisono.distributed.columns import Columns, whole
-from unisono.kernels.candidates import candidates
-from unisono.kernels.column_keys import best_tokens, column_keys
-from unisono.kernels.edits import edit_logits
-from unisono.kernels.logprobs import logprobs
-from unisono.kernels.sampling import sample
+from unisono.kernels.sampling.candidates import candidates
+from unisono.kernels.sampling.column_keys import best_tokens, column_keys
+from unisono.kernels.sampling.edits import edit_logits
+from unisono.kernels.sampling.logprobs import logprobs
+from unisono.kernels.sampling.sampler import sample
 
 
 class SamplingFields(Protocol):
-    """The slot fields that sampling reads, each ``[S]``, as ``kernels/sampling.py`` describes them."""
+    """The slot fields that sampling reads, each ``[S]``, as ``kernels/sampling/sampler.py`` describes them."""
 
     length: Tensor
     status: Tensor
@@ -40,7 +40,9 @@ class SamplingFields(Protocol):
 
 
 class EditFields(SamplingFields, Protocol):
-    """And those that editing and reporting read, as ``kernels/edits.py`` and ``kernels/logprobs.py`` describe them."""
+    """And those that editing and reporting read, as ``kernels/sampling/edits.py`` and ``kernels/sampling/logprobs.py``
+    describe them.
+    """
 
     logprobs: Tensor
     prompt_logprobs: Tensor
@@ -127,7 +129,8 @@ def _best_of_ranks(
 def report_logprobs(
     logits: Tensor, slots: Tensor, width: int, sampled: Sampled, fields: EditFields, processed: bool, out: Tensor
 ) -> None:
-    """Write into out [R, width, WORDS] int32 what slots asked to know of the picks; see ``kernels/logprobs.py``.
+    """Write into out [R, width, WORDS] int32 what slots asked to know of the picks; see
+    ``kernels/sampling/logprobs.py``.
 
     sampled: of whole logits.
     """

@@ -1,0 +1,1 @@
+"""Commands of users: bench, chat, compare, eval, train-draft."""

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from unisono.kernels.vision_activation import gelu
-from unisono.kernels.vision_attention import segment_attention
-from unisono.kernels.vision_rotary import axial_rotary
-from unisono.layers.formats import Place
+from unisono.kernels.vision.activation import gelu
+from unisono.kernels.vision.attention import segment_attention
+from unisono.kernels.vision.rotary import axial_rotary
+from unisono.layers.formats.base import Place
 from unisono.layers.linear import Linear
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import LayerNorm
-from unisono.models.build import Builder
+from unisono.models.load.build import Builder
 from unisono.models.vision.config import MAX_GRID_SIDE, TowerSpec, VisionConfig
 
 NORM_EPS = 1e-6

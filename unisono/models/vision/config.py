@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.layers.rotary import rotary_axes
-from unisono.models.build import require
+from unisono.models.load.build import require
 
 MAX_GRID_SIDE = 8192
 """Patches along one side of a grid that the table of rotary angles covers."""

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from unisono.kernels.vision_positions import add_positions
-from unisono.models.build import Builder
+from unisono.graphs import Field
+from unisono.kernels.vision.positions import add_positions
+from unisono.models.load.build import Builder
 from unisono.models.vision.blocks import Merger, PatchEmbedding, VisionBlock, rotary_table
 from unisono.models.vision.config import VisionConfig
 from unisono.models.vision.grids import Grid, layout
-from unisono.program import Field
 
 
 class VisionTower(nn.Module):

@@ -7,7 +7,7 @@ did. The prefix cache keeps adapters apart: every path of a request's begins wit
 There is room for ``max_loras`` adapters on the device. A request whose adapter is not there waits until a place is free
 of requests, and later ones that want adapters wait with it. Adapters in memory of the host are kept while
 requests want them, and beyond that ``max_cpu_loras`` of them. Rank 0 decides all of this; what is read, forgotten and
-written onto the device goes to every rank as a command (``models/held_adapters.py``).
+written onto the device goes to every rank as a command (``models/lora/host_adapters.py``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from unisono.kernels.adapters import AdapterPlan
-from unisono.models.adapters import AdapterLimits, AdapterWeights, check_adapter
+from unisono.graphs import Buffers, Features, Field
+from unisono.kernels.lora.adapters import AdapterPlan
 from unisono.models.config import DecoderConfig
-from unisono.models.held_adapters import AdapterCommand, HeldAdapters, KeepAdapters, ReadAdapter, WriteAdapter
+from unisono.models.lora.adapters import AdapterLimits, AdapterWeights, check_adapter
+from unisono.models.lora.host_adapters import AdapterCommand, HeldAdapters, KeepAdapters, ReadAdapter, WriteAdapter
 from unisono.passes.features.base import (
     Committed,
     Feature,
@@ -37,7 +38,6 @@ from unisono.passes.features.base import (
     RequestState,
     TargetTokens,
 )
-from unisono.program import Buffers, Features, Field
 from unisono.types import BadRequest, CheckpointError, ConfigError, EngineRequest, TokenDelta
 
 ADAPTED = Features(extra=frozenset({"adapters"}))

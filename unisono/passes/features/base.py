@@ -34,12 +34,12 @@ import torch
 
 from unisono.attention.context import Rotary
 from unisono.distributed.columns import Columns, whole
+from unisono.graphs import NO_FEATURES, Buffers, Dimension, Features, Field, Key, Program
+from unisono.models.blocks.embedding_overrides import Overriding
 from unisono.models.config import DecoderConfig
-from unisono.models.held_adapters import HeldAdapters
-from unisono.models.overriding import Overriding
+from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.config import VisionConfig
 from unisono.models.vision.tower import VisionTower
-from unisono.program import NO_FEATURES, Buffers, Dimension, Features, Field, Key, Program
 from unisono.sampling.pipeline import EditFields, Sampled
 from unisono.types import EngineRequest, SamplingParams, TokenDelta
 

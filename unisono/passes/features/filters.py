@@ -1,17 +1,17 @@
 """Filters (top-k, top-p, min-p) see the whole distribution, so passes with such requests ask for whole rows of logits.
 
 Where the LM head is divided among ranks, other passes gather the best keys of each rank instead
-(``kernels/column_keys.py``). No fixed number of them serves a filter exactly: all ties at the threshold of top-k stay,
-and the mass of top-p is summed over the row in one order. Edits treat each logit by itself and need no whole row.
-Elsewhere this feature is never asked for.
+(``kernels/sampling/column_keys.py``). No fixed number of them serves a filter exactly: all ties at the threshold of
+top-k stay, and the mass of top-p is summed over the row in one order. Edits treat each logit by itself and need no
+whole row. Elsewhere this feature is never asked for.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from unisono.graphs import NO_FEATURES, Features
 from unisono.passes.features.base import Feature, FeatureContext, HostPass, RequestState
-from unisono.program import NO_FEATURES, Features
 from unisono.types import EngineRequest
 
 

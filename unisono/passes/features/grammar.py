@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.grammar.compiler import Grammars
-from unisono.grammar.matcher import ALL, Follower, GrammarError, Matcher, fill
-from unisono.grammar.thinking import ThinkingMatcher, Thoughts
+from unisono.graphs import NO_FEATURES, Buffers, Features, Field
 from unisono.passes.features.base import Committed, Feature, FeatureContext, HostPass, PassKind, RequestState
-from unisono.program import NO_FEATURES, Buffers, Features, Field
+from unisono.structured_output.matcher import ALL, Follower, GrammarError, Matcher, fill
+from unisono.structured_output.thinking import ThinkingMatcher, Thoughts
+from unisono.structured_output.workers.compiler import Grammars
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta
 
 MASKS = Features(masks=True)

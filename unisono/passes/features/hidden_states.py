@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from unisono.graphs import NO_FEATURES, Features, Field
 from unisono.passes.features.base import (
     Committed,
     Computed,
@@ -21,7 +22,6 @@ from unisono.passes.features.base import (
     Row,
     words_of,
 )
-from unisono.program import NO_FEATURES, Features, Field
 from unisono.types import EngineRequest, TokenDelta, Vectors
 
 

@@ -17,11 +17,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from unisono import vectors
 from unisono.attention.context import Rotary
+from unisono.graphs import NO_FEATURES, Buffers, Features, Field, Key, Shape
+from unisono.models.blocks.embedding_overrides import Overriding
+from unisono.models.blocks.rotary_positions import rotary_positions
 from unisono.models.config import DecoderConfig
-from unisono.models.overriding import Overriding
-from unisono.models.rotary_positions import rotary_positions
 from unisono.models.vision.config import VisionConfig
 from unisono.passes.encode import NAME, encode_program
 from unisono.passes.encoder_cache import EncoderCache
@@ -37,8 +37,7 @@ from unisono.passes.features.base import (
     Room,
     Row,
 )
-from unisono.program import NO_FEATURES, Buffers, Features, Field, Key, Shape
-from unisono.types import BadRequest, ConfigError, EngineRequest, MediaItem, Vectors
+from unisono.types import BadRequest, ConfigError, EngineRequest, MediaItem, Vectors, vectors
 
 DIGEST_BYTES = 20
 """With a token's place in its frame, of no other digest's size."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from unisono.kernels.logprobs import WORDS
+from unisono.graphs import Features, Field
+from unisono.kernels.sampling.logprobs import WORDS
 from unisono.passes.features.base import Committed, Computed, Feature, HostPass, PassKind, RequestState
-from unisono.program import Features, Field
 from unisono.sampling.logprobs import unpack_logprobs
 from unisono.sampling.pipeline import report_logprobs
 from unisono.types import EngineRequest, TokenDelta

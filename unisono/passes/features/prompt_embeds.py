@@ -14,11 +14,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from unisono import vectors
-from unisono.models.overriding import Overriding
+from unisono.graphs import NO_FEATURES, Buffers, Features, Field
+from unisono.models.blocks.embedding_overrides import Overriding
 from unisono.passes.features.base import Feature, HostPass, PassKind, RequestState, words_of
-from unisono.program import NO_FEATURES, Buffers, Features, Field
-from unisono.types import EngineRequest, Overrides
+from unisono.types import EngineRequest, Overrides, vectors
 
 DIGEST_BYTES = 16
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from unisono.kernels.logprobs import WORDS
+from unisono.graphs import Features, Field, Logits, selected_rows
+from unisono.kernels.sampling.logprobs import WORDS
 from unisono.passes.features.base import (
     Committed,
     Computed,
@@ -18,7 +19,6 @@ from unisono.passes.features.base import (
     RequestState,
     Row,
 )
-from unisono.program import Features, Field, Logits, selected_rows
 from unisono.sampling.logprobs import unpack_logprobs
 from unisono.sampling.pipeline import report_prompt_logprobs
 from unisono.types import EngineRequest, TokenDelta, TokenLogprobs

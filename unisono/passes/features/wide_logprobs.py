@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from unisono.kernels.sampling import GREEDY_BELOW
+from unisono.graphs import Features, Field
+from unisono.kernels.sampling.sampler import GREEDY_BELOW
 from unisono.passes.features.base import Committed, Computed, Feature, PassKind, RequestState
-from unisono.program import Features, Field
 from unisono.types import EngineRequest, TokenDelta
 
 WIDE = Features(extra=frozenset({"wide_logprobs"}))

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unisono.frontend.detokenizer import Detokenizer
-from unisono.frontend.reasoning import Splitter, parser_of
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
+from unisono.text.detokenizer import Detokenizer
+from unisono.text.reasoning import Splitter, parser_of
 from unisono.tools.chat.answers import Draft, Figures, Message, Piece
 from unisono.types import BadRequest, FinishReason, SamplingParams, TokenDelta, UnisonoError
 
@@ -19,7 +19,7 @@ SHOWN = ("temperature", "top_k", "top_p", "min_p")
 
 
 class OfflineModel:
-    """An :class:`unisono.llm.LLM`. Raises BadRequest for a checkpoint without a tokenizer."""
+    """An :class:`unisono.entrypoints.llm.LLM`. Raises BadRequest for a checkpoint without a tokenizer."""
 
     prompt_interrupts = False
 

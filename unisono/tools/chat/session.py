@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.cli_output import complain
+from unisono.console.output import complain
 from unisono.tools.chat.answers import Figures, Message, Source
 from unisono.tools.chat.screen import Screen
 from unisono.types import BadRequest, UnisonoError

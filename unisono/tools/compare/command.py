@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from unisono.preflight.model import check_model
-from unisono.tools.problems import held_out_problems
+from unisono.config.preflight.model import check_model
+from unisono.tools.eval.problems import held_out_problems
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
 SHORT = {
@@ -52,7 +52,7 @@ class Side:
 
     def open(self, **more: Any) -> Any:
         """An engine of this configuration."""
-        from unisono.llm import LLM
+        from unisono.entrypoints.llm import LLM
 
         return LLM(self.model, **{"graph_capture": "lazy", **self.flags, **more})
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unisono.llm import LLM
-from unisono.models.blocks import DecoderLayer
-from unisono.state.specs import ALL
+from unisono.entrypoints.llm import LLM
+from unisono.kv.specs import ALL
+from unisono.models.blocks.layers import DecoderLayer
 from unisono.types import SamplingParams
 
 Place = tuple[str, str, int]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.tools.draft_training.data import Prompt
 from unisono.types import EngineRequest, FinishReason, SamplingParams, UnisonoError
 

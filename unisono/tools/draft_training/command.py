@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from unisono.cli_help import HelpfulCommand
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
-from unisono.tokenizer import Tokenizer
+from unisono.console.help import HelpfulCommand
+from unisono.entrypoints.llm import LLM
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.text.tokenizer import Tokenizer
 from unisono.tools.draft_training.answers import AnswerConfig, Progress, Text, collect, read_answers
 from unisono.tools.draft_training.bars import progress_bars
 from unisono.tools.draft_training.batches import Batches

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from unisono.tokenizer import Tokenizer
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest
 
 FIELDS = ("messages", "prompt", "text")

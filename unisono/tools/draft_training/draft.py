@@ -2,7 +2,7 @@
 
 A head is unrolled as in drafting ("training-time test" of EAGLE-3, arXiv 2503.01840). Step 0 reads the hidden states of
 the target. Step s reads the head's own hidden states of step s - 1, one position later. Every step learns to predict
-the target's next token. Where every step has its own module (``models/mtp.py``), module s reads the output of
+the target's next token. Where every step has its own module (``drafters/mtp/model.py``), module s reads the output of
 module s - 1 for the whole row.
 
 Shapes: B rows, L tokens per row, V' draft vocabulary. Step s predicts from position 1 + s on.
@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from unisono.attention.context import PassContext
-from unisono.models.decoder import Decoder
-from unisono.models.draft import Eagle3Head, EagleHead
-from unisono.models.mtp import MTPModule
+from unisono.drafters.eagle.model import Eagle3Head, EagleHead
+from unisono.drafters.mtp.model import MTPModule
+from unisono.models.blocks.decoder import Decoder
 from unisono.tools.draft_training.attention import KV, new_pass
 from unisono.tools.draft_training.teacher import TeacherOutputs
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.tools.draft_training.answers import answer_all
 from unisono.tools.draft_training.data import Prompt
 from unisono.types import SamplingParams, SpeculativeConfig

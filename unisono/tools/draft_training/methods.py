@@ -16,15 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from unisono.models.blocks import MLPSpec
-from unisono.models.build import Builder
-from unisono.models.checkpoint import WEIGHTS, Checkpoint, read_json
-from unisono.models.decoder import Decoder
-from unisono.models.draft_checkpoint import DraftCheckpoint, open_eagle, open_eagle3
-from unisono.models.loader import checkpoint_names
-from unisono.models.mtp import MTPModule
-from unisono.models.mtp_checkpoint import LAYOUTS
-from unisono.models.weights import Places
+from unisono.drafters.eagle.checkpoint import DraftCheckpoint, open_eagle, open_eagle3
+from unisono.drafters.mtp.checkpoint import LAYOUTS
+from unisono.drafters.mtp.model import MTPModule
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layers import MLPSpec
+from unisono.models.load.build import Builder
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint, read_json
+from unisono.models.load.loader import checkpoint_names
+from unisono.models.load.weights import Places
 from unisono.tools.draft_training import export
 from unisono.tools.draft_training.answers import Text
 from unisono.tools.draft_training.draft import Draft, ModulePerStep, UnrolledHead, WholeModel

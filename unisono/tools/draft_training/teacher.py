@@ -12,10 +12,10 @@ import torch
 
 from unisono.attention.context import PassContext
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
-from unisono.models.checkpoint import Checkpoint
+from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import attention_of
-from unisono.models.decoder import Decoder
-from unisono.models.loader import load_model
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.loader import load_model
 from unisono.tools.draft_training.attention import TrainingAttention, new_pass
 from unisono.tools.draft_training.batches import PAGE, Batch
 from unisono.types import CheckpointError

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.cli_help import HelpfulCommand
-from unisono.cli_values import whole_numbers
+from unisono.console.help import HelpfulCommand
+from unisono.console.values import whole_numbers
 from unisono.tools.load.mixes import MIXES, MixFlags
 from unisono.tools.load.stall import Scene
 from unisono.types import ConfigError

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from unisono import catalog
-from unisono.tokenizer import Tokenizer
+from unisono.config import catalog
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import ConfigError
 
 Prompt = str | list[int]

@@ -15,8 +15,8 @@ from typing import Any
 
 import typer
 
-from unisono.cli_values import writable
-from unisono.preflight.model import check_model
+from unisono.config.preflight.model import check_model
+from unisono.console.values import writable
 from unisono.tools.load import stall
 from unisono.tools.load.client import Target
 from unisono.tools.load.figures import chosen_metrics, chosen_percentiles, figures, limits_of

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.cli_values import speculative, writable
-from unisono.heap import frozen_heap
-from unisono.preflight.model import check_model
+from unisono.cluster.heap import frozen_heap
+from unisono.config.preflight.model import check_model
+from unisono.console.values import speculative, writable
 from unisono.tools.load import stall
 from unisono.tools.load.flags import command_line, environment, mix_of, scene_of
 from unisono.tools.load.mixes import Conversation, conversations
@@ -135,8 +135,8 @@ def throughput(
 
 def _run(engine: dict[str, Any], name: str, more: dict[str, Any], load: _Load) -> Runs:
     """Start an engine, run the load, print what came of it."""
-    from unisono.llm import LLM
-    from unisono.tools.adaptive_bench import versions
+    from unisono.entrypoints.llm import LLM
+    from unisono.tools.bench.adaptive import versions
 
     flags = dict(engine)
     if flags["max_num_seqs"] is None and load.stalls is not None:

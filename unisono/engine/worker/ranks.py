@@ -1,0 +1,203 @@
+"""Rank 0's side of a model that several processes hold: starting them, and sending every command to all.
+
+With one rank nothing of this is made. ``runner.py`` owns it.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.config import ResolvedConfig
+from unisono.distributed.gather import Ranks, close_transport, open_transport
+from unisono.distributed.group import Group, first_error
+from unisono.distributed.processes import CAPTURE_LAG, LAG, Peers
+from unisono.distributed.shared_memory import SharedMemory
+from unisono.engine.worker.commands import ANSWERED, Command, FileOutcomes, Measure, encode
+from unisono.engine.worker.worker import Worker
+from unisono.graphs import PendingOutputs
+from unisono.models.config import DecoderConfig
+from unisono.types import ConfigError, EngineDead
+
+MODULE = "unisono.engine.worker.rank"
+
+
+def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
+    """Rank 0's place among the ranks that are asked for. Raises ConfigError where the model cannot be divided so."""
+    asked = config.asked
+    count = asked.tensor_parallel_size
+    if asked.enable_expert_parallel and not any(hasattr(layer.feed_forward, "num_experts") for layer in model.layers):
+        raise ConfigError(f"--enable-expert-parallel: a {model.architecture} has no experts; leave it out.")
+    if asked.tp_reduce == "ordered" and asked.enable_lora:
+        raise ConfigError("--tp-reduce ordered with --enable-lora: adapters read whole rows; leave one of them out.")
+    divided = config.speculative.draft_tensor_parallel_size if config.speculative else None
+    if divided not in (None, 1, count):
+        raise ConfigError(
+            f"draft_tensor_parallel_size={divided}: give 1, or as many ranks as the target has "
+            f"(--tensor-parallel-size {count})."
+        )
+    together = count > 1
+    ranks = Ranks(
+        0, count, whole_experts=asked.enable_expert_parallel and together,
+        ordered=asked.tp_reduce == "ordered" and together,
+    )  # fmt: skip
+    model.check_divides(ranks)
+    return ranks
+
+
+class Team:
+    """All ranks, rank 0's own worker included; a :class:`unisono.distributed.group.Group` while they build."""
+
+    def __init__(self, config: ResolvedConfig, ranks: Ranks) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="unisono-ranks-")
+        store = str(Path(self._directory.name) / "store")
+        first = {
+            index: {"config": _on(config, index), "ranks": replace(ranks, index=index), "store": store}
+            for index in range(1, ranks.count)
+        }
+        self._peers = Peers(MODULE, first, ranks)
+        self.ranks = ranks
+        try:
+            open_carrying(self, self._peers.memory, config.device, store)
+        except BaseException:
+            self._peers.close()
+            raise
+        self._peers.on_failure(lambda: give_up_carrying(self))
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the other ranks."""
+        return self._peers.pids
+
+    @property
+    def pages(self) -> list[socket.socket]:
+        """A socket to each of the other ranks, for bytes of pages."""
+        return self._peers.pages
+
+    @property
+    def failed(self) -> int:
+        """A descriptor that can be read once a rank has failed."""
+        return self._peers.failed
+
+    def exchange(self, value: Any) -> list[Any]:
+        """See :class:`unisono.distributed.group.Group`."""
+        return self._peers.exchange(value)
+
+    def send(self, command: Command, worker: Worker) -> PendingOutputs | None:
+        """Have all ranks execute a command, rank 0 without waiting for the others; returns its outputs.
+
+        Raises EngineDead where a rank has failed, torch.OutOfMemoryError where a capture does not fit on one of them,
+        CheckpointError where one of them cannot read an adapter.
+        """
+        peers = self._peers
+        with self._busy():
+            peers.lag = CAPTURE_LAG if isinstance(command, (*ANSWERED, Measure)) else LAG
+            peers.send(encode(command))
+            fits, pending = True, None
+            try:
+                pending = worker.execute(command)
+            except torch.OutOfMemoryError:
+                fits = False
+            peers.memory.executed()
+            if isinstance(command, ANSWERED):
+                replies = peers.replies()
+                if (error := first_error([None, *replies])) is not None:
+                    raise error
+                fits = all(replies) and fits
+            if not fits:
+                raise torch.OutOfMemoryError("a rank has no room for this graph")
+        return None if pending is None else Guarded(**vars(pending), team=self)
+
+    def ask(self, command: FileOutcomes, worker: Worker) -> list[list[int]]:
+        """Every rank's answer to a command. Raises EngineDead where a rank has failed."""
+        peers = self._peers
+        with self._busy():
+            peers.lag = LAG
+            peers.send(encode(command))
+            own = worker.answer(command)
+            peers.memory.executed()
+            replies = peers.replies()
+        if (error := first_error([None, *replies])) is not None:
+            raise error
+        return [own, *replies]
+
+    def check(self) -> None:
+        """Raise EngineDead where a rank has failed."""
+        if self._peers.failure is not None:
+            raise EngineDead(self._peers.failure)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """While rank 0's thread may wait for others."""
+        self._peers.busy = True
+        try:
+            yield
+        except EngineDead:
+            self.check()
+            raise
+        finally:
+            self._peers.busy = False
+
+    def begin_closing(self) -> None:
+        """Have the other ranks free what they hold, graphs first."""
+        self._peers.begin_closing()
+
+    def close(self) -> None:
+        """Close what carries gathers, after rank 0's graphs are gone too, and wait for the other processes."""
+        close_carrying(self)
+        self._peers.close()
+        self._directory.cleanup()
+
+
+@dataclass
+class Guarded(PendingOutputs):
+    """Outputs that never come where another rank has failed."""
+
+    team: Team
+
+    def wait(self) -> dict[str, np.ndarray]:
+        """See :meth:`PendingOutputs.wait`; raises EngineDead."""
+        with self.team._busy():
+            found = super().wait()
+        self.team.check()
+        return found
+
+
+def _on(config: ResolvedConfig, index: int) -> ResolvedConfig:
+    """The configuration of another rank: its device."""
+    device = config.device
+    if device.type == "cuda":
+        device = torch.device("cuda", (device.index or 0) + index)
+    return replace(config, device=device)
+
+
+def open_carrying(group: Group, memory: SharedMemory, device: torch.device, store: str) -> None:
+    """Open what carries this rank's gathers. store: a path that all ranks of a GPU meet at."""
+    if device.type == "cuda":
+        from unisono.distributed.nccl import Nccl
+
+        torch.cuda.set_device(device)
+        number = open_transport(Nccl(group.ranks, device, store))
+    else:
+        number = open_transport(memory)
+    group.ranks = replace(group.ranks, transport=number)
+
+
+def close_carrying(group: Group) -> None:
+    """Close it."""
+    close_transport(group.ranks.transport)
+
+
+def give_up_carrying(group: Group) -> None:
+    """Have passes on this rank's GPU end that wait for a rank which is gone; what they compute is void."""
+    from unisono.distributed.gather import give_up
+
+    give_up(group.ranks.transport)

@@ -1,0 +1,378 @@
+"""One sequence's way through the engine: its deltas to pieces of an answer.
+
+Knows neither HTTP nor the wording of responses. ``serving`` makes a :class:`Generation` of each sequence of a request;
+:func:`merge` reads several at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from unisono.cluster.engines import ANYWHERE
+from unisono.cluster.token_stream import TokenStream
+from unisono.frontend.sequence_output import SequenceOutput
+from unisono.http.answers.beams import BeamStream, Source
+from unisono.http.answers.drafts import by_token
+from unisono.http.errors import ApiError
+from unisono.http.observability.history import RequestRecord
+from unisono.http.observability.metrics import RequestTimer
+from unisono.http.openai.responses import Draft, HiddenStates, PromptLogprobs, TokenReport, Usage, finite
+from unisono.text.answer_reader import AnswerReader, Said
+from unisono.text.tool_parsers.base import ToolDelta
+from unisono.text.tool_parsers.structure import reworded
+from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
+from unisono.types.vectors import numbers
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of one choice, and the tokens that came with it (text may come later than its tokens).
+
+    ``reasoning`` is new text of the model's thinking, ``tool_calls`` new text of calls, where a reader tells them from
+    ``text``.
+
+    ``reports`` has their log-probabilities, if the request asked for them.
+    ``draft``: where its one token comes from, if the request asked for that.
+    ``finish`` is OpenAI's reason on the last piece; ``stop`` the stop string that ended it.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish: str | None = None
+    stop: str | None = None
+    reports: list[TokenReport] | None = None
+    reasoning: str = ""
+    tool_calls: Sequence[ToolDelta] = ()
+    draft: Draft | None = None
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt's text, with which the answer begins. alone: nothing follows it."""
+
+    text: str
+    alone: bool
+
+
+@dataclass(frozen=True)
+class Style:
+    """The parts of an answer that the request asks for.
+
+    scored: the likely tokens of each position in ``prompt_logprobs``, which are there when the sequence has ended; None
+    where the request asked for none. reports: whether the answer has log-probabilities; offsets: whether these tell
+    where tokens begin in the text. ids: whether these name tokens by id. hides: whether thinking is left out. drafts:
+    whether each token is a piece of its own that says whether it was drafted.
+    """
+
+    scored: int | None = None
+    reports: bool = False
+    ids: bool = False
+    hides: bool = False
+    drafts: bool = False
+    offsets: bool = False
+
+
+class Generation:
+    """One sequence of an answer. ``usage`` and ``seed`` may be read at any time.
+
+    scores: the prompt's log-probabilities, which its first sequence sets for all; None where none are wanted. reader:
+    tells thinking and tool calls from what is said. Of a prompt's several sequences the first one's usage counts the
+    prompt. cumulative_logprob: of the tokens so far, where log-probabilities are computed. prompt_text: what the chat
+    template wrote.
+    """
+
+    def __init__(
+        self,
+        client: Source,
+        output: SequenceOutput,
+        timer: RequestTimer,
+        index: int,
+        scores: asyncio.Future[list[TokenLogprobs] | None] | None,
+        style: Style,
+        echo: Echo | None,
+        reader: AnswerReader | None = None,
+    ) -> None:
+        self._client, self._output, self._timer = client, output, timer
+        self._request = output.request
+        assert self._request.params.seed is not None
+        self.index, self.seed = index, self._request.params.seed
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self.cumulative_logprob = 0.0
+        self.prompt_text: str | None = None
+        self._scores, self._style, self._echo = scores, style, echo
+        self._reader = reader
+        self._stream: TokenStream | BeamStream | None = None
+        self.wish = ANYWHERE  # which engine is to run it, of several
+        self.ended: str | None = None  # how, once it has
+        self.client = ""  # whose it is, as ``auth.Client.label``
+        self.key = ""  # the name of its key
+        self._drafted = self._accepted = self._rounds = 0
+        self._thought = self._written = 0  # characters: of thinking, of all
+        self._echoed = 0  # characters of the prompt with which the answer begins
+        self._cancelled = False
+
+    def hidden_states(self) -> tuple[HiddenStates, HiddenStates | None] | None:
+        """Once it has ended: those of generated tokens, and of prompt tokens (for a prompt's first sequence only).
+
+        None where the request asked for none.
+        """
+        if not self._request.params.return_hidden_states:
+            return None
+        own, prompt = numbers(self._output.hidden_states()), self.prompt_states()
+        return own.tolist(), prompt.tolist() if len(prompt) else None
+
+    def prompt_states(self) -> np.ndarray:
+        """Once it has ended: the hidden states of the prompt's tokens, [tokens, hidden] in float32, where asked for."""
+        return numbers(self._output.prompt_hidden_states())
+
+    @property
+    def usage(self) -> Usage:
+        output, first = self._output, self._request.shares_with is None
+        prompt, cached = (len(self._request.prompt_token_ids), output.cached_tokens) if first else (0, 0)
+        rejected = self._drafted - self._accepted
+        thinking = math.ceil(output.num_tokens * self._thought / self._written) if self._thought else 0
+        return Usage.of(prompt, output.num_tokens, cached, self._accepted, rejected, thinking)
+
+    def span(self) -> dict[str, Any] | None:
+        """vLLM's attributes of a request's span, once it has ended; None for one that never began."""
+        params, times = self._request.params, self._timer.end
+        if times is None:
+            return None
+        return {
+            "gen_ai.request.id": self._request.request_id,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.n": params.n,
+            "gen_ai.request.temperature": float(params.temperature),
+            "gen_ai.request.top_p": float(params.top_p),
+            "gen_ai.response.finish_reason": self.ended,
+            "gen_ai.usage.num_sequences": 1,
+            "gen_ai.usage.prompt_tokens": len(self._request.prompt_token_ids),
+            "gen_ai.usage.completion_tokens": self._output.num_tokens,
+            "gen_ai.usage.cached_tokens": self._output.cached_tokens,
+            "gen_ai.latency.time_in_queue": times.queue,
+            "gen_ai.latency.time_in_model_prefill": times.prefill,
+            "gen_ai.latency.time_in_model_decode": times.decode,
+            "gen_ai.latency.time_to_first_token": times.first_token,
+            "gen_ai.latency.e2e": times.total,
+        }
+
+    def arrived(self, when: float) -> None:
+        """Count the request's times from ``when`` (``time.monotonic()``) on, not from when it was prepared."""
+        self._timer.start = when
+
+    @property
+    def streaming(self) -> bool:
+        """True from the first token until the sequence has ended."""
+        return self.ended is None and self._timer.begun
+
+    async def start(self) -> None:
+        """Hand the request to the engine. Raises BadRequest if it refuses, EngineDead if it is dead."""
+        self._timer.submitted()
+        try:
+            request = replace(self._request, client=self.client)
+            self._stream = await self._client.submit(request, self.wish)
+        except BadRequest as error:
+            if error.param == "extra_args":
+                raise BadRequest(str(error), "vllm_xargs", error.code) from None
+            if self._reader is not None and self._reader.constrains and error.param == "structured_outputs":
+                raise BadRequest(reworded(str(error)), "tools", error.code) from None
+            raise
+        if self._cancelled:  # perhaps before the engine's client knew of the request
+            self._client.cancel(self._request.request_id)
+
+    def cancel(self) -> None:
+        """End the request early for its reader: its last piece has the finish reason ``abort``."""
+        self._cancelled = True
+        self._client.cancel(self._request.request_id)
+
+    def close(self) -> None:
+        """Abort the request if it runs."""
+        if self._stream is not None:
+            self._stream.close()
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """Yield text as it becomes certain; the last piece has ``finish``. Raises EngineDead and ApiError."""
+        assert self._stream is not None
+        reason, failed = FinishReason.RUNNING, False
+        try:
+            while reason is FinishReason.RUNNING:
+                delta = await self._stream.take()
+                self._timer.placed(self._stream.engine)
+                self._timer.queued(delta.queued_seconds)
+                self._timer.tokens(len(delta.token_ids))
+                self._output.record(delta)
+                if delta.error is not None:
+                    raise ApiError(500, f"The engine failed on this request: {delta.error}", "server_error")
+                scores = None if self._scores is None else await self._prompt_scores(delta)
+                if self._echo is not None:
+                    echo, self._echo = self._echo, None
+                    self._echoed = len(echo.text)
+                    reason = FinishReason.LENGTH if echo.alone else reason
+                    yield self._prompt_piece(echo, scores)
+                    if echo.alone:
+                        return
+                self._rounds += len(delta.rounds)
+                for part, draft in by_token(delta) if self._style.drafts else [(delta, None)]:
+                    reason, piece = self._read(part, draft)
+                    yield piece
+                    if piece.finish is not None:
+                        break
+        except Exception:
+            failed = True
+            raise
+        finally:
+            ended = FinishReason.ABORT if reason is FinishReason.RUNNING else reason
+            self.ended = "error" if failed else ended.text
+            self._timer.finished(self.ended, self._output.num_tokens, self._output.cached_tokens)
+            self._timer.remember(self._record())
+            self.close()
+
+    def _read(self, delta: TokenDelta, draft: Draft | None) -> tuple[FinishReason, Piece]:
+        """Whether a delta ends the text and how, and the piece that it makes."""
+        new = self._output.detokenize(delta)
+        self._count_drafts(delta, len(new.token_ids))
+        if new.logprobs is not None:
+            self.cumulative_logprob += sum(one.logprob for one in new.logprobs)
+        wanted = new.logprobs if self._style.reports else None
+        reports = None if wanted is None else self._reports(new.token_ids, wanted, self._offsets(new.token_ids))
+        finish = None if new.finish is FinishReason.RUNNING else new.finish.text
+        said = Said(content=new.text)
+        if self._reader is not None:
+            said = self._reader.feed(new.text, finish is not None)
+            finish = finish and self._reader.finish(finish)
+            self._thought += len(said.reasoning)
+            self._written += len(new.text)
+        reasoning = "" if self._style.hides else said.reasoning
+        return new.finish, Piece(
+            self.index, said.content, new.token_ids, finish, new.stop_string, reports, reasoning, said.calls, draft
+        )
+
+    def _count_drafts(self, delta: TokenDelta, tokens: int) -> None:
+        """Count the drafts of the rounds that the first ``tokens`` of a delta are of: the text ends there."""
+        for length, drafted, accepted in delta.rounds:
+            if tokens > 0:
+                self._drafted += drafted
+                self._accepted += min(accepted, tokens)
+            tokens -= length
+
+    def _record(self) -> RequestRecord:
+        """What the server remembers of the sequence once it has ended."""
+        output, times = self._output, self._timer.end
+        assert times is not None
+        assert self.ended is not None
+        return RequestRecord.of(
+            times,
+            id=self._request.request_id,
+            key=self.key,
+            prompt_tokens=len(self._request.prompt_token_ids),
+            cached_tokens=output.cached_tokens,
+            completion_tokens=output.num_tokens,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
+            # The first token comes of the prompt's pass, all others of rounds.
+            accept_length=round((output.num_tokens - 1) / (self._rounds - 1), 3) if self._rounds > 1 else None,
+            finish_reason=self.ended,
+        )
+
+    @property
+    def splits(self) -> bool:
+        """Whether thinking is told from what is said, and told."""
+        return self._reader is not None and self._reader.splits and not self._style.hides
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._request.prompt_token_ids
+
+    async def _prompt_scores(self, delta: TokenDelta) -> list[TokenLogprobs] | None:
+        """The prompt's log-probabilities, with the first delta that comes; None if it was aborted before."""
+        shared, self._scores = self._scores, None
+        assert shared is not None
+        if self._request.shares_with is None:
+            shared.set_result(delta.prompt_logprobs)
+        scores = await asyncio.shield(shared)  # cancelling one sequence must not cancel it for the others
+        if scores is None and delta.finish is FinishReason.ABORT:  # /abort came before the first token
+            return None
+        if scores is None:
+            raise ApiError(500, "The engine gave no log-probabilities of the prompt.", "server_error")
+        if self._style.scored is not None:
+            self.prompt_logprobs = finite(self._output.prompt_logprobs(scores, self._style.scored))
+        return scores
+
+    def _prompt_piece(self, echo: Echo, scores: list[TokenLogprobs] | None) -> Piece:
+        """The piece that echoes the prompt."""
+        reports, most = None, self._request.params.logprobs if self._style.reports else None
+        if scores is not None and most is not None:
+            ids = self._request.prompt_token_ids
+            first, *offsets = self._output.prompt_offsets(echo.text)
+            reports = [TokenReport(self._text(ids[0]), None, first, [], data=self._output.token_bytes(ids[0]))]
+            reports += self._reports(ids[1:], [replace(score, top=score.top[:most]) for score in scores], offsets)
+        return Piece(self.index, echo.text, [], FinishReason.LENGTH.text if echo.alone else None, None, reports)
+
+    def _reports(self, token_ids: list[int], given: list[TokenLogprobs], offsets: list[int]) -> list[TokenReport]:
+        reports = []
+        for token_id, one, offset in zip(token_ids, given, offsets, strict=True):
+            top = [(self._text(alternative), logprob) for alternative, logprob in one.top]
+            ids = [token for token, _ in one.top]
+            data, others = self._output.token_bytes(token_id), [self._output.token_bytes(token) for token in ids]
+            reports.append(TokenReport(self._text(token_id), one.logprob, offset, top, ids, data, others))
+        return reports
+
+    def _offsets(self, token_ids: list[int]) -> list[int]:
+        """Characters of the answer before each of the new tokens."""
+        if not self._style.offsets:
+            return [0] * len(token_ids)
+        return [self._echoed + offset for offset in self._output.offsets(token_ids)]
+
+    def _text(self, token_id: int) -> str:
+        """A token by itself; its id where that is asked for or nothing can name it, in vLLM's form."""
+        text = None if self._style.ids else self._output.token_text(token_id)
+        return f"token_id:{token_id}" if text is None else text
+
+
+async def start_all(generations: Sequence[Generation]) -> None:
+    """Start all or none. Raises the first error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for generation in generations:
+                group.create_task(generation.start())
+    except ExceptionGroup as errors:
+        for generation in generations:
+            generation.close()
+        raise errors.exceptions[0] from None
+
+
+def merge(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
+    """Pieces of all generations as they come. The first error ends all."""
+    return generations[0].pieces() if len(generations) == 1 else _merged(generations)
+
+
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
+    queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(generation, queue)) for generation in generations]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= item.finish is not None
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(generation: Generation, queue: asyncio.Queue[Piece | Exception]) -> None:
+    try:
+        async for piece in generation.pieces():
+            queue.put_nowait(piece)
+    except Exception as error:
+        queue.put_nowait(error)

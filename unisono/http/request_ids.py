@@ -1,0 +1,51 @@
+"""The ids of answers: new ones, or what a client calls its request.
+
+A body's ``request_id`` (vLLM's name) or ``rid`` (SGLang's) becomes the end of the answer's id, and of the engine's. Two
+requests of one id cannot run at once: ``EngineClient.submit`` refuses the second. The header X-Request-Id names the
+answer too, but proxies give one to several requests; then the others get new ids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+
+from fastapi import Request
+
+from unisono.http.errors import show
+from unisono.http.observability.request_note import note
+from unisono.http.routes.common import new_id
+from unisono.types import BadRequest
+
+HEADER = "x-request-id"
+MAX_CHARS = 128
+_ALLOWED = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_CHARS}}}")
+
+
+def checked_id(value: str, field: str) -> str:
+    """Return a client's id of its request. Raises BadRequest for one that is too long or has other characters."""
+    if _ALLOWED.fullmatch(value) is None:
+        raise BadRequest(
+            f"{field}={show(value)} is not valid: it must have 1 to {MAX_CHARS} characters, letters, digits, '.', "
+            "'_', ':' and '-'.",
+            field,
+        )
+    return value
+
+
+def answer_id(prefix: str, request: Request, named: dict[str, str | None], taken: Container[str]) -> str:
+    """The id of the answer to a request. named: what the body calls it, by field. taken: ids of running answers.
+
+    Raises BadRequest for a name that cannot be one, or several.
+    """
+    given = {field: value for field, value in named.items() if value is not None}
+    for field, value in given.items():
+        checked_id(value, field)
+    if len(set(given.values())) > 1:
+        raise BadRequest(f"{' and '.join(given)} differ; give one of them.", next(reversed(given)))
+    if given:
+        return prefix + next(iter(given.values()))
+    header = request.headers.get(HEADER)
+    if header is not None and header == note(request.scope).request_id and prefix + header not in taken:
+        return prefix + header
+    return new_id(prefix)

@@ -1,0 +1,448 @@
+"""The matrix products of experts: each pair of a token and an expert gets its row. Owns ``expert_gate_up`` and
+``expert_down``; called by ``layers``.
+
+A stack of weights [E, N, K] is multiplied tile by tile: a tile is some rows of one expert, as a :class:`Plan` divides
+them. K is summed in one sequence in fp32, so a row's bits are fixed by that row and its expert's weight: never by the
+tile, the plan or the other rows. On Hopper prompts' products with 16-bit weights run on ``experts_gluon``'s kernel,
+where :func:`prove_experts` found the same bits in it.
+
+Shapes: M tokens, H features, I of an expert, P = M * top_k pairs; with a shared expert that rides along as the stack's
+last, M more pairs after those.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.gemm.cpu import row_exact_product, slice_of
+from unisono.kernels.library import DTYPES, AotCase, define, register
+from unisono.kernels.moe import gluon as experts_gluon
+from unisono.kernels.moe.plan import (
+    Plan,
+    Shapes,
+    plan_experts,
+    product_case,
+    product_launch,
+    program_place,
+    store_pairs,
+    tile_pairs,
+    tile_rows,
+    tokens_of,
+)
+from unisono.kernels.norm.activation import GELU_TANH, SILU, Gate, gated_cpu, gated_product, silu_product
+from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.proofs import proven
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Blocking of a product. It decides about speed and changes no bit of the result.
+
+    n, k: outputs and inputs of a step. across: neighbours in the grid share rows and take the next outputs; otherwise
+    they share outputs and take the next tile of rows.
+    """
+
+    n: int
+    k: int
+    warps: int
+    stages: int
+    across: bool
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """rows: of a tile, the same in both products, for both follow one plan."""
+
+    rows: int
+    up: Tile
+    down: Tile
+
+
+TILES: dict[float, Tiles] = {  # below this average number of pairs per expert
+    0.5: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 256, 4, 2, True)),
+    2: Tiles(16, Tile(32, 128, 4, 4, True), Tile(64, 128, 4, 4, True)),
+    16: Tiles(16, Tile(64, 128, 4, 4, True), Tile(128, 128, 4, 4, True)),
+    64: Tiles(32, Tile(64, 64, 4, 4, False), Tile(128, 64, 4, 4, False)),
+    float("inf"): Tiles(128, Tile(128, 64, 8, 4, True), Tile(256, 64, 8, 4, True)),
+}
+"""For 16-bit weights on an H200 (benchmarks/experts.py, *tune*); the first in a whole layer, on an H100."""
+
+_PROOF_TOKENS = 300
+"""Tokens that kernels are compared on: some 150 pairs for each expert that has any."""
+
+_FP32: dict[float, Tiles] = {
+    16: Tiles(16, Tile(32, 64, 4, 2, True), Tile(32, 64, 4, 2, True)),
+    float("inf"): Tiles(64, Tile(32, 32, 4, 2, False), Tile(64, 32, 4, 2, False)),
+}
+
+
+_proven: dict[tuple[torch.Size, torch.Size, torch.dtype], bool] = {}
+"""(shapes of the stacks of gate and up and of down, dtype) -> whether :func:`prove_experts` saw the same bits."""
+
+_serving: set[tuple[torch.Size, torch.dtype]] = set()
+"""Stacks of the proven ones."""
+
+
+def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
+    """The fastest known tiles for this number of pairs; from shapes alone, so that a captured pass has one plan."""
+    table: dict[float, Tiles] = _FP32 if dtype is torch.float32 else TILES
+    return next(tiles for most, tiles in table.items() if pairs < most * experts)
+
+
+def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = True) -> int:
+    """Rows of a tile in both products of a pass with this number of pairs.
+
+    weight: the stack of gate and up. plain: without biases, and the gate is SiLU's.
+    """
+    if plain and pairs >= experts_gluon.FEWEST * experts and (weight.shape, weight.dtype) in _serving:
+        return experts_gluon.TILE_PAIRS
+    return expert_tiles(pairs, experts, weight.dtype).rows
+
+
+def _is_fast(weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None, gate: Gate) -> bool:
+    """Whether ``experts_gluon`` computes this product."""
+    fits = plan.tile == experts_gluon.TILE_PAIRS and plan.tiles is not None and bias is None and gate == SILU
+    return fits and (weight.shape, weight.dtype) in _serving and experts_gluon.suits(weight)
+
+
+@triton.jit
+def biased(y, bias, e, first, cols, OF: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr):
+    """fp32 products [rows, cols], rounded to ``dtype``, plus expert e's bias. bias [E, OF], N from ``first`` on."""
+    b = tl.load(bias + e.to(tl.int64) * OF + first + tl.minimum(cols, N - 1))
+    return y.to(dtype).to(tl.float32) + b.to(tl.float32)[None, :]
+
+
+@triton.jit
+def store_gated(h, acc, part, pair, valid, I: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr):  # noqa: E741
+    """Store ``silu(gate) * up`` of products acc [TILE, 2 HALF], gates first, as block ``part`` of h [pairs, I]."""
+    gate, up = tl.split(acc.reshape(TILE, 2, HALF).permute(0, 2, 1))
+    cols = part * HALF + tl.arange(0, HALF)
+    at = pair.to(tl.int64)[:, None] * I + cols[None, :]
+    tl.store(h + at, silu_product(gate, up, h.dtype.element_ty), mask=valid[:, None] & (cols < I)[None, :])
+
+
+@triton.jit
+def _gate_up_kernel(x, weight, bias, h, ids, order, tiles, M, count,
+                    H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
+                    TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+                    ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
+                    BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GELU: tl.constexpr,
+                    OVERLAP: tl.constexpr):  # fmt: skip
+    """h [pairs, I]; weight [E, 2 I, H]: an expert's gate rows, then its up rows; bias [E, 2 I] with BIAS."""
+    follow(OVERLAP)
+    t, part = program_place(tl.cdiv(I, BLOCK_N), ACROSS)
+    e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
+    cols, ks = part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    # The last outputs repeat: that is cheaper than a mask, and they are not stored.
+    gates = weight + e.to(tl.int64) * (2 * I * H) + tl.minimum(cols, I - 1)[None, :] * H + ks[:, None]
+    for base in range(0, n, TILE):
+        pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
+        rows = x + tokens_of(pair, M, TOP_K).to(tl.int64)[:, None] * H + ks[None, :]
+        gate, up = tl.zeros((TILE, BLOCK_N), tl.float32), tl.zeros((TILE, BLOCK_N), tl.float32)
+        for k in tl.range(0, H, BLOCK_K, num_stages=STAGES):
+            if H % BLOCK_K == 0:
+                a = tl.load(rows + k, mask=valid[:, None], other=0.0)
+                g, u = tl.load(gates + k), tl.load(gates + I * H + k)
+            else:
+                inside = ks < H - k
+                a = tl.load(rows + k, mask=valid[:, None] & inside[None, :], other=0.0)
+                g = tl.load(gates + k, mask=inside[:, None], other=0.0)
+                u = tl.load(gates + I * H + k, mask=inside[:, None], other=0.0)
+            gate = tl.dot(a, g, gate, input_precision="ieee")
+            up = tl.dot(a, u, up, input_precision="ieee")
+        if BIAS:
+            gate = biased(gate, bias, e, 0, cols, 2 * I, I, h.dtype.element_ty)
+            up = biased(up, bias, e, I, cols, 2 * I, I, h.dtype.element_ty)
+        store_pairs(h, gated_product(gate, up, h.dtype.element_ty, ALPHA, LIMIT, GELU), pair, valid, cols, I)
+
+
+@triton.jit
+def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
+                 H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
+                 TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+                 ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
+                 BIAS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """y [pairs, H]; weight [E, H, I]; bias [E, H] with BIAS."""
+    follow(OVERLAP)
+    t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
+    e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
+    cols, ks = part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    weights = weight + e.to(tl.int64) * (H * I) + tl.minimum(cols, H - 1)[None, :] * I + ks[:, None]
+    for base in range(0, n, TILE):
+        pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
+        rows = h + pair.to(tl.int64)[:, None] * I + ks[None, :]
+        total = tl.zeros((TILE, BLOCK_N), tl.float32)
+        for k in tl.range(0, I, BLOCK_K, num_stages=STAGES):
+            if I % BLOCK_K == 0:
+                a = tl.load(rows + k, mask=valid[:, None], other=0.0)
+                w = tl.load(weights + k)
+            else:
+                inside = ks < I - k
+                a = tl.load(rows + k, mask=valid[:, None] & inside[None, :], other=0.0)
+                w = tl.load(weights + k, mask=inside[:, None], other=0.0)
+            total = tl.dot(a, w, total, input_precision="ieee")
+        if BIAS:
+            total = biased(total, bias, e, 0, cols, H, H, y.dtype.element_ty)
+        store_pairs(y, total, pair, valid, cols, H)
+
+
+def _blocking(tile: Tile) -> dict[str, int]:
+    """The compile-time arguments that are the tile's."""
+    return {"BLOCK_N": tile.n, "BLOCK_K": tile.k, "STAGES": tile.stages, "num_warps": tile.warps}
+
+
+def launch_gate_up(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: Plan,
+    tile: Tile | None = None,
+    bias: torch.Tensor | None = None,
+    gate: Gate = SILU,
+) -> torch.Tensor:
+    """The kernel of :func:`expert_gate_up`; ``tile`` overrides the blocking (speed only)."""
+    x, weight, inner = x.contiguous(), weight.contiguous(), weight.shape[1] // 2
+    tile = tile or expert_tiles(plan.ids.numel(), plan.experts, x.dtype).up
+    parts = triton.cdiv(inner, tile.n)
+    grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
+    h = x.new_empty(results, inner)
+    _gate_up_kernel[grid](
+        x, weight, bias, h, *plan.operands, **options, **_blocking(tile),
+        BIAS=bias is not None, **gate.constants, **overlapped(x.device),
+    )  # fmt: skip
+    return h
+
+
+def launch_down(
+    h: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: Tile | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The kernel of :func:`expert_down`; ``tile`` overrides the blocking (speed only)."""
+    h, weight, hidden = h.contiguous(), weight.contiguous(), weight.shape[1]
+    tile = tile or expert_tiles(plan.ids.numel(), plan.experts, h.dtype).down
+    parts = triton.cdiv(hidden, tile.n)
+    grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
+    y = h.new_empty(results, hidden)
+    _down_kernel[grid](
+        h, weight, bias, y, *plan.operands, **options,
+        **_blocking(tile), BIAS=bias is not None, **overlapped(h.device),
+    )  # fmt: skip
+    return y
+
+
+def pairs_by_expert(ids: torch.Tensor, experts: int, stack: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(expert, its pairs, their tokens) of each expert that has some, the shared one last. For CPU twins."""
+    (rows, top_k), flat = ids.shape, ids.flatten().long()
+    counts = torch.bincount(flat, minlength=experts + 1)
+    for expert, pairs in enumerate(flat.argsort(stable=True).split(counts.tolist())[:experts]):
+        if len(pairs):
+            yield expert, pairs, pairs // top_k
+    if stack > experts:
+        tokens = torch.arange(rows)
+        yield experts, rows * top_k + tokens, tokens
+
+
+def gate_up_rows(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, *_: object, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Empty rows h [P (+ M), I] for the product of x and gate_up's weight [E (+ 1), 2 I, …]. dtype: None: that of x."""
+    return x.new_empty(ids.numel() + (weight.shape[0] - experts) * ids.shape[0], weight.shape[1] // 2, dtype=dtype)
+
+
+def down_rows(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    """Empty rows y [P (+ M), H] for the product of h and down's weight [E (+ 1), H, …], in h's dtype."""
+    return h.new_empty(h.shape[0], weight.shape[1])
+
+
+def gate_up_cpu(
+    h: torch.Tensor, x: torch.Tensor, weight_of: Callable[[int], torch.Tensor], ids: torch.Tensor, experts: int,
+    stack: int, bias: torch.Tensor | None = None, alpha: float = SILU.alpha, limit: float = SILU.limit,
+    gelu: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Fill and return h, for CPU twins of any weight format. weight_of: an expert's weight [2 I, H] in x's dtype."""
+    for expert, pairs, tokens in pairs_by_expert(ids, experts, stack):
+        product = row_exact_product(x[tokens], weight_of(expert)).to(h.dtype)
+        h[pairs] = gated_cpu(product, None if bias is None else bias[expert], alpha, limit, gelu)
+    return h
+
+
+def down_cpu(
+    y: torch.Tensor, h: torch.Tensor, weight_of: Callable[[int], torch.Tensor], ids: torch.Tensor, experts: int,
+    stack: int, bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Fill and return y, for CPU twins of any weight format. weight_of: an expert's weight [H, I] in h's dtype."""
+    for expert, pairs, _ in pairs_by_expert(ids, experts, stack):
+        product = row_exact_product(h[pairs], weight_of(expert)).to(y.dtype)
+        y[pairs] = product if bias is None else product + bias[expert]
+    return y
+
+
+def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit, gelu=False):
+    plan, gate = Plan(ids, experts, tile, order, tiles), Gate(alpha, limit, gelu)
+    if _is_fast(weight, plan, bias, gate):
+        return experts_gluon.launch_expert_rows(x, weight, plan, gated=True)
+    return launch_gate_up(x, weight, plan, None, bias, gate)
+
+
+def _down_cuda(h, weight, ids, experts, tile, order, tiles, bias):
+    plan = Plan(ids, experts, tile, order, tiles)
+    if _is_fast(weight, plan, bias, SILU):
+        return experts_gluon.launch_expert_rows(h, weight, plan, gated=False)
+    return launch_down(h, weight, plan, None, bias)
+
+
+def prove_experts(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
+    """Compare the bits of ``experts_gluon`` with those of the kernels here, once in a process for such stacks.
+
+    gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E. Where they are equal, that
+    kernel serves prompts. False where it cannot. Synchronises.
+    """
+    fits = experts_gluon.suits(gate_up) and experts_gluon.suits(down)
+    key = gate_up.shape, down.shape, gate_up.dtype
+    same = proven(_proven, key, lambda: fits and _same_bits(gate_up, down, experts, top_k))
+    if same:
+        _serving.update((weight.shape, weight.dtype) for weight in (gate_up, down))
+    return same
+
+
+def rehearse_experts_proof(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> None:
+    """Launch what :func:`prove_experts` will launch and ignore the result: this compiles the kernels ahead of time."""
+    if experts_gluon.suits(gate_up) and experts_gluon.suits(down):
+        _same_bits(gate_up, down, experts, top_k)
+
+
+def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
+    ours = Products(
+        expert_tiles(_PROOF_TOKENS * top_k, experts, gate_up.dtype).rows,
+        lambda x, plan: launch_gate_up(x, gate_up, plan),
+        lambda h, plan: launch_down(h, down, plan),
+    )
+    prompts = Products(
+        experts_gluon.TILE_PAIRS,
+        lambda x, plan: experts_gluon.launch_expert_rows(x, gate_up, plan, gated=True),
+        lambda h, plan: experts_gluon.launch_expert_rows(h, down, plan, gated=False),
+    )
+    return same_products(ours, prompts, gate_up, down, gate_up.dtype, experts, top_k)
+
+
+class Products(NamedTuple):
+    """Both products by some kernels: (rows of a plan's tile, x and the plan -> h, h and the plan -> y)."""
+
+    tile: int
+    gate_up: Callable[[torch.Tensor, Plan], torch.Tensor]
+    down: Callable[[torch.Tensor, Plan], torch.Tensor]
+
+
+def same_products(
+    one: Products, other: Products, gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype, experts: int,
+    top_k: int,
+) -> bool:  # fmt: skip
+    """Whether both give random rows the same bits: in full tiles, and in others with few pairs and with none.
+
+    gate_up, down: the stacks' weights. dtype: of the rows. A rank makes a part of what ``down`` reads: its rows are
+    made up, too.
+    """
+    device = gate_up.device
+    generator = torch.Generator(device).manual_seed(0)
+    random = functools.partial(torch.randn, generator=generator, device=device)
+    x = random(_PROOF_TOKENS, gate_up.shape[2]).to(dtype)
+    chosen = (_PROOF_TOKENS, top_k)
+    ids = torch.randint(min(experts, 2 * top_k), chosen, generator=generator, device=device, dtype=torch.int32)
+    plans = [plan_experts(ids, experts, kernels.tile) for kernels in (one, other)]
+    h = one.gate_up(x, plans[0])
+    if not torch.equal(h, other.gate_up(x, plans[1])):
+        return False
+    h = random(len(h), down.shape[2]).to(dtype)
+    return torch.equal(one.down(h, plans[0]), other.down(h, plans[1]))
+
+
+def expert_gate_up_cpu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    experts: int,
+    tile: int = 0,
+    order: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    alpha: float = SILU.alpha,
+    limit: float = SILU.limit,
+    gelu: bool = False,
+) -> torch.Tensor:
+    h = gate_up_rows(x, weight, ids, experts)
+    return gate_up_cpu(h, x, functools.partial(slice_of, weight), ids, experts, len(weight), bias, alpha, limit, gelu)
+
+
+def expert_down_cpu(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    experts: int,
+    tile: int = 0,
+    order: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return down_cpu(down_rows(h, weight), h, functools.partial(slice_of, weight), ids, experts, len(weight), bias)
+
+
+for _name, _of_gate, _cuda, _cpu, _meta in (
+    ("expert_gate_up", ", float alpha, float limit, bool gelu=False", _gate_up_cuda, expert_gate_up_cpu, gate_up_rows),
+    ("expert_down", "", _down_cuda, expert_down_cpu, down_rows),
+):
+    define(
+        f"{_name}(Tensor x, Tensor weight, Tensor ids, int experts, int tile, Tensor? order, Tensor? tiles,"
+        f" Tensor? bias{_of_gate}) -> Tensor"
+    )
+    register(_name, cuda=_cuda, cpu=_cpu, meta=_meta)
+
+
+def expert_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None, gate: Gate = SILU
+) -> torch.Tensor:
+    """x [M, H] -> ``silu(x @ gate^T) * (x @ up^T)`` of each pair, or what ``gate`` says, [P, I] in x's dtype.
+
+    weight [E, 2 I, H], gate rows first; [E + 1, 2 I, H] with a shared expert that rides along, and the result then has
+    M rows more. bias [E (+ 1), 2 I] is added to the products. Rows of pairs without an expert are not written. Rounded
+    after the products, after the bias, after SiLU and after its product, as :func:`~unisono.kernels.silu_mul`.
+    """
+    return torch.ops.unisono.expert_gate_up(x, weight, *plan, bias, *gate)
+
+
+def expert_down(h: torch.Tensor, weight: torch.Tensor, plan: Plan, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """h [P (+ M), I] -> ``h @ weight^T`` with each row's own expert, [P (+ M), H]; weight [E (+ 1), H, I].
+
+    bias [E (+ 1), H] is added to the rounded product.
+    """
+    return torch.ops.unisono.expert_down(h, weight, *plan, bias)
+
+
+def _aot(dtype: str, shapes: Shapes, gate: Gate = SILU, biased: bool = False) -> list[AotCase]:
+    """Both products. biased: the experts have biases."""
+    chosen = expert_tiles(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
+    cases = []
+    for kernel, (x, out), tile, more in (
+        (_gate_up_kernel, "xh", chosen.up, gate.constants),
+        (_down_kernel, "hy", chosen.down, {}),
+    ):
+        tensors = {x: f"*{dtype}", "weight": f"*{dtype}", "bias": f"*{dtype}" if biased else None, out: f"*{dtype}"}
+        options = _blocking(tile) | more | {"BIAS": biased}
+        cases.append(product_case(kernel, tensors, shapes, chosen.rows, tile.across, options))
+    return cases
+
+
+GPT_OSS = Gate(1.702, 7.0)
+
+AOT: list[AotCase] = [
+    *(case for rows in (1, 16, 64, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True))),
+    *(case for rows in (1, 64, 4096) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8))),
+    *(case for rows in (1, 64, 512) for case in _aot("bf16", Shapes(rows, 4096, 14336, 8, 2))),
+    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2880, 2880, 32, 4), GPT_OSS, True)),
+    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2816, 704, 128, 8), GELU_TANH)),  # Gemma 4
+    *(case for kind in ("fp16", "fp32") for rows in (1, 512) for case in _aot(kind, Shapes(rows, 100, 60, 5, 2, True))),
+]

@@ -1,0 +1,99 @@
+"""The input of a draft module: a token's normed embedding and a normed hidden state. Owns the ``concat_norm`` op.
+
+One launch instead of a gather, two norms and a concatenation, with the bits of ``rms_norm``. Draft heads call it.
+
+Shapes: T tokens, V vocabulary, H features.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unisono.kernels.library import AotCase, define, differentiable, register
+from unisono.kernels.norm.rms_norm import rms_norm_cpu, rms_norm_formula, row_warps
+
+
+@triton.jit
+def _concat_norm_kernel(
+    token_ids, table, hidden, table_weight, hidden_weight, out, eps, H, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x, weight = hidden + row * H, hidden_weight
+    if half == 0:
+        x, weight = table + tl.load(token_ids + row).to(tl.int64) * H, table_weight
+    cols = tl.arange(0, BLOCK_H)
+    inside = cols < H
+    value = tl.load(x + cols, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + (2 * row + half) * H + cols, (normed * w).to(out.dtype.element_ty), mask=inside)
+
+
+def launch_concat_norm(
+    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    """Triton implementation of :func:`concat_norm`."""
+    tokens, size = hidden.shape
+    out = hidden.new_empty(tokens, 2 * size)
+    block = triton.next_power_of_2(size)
+    _concat_norm_kernel[(tokens, 2)](
+        token_ids, table, hidden.contiguous(), table_weight, hidden_weight, out, eps, size,
+        BLOCK_H=block, num_warps=row_warps(block),
+    )  # fmt: skip
+    return out
+
+
+def concat_norm_cpu(
+    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    """CPU twin of :func:`concat_norm`."""
+    embedding = table[token_ids.long()]
+    return torch.cat((rms_norm_cpu(embedding, table_weight, eps), rms_norm_cpu(hidden, hidden_weight, eps)), 1)
+
+
+def _concat_norm_meta(
+    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], 2 * hidden.shape[1])
+
+
+def _concat_norm_formula(
+    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    embedding = torch.nn.functional.embedding(token_ids, table).to(hidden.dtype)
+    return torch.cat((rms_norm_formula(embedding, table_weight, eps), rms_norm_formula(hidden, hidden_weight, eps)), 1)
+
+
+define(
+    "concat_norm(Tensor token_ids, Tensor table, Tensor hidden, Tensor table_weight, Tensor hidden_weight, float eps)"
+    " -> Tensor"
+)
+register("concat_norm", cuda=launch_concat_norm, cpu=concat_norm_cpu, meta=_concat_norm_meta)
+differentiable("concat_norm", _concat_norm_formula)
+
+
+def concat_norm(
+    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    """``[rms_norm(table[token_ids]), rms_norm(hidden)]``, concatenated.
+
+    token_ids [T] int32, in range; table [V, H] and hidden [T, H]; their norms' weights [H]; all but the ids of one
+    dtype. Returns [T, 2 H]. H up to 16384.
+    """
+    return torch.ops.unisono.concat_norm(token_ids, table, hidden, table_weight, hidden_weight, eps)
+
+
+AOT: list[AotCase] = [
+    AotCase(
+        _concat_norm_kernel,
+        dict.fromkeys(("table", "hidden", "table_weight", "hidden_weight", "out"), f"*{dtype}")
+        | {"token_ids": "*i32", "eps": "fp32", "H": "i32"},
+        {"BLOCK_H": block},
+        num_warps=row_warps(block),
+    )
+    for dtype, block in (("bf16", 4096), ("fp16", 4096), ("fp32", 256))
+]

@@ -1,0 +1,61 @@
+"""Where the rows of a pass stand, as the CPU twins of recurrent ops read it.
+
+Shapes: T tokens, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+Plan = TypeVar("Plan")
+
+
+class PassRows(NamedTuple):
+    """The fields of :class:`unisono.kv.recurrent_state.TailPass`, int64 [R] each."""
+
+    rows: torch.Tensor
+    since: torch.Tensor
+    first: torch.Tensor
+    until: torch.Tensor
+    end: torch.Tensor
+
+    def of(self, chosen: torch.Tensor) -> PassRows:
+        """Some of the rows."""
+        return PassRows(*(field[chosen] for field in self))
+
+
+def tokens_of_rows(p: PassRows, query_start: torch.Tensor | None, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(each row's first token [R], each token's row [T], -1 for padding), int64."""
+    count = torch.where(p.first >= 0, p.end - p.first, 0)
+    if query_start is None:
+        begin = torch.arange(len(p.rows)) * (tokens // max(len(p.rows), 1))
+    else:
+        begin = query_start[:-1].long()
+    row_T = torch.full((tokens,), -1)
+    owner = torch.repeat_interleave(torch.arange(len(p.rows)), count)
+    step = torch.arange(len(owner)) - torch.repeat_interleave(count.cumsum(0) - count, count)
+    row_T[begin[owner] + step] = owner
+    return begin, row_T
+
+
+class SharedPlan(Generic[Plan]):
+    """The plan of a pass, ``make(rows of the pass, query_start, tokens, *sizes)``: made once and used by all layers."""
+
+    def __init__(self, make: Callable[..., Plan]) -> None:
+        self._make = make
+        self._last: tuple[tuple[int, ...], tuple[torch.Tensor, ...], Plan] | None = None
+
+    def __call__(
+        self, fields: tuple[torch.Tensor, ...], query_start: torch.Tensor | None, tokens: int, *sizes: int
+    ) -> Plan:
+        """fields: those of :class:`PassRows`, of any integer dtype."""
+        given = fields if query_start is None else (*fields, query_start)
+        numbers, last = (len(given), tokens, *sizes), self._last
+        if last is not None and last[0] == numbers and all(map(torch.equal, last[1], given)):
+            return last[2]
+        plan = self._make(PassRows(*(field.long() for field in fields)), query_start, tokens, *sizes)
+        self._last = numbers, tuple(field.clone() for field in given), plan
+        return plan

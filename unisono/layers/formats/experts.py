@@ -1,0 +1,151 @@
+"""Weight formats of experts: how a stack of E weights is stored, read from a checkpoint, and applied.
+
+An :class:`ExpertFormat` is what ``layers/experts.py`` is composed of, as a ``WeightFormat`` is of ``Linear``. The two
+stacks of a layer, gate with up and down, have the same format. A weight format says in its attribute ``experts`` how
+it stores stacks; :func:`expert_format` finds it.
+
+* **Stored**: :meth:`ExpertFormat.tensors` names what is stored of *one* weight [N, K] (``Stored``: a dtype and how many
+  outputs and inputs a value serves). A stack's parameter of that kind is [E (+ 1), rows, columns], the rows of gate
+  before those of up; the extra weight is a shared expert that rides along.
+* **Read**: from single tensors (``experts.7.gate_proj.<kind>``), each into its rows, or from a fused one
+  (``experts.gate_up_proj``, for other kinds with ``kind.removeprefix("weight")`` after it), which is taken apart.
+  Both pass through :meth:`ExpertFormat.read`, so that a format can repack: it gets one projection of one expert.
+* **Applied**: :meth:`ExpertFormat.gate_up` and :meth:`ExpertFormat.down`. The plan says which expert each pair of a
+  token and an expert goes to; a format's kernel reads its rows by ``tile_rows``, ``tile_pairs`` and ``tokens_of`` of
+  ``kernels/moe/plan.py``, its CPU twin by ``pairs_by_expert`` of ``kernels/moe/experts.py``.
+
+Shapes: M tokens, H features, I of an expert, P = M * top_k pairs, N outputs and K inputs of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from unisono.kernels.moe.experts import (
+    expert_down,
+    expert_gate_up,
+    expert_tile,
+    prove_experts,
+    rehearse_experts_proof,
+)
+from unisono.kernels.moe.plan import Plan
+from unisono.kernels.norm.activation import SILU, Gate
+from unisono.layers.activations import Operand
+from unisono.layers.formats.base import FLOATS, PLAIN, Share, Stored, WeightFormat
+from unisono.types import CheckpointError
+
+
+class Stack(Protocol):
+    """What a format reads of a stack, beside the other parameters that it named.
+
+    dtype: of activations. inputs: K. outputs: N, of gate and up together. bias: [E (+ 1), N], where the experts have
+    biases. gate: how their gate and up become one. rows: what this rank holds of each projection's outputs.
+    """
+
+    dtype: torch.dtype
+    inputs: int
+    outputs: int
+    gate: Gate
+    rows: Share
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+
+class ExpertFormat(Protocol):
+    """How a stack of weights [E, N, K] is stored and applied. One object serves all stacks of its kind.
+
+    A pair's result may depend on its token's row and its expert's weight only: never on other rows, on their number, on
+    the plan or its tile. A format whose products add biases and compute every :class:`Gate` has an attribute ``biases``
+    that is true; the others get neither. One that has several kernels for a product has ``prove`` and ``rehearse``, as
+    :class:`PlainExperts`: the first compares their bits when an engine starts.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
+        """The tensors of one weight by the last part of their names in a checkpoint; dtype: of activations."""
+        ...
+
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
+        """What is copied into the parameter's rows, from one projection of one expert. See ``WeightFormat.read``."""
+        ...
+
+    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+        """Rows of a tile, in both products of a pass with this number of pairs. stack: of gate and up."""
+        ...
+
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> Operand:
+        """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, in x's dtype: [P, I], or [P + M, I] with a shared expert.
+
+        Rounded after each product, after SiLU and after its product with the other half. Where a rank has all of
+        gate's outputs it may be quantised, as :meth:`down` reads it.
+        """
+        ...
+
+    def down(self, stack: Stack, h: Any, plan: Plan) -> torch.Tensor:
+        """What :meth:`gate_up` returned -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainExperts:
+    """Floating-point weights in the activations' dtype."""
+
+    name: str = "plain"
+    biases = True
+
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
+        return {"weight": Stored(dtype, FLOATS)}
+
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
+        return stored
+
+    def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+        return expert_tile(pairs, experts, stack.weight, plain=_is_plain(stack))
+
+    def prove(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> bool:
+        """See :func:`unisono.kernels.moe.experts.prove_experts`; False where the experts have more than weights."""
+        return _is_plain(gate_up) and prove_experts(gate_up.weight, down.weight, experts, top_k)
+
+    def rehearse(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> None:
+        if _is_plain(gate_up):
+            rehearse_experts_proof(gate_up.weight, down.weight, experts, top_k)
+
+    def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return expert_gate_up(x, stack.weight, plan, stack.bias, stack.gate)
+
+    def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return expert_down(h, stack.weight, plan, stack.bias)
+
+
+def _is_plain(stack: Stack) -> bool:
+    """Whether a stack of gate and up has no biases and SiLU's gate."""
+    return stack.bias is None and stack.gate == SILU
+
+
+PLAIN_EXPERTS = PlainExperts()
+
+
+def expert_format(format: WeightFormat, biases: bool = False) -> ExpertFormat:
+    """How a weight format stores stacks of experts. biases: they have biases, or another gate than SiLU's.
+
+    Raises CheckpointError where the format does not say, or does not compute these.
+    """
+    found = PLAIN_EXPERTS if format is PLAIN else getattr(format, "experts", None)
+    if found is None:
+        raise CheckpointError(f"weights of experts in format {format.name!r} are not supported: it has no `experts`.")
+    if biases and not getattr(found, "biases", False):
+        raise CheckpointError(
+            f"weights of experts in format {format.name!r} are not supported where experts have biases or another "
+            "gate than SiLU: plain weights and MXFP4 are."
+        )
+    return found

@@ -1,0 +1,133 @@
+"""The decoder that all families share: an embedding, layers that are built from their specs, a norm and an LM head.
+
+Owns the forward pass and its parameters (uninitialised until the loader fills them). Inference only. The
+loader builds it; the engine and drafters call it. Shapes: T tokens in a pass, E tokens whose output is read, H hidden,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from unisono.attention.context import PassContext
+from unisono.distributed.columns import Columns
+from unisono.distributed.gather import Ranks
+from unisono.kernels.sampling.soft_cap import soft_cap
+from unisono.kv.specs import Tree
+from unisono.layers.activations import plain
+from unisono.layers.formats.base import Share
+from unisono.layers.linear import Linear
+from unisono.models.blocks.embedding_overrides import Overriding, merged
+from unisono.models.blocks.layers import DecoderLayer, Stream, build_layers
+from unisono.models.config import DecoderConfig
+from unisono.models.load.build import Builder
+
+
+def rows_of(head: Linear, ranks: Ranks) -> Linear:
+    """A rank's part of an LM head that every rank holds whole: the same memory."""
+    share = Share(ranks.index, ranks.count)
+    part = Linear(head.inputs, head.outputs, False, head.dtype, "meta", head.format, share)
+    start, stop = share.part(head.outputs)
+    part.weight = nn.Parameter(head.weight[start:stop], requires_grad=False)
+    return part.joined(ranks, split_inputs=False)
+
+
+class Decoder(nn.Module):
+    """A whole model, or a rank's part of one, on one device, in one dtype, reading up to ``builder.max_positions``
+    positions.
+
+    With tied embeddings ``lm_head.weight`` *is* ``embed.weight``, or lies in it.
+    """
+
+    def __init__(self, config: DecoderConfig, builder: Builder) -> None:
+        super().__init__()
+        self.config, self.builder = config, builder
+        self.embed = builder.embedding(config.vocab_size, scale=config.embed_scale)
+        inputs = config.layer_inputs
+        self.layer_inputs = None if inputs is None else inputs.build(builder.at("layer_inputs"))
+        self.reads = config.reads
+        norm = builder.norm()
+        self.layers = build_layers(config.layers, builder, norm)
+        self.norm = norm
+        sizes = config.hidden_size, config.vocab_size
+        if config.tie_embeddings:
+            self.lm_head = builder.linear("lm_head", *sizes, empty=True)
+            self.lm_head.weight = self.embed.weight
+            if builder.ranks.count > 1 and builder.can_divide({"lm_head": config.vocab_size}):
+                self.lm_head = rows_of(self.lm_head, builder.ranks)
+        else:
+            self.lm_head = builder.joined("lm_head", *sizes, split_inputs=False)
+
+    def state_specs(self) -> Tree:
+        """What each layer keeps of requests, in a list."""
+        return [cast(DecoderLayer, layer).state_specs() for layer in self.layers]
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        context: PassContext,
+        state: Sequence[object],
+        aux_layers: Sequence[int] = (),
+        overriding: Sequence[Overriding] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run T tokens through all layers and the final norm.
+
+        token_ids [T] i32: in range, padding tokens too. state: each layer's, as :meth:`state_specs` asked. Returns
+        hidden [T, H], or [E, H] of ``context.last_tokens``; and with ``aux_layers`` the inputs of those layers side by
+        side, [T, len(aux_layers) · H], else None. The number of layers names the last one's output, which
+        ``aux_layers`` may not do together with last tokens. overriding: embeddings in place of those of some token
+        ids, and what they add after the first layers.
+        """
+        x = merged(self.embed(token_ids), overriding)
+        deepest = max((len(each.levels) for each in overriding), default=0)
+        seen = dict.fromkeys(aux_layers, x)  # only these are kept alive
+        per_layer = None if self.layer_inputs is None else self.layer_inputs(token_ids, x)
+        stream = cast(DecoderLayer, self.layers[0]).begin(x, per_layer)
+        inner, last = context.all_tokens, len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            if number in seen:
+                seen[number] = stream.x
+            stream = layer(stream, context if number == last else inner, state[self.reads[number]])
+            if number < deepest:
+                stream = self._add_levels(stream, number, overriding, context if number == last else inner)
+        if len(self.layers) in seen:
+            seen[len(self.layers)] = stream.x
+        aux = torch.cat([seen[number] for number in aux_layers], dim=1) if aux_layers else None
+        return plain(stream.normed), aux
+
+    def _add_levels(
+        self, stream: Stream, number: int, overriding: Sequence[Overriding], context: PassContext
+    ) -> Stream:
+        """The residual stream after layer ``number`` with that level of the embeddings that have levels."""
+        x = stream.x
+        for each in overriding:
+            if number < len(each.levels):
+                here = each if context.last_tokens is None else each.select(context.last_tokens.last)
+                x = here.add_level(x, number)
+        following = number + 1
+        norm = cast(DecoderLayer, self.layers[following]).mixer_norm if following < len(self.layers) else self.norm
+        return Stream(x, x if norm is None else norm(x), stream.per_layer)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [M, H] -> logits [M, V], in the model's dtype, on every rank."""
+        return self._capped(self.lm_head(hidden))
+
+    def logit_columns(self, hidden: torch.Tensor) -> torch.Tensor | Columns:
+        """:meth:`logits`, not gathered where the LM head is divided among ranks (:attr:`divides_logits`)."""
+        columns = self.lm_head.columns(hidden)
+        if isinstance(columns, Columns):
+            return Columns(self._capped(columns.own), columns.ranks)
+        return self._capped(columns)
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self.config.logit_cap
+        return soft_cap(logits, cap) if cap > 0 else logits
+
+    @property
+    def divides_logits(self) -> bool:
+        """Whether each rank computes a part of the logits."""
+        return self.lm_head.joins

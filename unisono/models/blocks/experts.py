@@ -1,0 +1,171 @@
+"""A mixture of experts as data: a feed-forward whose spec says how many experts there are and which a token takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from unisono.distributed.gather import Ranks
+from unisono.kernels.norm.activation import GATES
+from unisono.layers.activations import Activations, plain, wanted
+from unisono.layers.experts import SILU_EXPERTS, ExpertKind, Experts, Mixed, Stack
+from unisono.layers.formats.base import WHOLE, Share, WeightFormat
+from unisono.layers.formats.experts import expert_format
+from unisono.layers.norm import add_normed
+from unisono.models.blocks.layers import MLPSpec
+from unisono.models.load.build import Builder, require
+from unisono.types import CheckpointError, ConfigError
+
+MOST = 1024
+"""Experts that the router's kernel chooses from, and the sort counts."""
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """``top_k`` of ``num_experts`` gated MLPs, by softmax over all of them; ties go to the lower id.
+
+    shared_intermediate_size: of an expert that every token takes; 0: there is none. shared_gate: a sigmoid of
+    ``shared_gate(x)`` scales it. normalize: the weights of the chosen are divided by their sum, which is the softmax
+    over the chosen. kind: of the experts, by default with the gate of ``activation`` and without biases. router_bias:
+    the router adds one. router_factors: each expert has a number that its weight is multiplied by, after normalisation.
+
+    Modules, as families name them: ``router``; ``experts.gate_up`` and ``experts.down``, fused [E, 2 I, H] (gate rows
+    first) and [E, H, I] or as ``kind`` says, with biases where it does; ``experts.each.gate``, ``.up`` and ``.down``,
+    one by one, where a second ``*`` of the checkpoint's name is the expert's number; ``shared.gate_up.gate``,
+    ``shared.gate_up.up``, ``shared.down``; ``shared_gate``. The loader takes fused or single tensors, whichever a
+    checkpoint holds; those with biases are fused.
+
+    Raises CheckpointError for values that cannot be computed.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    normalize: bool = True
+    activation: str = "silu"
+    kind: ExpertKind = SILU_EXPERTS
+    router_bias: bool = False
+    router_factors: bool = False
+
+    def __post_init__(self) -> None:
+        count, top_k = self.num_experts, self.top_k
+        require(1 <= count <= MOST, "num_experts", count, f"it must be 1 to {MOST}")
+        require(1 <= top_k <= count, "num_experts_per_tok", top_k, f"it must be 1 to num_experts={count}")
+        require(self.intermediate_size >= 1, "moe_intermediate_size", self.intermediate_size, "it must be at least 1")
+        shared = self.shared_intermediate_size
+        require(shared >= 0, "shared_expert_intermediate_size", shared, "it must be at least 0")
+        require(self.activation in GATES, "hidden_act", self.activation, f"supported are {', '.join(GATES)}")
+        if self.kind == SILU_EXPERTS:
+            object.__setattr__(self, "kind", ExpertKind(GATES[self.activation]))
+
+    def build(self, builder: Builder) -> Experts:
+        size, hidden, shared = self.intermediate_size, builder.hidden_size, self.shared_intermediate_size
+        each, apart = builder.at("experts" if self.kind.bias else "experts.each.0"), builder.at("shared")
+        sizes = {"gate_up": size, "down": hidden} if self.kind.bias else {"gate": size, "up": size, "down": hidden}
+        format = _one_format(each, *sizes)
+        rides = shared == size and {apart.format(apart.at(n).path) for n in _SHARED} == {format}
+        common = rides, builder.dtype, builder.device, expert_format(format, self.kind != SILU_EXPERTS)
+        ranks, share, rows = builder.ranks, WHOLE, WHOLE
+        if ranks.whole_experts:
+            share = self._of_experts(ranks)
+        elif ranks.count > 1 and each.can_divide(sizes):
+            rows = builder.share
+        return Experts(
+            Stack(self.num_experts, hidden, {"gate": size, "up": size}, *common, share, rows, self.kind),
+            Stack(self.num_experts, size, {"": hidden}, *common, share, rows, self.kind),
+            self.top_k,
+            self.normalize,
+            MLPSpec(shared, activation=self.activation).build(apart) if shared and not rides else None,
+            self.shared_gate and shared > 0,
+            ranks,
+            self.router_bias,
+            self.router_factors,
+        )
+
+    def of(self, ranks: Ranks) -> ExpertsSpec:
+        """The same; raises ConfigError where the experts cannot be divided among the ranks."""
+        if ranks.whole_experts:
+            self._of_experts(ranks)
+        return self
+
+    def _of_experts(self, ranks: Ranks) -> Share:
+        """Which experts this rank has. Raises ConfigError where they cannot be divided."""
+        if not ranks.divides(self.num_experts):
+            raise ConfigError(
+                f"--enable-expert-parallel: {self.num_experts} experts cannot be divided among {ranks.count} ranks: "
+                "give another --tensor-parallel-size, or leave --enable-expert-parallel out."
+            )
+        return Share(ranks.index, ranks.count)
+
+
+@dataclass(frozen=True)
+class BesideSpec:
+    """A dense feed-forward and experts side by side, each with norms of its own around it (Gemma 4).
+
+    It reads the residual sum, so the layer has no norm before it: ``dense_post_norm(dense(dense_norm(x))) +
+    sparse_post_norm(sparse(sparse_norm(x)))``. The router reads ``router_norm(x)``, whose weight is divided by the root
+    of the hidden size. Modules: these norms, ``dense`` and ``sparse``.
+    """
+
+    dense: MLPSpec
+    sparse: ExpertsSpec
+
+    def of(self, ranks: Ranks) -> BesideSpec:
+        """The same; raises ConfigError where the experts cannot be divided among the ranks."""
+        self.sparse.of(ranks)
+        return self
+
+    def build(self, builder: Builder) -> Beside:
+        return Beside(self, builder)
+
+
+class Beside(nn.Module):
+    """See :class:`BesideSpec`. A feed-forward (``models/blocks.py``)."""
+
+    def __init__(self, spec: BesideSpec, builder: Builder) -> None:
+        super().__init__()
+        self.dense, self.sparse = spec.dense.build(builder.at("dense")), spec.sparse.build(builder.at("sparse"))
+        self.dense_norm, self.dense_post_norm = builder.norm(), builder.norm()
+        self.sparse_norm, self.sparse_post_norm = builder.norm(), builder.norm()
+        self.router_norm = builder.norm(factor=builder.hidden_size**-0.5)
+        self.router_norm.stored_as = ""
+        self.ask_readers()
+
+    def ask_readers(self) -> None:
+        """Have each norm make what its readers want; again where that has changed."""
+        self.dense_norm.wish = wanted(self.dense.readers)
+        self.sparse_norm.wish = wanted(self.sparse.stacks[:1])
+
+    def forward(self, x: Activations, positions: torch.Tensor | None = None) -> tuple[Activations, Mixed]:
+        """x [M, H] -> what :meth:`output` adds up. positions: see :meth:`Experts.forward`."""
+        rows = plain(x)
+        routed = plain(self.router_norm(rows))
+        return self.dense(self.dense_norm(rows)), self.sparse(self.sparse_norm(rows), positions, routed)
+
+    def output(self, y: tuple[Activations, Mixed]) -> torch.Tensor:
+        """The sum of both normed outputs, [M, H]."""
+        dense = plain(self.dense_post_norm(self.dense.output(y[0])))
+        return add_normed(self.sparse.output(y[1]), dense, self.sparse_post_norm, None)[0]
+
+    def project(
+        self, y: tuple[Activations, Mixed], residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
+        """(residual + the sum, ``norm`` of it); without a norm the sum twice."""
+        total = self.output(y) + residual
+        return total, total if norm is None else norm(total)
+
+
+_SHARED = ("gate_up.gate", "gate_up.up", "down")
+
+
+def _one_format(builder: Builder, *names: str) -> WeightFormat:
+    """The format of an expert's projections, which is one."""
+    found = {name: builder.format(builder.at(name).path) for name in names}
+    if len(set(found.values())) > 1:
+        kinds = ", ".join(f"{name} {format.name}" for name, format in found.items())
+        raise CheckpointError(f"{builder.path}: the projections of an expert are stored in several formats: {kinds}.")
+    return found[names[0]]

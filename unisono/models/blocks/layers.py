@@ -1,0 +1,461 @@
+"""The blocks that models are made of: a decoder layer is a mixer and a feed-forward, each built from a spec.
+
+A spec is data (sizes and kinds, read from config.json by a family file); its ``build`` makes the module. A new kind of
+layer is another spec and module that follow the protocols below; the present blocks do not change for it.
+
+Shapes: T tokens of a pass, E tokens whose output is read, H hidden, Hq / Hkv query / KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import torch
+from torch import nn
+
+from unisono.attention.base import KV, AttentionOptions, LastTokens, attended
+from unisono.attention.context import PassContext
+from unisono.config.preflight.ranks import check_attention_heads
+from unisono.distributed.gather import Ranks
+from unisono.kernels import rope_and_cache
+from unisono.kernels.gemm.fp8_quantize import E4M3
+from unisono.kernels.norm.activation import GATES
+from unisono.kv.specs import ALL, PAGE_SIZE, Paged, Tree
+from unisono.layers.activations import Activations, Wish, plain, readers_of, sigmoid_gated, wanted
+from unisono.layers.formats.base import WHOLE, PartOf, Share
+from unisono.layers.mlp import GatedMLP
+from unisono.layers.norm import Factor, RMSNorm, add_normed
+from unisono.layers.rotary import RotarySpec
+from unisono.models.load.build import Builder, require
+from unisono.types import ConfigError
+
+
+class Stream(NamedTuple):
+    """What layers hand on: the residual sum x, and the norm of it that the next block reads; each [T, H] or [E, H].
+
+    A product, the sum with the residual and the next norm are one fused step, so a layer ends with the next one's norm.
+    per_layer: inputs of every layer beside the stream (``models/blocks/layer_inputs.py``); None in most models.
+    """
+
+    x: torch.Tensor
+    normed: Activations
+    per_layer: torch.Tensor | None = None
+
+    def select(self, last: LastTokens) -> Stream:
+        """The stream of these tokens alone, without the norm."""
+        per_layer = None if self.per_layer is None else last.select(self.per_layer)
+        x = last.select(self.x)
+        return Stream(x, x, per_layer)
+
+
+class FeedForward(Protocol):
+    """The second half of a layer.
+
+    It may have ``readers``, the layers that read its input: the norm before it then makes what they want.
+    """
+
+    def __call__(self, x: Activations, positions: torch.Tensor | None = None) -> Any:
+        """[T, H] -> what :meth:`project` reads. positions [T]: tokens below 0 are padding; None: there is none."""
+        ...
+
+    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
+        """(residual + the block's output, ``norm`` of it); without a norm the sum twice."""
+        ...
+
+    def output(self, y: Any) -> torch.Tensor:
+        """The block's output alone, [T, H] or [E, H]: for layers that norm it before it is added."""
+        ...
+
+
+class Mixer(Protocol):
+    """The first half of a layer: what lets a token read others. It may have ``readers``, as a feed-forward."""
+
+    def __call__(self, x: Activations, context: PassContext, state: Any) -> Any:
+        """x [T, H] -> what :meth:`project` reads, of T tokens or of ``context.last_tokens``; updates the state."""
+        ...
+
+    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
+        """See :meth:`FeedForward.project`."""
+        ...
+
+    def output(self, y: Any) -> torch.Tensor:
+        """See :meth:`FeedForward.output`."""
+        ...
+
+    def state_specs(self) -> Tree:
+        """What the mixer keeps of requests; calls get the same tree with tensors in place of specs."""
+        ...
+
+
+@runtime_checkable
+class Settles(Protocol):
+    """A mixer whose state is a tail (:class:`unisono.kv.specs.Tail`)."""
+
+    def settle(self, context: PassContext, state: Any) -> None:
+        """Move the snapshot on to ``context.tails.until`` from remembered inputs, in a pass of rows without tokens."""
+        ...
+
+
+class BlockSpec(Protocol):
+    """A mixer or a feed-forward as data."""
+
+    def build(self, builder: Builder) -> nn.Module: ...
+
+
+# ---- attention --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention layer.
+
+    rotary: the table that queries and keys are turned by, and the share of a head that it turns. window: how many
+    positions a token sees, itself included; 0: all. scale: of scores; None: head_dim ** -0.5. soft_cap: scores become
+    soft_cap * tanh(score / soft_cap); 0: they do not. sink: each head has a learnt logit in the softmax's denominator.
+    output_gate: q_proj yields, for each head, the query and then a gate, whose sigmoid scales the head's output.
+    qk_norm: RMSNorm over each query and key head. v_norm: over each value head, without a weight. k_is_v: values are
+    the keys' projection, before norm and rotation. input_size: elements of a token that it reads; None: H.
+
+    Raises CheckpointError for values that cannot be computed.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: RotarySpec
+    window: int = 0
+    scale: float | None = None
+    soft_cap: float = 0.0
+    sink: bool = False
+    output_gate: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    input_size: int | None = None
+    v_norm: bool = False
+    k_is_v: bool = False
+
+    def __post_init__(self) -> None:
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        require(heads >= 1, "num_heads", heads, "it must be at least 1")
+        require(kv_heads >= 1 and heads % kv_heads == 0, "num_kv_heads", kv_heads, f"it must divide {heads} heads")
+        require(dim >= 2 and dim % 2 == 0, "head_dim", dim, "rotary needs an even head size")
+        require(not (self.k_is_v and self.output_gate), "output_gate", True, "values must have a projection then")
+
+    @property
+    def lifetime(self) -> int:
+        """How long the layer's keys are read: see :class:`unisono.kv.specs.Paged`."""
+        return self.window or ALL
+
+    def of(self, ranks: Ranks) -> AttentionSpec:
+        """The heads of one rank: its part of the query heads, and the KV heads that these share.
+
+        Where there are fewer KV heads than ranks, several ranks hold the same one. Raises ConfigError where heads
+        cannot be divided so.
+        """
+        if ranks.count == 1:
+            return self
+        heads, kv_heads, count = self.num_heads, self.num_kv_heads, ranks.count
+        check_attention_heads(heads, kv_heads, count)
+        return replace(self, num_heads=heads // count, num_kv_heads=max(1, kv_heads // count))
+
+    def shares(self, ranks: Ranks) -> dict[str, Share]:
+        """What a rank holds of the projections."""
+        if ranks.count == 1:
+            return dict.fromkeys(("q", "k", "v"), WHOLE)
+        count = min(ranks.count, self.num_kv_heads)
+        kv = Share(ranks.index * count // ranks.count, count) if count > 1 else WHOLE
+        return {"q": Share(ranks.index, ranks.count), "k": kv, "v": kv}
+
+    def build(self, builder: Builder) -> Attention:
+        return Attention(self, builder)
+
+
+class Attention(nn.Module):
+    """Merged qkv; optional head norms, rotary and cache write in one op; paged attention."""
+
+    def __init__(self, spec: AttentionSpec, builder: Builder) -> None:
+        super().__init__()
+        whole, spec = spec, spec.of(builder.ranks)
+        self.spec, self.eps = spec, builder.rms_eps
+        self.kv_dtype = builder.kv_dtype or builder.dtype
+        if self.kv_dtype == E4M3 and spec.head_dim % 4:
+            raise ConfigError(f"--kv-cache-dtype fp8 needs heads of a multiple of 4 elements, not {spec.head_dim}.")
+        self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self.backend = builder.backend(spec.num_heads, spec.num_kv_heads)
+        self.cos_sin, self.axes = builder.rotary(spec.rotary), builder.rotary_axes(spec.rotary)
+        inputs, queries = spec.input_size or builder.hidden_size, whole.num_heads * spec.head_dim
+        projections = {"q": 2 * queries if spec.output_gate else queries}
+        of_keys = ("k",) if spec.k_is_v else ("k", "v")
+        projections |= dict.fromkeys(of_keys, whole.num_kv_heads * spec.head_dim) if self.kv_heads else {}
+        shares = {name: share for name, share in whole.shares(builder.ranks).items() if name in projections}
+        self.qkv = builder.linear("qkv", inputs, projections, spec.qkv_bias, share=shares)
+        self.o = builder.joined("o", queries, builder.hidden_size, spec.o_bias)
+        self.q_norm = builder.norm(spec.head_dim) if spec.qk_norm else None
+        self.k_norm = builder.norm(spec.head_dim) if spec.qk_norm and self.kv_heads else None
+        sinks = torch.zeros(spec.num_heads, dtype=torch.float32, device=builder.device) if spec.sink else None
+        self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
+        if self.sinks is not None and spec != whole:
+            self.sinks.part_of = PartOf((whole.num_heads,), 0, (builder.ranks.part(whole.num_heads),))  # type: ignore[attr-defined]
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads that the layer computes itself."""
+        return self.spec.num_kv_heads
+
+    def state_specs(self) -> Tree:
+        """Keys and values, and the scales of e4m3 ones: the fields of :class:`KV`."""
+        spec = self.spec
+        rows = Paged((spec.num_kv_heads, PAGE_SIZE, spec.head_dim), self.kv_dtype, spec.lifetime)
+        scales = Paged((spec.num_kv_heads, PAGE_SIZE, 1), torch.uint8, spec.lifetime)
+        return (rows, rows, scales, scales) if self.kv_dtype == E4M3 else (rows, rows)
+
+    @property
+    def readers(self) -> tuple[object, ...]:
+        """What reads the block's input."""
+        return (self.qkv,)
+
+    def forward(self, x: Activations, context: PassContext, state: Sequence[torch.Tensor]) -> Activations:
+        """x [T, H] -> [T, Hq · D], which ``o`` reads, or with last tokens [E, Hq · D]; writes T keys and values."""
+        qkv, kv = self.qkv(x), KV(*state)
+        q = self._turn(qkv, context, kv)
+        if context.last_tokens is not None:
+            q = context.last_tokens.select(q)
+        if not self.spec.output_gate:
+            return self._attend(q, context.queries, kv, self.o.wish)
+        out = plain(self._attend(q, context.queries, kv))
+        gates = qkv if context.last_tokens is None else context.last_tokens.select(qkv)
+        return sigmoid_gated(out, gates, q.shape[1], self.o.wish)
+
+    def project(
+        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
+        return self.o.then_norm(y, residual, norm)
+
+    def output(self, y: Activations) -> torch.Tensor:
+        out: torch.Tensor = self.o(y)
+        return out
+
+    def _turn(self, qkv: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
+        """Norm and rotate the heads, write keys and values; returns the queries [T, Hq, D]."""
+        inputs, q_norm = context.inputs(self.spec.lifetime), self.q_norm.weight if self.q_norm else None
+        k_norm = self.k_norm.weight if self.k_norm else q_norm  # without keys of its own the op wants both all the same
+        table, positions = context.rotary(self.cos_sin, self.axes, self.spec.lifetime)
+        where, heads = (positions, inputs.slot_mapping, kv.k, kv.v), (self.spec.num_heads, self.kv_heads)
+        values = self.spec.v_norm, self.spec.k_is_v
+        return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales, *values)
+
+    def _attend(self, q: torch.Tensor, context: PassContext, kv: KV, wish: Wish | None = None) -> Activations:
+        inputs = context.plan(self.backend, self.spec.lifetime, self.spec.window)
+        options = AttentionOptions(self.scale, self.spec.window, soft_cap=self.spec.soft_cap, sinks=self.sinks)
+        return attended(self.backend, wish, q, kv, inputs, options)
+
+
+@dataclass(frozen=True)
+class QuerySpec(AttentionSpec):
+    """Attention of new queries over keys and values that another layer wrote.
+
+    num_kv_heads: that layer's. pages: the lifetime of its pages. reads: the number of that layer, where it is an
+    earlier one of the same model; None: the caller hands its pages over.
+    """
+
+    pages: int = ALL
+    reads: int | None = None
+
+    @property
+    def lifetime(self) -> int:
+        return self.pages
+
+    def build(self, builder: Builder) -> QueryAttention:
+        return QueryAttention(self, builder)
+
+
+class QueryAttention(Attention):
+    """Computes and writes no keys; its state is another layer's pages, which it only reads.
+
+    passed_over: modules that checkpoints may store of such a layer, for nothing.
+    """
+
+    passed_over = ("qkv.k", "qkv.v", "k_norm")
+
+    @property
+    def kv_heads(self) -> int:
+        return 0
+
+    def state_specs(self) -> Tree:
+        """Nothing of its own."""
+        return ()
+
+    def _turn(self, qkv: torch.Tensor, context: PassContext, kv: KV) -> torch.Tensor:
+        nothing = kv.k[:, :0]  # a cache of no heads
+        return super()._turn(qkv, context, KV(nothing, nothing))
+
+
+# ---- feed-forward -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """A gated MLP. bias: of all three products. activation: of the gate, one of ``kernels.activation.GATES``; raises
+    CheckpointError for others."""
+
+    intermediate_size: int
+    bias: bool = False
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        require(self.intermediate_size >= 1, "intermediate_size", self.intermediate_size, "it must be at least 1")
+        require(self.activation in GATES, "hidden_act", self.activation, f"supported are {', '.join(GATES)}")
+
+    def build(self, builder: Builder) -> GatedMLP:
+        size, hidden = self.intermediate_size, builder.hidden_size
+        projections = {"gate": size, "up": size}
+        divided = builder.ranks.count > 1 and builder.can_divide({"gate_up": projections})
+        share = builder.share if divided else WHOLE
+        return GatedMLP(
+            builder.linear("gate_up", hidden, projections, self.bias, share=share),
+            builder.joined("down", size, hidden, self.bias, split_inputs=divided),
+            GATES[self.activation],
+        )
+
+
+# ---- layers -----------------------------------------------------------------------------------------
+
+
+class NormOrder(NamedTuple):
+    """Norms of one half of a layer. before: of what the block reads. after: of its output, before it is added."""
+
+    before: bool = True
+    after: bool = False
+
+
+PRE, SANDWICH, POST = NormOrder(), NormOrder(True, True), NormOrder(False, True)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """``x + mixer(x)``, then ``x + feed_forward(x)``, with norms by ``mixer_norms`` and ``feed_forward_norms``.
+
+    per_layer: a third part that gates the layer's own inputs by the stream (``models/blocks/layer_inputs.py``), with a
+    norm after it. scaled: the layer's result is multiplied by a learnt number; the last part must then have a norm
+    after it. A family whose residuals are in another order derives a spec that builds a layer of its own.
+    """
+
+    mixer: BlockSpec
+    feed_forward: BlockSpec
+    mixer_norms: NormOrder = PRE
+    feed_forward_norms: NormOrder = PRE
+    per_layer: BlockSpec | None = None
+    scaled: bool = False
+
+    def build(self, builder: Builder) -> DecoderLayer:
+        mixer = self.mixer.build(builder.at("mixer"))
+        feed_forward = self.feed_forward.build(builder.at("feed_forward"))
+        norms = [builder.norm() if order.before else None for order in (self.mixer_norms, self.feed_forward_norms)]
+        layer = DecoderLayer(mixer, feed_forward, *norms)
+        if self.mixer_norms.after:
+            layer.mixer_post_norm = builder.norm()
+        if self.feed_forward_norms.after:
+            layer.feed_forward_post_norm = builder.norm()
+        if self.per_layer is not None:
+            layer.per_layer, layer.per_layer_post_norm = self.per_layer.build(builder.at("per_layer")), builder.norm()
+        if self.scaled:
+            layer.scale = Factor(1, builder.dtype, builder.device)
+        return layer
+
+
+class DecoderLayer(nn.Module):
+    """A mixer and a feed-forward with norms around each; each sum, and the norm that reads it, is fused with what is
+    before it: the product, or the norm of the block's output.
+
+    next_norm: what reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for none.
+    next_mixer: whose input that norm is; None: another reader's. The model that owns them sets both (:meth:`then`).
+    tail: everything after the mixer in one launch, for few rows; None: separate launches
+    (``models/blocks/layer_tails.py``).
+    mixer_post_norm, feed_forward_post_norm, per_layer_post_norm: of outputs before they are added; None: there is none.
+    """
+
+    tail: Callable[[Any, torch.Tensor], Stream | None] | None = None
+
+    def __init__(
+        self, mixer: nn.Module, feed_forward: nn.Module, mixer_norm: nn.Module | None,
+        feed_forward_norm: nn.Module | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.mixer_norm, self.mixer = mixer_norm, mixer
+        self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
+        self.mixer_post_norm: RMSNorm | None = None
+        self.feed_forward_post_norm: RMSNorm | None = None
+        self.per_layer: nn.Module | None = None
+        self.per_layer_post_norm: RMSNorm | None = None
+        self.scale: Factor | None = None
+        self._next: tuple[nn.Module | None, ...] = (None, None)  # in a tuple: they are no submodules of this layer
+        self.ask_readers()
+
+    def ask_readers(self) -> None:
+        """Have each norm make what its readers want; again where that has changed."""
+        for norm, block in ((self.mixer_norm, self.mixer), (self.feed_forward_norm, self.feed_forward)):
+            if isinstance(norm, RMSNorm):
+                norm.wish = wanted(readers_of(block))
+            inside = getattr(block, "ask_readers", None)  # of a block with norms of its own
+            if inside is not None:
+                inside()
+
+    def begin(self, x: torch.Tensor, per_layer: torch.Tensor | None = None) -> Stream:
+        """What a pass's first layer reads: x [T, H] and its norm; per_layer: see :class:`Stream`."""
+        return Stream(x, x if self.mixer_norm is None else self.mixer_norm(x), per_layer)
+
+    @property
+    def next_norm(self) -> nn.Module | None:
+        return self._next[0]
+
+    @property
+    def next_mixer(self) -> nn.Module | None:
+        return self._next[1]
+
+    def then(self, norm: nn.Module | None, mixer: nn.Module | None) -> None:
+        """Set the norm that reads the layer's sum, and the mixer that reads the norm, if it is one."""
+        self._next = (norm, mixer)
+
+    def forward(self, stream: Stream, context: PassContext, state: Any) -> Stream:
+        """The residual stream after the layer, of T tokens or of ``context.last_tokens``; state: the mixer's."""
+        mixer, feed_forward = cast(Mixer, self.mixer), cast(FeedForward, self.feed_forward)
+        mixed = mixer(stream.normed, context, state)
+        x, _, per_layer = stream if context.last_tokens is None else stream.select(context.last_tokens)
+        if self.tail is not None and (after := self.tail(mixed, x)) is not None:
+            return after
+        x, normed = joined(mixer, mixed, x, self.mixer_post_norm, self.feed_forward_norm)
+        y = feed_forward(normed, context.queries.positions)
+        if self.per_layer is None:
+            return Stream(
+                *joined(feed_forward, y, x, self.feed_forward_post_norm, self.next_norm, self.scale), per_layer
+            )
+        x, _ = joined(feed_forward, y, x, self.feed_forward_post_norm, None)
+        out = self.per_layer(x, per_layer)
+        return Stream(*add_normed(out, x, self.per_layer_post_norm, self.next_norm, self.scale), per_layer)
+
+    def state_specs(self) -> Tree:
+        """The mixer's."""
+        return cast(Mixer, self.mixer).state_specs()
+
+
+def joined(
+    block: Mixer | FeedForward, y: Any, residual: torch.Tensor, after: RMSNorm | None, norm: nn.Module | None,
+    scale: Factor | None = None,
+) -> tuple[torch.Tensor, Activations]:  # fmt: skip
+    """(residual + the block's output, normed by ``after`` where there is one, times ``scale``; ``norm`` of that)."""
+    if after is None:
+        return block.project(y, residual, norm)
+    return add_normed(block.output(y), residual, after, norm, scale)
+
+
+def build_layers(specs: Sequence[LayerSpec], builder: Builder, norm: nn.Module) -> nn.ModuleList:
+    """The layers ``layers.0`` … of a model: each ends with the norm that the next one reads, the last with ``norm``."""
+    layers = [spec.build(builder.at(f"layers.{number}")) for number, spec in enumerate(specs)]
+    for layer, following in itertools.pairwise(layers):
+        layer.then(following.mixer_norm, following.mixer)
+    layers[-1].then(norm, None)
+    return nn.ModuleList(layers)

@@ -1,0 +1,54 @@
+"""gpt-oss (20b, 120b): attention with sinks, every second layer with a window, and experts with biases.
+
+Experts have a clamped SwiGLU. Their tensors are fused: plain ones are [E, inputs, outputs], MXFP4's [E, outputs,
+inputs / 32, 16]; gate's and up's outputs lie by turns in both. Source of formulas and names: transformers,
+``models/gpt_oss`` and ``integrations/mxfp4.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono.kernels.norm.activation import Gate
+from unisono.layers.experts import ExpertKind
+from unisono.models.blocks.experts import ExpertsSpec
+from unisono.models.blocks.layers import LayerSpec
+from unisono.models.config import (
+    DecoderConfig,
+    Family,
+    Name,
+    read_attention,
+    read_decoder_config,
+    windows_by_layer_type,
+)
+from unisono.models.families.llama import NAMES as LLAMA_NAMES
+
+NAMES: dict[str, Name] = {
+    **{ours: theirs for ours, theirs in LLAMA_NAMES.items() if ".feed_forward." not in ours},
+    "layers.*.mixer": "model.layers.*.self_attn",
+    "layers.*.feed_forward.router": "model.layers.*.mlp.router",
+    "layers.*.feed_forward.experts.gate_up": "model.layers.*.mlp.experts.gate_up_proj",
+    "layers.*.feed_forward.experts.down": "model.layers.*.mlp.experts.down_proj",
+}
+
+
+def read(hf_config: Any) -> DecoderConfig:
+    """``attention_bias`` gives biases to q, k, v and o; ``layer_types`` says which layers slide."""
+    gate = Gate(hf_config.swiglu_alpha, hf_config.swiglu_limit)
+    experts = ExpertsSpec(
+        num_experts=hf_config.num_local_experts,
+        top_k=hf_config.num_experts_per_tok,
+        intermediate_size=hf_config.intermediate_size,
+        activation=hf_config.hidden_act,
+        kind=ExpertKind(gate, bias=True, interleaved=True, turned=True),
+        router_bias=True,
+    )
+    biases = {"qkv_bias": hf_config.attention_bias, "o_bias": hf_config.attention_bias}
+    layers = [
+        LayerSpec(read_attention(hf_config, window=window, sink=True, **biases), experts)
+        for window in windows_by_layer_type(hf_config)
+    ]
+    return read_decoder_config(hf_config, layers)
+
+
+GPT_OSS = Family(read, NAMES)

@@ -1,0 +1,282 @@
+"""Where one request stands in its grammar: masks for the positions to be sampled, and the tokens that were.
+
+The engine keeps a matcher with each request that has a grammar, from its arrival to its end: preemption leaves it as it
+is. The grammar itself is followed in another process (a lane of ``worker.py``), which a hard one cannot leave: a mask
+that takes too much time or memory ends that process and this request.
+
+A round costs one message each way: committed tokens go with the drafts that masks are wanted for, and masks come back
+in memory that both processes map. Whether a token continues the grammar is read from the masks here.
+
+Shapes: P paths of drafts (1 for a chain), k drafts each, W = 1 + k positions, words = ceil(vocabulary / 32).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from unisono.sandbox.channel import Channel, Gone
+from unisono.structured_output.workers.compiler import MEMORY, Compiled
+from unisono.structured_output.workers.walk import allow, allows
+from unisono.types import SamplingParams, UnisonoError
+
+ALL = -1
+"""A mask's word that forbids nothing."""
+
+LONGEST_CALL = 0.5
+"""Seconds of processor time that following a grammar may take at once. It takes some 10 µs, a large schema's some
+milliseconds; but an expression that can be read in very many ways takes ever longer, and everybody waits."""
+
+LONGEST_WAIT = 5.0
+"""Seconds that the engine waits for an answer, whatever the machine is busy with."""
+
+
+NOTHING = "no token of the vocabulary that the request allows continues its structured output after {} tokens"
+
+
+AMBIGUOUS = "its structured output is too ambiguous after {} tokens: {}. Avoid repetitions within repetitions"
+
+
+class GrammarError(UnisonoError):
+    """A request cannot go on: no token continues its grammar, or following it takes too long."""
+
+
+class Follower(Protocol):
+    """What the engine needs of a request's matcher: :class:`Matcher`, or something around one.
+
+    ``ask`` begins what ``collect`` ends, so that the masks of all requests are made at once. Where ``collect`` returns
+    False, ``ask`` is to be called once more. ``forced`` returns the tokens that the grammar forces after the committed
+    ones, as the tokenizer writes them and the masks allow them; none where it forces nothing or that is not known.
+    It is called after ``accept`` and before ``ask``.
+    """
+
+    def accept(self, tokens: Sequence[int]) -> None: ...
+    def forced(self) -> list[int]: ...
+    def ask(self, drafts: np.ndarray, out: np.ndarray) -> None: ...
+    def collect(self) -> bool: ...
+
+
+class Matcher:
+    """Follows one output through ``compiled``.
+
+    While the output has fewer than ``params.min_tokens`` tokens, and for ever with ``params.ignore_eos``, masks forbid
+    the ids that would end it, wherever that leaves another.
+    """
+
+    def __init__(self, compiled: Compiled, params: SamplingParams) -> None:
+        self._compiled, self._eos = compiled, compiled.eos
+        self._ends = compiled.eos, (*compiled.eos, *params.stop_token_ids), params.min_tokens, params.ignore_eos
+        self._tokens: list[int] = []  # committed
+        self._told = 0  # of them, those that the lane knows
+        self._channel: Channel | None = None
+        self._lane = 0
+        self._alone = False
+        self._map = np.empty(0, np.int32)
+        self._asked: tuple[np.ndarray, np.ndarray] | None = None
+        self._dead: set[int] = set()
+        self._failure = ""
+        self._forced: list[int] | None = None  # after the committed tokens; None: not known
+        self._tells = False  # whether each accept asks the lane for forced tokens at once
+        self._peeked = False  # whether the answer to that is still to be read
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Take in committed tokens.
+
+        Raises GrammarError for one that does not continue the grammar, and where masks could not be made.
+        """
+        self._read_peek()
+        if self._failure:
+            raise GrammarError(self._failure)
+        if not self._known(list(tokens)):
+            self._send(None, list(tokens), None)
+            if not self._heard(None, len(tokens)):
+                self._send(None, list(tokens), None)
+                self._heard(None, len(tokens))
+            if self._failure:
+                raise GrammarError(self._failure)
+        elif self._forced is not None:
+            known = self._forced[len(tokens) :] if self._forced[: len(tokens)] == list(tokens) else []
+            self._forced = known or None
+        self._tokens += tokens
+        if self._tells and self._forced is None and not (tokens and tokens[-1] in self._eos):
+            self._peek()
+
+    def forced(self) -> list[int]:
+        """The tokens that the grammar forces after the committed ones: at most some 32, [] if none or not known.
+
+        They are what the tokenizer makes of the text, and masks allow them. From the first call on each ``accept`` asks
+        the lane for the next ones, which computes them while the engine does other work.
+        """
+        if self._failure:
+            return []
+        if self._forced is None and not self._peeked:
+            self._peek()
+        self._tells = True
+        self._read_peek()
+        return list(self._forced or ())
+
+    def _peek(self) -> None:
+        """Tell the lane the committed tokens, and ask for the forced ones."""
+        self._peeked = True
+        self._send(None, [], None)
+
+    def _read_peek(self) -> None:
+        """Wait for the answer to :meth:`_peek`. A lane that has died is noticed by the next masks."""
+        if self._peeked:
+            self._peeked = False
+            answer = self._receive()
+            if answer is not None:
+                self._take_in(answer, len(self._tokens))
+
+    def masks(self, drafts: np.ndarray, out: np.ndarray) -> None:
+        """Fill ``out [P, W, words]`` int32, contiguous, for the positions after ``drafts [P, k]`` (-1: none).
+
+        out[p, j] is for the position after drafts[p, :j]. After a draft that the grammar refuses, or that ends the
+        text, it is all ones: the mask before forbids the one, and nothing follows the other. Where masks cannot be
+        made they allow EOS only, and :meth:`accept` says why.
+        """
+        self.ask(drafts, out)
+        if not self.collect():
+            self.ask(drafts, out)
+            self.collect()
+
+    def ask(self, drafts: np.ndarray, out: np.ndarray) -> None:
+        """Begin to make :meth:`masks`; :meth:`collect` waits for them."""
+        self._read_peek()
+        self._asked = drafts, out
+        if not self._failure:
+            self._send(drafts.tolist(), [], out)
+
+    def collect(self) -> bool:
+        """Wait for the masks that were asked for, and write them. False: ask once more.
+
+        So it is where the lane has died, maybe of another output's mask. The second time it is a lane of this output
+        alone, which has itself to blame.
+        """
+        assert self._asked is not None
+        out = self._asked[1]
+        if not self._failure and not self._heard(out, 0):
+            return False
+        if self._failure:
+            out.fill(0)
+            for row in out.reshape(-1, out.shape[-1]):
+                allow(row, self._eos)
+        return True
+
+    # ---- tokens ---------------------------------------------------------------------------------
+
+    def _known(self, tokens: list[int]) -> bool:
+        """Whether the last masks tell that the grammar takes these tokens; False where they do not reach.
+
+        Raises GrammarError for tokens that it does not take.
+        """
+        if self._asked is None:
+            return False
+        (drafts, out), self._asked = self._asked, None
+        paths = [p for p, path in enumerate(drafts.tolist()) if path[: len(tokens) - 1] == tokens[:-1]]
+        if not paths or len(tokens) > out.shape[1]:
+            return False
+        for place, token in enumerate(tokens):
+            row = paths[0] * out.shape[1] + place
+            if row in self._dead or not allows(out[paths[0], place], token):
+                raise GrammarError(NOTHING.format(len(self._tokens) + place))
+        return True
+
+    # ---- the lane -------------------------------------------------------------------------------
+
+    def _send(self, drafts: list[list[int]] | None, more: list[int], out: np.ndarray | None) -> None:
+        """Ask the lane to take in what it does not know yet and ``more``, and to make masks; errors are for later."""
+        descriptors = []
+        try:
+            if self._channel is None:
+                self._channel, self._lane = self._compiled.process.join(self._alone)
+                self._told, self._map = 0, np.empty(0, np.int32)
+            if out is not None and out.size > self._map.size:
+                descriptors = [_shared(out.nbytes)]
+                self._map = np.frombuffer(mmap.mmap(descriptors[0], out.nbytes), np.int32)
+            shape = out.shape if out is not None else ()
+            tokens = [*self._tokens[self._told :], *more]
+            self._channel.socket.settimeout(LONGEST_WAIT)
+            self._deadline = time.monotonic() + LONGEST_WAIT
+            self._channel.send([LONGEST_CALL, self._ends, tokens, drafts, shape], descriptors)
+        except (Gone, TimeoutError):
+            self._leave()
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _heard(self, out: np.ndarray | None, more: int) -> bool:
+        """Wait for the lane's answer and write the masks to ``out``; False where it should be asked again.
+
+        more: tokens that were sent along and are not committed yet.
+        """
+        answer = self._receive()
+        length = len(self._tokens)
+        if answer is None and not self._alone:
+            self._alone = True
+            return False
+        if answer is None:
+            why = f"a mask took more than {LONGEST_CALL} s or {MEMORY >> 20} MiB"
+            self._failure = AMBIGUOUS.format(length, why)
+        elif self._take_in(answer, length + more) and out is not None:
+            self._dead = set(answer[2])
+            out[...] = self._map[: out.size].reshape(out.shape)
+        return True
+
+    def _take_in(self, answer: list[Any], known: int) -> bool:
+        """Read the lane's answer, after which it knows ``known`` tokens. Return False if the output cannot go on."""
+        length = len(self._tokens)
+        if answer[0] == "slow":
+            self._failure = AMBIGUOUS.format(length, answer[1])
+        elif answer[0] != "ok":
+            self._failure = f"its structured output cannot be followed after {length} tokens: {answer[1]}"
+        elif self._told + answer[1] < known:
+            self._failure = NOTHING.format(self._told + answer[1])
+        else:
+            self._told, self._forced = known, answer[3]
+        return not self._failure
+
+    def _receive(self) -> list[Any] | None:
+        if self._channel is None:
+            return None
+        try:
+            self._channel.socket.settimeout(max(0.01, self._deadline - time.monotonic()))
+            return self._channel.receive()[0]
+        except (Gone, TimeoutError):
+            self._leave()
+            return None
+
+    def _leave(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+            self._compiled.process.leave(self._lane)
+
+    def __del__(self) -> None:
+        self._leave()
+
+
+def fill(matchers: Sequence[Follower], drafts: np.ndarray, masks: np.ndarray, rows: Iterable[int]) -> None:
+    """Have each matcher fill its row of ``masks``, all at once: they compute in processes of their own."""
+    pairs = list(zip(matchers, rows, strict=True))
+    for _ in range(2):  # the second time those whose process has died
+        for matcher, row in pairs:
+            matcher.ask(drafts[row], masks[row])
+        pairs = [(matcher, row) for matcher, row in pairs if not matcher.collect()]
+
+
+def _shared(size: int) -> int:
+    """A descriptor of memory that two processes can map."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("masks", os.MFD_CLOEXEC)
+    else:
+        descriptor, name = tempfile.mkstemp()
+        os.unlink(name)
+    os.ftruncate(descriptor, size)
+    return descriptor

@@ -1,0 +1,188 @@
+"""Calls as the grammar engine takes them: structural tags, in the form that an answer is read in.
+
+A mark that is a special token of the checkpoint is asked for as that token, for a grammar's text never has special
+tokens; every other mark as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from unisono.text.tool_parsers.base import Format, Part, Schema, Tool, Written
+from unisono.types import BadRequest, StructuredOutputs
+
+Tag = dict[str, Any]
+
+BLANKS = 2
+"""Blanks in a row between the parts of arguments, which models write on one line."""
+ANSWER_BLANKS = 20
+"""Blanks in a row between the parts of a JSON answer, as ``grammar`` has it."""
+
+MAX_CALLS = 8
+"""Calls that follow each other in an answer that must call: a small model may repeat one till its tokens are spent."""
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+class Structure:
+    """Writes structural tags in one form. specials: the ids of the checkpoint's special tokens."""
+
+    def __init__(self, form: Format, specials: Mapping[str, int]) -> None:
+        self._form = form
+        self._specials = {mark: specials[mark] for mark in form.marks if mark in specials}
+        self._split = re.compile("|".join(map(re.escape, self._specials)) or r"(?!)")
+
+    def required(self, tools: Sequence[Tool], parallel: bool) -> StructuredOutputs:
+        """One call of ``tools`` at least, and nothing else."""
+        return _outputs(self._calls(tools, parallel))
+
+    def optional(self, tools: Sequence[Tool], parallel: bool) -> StructuredOutputs:
+        """Free text in which calls satisfy the schemas of strict tools."""
+        form, loose = self._form, _loosened(tools)
+        if form.heads:
+            return _outputs(self._with_heads(loose))
+        trigger = next((mark for mark in self._specials if form.trigger.startswith(mark)), form.trigger)
+        if trigger in self._specials:
+            rules = [[self._specials[trigger], self._without(self._calls(loose, parallel), trigger)]]
+            return _outputs({"type": "token_dispatch", "rules": rules, "loop": parallel})
+        texts = [
+            [text, self._without(self._calls(first, parallel, loose), text)]
+            for text, first in form.triggers(loose).items()
+        ]
+        return _outputs({"type": "dispatch", "rules": texts, "loop": parallel, "excludes": list(form.excludes)})
+
+    def either(self, tools: Sequence[Tool], parallel: bool, asked: StructuredOutputs) -> StructuredOutputs:
+        """Calls, or an answer in the form that the request asks for."""
+        return _outputs({"type": "or", "elements": [self._calls(_loosened(tools), parallel), self._answer(asked)]})
+
+    def answer(self, asked: StructuredOutputs) -> StructuredOutputs:
+        """An answer in the form that the request asks for, with the head that this form of messages has."""
+        if not self._form.answer_head or asked.structural_tag is not None:
+            return asked
+        return _outputs(self._answer(asked))
+
+    def _answer(self, asked: StructuredOutputs) -> Tag:
+        return {"type": "sequence", "elements": [*self._parts(self._form.answer_head), _answer(asked)]}
+
+    def _with_heads(self, tools: Sequence[Tool]) -> Tag:
+        """Messages, each with a head; where that is a call's, the arguments follow."""
+        form = self._form
+        calls = self._without(self._one_of(tools), form.trigger)
+        heads = [calls, *(self._sequence([head]) for head in form.other_heads)]
+        rules = [
+            [begins, {"type": "sequence", "elements": [*self._parts(rest), {"type": "or", "elements": heads}]}]
+            for begins, rest in form.heads.items()
+        ]
+        if form.trigger not in self._specials:
+            return {"type": "dispatch", "rules": rules, "loop": True, "excludes": []}
+        return {
+            "type": "token_dispatch",
+            "rules": [[self._specials[begins], rule] for begins, rule in rules if begins in self._specials],
+            "loop": True,
+        }
+
+    def _calls(self, tools: Sequence[Tool], parallel: bool, later: Sequence[Tool] | None = None) -> Tag:
+        """A call of ``tools``; where several may come, more of these, or of ``later``, up to MAX_CALLS."""
+        form, one = self._form, self._one_of(tools)
+        elements = [*self._parts(form.before), one]
+        if parallel:
+            one = self._one_of(later or tools)
+            more = {"type": "sequence", "elements": [*self._parts(form.between), one]} if form.between else one
+            elements.append({"type": "repeat", "min": 0, "max": MAX_CALLS - 1, "content": more})
+        return {"type": "sequence", "elements": [*elements, *self._parts(form.after)]}
+
+    def _one_of(self, tools: Sequence[Tool]) -> Tag:
+        calls = [self._sequence(self._form.call(tool)) for tool in tools]
+        return calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}
+
+    def _sequence(self, parts: Sequence[Part]) -> Tag:
+        return {"type": "sequence", "elements": [tag for part in parts for tag in self._parts(part)]}
+
+    def _parts(self, part: Part) -> list[Tag]:
+        if isinstance(part, Schema):
+            schema = _closed({**ANY_OBJECT, **part.schema})
+            written: Tag = {"type": "json_schema", "json_schema": schema}
+            return [written | ({"max_whitespace_cnt": BLANKS} if part.style == "json" else {"style": part.style})]
+        if isinstance(part, Written):
+            return [dict(part.tag)]
+        found: list[Tag] = []
+        place = 0
+        for match in self._split.finditer(part):
+            found += [_text(part[place : match.start()]), {"type": "token", "token": self._specials[match[0]]}]
+            place = match.end()
+        return [tag for tag in (*found, _text(part[place:])) if tag.get("value") != ""]
+
+    def _without(self, tag: Tag, trigger: str) -> Tag:
+        """``tag`` without the text that it begins with: what follows a trigger."""
+        return self._cut(tag, trigger)[0]
+
+    def _cut(self, tag: Tag, trigger: str) -> tuple[Tag, str]:
+        """(``tag`` without its beginning, what of ``trigger`` goes beyond it). A token is a trigger as a whole."""
+        if tag["type"] == "const_string":
+            value = tag["value"]
+            return _text(value.removeprefix(trigger)) if value.startswith(trigger) else _text(""), (
+                trigger[len(value) :] if trigger.startswith(value) else ""
+            )
+        if tag["type"] == "token":
+            return _text(""), ""
+        elements = [dict(one) for one in tag["elements"]]
+        if tag["type"] == "or":
+            return {"type": "or", "elements": [self._without(one, trigger) for one in elements]}, ""
+        while elements and trigger:
+            first, trigger = self._cut(elements.pop(0), trigger)
+            if first.get("value") != "":
+                return {"type": "sequence", "elements": [first, *elements]}, trigger
+        return {"type": "sequence", "elements": elements}, trigger
+
+
+OPENING = frozenset({
+    "additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if",
+    "dependentSchemas", "dependencies", "propertyNames", "minProperties",
+})  # fmt: skip
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same without properties that it does not list: a small model writes such till its tokens are spent."""
+    listed = schema.get("properties") and set(schema.get("required") or ()) <= set(schema["properties"])
+    return {**schema, "additionalProperties": False} if listed and not OPENING & schema.keys() else schema
+
+
+def _loosened(tools: Sequence[Tool]) -> list[Tool]:
+    """The same with any arguments where a tool is not strict."""
+    return [tool if tool.strict else replace(tool, parameters={}) for tool in tools]
+
+
+def _text(value: str) -> Tag:
+    return {"type": "const_string", "value": value}
+
+
+def _outputs(form: Tag) -> StructuredOutputs:
+    try:
+        return StructuredOutputs(structural_tag={"type": "structural_tag", "format": form})
+    except BadRequest as error:
+        raise BadRequest(reworded(str(error)), "tools") from None
+
+
+def reworded(message: str) -> str:
+    """An error of the grammar that tools became, as one of tools."""
+    return "tools cannot be made a grammar:" + message.partition(":" if "is not valid:" in message else "compiled:")[2]
+
+
+def _answer(asked: StructuredOutputs) -> Tag:
+    """A request's own form as a part of a structural tag. Raises BadRequest for one that is a structural tag."""
+    if asked.json is not None or asked.json_object:
+        schema = json.loads(asked.json) if isinstance(asked.json, str) else asked.json or ANY_OBJECT
+        return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": ANSWER_BLANKS}
+    if asked.regex is not None:
+        return {"type": "regex", "pattern": asked.regex}
+    if asked.choice is not None:
+        return {"type": "or", "elements": [_text(one) for one in asked.choice]}
+    if asked.grammar is not None:
+        return {"type": "grammar", "grammar": asked.grammar}
+    raise BadRequest(
+        "tools and a structural tag are set; the tag would have to contain the calls: leave out one of them.", "tools"
+    )

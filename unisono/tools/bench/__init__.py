@@ -1,0 +1,1 @@
+"""``unisono bench``: latency, exactness, drafters, adaptive speculation, soak."""

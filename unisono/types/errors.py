@@ -1,0 +1,40 @@
+"""Every error that is raised on purpose. Imports nothing of the project; everybody has these names from ``types``."""
+
+from __future__ import annotations
+
+
+class UnisonoError(Exception):
+    """Base of every error that is raised on purpose."""
+
+
+class BadRequest(UnisonoError):
+    """The caller's input is wrong: names the value, the limit and the way out.
+
+    ``param`` is the offending parameter's name as the OpenAI API spells it, or None.
+    ``code`` is OpenAI's machine-readable code, for example ``context_length_exceeded``.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ConfigError(UnisonoError):
+    """A flag or a combination of flags cannot be honoured."""
+
+
+class CheckpointError(UnisonoError):
+    """A checkpoint is missing, broken, truncated or of an unsupported architecture."""
+
+
+class TemporaryFailure(UnisonoError):
+    """Something that the request needs is not there now. The same request may succeed some seconds later."""
+
+
+class EngineUnavailable(UnisonoError):
+    """The engine that a request names does not serve now; others may."""
+
+
+class EngineDead(UnisonoError):
+    """The engine stopped; every request it held ends with this error."""

@@ -1,0 +1,31 @@
+"""Excerpts of JSON values for error messages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+MAX_VALUE_CHARS = 80
+"""Characters of a value in an error message."""
+
+
+def show(value: object) -> str:
+    """A value of the client's JSON, short enough for a sentence. It may be megabytes: only its beginning is read."""
+    try:
+        text = json.dumps(_beginning(value, [MAX_VALUE_CHARS]), ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):  # a number of thousands of digits, objects nested in thousands
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"
+
+
+def _beginning(value: object, left: list[int]) -> object:
+    """The first part of a value that ``left[0]`` further values and the same number of characters of each text make."""
+    left[0] -= 1
+    if isinstance(value, str):
+        return value[: MAX_VALUE_CHARS + 1]
+    if isinstance(value, dict):
+        entries = ((name, _beginning(one, left)) for name, one in value.items() if left[0] > 0)
+        return {name[: MAX_VALUE_CHARS + 1]: one for name, one in itertools.islice(entries, MAX_VALUE_CHARS)}
+    if isinstance(value, list):
+        return [_beginning(one, left) for one in itertools.islice(value, max(0, left[0]))]
+    return value
