@@ -284,7 +284,7 @@ def make_checkpoint(
     else:
         config = AutoConfig.for_model(family, **fields)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _randomise(model, seed)
+    randomise(model, seed)
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=PAD, bos_token_id=BOS)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     if mxfp4:
@@ -313,7 +313,8 @@ def make_tokenizer(special: tuple[str, ...] = SPECIAL) -> PreTrainedTokenizerFas
 
 
 @torch.no_grad()
-def _randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Draw every weight, so that logits spread over a few units."""
     generator = torch.Generator().manual_seed(seed)
     buffers = ((name, each) for name, each in model.named_buffers() if name.endswith("layer_scalar"))
     for name, parameter in (*model.named_parameters(), *buffers):

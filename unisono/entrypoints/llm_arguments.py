@@ -24,7 +24,7 @@ from unisono.config.flag_aliases import (
     check_accepted,
     refuse,
 )
-from unisono.config.preflight.model import read_overrides
+from unisono.config.preflight.model import read_overrides, with_method
 from unisono.types import ConfigError, SpeculativeConfig
 from unisono.types.lora import read_modules
 
@@ -159,7 +159,7 @@ def _speculative(given: Any) -> SpeculativeConfig | None:
         raise ConfigError(f"speculative_config is not valid JSON: {error}.") from None
     if not isinstance(given, Mapping):
         raise ConfigError(f"speculative_config={given!r}: give a dict.")
-    return SpeculativeConfig.parse(given)
+    return SpeculativeConfig.parse(with_method(given))
 
 
 def _instead(name: str, given: Mapping[str, Any]) -> str:
