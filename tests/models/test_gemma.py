@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,31 @@ def test_sampled_tokens_are_the_same_with_drafts_and_scarce_pages(case: str, tmp
         with engine(path, speculative=spec, **flags) as llm:
             assert tokens(llm, PROMPTS, params) == plain, spec.method
             assert llm.engine.counters.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("fields", [GEMMA4_INPUTS, GEMMA4_EXPERTS], ids=["layer inputs", "experts"])
+@pytest.mark.parametrize("flags", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["fp8", "fp8 keys"])
+def test_formats_write_one_text_with_drafts_and_chunks(
+    fields: dict[str, Any], flags: dict[str, Any], tmp_path: Path
+) -> None:
+    path, params = make_checkpoint(tmp_path, "gemma4_text", **fields), SamplingParams(max_tokens=16, ignore_eos=True)
+    with engine(path, **flags) as llm:
+        plain = tokens(llm, PROMPTS[:4], replace(params, temperature=0))
+    spec = SpeculativeConfig("ngram", num_speculative_tokens=3)
+    with engine(path, speculative=spec, max_num_batched_tokens=24, **flags) as llm:
+        assert tokens(llm, PROMPTS[:4], replace(params, temperature=0)) == plain
+        assert llm.engine.counters.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("fields", [GEMMA4_INPUTS, GEMMA4_EXPERTS], ids=["layer inputs", "experts"])
+def test_two_ranks_write_the_text_of_one(fields: dict[str, Any], tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "gemma4_text", **fields, num_key_value_heads=2)
+    params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=12, ignore_eos=True) for i in range(4)]
+    with engine(path) as llm:
+        one = tokens(llm, PROMPTS[:4], params)
+    spec = SpeculativeConfig("ngram", num_speculative_tokens=2)
+    with engine(path, tensor_parallel_size=2, speculative=spec) as llm:
+        assert tokens(llm, PROMPTS[:4], params) == one
 
 
 # ---- exports ----------------------------------------------------------------------------------------

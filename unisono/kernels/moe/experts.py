@@ -36,7 +36,7 @@ from unisono.kernels.moe.plan import (
     tile_rows,
     tokens_of,
 )
-from unisono.kernels.norm.activation import GELU_TANH, SILU, Gate, gated_cpu, gated_product, silu_product
+from unisono.kernels.norm.activation import GELU_TANH, SILU, Gate, gated_cpu, gated_product
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import proven
 
@@ -120,12 +120,17 @@ def biased(y, bias, e, first, cols, OF: tl.constexpr, N: tl.constexpr, dtype: tl
 
 
 @triton.jit
-def store_gated(h, acc, part, pair, valid, I: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr):  # noqa: E741
-    """Store ``silu(gate) * up`` of products acc [TILE, 2 HALF], gates first, as block ``part`` of h [pairs, I]."""
+def store_gated(h, acc, part, pair, valid, I: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr,  # noqa: E741
+                GELU: tl.constexpr):  # fmt: skip
+    """Store ``silu(gate) * up`` of products acc [TILE, 2 HALF], gates first, as block ``part`` of h [pairs, I].
+
+    GELU: in place of SiLU.
+    """
     gate, up = tl.split(acc.reshape(TILE, 2, HALF).permute(0, 2, 1))
     cols = part * HALF + tl.arange(0, HALF)
     at = pair.to(tl.int64)[:, None] * I + cols[None, :]
-    tl.store(h + at, silu_product(gate, up, h.dtype.element_ty), mask=valid[:, None] & (cols < I)[None, :])
+    product = gated_product(gate, up, h.dtype.element_ty, 1.0, 0.0, GELU)
+    tl.store(h + at, product, mask=valid[:, None] & (cols < I)[None, :])
 
 
 @triton.jit

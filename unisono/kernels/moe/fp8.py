@@ -101,7 +101,7 @@ def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M,
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
-                    OVERLAP: tl.constexpr):  # fmt: skip
+                    GELU: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
@@ -125,7 +125,7 @@ def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M,
         x_ptrs = x8 + token.to(tl.int64)[:, None] * H + ks[None, :]
         acc = e4m3_product(x_ptrs, valid, x_scales + token, w_ptrs, ws_ptrs, H, PADDED,
                            TILE, BLOCK_N, AHEAD, BY_BLOCK, True, EVEN)  # fmt: skip
-        store_gated(h, tl.trans(acc), part, pair, valid, I, TILE, HALF)
+        store_gated(h, tl.trans(acc), part, pair, valid, I, TILE, HALF, GELU)
 
 
 @triton.jit
@@ -232,7 +232,7 @@ def _launched(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> tuple[torc
 
 
 def launch_fp8_gate_up(
-    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan, gelu: bool = False
 ) -> torch.Tensor:
     """The kernels of :func:`expert_fp8_gate_up`."""
     inner, by_block = weight.shape[1] // 2, w_scales.dim() == 3
@@ -245,7 +245,7 @@ def launch_fp8_gate_up(
     h = x8.new_empty(results, inner, dtype=x.dtype)
     _fp8_gate_up_kernel[grid](
         x8, x_scales, weight, w_scales, h, *plan.operands,
-        x8.shape[0], **options, **_blocking(tiles.up, by_block), **overlapped(x8.device),
+        x8.shape[0], **options, **_blocking(tiles.up, by_block), GELU=gelu, **overlapped(x8.device),
     )  # fmt: skip
     return h
 
@@ -273,17 +273,17 @@ def _given(x8, x_scales, dtype, w_scales, rows):
     return Quantised(x8, x_scales, _group(w_scales), rows, dtype)
 
 
-def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
+def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles, gelu=False):
     x = _given(x8, x_scales, dtype, w_scales, len(ids))
-    return launch_fp8_gate_up(x, weight, w_scales, Plan(ids, experts, tile, order, tiles))
+    return launch_fp8_gate_up(x, weight, w_scales, Plan(ids, experts, tile, order, tiles), gelu)
 
 
-def _gate_up_fp8_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
+def _gate_up_fp8_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles, gelu=False):
     plan = Plan(ids, experts, tile, order, tiles)
     if tile == experts_gluon.TILE_PAIRS:
         return experts_gluon.launch_quantised_rows(x8, x_scales, weight, w_scales, plan, dtype)
     x = _given(x8, x_scales, dtype, w_scales, len(ids))
-    return launch_quantize(launch_fp8_gate_up(x, weight, w_scales, plan), GROUP)
+    return launch_quantize(launch_fp8_gate_up(x, weight, w_scales, plan, gelu), GROUP)
 
 
 def _down_cuda(h8, h_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
@@ -291,13 +291,15 @@ def _down_cuda(h8, h_scales, dtype, weight, w_scales, ids, experts, tile, order,
     return launch_fp8_down(h, weight, w_scales, Plan(ids, experts, tile, order, tiles))
 
 
-def expert_fp8_gate_up_cpu(x8, x_scales, dtype, weight, w_scales, ids, experts, *plan):
+def expert_fp8_gate_up_cpu(
+    x8, x_scales, dtype, weight, w_scales, ids, experts, tile=0, order=None, tiles=None, gelu=False
+):
     def widened(expert: int) -> torch.Tensor:
         halves = zip(weight[expert].chunk(2), w_scales[expert].chunk(2), strict=True)
         return torch.cat([widened_weight(half, scales) for half, scales in halves])
 
     h = _gate_up_meta(x8, x_scales, dtype, weight, w_scales, ids, experts)
-    return gate_up_cpu(h, widened_activations(x8, x_scales), widened, ids, experts, len(weight))
+    return gate_up_cpu(h, widened_activations(x8, x_scales), widened, ids, experts, len(weight), gelu=gelu)
 
 
 def expert_fp8_down_cpu(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
@@ -319,20 +321,21 @@ def _quantised(product, quantised):
     return lambda *given: quantised(product(*given))
 
 
-for _name, _result, _cuda, _cpu, _meta in (
-    ("gate_up", "Tensor", _gate_up_cuda, expert_fp8_gate_up_cpu, _gate_up_meta),
+for _name, _of_gate, _result, _cuda, _cpu, _meta in (
+    ("gate_up", ", bool gelu=False", "Tensor", _gate_up_cuda, expert_fp8_gate_up_cpu, _gate_up_meta),
     (
         "gate_up_fp8",
+        ", bool gelu=False",
         "(Tensor, Tensor)",
         _gate_up_fp8_cuda,
         _quantised(expert_fp8_gate_up_cpu, lambda h: padded_quantize_cpu(h, GROUP)),
         _quantised(_gate_up_meta, lambda h: empty_quantised(h, h.shape[0], h.shape[1], GROUP)),
     ),
-    ("down", "Tensor", _down_cuda, expert_fp8_down_cpu, _down_meta),
+    ("down", "", "Tensor", _down_cuda, expert_fp8_down_cpu, _down_meta),
 ):
     define(
         f"expert_fp8_{_name}(Tensor x8, Tensor x_scales, ScalarType dtype, Tensor weight, Tensor w_scales, Tensor ids,"
-        f" int experts, int tile, Tensor? order, Tensor? tiles) -> {_result}"
+        f" int experts, int tile, Tensor? order, Tensor? tiles{_of_gate}) -> {_result}"
     )
     register(f"expert_fp8_{_name}", cuda=_cuda, cpu=_cpu, meta=_meta)
 
@@ -343,16 +346,17 @@ def _operand(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> Quantised:
 
 
 def expert_fp8_gate_up(
-    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: Plan, gelu: bool = False
 ) -> torch.Tensor:
     """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, [P (+ M), I] in x's dtype; weight e4m3 [E, 2 I, H].
 
-    x may be quantised already, as the weight's scales ask.
+    gelu: GELU by tanh in place of SiLU; the plan's tile is then not that of ``experts_gluon``. x may be quantised
+    already, as the weight's scales ask.
 
     Rounded after the products, after SiLU and after its product. Rows of pairs without an expert are not written.
     """
     x = _operand(x, w_scales)
-    return torch.ops.unisono.expert_fp8_gate_up(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
+    return torch.ops.unisono.expert_fp8_gate_up(x.x8, x.scales, x.dtype, weight, w_scales, *plan, gelu)
 
 
 def expert_fp8_gate_up_fp8(
@@ -378,7 +382,7 @@ def expert_fp8_down(
     return torch.ops.unisono.expert_fp8_down(h.x8, h.scales, h.dtype, weight, w_scales, *plan)
 
 
-def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:
+def _aot(shapes: Shapes, by_block: bool, gelu: bool = False) -> list[AotCase]:
     """Both products."""
     tile_m, cases = fp8_tile_rows(shapes.rows * shapes.top_k, shapes.experts), []
     chosen = _TILES[tile_m]
@@ -388,7 +392,7 @@ def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:
     ):
         x, scales, out = names.split()
         tensors = {x: "*fp8e4nv", "weight": "*fp8e4nv", scales: "*fp32", "w_scales": "*fp32", out: "*bf16"}
-        options = _blocking(tile, by_block)
+        options = _blocking(tile, by_block) | ({"GELU": gelu} if kernel is _fp8_gate_up_kernel else {})
         cases.append(product_case(kernel, tensors, shapes, tile_m, chosen.across, options, "PADDED"))
     return cases
 
@@ -396,5 +400,6 @@ def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:
 AOT: list[AotCase] = [
     *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot(Shapes(rows, 2048, 512, 256, 8, True), True)),
     *(case for rows in (1, 512) for case in _aot(Shapes(rows, 2048, 768, 128, 8), False)),
+    *_aot(Shapes(16, 2816, 704, 128, 8), True, gelu=True),  # Gemma 4
     *(case for rows in (1, 64) for case in _aot(Shapes(rows, 200, 100, 5, 2, True), True)),
 ]

@@ -65,7 +65,7 @@ def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, coun
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-                    HAS_ZEROS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                    HAS_ZEROS: tl.constexpr, GELU: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
@@ -82,7 +82,7 @@ def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, coun
         x_ptrs = x + tokens_of(pair, M, TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, WIDTH)[None, :]
         acc = int4_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, H, group,
                            TILE, BLOCK_N, WIDTH, STEPS, H % (WIDTH * STEPS) == 0, HAS_ZEROS)  # fmt: skip
-        store_gated(h, acc, part, pair, valid, I, TILE, HALF)
+        store_gated(h, acc, part, pair, valid, I, TILE, HALF, GELU)
 
 
 @triton.jit
@@ -118,8 +118,9 @@ def _blocking(tile: Tile, block: int, group: int, has_zeros: bool) -> dict[str, 
 
 
 def launch_int4_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan,
+    gelu: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """The kernel of :func:`expert_int4_gate_up`."""
     x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile]
     parts = triton.cdiv(inner, tile.up // 2)
@@ -127,7 +128,7 @@ def launch_int4_gate_up(
     h = x.new_empty(results, inner)
     _int4_gate_up_kernel[grid](
         x, weight, scales, zeros, h, *plan.operands, group,
-        **options, **_blocking(tile, tile.up, group, zeros is not None), **overlapped(x.device),
+        **options, **_blocking(tile, tile.up, group, zeros is not None), GELU=gelu, **overlapped(x.device),
     )  # fmt: skip
     return h
 
@@ -147,8 +148,8 @@ def launch_int4_down(
     return y
 
 
-def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles):
-    return launch_int4_gate_up(x, weight, scales, zeros, group, Plan(ids, experts, tile, order, tiles))
+def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles, gelu=False):
+    return launch_int4_gate_up(x, weight, scales, zeros, group, Plan(ids, experts, tile, order, tiles), gelu)
 
 
 def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles):
@@ -162,9 +163,9 @@ def _unpacked(
     return lambda e: unpack_cpu(weight[e], scales[e], None if zeros is None else zeros[e], group, dtype)
 
 
-def expert_int4_gate_up_cpu(x, weight, scales, zeros, group, ids, experts, *plan):
-    h = gate_up_rows(x, weight, ids, experts)
-    return gate_up_cpu(h, x, _unpacked(weight, scales, zeros, group, x.dtype), ids, experts, len(weight))
+def expert_int4_gate_up_cpu(x, weight, scales, zeros, group, ids, experts, tile=0, order=None, tiles=None, gelu=False):
+    h, unpacked = gate_up_rows(x, weight, ids, experts), _unpacked(weight, scales, zeros, group, x.dtype)
+    return gate_up_cpu(h, x, unpacked, ids, experts, len(weight), gelu=gelu)
 
 
 def expert_int4_down_cpu(h, weight, scales, zeros, group, ids, experts, *plan):
@@ -176,26 +177,27 @@ def _gate_up_meta(x, weight, scales, zeros, group, *plan):
     return gate_up_rows(x, weight, *plan)
 
 
-for _name, _cuda, _cpu, _meta in (
-    ("expert_int4_gate_up", _gate_up_cuda, expert_int4_gate_up_cpu, _gate_up_meta),
-    ("expert_int4_down", _down_cuda, expert_int4_down_cpu, down_rows),
+for _name, _of_gate, _cuda, _cpu, _meta in (
+    ("expert_int4_gate_up", ", bool gelu=False", _gate_up_cuda, expert_int4_gate_up_cpu, _gate_up_meta),
+    ("expert_int4_down", "", _down_cuda, expert_int4_down_cpu, down_rows),
 ):
     define(
         f"{_name}(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, int group, Tensor ids, int experts, int tile,"
-        " Tensor? order, Tensor? tiles) -> Tensor"
+        f" Tensor? order, Tensor? tiles{_of_gate}) -> Tensor"
     )
     register(_name, cuda=_cuda, cpu=_cpu, meta=_meta)
 
 
 def expert_int4_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, plan: Plan,
+    gelu: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """x [M, H] -> ``silu(gate(x)) * up(x)`` of each pair, [P (+ M), I] in x's dtype; gate's rows first in the weight.
 
-    group: inputs that share a scale, as ``int4_linear`` takes it. Rounded after the products, after SiLU and after its
-    product. Rows of pairs without an expert are not written.
+    gelu: GELU by tanh in place of SiLU. group: inputs that share a scale, as ``int4_linear`` takes it. Rounded after
+    the products, after SiLU and after its product. Rows of pairs without an expert are not written.
     """
-    return torch.ops.unisono.expert_int4_gate_up(x, weight, scales, zeros, group, *plan)
+    return torch.ops.unisono.expert_int4_gate_up(x, weight, scales, zeros, group, *plan, gelu)
 
 
 def expert_int4_down(
@@ -205,13 +207,14 @@ def expert_int4_down(
     return torch.ops.unisono.expert_int4_down(h, weight, scales, zeros, group, *plan)
 
 
-def _aot(dtype: str, shapes: Shapes, group: int) -> list[AotCase]:
+def _aot(dtype: str, shapes: Shapes, group: int, gelu: bool = False) -> list[AotCase]:
     """Both products. There are zeros where a shared expert rides along."""
     tile_m, zeros, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), shapes.rides, []
     tile = TILES[tile_m]
     for kernel, (x, out), outputs in ((_int4_gate_up_kernel, "xh", tile.up), (_int4_down_kernel, "hy", tile.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": "*i8", out: f"*{dtype}"}
         options = _blocking(tile, outputs, group, zeros)
+        options |= {"GELU": gelu} if kernel is _int4_gate_up_kernel else {}
         cases.append(product_case(kernel, tensors, shapes, tile_m, tile.across, options, "group"))
     return cases
 
@@ -219,5 +222,6 @@ def _aot(dtype: str, shapes: Shapes, group: int) -> list[AotCase]:
 AOT: list[AotCase] = [
     *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True), 128)),
     *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8), 128)),
+    *_aot("bf16", Shapes(16, 2816, 704, 128, 8), 64, gelu=True),  # Gemma 4
     *(case for dtype in ("fp16", "fp32") for case in _aot(dtype, Shapes(16, 192, 96, 5, 2, True), 32)),
 ]

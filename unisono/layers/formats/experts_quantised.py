@@ -14,6 +14,7 @@ from unisono.kernels.moe.fp8 import (
     expert_fp8_gate_up,
     expert_fp8_gate_up_fp8,
     fp8_expert_tile,
+    fp8_tile_rows,
     prove_fp8_experts,
     rehearse_fp8_experts,
 )
@@ -75,20 +76,27 @@ class Fp8Experts(_Stacks):
     """e4m3 stacks with scales of blocks or of outputs."""
 
     weights: Fp8Weights
+    gelu = True
 
     def wish(self, stack: Stack) -> Wish:
         """What the product with a pass's tokens wants of them: see ``layers/activations.py``."""
         return Wish(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
 
     def tile(self, stack: Stack, pairs: int, experts: int) -> int:
+        if stack.gate.gelu:  # the kernel of prompts has SiLU only
+            return fp8_tile_rows(pairs, experts)
         return fp8_expert_tile(pairs, experts, self.weights.operands(stack), stack.dtype)
 
     def prove(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> bool:
         """See :func:`unisono.kernels.moe.fp8.prove_fp8_experts`."""
+        if gate_up.gate.gelu:
+            return False
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
         return prove_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
 
     def rehearse(self, gate_up: Stack, down: Stack, experts: int, top_k: int) -> None:
+        if gate_up.gate.gelu:
+            return
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
         rehearse_fp8_experts(*stacks, gate_up.dtype, experts, top_k)
 
@@ -97,7 +105,7 @@ class Fp8Experts(_Stacks):
         weight, scales = self.weights.operands(stack)
         if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
             return expert_fp8_gate_up_fp8(x, weight, scales, plan)
-        return expert_fp8_gate_up(x, weight, scales, plan)
+        return expert_fp8_gate_up(x, weight, scales, plan, stack.gate.gelu)
 
     def down(self, stack: Stack, h: Operand, plan: Plan) -> torch.Tensor:
         return expert_fp8_down(h, *self.weights.operands(stack), plan)
@@ -108,12 +116,13 @@ class Int4Experts(_Stacks):
     """Packed stacks."""
 
     weights: Int4Weights
+    gelu = True
 
     def tile(self, stack: Stack, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
     def gate_up(self, stack: Stack, x: torch.Tensor, plan: Plan) -> torch.Tensor:
-        return expert_int4_gate_up(x, *self.weights.operands(stack), plan)
+        return expert_int4_gate_up(x, *self.weights.operands(stack), plan, stack.gate.gelu)
 
     def down(self, stack: Stack, h: torch.Tensor, plan: Plan) -> torch.Tensor:
         return expert_int4_down(h, *self.weights.operands(stack), plan)

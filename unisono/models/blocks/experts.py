@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from unisono.distributed.gather import Ranks
-from unisono.kernels.norm.activation import GATES
+from unisono.kernels.norm.activation import GATES, SILU
 from unisono.layers.activations import Activations, plain, wanted
 from unisono.layers.experts import SILU_EXPERTS, ExpertKind, Experts, Mixed, Stack
 from unisono.layers.formats.base import WHOLE, Share, WeightFormat
@@ -68,7 +68,9 @@ class ExpertsSpec:
         sizes = {"gate_up": size, "down": hidden} if self.kind.bias else {"gate": size, "up": size, "down": hidden}
         format = _one_format(each, *sizes)
         rides = shared == size and {apart.format(apart.at(n).path) for n in _SHARED} == {format}
-        common = rides, builder.dtype, builder.device, expert_format(format, self.kind != SILU_EXPERTS)
+        gelu = self.kind.gate.gelu
+        biased = (replace(self.kind, gate=SILU) if gelu else self.kind) != SILU_EXPERTS
+        common = rides, builder.dtype, builder.device, expert_format(format, biased, gelu)
         ranks, share, rows = builder.ranks, WHOLE, WHOLE
         if ranks.whole_experts:
             share = self._of_experts(ranks)
