@@ -1,8 +1,11 @@
-"""The Python heap of a process that serves, or measures."""
+"""Memory of a process that serves or measures: the Python heap, and free memory of the C heap."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,3 +44,41 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+class HeapTrimmer:
+    """Returns free memory of the C heap to the system, in a thread of its own.
+
+    glibc keeps memory that was freed below the top of an arena. Tokenizing a text of 4 MiB leaves 0.5 GiB so, for each
+    thread that does it. ``seconds``: time from a request to the trim, and the shortest time between two trims.
+    """
+
+    def __init__(self, seconds: float = 1.0) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._requested = self._running = False
+        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+
+    def request(self) -> None:
+        """Trim the heap soon. Call it after large objects were freed, from any thread."""
+        if self._malloc_trim is None:
+            return
+        with self._lock:
+            self._requested = True
+            start, self._running = not self._running, True
+        if start:
+            threading.Thread(target=self._trim, name="trim-heap", daemon=True).start()
+
+    def _trim(self) -> None:
+        while True:
+            time.sleep(self._seconds)
+            with self._lock:
+                if not self._requested:
+                    self._running = False
+                    return
+                self._requested = False
+            self._malloc_trim(0)
+
+
+TRIMMER = HeapTrimmer()
+"""The trimmer of this process."""

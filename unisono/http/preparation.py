@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from unisono.cluster.heap import TRIMMER
 from unisono.http.errors import unavailable
 from unisono.http.limits.overload import Turnstile
 
@@ -25,6 +27,8 @@ SECONDS = 60.0
 MAX_LOST = 4
 """Threads of one pool that may hang beside the working ones."""
 RETRY_AFTER = 5
+TRIM_SECONDS = 0.5
+"""Processor seconds of a preparation after which its freed memory is returned to the system."""
 
 
 @dataclass(eq=False)
@@ -95,10 +99,13 @@ class Preparers:
                 continue
             job.thread = own
             result, error = None, None
+            started = time.thread_time()
             try:
                 result = job.work()
             except BaseException as caught:
                 error = caught
+            if time.thread_time() - started > TRIM_SECONDS:
+                TRIMMER.request()
             job.thread = None
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 job.loop.call_soon_threadsafe(_settle, job.done, result, error)

@@ -16,12 +16,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
+from unisono.cluster.heap import TRIMMER
 from unisono.http.errors import ApiError
 from unisono.http.security.auth import Client, ClientLimits
 from unisono.types import ConfigError
 
 PLACES = 2
 """Long requests that are prepared at once: one in the tokenizer's thread, one in the event loop."""
+LARGE_BODY = 2**20
+"""Bytes of a body after which its freed memory is returned to the system."""
 SHORT_BODY, SHORT_PLACES = 16 * 2**10, 64
 """Bytes of a short request's body, and how many short ones are prepared at once. Each takes some milliseconds, most of
 them waiting for the event loop's next turn: through two places a server with full streams takes 200 requests a second.
@@ -154,6 +157,8 @@ class Admission:
     def _shrink(self, ticket: Ticket) -> None:
         if not ticket.bytes:
             return
+        if ticket.bytes > LARGE_BODY:
+            TRIMMER.request()
         self._bytes -= ticket.bytes
         self._usage[ticket.client.label].bytes -= ticket.bytes
         ticket.bytes = 0

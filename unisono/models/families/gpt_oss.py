@@ -32,9 +32,14 @@ NAMES: dict[str, Name] = {
 }
 
 
+SWIGLU_ALPHA = 1.702
+"""Slope of the sigmoid in the gate of gpt-oss, where config.json does not name it."""
+
+
 def read(hf_config: Any) -> DecoderConfig:
     """``attention_bias`` gives biases to q, k, v and o; ``layer_types`` says which layers slide."""
-    gate = Gate(hf_config.swiglu_alpha, hf_config.swiglu_limit)
+    alpha = getattr(hf_config, "swiglu_alpha", SWIGLU_ALPHA)  # not a field of transformers 5.17's config
+    gate = Gate(alpha, hf_config.swiglu_limit)
     experts = ExpertsSpec(
         num_experts=hf_config.num_local_experts,
         top_k=hf_config.num_experts_per_tok,
