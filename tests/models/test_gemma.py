@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.engine.helpers import engine, prompts, tokens
 from tests.models.harness import load, whole
 from tests.models.hybrids import reference, renamed
 from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint
+from unisono.models.families.gemma4 import key_heads
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
 
@@ -215,6 +217,15 @@ def test_older_gemma3_configs(tmp_path: Path) -> None:
     torch.testing.assert_close(far[1, :8], (1.0 / 1e6 ** (torch.arange(0, 16, 2) / 16) / 8).cos())
     assert config.layers[0].mixer.scale == 168**-0.5
     assert config.tie_embeddings
+
+
+def test_heads_by_the_fields_of_older_versions() -> None:
+    text = SimpleNamespace(
+        num_key_value_heads=8, head_dim=256, num_global_key_value_heads=2, global_head_dim=512, attention_k_eq_v=True
+    )
+    assert key_heads(text, 0, 1024) == (8, 256)
+    assert key_heads(text, 5, 0) == (2, 512)
+    assert key_heads(SimpleNamespace(**{**vars(text), "attention_k_eq_v": False}), 5, 0) == (8, 512)
 
 
 @torch.no_grad()

@@ -48,12 +48,9 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
         r = 2 * HALF + every + tl.arange(0, BLOCK_REST)[None, :]
     dtype = qkv.dtype.element_ty
     # With gates a query head is followed by its gate.
-    if K_IS_V:
-        before = tl.where(is_query, each * GATED, (1 + GATED) * HQ)
-        x = qkv + (token * ((1 + GATED) * HQ + HKV) + each + before) * D
-    else:
-        before = tl.where(is_query, each * GATED, (1 + GATED) * HQ + tl.where(is_value, HKV, 0))
-        x = qkv + (token * ((1 + GATED) * HQ + 2 * HKV) + each + before) * D
+    APART: tl.constexpr = 0 if K_IS_V else HKV
+    before = tl.where(is_query, each * GATED, (1 + GATED) * HQ + tl.where(is_value, APART, 0))
+    x = qkv + (token * ((1 + GATED) * HQ + HKV + APART) + each + before) * D
     # All loads come first: none waits for another one's sum.
     position, slot = tl.load(positions + token), tl.load(slot_mapping + token).to(tl.int64)
     first, second, third, fourth = _loaded(x, h, r, exists, D, HALF, BLOCK_REST)
@@ -64,17 +61,14 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
         if not is_query:
             weight = k_norm
         weights = _loaded(weight, h, r, is_value == 0, D, HALF, BLOCK_REST)
-
     if not is_value:
         if HAS_NORM:
             first, second, third, fourth = _normed(first, second, third, fourth, weights, eps,
                                                    q_norm.dtype.element_ty, dtype, D, BLOCK_REST)  # fmt: skip
         first, second = tl.fma(first, cos, second * -sin), tl.fma(second, cos, first * sin)
     elif V_NORM:
-        ones = 1.0, 1.0, 1.0, 1.0
-        first, second, third, fourth = _normed(first, second, third, fourth, ones, eps, tl.float32, dtype, D,
-                                               BLOCK_REST)  # fmt: skip
-
+        first, second, third, fourth = _normed(first, second, third, fourth, (1.0, 1.0, 1.0, 1.0), eps,
+                                               tl.float32, dtype, D, BLOCK_REST)  # fmt: skip
     cached = ((slot // PAGE * HKV + each) * PAGE + slot % PAGE) * D
     out = q_out + (token * HQ + each) * D
     if k_scales is None:

@@ -129,8 +129,9 @@ def store_gated(h, acc, part, pair, valid, I: tl.constexpr, TILE: tl.constexpr, 
     gate, up = tl.split(acc.reshape(TILE, 2, HALF).permute(0, 2, 1))
     cols = part * HALF + tl.arange(0, HALF)
     at = pair.to(tl.int64)[:, None] * I + cols[None, :]
-    product = gated_product(gate, up, h.dtype.element_ty, 1.0, 0.0, GELU)
-    tl.store(h + at, product, mask=valid[:, None] & (cols < I)[None, :])
+    tl.store(
+        h + at, gated_product(gate, up, h.dtype.element_ty, 1.0, 0.0, GELU), mask=valid[:, None] & (cols < I)[None, :]
+    )
 
 
 @triton.jit

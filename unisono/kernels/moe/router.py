@@ -70,10 +70,11 @@ def _choose_kernel(logits, positions, ids, weights, gates, counts, stride, E,
         total = tl.sum(tl.where(e < E, tl.exp(x - top), 0.0), 0)
     padding = tl.where(furthest < 0, (row * TOP_K + k) % E, E).to(tl.int32)
     tl.store(ids + row * TOP_K + k, tl.where(real, own, padding), mask=k < TOP_K)
-    chosen = chosen / total
     if factors is not None:
-        chosen = chosen * tl.load(factors + own).to(tl.float32)
-    tl.store(weights + row * TOP_K + k, tl.where(real, chosen, 0.0), mask=k < TOP_K)
+        scaled = chosen / total * tl.load(factors + own).to(tl.float32)
+        tl.store(weights + row * TOP_K + k, tl.where(real, scaled, 0.0), mask=k < TOP_K)
+    else:
+        tl.store(weights + row * TOP_K + k, tl.where(real, chosen / total, 0.0), mask=k < TOP_K)
     if COUNT:  # of integers, so their order does not matter
         tl.atomic_add(counts + own, 1, mask=real & (k < TOP_K), sem="relaxed")
 

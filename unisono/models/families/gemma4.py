@@ -59,20 +59,31 @@ UNREAD = {
 }
 
 
+def key_heads(text: Any, number: int, window: int) -> tuple[int, int]:
+    """(KV heads, head size) of a layer: ``per_layer_config`` has them, or fields of older versions of transformers."""
+    overrides = getattr(text, "per_layer_config", None)
+    if overrides is not None:
+        return overrides[number].num_key_value_heads, overrides[number].head_dim
+    if window:
+        return text.num_key_value_heads, text.head_dim
+    fewer = text.num_global_key_value_heads if text.attention_k_eq_v else None
+    return fewer or text.num_key_value_heads, text.global_head_dim or text.head_dim
+
+
 def read_attention(text: Any, number: int, window: int) -> AttentionSpec:
     """A layer's attention, over the keys of the last earlier layer of its type where ``num_kv_shared_layers`` says
     so."""
     kind, own = text.layer_types[number], text.num_hidden_layers - text.num_kv_shared_layers
-    here = text.per_layer_config[number]
+    kv_heads, head_dim = key_heads(text, number, window)
     common: dict[str, Any] = {
-        "rotary": rotary_of(text, kind, here.head_dim),
+        "rotary": rotary_of(text, kind, head_dim),
         "window": window,
         "scale": 1.0,
         "qk_norm": True,
         "qkv_bias": text.attention_bias,
         "o_bias": text.attention_bias,
     }
-    heads = text.num_attention_heads, here.num_key_value_heads, here.head_dim
+    heads = text.num_attention_heads, kv_heads, head_dim
     if number < own:
         return AttentionSpec(*heads, **common, v_norm=True, k_is_v=text.attention_k_eq_v and window == 0)
     same = [earlier for earlier in range(own) if text.layer_types[earlier] == kind]
