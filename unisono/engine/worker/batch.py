@@ -197,7 +197,7 @@ def _growth_batch(growth: Mapping[int, list[RowGrowth]], rows: int) -> Batch:
 def _token_ids(chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
     """Return the chunks' tokens and the token after each of them, int32 [total]; 0 if it is not sampled yet.
 
-    A token without an id (an embedding) is 0; its value is not used.
+    A token without an id is 0; its value is not used.
     """
     ids = []
     for chunk in chunks:
