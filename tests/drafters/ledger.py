@@ -1,4 +1,4 @@
-"""What each request got in each round: text proves nothing of a drafter, acceptance does."""
+"""Tokens of each request by round: a drafter is proven by acceptance, not by text."""
 
 from __future__ import annotations
 

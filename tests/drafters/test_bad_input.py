@@ -1,4 +1,5 @@
-"""What cannot be drafted ends the start with one line that names it, and a status: 2 for a flag, 1 for a checkpoint."""
+"""An impossible drafter ends the start with one line that names the error, and a status: 2 for a flag, 1 for a
+checkpoint."""
 
 from __future__ import annotations
 

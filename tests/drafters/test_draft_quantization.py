@@ -152,7 +152,7 @@ def test_a_module_in_fp8_is_nearly_the_plain_one(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_trained_module_is_accepted_as_before() -> None:
-    """Of the bundled hybrid's, in its own format of problems."""
+    """Problems in the bundled hybrid's own format."""
     problem = "Tom has 3 boxes of 12 pencils. He gives away 5 pencils. How many are left?"
     params = [SamplingParams(temperature=t, seed=1, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0)]
     with engine("tiny-hybrid") as llm:

@@ -164,7 +164,7 @@ ODD = torch.arange(1, 263, 2)
 
 
 def next_of(token: torch.Tensor) -> torch.Tensor:
-    """What the target writes after a token, greedily: a permutation without fixed points that keeps parity."""
+    """The target's greedy next token: a permutation without fixed points that keeps parity."""
     return (token + 22) % 262
 
 

@@ -139,7 +139,7 @@ def of_every_head(ways: Sequence[Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain_texts(target: Target) -> Callable[..., list[list[int]]]:
-    """What the target writes without a drafter, once for each list of requests."""
+    """The target's tokens without a drafter, once per list of requests."""
 
     @functools.cache
     def written(count: int, seed: int, max_tokens: int, **lengths: int) -> list[list[int]]:

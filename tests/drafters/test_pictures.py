@@ -196,7 +196,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Module:
 
 
 def proposed(module: Module) -> list[tuple[list[int], list[int]]]:
-    """What the drafter proposed, in chunks, after prefix hits and in rounds: (committed tokens, drafts)."""
+    """Proposals of the drafter, in chunks, after prefix hits and in rounds: (committed tokens, drafts)."""
     how = [SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, seed=0)] * len(module.given)
     spec = SpeculativeConfig("mtp", num_speculative_tokens=3)
     with engine(module.path, dtype="float32", max_num_batched_tokens=21) as llm:

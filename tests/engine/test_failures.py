@@ -167,6 +167,7 @@ def test_one_request_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str
     idle(llm)
     assert found[BAD].finish is FinishReason.ABORT
     assert found[BAD].error is not None
+    assert "failed on this request" not in found[BAD].error, "the edge says so"
     for name in expected.keys() - {BAD}:
         assert told(found[name]) == told(expected[name]), name
     assert checked or where == "delivering"

@@ -15,7 +15,7 @@ from unisono.types import SamplingParams
 
 @dataclass(frozen=True)
 class Kind:
-    """How passes are captured, and what that makes of each program. ``backend``: eager runs use it too."""
+    """A way to capture passes, and the resulting kind of each program. ``backend``: eager runs use it too."""
 
     flags: dict[str, Any]
     extend: str

@@ -118,7 +118,7 @@ def test_in_inference_mode() -> None:
 
 
 def test_the_results_address_stays() -> None:
-    """What follows a break was captured with the address of its first result."""
+    """Ops after a break were captured with the address of its first result."""
     homes = []
 
     def run(b: Buffers) -> None:

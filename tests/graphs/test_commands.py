@@ -40,7 +40,7 @@ Executed = tuple[bytes, dict[str, np.ndarray] | None]
 
 @pytest.fixture
 def executed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Executed]]:
-    """What workers execute while the test runs. New memory holds fixed values, which rows that ask for nothing show."""
+    """Commands executed by workers during the test. New memory holds fixed values, shown by rows without requests."""
     stream: list[Executed] = []
     torch.use_deterministic_algorithms(True, warn_only=True)
     real = Worker.execute

@@ -157,7 +157,7 @@ def test_pieces_end_where_something_is_written() -> None:
 
 @pytest.mark.parametrize("run", [aliases, twins], ids=lambda f: f.__name__)
 def test_no_piece_makes_what_is_written_later(run: Callable[[Buffers], Any]) -> None:
-    """For a compiler may give two results, or a result and an input, the same memory."""
+    """A compiler may give two results, or a result and an input, the same memory."""
     pieces, _ = pieces_of(run)
     (write,) = [step for step in pieces.steps if step.run is torch.ops.aten.add_.Tensor]
     (maker,) = [step for step in pieces.steps if step is not write and write.args[0].number in step.results]

@@ -100,8 +100,11 @@ def opened(method: str, checkpoints: Checkpoints, **flags: Any) -> LLM:
 
 @dataclass
 class Ran:
-    """What a run left: outputs by feature, the keys of its passes in order (None: it was idle), how they were counted,
-    accepted drafts. sizes: what may be captured of each program and width, with masks or without."""
+    """Result of a run.
+
+    outputs by feature, the keys of its passes in order (None: it was idle), how they were counted, accepted drafts.
+    sizes: shapes that may be captured for each program and width, with masks or without.
+    """
 
     outputs: dict[str, Any]
     keys: list[GraphKey | None]

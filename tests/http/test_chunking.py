@@ -73,7 +73,7 @@ def chunkings(dice: random.Random, text: str) -> Iterator[list[str]]:
 def reader_of(
     form: str | None, parallel: bool, parser: str | None, prompt: str = "", interrupts: Any = ()
 ) -> AnswerParser:
-    reader = None if form is None else NAMES[form].reader(ParserContext(TOOLS, lambda number: f"id{number}", parallel))
+    reader = None if form is None else NAMES[form].parser(ParserContext(TOOLS, lambda number: f"id{number}", parallel))
     splitter = None
     if parser is not None:
         marks = PARSERS[parser]

@@ -237,7 +237,7 @@ def test_embeddings_that_do_not_fit_the_model(tiny: Server) -> None:
     answer = tiny.http.post(TEXT, json={"prompt_embeds": encoded(torch.full((3, size), float("inf")))})
     assert_refused(answer, "prompt_embeds", "position 0", "not finite")
     body = {"prompt_embeds": encoded(torch.zeros(3, size)), "prompt_logprobs": 1}
-    assert_refused(tiny.http.post(TEXT, json=body), "prompt_logprobs", "at 1 stands an embedding")
+    assert_refused(tiny.http.post(TEXT, json=body), "prompt_logprobs", "position 1 is an embedding")
 
 
 # ---- nothing is unpickled ---------------------------------------------------------------------------

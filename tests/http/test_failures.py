@@ -23,7 +23,7 @@ def test_an_engine_that_fails_on_a_request_serves_the_next(slow_server: Server) 
     pid = slow_server.info()["pid"]
     answer = slow_server.http.post(TEXT, json={"prompt": [int(Trick.EXHAUST)], "max_tokens": 2})
     assert answer.status_code == 500
-    assert "MemoryError: std::bad_alloc" in answer.json()["error"]["message"]
+    assert "The engine failed on this request: MemoryError: std::bad_alloc" in answer.json()["error"]["message"]
     assert slow_server.http.post(TEXT, json={"prompt": [1, 2], "max_tokens": 2}).status_code == 200
     assert slow_server.info()["pid"] == pid
 

@@ -317,7 +317,7 @@ def test_an_answer_that_is_not_split_thinks_all_the_same() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
     request = ChatRequest(messages=[{"role": "user", "content": "x"}], separate_reasoning=False)
     plan, prompt = ChatFormat(QWEN).plan(request, params), PreparedPrompt([1], OPEN)
-    assert plan.reader(EngineRequest("x", [1], params), prompt) is None
+    assert plan.answer_parser(EngineRequest("x", [1], params), prompt) is None
     thinking = plan.sampling(prompt).followed_thinking
     assert thinking is not None
     assert (thinking.start, thinking.end, thinking.state) == ("<think>", "</think>", "thinking")

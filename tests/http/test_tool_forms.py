@@ -22,7 +22,7 @@ TOOLS = [Tool("get_weather", WEATHER, strict=True), Tool("now", {"type": "object
 
 def read(form: str, pieces: list[str], parallel: bool = True, ends: bool = False) -> tuple[str, list[Call]]:
     """(content, calls) of an answer that comes in pieces. ends: the last one is known to be the last."""
-    reader = NAMES[form].reader(ParserContext(TOOLS, lambda number: f"id{number}", parallel))
+    reader = NAMES[form].parser(ParserContext(TOOLS, lambda number: f"id{number}", parallel))
     found = [reader.feed(piece, ends and place == len(pieces) - 1) for place, piece in enumerate(pieces)]
     found += [] if ends else [reader.feed("", last=True)]
     calls: list[list[str]] = []
@@ -73,7 +73,7 @@ def test_arguments_come_as_they_are_written() -> None:
         "openai",
     ):
         _, answer, _ = CASES[form]
-        reader = NAMES[form].reader(ParserContext(TOOLS, str))
+        reader = NAMES[form].parser(ParserContext(TOOLS, str))
         given = [[d.arguments for d in reader.feed(char).calls] for char in answer]
         assert sum(bool("".join(one)) for one in given) > 20, form
 

@@ -116,7 +116,7 @@ def test_a_prefix_hit_goes_on_from_its_snapshot(mixed: Path) -> None:
 
 @pytest.mark.full
 def test_a_conversation_is_cached_alike_with_drafts(mixed: Path) -> None:
-    """What a request leaves is found up to its last whole page, wherever its last round began."""
+    """State left by a request is found up to its last whole page, wherever its last round began."""
     params = [
         SamplingParams(temperature=0, max_tokens=20 + i, ignore_eos=True, allowed_token_ids=(7, 8)) for i in range(12)
     ]

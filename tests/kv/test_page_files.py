@@ -1,4 +1,4 @@
-"""What rank 0 knows of the files of several ranks: a part is written, or has been read, when all of them say so."""
+"""Rank 0's index of the files of several ranks: a part counts as written or read when all ranks report it."""
 
 from __future__ import annotations
 

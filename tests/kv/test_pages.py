@@ -143,7 +143,7 @@ def test_eviction_is_by_last_use_whatever_came_before(seed: int) -> None:
 
 
 def test_a_prefix_that_is_used_over_and_over_leaves_no_trace() -> None:
-    """What eviction keeps in mind is bounded by the pages, not by the requests that came before."""
+    """Records of eviction are bounded by the number of pages, not of earlier requests."""
     pool = PagePool(9)
     for i in range(500):
         tokens = list(range(64)) if i % 2 else list(range(32))

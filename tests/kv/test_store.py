@@ -74,7 +74,7 @@ def test_a_span_is_copied_in_every_tensor_of_its_lifetime_and_in_no_other(window
 
 
 def test_a_page_moves_to_another_store_bit_by_bit() -> None:
-    """Of every window group, and snapshots; what is left out and what is not named keeps its bytes."""
+    """Parts of every window group, and snapshots; pages that are skipped or not named keep their bytes."""
     one, other = made(), made()
     for store, seed in ((one, 1), (other, 2)):
         generator = torch.Generator().manual_seed(seed)

@@ -85,7 +85,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
 
 
 def test_what_the_tree_has_already_stays() -> None:
-    """What comes a second time changes nothing: no page is lost, none is written."""
+    """Parts that arrive a second time change nothing: no page is lost, none is written."""
     here, there, tokens = filled(), filled(), tokens_of(1, 2)
     pool, other = PagePool(12, {32: 7}), PagePool(12, {32: 7})
     run(pool, tokens, 8)

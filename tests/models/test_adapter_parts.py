@@ -1,4 +1,4 @@
-"""What a rank has of an adapter: A whole, of B the rows of the outputs that it computes, and it reads no more."""
+"""A rank's part of an adapter: all of A, and the rows of B for the outputs it computes; it reads no more."""
 
 from __future__ import annotations
 

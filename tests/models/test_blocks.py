@@ -23,7 +23,7 @@ from unisono.models.config import DecoderConfig
 
 
 def reference(attention: Attention, x: torch.Tensor) -> torch.Tensor:
-    """What ``o`` reads, in float64: each head's q_proj rows are its query, then its gate (Qwen3.5)."""
+    """Input of ``o`` in float64: each head's q_proj rows are its query, then its gate (Qwen3.5)."""
     s, w = attention.spec, attention.qkv.weight.double()
     x, queries = x.double(), s.num_heads * s.head_dim
     both = (x @ w[: 2 * queries].T).view(TOKENS, s.num_heads, 2 * s.head_dim)

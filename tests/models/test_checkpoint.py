@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said before it is loaded: the file, the tensor, the value."""
+"""Errors of a checkpoint are reported before it is loaded: the file, the tensor, the value."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_several_threads_read_the_same_model(made, directory, monkeypatch):
     assert shares == sorted(shares)
     assert shares[-1] == 1
     broken = lambda self, stored: 1 / 0  # noqa: E731
-    monkeypatch.setattr(weights.LoadTarget, "fill", broken)
+    monkeypatch.setattr(weights.WeightTarget, "fill", broken)
     with pytest.raises(ZeroDivisionError):
         load(directory)
 

@@ -36,7 +36,7 @@ def directory(made: Path, tmp_path: Path) -> Path:
 
 
 def test_the_published_config() -> None:
-    """That of openai/gpt-oss-20b, which benchmarks have."""
+    """The quantization_config of openai/gpt-oss-20b, as in the benchmarks."""
     checkpoint = Checkpoint.open(SHAPE)
     config = checkpoint.config
     assert config.windows == (128, 0) * 12

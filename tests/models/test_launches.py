@@ -1,4 +1,4 @@
-"""How many kernels a round launches in a layer, and that fused ones give the bits of those they replace."""
+"""Number of kernels that a round launches per layer; fused ones have the bits of those they replace."""
 
 from __future__ import annotations
 

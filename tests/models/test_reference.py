@@ -26,6 +26,7 @@ GELU = "gelu_pytorch_tanh"
 CLAMPED = ExpertKind(ExpertGate(1.7, 1.0), bias=True)
 GELU_EXPERTS = ExpertsSpec(7, 3, 24, activation=GELU, router_factors=True)
 EXPERTS = ExpertsSpec(num_experts=7, top_k=3, intermediate_size=24, shared_intermediate_size=24, shared_gate=True)
+CLAMPED = ExpertKind(ExpertGate(1.7, 1.0), bias=True)
 DELTA = GatedDeltaSpec(2, 4, 16, 16)
 MIXERS: dict[str, Any] = {
     "attention": SPEC,
@@ -45,13 +46,9 @@ FEED_FORWARDS: dict[str, Any] = {
     "experts, shared of another size": replace(EXPERTS, shared_intermediate_size=33),
     "experts, shared without gate": replace(EXPERTS, shared_gate=False),
     "experts, none shared": replace(EXPERTS, shared_intermediate_size=0, shared_gate=False, normalize=False),
-    "experts, clamped with biases": ExpertsSpec(
-        7, 3, 24, router_bias=True, kind=ExpertKind(ExpertGate(1.7, 1.0), bias=True)
-    ),
+    "experts, clamped with biases": ExpertsSpec(7, 3, 24, router_bias=True, kind=CLAMPED),
     "experts, GELU with factors": GELU_EXPERTS,
-    "mlp beside experts": BesideSpec(
-        MLPSpec(30, activation=GELU), ExpertsSpec(7, 3, 24, activation=GELU, router_factors=True)
-    ),
+    "mlp beside experts": BesideSpec(MLPSpec(30, activation=GELU), GELU_EXPERTS),
 }
 
 

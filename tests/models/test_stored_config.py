@@ -40,7 +40,7 @@ def test_a_kept_configuration_is_read_as_the_first(family: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("file", SHAPES, ids=lambda file: file.parent.name)
 def test_published_shapes(file: Path) -> None:
-    """Of targets: a family reads the same. Where positions are scaled, nothing is kept."""
+    """A family reads the same from a stored config of a target. Nothing is stored if positions are scaled."""
     raw = json.loads(file.read_text())
     if raw.get("architectures", [""])[0] not in catalog.models:
         pytest.skip("a draft head")

@@ -130,7 +130,7 @@ def test_fields_are_of_four_bytes_and_of_the_grids_alone(family, made):
 
 
 def test_windows_are_cut_from_the_upper_left_corner(made):
-    """Of 3 x 5 tokens, windows of three: nine tokens, then six; a full-attention block sees the whole frame."""
+    """3 x 5 tokens in windows of three: nine tokens, then six; a full-attention block sees the whole frame."""
     tower = load(made["qwen2_5_vl"])
     assert (tower.config.tower.window, tower.config.tower.full_blocks) == (6, (1,))
     order = tower.order([(1, 6, 10)])

@@ -85,7 +85,7 @@ def test_calls_that_must_come(grammars: Grammars, name: str, special: str | None
     for calls in (1, 2):
         text = written(form, good, calls)
         assert takes(grammars, asked, text, specials)
-        reader = form.reader(ParserContext(TOOLS, str))
+        reader = form.parser(ParserContext(TOOLS, str))
         found = reader.feed(text, last=True)
         assert reader.count == calls
         assert json.loads("".join(call.arguments for call in found.calls if call.index == 0)) == json.loads(JSON)
@@ -204,7 +204,7 @@ def test_no_mask_leads_to_a_dead_end_and_every_call_is_valid(name: str) -> None:
             written.append(token)
         if not matcher.is_accepting():
             continue
-        reader = NAMES[name].reader(ParserContext(tools, str))
+        reader = NAMES[name].parser(ParserContext(tools, str))
         found = reader.feed(TOKENIZER.decode(written), last=True)  # type: ignore[union-attr]
         assert found.calls
         for index in range(reader.count):

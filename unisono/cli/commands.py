@@ -208,12 +208,12 @@ def evaluate(
 
 def _asked(**values: Any) -> dict[str, Any]:
     """The sampling flags that are set. Raises typer.BadParameter for a bad value, before any model is loaded."""
-    given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+    sampling = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
     try:
-        SamplingParams(**given)
+        SamplingParams(**sampling)
     except BadRequest as error:
         raise typer.BadParameter(str(error), param_hint=f"--{(error.param or '').replace('_', '-')}") from None
-    return given
+    return sampling
 
 
 def _params(llm: LLM, sampling: dict[str, Any]) -> SamplingParams:

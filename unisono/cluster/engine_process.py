@@ -87,6 +87,11 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def _described(error: Exception) -> str:
+    """Describe an error that ends one request: its class and up to 450 characters of its message."""
+    return f"{type(error).__name__}: {_one_line(error)[:450]}"
+
+
 class EngineServer:
     """Serve ``engine`` on ``socket``: handle messages between its steps, and send each step's deltas."""
 
@@ -173,8 +178,7 @@ class EngineServer:
         except (TypeError, ValueError, OverflowError) as error:
             traceback.print_exception(error)
             self.engine.abort(delta.request_id)
-            why = f"the engine failed on this request (result): {type(error).__name__}: {_one_line(error)}"
-            return TokenDelta(delta.request_id, [], FinishReason.ABORT, error=f"{why[:500]}.")
+            return TokenDelta(delta.request_id, [], FinishReason.ABORT, error=f"{_described(error)} (result).")
         return delta
 
     def receive(self) -> None:
@@ -249,8 +253,8 @@ class EngineServer:
         if isinstance(error, BadRequest):
             self.send(ipc.Rejected(request_id, str(error), error.param, error.code))
         else:
-            why = f"the engine failed on this request: {type(error).__name__}: {_one_line(error)}"
-            self.send(ipc.Rejected(request_id, why[:500], code="internal_error", failed=True))
+            why = f"The engine failed on this request: {_described(error)}"
+            self.send(ipc.Rejected(request_id, why, code="internal_error", failed=True))
 
     def send(self, message: ipc.FromEngine) -> None:
         _send(self.socket, message)

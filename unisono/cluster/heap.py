@@ -49,7 +49,7 @@ def uncollected() -> Iterator[None]:
 
 
 class HeapTrimmer:
-    """Returns free memory of the C heap to the system, in a thread of its own.
+    """Return free memory of the C heap to the system, in a thread of its own.
 
     glibc keeps memory that was freed below the top of an arena. Tokenizing a text of 4 MiB leaves 0.5 GiB so, for each
     thread that does it. ``seconds``: time from a request to the trim, and the shortest time between two trims.

@@ -236,8 +236,8 @@ def markdown() -> str:
     same = {**SHORT, **RENAMED, **{flag: ours or "nothing: it is so anyway" for flag, ours in SWITCHES.items()}}
     rows += [f"| `{flag}` | {f'`{ours}`' if ours.startswith('-') else ours} |" for flag, ours in sorted(same.items())]
     for flag, (values, reason) in sorted(ACCEPTED.items()):
-        given = ", ".join(f"`{value}`" if value else "empty" for value in values)
-        rows.append(f"| `{flag}` | only {given}: {reason} |")
+        shown = ", ".join(f"`{value}`" if value else "empty" for value in values)
+        rows.append(f"| `{flag}` | only {shown}: {reason} |")
     for flag, reason in sorted({**NOTED_VALUES, **NOTED_SWITCHES}.items()):
         rows.append(f"| `{flag}` | nothing, with a note: {reason} |")
     rows += [f"| `{flag}` | refused: {reason} |" for flag, reason in sorted(REFUSED.items())]

@@ -83,9 +83,8 @@ class Failures:
             raise error
         traceback.print_exception(error)
         self.count(stage)
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        why = f"the engine failed on this request ({stage}): {text}"[:500]
-        self._deltas.append(TokenDelta(request_id, [], FinishReason.ABORT, error=f"{why}."))
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:480]
+        self._deltas.append(TokenDelta(request_id, [], FinishReason.ABORT, error=f"{text} ({stage})."))
 
     def __bool__(self) -> bool:
         return bool(self._deltas)

@@ -186,9 +186,15 @@ def metrics(offload: Offload | None, host: HostPages | None) -> list[Metric]:
     for kind, count in index.counts.items():
         labels, used = {"kind": _name(kind)}, index.used(kind)
         samples += [
-            ("kv_offload_slots", "gauge", labels, count, "Pages or snapshots that host memory has room for."),
-            ("kv_offload_parts", "gauge", labels, used, "Pages or snapshots that wait in host memory."),
-            ("kv_offload_bytes", "gauge", labels, used * offload.part_bytes[kind], "Bytes of these."),
+            ("kv_offload_slots", "gauge", labels, count, "Capacity of host memory, in pages or snapshots."),
+            ("kv_offload_parts", "gauge", labels, used, "Pages or snapshots in host memory."),
+            (
+                "kv_offload_bytes",
+                "gauge",
+                labels,
+                used * offload.part_bytes[kind],
+                "Bytes of pages or snapshots in host memory.",
+            ),
         ]
     ways: Mapping[str, tuple[int, int]] = {
         "out": (counters.parts_out, counters.bytes_out),
@@ -198,13 +204,13 @@ def metrics(offload: Offload | None, host: HostPages | None) -> list[Metric]:
         labels = {"direction": way}
         samples += [
             ("kv_offload_moved_parts", "counter", labels, parts, "Pages and snapshots moved to host memory or back."),
-            ("kv_offload_moved_bytes", "counter", labels, size, "Bytes of these."),
-            ("kv_offload_seconds", "counter", labels, host.seconds[way], "Seconds that these copies took."),
+            ("kv_offload_moved_bytes", "counter", labels, size, "Bytes moved to host memory or back."),
+            ("kv_offload_seconds", "counter", labels, host.seconds[way], "Seconds of copies to host memory or back."),
         ]
     samples += [
-        ("kv_offload_hits", "counter", {}, counters.hits, "Prompt tokens that came back from host memory."),
-        ("kv_offload_requests", "counter", {}, counters.requests, "Requests that waited for pages to come back."),
-        ("kv_offload_dropped", "counter", {}, index.dropped, "Pages and snapshots that gave way in host memory."),
+        ("kv_offload_hits", "counter", {}, counters.hits, "Prompt tokens loaded from host memory."),
+        ("kv_offload_requests", "counter", {}, counters.requests, "Requests that waited for pages from host memory."),
+        ("kv_offload_dropped", "counter", {}, index.dropped, "Pages and snapshots evicted from host memory."),
     ]
     if (files := offload.files) is not None:
         samples += [

@@ -211,35 +211,35 @@ def metrics(engine: Reported) -> list[Metric]:
     counters = [
         ("prefix_cache_queries", s.prefix_queries, "Prompt tokens looked up in the prefix cache."),
         ("prefix_cache_hits", s.prefix_hits, "Prompt tokens found in the prefix cache."),
-        ("prompt_tokens_cached", s.prefix_hits, "Prompt tokens that the prefix cache had."),
-        ("num_preemptions", s.preemptions, "Requests that gave their pages back and resumed."),
+        ("prompt_tokens_cached", s.prefix_hits, "Prompt tokens found in the prefix cache."),
+        ("num_preemptions", s.preemptions, "Preempted requests."),
         ("prompt_tokens", c.prompt_tokens, "Prompt tokens processed."),
         ("generation_tokens", c.generation_tokens, "Tokens generated."),
-        ("spec_decode_num_drafts", c.drafts, "Drafts: one per request and round that had any."),
-        ("spec_decode_num_draft_tokens", c.drafted_tokens, "Tokens drafted."),
-        ("spec_decode_num_accepted_tokens", c.accepted_tokens, "Drafted tokens that were accepted."),
-        ("forced_tokens", c.forced_tokens, "Drafted tokens that a grammar left no choice about."),
-        ("forced_tokens_accepted", c.accepted_forced_tokens, "Forced tokens that were accepted."),
+        ("spec_decode_num_drafts", c.drafts, "Drafts: one per request and round with draft tokens."),
+        ("spec_decode_num_draft_tokens", c.drafted_tokens, "Draft tokens."),
+        ("spec_decode_num_accepted_tokens", c.accepted_tokens, "Accepted draft tokens."),
+        ("forced_tokens", c.forced_tokens, "Draft tokens that a grammar forced."),
+        ("forced_tokens_accepted", c.accepted_forced_tokens, "Accepted forced draft tokens."),
     ]
     samples: list[Metric] = [(name, "gauge", {}, value, text) for name, value, text in gauges]
     samples += [(name, "counter", {}, value, text) for name, value, text in counters]
-    text = "Requests that ended with an error of their own in the engine, by where it was met."
+    text = "Requests that failed in the engine, by stage."
     samples += [("request_failures", "counter", {"stage": one}, engine.failures.counts[one], text) for one in STAGES]
     samples += offload.metrics(engine.pool.offload, engine.runner.worker.host_pages)
     samples += roles.metrics(engine.roles)
     drafts_anything = engine.runner.width > 1
     for place, accepted in enumerate(c.accepted_per_position if drafts_anything else ()):
-        name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by their place."
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position."
         samples.append((name, "counter", {"position": str(place)}, accepted, text))
     for drafts, rounds in sorted(engine.draft_controller.rounds.items()):
-        name, text = "spec_decode_num_rounds", "Rounds by the number of tokens drafted for each request, at most."
+        name, text = "spec_decode_num_rounds", "Rounds, by the largest number of draft tokens per request."
         if drafts_anything:
             samples.append((name, "counter", {"num_speculative_tokens": str(drafts)}, rounds, text))
     costs = planner.costs()
     graphs = [
         ("graphs", costs["graphs"], "Captured graphs."),
-        ("graph_bytes", costs["bytes"], "Bytes that captured graphs take."),
-        ("graph_capture_seconds", costs["capture_seconds"], "Seconds spent capturing, at start and when idle."),
+        ("graph_bytes", costs["bytes"], "Bytes of captured graphs."),
+        ("graph_capture_seconds", costs["capture_seconds"], "Seconds of capturing, at the start and while idle."),
         ("graph_idle_captures", costs["idle_captures"], "Graphs captured after the start, while idle."),
     ]
     samples += [(name, "gauge", {}, value, text) for name, value, text in graphs]

@@ -74,7 +74,7 @@ def check_beams(params: SamplingParams, most: int) -> None:
             )
     if params.thinking is not None and params.thinking.budget is not None:
         raise BadRequest(
-            "thinking_token_budget ends thoughts early, and beams are the model's likeliest texts as it is; leave out "
+            "thinking_token_budget ends reasoning early, and beams are the model's likeliest texts as it is; leave out "
             "thinking_token_budget or use_beam_search.",
             "thinking_token_budget",
         )

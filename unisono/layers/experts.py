@@ -22,7 +22,7 @@ from unisono.kernels.moe.plan import plan_experts
 from unisono.kernels.moe.router import route
 from unisono.kernels.norm.activation import SILU, ExpertGate
 from unisono.layers.activations import Activations, InputFormat, in_format, plain
-from unisono.layers.formats.base import FLOATS, WHOLE, LoadTarget, PartOf, Runs, Share, Slice, Slices, StoredTensor
+from unisono.layers.formats.base import FLOATS, WHOLE, PartOf, Runs, Share, Slice, Slices, StoredTensor, WeightTarget
 from unisono.layers.formats.experts import ExpertFormat
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import Factor, RMSNorm
@@ -131,7 +131,7 @@ class ExpertStack(nn.Module):
         input_format = getattr(self.format, "input_format", None)
         return input_format(self) if input_format else None
 
-    def fused(self) -> Iterator[tuple[str, LoadTarget]]:
+    def fused(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name suffix, target) of each tensor of a checkpoint that stores the whole stack fused.
 
         Empty if the rows of the projections cannot be told apart.
@@ -146,10 +146,10 @@ class ExpertStack(nn.Module):
                 yield kind.removeprefix("weight"), self._fused(kind, stored, each)
         if self.bias is not None:
             stored = StoredTensor(self.dtype, FLOATS, inputs=0)
-            each = [[LoadTarget(rows, rows.shape) for rows in expert] for expert in self._rows_of("bias", stored)]
+            each = [[WeightTarget(rows, rows.shape) for rows in expert] for expert in self._rows_of("bias", stored)]
             yield "_bias", self._fused("bias", stored, each[: end - first])
 
-    def _fused(self, kind: str, stored: StoredTensor, each: Sequence[Sequence[LoadTarget]]) -> Fused:
+    def _fused(self, kind: str, stored: StoredTensor, each: Sequence[Sequence[WeightTarget]]) -> Fused:
         """Target of the tensor of all experts; each: targets of an expert's projections."""
         first, end = self.share.part(self.experts)
         part = None if self.share == WHOLE else Slice(0, first, end)
@@ -175,7 +175,7 @@ class ExpertStack(nn.Module):
             transposed=self.kind.transposed and kind == "weight",
         )
 
-    def single(self) -> Iterator[tuple[int, str, str, LoadTarget]]:
+    def single(self) -> Iterator[tuple[int, str, str, WeightTarget]]:
         """(expert, projection, kind, target) of each tensor of this rank in a checkpoint that stores experts one by
         one.
 
@@ -187,16 +187,16 @@ class ExpertStack(nn.Module):
             for each in places:
                 yield expert, *each
 
-    def riding(self) -> Iterator[tuple[str, str, LoadTarget]]:
+    def riding(self) -> Iterator[tuple[str, str, WeightTarget]]:
         """(projection, kind, target) of the riding shared expert."""
         return iter(self._places()[-1])
 
-    def _places(self, form: str = "") -> list[list[tuple[str, str, LoadTarget]]]:
+    def _places(self, form: str = "") -> list[list[tuple[str, str, WeightTarget]]]:
         """(projection, kind, target) of each weight of the stack. A model may have tens of thousands."""
         tensors = self.format.tensors(self.dtype)
         rows = {kind: self._rows_of(kind, stored) for kind, stored in tensors.items()}
         made = [kind for kind, stored in tensors.items() if not stored.accepts]
-        found: list[list[tuple[str, str, LoadTarget]]] = [[] for _ in next(iter(rows.values()))]
+        found: list[list[tuple[str, str, WeightTarget]]] = [[] for _ in next(iter(rows.values()))]
         for kind, stored in tensors.items():
             for number, (projection, outputs) in enumerate(self.projections.items() if stored.accepts else ()):
                 shape, *also = stored.stored_shapes(outputs, self.inputs)
@@ -205,7 +205,7 @@ class ExpertStack(nn.Module):
                 for index, places in enumerate(found):
                     others = {other: rows[other][index][number] for other in made}
                     places.append(
-                        (projection, kind, LoadTarget(rows[kind][index][number], *common, others, tuple(also)))
+                        (projection, kind, WeightTarget(rows[kind][index][number], *common, others, tuple(also)))
                     )
         return found
 
@@ -224,7 +224,7 @@ class ExpertStack(nn.Module):
 
 
 @dataclass(frozen=True)
-class Fused(LoadTarget):
+class Fused(WeightTarget):
     """Target of a tensor [E, rows, columns] of a whole stack; ``each``: targets of an expert's projections.
 
     Some checkpoints (Qwen3-VL's) store [E, columns, rows]; a tensor that fits as it is is not transposed, as in
@@ -235,7 +235,7 @@ class Fused(LoadTarget):
     transposed: [E, columns, rows] is the only shape.
     """
 
-    each: Sequence[Sequence[LoadTarget]] = ()
+    each: Sequence[Sequence[WeightTarget]] = ()
     runs: Runs | None = None
     interleaved: bool = False
     transposed: bool = False
@@ -258,7 +258,7 @@ class Fused(LoadTarget):
             for place, rows in zip(places, self._projections(expert, places), strict=True):
                 place.fill(rows)
 
-    def _projections(self, expert: torch.Tensor, places: Sequence[LoadTarget]) -> Sequence[torch.Tensor]:
+    def _projections(self, expert: torch.Tensor, places: Sequence[WeightTarget]) -> Sequence[torch.Tensor]:
         """The rows of each projection of one expert."""
         if self.interleaved:
             return [expert[first :: len(places)] for first in range(len(places))]
@@ -427,16 +427,16 @@ class Experts(nn.Module):
         gate_up = self.stacks[0]
         return 1 - (self.top_k + gate_up.rides) / (gate_up.experts + gate_up.rides)  # also a rank's average
 
-    def places(self) -> Iterator[tuple[str, LoadTarget]]:
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the layer, target) of each checkpoint tensor. Experts are stored fused or one by one."""
         count = self.stacks[0].experts
         for name, rows in (("router", self.router[:count]), ("shared_gate", self.router[count:])):
             if len(rows):
-                yield f"{name}.weight", LoadTarget(rows, tuple(rows.shape))
+                yield f"{name}.weight", WeightTarget(rows, tuple(rows.shape))
         if self.router_bias is not None:
-            yield "router.bias", LoadTarget(self.router_bias[:count], (count,))
+            yield "router.bias", WeightTarget(self.router_bias[:count], (count,))
         if self.factors is not None:
-            yield "factors.", LoadTarget(self.factors.weight, (count,))
+            yield "factors.", WeightTarget(self.factors.weight, (count,))
         for name, stack in self.experts.items():
             assert isinstance(stack, ExpertStack)
             for kind, place in stack.fused():

@@ -21,13 +21,13 @@ from unisono.layers.formats.base import (
     FLOATS,
     PLAIN,
     WHOLE,
-    LoadTarget,
     PartOf,
     Plain,
     Share,
     Slices,
     StoredTensor,
     WeightFormat,
+    WeightTarget,
 )
 from unisono.layers.norm import RMSNorm
 
@@ -194,7 +194,7 @@ class Linear(nn.Module):
         """Adapter of each row; None in a pass without adapters."""
         return None if self.adapter is None else self.adapter.plan(plain(x).shape[0])
 
-    def places(self) -> Iterator[tuple[str, LoadTarget]]:
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the layer, target) of each checkpoint tensor."""
         tensors = self.format.tensors(self.dtype)
         made = {kind: stored for kind, stored in tensors.items() if not stored.accepts}
@@ -206,7 +206,9 @@ class Linear(nn.Module):
         if self.bias is not None:
             yield from self._places("bias", StoredTensor(self.dtype, FLOATS, inputs=0), None)
 
-    def _places(self, kind: str, stored: StoredTensor, format: WeightFormat | None) -> Iterator[tuple[str, LoadTarget]]:
+    def _places(
+        self, kind: str, stored: StoredTensor, format: WeightFormat | None
+    ) -> Iterator[tuple[str, WeightTarget]]:
         """Targets of one tensor, one for each projection."""
         for (projection, outputs), into in zip(self.projections.items(), self._rows(kind, stored), strict=True):
             share = self.shares[projection]
@@ -214,7 +216,7 @@ class Linear(nn.Module):
             if self.input_share != WHOLE and stored.inputs:
                 part = Slices(1, stored.columns(self.input_share.runs(self.inputs)))
             shape, *also = stored.stored_shapes(outputs, self.inputs)
-            place = LoadTarget(into, shape, stored.accepts, part, format, kind, also=tuple(also))
+            place = WeightTarget(into, shape, stored.accepts, part, format, kind, also=tuple(also))
             yield f"{projection}.{kind}" if projection else kind, place
 
     def _made(self, parameter: nn.Parameter, stored: StoredTensor) -> nn.Parameter:

@@ -15,7 +15,7 @@ from unisono.kernels.norm.add_norm import add_rms_norm, add_rms_norm_fp8
 from unisono.kernels.norm.rms_norm import rms_norm_fp8
 from unisono.kernels.vision.norm import layer_norm
 from unisono.layers.activations import Activations, InputFormat
-from unisono.layers.formats.base import LoadTarget
+from unisono.layers.formats.base import WeightTarget
 
 
 class RMSNorm(nn.Module):
@@ -67,13 +67,13 @@ class RMSNorm(nn.Module):
         options = self.eps, self.input_format.group, self.input_format.keep, summed
         return ranks.add_rms_norm_fp8(x, residual, self.weight, *options)
 
-    def places(self) -> Iterator[tuple[str, LoadTarget]]:
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the norm, target) of each checkpoint tensor."""
         shape = tuple(self.weight.shape)
         if self.zero_centered or self.factor != 1:
             yield self.stored_as, _ChangedWeight(self.weight, shape, plus=float(self.zero_centered), factor=self.factor)
         else:
-            yield self.stored_as, LoadTarget(self.weight, shape)
+            yield self.stored_as, WeightTarget(self.weight, shape)
 
 
 class Factor(nn.Module):
@@ -83,9 +83,9 @@ class Factor(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
 
-    def places(self) -> Iterator[tuple[str, LoadTarget]]:
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """See :meth:`RMSNorm.places`."""
-        yield "", LoadTarget(self.weight, tuple(self.weight.shape))
+        yield "", WeightTarget(self.weight, tuple(self.weight.shape))
 
 
 class LayerNorm(nn.Module):
@@ -102,7 +102,7 @@ class LayerNorm(nn.Module):
 
 
 @dataclass(frozen=True)
-class _ChangedWeight(LoadTarget):
+class _ChangedWeight(WeightTarget):
     """Target of a stored w: the parameter holds factor · (plus + w), computed in fp32."""
 
     plus: float = 0.0

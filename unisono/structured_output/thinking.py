@@ -125,7 +125,7 @@ class MarksCache:
 
     def __init__(self, directory: str | Path, vocab_size: int) -> None:
         self._directory, self._vocab_size = directory, vocab_size
-        self._thread = ThreadPoolExecutor(1, "thoughts")
+        self._thread = ThreadPoolExecutor(1, "reasoning-marks")
         self._found: dict[tuple[str, str], Future[Marks]] = {}
         self._spelling: Spelling | None = None
         self._lock = threading.Lock()
@@ -155,13 +155,13 @@ class _Place:
 
     matched: bytes of the closing mark. step: tokens of a mark, or line ends.
 
-    thought: reasoning tokens so far. text: of an output that may still open reasoning. length: all tokens so far.
+    reasoning_tokens, length: of reasoning and in all, so far. text: of an output that may still open reasoning.
     """
 
     phase: str
     matched: int = 0
     step: int = 0
-    thought: int = 0
+    reasoning_tokens: int = 0
     text: bytes = b""
     length: int = 0
 
@@ -331,12 +331,12 @@ class ThinkingMatcher:
                 done = place.step + 1 == len(self._marks.start)
                 return self._closing(replace(after, phase="thinking" if done else "opening", step=place.step + 1))
             case "thinking":
-                following = self._thought(after, token)
+                following = self._next_reasoning(after, token)
                 return None if following is None else self._closing(following)
             case "closing":
                 if token != self._forced(place):
                     return None
-                return self._thought(replace(after, step=place.step + 1), token)
+                return self._next_reasoning(replace(after, step=place.step + 1), token)
         return replace(after, step=place.step + self._marks.spelling.line_ends[token])  # blank
 
     def _opened(self, place: _Place, token: int) -> _Place:
@@ -350,19 +350,19 @@ class ThinkingMatcher:
             return replace(place, phase="thinking" if end is None else "content", matched=matched, text=b"")
         return replace(place, phase="begin" if marks.opening.startswith(text) else "content", text=text)
 
-    def _thought(self, place: _Place, token: int) -> _Place | None:
+    def _next_reasoning(self, place: _Place, token: int) -> _Place | None:
         """The state after a token of reasoning or of the closing mark."""
         text = self._text(token)
         matched, end = self._marks.advance(place.matched, text)
         if end is None:
-            return replace(place, matched=matched, thought=place.thought + 1)
+            return replace(place, matched=matched, reasoning_tokens=place.reasoning_tokens + 1)
         if self._inner is None:
             return replace(place, phase="content")
         return None if end < len(text) else replace(place, phase="blank", step=0)
 
     def _closing(self, place: _Place) -> _Place:
         """``place``, in phase "closing" if the budget is spent."""
-        if place.phase != "thinking" or self._budget is None or place.thought < self._budget:
+        if place.phase != "thinking" or self._budget is None or place.reasoning_tokens < self._budget:
             return place
         return replace(place, phase="closing", step=0)
 

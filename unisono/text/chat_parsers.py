@@ -73,7 +73,7 @@ class ChatParsers:
             splitter = self.reasoning.splitter(output.prompt or "", prefix, interrupts, self.calls is not None)
         if self.calls is not None:
             ids = call_ids(self.calls, output.prompt_token_ids, (output.seed + one.index) % 2**63)
-            parser = self.calls.reader(ParserContext(tools, ids))
+            parser = self.calls.parser(ParserContext(tools, ids))
         parts = AnswerParser(splitter, parser).feed(one.text, last=True)
         found: dict[int, ParsedToolCall] = {}
         for delta in parts.calls:

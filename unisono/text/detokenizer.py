@@ -149,9 +149,9 @@ class _Window:
         piece = text[len(self._given) :]
         self._ids += token_ids
         self._context = 1  # tokens that the last character needs
-        while REPLACEMENT in (given := self._decode(self._ids[-self._context :])) and self._context < len(self._ids):
+        while REPLACEMENT in (decoded := self._decode(self._ids[-self._context :])) and self._context < len(self._ids):
             self._context += 1
-        self._ids, self._given = self._ids[-self._context :], given
+        self._ids, self._given = self._ids[-self._context :], decoded
         return piece
 
     def flush(self) -> str:

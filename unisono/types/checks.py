@@ -86,7 +86,7 @@ def _check_prompt_logprobs(request: EngineRequest, embedded: Collection[int]) ->
     wrong = next((p for p in range(first, len(request.prompt_token_ids)) if p in embedded), None)
     if wrong is not None:
         raise BadRequest(
-            f"prompt_logprobs are wanted from position {first} on, and at {wrong} stands an embedding, which has none. "
+            f"prompt_logprobs start at position {first}, but position {wrong} is an embedding, which has none. "
             f"Set logprob_start_len to {max(embedded) + 1} or more, or leave out prompt_logprobs.",
             "prompt_logprobs",
         )

@@ -26,7 +26,7 @@ from unisono.config.preflight.families import DRAFT_LAYERS
 from unisono.config.preflight.formula import check_formula
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.eagle.model import DraftConfig, Eagle3Head, EagleHead
-from unisono.layers.formats.base import LoadTarget, WeightFormat
+from unisono.layers.formats.base import WeightFormat, WeightTarget
 from unisono.layers.norm import RMSNorm
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import DecoderConfig
@@ -171,7 +171,7 @@ class DraftCheckpoint:
         lm_head = builder.joined("lm_head", *sizes, split_inputs=False, empty=not self.own_head)
         return self.kind(self.config, embed, lm_head, builder)
 
-    def targets(self, head: Head) -> dict[str, LoadTarget]:
+    def targets(self, head: Head) -> dict[str, WeightTarget]:
         """Checkpoint tensor names, in speculators' spelling -> the parameters they fill."""
         shared = {EMBED: not self.own_embed, LM_HEAD: not self.own_head}
         targets = {f"{_NAMES.get(module, module)}.{kind}": place for module, kind, place in weights.places(head)}

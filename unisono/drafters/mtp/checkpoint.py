@@ -18,7 +18,7 @@ import torch
 from unisono.config import catalog
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.mtp.model import MTPModule
-from unisono.layers.formats.base import PLAIN, LoadTarget, WeightFormat
+from unisono.layers.formats.base import PLAIN, WeightFormat, WeightTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.layers import BlockSpec, LayerSpec, MLPSpec
@@ -65,7 +65,7 @@ class MTPLayout:
 
     def targets(
         self, module: MTPModule, number: int, shared: Sequence[str] = SHARED, tensors: Container[str] = ()
-    ) -> dict[str, LoadTarget]:
+    ) -> dict[str, WeightTarget]:
         """Checkpoint names of a module's tensors -> the parameters they fill, except ``shared`` parts.
 
         tensors: tensors in the checkpoint.
@@ -256,7 +256,7 @@ class MTPCheckpoint:
         shared = module in SHARED and not self._stores(module, number)
         return PLAIN if shared else self.formats(self.layout.name(module, number))
 
-    def _targets(self, module: MTPModule, number: int) -> dict[str, LoadTarget]:
+    def _targets(self, module: MTPModule, number: int) -> dict[str, WeightTarget]:
         shared = [part for part in SHARED if not self._stores(part, number)]
         return self.layout.targets(module, number, shared, self.tensors or {})
 

@@ -33,7 +33,7 @@ from unisono.drafters.mtp.ordered_vocabulary import TOP_K, OrderedSpec
 from unisono.kv.specs import Tree
 from unisono.layers.activations import plain
 from unisono.layers.embedding import Embedding
-from unisono.layers.formats.base import LoadTarget
+from unisono.layers.formats.base import WeightTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layers import PRE, SANDWICH, AttentionSpec, LayerSpec, MLPSpec, build_layers
 from unisono.models.blocks.query_attention import QuerySpec
@@ -177,7 +177,7 @@ class FrozenCheckpoint:
         targets = self._targets(FrozenHead(self.config, self.reads, embed, builder, self.ordered))
         weights.check(targets, self.tensors, self.path, lambda name: None if name == EMBED else reason)
 
-    def _targets(self, head: FrozenHead) -> dict[str, LoadTarget]:
+    def _targets(self, head: FrozenHead) -> dict[str, WeightTarget]:
         """Checkpoint names of the head's own tensors -> the parameters they fill."""
         names = SANDWICH_NAMES if self.config.layers[0].mixer_norms.after else NAMES
         targets = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from unisono.layers.formats.base import LoadTarget
+from unisono.layers.formats.base import WeightTarget
 from unisono.models.load.build import Builder
 
 TOP_K = 32
@@ -42,9 +42,9 @@ class TokenOrdering(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.arange(size, device=device), requires_grad=False)
 
-    def places(self) -> Iterator[tuple[str, LoadTarget]]:
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """See :meth:`unisono.layers.norm.RMSNorm.places`."""
-        yield "", LoadTarget(self.weight, tuple(self.weight.shape), INTEGERS)
+        yield "", WeightTarget(self.weight, tuple(self.weight.shape), INTEGERS)
 
 
 class OrderedVocabulary(nn.Module):

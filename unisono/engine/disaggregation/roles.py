@@ -113,20 +113,20 @@ def metrics(roles: Roles) -> list[Metric]:
             *_bytes("kv_transfer_bytes_sent", service.bytes_sent),
         ]
     if (client := roles.client) is not None:
-        text = "Prompts given to prefill engines, by how they ended; all but done were computed here, in part or whole."
+        text = "Prompts sent to prefill engines, by result. All results but done: computed here, in part or whole."
         samples += [
             ("kv_transfer_requests", "counter", {"result": result}, count, text)
             for result, count in sorted({"done": 0, **client.results}.items())
         ]
         samples += [
-            ("kv_transfer_pages_received", "counter", {}, client.pages, "Pages that prefill engines sent."),
+            ("kv_transfer_pages_received", "counter", {}, client.pages, "Pages received from prefill engines."),
             *_bytes("kv_transfer_bytes_received", client.bytes),
         ]
     return samples
 
 
 def _bytes(name: str, counts: Mapping[str, int]) -> list[Metric]:
-    text = "Bytes of these, by what carried them."
+    text = "Bytes of pages, by transport."
     known = {"tcp": 0, **counts}
     return [(name, "counter", {"transport": transport}, count, text) for transport, count in sorted(known.items())]
 

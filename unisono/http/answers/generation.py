@@ -82,7 +82,7 @@ class Generation:
 
     ``usage`` and ``seed`` may be read at any time.
 
-    scores: the prompt's log-probabilities, which its first sequence sets for all; None if not requested. reader:
+    scores: the prompt's log-probabilities, which its first sequence sets for all; None if not requested. answer_parser:
     separates reasoning and tool calls from content. Of a prompt's several sequences the first one's usage counts the
     prompt.
     cumulative_logprob: of the tokens so far, if log-probabilities are computed. prompt_text: the rendered chat
@@ -98,7 +98,7 @@ class Generation:
         scores: asyncio.Future[list[TokenLogprobs] | None] | None,
         style: Style,
         echo: Echo | None,
-        reader: AnswerParser | None = None,
+        answer_parser: AnswerParser | None = None,
     ) -> None:
         self._client, self._output, self._timer = client, output, timer
         self._request = output.request
@@ -108,7 +108,7 @@ class Generation:
         self.cumulative_logprob = 0.0
         self.prompt_text: str | None = None
         self._scores, self._style, self._echo = scores, style, echo
-        self._reader = reader
+        self._answer_parser = answer_parser
         self._stream: TokenStream | BeamStream | None = None
         self._placement = ANYWHERE  # routing hints
         self.ended: str | None = None  # finish reason, once it has ended
@@ -188,14 +188,18 @@ class Generation:
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None
-            if self._reader is not None and self._reader.constrains and error.param == "structured_outputs":
+            if (
+                self._answer_parser is not None
+                and self._answer_parser.constrains
+                and error.param == "structured_outputs"
+            ):
                 raise BadRequest(reworded(str(error)), "tools", error.code) from None
             raise
         if self._cancelled:  # possibly before the engine's client had the request
             self._client.cancel(self._request.request_id)
 
     def cancel(self) -> None:
-        """End the request early for its reader: its last piece has the finish reason ``abort``."""
+        """End the request early: its last piece has the finish reason ``abort``."""
         self._cancelled = True
         self._client.cancel(self._request.request_id)
 
@@ -254,9 +258,9 @@ class Generation:
         reports = None if scores is None else self._reports(new.token_ids, scores, self._offsets(new.token_ids))
         finish = None if new.finish is FinishReason.RUNNING else new.finish.text
         parts = AnswerParts(content=new.text)
-        if self._reader is not None:
-            parts = self._reader.feed(new.text, finish is not None)
-            finish = finish and self._reader.finish(finish)
+        if self._answer_parser is not None:
+            parts = self._answer_parser.feed(new.text, finish is not None)
+            finish = finish and self._answer_parser.finish(finish)
             self._reasoning_chars += len(parts.reasoning)
             self._written += len(new.text)
         reasoning = "" if self._style.hides else parts.reasoning
@@ -294,7 +298,7 @@ class Generation:
     @property
     def splits(self) -> bool:
         """True if reasoning is separated from content, and returned."""
-        return self._reader is not None and self._reader.splits and not self._style.hides
+        return self._answer_parser is not None and self._answer_parser.splits and not self._style.hides
 
     @property
     def prompt_token_ids(self) -> list[int]:

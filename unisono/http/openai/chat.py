@@ -53,9 +53,9 @@ class ChatPlan:
         state = self.parser.begins(prompt.text or "", self.prefix)
         return replace(self.params, thinking=Thinking(self.parser.start, self.parser.end, state, self.budget))
 
-    def reader(self, request: EngineRequest, prompt: PreparedPrompt) -> AnswerParser | None:
+    def answer_parser(self, request: EngineRequest, prompt: PreparedPrompt) -> AnswerParser | None:
         """The parser of a sequence's answer; None if there is nothing to parse."""
-        splitter, reader = None, None
+        splitter, calls = None, None
         if self.parser is not None and self.splits:
             followed = self.budget is not None or self.params.structured_outputs is not None
             interrupts = self.form.interrupts if self.form is not None and not followed else ()
@@ -63,8 +63,8 @@ class ChatPlan:
         if self.use is not None and self.form is not None:
             ids = call_ids(self.form, request.prompt_token_ids, request.params.seed)
             context = ParserContext(self.use.callable, ids, self.use.parallel)
-            reader = self.form.reader(context)
-        return None if splitter is None and reader is None else AnswerParser(splitter, reader, self.constrains)
+            calls = self.form.parser(context)
+        return None if splitter is None and calls is None else AnswerParser(splitter, calls, self.constrains)
 
 
 @dataclass(frozen=True)

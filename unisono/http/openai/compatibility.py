@@ -37,7 +37,7 @@ LABELS: Mapping[str, str] = {
 """Labels that do not affect the answer, and their owners."""
 
 HONOURED: Mapping[str, tuple[str, str]] = {
-    # ---- what is asked ----
+    # ---- prompt ----
     "messages": (
         "ovs",
         "the conversation; contents are text or parts, with images and videos ([vision.md](vision.md))",
@@ -49,7 +49,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "mm_processor_kwargs": ("v", "settings of images and videos: min_pixels, max_pixels, size, fps, num_frames"),
     "media_io_kwargs": ("v", "settings of videos: fps, num_frames; of images: rgba_background_color"),
     "model": ("ovs", "a served name, or an adapter's ([adapters.md](adapters.md))"),
-    "documents": ("v", "given to the chat template"),
+    "documents": ("v", "passed to the chat template"),
     "chat_template": ("v", "with `--trust-request-chat-template`; rendered in a sandbox"),
     "chat_template_kwargs": ("vs", "variables of the chat template"),
     "add_generation_prompt": ("v", ""),
@@ -57,7 +57,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "add_special_tokens": ("v", "default: true for prompts, false for messages, whose template writes them"),
     "truncate_prompt_tokens": ("v", "keeps this number of tokens; -1: what the context leaves beside max_tokens"),
     "truncation_side": ("v", "`left` (the default) drops the prompt's beginning, `right` its end"),
-    # ---- how tokens are picked ----
+    # ---- sampling ----
     "temperature": ("ovs", "0 is greedy"),
     "top_p": ("ovs", ""),
     "top_k": ("vs", "0 or -1 keeps all"),
@@ -85,7 +85,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "json_schema": ("s", "structured_outputs.json"),
     "regex": ("s", "structured_outputs.regex"),
     "ebnf": ("s", "structured_outputs.grammar"),
-    # ---- where it ends ----
+    # ---- stop conditions ----
     "max_tokens": ("ovs", "default: 16 for prompts, the context for messages"),
     "max_completion_tokens": ("ovs", ""),
     "min_tokens": ("vs", ""),

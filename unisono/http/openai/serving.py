@@ -111,7 +111,7 @@ class Serving:
         prompt = self.inputs.truncated(written, params)
         one = self._request(request_id, prompt, plan.sampling(written), request)
         generations = self._generations(
-            one, request, echo=_begun(request), reader=lambda sequence: plan.reader(sequence, written)
+            one, request, echo=_begun(request), answer_parser=lambda sequence: plan.answer_parser(sequence, written)
         )
         for generation in generations:
             generation.prompt_text = written.text
@@ -250,12 +250,12 @@ class Serving:
         body: GenerationRequest,
         first: int = 0,
         echo: Echo | None = None,
-        reader: Callable[[EngineRequest], AnswerParser | None] = lambda sequence: None,
+        answer_parser: Callable[[EngineRequest], AnswerParser | None] = lambda sequence: None,
     ) -> list[Generation]:
         """Make a generation of each sequence of a prepared request.
 
-        first: number of the first one's choice. echo: the text at the beginning of the answers. reader: makes the
-        parser of an answer.
+        first: number of the first one's choice. echo: the text at the beginning of the answers. answer_parser: makes
+        the parser of an answer.
         """
         logprobs_field = request.params.prompt_logprobs is not None
         scores = asyncio.get_running_loop().create_future() if logprobs_field else None
@@ -281,7 +281,7 @@ class Serving:
                 scores,
                 style,
                 echo,
-                reader(output.request),
+                answer_parser(output.request),
             )
             for index, output in enumerate(outputs, first)
         ]

@@ -154,12 +154,12 @@ def to_messages(
         where = before if i < earlier else f"{name}[{i - earlier}]"
         if ignored.part(item["type"], f"{where}.type"):
             continue
-        reader = READERS.get(item["type"]) if isinstance(item["type"], str) else None
-        if reader is None:
+        read_item = READERS.get(item["type"]) if isinstance(item["type"], str) else None
+        if read_item is None:
             raise BadRequest(
                 f"{where}.type={show(item['type'])} is not supported; use one of {', '.join(READERS)}.", f"{where}.type"
             )
-        reader(made, item, where)
+        read_item(made, item, where)
     return made
 
 

@@ -1,8 +1,8 @@
 """Weight formats: how a linear layer's weight is stored, read from a checkpoint, applied, and proven exact.
 
-A ``Linear`` delegates to a :class:`WeightFormat`; ``Plain`` is the format of unquantised weights. A :class:`LoadTarget`
-says which parameter a checkpoint tensor fills; the loader (``models/load/weights.py``) fills them.
-docs/adding-a-weight-format.md shows how to write one.
+A ``Linear`` delegates to a :class:`WeightFormat`; ``Plain`` is the format of unquantised weights. A
+:class:`WeightTarget` says which parameter a checkpoint tensor fills; the loader (``models/load/weights.py``) fills
+them. docs/adding-a-weight-format.md shows how to write one.
 
 Shapes: N outputs, K inputs of a linear layer.
 """
@@ -218,7 +218,7 @@ class StoredTensor:
 
 
 class TensorReader(Protocol):
-    """The method of a format called by a :class:`LoadTarget`."""
+    """The method of a format called by a :class:`WeightTarget`."""
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
         """See :meth:`WeightFormat.read`."""
@@ -226,7 +226,7 @@ class TensorReader(Protocol):
 
 
 @dataclass(frozen=True)
-class LoadTarget:
+class WeightTarget:
     """Destination of a checkpoint tensor.
 
     parameter: the parameter, or some of its rows.

@@ -96,7 +96,7 @@ class ExpertFormat(Protocol):
         ...
 
     def down(self, stack: ExpertWeights, h: Any, plan: ExpertPlan) -> torch.Tensor:
-        """What :meth:`gate_up` returned -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
+        """Result of :meth:`gate_up` -> each row times its own expert's weight, [P (+ M), H] in h's dtype."""
         ...
 
 

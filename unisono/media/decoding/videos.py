@@ -79,17 +79,17 @@ def video_rules(directory: Path, image: Mapping[str, Any]) -> VideoRules | None:
     image: preprocessor_config.json, used for videos too if there is no file for them.
     """
     own = _own_config(directory)
-    given = {**image, **own}
-    name = str(own.get("video_processor_type") or PROCESSORS.get(str(given.get("processor_class")), ""))
+    settings = {**image, **own}
+    name = str(own.get("video_processor_type") or PROCESSORS.get(str(settings.get("processor_class")), ""))
     name = name.removesuffix("Fast")
     if name not in DEFAULTS:
         return None
     found: dict[str, Any] = {"temporal_patch_size": 2, "merge_size": 2, "min_frames": 4, "max_frames": 768}
     found |= {"rescale_factor": 1 / 255, "resample": int(Image.Resampling.BICUBIC), **DEFAULTS[name]}
-    found |= {key: value for key, value in given.items() if value is not None and key in found}
+    found |= {key: value for key, value in settings.items() if value is not None and key in found}
     size = dict(found["size"])
-    size |= {edge: given[key] for edge, key in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
-             if given.get(key) is not None}  # fmt: skip
+    size |= {edge: settings[key] for edge, key in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels"))
+             if settings.get(key) is not None}  # fmt: skip
     return VideoRules(
         patch_size=found["patch_size"],
         temporal_patch_size=found["temporal_patch_size"],

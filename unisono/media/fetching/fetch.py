@@ -176,7 +176,7 @@ async def _in_daemon(resolve: Resolve, host: str, port: int) -> Sequence[str]:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Sequence[str]] = loop.create_future()
 
-    def settle(result: Sequence[str], error: Exception | None) -> None:
+    def finish(result: Sequence[str], error: Exception | None) -> None:
         if done.done():
             return
         if error is None:
@@ -192,7 +192,7 @@ async def _in_daemon(resolve: Resolve, host: str, port: int) -> Sequence[str]:
         except Exception as error:
             problem = error
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, result, problem)
+            loop.call_soon_threadsafe(finish, result, problem)
 
     threading.Thread(target=run, daemon=True).start()
     return await done

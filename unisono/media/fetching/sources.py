@@ -35,7 +35,7 @@ class Options:
 class MediaSource:
     """An image or video of a request.
 
-    param: the caller's name of it. given: a URL (data:, http:, https:, file:) or plain base64; a Pillow image, or an
+    param: the caller's name of it. content: a URL (data:, http:, https:, file:) or plain base64; a Pillow image, or an
     array [rows, columns, channels] of bytes; for a video a list of these, or an array [frames, rows, columns,
     channels]; None if ``uuid`` names an item that is loaded already. uuid: the caller's name of the content. owner: the
     name of the client's API key, which scopes uuids.

@@ -33,7 +33,7 @@ NAMES: dict[str, Name] = {
 
 
 SWIGLU_ALPHA = 1.702
-"""Slope of the sigmoid in the gate of gpt-oss, where config.json does not name it."""
+"""Default slope of the sigmoid in the experts' gate, if config.json does not set it."""
 
 
 def read(hf_config: Any) -> DecoderConfig:

@@ -16,7 +16,7 @@ from torch import nn
 
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.experts import ExpertStack
-from unisono.layers.formats.base import PLAIN, LoadTarget, Slice, Slices, WeightFormat, part_of
+from unisono.layers.formats.base import PLAIN, Slice, Slices, WeightFormat, WeightTarget, part_of
 from unisono.layers.norm import Factor, LayerNorm, RMSNorm
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
@@ -126,7 +126,7 @@ def load_tower(
         builder = Builder(config.tower.width, NORM_EPS, dtype, device, no_attention, 0, format)
         return _made(checkpoint, lambda: VisionTower(config, builder))
 
-    def named(tower: VisionTower, prefix: str) -> dict[str, LoadTarget]:
+    def named(tower: VisionTower, prefix: str) -> dict[str, WeightTarget]:
         names = ((prefix + checkpoint_name(family.tower, module), kind, p) for module, kind, p in places(tower))
         return {tensor_name(name, kind): place for name, kind, place in names}
 
@@ -157,7 +157,7 @@ def _made(checkpoint: Checkpoint, make: Callable[[], Built]) -> Built:
         raise CheckpointError(f"{checkpoint.path}: a model of this config.json cannot be made: {error}") from None
 
 
-def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] = ()) -> dict[str, LoadTarget]:
+def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] = ()) -> dict[str, WeightTarget]:
     """Target of each tensor that a checkpoint must hold, by its name there. tensors: tensors in the checkpoint."""
     layers = decoder.config.layers
 
@@ -167,7 +167,7 @@ def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] =
         except KeyError:  # the family does not store it in this form
             return False
 
-    found: dict[str, LoadTarget] = {}
+    found: dict[str, WeightTarget] = {}
     for module, kind, place in places(decoder, held):
         if not (module == "lm_head" and decoder.config.tie_embeddings):
             name, rows = tensor_name(family.name(module, layers), kind), family.rows_of(module, layers)
@@ -176,13 +176,13 @@ def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] =
 
 
 @dataclass(frozen=True)
-class Shared(LoadTarget):
+class Shared(WeightTarget):
     """A checkpoint tensor whose rows belong to several projections. parts: (target, its rows of the tensor)."""
 
-    parts: tuple[tuple[LoadTarget, torch.Tensor], ...] = ()
+    parts: tuple[tuple[WeightTarget, torch.Tensor], ...] = ()
 
     @classmethod
-    def of(cls, name: str, place: LoadTarget, rows: torch.Tensor, others: LoadTarget | None) -> Shared:
+    def of(cls, name: str, place: WeightTarget, rows: torch.Tensor, others: WeightTarget | None) -> Shared:
         """``others``, or an empty one, with one more target. rows: of a weight with one row per output.
 
         Raises CheckpointError if the format stores blocks of outputs that the rows would cut or mix.

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from unisono.layers.formats.base import LoadTarget, part_of
+from unisono.layers.formats.base import WeightTarget, part_of
 from unisono.models.load.tensor_files import TensorInfo, pieces, read, read_ahead
 from unisono.types import CheckpointError
 
@@ -30,7 +30,7 @@ READERS, GPU_READERS = 4, 8
 SHOWN = 1e-3
 """Fraction of a checkpoint between progress reports: there may be tens of thousands of tensors."""
 
-LoadTargets = Mapping[str, LoadTarget]
+WeightTargets = Mapping[str, WeightTarget]
 """Targets by checkpoint tensor name."""
 
 
@@ -38,14 +38,14 @@ LoadTargets = Mapping[str, LoadTarget]
 class Placed(Protocol):
     """A module that declares the targets of itself and of everything in it."""
 
-    def places(self) -> Iterator[tuple[str, LoadTarget]]:
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the module, target) of each tensor that a checkpoint may hold."""
         ...
 
 
 def places(
     root: nn.Module, held: Callable[[str, str], bool] = lambda module, kind: False
-) -> Iterator[tuple[str, str, LoadTarget]]:
+) -> Iterator[tuple[str, str, WeightTarget]]:
     """``(module, kind, target)`` of every checkpoint tensor of ``root``; :func:`tensor_name` makes names of them.
 
     Entries of a module's own ``places()`` count as submodules: the projections of a merged linear layer, single
@@ -69,12 +69,12 @@ def places(
         yield from (each for each in found if each[2].form in ("", form))
 
 
-def place_of(parameter: torch.Tensor) -> LoadTarget:
+def place_of(parameter: torch.Tensor) -> WeightTarget:
     """Target of a tensor that is stored as it is used, or of which a rank reads a part."""
     whole = part_of(parameter)
     if whole is None:
-        return LoadTarget(parameter, tuple(parameter.shape))
-    return LoadTarget(parameter, whole.shape, part=whole.slices)
+        return WeightTarget(parameter, tuple(parameter.shape))
+    return WeightTarget(parameter, whole.shape, part=whole.slices)
 
 
 def _owners(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -94,7 +94,10 @@ def tensor_name(module: str, kind: str) -> str:
 
 
 def check(
-    targets: LoadTargets, tensors: Mapping[str, TensorInfo], where: Path | str, unexpected: Callable[[str], str | None]
+    targets: WeightTargets,
+    tensors: Mapping[str, TensorInfo],
+    where: Path | str,
+    unexpected: Callable[[str], str | None],
 ) -> None:
     """Raise CheckpointError naming the first tensor that is missing, misshapen, of another dtype or unexpected.
 
@@ -116,7 +119,7 @@ def check(
             raise CheckpointError(f"{info.file}: tensor {name} {list(info.shape)} is unexpected: {reason}.")
 
 
-def check_tensor(name: str, info: TensorInfo, place: LoadTarget) -> None:
+def check_tensor(name: str, info: TensorInfo, place: WeightTarget) -> None:
     """Raise CheckpointError unless a tensor has a shape and a dtype that its target accepts."""
     if info.shape not in (place.shape, *place.also):
         raise CheckpointError(
@@ -129,7 +132,7 @@ def check_tensor(name: str, info: TensorInfo, place: LoadTarget) -> None:
 
 
 def fill(
-    targets: LoadTargets,
+    targets: WeightTargets,
     tensors: Mapping[str, TensorInfo],
     device: torch.device | str,
     progress: Callable[[float], None] = lambda share: None,

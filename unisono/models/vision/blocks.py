@@ -14,7 +14,7 @@ from torch import nn
 from unisono.kernels.vision.activation import gelu
 from unisono.kernels.vision.attention import segment_attention
 from unisono.kernels.vision.rotary import axial_rotary
-from unisono.layers.formats.base import LoadTarget
+from unisono.layers.formats.base import WeightTarget
 from unisono.layers.linear import Linear
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import LayerNorm
@@ -49,16 +49,16 @@ class PatchEmbedding(nn.Module):
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.proj(pixels)
 
-    def places(self) -> Iterator[tuple[str, LoadTarget]]:
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """The weight is stored as [W, channels, frames, height, width]."""
         weight = self.proj.weight
         yield "weight", _Flattened(weight, (len(weight), *self.kernel))
         if self.proj.bias is not None:
-            yield "bias", LoadTarget(self.proj.bias, tuple(self.proj.bias.shape))
+            yield "bias", WeightTarget(self.proj.bias, tuple(self.proj.bias.shape))
 
 
 @dataclass(frozen=True)
-class _Flattened(LoadTarget):
+class _Flattened(WeightTarget):
     """Target of a tensor with more dimensions than its parameter."""
 
     def fill(self, stored: torch.Tensor) -> None:

@@ -58,10 +58,10 @@ class Arrays:
         """Arrays whose matches of ``contains`` are among the first MAX_PLACES items."""
         schema = place.schema
         least, limit = int(schema.get("minContains", 1)), schema.get("maxContains")
-        wanted = self._to.schema(place.child("contains"))
-        if limit is None and (not least or wanted in (True, {})):
+        contained = self._to.schema(place.child("contains"))
+        if limit is None and (not least or contained in (True, {})):
             return [{"type": "array", "minItems": least}] if least else []
-        if wanted is False:
+        if contained is False:
             return [False] if least else []
         other: Any = True
         if limit is not None:
@@ -76,7 +76,7 @@ class Arrays:
         options = [
             {
                 "type": "array",
-                "prefixItems": [wanted if i in one else other for i in range(max(one, default=-1) + 1)],
+                "prefixItems": [contained if i in one else other for i in range(max(one, default=-1) + 1)],
                 "items": other,
                 "minItems": max(one, default=-1) + 1,
             }

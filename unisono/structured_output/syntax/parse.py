@@ -117,13 +117,13 @@ def _structural_tag(text: str, compact: bool, vocabulary: Vocabulary) -> str:
 
 def reason(error: BaseException) -> str:
     """An error's message on one line, without a full stop and without the grammar that llguidance quotes."""
-    said = str(error)
-    if "Unsatisfiable schema" in said:
-        return "no value satisfies it: " + _line(said.rpartition("Unsatisfiable schema:")[2])
+    message = str(error)
+    if "Unsatisfiable schema" in message:
+        return "no value satisfies it: " + _line(message.rpartition("Unsatisfiable schema:")[2])
     for sign, keyword, why in _ENGINE:
-        if sign in said:
+        if sign in message:
             return f"keyword {keyword!r}: {why}; {KEYWORDS[keyword].instead or 'simplify it'}"
-    return _line(said) or type(error).__name__
+    return _line(message) or type(error).__name__
 
 
 def _line(text: str) -> str:

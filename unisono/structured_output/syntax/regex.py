@@ -99,8 +99,8 @@ def rewritten(pattern: str, search: bool) -> Rewritten:
 
     Raises RegexError.
     """
-    reader = _RegexParser(pattern, ecma=search)
-    options = reader.read()
+    parser = _RegexParser(pattern, ecma=search)
+    options = parser.read()
     ways = _ways(options)
     looks = {look for way in ways for look in way.looks}
     if looks and (len(ways) > 1 or (search and not ways[0].start)):

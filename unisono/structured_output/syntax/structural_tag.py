@@ -192,11 +192,11 @@ class TagWriter:
 
     def _token_triggered_tags(self, tag: Tag) -> _Piece:
         tags = _list(tag, "tags")
-        wanted = [self._token_id(one) for one in _list(tag, "trigger_tokens")]
+        triggers = [self._token_id(one) for one in _list(tag, "trigger_tokens")]
         rules = []
         for one in tags:
             begin = one.get("begin")
-            if not isinstance(begin, Mapping) or self._token_id(begin.get("token")) not in wanted:
+            if not isinstance(begin, Mapping) or self._token_id(begin.get("token")) not in triggers:
                 raise TagError("token_triggered_tags: every tag's begin must be one of trigger_tokens")
             rules.append([begin["token"], _sequence(_tag_parts(one)[1:])])
         text = {"type": "token_dispatch", "rules": rules, "exclude_tokens": tag.get("exclude_tokens", [])}

@@ -102,12 +102,12 @@ class _Compiler:
     def run(self, parent: int, memory: int) -> None:
         _dies_with(parent)
         limit_memory(memory)
-        asked, _ = self._channel.receive()
-        limit_time(asked["seconds"])
+        job, _ = self._channel.receive()
+        limit_time(job["seconds"])
         try:
-            grammar = parse(asked["kind"], asked["given"], asked["compact"], self._tools.vocabulary)
+            grammar = parse(job["kind"], job["given"], job["compact"], self._tools.vocabulary)
             self.grammar = self._tools.compile(grammar)
-            slow = self._tried(asked["eos"], asked["words"])
+            slow = self._tried(job["eos"], job["words"])
             problem = "" if slow < SLOW_MASK else (
                 f"it is too ambiguous: a mask takes {slow:.2f} s, the limit is {SLOW_MASK} s. Avoid repetitions within "
                 "repetitions"

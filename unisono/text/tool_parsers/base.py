@@ -323,7 +323,7 @@ class Format:
 
     Subclasses are listed in ``formats.FORMATS``.
 
-    name: the value of vLLM's ``--tool-call-parser``. marks: texts that may be special tokens of a tokenizer. reader:
+    name: the value of vLLM's ``--tool-call-parser``. marks: texts that may be special tokens of a tokenizer. parser:
     the parser class. before, between, after: literal text around and between calls. trigger: text that begins an
     optional call. excludes: texts that a parser would take for the beginning of a call although they lack the trigger.
     interrupts: marks that end unclosed reasoning before a call. answer_head: literal text before an answer with a
@@ -334,7 +334,7 @@ class Format:
 
     name: str
     marks: tuple[str, ...] = ()
-    reader: type[ToolCallParser]
+    parser: type[ToolCallParser]
     before = after = ""
     between = "\n"
     trigger: str

@@ -102,7 +102,7 @@ class DeepSeekV3(Format):
 
     name = "deepseek_v3"
     marks = (SECTION, SECTION_END, CALL, CALL_END, SEPARATOR)
-    reader: type[ToolCallParser] = DeepSeekCallParser
+    parser: type[ToolCallParser] = DeepSeekCallParser
     before, after = SECTION, SECTION_END
     trigger = SECTION
 
@@ -118,7 +118,7 @@ class DeepSeekV31(DeepSeekV3):
     """V3.1."""
 
     name = "deepseek_v31"
-    reader = DeepSeekV31CallParser
+    parser = DeepSeekV31CallParser
     between = ""
 
     def known_by(self, template: str) -> bool:

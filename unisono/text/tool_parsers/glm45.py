@@ -103,7 +103,7 @@ class Glm45(Format):
 
     name = "glm45"
     marks = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
-    reader: type[ToolCallParser] = GlmCallParser
+    parser: type[ToolCallParser] = GlmCallParser
     trigger = OPEN
     interrupts = (OPEN,)
 

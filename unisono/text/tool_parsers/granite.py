@@ -45,7 +45,7 @@ class Granite(Format):
 
     name = "granite"
     marks = (MARK,)
-    reader: type[ToolCallParser] = GraniteCallParser
+    parser: type[ToolCallParser] = GraniteCallParser
     before, after, between = f"{MARK}[", "]", ", "
     trigger = f"{MARK}["
 

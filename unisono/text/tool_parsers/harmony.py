@@ -83,7 +83,7 @@ class Harmony(Format):
 
     name = "openai"
     marks = MARKS
-    reader: type[ToolCallParser] = HarmonyCallParser
+    parser: type[ToolCallParser] = HarmonyCallParser
     before, between = f"{START}assistant", f"{END}{START}assistant"
     trigger = CHANNEL
     answer_head = f"{START}assistant{CHANNEL}{FINAL}{MESSAGE}"

@@ -73,7 +73,7 @@ class Hermes(Format):
 
     name = "hermes"
     marks = (OPEN, CLOSE)
-    reader = HermesCallParser
+    parser = HermesCallParser
     trigger = OPEN
     interrupts = (OPEN,)
 

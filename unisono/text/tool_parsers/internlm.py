@@ -25,7 +25,7 @@ class InternLM(Format):
 
     name = "internlm"
     marks = (START, PLUGIN, END)
-    reader: type[ToolCallParser] = InternLMCallParser
+    parser: type[ToolCallParser] = InternLMCallParser
     between = ""
     trigger = START + PLUGIN
 

@@ -33,7 +33,7 @@ class KimiK2(Format):
 
     name = "kimi_k2"
     marks = (SECTION, SECTION_END, CALL, CALL_END, ARGUMENT)
-    reader: type[ToolCallParser] = KimiCallParser
+    parser: type[ToolCallParser] = KimiCallParser
     before, after, between = SECTION, SECTION_END, ""
     trigger = SECTION
     interrupts = (SECTION,)

@@ -92,7 +92,7 @@ class LlamaJson(Format):
 
     name = "llama3_json"
     marks = (TAG,)
-    reader = LlamaCallParser
+    parser = LlamaCallParser
     between = "; "
     trigger = '{"name": "'
 

@@ -126,7 +126,7 @@ class Mistral(Format):
 
     name = "mistral"
     marks = (MARK, ARGS, CALL_ID)
-    reader = MistralCallParser
+    parser = MistralCallParser
     before, after, between = f"{MARK}[", "]", ", "
     trigger = f"{MARK}["
 

@@ -172,7 +172,7 @@ class Pythonic(Format):
 
     name = "pythonic"
     marks = (START, END, TAG)
-    reader = PythonicCallParser
+    parser = PythonicCallParser
     before, after, between = "[", "]", ", "
     trigger = "["
 

@@ -118,16 +118,16 @@ class XmlCallParser(ToolCallParser):
 def typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
     """The value of a parameter's text by its schema; the text itself if it does not fit."""
     own = _own(schema, key)
-    given = [one for part in own for one in (part.get("enum") or ([part["const"]] if "const" in part else []))]
+    listed = [one for part in own for one in (part.get("enum") or ([part["const"]] if "const" in part else []))]
     kinds = {kind for part in own for kind in _types(part)}
     if "string" in kinds and any(name in part for part in own for name in EXACT):
         text = text.strip()  # surrounding blanks do not belong to such a value
     try:
         value = PYTHON[text.strip()] if text.strip() in PYTHON else json.loads(text)
     except (ValueError, RecursionError):
-        return next((one for one in given if one == text.strip()), text)
-    if given:
-        return next((one for one in given if one == text.strip() or same(one, value)), value)
+        return next((one for one in listed if one == text.strip()), text)
+    if listed:
+        return next((one for one in listed if one == text.strip() or same(one, value)), value)
     types = tuple(kind for name in kinds for kind in KINDS.get(name, ()))
     if not kinds or (isinstance(value, types) and not (isinstance(value, bool) and bool not in types)):
         return value
@@ -170,8 +170,8 @@ def _referred(schema: Any, reference: str) -> Any:
 
 
 def _types(part: Mapping[str, Any]) -> list[str]:
-    given = part.get("type")
-    return [given] if isinstance(given, str) else [one for one in given or () if isinstance(one, str)]
+    listed = part.get("type")
+    return [listed] if isinstance(listed, str) else [one for one in listed or () if isinstance(one, str)]
 
 
 class QwenCoder(Format):
@@ -179,7 +179,7 @@ class QwenCoder(Format):
 
     name = "qwen3_coder"
     marks = (OPEN, CLOSE)
-    reader = XmlCallParser
+    parser = XmlCallParser
     trigger = OPEN
     interrupts = (OPEN,)
     excludes = (FUNCTION,)

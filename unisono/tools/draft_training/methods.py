@@ -24,7 +24,7 @@ from unisono.models.blocks.layers import MLPSpec
 from unisono.models.load.build import Builder
 from unisono.models.load.checkpoint import WEIGHTS, Checkpoint, read_json
 from unisono.models.load.loader import checkpoint_names
-from unisono.models.load.weights import LoadTargets
+from unisono.models.load.weights import WeightTargets
 from unisono.tools.draft_training import export
 from unisono.tools.draft_training.answers import Text
 from unisono.tools.draft_training.draft import ModulePerStep, TrainableDraft, UnrolledHead, WholeModel
@@ -279,7 +279,7 @@ def _target_config(teacher: Teacher) -> tuple[dict[str, Any], Any]:
     return read_json(teacher.checkpoint.path / "config.json"), teacher.decoder.config
 
 
-def _parameters(places: LoadTargets) -> dict[str, torch.Tensor]:
+def _parameters(places: WeightTargets) -> dict[str, torch.Tensor]:
     """The parameters, or rows of one, that a checkpoint's tensors go to."""
     return {name: place.parameter for name, place in places.items()}
 

@@ -91,7 +91,7 @@ class _ServeBench:
         report: dict[str, Any],
         scene: dict[str, Any],
     ) -> None:
-        self.given, self.rate, self.report = target, rate, report
+        self.target_flags, self.rate, self.report = target, rate, report
         self.mix, self.seed = mix_of(mix)
         self.body, self.scene = body_of(sampling), scene_of(scene)
         self.limits, self.metadata = limits_of(report["goodput"] or ()), pairs("--metadata", report["metadata"])
@@ -108,15 +108,19 @@ class _ServeBench:
         """Run the scenario against the server at ``url`` and report it."""
         url = url.rstrip("/").removesuffix("/v1")
         target = LoadTarget(
-            url, self.endpoint, "", self.body, self.headers, self.given["timeout"], self.given["insecure"]
+            url, self.endpoint, "", self.body, self.headers, self.target_flags["timeout"], self.target_flags["insecure"]
         )
         listed = self._models(target)
-        name = self.given["served_model_name"] or self.given["model"] or (listed[0]["id"] if listed else "")
-        if self.given["base_url"] is None:
+        name = (
+            self.target_flags["served_model_name"] or self.target_flags["model"] or (listed[0]["id"] if listed else "")
+        )
+        if self.target_flags["base_url"] is None:
             name = listed[0]["id"]
         target = replace(target, model=name)
         root = next((one.get("root") for one in listed if one.get("id") == name), None)
-        source = source_of([self.given["tokenizer"], self.given["model"], root], self.given["token_ids"])
+        source = source_of(
+            [self.target_flags["tokenizer"], self.target_flags["model"], root], self.target_flags["token_ids"]
+        )
         if not source.exact:
             print("No tokenizer is at hand (--tokenizer): prompts are words, whose lengths are approximate.")
         if self.scene is not None:
@@ -165,7 +169,7 @@ class _ServeBench:
 
         Raises UnisonoError for a server that does not answer.
         """
-        end = time.monotonic() + self.given["ready_check_timeout_sec"]
+        end = time.monotonic() + self.target_flags["ready_check_timeout_sec"]
         while True:
             found = run(lambda: _get(target, "/v1/models"))
             if found.failure is None or time.monotonic() > end:
