@@ -26,7 +26,7 @@ from unisono.config.flag_aliases import (
     check_accepted,
     refuse,
 )
-from unisono.config.preflight.model import read_overrides
+from unisono.config.preflight.model import read_overrides, with_method
 from unisono.types import ConfigError, SpeculativeConfig
 from unisono.types.lora import read_modules
 
@@ -161,7 +161,7 @@ def _speculative(config: Any) -> SpeculativeConfig | None:
         raise ConfigError(f"speculative_config is not valid JSON: {error}.") from None
     if not isinstance(config, Mapping):
         raise ConfigError(f"speculative_config={config!r}: give a dict.")
-    return SpeculativeConfig.parse(config)
+    return SpeculativeConfig.parse(with_method(config))
 
 
 def _instead(name: str, keywords: Mapping[str, Any]) -> str:

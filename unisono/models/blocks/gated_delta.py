@@ -180,6 +180,11 @@ class GatedDelta(nn.Module):
         """(residual + ``o(y)``, ``norm`` of it); without a norm, the sum twice."""
         return self.o.then_norm(y, residual, norm)
 
+    def output(self, y: Activations) -> torch.Tensor:
+        """``o(y)``."""
+        out: torch.Tensor = self.o(y)
+        return out
+
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     """x [..., K] divided by its norm."""
