@@ -124,7 +124,7 @@ def test_the_package_has_the_files() -> None:
     """pyproject.toml names them: a wheel has data files only where it does."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["unisono"]
     named = {found for pattern in data for found in (ROOT / "unisono").glob(pattern)}
-    assert {ROOT / "unisono" / "server" / "page" / name for name in NAMES} <= named
+    assert {ROOT / "unisono" / "http" / "page" / name for name in NAMES} <= named
 
 
 # ---- which tokens were drafted ----
