@@ -46,7 +46,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     for name, home in catalog.bundled.items():
         assert {f"unisono/bundled/{name}/{file.name}" for file in home.iterdir()} <= names
     assert {"unisono/py.typed", "unisono/tools/eval/problems.jsonl"} <= names
-    page = (ROOT / "unisono" / "server" / "page").rglob("*.*")
+    page = (ROOT / "unisono" / "http" / "page").rglob("*.*")
     assert {str(path.relative_to(ROOT)) for path in page} <= names
     assert {"unisono/http/page/vendor/marked/marked.esm.js", "unisono/http/page/vendor/marked/LICENSE.txt"} <= names
     known = (
