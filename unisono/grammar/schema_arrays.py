@@ -10,7 +10,7 @@ from unisono.grammar.json_values import has_type
 from unisono.grammar.keywords import SchemaRefusedError
 from unisono.grammar.schema_logic import NoExactForm, Size, disjoint, inlined
 from unisono.grammar.schema_refs import SchemaPlace
-from unisono.grammar.schema_rewriter import Rewriter
+from unisono.grammar.schema_rewriter import Rewriter, evaluates
 
 MAX_PLACES = 8
 """The items that ``contains`` asks for are among this many first ones of an array."""
@@ -126,7 +126,7 @@ class Arrays:
         if rest in schema or (place is not asking and "unevaluatedItems" in schema):
             return None
         for name in ("contains", *_COMBINATORS):
-            if name in schema and (name == "contains" or _evaluates(schema[name])):
+            if name in schema and (name == "contains" or evaluates(schema[name], _EVALUATING)):
                 raise SchemaRefusedError(
                     "unevaluatedItems", asking.pointer, f"{name!r} decides which items are evaluated"
                 )
@@ -159,11 +159,3 @@ def finite(schema: Any) -> list[Any] | None:
     if types is None or not set(named) <= {"boolean", "null"}:
         return None
     return [value for value in (False, True, None) if has_type(value, named)]
-
-
-def _evaluates(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_evaluates, value))
-    if not isinstance(value, Mapping):
-        return False
-    return bool(_EVALUATING & value.keys()) or any(_evaluates(one) for one in value.values())
