@@ -17,7 +17,7 @@ import typer
 
 from unisono.cli_output import print_dry_run, print_tables, show_progress, stderr
 from unisono.heap import uncollected
-from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, UnisonoError
+from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, UnisonoError, request_failure
 
 if TYPE_CHECKING:
     from unisono.llm import LLM
@@ -240,5 +240,5 @@ def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
     for delta in llm.stream(prompt, params):
         print(detokenizer.feed(delta.token_ids, delta.finish), end="", flush=True)
         if delta.finish is FinishReason.ABORT:
-            raise UnisonoError(f"The engine failed on this request: {delta.error}")
+            raise request_failure(delta.error, delta.error_param)
     print(flush=True)

@@ -46,7 +46,7 @@ from unisono.types import (
     SamplingParams,
     TokenDelta,
     TokenLogprobs,
-    UnisonoError,
+    request_failure,
 )
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -274,7 +274,7 @@ class LLM:
             while deltas := self.loop.read(inbox):
                 for delta, _ in deltas:
                     if delta.error is not None:
-                        raise UnisonoError(f"The engine failed on this request: {delta.error}")
+                        raise request_failure(delta.error, delta.error_param)
                     for one in delta.logprobs or ():
                         reports[delta.request_id] = one
         finally:

@@ -141,7 +141,8 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     ``hidden_states`` are those of generated tokens, if the request asked for them: of the one before each of these, but
     the first; ``prompt_hidden_states``, on its first delta, those of the prompt.
     ``extra``: what features of other packages report, a list for each name; lists of successive deltas are joined.
-    ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT.
+    ``error`` is set when the request failed inside the engine; then ``finish`` is ABORT. ``error_param``: the field of
+    the request that made it fail; None where the engine did.
     ``joined``: of a delta that several were joined to, the rounds of each; see :attr:`rounds`.
     """
 
@@ -159,6 +160,7 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     extra: dict[str, list[Any]] | None = None
     queued_seconds: float | None = None
     joined: list[tuple[int, int, int]] | None = None
+    error_param: str | None = None
 
     @property
     def rounds(self) -> list[tuple[int, int, int]]:
@@ -178,7 +180,7 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
         self.token_ids.extend(later.token_ids)
         self.drafted_tokens += later.drafted_tokens
         self.accepted_tokens += later.accepted_tokens
-        self.finish, self.error = later.finish, later.error
+        self.finish, self.error, self.error_param = later.finish, later.error, later.error_param
         if later.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs.extend(later.logprobs)

@@ -12,6 +12,7 @@ from unisono.errors import ConfigError as ConfigError
 from unisono.errors import EngineDead as EngineDead
 from unisono.errors import TemporaryFailure as TemporaryFailure
 from unisono.errors import UnisonoError as UnisonoError
+from unisono.errors import request_failure as request_failure
 from unisono.media import MediaItem as MediaItem
 from unisono.request_limits import MAX_BAD_WORD_TOKENS as MAX_BAD_WORD_TOKENS
 from unisono.request_limits import MAX_BAD_WORDS as MAX_BAD_WORDS

@@ -44,7 +44,21 @@ AMBIGUOUS = "its structured output is too ambiguous after {} tokens: {}. Avoid r
 
 
 class GrammarError(UnisonoError):
-    """A request cannot go on: no token continues its grammar, or following it takes too long."""
+    """A request cannot go on: no token continues its grammar, or following it takes too long.
+
+    param: the field of the request that is to blame; None where the engine is.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def restricting(params: SamplingParams) -> str | None:
+    """The field of a request that takes tokens away from those which its grammar allows; None if no field does."""
+    if params.allowed_token_ids is not None:
+        return "allowed_token_ids"
+    return "bad_words" if params.bad_words else None
 
 
 class Follower(Protocol):
@@ -80,7 +94,8 @@ class Matcher:
         self._map = np.empty(0, np.int32)
         self._asked: tuple[np.ndarray, np.ndarray] | None = None
         self._dead: set[int] = set()
-        self._failure = ""
+        self._restricting = restricting(params)
+        self._failure: GrammarError | None = None
         self._forced: list[int] | None = None  # after the committed tokens; None: not known
         self._tells = False  # whether each accept asks the lane for forced tokens at once
         self._peeked = False  # whether the answer to that is still to be read
@@ -91,15 +106,15 @@ class Matcher:
         Raises GrammarError for one that does not continue the grammar, and where masks could not be made.
         """
         self._read_peek()
-        if self._failure:
-            raise GrammarError(self._failure)
+        if self._failure is not None:
+            raise self._failure
         if not self._known(list(tokens)):
             self._send(None, list(tokens), None)
             if not self._heard(None, len(tokens)):
                 self._send(None, list(tokens), None)
                 self._heard(None, len(tokens))
-            if self._failure:
-                raise GrammarError(self._failure)
+            if self._failure is not None:
+                raise self._failure
         elif self._forced is not None:
             known = self._forced[len(tokens) :] if self._forced[: len(tokens)] == list(tokens) else []
             self._forced = known or None
@@ -169,6 +184,18 @@ class Matcher:
                 allow(row, self._eos)
         return True
 
+    def first_mask(self) -> np.ndarray:
+        """The mask of an output's first token, int32 ``[words]``. Raises GrammarError where none can be made."""
+        out = np.empty((1, 1, self._compiled.words), np.int32)
+        self.masks(np.empty((1, 0), np.int32), out)
+        if self._failure is not None:
+            raise self._failure
+        return np.asarray(out[0, 0])
+
+    def close(self) -> None:
+        """Leave the lane; the next masks or tokens join one anew."""
+        self._leave()
+
     # ---- tokens ---------------------------------------------------------------------------------
 
     def _known(self, tokens: list[int]) -> bool:
@@ -185,8 +212,19 @@ class Matcher:
         for place, token in enumerate(tokens):
             row = paths[0] * out.shape[1] + place
             if row in self._dead or not allows(out[paths[0], place], token):
-                raise GrammarError(NOTHING.format(len(self._tokens) + place))
+                raise self._refused(out[paths[0], place], row in self._dead, len(self._tokens) + place)
         return True
+
+    def _refused(self, mask: np.ndarray, dead: bool, length: int) -> GrammarError:
+        """The error after ``length`` tokens, whose next one the mask forbids. dead: the grammar has no next token."""
+        why = NOTHING.format(length)
+        if dead:
+            return GrammarError(why, "structured_outputs")
+        ends = np.zeros_like(mask)
+        allow(ends, self._eos)
+        if self._restricting == "allowed_token_ids" and not (mask & ~ends).any():
+            why += f": allowed_token_ids needs the end-of-sequence id, {', '.join(map(str, self._eos))}"
+        return GrammarError(why, self._restricting)
 
     # ---- the lane -------------------------------------------------------------------------------
 
@@ -223,7 +261,7 @@ class Matcher:
             return False
         if answer is None:
             why = f"a mask took more than {LONGEST_CALL} s or {MEMORY >> 20} MiB"
-            self._failure = AMBIGUOUS.format(length, why)
+            self._failure = GrammarError(AMBIGUOUS.format(length, why), "structured_outputs")
         elif self._take_in(answer, length + more) and out is not None:
             self._dead = set(answer[2])
             out[...] = self._map[: out.size].reshape(out.shape)
@@ -233,11 +271,12 @@ class Matcher:
         """Read the lane's answer, after which it knows ``known`` tokens. Return False if the output cannot go on."""
         length = len(self._tokens)
         if answer[0] == "slow":
-            self._failure = AMBIGUOUS.format(length, answer[1])
+            self._failure = GrammarError(AMBIGUOUS.format(length, answer[1]), "structured_outputs")
         elif answer[0] != "ok":
-            self._failure = f"its structured output cannot be followed after {length} tokens: {answer[1]}"
+            why = f"its structured output cannot be followed after {length} tokens: {answer[1]}"
+            self._failure = GrammarError(why)
         elif self._told + answer[1] < known:
-            self._failure = NOTHING.format(self._told + answer[1])
+            self._failure = GrammarError(NOTHING.format(self._told + answer[1]), self._restricting)
         else:
             self._told, self._forced = known, answer[3]
         return not self._failure

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from unisono.grammar.compiler import Compiled
-from unisono.grammar.matcher import ALL, GrammarError, Matcher
+from unisono.grammar.matcher import ALL, GrammarError, Matcher, restricting
 from unisono.grammar.vocabulary import spellings
 from unisono.grammar.walk import allow, allows, forbid
 from unisono.tokenizer import Tokenizer
@@ -194,7 +194,8 @@ class ThinkingMatcher:
             if following is None:
                 raise GrammarError(
                     "no token of the vocabulary that the request allows continues its thought after "
-                    f"{place.length} tokens"
+                    f"{place.length} tokens",
+                    restricting(self._params),
                 )
             self._place = following
             if self._inner is not None and self._is_inner(place, token):

@@ -26,7 +26,7 @@ from unisono.server.responses import Draft, HiddenStates, PromptLogprobs, TokenR
 from unisono.server.token_stream import TokenStream
 from unisono.server.tools.base import ToolDelta
 from unisono.server.tools.structure import reworded
-from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
+from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError, request_failure
 from unisono.vectors import numbers
 
 
@@ -181,11 +181,16 @@ class Generation:
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None
-            if self._reader is not None and self._reader.constrains and error.param == "structured_outputs":
-                raise BadRequest(reworded(str(error)), "tools", error.code) from None
-            raise
+            raise self._as_of_tools(error) from None
         if self._cancelled:  # perhaps before the engine's client knew of the request
             self._client.cancel(self._request.request_id)
+
+    def _as_of_tools(self, error: UnisonoError) -> UnisonoError:
+        """The error, which names tools where it is about the grammar that they became."""
+        constrained = self._reader is not None and self._reader.constrains
+        if constrained and isinstance(error, BadRequest) and error.param == "structured_outputs":
+            return BadRequest(reworded(str(error)), "tools", error.code)
+        return error
 
     def cancel(self) -> None:
         """End the request early for its reader: its last piece has the finish reason ``abort``."""
@@ -198,7 +203,7 @@ class Generation:
             self._stream.close()
 
     async def pieces(self) -> AsyncGenerator[Piece]:
-        """Yield text as it becomes certain; the last piece has ``finish``. Raises EngineDead and ApiError."""
+        """Yield text as it becomes certain; the last piece has ``finish``. Raises UnisonoError: that of a failure."""
         assert self._stream is not None
         reason, failed = FinishReason.RUNNING, False
         try:
@@ -209,7 +214,7 @@ class Generation:
                 self._timer.tokens(len(delta.token_ids))
                 self._output.record(delta)
                 if delta.error is not None:
-                    raise ApiError(500, f"The engine failed on this request: {delta.error}", "server_error")
+                    raise self._as_of_tools(request_failure(delta.error, delta.error_param))
                 scores = None if self._scores is None else await self._prompt_scores(delta)
                 if self._echo is not None:
                     echo, self._echo = self._echo, None

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from unisono.grammar.compiler import Grammars
-from unisono.grammar.matcher import ALL, Follower, GrammarError, Matcher, fill
+from unisono.grammar.compiler import Compiled, Grammars
+from unisono.grammar.matcher import ALL, Follower, GrammarError, Matcher, fill, restricting
 from unisono.grammar.thinking import ThinkingMatcher, Thoughts
+from unisono.grammar.walk import allow, forbid
 from unisono.passes.features.base import Committed, Feature, FeatureContext, HostPass, PassKind, RequestState
 from unisono.program import NO_FEATURES, Buffers, Features, Field
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta
@@ -65,6 +67,8 @@ class Grammar(Feature):
                 name,
             )
         compiled = None if asked is None else self._grammars.get(asked)
+        if compiled is not None:
+            check_first_token(compiled, request)
         if thinking is None:
             assert compiled is not None
             return _State(Matcher(compiled, params), compiled.eos)
@@ -106,6 +110,32 @@ def both(marks: Future[Any], grammar: Future[Any]) -> Future[None]:
     return done
 
 
+def check_first_token(compiled: Compiled, request: EngineRequest) -> None:
+    """Raise BadRequest if allowed_token_ids or bad_words leave no token that begins the request's structured output."""
+    params = request.params
+    banned = [word[0] for word in request.bad_words if len(word) == 1]
+    if params.allowed_token_ids is None and not banned:
+        return
+    matcher = Matcher(compiled, replace(params, min_tokens=0))
+    try:
+        mask = matcher.first_mask()
+    except GrammarError as error:
+        raise BadRequest(f"structured_outputs: {error}.", error.param or "structured_outputs") from None
+    finally:
+        matcher.close()
+    if params.allowed_token_ids is not None:
+        allowed = np.zeros_like(mask)
+        allow(allowed, params.allowed_token_ids)
+        mask = mask & allowed
+    forbid(mask, banned)
+    if not mask.any():
+        param = restricting(params) or "bad_words"
+        kept = f"{param} leaves none of the tokens that can begin" if param == "bad_words" else (
+            f"none of the {len(params.allowed_token_ids or ())} ids of {param} can begin"
+        )  # fmt: skip
+        raise BadRequest(f"{kept} the structured output: allow more tokens, or leave one of the two out.", param)
+
+
 class _State(RequestState):
     """Follows the request's output. EOS always ends it: masks forbid it as long as the grammar can go on without."""
 
@@ -119,4 +149,4 @@ class _State(RequestState):
         try:
             self.matcher.accept(committed.tokens)
         except GrammarError as error:
-            delta.finish, delta.error = FinishReason.ABORT, f"{error}."
+            delta.finish, delta.error, delta.error_param = FinishReason.ABORT, f"{error}.", error.param

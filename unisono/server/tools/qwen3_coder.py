@@ -118,7 +118,7 @@ class XmlReader(Reader):
 def typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
     """A parameter's text as the value that its schema means; the text itself where it is none of that."""
     own = _own(schema, key)
-    given = [one for part in own for one in (part.get("enum") or ([part["const"]] if "const" in part else []))]
+    given = [one for part in own for one in _given(part)]
     kinds = {kind for part in own for kind in _types(part)}
     if "string" in kinds and any(name in part for part in own for name in EXACT):
         text = text.strip()  # blanks around it are no part of such a text
@@ -169,9 +169,18 @@ def _referred(schema: Any, reference: str) -> Any:
     return schema
 
 
+def _given(part: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists; none where it lists none, or is malformed."""
+    listed = part.get("enum")
+    if isinstance(listed, list) and listed:
+        return listed
+    return [part["const"]] if "const" in part else []
+
+
 def _types(part: Mapping[str, Any]) -> list[str]:
-    given = part.get("type")
-    return [given] if isinstance(given, str) else [one for one in given or () if isinstance(one, str)]
+    named = part.get("type")
+    named = named if isinstance(named, list) else [named]
+    return [one for one in named if isinstance(one, str)]
 
 
 class QwenCoder(Format):
