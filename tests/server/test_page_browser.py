@@ -272,6 +272,8 @@ def f(x):
     return x < 1
 ```
 
+~~twice~~ and **twice**
+
 Last."""
 
 
@@ -297,8 +299,9 @@ def test_markdown_and_marks(echo: Server, tmp_path: Path) -> None:
         for selector, part in (
             ("h3", "Title"), ("em", "slanted"), ("strong", "bold"), ("blockquote", "quoted"), ("li li", "inner"),
             (".code pre", "def f(x):\n    return x < 1"), ("a", "link"), ("> p:last-child", "Last."),
+            ("del", "twice"), ("del ~ strong", "twice"),
         ):  # fmt: skip
-            start = MARKDOWN.index(part)
+            start = MARKDOWN.rindex(part) if "~" in selector else MARKDOWN.index(part)
             found = browser.run(CLASSES % f".answer .markdown {selector}")[: len(part)]
             assert found == marks[start : start + len(part)], selector
         background = "getComputedStyle(document.querySelector('.answer .p1')).backgroundColor"
@@ -430,6 +433,24 @@ def test_errors_are_shown_and_nothing_is_lost(start: Start, tmp_path: Path) -> N
         browser.events = [e for e in browser.events if e["method"] != "Runtime.exceptionThrown"]
 
 
+def test_a_stream_without_its_last_event_was_cut_off(echo: Server, tmp_path: Path) -> None:
+    """As where a proxy ends the connection in good order."""
+    with browsing(tmp_path, echo.url) as browser:
+        serves(browser)
+        browser.run("""(() => {
+          const real = window.fetch;
+          window.fetch = async (path, options) => {
+            const response = await real(path, options);
+            if (!path.endsWith('chat/completions')) return response;
+            const text = await response.text();
+            return new Response(text.replace('data: [DONE]\\n\\n', ''), { headers: response.headers });
+          };
+        })()""")
+        answer(browser, "hello")
+        assert text_of(browser, ".failure strong") == "The answer was cut off"
+        assert "ended before the answer did" in text_of(browser, ".failure p")
+
+
 def test_a_key_is_asked_for_where_an_answer_needs_it(start: Start, model_dir: Path, tmp_path: Path) -> None:
     server = start(model_dir, api_key="the-key")
     with browsing(tmp_path, server.url) as browser:
@@ -441,7 +462,9 @@ def test_a_key_is_asked_for_where_an_answer_needs_it(start: Start, model_dir: Pa
         browser.enter()
         browser.until("document.querySelector('.failure')")
         assert text_of(browser, ".failure .quiet") == "HTTP 401"
-        browser.run("document.querySelector('.failure button').click()")  # Enter a key
+        browser.run(
+            "[...document.querySelectorAll('.failure button')].find((b) => b.textContent === 'Enter a key').click()"
+        )
         browser.until("document.getElementById('key-dialog').open")
         browser.type("the-key")
         browser.enter()
