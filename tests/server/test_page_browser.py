@@ -272,7 +272,7 @@ def f(x):
     return x < 1
 ```
 
-~~twice~~ and **twice**
+~~again~~ and **again**
 
 Last."""
 
@@ -299,7 +299,7 @@ def test_markdown_and_marks(echo: Server, tmp_path: Path) -> None:
         for selector, part in (
             ("h3", "Title"), ("em", "slanted"), ("strong", "bold"), ("blockquote", "quoted"), ("li li", "inner"),
             (".code pre", "def f(x):\n    return x < 1"), ("a", "link"), ("> p:last-child", "Last."),
-            ("del", "twice"), ("del ~ strong", "twice"),
+            ("del", "again"), ("del ~ strong", "again"),
         ):  # fmt: skip
             start = MARKDOWN.rindex(part) if "~" in selector else MARKDOWN.index(part)
             found = browser.run(CLASSES % f".answer .markdown {selector}")[: len(part)]
