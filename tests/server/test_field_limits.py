@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, FailFast
 
+from tests.server.conftest import Server
 from unisono.request_limits import SAMPLING, Chars, Data, Entries, Items, Real, Whole, shown, weight
 from unisono.server import body, field_limits
 from unisono.server.errors import ApiError, show
-from unisono.server.field_limits import BODIES, validated
+from unisono.server.field_limits import BODIES, PARAMETERS, validated
 from unisono.types import BadRequest, SamplingParams
 
 MODULES = (
@@ -152,12 +153,65 @@ def test_showing_reads_the_beginning_only() -> None:
 def test_the_page_has_the_table() -> None:
     """To write it: UNISONO_WRITE_DOCS=1."""
     text = PAGE.read_text()
-    found = re.search(r"<!-- fields -->\n(.*?)<!-- end -->", text, re.DOTALL)
-    assert found is not None
-    if field_limits.table() != found[1]:
+    written = text
+    for name, table in (("fields", field_limits.table()), ("parameters", field_limits.parameter_table())):
+        found = re.search(f"<!-- {name} -->\n(.*?)<!-- end -->", written, re.DOTALL)
+        assert found is not None
+        written = written[: found.start(1)] + table + written[found.end(1) :]
+    if written != text:
         if os.environ.get("UNISONO_WRITE_DOCS"):
-            PAGE.write_text(text[: found.start(1)] + field_limits.table() + text[found.end(1) :])
+            PAGE.write_text(written)
         pytest.fail("docs/limits.md differs from unisono/server/field_limits.py")
+
+
+# ---- parameters of paths and queries ----------------------------------------------------------------
+
+
+def parameters(server: Server) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(method, path, parameter) of every route, as /openapi.json has them."""
+    for path, operations in server.http.get("/openapi.json").json()["paths"].items():
+        for method, operation in operations.items():
+            for parameter in operation.get("parameters", ()):
+                yield method, path, parameter
+
+
+def test_every_parameter_has_a_limit(server: Server) -> None:
+    limited = set()
+    for method, path, parameter in parameters(server):
+        schema, name = parameter["schema"], parameter["name"]
+        parts = [one for one in schema.get("anyOf", [schema]) if one["type"] != "null"]
+        for part in parts:
+            if part["type"] == "boolean" or "enum" in part:
+                continue
+            limit = PARAMETERS[name]
+            expected = {"maxLength": limit.most} if isinstance(limit, Chars) else (
+                {"minimum": limit.least, "maximum": limit.most}
+            )  # fmt: skip
+            held = part if "anyOf" not in schema else {**part, **schema}
+            assert expected.items() <= held.items(), (method, path, name)
+            limited.add(name)
+    assert limited == PARAMETERS.keys()
+
+
+def test_parameters_beyond_their_limits(server: Server) -> None:
+    """Refused by name before the route runs, whatever the method and the path are."""
+    for method, path, parameter in parameters(server):
+        name = parameter["name"]
+        limit = PARAMETERS.get(name)
+        if limit is None:
+            continue
+        values = ["x" * (limit.most + 1)] if isinstance(limit, Chars) else [
+            *(str(one) for one in POWERS if not limit.holds(one)), "9" * 5000, "1e400", "NaN", "x", "", "1.5",
+        ]  # fmt: skip
+        for value in values:
+            url = path.replace("{" + name + "}", value) if parameter["in"] == "path" else f"{path}?{name}={value}"
+            answer = server.http.request(method, re.sub(r"\{\w+\}", "a", url))
+            assert answer.status_code == 400, (method, url[:80], answer.text)
+            error = answer.json()["error"]
+            assert error["param"] == name
+            assert len(error["message"]) < 300
+            if isinstance(limit, Whole) and value.lstrip("-").isdecimal() and len(value) < 100:
+                assert limit.rule in error["message"]
 
 
 # ---- the whole body ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unisono.server.body import load_object, off_loop
 from unisono.server.commands import CommandError
 from unisono.server.errors import ApiError, unavailable
-from unisono.server.field_limits import Strings
+from unisono.server.field_limits import SleepLevel, Strings
 from unisono.server.routes.common import described, json_response, operators_only, owners_only, read_json_body
 from unisono.server.service import Service
 from unisono.server.translation import checked
@@ -77,7 +77,7 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
         dependencies=operators,
         **described("Finish what runs, take no more requests, free what can be freed. Weights stay."),
     )
-    async def sleep(level: int = 1) -> Response:
+    async def sleep(level: SleepLevel = 1) -> Response:
         if level not in (0, 1):
             raise ApiError(400, f"level={level} is not supported, as sleep keeps {KEPT}. Use 1.", param="level")
         service.sleeping = True

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.server.body import load_object, off_loop
 from unisono.server.errors import ApiError
+from unisono.server.field_limits import After, ConversationId, ItemId, PageSize
 from unisono.server.responses_api.body import to_items, to_messages
 from unisono.server.responses_api.conversations import Conversation, ConversationStore
 from unisono.server.responses_api.store import Item
@@ -60,7 +61,7 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
         return json_response(made.public())
 
     @app.get("/v1/conversations/{conversation_id}", dependencies=clients, **described("Read a conversation's data."))
-    async def read(request: Request, conversation_id: str) -> Response:
+    async def read(request: Request, conversation_id: ConversationId) -> Response:
         return json_response(store.get(conversation_id, service.keys.owner(request)).public())
 
     @app.post(
@@ -68,7 +69,7 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
         dependencies=workers,
         **described("Set a conversation's metadata.", MetadataBody),
     )
-    async def update(request: Request, conversation_id: str) -> Response:
+    async def update(request: Request, conversation_id: ConversationId) -> Response:
         raw = await read_json_body(request)
         body = await off_loop(len(raw), lambda: checked(load_object(raw), MetadataBody))
         found = store.get(conversation_id, service.keys.owner(request))
@@ -77,7 +78,7 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
         return json_response(found.public())
 
     @app.delete("/v1/conversations/{conversation_id}", dependencies=clients, **described("Forget a conversation."))
-    async def delete(request: Request, conversation_id: str) -> Response:
+    async def delete(request: Request, conversation_id: ConversationId) -> Response:
         store.delete(conversation_id, service.keys.owner(request))
         return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
@@ -89,7 +90,7 @@ def _add_items(app: FastAPI, service: Service, store: ConversationStore) -> None
     path = "/v1/conversations/{conversation_id}/items"
 
     @app.post(path, dependencies=workers, **described("Add items to a conversation.", ItemsBody))
-    async def add_items(request: Request, conversation_id: str) -> Response:
+    async def add_items(request: Request, conversation_id: ConversationId) -> Response:
         raw = await read_json_body(request)
         body = await off_loop(len(raw), lambda: checked(load_object(raw), ItemsBody))
         store.get(conversation_id, service.keys.owner(request))
@@ -102,20 +103,20 @@ def _add_items(app: FastAPI, service: Service, store: ConversationStore) -> None
     @app.get(path, dependencies=clients, **described("The items of a conversation."))
     async def list_items(
         request: Request,
-        conversation_id: str,
-        limit: int = 20,
+        conversation_id: ConversationId,
+        limit: PageSize = 20,
         order: Literal["asc", "desc"] = "desc",
-        after: str | None = None,
+        after: After = None,
     ) -> Response:
         items = store.get(conversation_id, service.keys.owner(request)).items
         return json_response(page_of(items, limit, order, after))
 
     @app.get(path + "/{item_id}", dependencies=clients, **described("An item of a conversation."))
-    async def read_item(request: Request, conversation_id: str, item_id: str) -> Response:
+    async def read_item(request: Request, conversation_id: ConversationId, item_id: ItemId) -> Response:
         return json_response(store.item(store.get(conversation_id, service.keys.owner(request)), item_id))
 
     @app.delete(path + "/{item_id}", dependencies=clients, **described("Take an item out of a conversation."))
-    async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
+    async def delete_item(request: Request, conversation_id: ConversationId, item_id: ItemId) -> Response:
         found = store.get(conversation_id, service.keys.owner(request))
         gone = store.item(found, item_id)
         found.items = [item for item in found.items if item is not gone]
@@ -124,12 +125,10 @@ def _add_items(app: FastAPI, service: Service, store: ConversationStore) -> None
 
 
 def page_of(items: list[Item], limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """A page of a list of items. after: the id before the first. Raises ApiError (400)."""
+    """A page of a list of items. after: the id before the first."""
     items = items if order == "asc" else items[::-1]
     ids = [item["id"] for item in items]
     start = ids.index(after) + 1 if after in ids else 0
-    if not 1 <= limit <= 100:
-        raise ApiError(400, f"limit={limit} is out of range: give 1 to 100.", param="limit")
     return _listed(items[start : start + limit], start + limit < len(items))
 
 

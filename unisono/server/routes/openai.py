@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from unisono.server import protocol, request_ids
 from unisono.server.answers import Answer
 from unisono.server.body import off_loop
+from unisono.server.field_limits import ModelId
 from unisono.server.generation import Generation
 from unisono.server.responses import ChatShape, ModelCard, ModelList, Shape, TextShape
 from unisono.server.routes.common import (
@@ -52,7 +53,7 @@ def add(app: FastAPI, service: Service) -> None:
         return json_response(ModelList([_card(service, name) for name in (*service.names, *service.adapters)]))
 
     @app.get("/v1/models/{model_id:path}", dependencies=clients, **described("One served name."))
-    async def model(model_id: str) -> Response:
+    async def model(model_id: ModelId) -> Response:
         return json_response(_card(service, service.model(model_id)))
 
 

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from unisono.server.errors import ApiError, show
+from unisono.server.field_limits import FileName
 from unisono.server.page_state import page_state
 from unisono.server.routes.common import clients_only, described, json_response, owners_only
 from unisono.server.service import Service
@@ -71,7 +72,7 @@ def add(app: FastAPI, service: Service) -> None:
         return json_response(page_state(service, info, service.client.samples, fresh))
 
     @app.get("/page/{name:path}", **described("A file of the page."))
-    async def file(name: str, request: Request) -> Response:
+    async def file(name: FileName, request: Request) -> Response:
         return _file(contents, name, request)
 
     @app.get(

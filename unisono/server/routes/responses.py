@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from unisono.server.answers import EventReply, stream_error
 from unisono.server.body import INLINE_BYTES, load_object, off_loop
 from unisono.server.errors import ApiError, as_api_error
+from unisono.server.field_limits import After, PageSize, ResponseId
 from unisono.server.generation import Generation, merge, start_all
 from unisono.server.hosted_tools import Ignored, hosted_type
 from unisono.server.note import note
@@ -166,19 +167,19 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
     clients = clients_only(service, stored=True)
 
     @app.get("/v1/responses/{response_id}", dependencies=clients, **described("Read a stored response."))
-    async def read(request: Request, response_id: str, stream: bool = False) -> Response:
+    async def read(request: Request, response_id: ResponseId, stream: bool = False) -> Response:
         found = store.get(response_id, service.keys.owner(request))
         if stream:
             raise ApiError(400, "stream=true: events are not stored; read the response without.", param="stream")
         return json_response(found.response)
 
     @app.delete("/v1/responses/{response_id}", dependencies=clients, **described("Forget a stored response."))
-    async def delete(request: Request, response_id: str) -> Response:
+    async def delete(request: Request, response_id: ResponseId) -> Response:
         store.delete(response_id, service.keys.owner(request))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @app.post("/v1/responses/{response_id}/cancel", dependencies=clients, **described("End a response early."))
-    async def cancel(request: Request, response_id: str) -> Response:
+    async def cancel(request: Request, response_id: ResponseId) -> Response:
         found = store.get(response_id, service.keys.owner(request))
         for generation in service.running.get(response_id, ()):
             generation.cancel()
@@ -193,10 +194,10 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
     )
     async def input_items(
         request: Request,
-        response_id: str,
-        limit: int = 20,
+        response_id: ResponseId,
+        limit: PageSize = 20,
         order: Literal["asc", "desc"] = "desc",
-        after: str | None = None,
+        after: After = None,
     ) -> Response:
         items = store.get(response_id, service.keys.owner(request)).items
         return json_response(conversations.page_of(items, limit, order, after))
