@@ -65,7 +65,7 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
     return work() if size <= INLINE_BYTES else await asyncio.to_thread(work)
 
 
-def load_object(body: bytes) -> dict[str, Any]:
+def load_object(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object in ``body``. Raises ApiError (400) for too many values, and naming what no field may hold."""
     check_size(body)
     try:
@@ -80,7 +80,7 @@ def load_object(body: bytes) -> dict[str, Any]:
     return data
 
 
-def check_size(body: bytes) -> None:
+def check_size(body: bytes | bytearray) -> None:
     """Raise ApiError (400) for a body of too many values or parts, or too much text that is expensive to read."""
     if len(body) <= 2 * MAX_PARTS:  # a part has two bytes
         return
@@ -111,7 +111,7 @@ def check_size(body: bytes) -> None:
             raise ApiError(400, message, code="too_much_text")
 
 
-def _is_suspicious(body: bytes) -> bool:
+def _is_suspicious(body: bytes | bytearray) -> bool:
     """True if there may be a number above 64 bits or a surrogate: only such bodies are looked through."""
     for start in range(0, len(body), CHUNK):
         end = start + CHUNK + len(LONG_NUMBER)  # what stands across the border is in both
@@ -120,7 +120,7 @@ def _is_suspicious(body: bytes) -> bool:
     return False
 
 
-def _name_the_field(body: bytes) -> None:
+def _name_the_field(body: bytes | bytearray) -> None:
     """Raise the error of a field where Python's reader, which takes more, can tell which it is."""
     if len(body) <= NAMED_BYTES and _is_suspicious(body):
         try:

@@ -12,11 +12,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from unisono.server.body import load_object, off_loop
+from unisono.server.body import load_object
 from unisono.server.commands import CommandError
 from unisono.server.errors import ApiError, unavailable
 from unisono.server.field_limits import SleepLevel, Strings
-from unisono.server.routes.common import described, json_response, operators_only, owners_only, read_json_body
+from unisono.server.routes.common import described, json_response, operators_only, owners_only, parsed_body
 from unisono.server.service import Service
 from unisono.server.translation import checked
 from unisono.types import EngineDead
@@ -105,8 +105,7 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
 
 async def _abort_body(request: Request) -> list[str] | None:
     """The ids to abort; None for all. Raises ApiError."""
-    raw = await read_json_body(request)
-    body = await off_loop(len(raw), lambda: checked(load_object(raw), AbortRequest))
+    body = await parsed_body(request, lambda raw: checked(load_object(raw), AbortRequest))
     ids = [*(body.request_ids or []), *(one for one in (body.request_id, body.rid) if one is not None)]
     if not ids and not body.abort_all:
         raise ApiError(400, "request_ids is missing; name answers, or set abort_all=true.", param="request_ids")

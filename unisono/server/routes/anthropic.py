@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from unisono.server.answers import EventReply, stream_error
 from unisono.server.anthropic_api.body import CountRequest, MessagesRequest, chat_body
 from unisono.server.anthropic_api.writer import Event, Writer, error_object
-from unisono.server.body import load_object, off_loop
+from unisono.server.body import load_object
 from unisono.server.generation import Generation, merge
 from unisono.server.hosted_tools import Ignored
 from unisono.server.note import note
@@ -25,7 +25,7 @@ from unisono.server.routes.common import (
     forget_inputs,
     json_response,
     new_id,
-    read_json_body,
+    parsed_body,
     ticket_of,
     when_ready,
 )
@@ -62,7 +62,7 @@ class MessageReply(EventReply):
                 yield events
 
 
-def _read(raw: bytes, kind: type[Body], ignored: Ignored) -> tuple[Body, ChatRequest, Renames]:
+def _read(raw: bytearray, kind: type[Body], ignored: Ignored) -> tuple[Body, ChatRequest, Renames]:
     """A body, the chat request that is made of it, and the names of its fields. Raises BadRequest and ApiError."""
     data = load_object(raw)
     body = checked(data, kind, only=False)
@@ -76,9 +76,8 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post(PREFIX, dependencies=ready, **described("Answer a conversation.", MessagesRequest))
     async def messages(request: Request) -> Response:
-        raw = await read_json_body(request)
         ignored = service.hosted.request()
-        body, chat, renames = await off_loop(len(raw), lambda: _read(raw, MessagesRequest, ignored))
+        body, chat, renames = await parsed_body(request, lambda raw: _read(raw, MessagesRequest, ignored))
         model, message_id = service.model(body.model), new_id("msg_")
         service.hosted.tell(ignored)
         blank: dict[str, Any] = {
@@ -104,9 +103,8 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{PREFIX}/count_tokens", dependencies=ready, **described("Count a conversation's tokens.", CountRequest))
     async def count_tokens(request: Request) -> Response:
-        raw = await read_json_body(request)
         ignored = service.hosted.request()
-        body, chat, renames = await off_loop(len(raw), lambda: _read(raw, CountRequest, ignored))
+        body, chat, renames = await parsed_body(request, lambda raw: _read(raw, CountRequest, ignored))
         service.model(body.model)
         with renames.errors():
             prompt = await service.serving.chat_prompt(chat, ticket_of(request))

@@ -7,7 +7,8 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Depends, Request
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from unisono.server.answers import EventStream, Reply, until_disconnect
+from unisono.server.body import off_loop
 from unisono.server.engines import Wish
 from unisono.server.errors import ApiError, show
 from unisono.server.generation import Generation, start_all
@@ -24,6 +26,8 @@ from unisono.server.note import note
 from unisono.server.overload import Ticket
 from unisono.server.service import CLIENT_GONE, MAX_BODY_BYTES, SMALL_BODY_BYTES, Service
 from unisono.types import BadRequest
+
+T = TypeVar("T")
 
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-user-id")
 """What names a request's session, the first one that is there: the headers of vLLM's and SGLang's routers."""
@@ -87,11 +91,12 @@ def json_response(content: object, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-async def read_json_body(request: Request) -> bytes:
-    """The body of a JSON request, when it is its client's turn.
+async def parsed_body(request: Request, parse: Callable[[bytearray], T]) -> T:
+    """``parse(body)`` of a JSON request, when it is its client's turn; a large body is parsed in a thread.
 
-    Raises ApiError 415 for another content type, 413 above MAX_BODY_BYTES (SMALL_BODY_BYTES on routes without a ticket,
-    which no budget counts), 503 where too many bytes wait.
+    No caller gets the body itself: it would keep its bytes to the end of the answer, and the ticket gives them back as
+    soon as the request is prepared. Raises what ``parse`` raises, and ApiError: 415 for another content type, 413 above
+    MAX_BODY_BYTES (SMALL_BODY_BYTES on routes without a ticket, which no budget counts), 503 where too many bytes wait.
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -108,11 +113,12 @@ async def read_json_body(request: Request) -> bytes:
                 raise ApiError(413, message, code="body_too_large")
         if ticket is not None and not ticket.take_turn() and not await until_disconnect(request.receive, ticket.turn()):
             raise ApiError(CLIENT_GONE, "The client went before its turn came.")
-        return bytes(body)
+        return await off_loop(len(body), lambda: parse(body))
     except ClientDisconnect:
         raise ApiError(CLIENT_GONE, "The client went before its request was read.") from None
     finally:
-        body.clear()  # a traceback may hold this frame, and the ticket gives the bytes back now
+        with suppress(BufferError):  # a thread reads it for a client that has left
+            body.clear()  # a traceback may hold this frame, and the ticket gives the bytes back now
 
 
 INPUTS = ("messages", "prompt", "prompt_embeds", "embedding_overrides", "image_data", "video_data")

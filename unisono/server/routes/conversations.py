@@ -8,13 +8,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from unisono.server.body import load_object, off_loop
+from unisono.server.body import load_object
 from unisono.server.errors import ApiError
 from unisono.server.field_limits import After, ConversationId, ItemId, PageSize
 from unisono.server.responses_api.body import to_items, to_messages
 from unisono.server.responses_api.conversations import Conversation, ConversationStore
 from unisono.server.responses_api.store import Item
-from unisono.server.routes.common import clients_only, described, json_response, new_id, now, read_json_body
+from unisono.server.routes.common import clients_only, described, json_response, new_id, now, parsed_body
 from unisono.server.service import Service
 from unisono.server.translation import checked
 
@@ -53,8 +53,9 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
 
     @app.post("/v1/conversations", dependencies=workers, **described("Begin a conversation.", ConversationBody))
     async def create(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: checked(load_object(raw) if raw.strip() else {}, ConversationBody))
+        body = await parsed_body(
+            request, lambda raw: checked(load_object(raw) if raw.strip() else {}, ConversationBody)
+        )
         items = _items(body.items or [], service)
         made = Conversation(new_id("conv_"), service.keys.owner(request), now(), body.metadata or {}, items)
         store.put(made)
@@ -70,8 +71,7 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
         **described("Set a conversation's metadata.", MetadataBody),
     )
     async def update(request: Request, conversation_id: ConversationId) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: checked(load_object(raw), MetadataBody))
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), MetadataBody))
         found = store.get(conversation_id, service.keys.owner(request))
         found.metadata = body.metadata
         store.put(found)
@@ -91,8 +91,7 @@ def _add_items(app: FastAPI, service: Service, store: ConversationStore) -> None
 
     @app.post(path, dependencies=workers, **described("Add items to a conversation.", ItemsBody))
     async def add_items(request: Request, conversation_id: ConversationId) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: checked(load_object(raw), ItemsBody))
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), ItemsBody))
         store.get(conversation_id, service.keys.owner(request))
         if not body.items:
             raise ApiError(400, "items is empty; give at least one item.", param="items")

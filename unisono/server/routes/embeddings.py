@@ -18,7 +18,7 @@ from unisono.server.errors import ApiError, unavailable
 from unisono.server.field_limits import Strings, TokenIdLists, TokenIds
 from unisono.server.generation import Generation, merge
 from unisono.server.protocol import CompletionRequest, parse_fields
-from unisono.server.routes.common import answer, described, new_id, read_json_body, when_ready
+from unisono.server.routes.common import answer, described, new_id, parsed_body, when_ready
 from unisono.server.service import Service
 from unisono.server.translation import Renames, checked
 from unisono.types import BadRequest
@@ -80,8 +80,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings", dependencies=when_ready(service), **described("Embed texts.", EmbeddingRequest))
     async def embeddings(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: checked(load_object(raw), EmbeddingRequest))
+        body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), EmbeddingRequest), len(raw)))
         model, answer_id = service.model(body.model), new_id("embd-")
         _check(body, service)
         fields = {"prompt": body.input, "max_tokens": 1, "temperature": 0, "return_hidden_states": True, "model": model}
@@ -91,7 +90,7 @@ def add(app: FastAPI, service: Service) -> None:
 
         async def prepare() -> list[Generation]:
             with renames.errors():
-                completion = await off_loop(len(raw), lambda: parse_fields(fields, CompletionRequest))
+                completion = await off_loop(size, lambda: parse_fields(fields, CompletionRequest))
                 return await service.serving.completion(completion, answer_id, pooled=True)
 
         def reply_of(generations: list[Generation]) -> EmbeddingReply:

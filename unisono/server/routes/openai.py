@@ -10,7 +10,6 @@ from fastapi.responses import Response
 
 from unisono.server import protocol, request_ids
 from unisono.server.answers import Answer
-from unisono.server.body import off_loop
 from unisono.server.field_limits import ModelId
 from unisono.server.generation import Generation
 from unisono.server.responses import ChatShape, ModelCard, ModelList, Shape, TextShape
@@ -21,7 +20,7 @@ from unisono.server.routes.common import (
     forget_inputs,
     json_response,
     now,
-    read_json_body,
+    parsed_body,
     ticket_of,
     when_ready,
 )
@@ -36,16 +35,14 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", dependencies=ready, **described("Answer a conversation.", protocol.ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: protocol.parse(raw, protocol.ChatRequest))
+        body = await parsed_body(request, lambda raw: protocol.parse(raw, protocol.ChatRequest))
         return await _generate(
             service, request, body, CHAT, lambda name: service.serving.chat(body, name, ticket_of(request))
         )
 
     @app.post("/v1/completions", dependencies=ready, **described("Continue prompts.", protocol.CompletionRequest))
     async def completions(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: protocol.parse(raw, protocol.CompletionRequest))
+        body = await parsed_body(request, lambda raw: protocol.parse(raw, protocol.CompletionRequest))
         return await _generate(service, request, body, TEXT, lambda name: service.serving.completion(body, name))
 
     @app.get("/v1/models", dependencies=clients, **described("The served names."))

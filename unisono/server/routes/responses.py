@@ -41,8 +41,8 @@ from unisono.server.routes.common import (
     json_response,
     new_id,
     now,
+    parsed_body,
     prepared,
-    read_json_body,
     ticket_of,
     when_ready,
 )
@@ -205,8 +205,7 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
 
 async def _asked(service: Service, store: ResponseStore, kept: ConversationStore, request: Request) -> Asked:
     """The body, checked. Raises BadRequest and ApiError."""
-    raw = await read_json_body(request)
-    data, body = await off_loop(len(raw), lambda: _read(raw))
+    size, data, body = await parsed_body(request, lambda raw: (len(raw), *_read(raw)))
     model, who = service.model(body.model), service.keys.owner(request)
     earlier: list[Item] = []
     conversation = conversation_of(body)
@@ -230,19 +229,19 @@ async def _asked(service: Service, store: ResponseStore, kept: ConversationStore
         chat, renames = chat_body(body, data, messages, ignored)
         return Asked(body, chat_request(chat, renames), renames, items, len(earlier), model, conversation, ignored)
 
-    asked = await off_loop(_size(raw, items), made)
+    asked = await off_loop(_size(size, items), made)
     service.hosted.tell(ignored)
     return await _fitting(service, asked, data, request) if body.truncation == "auto" else asked
 
 
-def _read(raw: bytes) -> tuple[dict[str, Any], ResponsesRequest]:
+def _read(raw: bytearray) -> tuple[dict[str, Any], ResponsesRequest]:
     data = load_object(raw)
     return data, checked(data, ResponsesRequest, only=False)
 
 
-def _size(raw: bytes, items: list[Item]) -> int:
+def _size(size: int, items: list[Item]) -> int:
     """Bytes for :func:`off_loop`: those of a body, and of stored items at least what makes many of them large."""
-    return len(raw) + len(items) * INLINE_BYTES // 64
+    return size + len(items) * INLINE_BYTES // 64
 
 
 async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], request: Request) -> Asked:
@@ -262,7 +261,7 @@ async def _fitting(service: Service, asked: Asked, data: Mapping[str, Any], requ
         return replace(asked, chat=chat_request(chat, renames), renames=renames)
 
     async def fits(choice: int) -> bool:
-        made[choice] = await off_loop(_size(b"", asked.items), lambda: shortened(choices[choice]))
+        made[choice] = await off_loop(_size(0, asked.items), lambda: shortened(choices[choice]))
         try:
             with made[choice].renames.errors():
                 return len((await service.serving.chat_prompt(made[choice].chat, ticket_of(request))).token_ids) <= room

@@ -6,19 +6,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from unisono.frontend.media.sources import MediaSource
-from unisono.server.body import load_object, off_loop
+from unisono.server.body import load_object
 from unisono.server.errors import ApiError, show
 from unisono.server.generation import Generation
 from unisono.server.note import note
 from unisono.server.protocol import CompletionRequest, parse_fields
 from unisono.server.request_ids import checked_id
-from unisono.server.routes.common import answer, described, forget_inputs, new_id, read_json_body, ticket_of, when_ready
+from unisono.server.routes.common import answer, described, forget_inputs, new_id, parsed_body, ticket_of, when_ready
 from unisono.server.service import Service
 from unisono.server.sglang_api import GenerateReply, GenerateRequest, completion_body, media_sources
 from unisono.server.translation import Renames, checked
 
 
-def _read(raw: bytes) -> tuple[GenerateRequest, CompletionRequest, list[list[MediaSource]], Renames]:
+def _read(raw: bytearray) -> tuple[GenerateRequest, CompletionRequest, list[list[MediaSource]], Renames]:
     """A body, the completion request that is made of it, its media, and the names of its fields.
 
     Raises BadRequest and ApiError.
@@ -36,8 +36,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/generate", dependencies=when_ready(service), **described("Continue prompts.", GenerateRequest))
     async def generate(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body, completion, media, renames = await off_loop(len(raw), lambda: _read(raw))
+        body, completion, media, renames = await parsed_body(request, _read)
         if body.adapter is not None and body.adapter not in service.adapters:
             names = ", ".join(service.adapters) or "there are none"
             message = f"lora_path={show(body.lora_path)} names no adapter that is served; served: {names}."
