@@ -30,7 +30,7 @@ from unisono.frontend.media.loader import MediaLoader
 from unisono.frontend.media.settings import MediaSettings
 from unisono.frontend.pooling import pooling_of
 from unisono.frontend.reasoning import parser_named
-from unisono.heap import freeze_heap
+from unisono.heap import freeze_heap, return_freed_memory
 from unisono.server.adapters import Adapters
 from unisono.server.app import create_app
 from unisono.server.auth import Keys
@@ -181,6 +181,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(client: Engines, config: Any, settings: ServerSettings, listener: socket.socket) -> None:
+    return_freed_memory()
     client.start()
     stop = _stop_on_signal(client)
     try:
