@@ -265,6 +265,22 @@ def test_bodies_are_gone_once_they_are_prepared(start: Start, model_dir: Path, t
         assert [one.result() for one in answers] == [200] * 6
 
 
+def test_memory_of_large_bodies_is_returned(start: Start, model_dir: Path) -> None:
+    """Of what was made of them, too: tokens and texts lie in the heap, between objects that stay."""
+    server = start(model_dir)
+    texts = [{"prompt": "a b " * (1 << 16)}] * 8
+    tokens = [{"tokens": [1, 300, 2] * 300_000}] * 4
+
+    def send(body: dict[str, Any]) -> int:
+        return server.http.post("/tokenize" if "prompt" in body else "/detokenize", json=body).status_code
+
+    assert send({"prompt": "a"}) == 200
+    before = resident(server)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(send, [*texts, *tokens, *texts])) == {200}
+    until(lambda: resident(server) < before + 30 * MIB, 20)
+
+
 def test_bodies_on_operators_routes_are_small(server: Server) -> None:
     found = server.http.post("/abort", json={"request_ids": ["x" * 2 * MIB]})
     assert (found.status_code, found.json()["error"]["code"]) == (413, "body_too_large")

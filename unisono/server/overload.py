@@ -86,6 +86,10 @@ class _Bucket:
     when: float
 
 
+LARGE_BODY = 1 << 18
+"""Bytes of a body after which free memory is returned to the system."""
+
+
 class Admission:
     """slots: sequences that the engine runs at once."""
 
@@ -96,6 +100,7 @@ class Admission:
         self._remembered, self._total, self._bytes = REMEMBERED, 0, 0
         self._left: deque[tuple[float, int]] = deque(maxlen=256)  # when sequences ended, and how many
         self.long, self.short = Turnstile(PLACES), Turnstile(SHORT_PLACES)
+        self.large_bodies = 0  # so far, of LARGE_BODY bytes or more
 
     def enter(self, client: Client) -> Ticket:
         """Count a request of ``client`` from now on. Raises ApiError 429 and 503."""
@@ -154,6 +159,7 @@ class Admission:
     def _shrink(self, ticket: Ticket) -> None:
         if not ticket.bytes:
             return
+        self.large_bodies += ticket.bytes >= LARGE_BODY
         self._bytes -= ticket.bytes
         self._usage[ticket.client.label].bytes -= ticket.bytes
         ticket.bytes = 0

@@ -30,7 +30,7 @@ from unisono.frontend.media.loader import MediaLoader
 from unisono.frontend.media.settings import MediaSettings
 from unisono.frontend.pooling import pooling_of
 from unisono.frontend.reasoning import parser_named
-from unisono.heap import freeze_heap, return_freed_memory
+from unisono.heap import freeze_heap, return_freed_memory, trim_heap
 from unisono.server.adapters import Adapters
 from unisono.server.app import create_app
 from unisono.server.auth import Keys
@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 ENGINE = "unisono.engine.engine:Engine"
 PROGRESS_SECONDS = 10.0
+TRIM_SECONDS = 5.0
+"""Seconds between looks at whether large bodies have come, after which the heap is trimmed."""
 CONNECTION_LIMIT = 3
 """Seconds that open connections get once every request has been answered or failed."""
 INTERRUPTED = 130
@@ -191,7 +193,7 @@ async def _serve(client: Engines, config: Any, settings: ServerSettings, listene
         app = settings.http.with_cors(create_app(service))
         server = _Uvicorn(_uvicorn_config(app, settings.limits, settings.http, service.metrics.refused))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        reporting = [asyncio.create_task(_report_progress(service))]
+        reporting = [asyncio.create_task(_report_progress(service)), asyncio.create_task(_return_memory(service))]
         if settings.api_key_file is not None:
             work = reread(service.keys, settings.api_key, settings.api_key_file)
             reporting.append(asyncio.create_task(work))
@@ -370,6 +372,17 @@ async def _report_progress(service: Service) -> None:
             stats = await service.client.inspect(INSPECT_LIMIT)
             if line := progress.line(stats.samples):
                 logger.info("%s", line)
+
+
+async def _return_memory(service: Service) -> None:
+    """Trim the heap some seconds after large bodies, and once more: an answer may have kept what was made of one."""
+    seen, again = 0, False
+    while True:
+        await asyncio.sleep(TRIM_SECONDS)
+        changed, seen = service.admission.large_bodies != seen, service.admission.large_bodies
+        if changed or again:
+            await asyncio.to_thread(trim_heap)
+        again = changed
 
 
 def _stop_on_signal(client: Engines) -> asyncio.Event:
