@@ -42,8 +42,8 @@ TABLE = "{:<20} {:>8} {:>8} {:>8} {:>6} {:>6} {:>6} {:>9} {:>9}"
 def soak(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
-    requests: Annotated[int, typer.Option(help="How many requests.", min=20)] = 10_000,
-    distinct: Annotated[int, typer.Option(help="Distinct requests among them.", min=17)] = 340,
+    requests: Annotated[int, typer.Option(help="How many requests.", min=21)] = 10_000,
+    distinct: Annotated[int, typer.Option(help="Distinct requests among them.", min=21)] = 420,
     concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 32,
     max_num_seqs: Annotated[int, typer.Option(help="Of the server: requests that run at once.", min=1)] = 8,
     max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=384)] = 512,
@@ -176,13 +176,14 @@ class Report:
 
 
 async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
-    from unisono.tools.soak_requests import Client, cases
+    from unisono.tools.soak_requests import Client, cases, kinds
 
-    asked = cases(plan.distinct, plan.seed, plan.max_model_len)
     report = Report()
-    print(f"A quiet run of {len(asked)} distinct requests …", flush=True)
-    with _server(plan, plan.flags(False)) as quiet:
+    with _server(plan, [*answering(serve_flags), *plan.flags(False)]) as quiet:
         client = Client(quiet.url, plan.limit)
+        abilities = await client.abilities()
+        asked = cases(plan.distinct, plan.seed, plan.max_model_len, abilities)
+        print(f"A quiet run of {len(asked)} distinct requests of {len(kinds(abilities))} kinds …", flush=True)
         expected = [await client.answer(case) if case.repeats else None for case in asked]
         await client.http.aclose()
         report.ended += quiet.end()
@@ -205,6 +206,26 @@ async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
         await client.http.aclose()
         report.ended += server.end()
     return report
+
+
+ANSWERING = frozenset({
+    "--enable-lora", "--lora-modules", "--max-lora-rank", "--max-loras", "--max-cpu-loras", "--dtype", "--quantization",
+    "--kv-cache-dtype", "--hf-overrides", "--tokenizer", "--chat-template", "--reasoning-parser", "--tool-call-parser",
+    "--generation-config", "--limit-mm-per-prompt", "--load-format", "--device",
+})  # fmt: skip
+"""Flags that decide about answers: the quiet server has them too."""
+
+
+def answering(flags: Sequence[str]) -> list[str]:
+    """The flags among ``flags``, with their values, that are in ANSWERING."""
+    found: list[str] = []
+    kept = False
+    for one in flags:
+        if one.startswith("--"):
+            kept = one.partition("=")[0].replace("_", "-") in ANSWERING
+        if kept:
+            found.append(one)
+    return found
 
 
 async def _flood(
