@@ -57,6 +57,24 @@ def regex(pattern: str) -> StructuredOutputs:
     return StructuredOutputs(regex=pattern)
 
 
+NEVER_ENDING = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+IMPOSSIBLE: list[dict[str, Any]] = [
+    *({"grammar": text} for text in ("root ::= root", 'root ::= "a" root', "start: start")),
+    {"grammar": r"root ::= [^\u0000-\U0010ffff]"},
+    *({"regex": text} for text in (r"[^\s\S]", r"a[^\s\S]")),
+    *({"json": value} for value in ({"$ref": "#"}, {"enum": []}, False, NEVER_ENDING)),
+    {"json": {"type": "string", "minLength": 5, "maxLength": 2}},
+]
+
+
+@pytest.mark.parametrize("form", IMPOSSIBLE, ids=str)
+def test_a_form_that_no_text_matches_is_refused(grammars: Grammars, form: dict[str, Any]) -> None:
+    """By the process that compiles it, before the request takes a slot: it would end with an error of the engine."""
+    with pytest.raises(BadRequest, match="cannot be compiled") as refused:
+        grammars.get(StructuredOutputs(**form))
+    assert refused.value.param == "structured_outputs"
+
+
 def follower(grammars: Grammars, asked: StructuredOutputs) -> Matcher:
     return Matcher(grammars.get(asked), SamplingParams(structured_outputs=asked))
 

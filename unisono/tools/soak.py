@@ -46,7 +46,7 @@ def soak(
     distinct: Annotated[int, typer.Option(help="Distinct requests among them.", min=21)] = 420,
     concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 32,
     max_num_seqs: Annotated[int, typer.Option(help="Of the server: requests that run at once.", min=1)] = 8,
-    max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=384)] = 512,
+    max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=512)] = 512,
     limit: Annotated[float, typer.Option(help="Seconds after which a request counts as hung.", min=1)] = 120.0,
     seed: Annotated[int, typer.Option(help="Of the choice of requests.")] = 0,
 ) -> None:
@@ -231,18 +231,22 @@ def answering(flags: Sequence[str]) -> list[str]:
 async def _flood(
     plan: Plan, client: Any, asked: Any, expected: Any, order: list[int], server: _Server, report: Report | None
 ) -> list[Any]:
-    """Ask the cases with these numbers, ``concurrency`` at once, until they are taken; notes memory in ``report``."""
+    """Ask the cases with these numbers, ``concurrency`` at once, until they are taken; notes memory in ``report``.
+
+    Without a report clients stay to the end, so that everything has been compiled once.
+    """
     left, outcomes, done = iter(order), [], 0
     every = max(1, len(order) // SAMPLES)
 
     async def worker() -> None:
         nonlocal done
         for number in left:
-            outcome = await client.ask(asked[number], expected[number])
+            case = asked[number].patient() if report is None else asked[number]
+            outcome = await client.ask(case, expected[number])
             outcomes.append(outcome)
             while outcome.verdict == "refused":  # clients do as Retry-After says
                 await asyncio.sleep(1)
-                outcome = await client.ask(asked[number], expected[number])
+                outcome = await client.ask(case, expected[number])
                 outcomes.append(outcome)
             done += 1
             if report is not None and done % every == 0:

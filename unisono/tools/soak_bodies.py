@@ -46,9 +46,9 @@ def words(rng: random.Random, count: int) -> str:
 # ---- schemas and tools --------------------------------------------------------------------------
 
 
-def schema(rng: random.Random, depth: int = DEPTH) -> dict[str, Any]:
-    """A JSON schema of an object with one to four properties, some of them optional."""
-    names = rng.sample(FIELDS, rng.randint(1, 4))
+def schema(rng: random.Random, depth: int = DEPTH, most: int = 4) -> dict[str, Any]:
+    """A JSON schema of an object with one to ``most`` properties, some of them optional."""
+    names = rng.sample(FIELDS, rng.randint(1, most))
     made: dict[str, Any] = {
         "type": "object",
         "properties": {name: _value(rng, depth) for name in names},
@@ -79,11 +79,10 @@ def _value(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def tools(rng: random.Random) -> list[dict[str, Any]]:
-    """One to three functions, some of them strict."""
-    names = ("add", "sell", "find_owner")[: rng.randint(1, 3)]
+    """One or two functions with a few parameters, some of them strict: small models have small contexts."""
     return [
-        {"type": "function", "function": {"name": name, "parameters": schema(rng), "strict": rng.random() < 0.6}}
-        for name in names
+        {"type": "function", "function": {"name": name, "parameters": schema(rng, 0, 2), "strict": rng.random() < 0.6}}
+        for name in ("add", "sell")[: rng.randint(1, 2)]
     ]
 
 
@@ -107,7 +106,7 @@ def called(rng: random.Random, given: Sequence[Mapping[str, Any]]) -> list[dict[
 
 def tools_elsewhere(rng: random.Random, most: int) -> tuple[str, dict[str, Any]]:
     """(path, body) of a request with tools in another API than chat. most: tokens of the answer."""
-    name, parameters, text = "add", schema(rng), words(rng, 6)
+    name, parameters, text = "add", schema(rng, 1, 3), words(rng, 6)
     if rng.random() < 0.5:
         tool: dict[str, Any] = {"name": name, "input_schema": parameters}
         chosen: Any = rng.choice([{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": name}])

@@ -74,6 +74,10 @@ class Case:
         """Whether the answer is the same whenever the case is asked."""
         return self.client not in ("errs", "reads")
 
+    def patient(self) -> Case:
+        """The case with a client that waits for the whole answer."""
+        return replace(self, client="stays") if self.client in ("leaves", "aborts") else self
+
     @property
     def streams(self) -> bool:
         return isinstance(self.body, dict) and bool(self.body.get("stream"))
