@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -73,6 +75,23 @@ def test_a_form_that_no_text_matches_is_refused(grammars: Grammars, form: dict[s
     with pytest.raises(BadRequest, match="cannot be compiled") as refused:
         grammars.get(StructuredOutputs(**form))
     assert refused.value.param == "structured_outputs"
+
+
+def test_a_failed_output_is_freed_at_once(grammars: Grammars) -> None:
+    """Its channel with it: an error that it kept would keep it, by its frames, until a full garbage collection."""
+    matcher = follower(grammars, regex("ab"))
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(GrammarError, match="no token") as failed:
+                matcher.accept(TOKENIZER.encode("x", add_special_tokens=False))
+            assert failed.value.param is None
+            del failed
+        gone = weakref.ref(matcher)
+        del matcher
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def follower(grammars: Grammars, asked: StructuredOutputs) -> Matcher:

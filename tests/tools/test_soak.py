@@ -126,13 +126,14 @@ def test_streams_are_joined_by_choice_and_call() -> None:
 
 
 def test_every_kind_is_asked_and_seeds_repeat() -> None:
-    first, again = cases(170, 0, 512), cases(170, 0, 512)
+    first, again = cases(420, 0, 512), cases(420, 0, 512)
     assert first == again
     assert {case.client for case in first} == {"stays", "leaves", "aborts", "errs", "reads"}
     assert {case.path for case in first} >= {TEXT, CHAT, "/v1/responses", "/v1/messages", "/metrics"}
     for case in first:
         if case.repeats and case.path in (TEXT, CHAT):
             assert "seed" in case.body, case
+        assert case.patient().client in ("stays", "errs", "reads")
 
 
 ALL = Abilities(("first", "second"), pictures=True)

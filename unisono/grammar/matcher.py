@@ -43,6 +43,9 @@ NOTHING = "no token of the vocabulary that the request allows continues its stru
 AMBIGUOUS = "its structured output is too ambiguous after {} tokens: {}. Avoid repetitions within repetitions"
 
 
+LATE = f"its structured output got no mask within {LONGEST_WAIT:g} s after {{}} tokens: the machine is busy"
+
+
 class GrammarError(UnisonoError):
     """A request cannot go on: no token continues its grammar, or following it takes too long.
 
@@ -95,7 +98,8 @@ class Matcher:
         self._asked: tuple[np.ndarray, np.ndarray] | None = None
         self._dead: set[int] = set()
         self._restricting = restricting(params)
-        self._failure: GrammarError | None = None
+        self._failure: tuple[str, str | None] | None = None  # arguments of the GrammarError: an error holds frames
+        self._late = False  # whether the last answer did not come in time
         self._forced: list[int] | None = None  # after the committed tokens; None: not known
         self._tells = False  # whether each accept asks the lane for forced tokens at once
         self._peeked = False  # whether the answer to that is still to be read
@@ -107,14 +111,14 @@ class Matcher:
         """
         self._read_peek()
         if self._failure is not None:
-            raise self._failure
+            raise GrammarError(*self._failure)
         if not self._known(list(tokens)):
             self._send(None, list(tokens), None)
             if not self._heard(None, len(tokens)):
                 self._send(None, list(tokens), None)
                 self._heard(None, len(tokens))
             if self._failure is not None:
-                raise self._failure
+                raise GrammarError(*self._failure)
         elif self._forced is not None:
             known = self._forced[len(tokens) :] if self._forced[: len(tokens)] == list(tokens) else []
             self._forced = known or None
@@ -189,7 +193,7 @@ class Matcher:
         out = np.empty((1, 1, self._compiled.words), np.int32)
         self.masks(np.empty((1, 0), np.int32), out)
         if self._failure is not None:
-            raise self._failure
+            raise GrammarError(*self._failure)
         return np.asarray(out[0, 0])
 
     def close(self) -> None:
@@ -243,7 +247,8 @@ class Matcher:
             self._channel.socket.settimeout(LONGEST_WAIT)
             self._deadline = time.monotonic() + LONGEST_WAIT
             self._channel.send([LONGEST_CALL, self._ends, tokens, drafts, shape], descriptors)
-        except (Gone, TimeoutError):
+        except (Gone, TimeoutError) as error:
+            self._late = isinstance(error, TimeoutError)
             self._leave()
         finally:
             for descriptor in descriptors:
@@ -261,7 +266,9 @@ class Matcher:
             return False
         if answer is None:
             why = f"a mask took more than {LONGEST_CALL} s or {MEMORY >> 20} MiB"
-            self._failure = GrammarError(AMBIGUOUS.format(length, why), "structured_outputs")
+            self._failure = AMBIGUOUS.format(length, why), "structured_outputs"
+            if self._late:
+                self._failure = LATE.format(length), None
         elif self._take_in(answer, length + more) and out is not None:
             self._dead = set(answer[2])
             out[...] = self._map[: out.size].reshape(out.shape)
@@ -271,12 +278,12 @@ class Matcher:
         """Read the lane's answer, after which it knows ``known`` tokens. Return False if the output cannot go on."""
         length = len(self._tokens)
         if answer[0] == "slow":
-            self._failure = GrammarError(AMBIGUOUS.format(length, answer[1]), "structured_outputs")
+            self._failure = AMBIGUOUS.format(length, answer[1]), "structured_outputs"
         elif answer[0] != "ok":
             why = f"its structured output cannot be followed after {length} tokens: {answer[1]}"
-            self._failure = GrammarError(why)
+            self._failure = why, None
         elif self._told + answer[1] < known:
-            self._failure = GrammarError(NOTHING.format(self._told + answer[1]), self._restricting)
+            self._failure = NOTHING.format(self._told + answer[1]), self._restricting
         else:
             self._told, self._forced = known, answer[3]
         return not self._failure
@@ -287,7 +294,8 @@ class Matcher:
         try:
             self._channel.socket.settimeout(max(0.01, self._deadline - time.monotonic()))
             return self._channel.receive()[0]
-        except (Gone, TimeoutError):
+        except (Gone, TimeoutError) as error:
+            self._late = isinstance(error, TimeoutError)
             self._leave()
             return None
 
