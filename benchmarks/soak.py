@@ -43,11 +43,11 @@ TABLE = "{:<20} {:>8} {:>8} {:>8} {:>6} {:>6} {:>6} {:>9} {:>9}"
 def soak(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
-    requests: Annotated[int, typer.Option(help="Number of requests.", min=20)] = 10_000,
-    distinct: Annotated[int, typer.Option(help="Distinct requests among them.", min=17)] = 340,
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=21)] = 10_000,
+    distinct: Annotated[int, typer.Option(help="Distinct requests among them.", min=21)] = 420,
     concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 32,
     max_num_seqs: Annotated[int, typer.Option(help="Of the server: requests that run at once.", min=1)] = 8,
-    max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=384)] = 512,
+    max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=512)] = 512,
     limit: Annotated[float, typer.Option(help="Seconds after which a request counts as hung.", min=1)] = 120.0,
     seed: Annotated[int, typer.Option(help="Of the choice of requests.")] = 0,
 ) -> None:
@@ -177,13 +177,14 @@ class Report:
 
 
 async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
-    from benchmarks.soak_requests import Client, cases
+    from benchmarks.soak_requests import Client, cases, kinds
 
-    asked = cases(plan.distinct, plan.seed, plan.max_model_len)
     report = Report()
-    print(f"A quiet run of {len(asked)} distinct requests …", flush=True)
-    with _server(plan, plan.flags(False)) as quiet:
+    with _server(plan, [*answering(serve_flags), *plan.flags(False)]) as quiet:
         client = Client(quiet.url, plan.limit)
+        abilities = await client.abilities()
+        asked = cases(plan.distinct, plan.seed, plan.max_model_len, abilities)
+        print(f"A quiet run of {len(asked)} distinct requests of {len(kinds(abilities))} kinds …", flush=True)
         expected = [await client.answer(case) if case.repeats else None for case in asked]
         await client.http.aclose()
         report.ended += quiet.end()
@@ -208,21 +209,45 @@ async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
     return report
 
 
+ANSWERING = frozenset({
+    "--enable-lora", "--lora-modules", "--max-lora-rank", "--max-loras", "--max-cpu-loras", "--dtype", "--quantization",
+    "--kv-cache-dtype", "--hf-overrides", "--tokenizer", "--chat-template", "--reasoning-parser", "--tool-call-parser",
+    "--generation-config", "--limit-mm-per-prompt", "--load-format", "--device",
+})  # fmt: skip
+"""Flags that decide about answers: the quiet server has them too."""
+
+
+def answering(flags: Sequence[str]) -> list[str]:
+    """The flags among ``flags``, with their values, that are in ANSWERING."""
+    found: list[str] = []
+    kept = False
+    for one in flags:
+        if one.startswith("--"):
+            kept = one.partition("=")[0].replace("_", "-") in ANSWERING
+        if kept:
+            found.append(one)
+    return found
+
+
 async def _flood(
     plan: Plan, client: Any, asked: Any, expected: Any, order: list[int], server: _Server, report: Report | None
 ) -> list[Any]:
-    """Ask the cases with these numbers, ``concurrency`` at once, until they are taken; notes memory in ``report``."""
+    """Ask the cases with these numbers, ``concurrency`` at once, until they are taken; notes memory in ``report``.
+
+    Without a report clients stay to the end, so that everything has been compiled once.
+    """
     left, outcomes, done = iter(order), [], 0
     every = max(1, len(order) // SAMPLES)
 
     async def worker() -> None:
         nonlocal done
         for number in left:
-            outcome = await client.ask(asked[number], expected[number])
+            case = asked[number].patient() if report is None else asked[number]
+            outcome = await client.ask(case, expected[number])
             outcomes.append(outcome)
             while outcome.verdict == "refused":  # clients do as Retry-After says
                 await asyncio.sleep(1)
-                outcome = await client.ask(asked[number], expected[number])
+                outcome = await client.ask(case, expected[number])
                 outcomes.append(outcome)
             done += 1
             if report is not None and done % every == 0:

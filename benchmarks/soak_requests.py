@@ -11,16 +11,18 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
+from benchmarks.soak_bodies import Abilities, words
+from unisono.tools import soak_bodies
+
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 VOLATILE = {"id", "call_id", "created", "created_at", "completed_at", "system_fingerprint", "usage", "object"}
 """Fields of answers that differ from one answer to the next, at any depth."""
-WORDS = ("Tom", "has", "three", "boxes", "of", "twelve", "pens", "and", "gives", "four", "away", "how", "many", "are")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "count": {"type": "integer"}},
@@ -72,20 +74,33 @@ class Case:
         """Whether the answer is the same whenever the case is asked."""
         return self.client not in ("errs", "reads")
 
+    def patient(self) -> Case:
+        """The case with a client that waits for the whole answer."""
+        return replace(self, client="stays") if self.client in ("leaves", "aborts") else self
+
     @property
     def streams(self) -> bool:
         return isinstance(self.body, dict) and bool(self.body.get("stream"))
 
 
-def cases(count: int, seed: int, longest: int) -> list[Case]:
-    """``count`` cases that take all kinds in turns. longest: tokens that a prompt and its answer have at most."""
+def cases(count: int, seed: int, longest: int, abilities: Abilities | None = None) -> list[Case]:
+    """``count`` cases that take all kinds in turns. longest: tokens that a prompt and its answer have at most.
+
+    abilities: of the server; kinds that it cannot serve are left out.
+    """
     rng = random.Random(seed)
-    makers = itertools.cycle(_KINDS.items())
-    return [_KINDS[kind](rng, number, longest) for number, (kind, _) in zip(range(count), makers, strict=False)]
+    makers = itertools.cycle(kinds(abilities or Abilities()).values())
+    return [make(rng, number, longest) for number, make in zip(range(count), makers, strict=False)]
 
 
-def _words(rng: random.Random, count: int) -> str:
-    return " ".join(rng.choice(WORDS) for _ in range(count))
+def kinds(abilities: Abilities) -> dict[str, _Maker]:
+    """Every kind of request that a server with these abilities takes."""
+    found = dict(_KINDS)
+    if abilities.pictures:
+        found |= _PICTURES
+    if abilities.adapters:
+        found |= _with_adapters(abilities.adapters)
+    return found
 
 
 def _sampling(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
@@ -99,11 +114,11 @@ def _sampling(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
 
 
 def _text(rng: random.Random, number: int, longest: int, **more: Any) -> dict[str, Any]:
-    return {"prompt": _words(rng, rng.randrange(2, 30)), **_sampling(rng, number, longest), **more}
+    return {"prompt": words(rng, rng.randrange(2, 30)), **_sampling(rng, number, longest), **more}
 
 
 def _chat(rng: random.Random, number: int, longest: int, **more: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": _words(rng, rng.randrange(2, 30))}]
+    messages = [{"role": "user", "content": words(rng, rng.randrange(2, 30))}]
     return {"messages": messages, **_sampling(rng, number, longest), **more}
 
 
@@ -116,7 +131,7 @@ def _long(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
 
 def _repetitive(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
     """What drafters predict well."""
-    text = f"{_words(rng, 4)} " * 6
+    text = f"{words(rng, 4)} " * 6
     return {"prompt": text, "temperature": 0, "seed": number, "max_tokens": 24, "ignore_eos": True}
 
 
@@ -131,8 +146,35 @@ def _tools(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
     )
 
 
+def _schema(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "item", "schema": soak_bodies.schema(rng), "strict": True}}
+    body = _chat(rng, number, longest, response_format=form, stream=number % 2 == 0)
+    return {**body, "max_tokens": longest // 8}
+
+
+def _schema_tools(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
+    """Functions with schemas of their own, asked for in a new conversation or after a result."""
+    given = soak_bodies.tools(rng)
+    body = _tools(rng, number, longest) | {"tools": given, "tool_choice": soak_bodies.choice(rng, given)}
+    if rng.random() < 0.5:
+        body |= {"messages": soak_bodies.called(rng, given), "tool_choice": "auto"}
+    return body | {"parallel_tool_calls": rng.random() < 0.5}
+
+
+def _tools_elsewhere(rng: random.Random, number: int, longest: int) -> Case:
+    return Case("tools elsewhere", *soak_bodies.tools_elsewhere(rng, longest // 12))
+
+
+def _picture(rng: random.Random, number: int, longest: int) -> dict[str, Any]:
+    return {**_chat(rng, number, longest), "messages": soak_bodies.seen(rng), "max_tokens": longest // 16}
+
+
+def _pictures_elsewhere(rng: random.Random, number: int, longest: int) -> Case:
+    return Case("pictures elsewhere", *soak_bodies.seen_elsewhere(rng, longest // 32))
+
+
 def _other(rng: random.Random, number: int, longest: int) -> Case:
-    content = _words(rng, 6)
+    content = words(rng, 6)
     message = [{"role": "user", "content": content}]
     path, body = rng.choice(
         [
@@ -175,14 +217,46 @@ _KINDS: dict[str, _Maker] = {
     "best of": _maker("best of", TEXT, _text, n=2, best_of=3),
     "grammars": _maker("grammars", CHAT, _form),
     "tools": _maker("tools", CHAT, _tools),
+    "schemas": _maker("schemas", CHAT, _schema),
+    "schema tools": _maker("schema tools", CHAT, _schema_tools),
+    "tools elsewhere": _tools_elsewhere,
     "left streams": _maker("left streams", CHAT, _chat, "leaves", stream=True, n=2, max_tokens=60, ignore_eos=True),
     "left answers": _maker("left answers", TEXT, _text, "leaves", max_tokens=90, ignore_eos=True),
     "left grammars": _maker("left grammars", CHAT, _form, "leaves"),
+    "left tools": _maker("left tools", CHAT, _schema_tools, "leaves"),
     "aborts": _maker("aborts", TEXT, _text, "aborts", stream=True, max_tokens=120, ignore_eos=True),
     "bad bodies": _bad,
     "other routes": _other,
     "reads": _read,
 }
+
+
+_PICTURES: dict[str, _Maker] = {
+    "pictures": _maker("pictures", CHAT, _picture),
+    "picture streams": _maker("picture streams", CHAT, _picture, stream=True),
+    "pictures elsewhere": _pictures_elsewhere,
+    "left pictures": _maker("left pictures", CHAT, _picture, "leaves", stream=True, max_tokens=60, ignore_eos=True),
+}
+
+
+def _with_adapters(names: Sequence[str]) -> dict[str, _Maker]:
+    """Requests of the adapters in turns: text, a chat, a schema, and clients that leave."""
+
+    def maker(kind: str, path: str, body: Callable[..., dict[str, Any]], client: str = "stays", **more: Any) -> _Maker:
+        plain = _maker(kind, path, body, client, **more)
+
+        def make(rng: random.Random, number: int, longest: int) -> Case:
+            case = plain(rng, number, longest)
+            return replace(case, body={**case.body, "model": rng.choice(names)})
+
+        return make
+
+    return {
+        "adapters": maker("adapters", TEXT, _text, logprobs=1),
+        "adapter streams": maker("adapter streams", CHAT, _chat, stream=True),
+        "adapter schemas": maker("adapter schemas", CHAT, _schema),
+        "left adapters": maker("left adapters", TEXT, _text, "leaves", stream=True, max_tokens=60, ignore_eos=True),
+    }
 
 
 @dataclass
@@ -246,6 +320,11 @@ class Client:
         """Have no connection yet, after ``http.aclose``."""
         sockets = httpx.Limits(max_connections=None, max_keepalive_connections=8)
         self.http = httpx.AsyncClient(base_url=self._url, timeout=self._limit, limits=sockets)
+
+    async def abilities(self) -> Abilities:
+        """What the server can take beside text."""
+        models, state = await self.http.get("/v1/models"), await self.http.get("/page/state")
+        return Abilities.read(models.json(), state.json())
 
     async def answer(self, case: Case) -> Answer:
         """The whole answer. Raises TimeoutError."""

@@ -70,3 +70,30 @@ def test_freed_memory_returns_to_the_system() -> None:
     left, after = map(int, done.stdout.split())
     assert left > 20, "the text is too short to leave memory behind"
     assert after < left / 2
+
+
+@pytest.mark.skipif(not (sys.platform == "linux" and platform.libc_ver()[0] == "glibc"), reason="it tunes glibc")
+def test_large_blocks_return_to_the_system() -> None:
+    """Between small objects, too, and after larger ones have been freed, which raises glibc's own limit."""
+    code = """if True:
+        import sys
+        from unisono.cluster.heap import return_freed_memory
+        if sys.argv[1] == "tuned":
+            return_freed_memory()
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+        before, kept = resident(), []
+        block = b"x" * (30 << 20)
+        del block
+        for _ in range(8):
+            blocks = []
+            for _ in range(4):
+                blocks.append(b"x" * (4 << 20))
+                kept.append(b"y" * 100_000)
+            del blocks
+        print(resident() - before - (len(kept) * 100_000 >> 20))"""
+    held = {
+        how: int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, check=True).stdout)
+        for how in ("tuned", "plain")
+    }
+    assert held["tuned"] < 3 < held["plain"]

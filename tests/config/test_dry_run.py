@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from tests.config.configs import LLAMA_31_8B, PUBLISHED, write
 from unisono.cli.main import app
 from unisono.config.catalog import bundled
+from unisono.config.preflight.model import overridden
 
 GIB = 1 << 30
 
@@ -60,6 +61,13 @@ def test_flags_change_what_is_told() -> None:
     assert two["memory"]["weights"] < plain["memory"]["weights"]
     short = explained("tiny", "--hf-overrides", '{"max_position_embeddings": 64}')
     assert short["model"]["context"] == 64
+
+
+def test_overrides_merge_objects_within_objects() -> None:
+    raw = {"a": {"b": 1, "c": {"d": 2, "e": 3}}, "f": [1, 2], "g": 4}
+    changed = overridden(raw, {"a": {"c": {"d": 5}}, "f": [6], "g": {"h": 7}})
+    assert changed == {"a": {"b": 1, "c": {"d": 5, "e": 3}}, "f": [6], "g": {"h": 7}}
+    assert raw["a"]["c"]["d"] == 2
 
 
 def test_a_hybrid() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from tests.engine.helpers import engine, idle, prompts
 from tests.models.make import make_checkpoint
 from unisono.engine.sequence import Sequence
 from unisono.entrypoints.llm import LLM
-from unisono.types import EngineRequest, FinishReason, SamplingParams, SpeculativeConfig, TokenDelta
+from unisono.types import BadRequest, EngineRequest, FinishReason, SamplingParams, SpeculativeConfig, TokenDelta
+from unisono.types.limits import SAMPLING, Real, Whole
 
 BAD = "bad"
 Inject = Callable[[pytest.MonkeyPatch, LLM, Sequence], None]
@@ -197,6 +200,26 @@ def test_arrival(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     llm.engine.check_integrity()
     assert told(quiet(llm)[BAD]) == told(expected[BAD])
+
+
+NUMBERS = {name: limit for name, limit in SAMPLING.items() if isinstance(limit, Whole | Real)}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_extremes_of_every_number_run(llm: LLM, name: str) -> None:
+    """What a field takes fits every type on its way, such as the int64 of the engine's arrays; else it is refused."""
+    limit, before = NUMBERS[name], failures(llm)
+    odd = [limit.least, limit.most, limit.least + 1, limit.most - 1, 0.5, 2**31 - 1, 2**31, 2**63 - 1, 2**63]
+    for value in [number for number in odd if limit.holds(number)]:
+        with suppress(BadRequest):
+            params = SamplingParams(**{"max_tokens": 3, "seed": 1, "ignore_eos": True, name: value})
+            if params.max_tokens is not None and params.max_tokens > 3:
+                params = replace(params, ignore_eos=False, stop_token_ids=(3,), logit_bias={3: 100.0})
+            llm.engine.add(EngineRequest(BAD, [5, 6, 7], params, params.stop_token_ids))
+            found = run(llm, [])[BAD]
+            assert found.error is None, (value, found.error)
+    assert failures(llm) == before
+    llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize(

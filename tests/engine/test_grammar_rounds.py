@@ -14,7 +14,7 @@ from tests.engine.matrix import GRAPH
 from tests.engine.structured import PROMPTS, drafting
 from tests.models.make import END, make_checkpoint, make_tokenizer
 from unisono.entrypoints.llm import LLM
-from unisono.types import BadRequest, EngineRequest, SamplingParams, StructuredOutputs
+from unisono.types import BadRequest, EngineRequest, SamplingParams, StructuredOutputs, Thinking
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,7 @@ def test_a_request_that_cannot_go_on_fails_alone(certain: LLM) -> None:
     (failed,) = [d for d in deltas if d.error is not None]
     assert failed.request_id == "stuck"
     assert "no token of the vocabulary" in str(failed.error)
+    assert failed.error_param == "allowed_token_ids"
     assert [t for d in deltas if d.request_id != "stuck" for t in d.token_ids] == alone
     certain.engine.check_integrity()
     assert certain.engine.pool.usage == 0
@@ -90,6 +91,51 @@ def test_a_request_that_cannot_go_on_fails_alone(certain: LLM) -> None:
     assert failed_output.outputs[0].finish_reason == "abort"
     assert failed_output.outputs[0].error == failed.error
     assert (other.outputs[0].token_ids, other.outputs[0].error) == (alone, None)
+
+
+@pytest.mark.parametrize("thinking", [None, Thinking("<think>", "</think>", "thinking", 3)])
+@pytest.mark.parametrize(
+    ("regex", "restriction", "param"),
+    [
+        ("ab+", {"allowed": "xyz"}, "allowed_token_ids"),
+        ("ab+", {"bad_words": ("a",)}, "bad_words"),
+        ("ab+", {"allowed": "axyz"}, None),
+        ("[ab]+", {"bad_words": ("a",)}, None),
+        ("ab+", {"bad_words": ("ab",)}, None),  # of two tokens
+    ],
+)
+def test_a_form_that_cannot_begin_is_refused(
+    certain: LLM, regex: str, restriction: dict[str, Any], param: str | None, thinking: Thinking | None
+) -> None:
+    """Before the request is queued: its other parameters leave no first token of the form."""
+    ids = tuple(make_tokenizer().encode(restriction.get("allowed", ""), add_special_tokens=False)) or None
+    words = restriction.get("bad_words", ())
+    params = SamplingParams(
+        seed=1,
+        max_tokens=2,
+        structured_outputs=StructuredOutputs(regex=regex),
+        allowed_token_ids=ids,
+        bad_words=words,
+        thinking=thinking,
+    )
+    bad = tuple(tuple(make_tokenizer().encode(word, add_special_tokens=False)) for word in words)
+    request = EngineRequest("form", [1], params, bad_words=bad)
+    if param is None:
+        certain.engine.check(request)
+        return
+    with pytest.raises(BadRequest, match="can begin the structured output") as refused:
+        certain.engine.add(request)
+    assert refused.value.param == param
+    assert not certain.engine.has_work()
+
+
+def test_a_complete_form_needs_the_end_of_sequence_id(certain: LLM) -> None:
+    ids = tuple(make_tokenizer().encode("ab", add_special_tokens=False))
+    params = SamplingParams(seed=1, structured_outputs=StructuredOutputs(regex="ab"), allowed_token_ids=ids)
+    (stuck,) = certain.generate([PROMPTS[0]], params)
+    assert f"end-of-sequence id, {END}" in str(stuck.outputs[0].error)
+    (whole,) = certain.generate([PROMPTS[0]], replace(params, allowed_token_ids=(*ids, END)))
+    assert (whole.outputs[0].text, whole.outputs[0].finish_reason) == ("ab", "stop")
 
 
 # ---- passes -----------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ HIDDEN_SIZE = 6
 class Trick(enum.IntEnum):
     """Token ids beyond the test tokenizer's, within the model's vocabulary."""
 
+    STUCK = 987  # after a token the request ends with an error that it has itself to blame
     HOLD = 988  # a step that holds Python's lock for 2.5 s
     EXHAUST = 989  # add() raises MemoryError
     REJECT = 990  # add() raises BadRequest
@@ -150,6 +151,9 @@ class FakeEngine:
         match prompt[0]:
             case Trick.FAIL:
                 return TokenDelta(request.request_id, [], FinishReason.ABORT, error="a fake failure")
+            case Trick.STUCK if done:
+                why, param = "no token continues its structured output", "structured_outputs"
+                return TokenDelta(request.request_id, [], FinishReason.ABORT, error=why, error_param=param)
             case Trick.HOLD if done == 0:
                 ctypes.PyDLL(None).usleep(2_500_000)
             case Trick.CRASH:

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.http.conftest import Server, servers, until
+from tests.http.conftest import Server, Start, servers, until
 from tests.http.wire import answer, connect, resident
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True}
@@ -232,6 +233,52 @@ def test_unfinished_bodies_leave_no_memory(room: Server) -> None:
                 before = resident(room)
     until(lambda: resident(room) < before + 60 * MIB, 15)
     assert room.http.post("/v1/completions", json={**BODY, "user": "x" * 50 * MIB}).status_code != 503
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/generate"])
+def test_bodies_are_gone_once_they_are_prepared(start: Start, model_dir: Path, tmp_path: Path, path: str) -> None:
+    """Their bytes are given back then; answers that are not streamed kept them to their end."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    server = start(model_dir, hold_file=str(hold))
+    body: dict[str, Any] = {"max_tokens": 3}
+    match path:
+        case "/v1/completions":
+            body["prompt"] = "a"
+        case "/generate":
+            body = {"text": "a", "sampling_params": {"max_new_tokens": 3}}
+        case _:
+            body["messages"] = [{"role": "user", "content": "a"}]
+    content = json.dumps(body).encode() + b" " * 40 * MIB
+
+    def send(number: int) -> int:
+        return server.http.post(path, content=content, headers={"content-type": "application/json"}).status_code
+
+    before = resident(server)
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(send, number) for number in range(6)]
+        try:
+            until(lambda: server.info()["requests"]["running"] == 6)
+            until(lambda: resident(server) < before + 60 * MIB, 15)
+        finally:
+            hold.unlink()
+        assert [one.result() for one in answers] == [200] * 6
+
+
+def test_memory_of_large_bodies_is_returned(start: Start, model_dir: Path) -> None:
+    """Of what was made of them, too: tokens and texts lie in the heap, between objects that stay."""
+    server = start(model_dir)
+    texts = [{"prompt": "a b " * (1 << 16)}] * 8
+    tokens = [{"tokens": [1, 300, 2] * 300_000}] * 4
+
+    def send(body: dict[str, Any]) -> int:
+        return server.http.post("/tokenize" if "prompt" in body else "/detokenize", json=body).status_code
+
+    assert send({"prompt": "a"}) == 200
+    before = resident(server)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(send, [*texts, *tokens, *texts])) == {200}
+    until(lambda: resident(server) < before + 30 * MIB, 20)
 
 
 def test_bodies_on_operators_routes_are_small(server: Server) -> None:

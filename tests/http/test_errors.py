@@ -216,6 +216,15 @@ def test_a_request_that_fails_in_the_engine(server: Server) -> None:
     assert server.http.get("/health").status_code == 200
 
 
+def test_a_request_that_cannot_go_on_is_its_own_fault(server: Server) -> None:
+    """As where allowed_token_ids forbid what its structured output needs next: 400, and an event of that kind."""
+    body = {"prompt": [Trick.STUCK], "max_tokens": 5}
+    check(server.http.post(TEXT, json=body), 400, "structured_outputs", "cannot go on", "no token continues")
+    events = server.http.post(TEXT, json={**body, "stream": True}).text.strip().split("\n\n")
+    error = json.loads(events[-2].removeprefix("data: "))["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
+
+
 def test_openai_raises_its_own_errors(server: Server) -> None:
     with pytest.raises(openai.NotFoundError, match="not served here"):
         server.openai.completions.create(model="nope", prompt="a")

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, FailFast
 
+from tests.http.conftest import Server
 from unisono.http import request_body as body
 from unisono.http.errors import ApiError, show
 from unisono.http.limits import fields as field_limits
-from unisono.http.limits.fields import BODIES, validated
+from unisono.http.limits.fields import BODIES, PARAMETERS, validated
 from unisono.types import BadRequest, SamplingParams
 from unisono.types.limits import SAMPLING, Chars, Data, Entries, Items, Real, Whole, shown, weight
 
@@ -151,9 +152,61 @@ def test_showing_reads_the_beginning_only() -> None:
 
 def test_the_page_has_the_table() -> None:
     """To write it: python scripts/reference.py limits."""
-    found = re.search(r"<!-- limits -->\n(.*?)<!-- end -->", PAGE.read_text(), re.DOTALL)
-    assert found is not None
-    assert field_limits.table() == found[1]
+    text = PAGE.read_text()
+    for name, table in (("limits", field_limits.table()), ("parameters", field_limits.parameter_table())):
+        found = re.search(f"<!-- {name} -->\n(.*?)<!-- end -->", text, re.DOTALL)
+        assert found is not None
+        assert table == found[1]
+
+
+# ---- parameters of paths and queries ----------------------------------------------------------------
+
+
+def parameters(server: Server) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(method, path, parameter) of every route, as /openapi.json has them."""
+    for path, operations in server.http.get("/openapi.json").json()["paths"].items():
+        for method, operation in operations.items():
+            for parameter in operation.get("parameters", ()):
+                yield method, path, parameter
+
+
+def test_every_parameter_has_a_limit(server: Server) -> None:
+    limited = set()
+    for method, path, parameter in parameters(server):
+        schema, name = parameter["schema"], parameter["name"]
+        parts = [one for one in schema.get("anyOf", [schema]) if one["type"] != "null"]
+        for part in parts:
+            if part["type"] == "boolean" or "enum" in part:
+                continue
+            limit = PARAMETERS[name]
+            expected = {"maxLength": limit.most} if isinstance(limit, Chars) else (
+                {"minimum": limit.least, "maximum": limit.most}
+            )  # fmt: skip
+            held = part if "anyOf" not in schema else {**part, **schema}
+            assert expected.items() <= held.items(), (method, path, name)
+            limited.add(name)
+    assert limited == PARAMETERS.keys()
+
+
+def test_parameters_beyond_their_limits(server: Server) -> None:
+    """Refused by name before the route runs, whatever the method and the path are."""
+    for method, path, parameter in parameters(server):
+        name = parameter["name"]
+        limit = PARAMETERS.get(name)
+        if limit is None:
+            continue
+        values = ["x" * (limit.most + 1)] if isinstance(limit, Chars) else [
+            *(str(one) for one in POWERS if not limit.holds(one)), "9" * 5000, "1e400", "NaN", "x", "", "1.5",
+        ]  # fmt: skip
+        for value in values:
+            url = path.replace("{" + name + "}", value) if parameter["in"] == "path" else f"{path}?{name}={value}"
+            answer = server.http.request(method, re.sub(r"\{\w+\}", "a", url))
+            assert answer.status_code == 400, (method, url[:80], answer.text)
+            error = answer.json()["error"]
+            assert error["param"] == name
+            assert len(error["message"]) < 300
+            if isinstance(limit, Whole) and value.lstrip("-").isdecimal() and len(value) < 100:
+                assert limit.rule in error["message"]
 
 
 # ---- the whole body ---------------------------------------------------------------------------------

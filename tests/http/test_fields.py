@@ -132,7 +132,7 @@ def test_truncation(server: Server) -> None:
     for wrong, says in ((0, "≥ 1"), (-2, "≥ 1"), (512, "at most 511"), ("3", "a whole number")):
         refused(server, TEXT, "truncate_prompt_tokens", says, truncate_prompt_tokens=wrong)
     refused(server, TEXT, "truncation_side", "left", truncation_side="up")
-    refused(server, TEXT, "prompt", "1048576", prompt="x" * (2**20 + 1), truncate_prompt_tokens=3)
+    refused(server, TEXT, "prompt", "262144", prompt="x" * (2**18 + 1), truncate_prompt_tokens=3)
 
 
 def test_special_tokens_of_prompts(tmp_path: Path, start: Any) -> None:

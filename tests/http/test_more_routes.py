@@ -54,6 +54,7 @@ def test_tokenize_messages_as_chat_does(server: Server) -> None:
 def test_token_errors(server: Server) -> None:
     assert refused(server, "/tokenize", {})["param"] == "prompt"
     assert refused(server, "/tokenize", {"prompt": "a", "nope": 1})["param"] == "nope"
+    assert "at most 262144" in refused(server, "/tokenize", {"prompt": "a" * (2**18 + 1)})["message"]
     assert (
         refused(server, "/tokenize", {"messages": [{"role": "robot", "content": "a"}]})["param"] == "messages[0].role"
     )

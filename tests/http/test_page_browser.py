@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,8 @@ def f(x):
     return x < 1
 ```
 
+~~repeat~~**repeat**
+
 Last."""
 
 
@@ -297,8 +300,9 @@ def test_markdown_and_marks(echo: Server, tmp_path: Path) -> None:
         for selector, part in (
             ("h3", "Title"), ("em", "slanted"), ("strong", "bold"), ("blockquote", "quoted"), ("li li", "inner"),
             (".code pre", "def f(x):\n    return x < 1"), ("a", "link"), ("> p:last-child", "Last."),
+            ("del", "repeat"), ("del + strong", "repeat"),
         ):  # fmt: skip
-            start = MARKDOWN.index(part)
+            start = MARKDOWN.rindex(part) if "+" in selector else MARKDOWN.index(part)
             found = browser.run(CLASSES % f".answer .markdown {selector}")[: len(part)]
             assert found == marks[start : start + len(part)], selector
         background = "getComputedStyle(document.querySelector('.answer .p1')).backgroundColor"
@@ -430,6 +434,24 @@ def test_errors_are_shown_and_nothing_is_lost(start: Start, tmp_path: Path) -> N
         browser.events = [e for e in browser.events if e["method"] != "Runtime.exceptionThrown"]
 
 
+def test_a_stream_without_its_last_event_was_cut_off(echo: Server, tmp_path: Path) -> None:
+    """As where a proxy ends the connection in good order."""
+    with browsing(tmp_path, echo.url) as browser:
+        serves(browser)
+        browser.run("""(() => {
+          const real = window.fetch;
+          window.fetch = async (path, options) => {
+            const response = await real(path, options);
+            if (!path.endsWith('chat/completions')) return response;
+            const text = await response.text();
+            return new Response(text.replace('data: [DONE]\\n\\n', ''), { headers: response.headers });
+          };
+        })()""")
+        answer(browser, "hello")
+        assert text_of(browser, ".failure strong") == "The answer was cut off"
+        assert "ended before the answer did" in text_of(browser, ".failure p")
+
+
 def test_a_key_is_asked_for_where_an_answer_needs_it(start: Start, model_dir: Path, tmp_path: Path) -> None:
     server = start(model_dir, api_key="the-key")
     with browsing(tmp_path, server.url) as browser:
@@ -441,7 +463,9 @@ def test_a_key_is_asked_for_where_an_answer_needs_it(start: Start, model_dir: Pa
         browser.enter()
         browser.until("document.querySelector('.failure')")
         assert text_of(browser, ".failure .quiet") == "HTTP 401"
-        browser.run("document.querySelector('.failure button').click()")  # Enter a key
+        browser.run(
+            "[...document.querySelectorAll('.failure button')].find((b) => b.textContent === 'Enter a key').click()"
+        )
         browser.until("document.getElementById('key-dialog').open")
         browser.type("the-key")
         browser.enter()
@@ -461,16 +485,18 @@ def test_running_while_the_answer_streams(echo: Server, tmp_path: Path) -> None:
           }).observe(document.body, { subtree: true, childList: true, characterData: true });
         })()""")
 
-        def readings() -> int:
+        def readings() -> list[float]:
             browser.run("0")  # events come with the answers to commands
-            events = [e for e in browser.events if e["method"] == "Network.requestWillBeSent"]
-            return sum(e["params"]["request"]["url"].endswith("/page/state") for e in events)
+            sent = [e["params"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
+            return [one["timestamp"] for one in sent if one["request"]["url"].endswith("/page/state")]
 
         ask(browser, "hello " * 300)
         browser.until("document.querySelector('.answer.running .text')")
-        before = readings()
+        before = len(readings())
         browser.until("!document.querySelector('.answer.running')")
-        assert readings() - before >= 4  # in six seconds; at the slow rate it would be three
+        times = readings()[before:]
+        # every half second, while the slow rate is one in 2 s; the beginning and the end of the answer add one each
+        assert sum(later - earlier < 1.5 for earlier, later in pairwise(times)) >= 3, times
         assert set(browser.run("window.seen")) == {"1"}
         browser.until("document.querySelector('#tiles b').textContent === '0'")
         cells = browser.run(

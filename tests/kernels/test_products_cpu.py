@@ -26,7 +26,7 @@ def library(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.mark.parametrize(("n", "k"), [(768, 256), (33, 100), (1, 37), (257, 515)])
+@pytest.mark.parametrize(("n", "k"), [(768, 256), (33, 100), (1, 37), (2, 37), (257, 515)])
 def test_rows_are_exact_and_right(library, n, k, assert_rows_exact, assert_close):
     weight, x = frozen(n, k), torch.randn(ROWS, k)
     assert_rows_exact(lambda x: row_exact_product(x, weight), x)
@@ -41,6 +41,9 @@ def test_any_view_of_a_weight_has_its_bits(library):
     for view in (weight.detach().clone(), weight.t().contiguous().t(), wide[:, 2:98]):
         assert torch.equal(row_exact_product(x, view), want)
     assert torch.equal(row_exact_product(x, weight[16:48]), want[:, 16:48]), "a rank's part"
+    for first, columns in ((20, 1), (5, 2), (40, 15)):  # libraries compute few columns in another way
+        few = torch.nn.Parameter(weight[first : first + columns].clone(), requires_grad=False)
+        assert torch.equal(row_exact_product(x, few), want[:, first : first + columns])
 
 
 def test_rows_of_the_batch_are_blocks_that_were_compared():

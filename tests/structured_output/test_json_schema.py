@@ -151,6 +151,17 @@ REFUSED: list[tuple[Any, str, str]] = [
         "'unevaluatedProperties' at #",
         "anyOf",
     ),
+    (
+        {"unevaluatedProperties": False, "anyOf": [True, {"not": {"not": {"properties": {"a": B}}}}]},
+        "'unevaluatedProperties' at #",
+        "anyOf",
+    ),
+    ({"unevaluatedItems": False, "anyOf": [{"prefixItems": [B]}, True]}, "'unevaluatedItems' at #", "anyOf"),
+    (
+        {"unevaluatedItems": False, "anyOf": [True, {"not": {"not": {"prefixItems": [B]}}}]},
+        "'unevaluatedItems' at #",
+        "anyOf",
+    ),
     ({"type": "object", "patternProperties": {"a": N, "b": S}}, "'patternProperties'", "disjoint"),
     ({"divisibleBy": 2}, "'divisibleBy' at #", "use multipleOf"),
     ({"type": "wibble"}, "'type' at #", "wibble"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -57,6 +59,41 @@ def some_endless(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def regex(pattern: str) -> StructuredOutputs:
     return StructuredOutputs(regex=pattern)
+
+
+NEVER_ENDING = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+IMPOSSIBLE: list[dict[str, Any]] = [
+    *({"grammar": text} for text in ("root ::= root", 'root ::= "a" root', "start: start")),
+    {"grammar": r"root ::= [^\u0000-\U0010ffff]"},
+    *({"regex": text} for text in (r"[^\s\S]", r"a[^\s\S]")),
+    *({"json": value} for value in ({"$ref": "#"}, {"enum": []}, False, NEVER_ENDING)),
+    {"json": {"type": "string", "minLength": 5, "maxLength": 2}},
+]
+
+
+@pytest.mark.parametrize("form", IMPOSSIBLE, ids=str)
+def test_a_form_that_no_text_matches_is_refused(grammars: Grammars, form: dict[str, Any]) -> None:
+    """By the process that compiles it, before the request takes a slot: it would end with an error of the engine."""
+    with pytest.raises(BadRequest, match="cannot be compiled") as refused:
+        grammars.get(StructuredOutputs(**form))
+    assert refused.value.param == "structured_outputs"
+
+
+def test_a_failed_output_is_freed_at_once(grammars: Grammars) -> None:
+    """Its channel with it: an error that it kept would keep it, by its frames, until a full garbage collection."""
+    matcher = follower(grammars, regex("ab"))
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(GrammarError, match="no token") as failed:
+                matcher.accept(TOKENIZER.encode("x", add_special_tokens=False))
+            assert failed.value.param is None
+            del failed
+        gone = weakref.ref(matcher)
+        del matcher
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def follower(grammars: Grammars, asked: StructuredOutputs) -> Matcher:

@@ -100,6 +100,8 @@ def test_merged_messages_keep_their_parts() -> None:
         *messages[4:],
     ]
     assert RoleTemplate().messages(messages) is messages
+    calls = [{"role": A, "content": None, "tool_calls": [call]}] * 2
+    assert RoleTemplate(repeats=False).messages(calls) == [{"role": A, "content": None, "tool_calls": [call, call]}]
 
 
 @pytest.mark.parametrize(

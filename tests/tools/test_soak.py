@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
-from benchmarks.soak import Held, Report, _lives
-from benchmarks.soak_requests import CHAT, TEXT, Answer, Case, Client, Outcome, cases, joined, judge
+from benchmarks import soak_bodies
+from benchmarks.soak import Held, Report, _lives, answering
+from benchmarks.soak_bodies import Abilities
+from benchmarks.soak_requests import CHAT, TEXT, Answer, Case, Client, Outcome, cases, joined, judge, kinds
+from unisono.structured_output.json_schema.compile import normalised
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,19 +33,20 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.full  # some minutes on two busy cores
 def test_a_server_under_every_kind_of_request() -> None:
-    result = soak("--requests", "300", "--distinct", "34", "--limit", "300")
+    result = soak("--requests", "300", "--distinct", "42", "--limit", "300")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = {line[:20].strip(): line[20:].split() for line in result.stdout.splitlines()}
     sent, ok, refused, wrong, failed, hung = map(int, lines["all"][:6])
     assert (ok, wrong, failed, hung) == (300, 0, 0, 0)
     assert sent == ok + refused
-    for kind in ("n > 1", "grammars", "tools", "left streams", "aborts", "bad bodies", "long"):
+    own = ("schemas", "schema tools", "tools elsewhere", "left streams", "aborts", "bad bodies", "long")
+    for kind in ("n > 1", "grammars", "tools", *own):
         assert int(lines[kind][1]) > 0, kind
     assert "FAILED" not in result.stdout
 
 
 def test_flags_that_the_server_refuses() -> None:
-    result = soak("--requests", "20", "--distinct", "17", "--no-such-flag", "1")
+    result = soak("--requests", "21", "--distinct", "21", "--no-such-flag", "1")
     assert result.returncode == 2
     assert "--no-such-flag" in result.stderr
     assert "Traceback" not in result.stderr
@@ -118,13 +126,64 @@ def test_streams_are_joined_by_choice_and_call() -> None:
 
 
 def test_every_kind_is_asked_and_seeds_repeat() -> None:
-    first, again = cases(170, 0, 512), cases(170, 0, 512)
+    first, again = cases(420, 0, 512), cases(420, 0, 512)
     assert first == again
     assert {case.client for case in first} == {"stays", "leaves", "aborts", "errs", "reads"}
     assert {case.path for case in first} >= {TEXT, CHAT, "/v1/responses", "/v1/messages", "/metrics"}
     for case in first:
         if case.repeats and case.path in (TEXT, CHAT):
             assert "seed" in case.body, case
+        assert case.patient().client in ("stays", "errs", "reads")
+
+
+ALL = Abilities(("first", "second"), pictures=True)
+
+
+def test_kinds_follow_the_servers_abilities() -> None:
+    plain, every = kinds(Abilities()), kinds(ALL)
+    assert {"schemas", "schema tools", "tools elsewhere", "left tools"} <= plain.keys()
+    assert every.keys() - plain.keys() == {
+        "pictures", "picture streams", "pictures elsewhere", "left pictures",
+        "adapters", "adapter streams", "adapter schemas", "left adapters",
+    }  # fmt: skip
+    found = cases(20 * len(every), 3, 512, ALL)
+    assert found == cases(20 * len(every), 3, 512, ALL)
+    assert {case.kind for case in found} == every.keys()
+    named = [case.body["model"] for case in found if "adapter" in case.kind]
+    assert set(named) == {"first", "second"}
+    assert {case.path for case in found if case.kind == "pictures elsewhere"} == {"/v1/messages", "/v1/responses"}
+    assert {case.path for case in found if case.kind == "tools elsewhere"} == {"/v1/messages", "/v1/responses"}
+
+
+def test_abilities_as_servers_tell_them() -> None:
+    models = {"data": [{"id": "base", "parent": None}, {"id": "one", "parent": "base"}]}
+    assert Abilities.read(models, {"model": {"pictures": {"max_count": 3}}}) == Abilities(("one",), True)
+    assert Abilities.read({"data": [{"id": "base"}]}, {"model": {"pictures": None}}) == Abilities()
+
+
+def test_schemas_are_taken_and_differ() -> None:
+    rng = random.Random(1)
+    made = [soak_bodies.schema(rng) for _ in range(300)]
+    for schema in made:
+        assert normalised(schema) is not None  # SchemaRefusedError where it is not enforced
+    assert len({json.dumps(schema) for schema in made}) > 250
+    assert any("$defs" in schema for schema in made)
+
+
+def test_pictures_are_pictures() -> None:
+    found = {soak_bodies.picture(number) for number in range(3 * soak_bodies.PICTURES)}
+    assert len(found) == soak_bodies.PICTURES
+    for data in found:
+        image = Image.open(io.BytesIO(base64.b64decode(data)))
+        image.load()
+        assert image.mode == "RGB"
+        assert len(image.getcolors()) == 2
+
+
+def test_the_quiet_server_has_the_flags_that_decide_about_answers() -> None:
+    flags = ["--lora-modules", "a=b", "c=d", "--speculative-method", "ngram", "--dtype=float32", "--num-pages", "9"]
+    assert answering(flags) == ["--lora-modules", "a=b", "c=d", "--dtype=float32"]
+    assert answering(["--enable_lora", "--restart-engine"]) == ["--enable_lora"]
 
 
 HELD = {"pages": 0.0, "running": 0.0, "waiting": 0.0, "load": 0.0, "files": (30, 40), "processes": 9}

@@ -18,7 +18,7 @@ import typer
 from unisono.cluster.heap import uncollected
 from unisono.config import env
 from unisono.console.output import print_dry_run, print_tables, show_progress, stderr
-from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, UnisonoError
+from unisono.types import BadRequest, ConfigError, FinishReason, SamplingParams, UnisonoError, request_failure
 
 if TYPE_CHECKING:
     from unisono.entrypoints.llm import LLM
@@ -243,5 +243,5 @@ def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
     for delta in llm.stream(prompt, params):
         print(detokenizer.feed(delta.token_ids, delta.finish), end="", flush=True)
         if delta.finish is FinishReason.ABORT:
-            raise UnisonoError(f"The engine failed on this request: {delta.error}")
+            raise request_failure(delta.error, delta.error_param)
     print(flush=True)

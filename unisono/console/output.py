@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,13 @@ UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__nam
 class CommandGroup(TyperGroup):
     """A group of commands that end with one red line and the right status after an error or a wrong flag."""
 
+    def main(self, *arguments: Any, **extra: Any) -> Any:
+        """Run a command. If the reader of its output has gone, end silently with status 1."""
+        try:
+            return super().main(*arguments, **extra)
+        finally:
+            _flush_output()
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -48,6 +56,15 @@ class CommandGroup(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         Page(self, ctx).commands()
+
+
+def _flush_output() -> None:
+    """Write buffered output; the interpreter would complain at its exit if nobody reads it. Raises SystemExit."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def sentence(text: str) -> str:

@@ -45,7 +45,7 @@ from unisono.types import (
     SamplingParams,
     TokenDelta,
     TokenLogprobs,
-    UnisonoError,
+    request_failure,
 )
 from unisono.types.lora import LoRARequest, one_each
 from unisono.types.outputs import EmbeddingOutput, EmbeddingRequestOutput
@@ -285,7 +285,7 @@ class LLM:
             while deltas := self.loop.read(inbox):
                 for delta, _ in deltas:
                     if delta.error is not None:
-                        raise UnisonoError(f"The engine failed on this request: {delta.error}")
+                        raise request_failure(delta.error, delta.error_param)
                     for one in delta.logprobs or ():
                         reports[delta.request_id] = one
         finally:

@@ -32,8 +32,11 @@ SEED_BITS = 53
 PromptType = str | Sequence[int] | Mapping[str, Any]
 """A prompt as callers pass it: text, token ids, or a mapping with some of PROMPT_KEYS."""
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "prompt_embeds", "embedding_overrides", "cache_salt", *KEYS}
-MAX_TRUNCATED_CHARS = 1 << 20
-"""Longest text that is tokenized to be truncated, characters."""
+FREE_CHARS, CHARS_OF_A_TOKEN = 1 << 18, 16
+"""Characters of a text that is tokenized without having to fit: at least so many, and for each token of the context.
+
+The tokenizer takes some 500 bytes of memory for each token.
+"""
 MAX_SALT_CHARS = 1024
 """Characters of a cache_salt; vLLM's limit."""
 
@@ -330,14 +333,23 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def _encode(self, text: str, param: str, add_special_tokens: bool, truncates: bool = False) -> list[int]:
+    def encode_any(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text that need not fit the context. Raises BadRequest for one of too many characters."""
         tokenizer, context = self.require_tokenizer(param), self.model.max_model_len
-        if truncates and len(text) > MAX_TRUNCATED_CHARS:
+        most = max(FREE_CHARS, CHARS_OF_A_TOKEN * context)
+        if len(text) > most:
             raise BadRequest(
-                f"The prompt has {len(text)} characters; at most {MAX_TRUNCATED_CHARS} are tokenized to be truncated.",
+                f"{param} has {len(text)} characters; of a text that need not fit the context of {context} tokens at "
+                f"most {most} are tokenized. Split it, or raise --max-model-len.",
                 param,
             )
-        if len(text) > context and not truncates:  # tokenizing megabytes takes minutes
+        return tokenizer.encode(text, add_special_tokens)
+
+    def _encode(self, text: str, param: str, add_special_tokens: bool, truncates: bool = False) -> list[int]:
+        if truncates:
+            return self.encode_any(text, param, add_special_tokens)
+        tokenizer, context = self.require_tokenizer(param), self.model.max_model_len
+        if len(text) > context:  # tokenizing megabytes takes minutes
             least = -(-len(text) // tokenizer.longest_token)
             if least > context:
                 raise BadRequest(

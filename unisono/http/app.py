@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from unisono.http.anthropic_api.writer import error_object
 from unisono.http.errors import ApiError, as_api_error, show
+from unisono.http.limits.fields import parameter_rule
 from unisono.http.middleware import RequestMiddleware
 from unisono.http.observability.request_note import note
 from unisono.http.routes import (
@@ -76,5 +77,6 @@ async def _answer_bad_parameter(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    message = f"{name}={show(first.get('input'))} is not valid: {first['msg']}."
+    value = first.get("input")
+    message = f"{name}={show(value)} is not valid: {parameter_rule(name, value) or first['msg']}."
     return await _answer_error(request, ApiError(400, message, param=name))

@@ -70,8 +70,8 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
     return work() if size <= INLINE_BYTES else await asyncio.to_thread(work)
 
 
-def load_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``. Raises ApiError (400) for too many values, and for values that no field may hold."""
+def load_object(body: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object in ``body``. Raises ApiError (400) for too many values, and naming what no field may hold."""
     check_size(body)
     try:
         data = pydantic_core.from_json(body, allow_inf_nan=False)
@@ -85,7 +85,7 @@ def load_object(body: bytes) -> dict[str, Any]:
     return data
 
 
-def check_size(body: bytes) -> None:
+def check_size(body: bytes | bytearray) -> None:
     """Raise ApiError (400) for a body of too many values or parts, or too much text that is expensive to read."""
     if len(body) <= 2 * MAX_PARTS:  # a part has two bytes
         return
@@ -116,8 +116,8 @@ def check_size(body: bytes) -> None:
             raise ApiError(400, message, code="too_much_text")
 
 
-def _is_suspicious(body: bytes) -> bool:
-    """True if the body may have a number above 64 bits or a surrogate: only such bodies are searched."""
+def _is_suspicious(body: bytes | bytearray) -> bool:
+    """True if there may be a number above 64 bits or a surrogate: only such bodies are looked through."""
     for start in range(0, len(body), CHUNK):
         end = start + CHUNK + len(LONG_NUMBER)  # a number across the border is in both pieces
         if HALF.search(body, start, end) or LONG_NUMBER in body[start:end].translate(DIGITS):
@@ -125,8 +125,8 @@ def _is_suspicious(body: bytes) -> bool:
     return False
 
 
-def _name_the_field(body: bytes) -> None:
-    """Raise the error with the field, if Python's more tolerant parser can locate it."""
+def _name_the_field(body: bytes | bytearray) -> None:
+    """Raise the error of a field where Python's reader, which takes more, can tell which it is."""
     if len(body) <= NAMED_BYTES and _is_suspicious(body):
         try:
             data = json.loads(body, parse_int=_integer)

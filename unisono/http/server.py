@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 from unisono.cluster.client import HEARTBEAT_TIMEOUT, EngineClient
 from unisono.cluster.engine_handle import Progress
 from unisono.cluster.engines import Engines
-from unisono.cluster.heap import freeze_heap
+from unisono.cluster.heap import freeze_heap, return_freed_memory
 from unisono.cluster.replicas.client import ReplicaClient
 from unisono.cluster.replicas.plan import ReplicaSettings, plan
 from unisono.cluster.restarts import Restarts
@@ -182,6 +182,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(client: Engines, config: Any, settings: ServerSettings, listener: socket.socket) -> None:
+    return_freed_memory()
     client.start()
     stop = _stop_on_signal(client)
     try:

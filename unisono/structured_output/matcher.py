@@ -46,8 +46,25 @@ NOTHING = "no token of the vocabulary that the request allows continues its stru
 AMBIGUOUS = "its structured output is too ambiguous after {} tokens: {}. Avoid repetitions within repetitions"
 
 
+LATE = f"its structured output got no mask within {LONGEST_WAIT:g} s after {{}} tokens: the machine is busy"
+
+
 class GrammarError(UnisonoError):
-    """A request cannot continue: no token continues its grammar, or advancing it takes too long."""
+    """A request cannot continue: no token continues its grammar, or advancing it takes too long.
+
+    param: the field of the request that causes it; None if the engine does.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def restricting(params: SamplingParams) -> str | None:
+    """The field of a request that restricts the tokens beside its grammar; None if no field does."""
+    if params.allowed_token_ids is not None:
+        return "allowed_token_ids"
+    return "bad_words" if params.bad_words else None
 
 
 class Follower(Protocol):
@@ -84,7 +101,9 @@ class Matcher:
         self._map = np.empty(0, np.int32)
         self._asked: tuple[np.ndarray, np.ndarray] | None = None
         self._dead: set[int] = set()
-        self._failure = ""
+        self._restricting = restricting(params)
+        self._failure: tuple[str, str | None] | None = None  # arguments of the GrammarError: an error holds frames
+        self._late = False  # the last answer did not come in time
         self._forced: list[int] | None = None  # after the committed tokens; None: unknown
         self._tells = False  # each accept requests forced tokens from the lane at once
         self._peeked = False  # the answer to that request is not read yet
@@ -95,15 +114,15 @@ class Matcher:
         Raises GrammarError for a token that does not continue the grammar, and if masks could not be computed.
         """
         self._read_peek()
-        if self._failure:
-            raise GrammarError(self._failure)
+        if self._failure is not None:
+            raise GrammarError(*self._failure)
         if not self._known(list(tokens)):
             self._send(None, list(tokens), None)
             if not self._heard(None, len(tokens)):
                 self._send(None, list(tokens), None)
                 self._heard(None, len(tokens))
-            if self._failure:
-                raise GrammarError(self._failure)
+            if self._failure is not None:
+                raise GrammarError(*self._failure)
         elif self._forced is not None:
             known = self._forced[len(tokens) :] if self._forced[: len(tokens)] == list(tokens) else []
             self._forced = known or None
@@ -175,6 +194,18 @@ class Matcher:
                 allow(row, self._eos)
         return True
 
+    def first_mask(self) -> np.ndarray:
+        """The mask of an output's first token, int32 ``[words]``. Raises GrammarError where none can be made."""
+        out = np.empty((1, 1, self._compiled.words), np.int32)
+        self.masks(np.empty((1, 0), np.int32), out)
+        if self._failure is not None:
+            raise GrammarError(*self._failure)
+        return np.asarray(out[0, 0])
+
+    def close(self) -> None:
+        """Leave the lane; the next masks or tokens join one anew."""
+        self._leave()
+
     # ---- tokens ---------------------------------------------------------------------------------
 
     def _known(self, tokens: list[int]) -> bool:
@@ -191,8 +222,19 @@ class Matcher:
         for place, token in enumerate(tokens):
             row = paths[0] * out.shape[1] + place
             if row in self._dead or not allows(out[paths[0], place], token):
-                raise GrammarError(NOTHING.format(len(self._tokens) + place))
+                raise self._refused(out[paths[0], place], row in self._dead, len(self._tokens) + place)
         return True
+
+    def _refused(self, mask: np.ndarray, dead: bool, length: int) -> GrammarError:
+        """The error after ``length`` tokens, whose next one the mask forbids. dead: the grammar has no next token."""
+        why = NOTHING.format(length)
+        if dead:
+            return GrammarError(why, "structured_outputs")
+        ends = np.zeros_like(mask)
+        allow(ends, self._eos)
+        if self._restricting == "allowed_token_ids" and not (mask & ~ends).any():
+            why += f": allowed_token_ids needs the end-of-sequence id, {', '.join(map(str, self._eos))}"
+        return GrammarError(why, self._restricting)
 
     # ---- the lane -------------------------------------------------------------------------------
 
@@ -211,7 +253,8 @@ class Matcher:
             self._channel.socket.settimeout(LONGEST_WAIT)
             self._deadline = time.monotonic() + LONGEST_WAIT
             self._channel.send([LONGEST_CALL, self._ends, tokens, drafts, shape], descriptors)
-        except (Gone, TimeoutError):
+        except (Gone, TimeoutError) as error:
+            self._late = isinstance(error, TimeoutError)
             self._leave()
         finally:
             for descriptor in descriptors:
@@ -229,7 +272,9 @@ class Matcher:
             return False
         if answer is None:
             why = f"a mask took more than {LONGEST_CALL} s or {MEMORY >> 20} MiB"
-            self._failure = AMBIGUOUS.format(length, why)
+            self._failure = AMBIGUOUS.format(length, why), "structured_outputs"
+            if self._late:
+                self._failure = LATE.format(length), None
         elif self._take_in(answer, length + more) and out is not None:
             self._dead = set(answer[2])
             out[...] = self._map[: out.size].reshape(out.shape)
@@ -239,11 +284,12 @@ class Matcher:
         """Read the lane's answer, after which it has ``known`` tokens. Returns False if the output cannot continue."""
         length = len(self._tokens)
         if answer[0] == "slow":
-            self._failure = AMBIGUOUS.format(length, answer[1])
+            self._failure = AMBIGUOUS.format(length, answer[1]), "structured_outputs"
         elif answer[0] != "ok":
-            self._failure = f"its structured output cannot be followed after {length} tokens: {answer[1]}"
+            why = f"its structured output cannot be followed after {length} tokens: {answer[1]}"
+            self._failure = why, None
         elif self._told + answer[1] < known:
-            self._failure = NOTHING.format(self._told + answer[1])
+            self._failure = NOTHING.format(self._told + answer[1]), self._restricting
         else:
             self._told, self._forced = known, answer[3]
         return not self._failure
@@ -254,7 +300,8 @@ class Matcher:
         try:
             self._channel.socket.settimeout(max(0.01, self._deadline - time.monotonic()))
             return self._channel.receive()[0]
-        except (Gone, TimeoutError):
+        except (Gone, TimeoutError) as error:
+            self._late = isinstance(error, TimeoutError)
             self._leave()
             return None
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from unisono.structured_output.matcher import ALL, GrammarError, Matcher
+from unisono.structured_output.matcher import ALL, GrammarError, Matcher, restricting
 from unisono.structured_output.vocabulary import spellings
 from unisono.structured_output.workers.compiler import Compiled
 from unisono.structured_output.workers.walk import allow, allows, forbid
@@ -202,7 +202,8 @@ class ThinkingMatcher:
             if following is None:
                 raise GrammarError(
                     "no token of the vocabulary that the request allows continues its reasoning after "
-                    f"{place.length} tokens"
+                    f"{place.length} tokens",
+                    restricting(self._params),
                 )
             self._place = following
             if self._inner is not None and self._is_inner(place, token):

@@ -9,6 +9,7 @@ from unisono.types.errors import (
     EngineUnavailable,
     TemporaryFailure,
     UnisonoError,
+    request_failure,
 )
 from unisono.types.limits import (
     MAX_BAD_WORD_TOKENS,
@@ -71,4 +72,5 @@ __all__ = [
     "UnisonoError",
     "Vectors",
     "part_id",
+    "request_failure",
 ]

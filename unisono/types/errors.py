@@ -43,3 +43,10 @@ class EngineUnavailable(UnisonoError):
 
 class EngineDead(UnisonoError):
     """The engine stopped; every request it held ends with this error."""
+
+
+def request_failure(error: str | None, param: str | None) -> UnisonoError:
+    """The exception for a request that the engine ended with ``error``. param: its field that is to blame, or None."""
+    if param is not None:
+        return BadRequest(f"The request cannot go on: {error}", param)
+    return UnisonoError(f"The engine failed on this request: {error}")

@@ -142,7 +142,8 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     hidden_states: of generated tokens, if requested: the state before each of these tokens except the very first.
     prompt_hidden_states: those of the prompt, on the first delta.
     extra: reports of features of other packages, a list by name; lists of successive deltas are concatenated.
-    error: the request failed inside the engine; ``finish`` is then ABORT.
+    error: the request failed inside the engine; ``finish`` is then ABORT. error_param: the request's field
+        that caused it; None if the engine did.
     joined: rounds of a delta that combines several; see :attr:`rounds`.
     """
 
@@ -160,6 +161,7 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     extra: dict[str, list[Any]] | None = None
     queued_seconds: float | None = None
     joined: list[tuple[int, int, int]] | None = None
+    error_param: str | None = None
 
     @property
     def rounds(self) -> list[tuple[int, int, int]]:
@@ -176,7 +178,7 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
         self.token_ids.extend(later.token_ids)
         self.drafted_tokens += later.drafted_tokens
         self.accepted_tokens += later.accepted_tokens
-        self.finish, self.error = later.finish, later.error
+        self.finish, self.error, self.error_param = later.finish, later.error, later.error_param
         if later.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs.extend(later.logprobs)

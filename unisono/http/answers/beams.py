@@ -13,7 +13,7 @@ from dataclasses import replace
 from unisono.cluster.engines import ANYWHERE, Engines, Placement
 from unisono.cluster.token_stream import TokenStream
 from unisono.frontend.beam_search import Beam, BeamSearch
-from unisono.types import EngineRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError, part_id
+from unisono.types import EngineRequest, FinishReason, TokenDelta, TokenLogprobs, part_id, request_failure
 
 
 class BeamStream:
@@ -134,7 +134,7 @@ class BeamClient:
             delta = await stream.take()
             self.engine = stream.engine
             if delta.error is not None:
-                raise UnisonoError(f"The engine failed on this request: {delta.error}")
+                raise request_failure(delta.error, delta.error_param)
             finish = delta.finish
             found += delta.logprobs or []
             if first:

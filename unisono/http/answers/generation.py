@@ -27,7 +27,7 @@ from unisono.http.security.auth import ApiClient
 from unisono.text.answer_parser import AnswerParser, AnswerParts
 from unisono.text.tool_parsers.base import ToolDelta
 from unisono.text.tool_parsers.structure import reworded
-from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs
+from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError, request_failure
 from unisono.types.vectors import numbers
 
 
@@ -188,15 +188,16 @@ class Generation:
         except BadRequest as error:
             if error.param == "extra_args":
                 raise BadRequest(str(error), "vllm_xargs", error.code) from None
-            if (
-                self._answer_parser is not None
-                and self._answer_parser.constrains
-                and error.param == "structured_outputs"
-            ):
-                raise BadRequest(reworded(str(error)), "tools", error.code) from None
-            raise
+            raise self._as_of_tools(error) from None
         if self._cancelled:  # possibly before the engine's client had the request
             self._client.cancel(self._request.request_id)
+
+    def _as_of_tools(self, error: UnisonoError) -> UnisonoError:
+        """The error, which names tools where it is about the grammar that they became."""
+        constrained = self._answer_parser is not None and self._answer_parser.constrains
+        if constrained and isinstance(error, BadRequest) and error.param == "structured_outputs":
+            return BadRequest(reworded(str(error)), "tools", error.code)
+        return error
 
     def cancel(self) -> None:
         """End the request early: its last piece has the finish reason ``abort``."""
@@ -211,7 +212,7 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[OutputPiece]:
         """Yield text as soon as later tokens cannot change it; the last piece has ``finish``.
 
-        Raises EngineDead and ApiError.
+        Raises UnisonoError: that of a failure.
         """
         assert self._stream is not None
         reason, failed = FinishReason.RUNNING, False
@@ -223,7 +224,7 @@ class Generation:
                 self._timer.tokens(len(delta.token_ids))
                 self._output.record(delta)
                 if delta.error is not None:
-                    raise ApiError(500, f"The engine failed on this request: {delta.error}", "server_error")
+                    raise self._as_of_tools(request_failure(delta.error, delta.error_param))
                 scores = None if self._scores is None else await self._prompt_scores(delta)
                 if self._echo is not None:
                     echo, self._echo = self._echo, None

@@ -1,8 +1,9 @@
-"""Limits of every field of every request body in one table, and the check of a body by its limits and its model.
+"""Limits of every field of request bodies and of every parameter of paths and queries, and the check of a body.
 
 ``BODIES`` has a limit for each field of a body that is a number, a text, a list or an object. They are checked before
-the body's model, so that no code processes a value beyond its limit. docs/reference/limits.md has the same table
-(scripts/reference.py writes it). Limits of the whole body are in ``request_body.py``.
+the body's model, so that no code processes a value beyond its limit. ``PARAMETERS`` has the limits of paths and
+queries, which routes name by the types below it. docs/reference/limits.md has the same tables (scripts/reference.py
+writes them). Limits of the whole body are in ``request_body.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, FailFast, ValidationError
+from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from unisono.http.errors import ApiError, show
 from unisono.types import BadRequest
@@ -200,6 +201,38 @@ BODIES: Mapping[str, Mapping[str, Limit]] = {
 }
 """Limits of each body's fields, by the name of its model."""
 
+PARAMETERS: Mapping[str, Whole | Chars] = {
+    **dict.fromkeys(("response_id", "conversation_id", "item_id", "model_id", "name", "after"), ID),
+    "level": Whole(0, 2),
+    "limit": Whole(1, 100),
+}
+"""Limits of the parameters of paths and queries, by name; the others are true or false, or one of a few words."""
+
+
+def _limited(name: str) -> Any:
+    """The limit of a parameter as pydantic checks it and /openapi.json states it."""
+    limit = PARAMETERS[name]
+    return Field(max_length=limit.most) if isinstance(limit, Chars) else Field(ge=limit.least, le=limit.most)
+
+
+ResponseId = Annotated[str, _limited("response_id")]
+ConversationId = Annotated[str, _limited("conversation_id")]
+ItemId = Annotated[str, _limited("item_id")]
+ModelId = Annotated[str, _limited("model_id")]
+FileName = Annotated[str, _limited("name")]
+After = Annotated[str | None, _limited("after")]
+SleepLevel = Annotated[int, _limited("level")]
+PageSize = Annotated[int, _limited("limit")]
+
+
+def parameter_rule(name: str, value: Any) -> str | None:
+    """The rule that a parameter's text breaks; None where it is of the wrong type, or has no limit."""
+    limit = PARAMETERS.get(name)
+    if isinstance(limit, Chars):
+        return limit.problem(value)
+    return limit.rule if limit is not None and str(value).strip().lstrip("+-").isdecimal() else None
+
+
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -246,3 +279,9 @@ def table() -> str:
         for (name, limit), bodies in sorted(rows.items())
     ]
     return TABLE_HEAD + "\n".join(lines) + "\n"
+
+
+def parameter_table() -> str:
+    """The table of docs/limits.md of parameters of paths and queries."""
+    lines = [f"| `{name}` | {limit} |\n" for name, limit in sorted(PARAMETERS.items())]
+    return "| parameter | limit |\n|---|---|\n" + "".join(lines)

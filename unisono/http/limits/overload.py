@@ -23,7 +23,7 @@ from unisono.types import ConfigError
 
 PLACES = 2
 """Long requests that are prepared at once: one in the tokenizer's thread, one in the event loop."""
-LARGE_BODY = 2**20
+LARGE_BODY = 2**18
 """Bytes of a body after which its freed memory is returned to the system."""
 SHORT_BODY, SHORT_PLACES = 16 * 2**10, 64
 """Largest body of a short request, in bytes, and short requests that are prepared at once.

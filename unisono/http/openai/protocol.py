@@ -402,8 +402,8 @@ def _known(name: str, value: Any) -> Any:
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
-def parse(body: bytes, kind: type[Body]) -> Body:
-    """A request body as ``kind``. Raises ApiError and BadRequest (400) with the field, its value and the rule."""
+def parse(body: bytes | bytearray, kind: type[Body]) -> Body:
+    """A request body as ``kind``. Raises ApiError and BadRequest (400) naming the field, its value and the rule."""
     return parse_fields(load_object(body), kind)
 
 

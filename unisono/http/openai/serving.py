@@ -118,9 +118,8 @@ class Serving:
         return generations
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text. Raises BadRequest if the model has no tokenizer."""
-        encode = self.inputs.require_tokenizer("prompt").encode
-        return await self._prepared(len(text), encode, text, add_special_tokens)
+        """The token ids of a text. Raises BadRequest for one that is too long, and where there is no tokenizer."""
+        return await self._prepared(len(text), self.inputs.encode_any, text, "prompt", add_special_tokens)
 
     async def chat_prompt(self, request: ChatRequest, ticket: Ticket | None = None) -> PreparedPrompt:
         """The prompt of a conversation. ticket: of the HTTP request. Raises BadRequest."""

@@ -7,8 +7,8 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.http.openai.translation import checked
-from unisono.http.request_body import load_object, off_loop
-from unisono.http.routes.common import described, json_response, operators_only, read_json_body
+from unisono.http.request_body import load_object
+from unisono.http.routes.common import described, json_response, operators_only, parsed_body
 from unisono.http.service import Service
 
 
@@ -38,15 +38,13 @@ def add(app: FastAPI, service: Service) -> None:
     operators, adapters = operators_only(service), service.adapters
 
     async def loaded(request: Request) -> LoadAdapter:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: checked(load_object(raw), LoadAdapter))
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), LoadAdapter))
         service.check_ready()
         await adapters.load(body.lora_name, body.lora_path, bool(body.load_inplace))
         return body
 
     async def unloaded(request: Request) -> UnloadAdapter:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: checked(load_object(raw), UnloadAdapter))
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), UnloadAdapter))
         await adapters.unload(body.lora_name)
         return body
 

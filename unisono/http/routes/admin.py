@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.cluster.commands import CommandError
 from unisono.http.errors import ApiError, unavailable
-from unisono.http.limits.fields import Strings
+from unisono.http.limits.fields import SleepLevel, Strings
 from unisono.http.openai.translation import checked
-from unisono.http.request_body import load_object, off_loop
-from unisono.http.routes.common import described, json_response, operators_only, owners_only, read_json_body
+from unisono.http.request_body import load_object
+from unisono.http.routes.common import described, json_response, operators_only, owners_only, parsed_body
 from unisono.http.service import Service
 from unisono.types import EngineDead
 
@@ -77,7 +77,7 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
         dependencies=operators,
         **described("Finish what runs, take no more requests, free what can be freed. Weights stay."),
     )
-    async def sleep(level: int = 1) -> Response:
+    async def sleep(level: SleepLevel = 1) -> Response:
         if level not in (0, 1):
             raise ApiError(400, f"level={level} is not supported, as sleep keeps {KEPT}. Use 1.", param="level")
         service.sleeping = True
@@ -105,8 +105,7 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
 
 async def _abort_body(request: Request) -> list[str] | None:
     """The ids to abort; None for all. Raises ApiError."""
-    raw = await read_json_body(request)
-    body = await off_loop(len(raw), lambda: checked(load_object(raw), AbortRequest))
+    body = await parsed_body(request, lambda raw: checked(load_object(raw), AbortRequest))
     ids = [*(body.request_ids or []), *(one for one in (body.request_id, body.rid) if one is not None)]
     if not ids and not body.abort_all:
         raise ApiError(400, "request_ids is missing; name answers, or set abort_all=true.", param="request_ids")

@@ -20,14 +20,14 @@ from unisono.http.openai.hosted_tools import Ignored
 from unisono.http.openai.protocol import ChatRequest
 from unisono.http.openai.responses import Usage
 from unisono.http.openai.translation import Renames, chat_request, checked
-from unisono.http.request_body import load_object, off_loop
+from unisono.http.request_body import load_object
 from unisono.http.routes.common import (
     described,
     forget_inputs,
     json_response,
     new_id,
+    parsed_body,
     placement_of,
-    read_json_body,
     ticket_of,
     when_ready,
 )
@@ -63,7 +63,7 @@ class MessageReply(EventReply):
                 yield events
 
 
-def _read(raw: bytes, kind: type[Body], ignored: Ignored) -> tuple[Body, ChatRequest, Renames]:
+def _read(raw: bytearray, kind: type[Body], ignored: Ignored) -> tuple[Body, ChatRequest, Renames]:
     """A body, the chat request translated from it, and the names of its fields. Raises BadRequest and ApiError."""
     data = load_object(raw)
     body = checked(data, kind, only=False)
@@ -77,9 +77,8 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post(PREFIX, dependencies=ready, **described("Answer a conversation.", MessagesRequest))
     async def messages(request: Request) -> Response:
-        raw = await read_json_body(request)
         ignored = service.hosted.request()
-        body, chat, renames = await off_loop(len(raw), lambda: _read(raw, MessagesRequest, ignored))
+        body, chat, renames = await parsed_body(request, lambda raw: _read(raw, MessagesRequest, ignored))
         model, message_id = service.model(body.model), new_id("msg_")
         service.hosted.tell(ignored)
         blank: dict[str, Any] = {
@@ -100,9 +99,8 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{PREFIX}/count_tokens", dependencies=ready, **described("Count a conversation's tokens.", CountRequest))
     async def count_tokens(request: Request) -> Response:
-        raw = await read_json_body(request)
         ignored = service.hosted.request()
-        body, chat, renames = await off_loop(len(raw), lambda: _read(raw, CountRequest, ignored))
+        body, chat, renames = await parsed_body(request, lambda raw: _read(raw, CountRequest, ignored))
         service.model(body.model)
         with renames.errors():
             prompt = await service.serving.chat_prompt(chat, ticket_of(request))

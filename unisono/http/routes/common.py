@@ -6,7 +6,9 @@ import hashlib
 import json
 import time
 import uuid
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Depends, Request
@@ -20,7 +22,10 @@ from unisono.http.answers.writer import until_disconnect
 from unisono.http.errors import ApiError, show
 from unisono.http.limits.overload import Ticket
 from unisono.http.observability.request_note import note
+from unisono.http.request_body import off_loop
 from unisono.http.service import CLIENT_GONE, MAX_BODY_BYTES, SMALL_BODY_BYTES, Service
+
+T = TypeVar("T")
 
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-user-id")
 """Headers with a request's session, the first one wins: those of vLLM's and SGLang's routers."""
@@ -84,11 +89,12 @@ def json_response(content: object, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-async def read_json_body(request: Request) -> bytes:
-    """The body of a JSON request, read in its client's turn.
+async def parsed_body(request: Request, parse: Callable[[bytearray], T]) -> T:
+    """``parse(body)`` of a JSON request, when it is its client's turn; a large body is parsed in a thread.
 
-    Raises ApiError 415 for another content type, 413 above MAX_BODY_BYTES (SMALL_BODY_BYTES on routes without a ticket,
-    which no budget counts), 503 if too many bytes wait.
+    No caller gets the body itself: it would keep its bytes to the end of the answer, and the ticket gives them back as
+    soon as the request is prepared. Raises what ``parse`` raises, and ApiError: 415 for another content type, 413 above
+    MAX_BODY_BYTES (SMALL_BODY_BYTES on routes without a ticket, which no budget counts), 503 where too many bytes wait.
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -105,11 +111,12 @@ async def read_json_body(request: Request) -> bytes:
                 raise ApiError(413, message, code="body_too_large")
         if ticket is not None and not ticket.take_turn() and not await until_disconnect(request.receive, ticket.turn()):
             raise ApiError(CLIENT_GONE, "The client went before its turn came.")
-        return bytes(body)
+        return await off_loop(len(body), lambda: parse(body))
     except ClientDisconnect:
         raise ApiError(CLIENT_GONE, "The client went before its request was read.") from None
     finally:
-        body.clear()  # a traceback may hold this frame, and the ticket releases the bytes now
+        with suppress(BufferError):  # a thread reads it for a client that has left
+            body.clear()  # a traceback may hold this frame, and the ticket gives the bytes back now
 
 
 INPUTS = ("messages", "prompt", "prompt_embeds", "embedding_overrides", "image_data", "video_data")

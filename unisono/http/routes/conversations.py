@@ -9,12 +9,13 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.http.errors import ApiError
+from unisono.http.limits.fields import After, ConversationId, ItemId, PageSize
 from unisono.http.openai.translation import checked
-from unisono.http.request_body import load_object, off_loop
+from unisono.http.request_body import load_object
 from unisono.http.responses_api.body import to_items, to_messages
 from unisono.http.responses_api.conversations import ConversationStore, StoredConversation
 from unisono.http.responses_api.store import Item
-from unisono.http.routes.common import clients_only, described, json_response, new_id, now, read_json_body
+from unisono.http.routes.common import clients_only, described, json_response, new_id, now, parsed_body
 from unisono.http.service import Service
 
 MOST_ITEMS = 20
@@ -52,15 +53,16 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
 
     @app.post("/v1/conversations", dependencies=workers, **described("Begin a conversation.", ConversationBody))
     async def create(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: checked(load_object(raw) if raw.strip() else {}, ConversationBody))
+        body = await parsed_body(
+            request, lambda raw: checked(load_object(raw) if raw.strip() else {}, ConversationBody)
+        )
         items = _items(body.items or [], service)
         made = StoredConversation(new_id("conv_"), service.keys.owner(request), now(), body.metadata or {}, items)
         store.put(made)
         return json_response(made.public())
 
     @app.get("/v1/conversations/{conversation_id}", dependencies=clients, **described("Read a conversation's data."))
-    async def read(request: Request, conversation_id: str) -> Response:
+    async def read(request: Request, conversation_id: ConversationId) -> Response:
         return json_response(store.get(conversation_id, service.keys.owner(request)).public())
 
     @app.post(
@@ -68,16 +70,15 @@ def add(app: FastAPI, service: Service, store: ConversationStore) -> None:
         dependencies=workers,
         **described("Set a conversation's metadata.", MetadataBody),
     )
-    async def update(request: Request, conversation_id: str) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: checked(load_object(raw), MetadataBody))
+    async def update(request: Request, conversation_id: ConversationId) -> Response:
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), MetadataBody))
         found = store.get(conversation_id, service.keys.owner(request))
         found.metadata = body.metadata
         store.put(found)
         return json_response(found.public())
 
     @app.delete("/v1/conversations/{conversation_id}", dependencies=clients, **described("Forget a conversation."))
-    async def delete(request: Request, conversation_id: str) -> Response:
+    async def delete(request: Request, conversation_id: ConversationId) -> Response:
         store.delete(conversation_id, service.keys.owner(request))
         return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
@@ -89,9 +90,8 @@ def _add_items(app: FastAPI, service: Service, store: ConversationStore) -> None
     path = "/v1/conversations/{conversation_id}/items"
 
     @app.post(path, dependencies=workers, **described("Add items to a conversation.", ItemsBody))
-    async def add_items(request: Request, conversation_id: str) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: checked(load_object(raw), ItemsBody))
+    async def add_items(request: Request, conversation_id: ConversationId) -> Response:
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), ItemsBody))
         store.get(conversation_id, service.keys.owner(request))
         if not body.items:
             raise ApiError(400, "items is empty; give at least one item.", param="items")
@@ -102,20 +102,20 @@ def _add_items(app: FastAPI, service: Service, store: ConversationStore) -> None
     @app.get(path, dependencies=clients, **described("The items of a conversation."))
     async def list_items(
         request: Request,
-        conversation_id: str,
-        limit: int = 20,
+        conversation_id: ConversationId,
+        limit: PageSize = 20,
         order: Literal["asc", "desc"] = "desc",
-        after: str | None = None,
+        after: After = None,
     ) -> Response:
         items = store.get(conversation_id, service.keys.owner(request)).items
         return json_response(page_of(items, limit, order, after))
 
     @app.get(path + "/{item_id}", dependencies=clients, **described("An item of a conversation."))
-    async def read_item(request: Request, conversation_id: str, item_id: str) -> Response:
+    async def read_item(request: Request, conversation_id: ConversationId, item_id: ItemId) -> Response:
         return json_response(store.item(store.get(conversation_id, service.keys.owner(request)), item_id))
 
     @app.delete(path + "/{item_id}", dependencies=clients, **described("Take an item out of a conversation."))
-    async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
+    async def delete_item(request: Request, conversation_id: ConversationId, item_id: ItemId) -> Response:
         found = store.get(conversation_id, service.keys.owner(request))
         gone = store.item(found, item_id)
         found.items = [item for item in found.items if item is not gone]
@@ -124,12 +124,10 @@ def _add_items(app: FastAPI, service: Service, store: ConversationStore) -> None
 
 
 def page_of(items: list[Item], limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """A page of a list of items. after: the id before the first. Raises ApiError (400)."""
+    """A page of a list of items. after: the id before the first."""
     items = items if order == "asc" else items[::-1]
     ids = [item["id"] for item in items]
     start = ids.index(after) + 1 if after in ids else 0
-    if not 1 <= limit <= 100:
-        raise ApiError(400, f"limit={limit} is out of range: give 1 to 100.", param="limit")
     return _listed(items[start : start + limit], start + limit < len(items))
 
 

@@ -20,7 +20,7 @@ from unisono.http.limits.fields import Strings, TokenIdLists, TokenIds
 from unisono.http.openai.protocol import CompletionRequest, parse_fields
 from unisono.http.openai.translation import Renames, checked
 from unisono.http.request_body import load_object, off_loop
-from unisono.http.routes.common import described, new_id, placement_of, read_json_body, when_ready
+from unisono.http.routes.common import described, new_id, parsed_body, placement_of, when_ready
 from unisono.http.service import Service
 from unisono.types import BadRequest
 
@@ -81,8 +81,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings", dependencies=when_ready(service), **described("Embed texts.", EmbeddingRequest))
     async def embeddings(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: checked(load_object(raw), EmbeddingRequest))
+        body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), EmbeddingRequest), len(raw)))
         model, answer_id = service.model(body.model), new_id("embd-")
         _check(body, service)
         fields = {"prompt": body.input, "max_tokens": 1, "temperature": 0, "return_hidden_states": True, "model": model}
@@ -91,7 +90,7 @@ def add(app: FastAPI, service: Service) -> None:
         renames = Renames({"prompt": "input"})
         answer = Answer(service, request, answer_id, placement_of(request))
         with renames.errors():
-            completion = await off_loop(len(raw), lambda: parse_fields(fields, CompletionRequest))
+            completion = await off_loop(size, lambda: parse_fields(fields, CompletionRequest))
             generations = await service.serving.completion(completion, answer_id, pooled=True)
         return await answer.send(EmbeddingReply(body, model, service.pooling, generations), generations, False)
 

@@ -13,17 +13,17 @@ from unisono.http import request_ids
 from unisono.http.answers.answer import Answer
 from unisono.http.answers.generation import Generation
 from unisono.http.answers.writer import OpenAIReply
+from unisono.http.limits.fields import ModelId
 from unisono.http.openai import protocol
 from unisono.http.openai.responses import ChatShape, ModelCard, ModelList, ResponseShape, TextShape
-from unisono.http.request_body import off_loop
 from unisono.http.routes.common import (
     clients_only,
     described,
     forget_inputs,
     json_response,
     now,
+    parsed_body,
     placement_of,
-    read_json_body,
     ticket_of,
     when_ready,
 )
@@ -38,16 +38,14 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", dependencies=ready, **described("Answer a conversation.", protocol.ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: protocol.parse(raw, protocol.ChatRequest))
+        body = await parsed_body(request, lambda raw: protocol.parse(raw, protocol.ChatRequest))
         return await _generate(
             service, request, body, CHAT, lambda name: service.serving.chat(body, name, ticket_of(request))
         )
 
     @app.post("/v1/completions", dependencies=ready, **described("Continue prompts.", protocol.CompletionRequest))
     async def completions(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: protocol.parse(raw, protocol.CompletionRequest))
+        body = await parsed_body(request, lambda raw: protocol.parse(raw, protocol.CompletionRequest))
         return await _generate(service, request, body, TEXT, lambda name: service.serving.completion(body, name))
 
     @app.get("/v1/models", dependencies=clients, **described("The served names."))
@@ -55,7 +53,7 @@ def add(app: FastAPI, service: Service) -> None:
         return json_response(ModelList([_card(service, name) for name in (*service.names, *service.adapters)]))
 
     @app.get("/v1/models/{model_id:path}", dependencies=clients, **described("One served name."))
-    async def model(model_id: str) -> Response:
+    async def model(model_id: ModelId) -> Response:
         return json_response(_card(service, service.model(model_id)))
 
 

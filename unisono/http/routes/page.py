@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from unisono.http.errors import ApiError, show
+from unisono.http.limits.fields import FileName
 from unisono.http.page_state import page_state
 from unisono.http.routes.common import clients_only, described, json_response, owners_only
 from unisono.http.service import Service
@@ -74,7 +75,7 @@ def add(app: FastAPI, service: Service) -> None:
         return json_response(page_state(service, info, service.client.samples, fresh))
 
     @app.get("/page/{name:path}", **described("A file of the page."))
-    async def file(name: str, request: Request) -> Response:
+    async def file(name: FileName, request: Request) -> Response:
         return _file(contents, name, request)
 
     @app.get(

@@ -18,6 +18,7 @@ from unisono.http.answers.answer import Answer
 from unisono.http.answers.generation import Generation, merge, start_all
 from unisono.http.answers.writer import EventReply, stream_error
 from unisono.http.errors import ApiError, as_api_error
+from unisono.http.limits.fields import After, PageSize, ResponseId
 from unisono.http.observability.request_note import note
 from unisono.http.openai.hosted_tools import Ignored, hosted_type
 from unisono.http.openai.protocol import ChatRequest
@@ -42,8 +43,8 @@ from unisono.http.routes.common import (
     json_response,
     new_id,
     now,
+    parsed_body,
     placement_of,
-    read_json_body,
     ticket_of,
     when_ready,
 )
@@ -164,19 +165,19 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
     clients = clients_only(service, stored=True)
 
     @app.get("/v1/responses/{response_id}", dependencies=clients, **described("Read a stored response."))
-    async def read(request: Request, response_id: str, stream: bool = False) -> Response:
+    async def read(request: Request, response_id: ResponseId, stream: bool = False) -> Response:
         found = store.get(response_id, service.keys.owner(request))
         if stream:
             raise ApiError(400, "stream=true: events are not stored; read the response without.", param="stream")
         return json_response(found.response)
 
     @app.delete("/v1/responses/{response_id}", dependencies=clients, **described("Forget a stored response."))
-    async def delete(request: Request, response_id: str) -> Response:
+    async def delete(request: Request, response_id: ResponseId) -> Response:
         store.delete(response_id, service.keys.owner(request))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @app.post("/v1/responses/{response_id}/cancel", dependencies=clients, **described("End a response early."))
-    async def cancel(request: Request, response_id: str) -> Response:
+    async def cancel(request: Request, response_id: ResponseId) -> Response:
         found = store.get(response_id, service.keys.owner(request))
         for generation in service.running.get(response_id, ()):
             generation.cancel()
@@ -191,10 +192,10 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
     )
     async def input_items(
         request: Request,
-        response_id: str,
-        limit: int = 20,
+        response_id: ResponseId,
+        limit: PageSize = 20,
         order: Literal["asc", "desc"] = "desc",
-        after: str | None = None,
+        after: After = None,
     ) -> Response:
         items = store.get(response_id, service.keys.owner(request)).items
         return json_response(conversations.page_of(items, limit, order, after))
@@ -202,8 +203,7 @@ def _add_stored(app: FastAPI, service: Service, store: ResponseStore) -> None:
 
 async def _asked(service: Service, store: ResponseStore, kept: ConversationStore, request: Request) -> CheckedRequest:
     """The body, checked. Raises BadRequest and ApiError."""
-    raw = await read_json_body(request)
-    data, body = await off_loop(len(raw), lambda: _read(raw))
+    size, data, body = await parsed_body(request, lambda raw: (len(raw), *_read(raw)))
     model, who = service.model(body.model), service.keys.owner(request)
     earlier: list[Item] = []
     conversation = conversation_of(body)
@@ -229,19 +229,19 @@ async def _asked(service: Service, store: ResponseStore, kept: ConversationStore
             body, chat_request(chat, renames), renames, items, len(earlier), model, conversation, ignored
         )
 
-    parsed = await off_loop(_size(raw, items), made)
+    parsed = await off_loop(_size(size, items), made)
     service.hosted.tell(ignored)
     return await _fitting(service, parsed, data, request) if body.truncation == "auto" else parsed
 
 
-def _read(raw: bytes) -> tuple[dict[str, Any], ResponsesRequest]:
+def _read(raw: bytearray) -> tuple[dict[str, Any], ResponsesRequest]:
     data = load_object(raw)
     return data, checked(data, ResponsesRequest, only=False)
 
 
-def _size(raw: bytes, items: list[Item]) -> int:
+def _size(size: int, items: list[Item]) -> int:
     """Bytes for :func:`off_loop`: those of a body, and a lower bound for stored items."""
-    return len(raw) + len(items) * INLINE_BYTES // 64
+    return size + len(items) * INLINE_BYTES // 64
 
 
 async def _fitting(
@@ -264,7 +264,7 @@ async def _fitting(
         return replace(parsed, chat=chat_request(chat, renames), renames=renames)
 
     async def fits(choice: int) -> bool:
-        made[choice] = await off_loop(_size(b"", parsed.items), lambda: shortened(choices[choice]))
+        made[choice] = await off_loop(_size(0, parsed.items), lambda: shortened(choices[choice]))
         try:
             with made[choice].renames.errors():
                 return len((await service.serving.chat_prompt(made[choice].chat, ticket_of(request))).token_ids) <= room

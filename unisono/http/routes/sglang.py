@@ -10,14 +10,14 @@ from unisono.http.errors import ApiError, show
 from unisono.http.observability.request_note import note
 from unisono.http.openai.protocol import CompletionRequest, parse_fields
 from unisono.http.openai.translation import Renames, checked
-from unisono.http.request_body import load_object, off_loop
+from unisono.http.request_body import load_object
 from unisono.http.request_ids import checked_id
 from unisono.http.routes.common import (
     described,
     forget_inputs,
     new_id,
+    parsed_body,
     placement_of,
-    read_json_body,
     ticket_of,
     when_ready,
 )
@@ -26,7 +26,7 @@ from unisono.http.sglang_api import GenerateReply, GenerateRequest, completion_b
 from unisono.media.fetching.sources import MediaSource
 
 
-def _read(raw: bytes) -> tuple[GenerateRequest, CompletionRequest, list[list[MediaSource]], Renames]:
+def _read(raw: bytearray) -> tuple[GenerateRequest, CompletionRequest, list[list[MediaSource]], Renames]:
     """A body, the completion request translated from it, its media, and the names of its fields.
 
     Raises BadRequest and ApiError.
@@ -44,8 +44,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/generate", dependencies=when_ready(service), **described("Continue prompts.", GenerateRequest))
     async def generate(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body, completion, media, renames = await off_loop(len(raw), lambda: _read(raw))
+        body, completion, media, renames = await parsed_body(request, _read)
         if body.adapter is not None and body.adapter not in service.adapters:
             names = ", ".join(service.adapters) or "there are none"
             message = f"lora_path={show(body.lora_path)} names no adapter that is served; served: {names}."

@@ -15,8 +15,8 @@ from unisono.http.errors import ApiError
 from unisono.http.limits.fields import TokenIds, check_name
 from unisono.http.openai.protocol import ChatRequest
 from unisono.http.openai.translation import Renames, chat_request, checked, passed_on
-from unisono.http.request_body import load_object, off_loop
-from unisono.http.routes.common import clients_only, described, json_response, read_json_body, ticket_of
+from unisono.http.request_body import load_object
+from unisono.http.routes.common import clients_only, described, json_response, parsed_body, ticket_of
 from unisono.http.service import Service
 from unisono.types import BadRequest
 from unisono.types.unknown_fields import dropped
@@ -51,8 +51,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", dependencies=workers, **described("Token ids of a prompt.", TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body, chat = await off_loop(len(raw), lambda: _read(raw))
+        body, chat = await parsed_body(request, _read)
         service.model(body.model)
         ids = await _ids(service, request, body, chat)
         tokenizer = inputs.require_tokenizer("prompt")
@@ -63,8 +62,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize", dependencies=workers, **described("The text of token ids.", DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        raw = await read_json_body(request)
-        body = await off_loop(len(raw), lambda: checked(load_object(raw), DetokenizeRequest))
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), DetokenizeRequest))
         service.model(body.model)
         size = inputs.model.vocab_size
         wrong = next((one for one in body.tokens if not 0 <= one < size), None)
@@ -86,7 +84,7 @@ def add(app: FastAPI, service: Service) -> None:
         return json_response({**config, "tokenizer_class": type(tokenizer.backend).__name__, "chat_template": template})
 
 
-def _read(raw: bytes) -> tuple[TokenizeRequest, ChatRequest | None]:
+def _read(raw: bytearray) -> tuple[TokenizeRequest, ChatRequest | None]:
     """A body, and its conversation in the chat endpoint's form. Raises BadRequest and ApiError."""
     data = load_object(raw)
     body = checked(data, TokenizeRequest, only=False)

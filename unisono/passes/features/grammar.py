@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ import torch
 
 from unisono.graphs import NO_FEATURES, Buffers, Features, Field
 from unisono.passes.features.base import Committed, Feature, FeatureContext, HostPass, PassKind, RequestState
-from unisono.structured_output.matcher import ALL, Follower, GrammarError, Matcher, fill
+from unisono.structured_output.matcher import ALL, Follower, GrammarError, Matcher, fill, restricting
 from unisono.structured_output.thinking import MarksCache, ThinkingMatcher
-from unisono.structured_output.workers.compiler import Grammars
+from unisono.structured_output.workers.compiler import Compiled, Grammars
+from unisono.structured_output.workers.walk import allow, forbid
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta
 
 MASKS = Features(masks=True)
@@ -66,6 +68,8 @@ class Grammar(Feature):
                 name,
             )
         compiled = None if outputs is None else self._grammars.get(outputs)
+        if compiled is not None:
+            check_first_token(compiled, request)
         if thinking is None:
             assert compiled is not None
             return GrammarState(Matcher(compiled, params), compiled.eos)
@@ -110,6 +114,32 @@ def both(marks: Future[Any], grammar: Future[Any]) -> Future[None]:
     return done
 
 
+def check_first_token(compiled: Compiled, request: EngineRequest) -> None:
+    """Raise BadRequest if allowed_token_ids or bad_words leave no token that begins the request's structured output."""
+    params = request.params
+    banned = [word[0] for word in request.bad_words if len(word) == 1]
+    if params.allowed_token_ids is None and not banned:
+        return
+    matcher = Matcher(compiled, replace(params, min_tokens=0))
+    try:
+        mask = matcher.first_mask()
+    except GrammarError as error:
+        raise BadRequest(f"structured_outputs: {error}.", error.param or "structured_outputs") from None
+    finally:
+        matcher.close()
+    if params.allowed_token_ids is not None:
+        allowed = np.zeros_like(mask)
+        allow(allowed, params.allowed_token_ids)
+        mask = mask & allowed
+    forbid(mask, banned)
+    if not mask.any():
+        param = restricting(params) or "bad_words"
+        kept = f"{param} leaves none of the tokens that can begin" if param == "bad_words" else (
+            f"none of the {len(params.allowed_token_ids or ())} ids of {param} can begin"
+        )  # fmt: skip
+        raise BadRequest(f"{kept} the structured output: allow more tokens, or leave one of the two out.", param)
+
+
 class GrammarState(RequestState):
     """Follows the request's output. EOS always ends it: masks forbid EOS until the grammar is complete."""
 
@@ -123,4 +153,4 @@ class GrammarState(RequestState):
         try:
             self.matcher.accept(committed.tokens)
         except GrammarError as error:
-            delta.finish, delta.error = FinishReason.ABORT, f"{error}."
+            delta.finish, delta.error, delta.error_param = FinishReason.ABORT, f"{error}.", error.param

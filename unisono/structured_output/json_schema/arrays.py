@@ -9,7 +9,7 @@ from typing import Any
 from unisono.structured_output.json_schema.keywords import SchemaRefusedError
 from unisono.structured_output.json_schema.logic import NoExactForm, Size, disjoint, inlined
 from unisono.structured_output.json_schema.refs import SchemaPlace
-from unisono.structured_output.json_schema.rewriter import Rewriter
+from unisono.structured_output.json_schema.rewriter import Rewriter, evaluates
 from unisono.structured_output.json_schema.values import has_type
 
 MAX_PLACES = 8
@@ -126,7 +126,7 @@ class Arrays:
         if rest in schema or (place is not asking and "unevaluatedItems" in schema):
             return None
         for name in ("contains", *_COMBINATORS):
-            if name in schema and (name == "contains" or _evaluates(schema[name])):
+            if name in schema and (name == "contains" or evaluates(schema[name], _EVALUATING)):
                 raise SchemaRefusedError(
                     "unevaluatedItems", asking.pointer, f"{name!r} decides which items are evaluated"
                 )
@@ -161,11 +161,3 @@ def finite(schema: Any) -> list[Any] | None:
     if types is None or not set(named) <= {"boolean", "null"}:
         return None
     return [value for value in (False, True, None) if has_type(value, named)]
-
-
-def _evaluates(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_evaluates, value))
-    if not isinstance(value, Mapping):
-        return False
-    return bool(_EVALUATING & value.keys()) or any(_evaluates(one) for one in value.values())

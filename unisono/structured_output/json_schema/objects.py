@@ -10,7 +10,7 @@ from typing import Any
 from unisono.structured_output.json_schema.keywords import SchemaRefusedError
 from unisono.structured_output.json_schema.logic import NoExactForm, Size, inlined
 from unisono.structured_output.json_schema.refs import SchemaPlace
-from unisono.structured_output.json_schema.rewriter import Rewriter
+from unisono.structured_output.json_schema.rewriter import Rewriter, evaluates
 from unisono.structured_output.json_schema.values import Validator
 
 MAX_COMBINATIONS = 100
@@ -217,7 +217,7 @@ class Objects:
         for pattern in schema.get("patternProperties", ()):
             patterns += self._to.expressions(pattern, place, "patternProperties")
         for name in _COMBINATORS:
-            if name in schema and _evaluates(schema[name]):
+            if name in schema and evaluates(schema[name], _EVALUATING):
                 raise SchemaRefusedError(
                     "unevaluatedProperties", asking.pointer, f"{name!r} decides which properties are evaluated"
                 )
@@ -229,15 +229,6 @@ class Objects:
                 return None
             names, patterns = names + found[0], patterns + found[1]
         return names, patterns
-
-
-def _evaluates(value: Any) -> bool:
-    """True if a keyword's schemas may evaluate properties."""
-    if isinstance(value, list):
-        return any(map(_evaluates, value))
-    if not isinstance(value, Mapping):
-        return False
-    return bool(_EVALUATING & value.keys()) or any(_evaluates(one) for one in value.values())
 
 
 def _object(required: list[str], absent: list[str], low: int, high: int | None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The interface of the schema rewriter for the rules of arrays and objects."""
+"""The interface of the schema rewriter for the rules of arrays and objects, and a check that both share."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from typing import Any, Protocol
 
 from unisono.structured_output.json_schema.keywords import SchemaRefusedError
@@ -41,3 +42,12 @@ class Rewriter(Protocol):
     def text(self, text: str) -> str:
         """Record a text that answers may hold, and return it."""
         ...
+
+
+def evaluates(value: Any, keywords: Set[str]) -> bool:
+    """Return True if a schema in ``value``, at any depth, has one of the keywords that evaluate items or properties."""
+    if isinstance(value, list):
+        return any(evaluates(one, keywords) for one in value)
+    if not isinstance(value, Mapping):
+        return False
+    return bool(keywords & value.keys()) or any(evaluates(one, keywords) for one in value.values())

@@ -124,8 +124,8 @@ class PythonicCallParser(ToolCallParser):
 
     def _positional(self) -> str:
         """The name of a positional argument: the next parameter's."""
-        properties = {} if self._tool is None else self._tool.parameters.get("properties") or {}
-        left = [name for name in properties if name not in self._given]
+        properties = {} if self._tool is None else self._tool.parameters.get("properties")
+        left = [name for name in properties if name not in self._given] if isinstance(properties, Mapping) else []
         return left[0] if left else f"arg{len(self._given)}"
 
     def _between(self) -> bool:

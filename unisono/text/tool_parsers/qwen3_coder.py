@@ -118,7 +118,7 @@ class XmlCallParser(ToolCallParser):
 def typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
     """The value of a parameter's text by its schema; the text itself if it does not fit."""
     own = _own(schema, key)
-    listed = [one for part in own for one in (part.get("enum") or ([part["const"]] if "const" in part else []))]
+    listed = [one for part in own for one in _given(part)]
     kinds = {kind for part in own for kind in _types(part)}
     if "string" in kinds and any(name in part for part in own for name in EXACT):
         text = text.strip()  # surrounding blanks do not belong to such a value
@@ -169,9 +169,18 @@ def _referred(schema: Any, reference: str) -> Any:
     return schema
 
 
+def _given(part: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists; none where it lists none, or is malformed."""
+    listed = part.get("enum")
+    if isinstance(listed, list) and listed:
+        return listed
+    return [part["const"]] if "const" in part else []
+
+
 def _types(part: Mapping[str, Any]) -> list[str]:
-    listed = part.get("type")
-    return [listed] if isinstance(listed, str) else [one for one in listed or () if isinstance(one, str)]
+    named = part.get("type")
+    named = named if isinstance(named, list) else [named]
+    return [one for one in named if isinstance(one, str)]
 
 
 class QwenCoder(Format):

@@ -146,9 +146,15 @@ OPENING = frozenset({
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema without additional properties: a small model writes those until its tokens are spent."""
-    listed = schema.get("properties") and set(schema.get("required") or ()) <= set(schema["properties"])
-    return {**schema, "additionalProperties": False} if listed and not OPENING & schema.keys() else schema
+    """The schema without additional properties: a small model writes those until its tokens are spent.
+
+    A client's schema may have anything under a keyword; the grammar says what is wrong with it.
+    """
+    properties, required = schema.get("properties"), schema.get("required") or ()
+    if not isinstance(properties, Mapping) or not isinstance(required, Sequence) or OPENING & schema.keys():
+        return schema
+    listed = bool(properties) and all(isinstance(name, str) and name in properties for name in required)
+    return {**schema, "additionalProperties": False} if listed else schema
 
 
 def _loosened(tools: Sequence[Tool]) -> list[Tool]:
@@ -168,8 +174,9 @@ def _outputs(form: Tag) -> StructuredOutputs:
 
 
 def reworded(message: str) -> str:
-    """An error of the grammar of tools, worded as an error of tools."""
-    return "tools cannot be made a grammar:" + message.partition(":" if "is not valid:" in message else "compiled:")[2]
+    """An error of the grammar that tools became, as one of tools; any other as it is."""
+    mark = ":" if "is not valid:" in message else "compiled:"
+    return f"tools cannot be made a grammar:{message.partition(mark)[2]}" if mark in message else message
 
 
 def _answer(outputs: StructuredOutputs) -> Tag:

@@ -11,7 +11,7 @@ from unisono.entrypoints.llm import LLM
 from unisono.text.detokenizer import Detokenizer
 from unisono.text.reasoning import Splitter, parser_of
 from unisono.tools.chat.answers import AnswerFigures, ChatPiece, DraftedToken, Message
-from unisono.types import BadRequest, FinishReason, SamplingParams, TokenDelta, UnisonoError
+from unisono.types import BadRequest, FinishReason, SamplingParams, TokenDelta, request_failure
 
 TEMPLATE_PARAMETERS = ("enable_thinking", "reasoning_effort")
 """Parameters that the chat template reads."""
@@ -65,7 +65,7 @@ class OfflineModel:
         detokenizer = Detokenizer(self._tokenizer, sampling, ids)
         for delta in self._llm.stream(ids, sampling):
             if delta.finish is FinishReason.ABORT:
-                raise UnisonoError(f"The engine failed on this request: {delta.error}")
+                raise request_failure(delta.error, delta.error_param)
             figures.tick(len(delta.token_ids))
             yield from _pieces(delta, detokenizer, splitter, figures)
             if delta.finish is not FinishReason.RUNNING:
