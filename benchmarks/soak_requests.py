@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
+from benchmarks import soak_bodies
 from benchmarks.soak_bodies import Abilities, words
-from unisono.tools import soak_bodies
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 VOLATILE = {"id", "call_id", "created", "created_at", "completed_at", "system_fingerprint", "usage", "object"}

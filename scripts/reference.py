@@ -3,7 +3,7 @@
 A part stands in its page between ``<!-- NAME -->`` and ``<!-- end -->``:
 
 * flags: the flags of every command, by group. aliases: names of vLLM and SGLang.
-* fields: the fields of request bodies that are honoured and refused. limits: the limits of fields.
+* fields: the request body fields that are honoured and refused. limits, parameters: the limits of fields and of paths.
 * environment: the environment variables.
 * structured: what structured outputs enforce.
 * matrix: feature × speculation × graphs, from the cells of the test matrix.
@@ -114,6 +114,12 @@ def limits() -> str:
     from unisono.http.limits.fields import table
 
     return table()
+
+
+def parameters() -> str:
+    from unisono.http.limits.fields import parameter_table
+
+    return parameter_table()
 
 
 def environment() -> str:
@@ -260,6 +266,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "aliases": (REFERENCE / "flags.md", aliases),
     "fields": (REFERENCE / "request-fields.md", fields),
     "limits": (REFERENCE / "limits.md", limits),
+    "parameters": (REFERENCE / "limits.md", parameters),
     "environment": (REFERENCE / "environment.md", environment),
     "structured": (ROOT / "docs/guide/structure.md", structured),
     "matrix": (REFERENCE / "same-bytes.md", matrix),

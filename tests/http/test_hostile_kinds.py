@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.http import fuzz, tokenizers_
-from unisono.frontend.input_processor import InputProcessor, ModelFacts, Prompt
+from unisono.frontend.input_processor import InputProcessor, ModelFacts, PreparedPrompt
 from unisono.text.detokenizer import Detokenizer
 from unisono.text.templates.renderer import Renderer
 from unisono.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def test_the_largest_lists_are_cheap(tokenizer: Tokenizer, name: str, many: bool
     begun, refused = time.process_time(), None
     try:
         params = SamplingParams(**{name: value, "max_tokens": 50})
-        request = inputs.request("r", Prompt([5, 6, 7]), params)
+        request = inputs.request("r", PreparedPrompt([5, 6, 7]), params)
         text = Detokenizer(tokenizer, request.params, request.prompt_token_ids)
         for _ in range(50):
             text.feed([tokenizer.encode("z")[0]])

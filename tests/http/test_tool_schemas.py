@@ -12,7 +12,7 @@ import pytest
 from tests.http.conftest import Server
 from tests.http.fuzz import Raw, odd_values
 from tests.http.tool_answers import CASES, WEATHER
-from unisono.text.tool_parsers.base import Context, Tool
+from unisono.text.tool_parsers.base import ParserContext, Tool
 from unisono.text.tool_parsers.formats import FORMATS, NAMES
 from unisono.text.tool_parsers.structure import Structure
 from unisono.types import BadRequest, StructuredOutputs
@@ -60,7 +60,7 @@ def test_answers_are_read_with_odd_schemas(case: str) -> None:
     """A model's text never fails to be read, whatever its tools' schemas are; the same calls are found."""
     form, text, (content, calls) = CASES[case]
     for schema in odd_schemas():
-        reader = NAMES[form].reader(Context([Tool("get_weather", schema), Tool("now", schema)], str))
+        reader = NAMES[form].reader(ParserContext([Tool("get_weather", schema), Tool("now", schema)], str))
         found = reader.feed(text, last=True)
         assert found.content == content
         assert [one.name for one in found.calls if one.name is not None] == [name for name, _ in calls]

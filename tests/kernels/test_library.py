@@ -104,3 +104,16 @@ def test_gradients_run_the_formula() -> None:
     assert x.grad == 3
     with torch.no_grad():
         assert tripled(x).item() == 4, "the op itself"
+
+
+def test_an_implementation_without_a_default_is_refused() -> None:
+    """torch passes no argument that equals its default."""
+
+    def on_gpu(x: Tensor, scale: float) -> Tensor:
+        return x * scale
+
+    with pytest.raises(TypeError, match="on_gpu: scale needs the default"):
+
+        @op(cuda=on_gpu)
+        def scaled_by_default(x: Tensor, scale: float = 1.0) -> Tensor:
+            return x * scale

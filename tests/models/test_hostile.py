@@ -121,11 +121,11 @@ def test_a_signal_ends_a_start_that_hangs(directory: Path, tmp_path: Path) -> No
     import subprocess
 
     code = (
-        "import sys, time; from pathlib import Path; from unisono.http import run; "
-        "run.Tokenizer.load = lambda path: time.sleep(1000); "
+        "import sys, time; from pathlib import Path; from unisono.http import server; "
+        "server.Tokenizer.load = lambda path: time.sleep(1000); "
         "from tests.http.fake_engine import FakeConfig; "
         "print('starting', flush=True); "
-        "run.serve(FakeConfig(), run.ServerSettings(Path(sys.argv[1]), ('m',), port=0, "
+        "server.serve(FakeConfig(), server.ServerSettings(Path(sys.argv[1]), ('m',), port=0, "
         "engine='tests.http.fake_engine:FakeEngine'))"
     )
     signal.alarm(60)

@@ -59,24 +59,24 @@ def test_a_broken_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op without weights goes wrong in layer 5, for the fourth token on, and in B alone."""
     side: list[str] = []
     calls: list[int] = []
-    kernel = mlp.silu_product
+    kernel = mlp.gate_product
 
     def opened(self: Side, **more: Any) -> Any:
         side.append("A" if self.flags["seed"] == 0 else "B")
         calls.clear()
         return plain(self, **more)
 
-    def wrong(x: torch.Tensor, placement: Any) -> Any:
+    def wrong(x: torch.Tensor, *rest: Any) -> Any:
         if side[-1] == "B" and x.shape[0] >= 6:
             calls.append(x.shape[0])
             if len(calls) % 8 == 6:  # eight layers
                 x = x.clone()
                 x[3:, 7] += 4.0
-        return kernel(x, placement)
+        return kernel(x, *rest)
 
     plain = Side.open
     monkeypatch.setattr(Side, "open", opened)
-    monkeypatch.setattr(mlp, "silu_product", wrong)
+    monkeypatch.setattr(mlp, "gate_product", wrong)
     sides = [Side("tiny", UNDRAFTED | {"seed": seed}) for seed in (0, 1)]
     (found,) = compare(*sides, TEXT, 0, GREEDY, trace_all=True)
     assert (found.op.place, found.op.op, found.op.position) == ("layers.5.feed_forward", "unisono.silu_mul", 3)

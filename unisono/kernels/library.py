@@ -106,6 +106,8 @@ def op(
 
     def declare(function: Callable[P, R]) -> Op[P, R]:
         schema = schema_of(function)
+        for other in filter(None, (cuda, shape, meta, gradient)):
+            _check_defaults(function, other)
         name = schema.partition("(")[0]
         _library.define(schema)
         _library.impl(name, cuda or function, "CUDA")
@@ -119,6 +121,14 @@ def op(
         return Op(function, overload)
 
     return declare
+
+
+def _check_defaults(function: Callable[..., object], other: Callable[..., object]) -> None:
+    """Raise TypeError if ``other`` requires an argument with a default in ``function``: torch omits defaults."""
+    own, others = inspect.signature(function).parameters, inspect.signature(other).parameters
+    for name, parameter in own.items():
+        if parameter.default is not parameter.empty and name in others and others[name].default is parameter.empty:
+            raise TypeError(f"{other.__name__}: {name} needs the default {parameter.default!r} of {function.__name__}")
 
 
 def schema_of(function: Callable[..., object]) -> str:

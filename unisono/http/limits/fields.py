@@ -282,6 +282,6 @@ def table() -> str:
 
 
 def parameter_table() -> str:
-    """The table of docs/limits.md of parameters of paths and queries."""
+    """The table of docs/reference/limits.md of parameters of paths and queries."""
     lines = [f"| `{name}` | {limit} |\n" for name, limit in sorted(PARAMETERS.items())]
     return "| parameter | limit |\n|---|---|\n" + "".join(lines)

@@ -267,7 +267,7 @@ def down_cpu(
     return y
 
 
-def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit, gelu):
+def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit, gelu=False):
     plan, gate = ExpertPlan(ids, experts, tile, order, tiles), ExpertGate(alpha, limit, gelu)
     if _is_fast(weight, plan, bias, gate):
         return experts_gluon.launch_expert_rows(x, weight, plan, gated=True)

@@ -245,7 +245,7 @@ def _as_quantised(x8, x_scales, dtype, w_scales, rows):
     return Quantised(x8, x_scales, _group(w_scales), rows, dtype)
 
 
-def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles, gelu):
+def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles, gelu=False):
     x = _as_quantised(x8, x_scales, dtype, w_scales, len(ids))
     return launch_fp8_gate_up(x, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles), gelu)
 

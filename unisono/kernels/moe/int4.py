@@ -146,7 +146,7 @@ def launch_int4_down(
     return y
 
 
-def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles, gelu):
+def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles, gelu=False):
     return launch_int4_gate_up(x, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles), gelu)
 
 

@@ -199,7 +199,7 @@ def decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
     return scaled.flatten(-2).to(dtype)
 
 
-def _gate_up_cuda(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit, gelu):
+def _gate_up_cuda(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit, gelu=False):
     return launch_mxfp4_gate_up(
         x, weight, scales, ExpertPlan(ids, experts, tile, order, tiles), bias, ExpertGate(alpha, limit, gelu)
     )

@@ -60,7 +60,7 @@ def stored_config(source: bytes, name_or_path: str, read: Callable[[], Any]) -> 
     config = read()
     with suppress(*TROUBLE):
         text = config.get_text_config()
-        if not _scales_positions(text) and not hasattr(text, "per_layer_config"):
+        if not _scales_positions(text) and not getattr(text, "is_heterogeneous", False):
             _write(env.cache_directory() / "configs" / f"{key}.json", json.dumps(_encoded(config)))
     return config
 
