@@ -60,7 +60,7 @@ def test_answers_are_read_with_odd_schemas(case: str) -> None:
     """A model's text never fails to be read, whatever its tools' schemas are; the same calls are found."""
     form, text, (content, calls) = CASES[case]
     for schema in odd_schemas():
-        reader = NAMES[form].reader(ParserContext([Tool("get_weather", schema), Tool("now", schema)], str))
+        reader = NAMES[form].parser(ParserContext([Tool("get_weather", schema), Tool("now", schema)], str))
         found = reader.feed(text, last=True)
         assert found.content == content
         assert [one.name for one in found.calls if one.name is not None] == [name for name, _ in calls]
