@@ -198,7 +198,9 @@ def reference() -> Any:
     return module
 
 
-@pytest.mark.parametrize("part", "flags aliases fields limits parameters environment structured matrix".split())
+@pytest.mark.parametrize(
+    "part", ["flags", "aliases", "fields", "limits", "parameters", "environment", "structured", "matrix"]
+)
 def test_generated_parts_are_current(part: str, reference: Any) -> None:
     """`make reference` writes them."""
     assert reference.PARTS[part][1]() == reference.current(part), f"run: python scripts/reference.py {part}"
