@@ -11,7 +11,7 @@ LARGE_BLOCK = 1 << 20
 """Bytes of a block that is mapped by itself; see :func:`return_freed_memory`."""
 
 _M_MMAP_THRESHOLD = -3
-"""Of malloc.h."""
+"""Number of the parameter for ``mallopt``, from malloc.h."""
 
 
 def freeze_heap() -> None:
