@@ -25,7 +25,7 @@ same: $(VENV)/.ready
 	$(BIN)/python scripts/same.py $(or $(BASE),main)
 
 clients: .venv-clients/.ready
-	.venv-clients/bin/python -m pytest -v tests/server/test_clients.py
+	.venv-clients/bin/python -m pytest -v tests/http/test_clients.py
 
 .venv-clients/.ready: pyproject.toml scripts/clients.sh
 	sh scripts/clients.sh

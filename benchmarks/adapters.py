@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
 from unisono import LLM, LoRARequest, SamplingParams
-from unisono.models.adapters import CONFIG, WEIGHTS, AdapterLayers
-from unisono.passes.features.adapters import Adapters
+from unisono.models.lora.adapters import CONFIG, WEIGHTS, AdapterLayers
+from unisono.passes.features.adapters import AdapterFeature
 from unisono.types import EngineRequest, SpeculativeConfig
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -38,7 +38,7 @@ BAR = 1.10
 
 def layers_of(llm: LLM) -> AdapterLayers:
     """The engine's layers with room for adapters."""
-    return next(f for f in llm.engine.runner.request_features if isinstance(f, Adapters)).layers
+    return next(f for f in llm.engine.runner.request_features if isinstance(f, AdapterFeature)).layers
 
 
 def write_adapter(directory: Path, layers: AdapterLayers, rank: int, seed: int) -> Path:

@@ -22,9 +22,9 @@ import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.attention.triton import TritonAttention
-from unisono.kernels import attention as ops
-from unisono.kernels import attention_hopper_rounds
-from unisono.kernels.kv_e4m3 import dequantised, quantised
+from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
+from unisono.kernels.attention import paged as ops
+from unisono.kernels.cache.kv_e4m3 import dequantised, quantised
 
 PAGE = 16
 KEYS = ops.KEYS
@@ -295,7 +295,8 @@ def flops(tokens: int, before: int = 0, heads: Heads = Heads()) -> float:
 def by_hopper(heads: Heads, yes: bool) -> None:
     """Let the kernel for Hopper serve rounds of such heads, or not."""
     device = torch.empty(0, device="cuda").device
-    attention_hopper_rounds._proven[heads.query, heads.kv, heads.dim, heads.dtype, device] = yes
+    key = heads.query, heads.kv, heads.dim, heads.dtype, device
+    attention_hopper_rounds.exact_round_attention.serving[key] = yes
 
 
 def hopper_rounds() -> None:

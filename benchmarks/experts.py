@@ -5,7 +5,7 @@
 Prints Markdown tables. *bits*: tokens of a batch of 4096 whose bits differ when computed in another company or tiling;
 every number should be 0. *speed*: µs of a layer, router to next norm, over replays of a CUDA graph that walks through
 several layers, and the floor: the bytes that must be read at 4.68 TB/s. *tune*: µs of each product by tile, for the
-table ``TILES`` of ``unisono/kernels/experts.py``. ``--tiny``: small sizes on the CPU's twins, without times.
+table ``TILES`` of ``unisono/kernels/moe/experts.py``. ``--tiny``: small sizes on the CPU's twins, without times.
 """
 
 from __future__ import annotations
@@ -19,10 +19,18 @@ from pathlib import Path
 
 import torch
 
-from unisono.kernels.experts import TILES, Tile, expert_down, expert_gate_up, expert_tiles, launch_down, launch_gate_up
-from unisono.kernels.experts_combine import combine_experts_norm
-from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, plan_experts
-from unisono.kernels.router import route
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.moe.combine import combine_experts_norm
+from unisono.kernels.moe.experts import (
+    TILES,
+    expert_down,
+    expert_gate_up,
+    expert_tiles,
+    launch_down,
+    launch_gate_up,
+)
+from unisono.kernels.moe.plan import LEAD_PAIRS, ExpertPlan, plan_experts
+from unisono.kernels.moe.router import route
 
 BYTES_PER_US = 4.68e6
 TOKENS = (1, 4, 16, 64, 512, 4096)
@@ -67,7 +75,7 @@ class Layer:
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return route(x, self.router, None, None, self.shape.experts, self.shape.top_k, True)
 
-    def plan(self, ids: torch.Tensor, tile: int | None = None) -> Plan:
+    def plan(self, ids: torch.Tensor, tile: int | None = None) -> ExpertPlan:
         pairs, experts = ids.numel(), self.shape.experts
         return plan_experts(ids, experts, tile or expert_tiles(pairs, experts, torch.bfloat16).rows)
 
@@ -85,7 +93,7 @@ class Layer:
     def sorted(self, x: torch.Tensor, rows: int, up: Tile, down: Tile) -> torch.Tensor:
         """The same by the sorted plan, whatever the number of tokens, in these tiles."""
         ids, weights, gates = self.route(x)
-        plan = Plan(ids, self.shape.experts, rows, *torch.ops.unisono.sort_pairs(ids, self.shape.experts, rows))
+        plan = ExpertPlan(ids, self.shape.experts, rows, *torch.ops.unisono.sort_pairs(ids, self.shape.experts, rows))
         y = launch_down(launch_gate_up(x, self.gate_up, plan, up), self.down, plan, down)
         return self.combine(y, weights, gates, x)
 
@@ -171,7 +179,7 @@ def candidates(rows: int) -> Iterator[Tile]:
             for stages in (3, 4):
                 in_flight, warps = (rows + n) * k * 2 * stages, 8 if rows * n >= 16384 else 4
                 if 24 * 2**10 <= in_flight <= 200 * 2**10 and rows * n <= 32768:
-                    yield Tile(n, k, warps, stages, rows <= 16)
+                    yield Tile(rows, n, k, warps, stages, across=rows <= 16)
 
 
 def tune(layer: Layer, count: int) -> list[str]:

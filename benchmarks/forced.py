@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from unisono import LLM, SamplingParams
-from unisono.catalog import bundled
+from unisono.config.catalog import bundled
 from unisono.types import SpeculativeConfig, StructuredOutputs
 
 STRING = {"type": "string", "minLength": 3, "maxLength": 24, "pattern": "^[A-Za-z ]*$"}

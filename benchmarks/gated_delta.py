@@ -27,9 +27,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.kernels.delta_cases import Layer, Passes, Sizes, cuts, differing, oracle, rounds
-from unisono.kernels.causal_conv import causal_conv
-from unisono.kernels.gated_delta import ROUND_TILE, Tile, gated_delta, launch_gated_delta
-from unisono.kernels.gated_norm import gated_norm
+from unisono.kernels.norm.gated_norm import gated_norm
+from unisono.kernels.recurrent.causal_conv import causal_conv
+from unisono.kernels.recurrent.gated_delta import ROUND_TILE, StateTile, gated_delta, launch_gated_delta
 
 BYTES_PER_US, PAGE, TAPS, EPS = 4.68e6, 16, 4, 1e-6
 ON_GPU = torch.cuda.is_available()
@@ -37,7 +37,14 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 PROMPTS = [(1, 128), (1, 512), (1, 2048), (1, 8192), (8, 2048)]
 ROUNDS = [(rows, width) for rows in (1, 16, 64) for width in (1, 4)]
 LAYERS = {1: 48, 16: 8, 64: 3}
-TILES = [ROUND_TILE, Tile(64, 4), Tile(32, 2), Tile(32, 4), Tile(16, 1), Tile(128, 8, registers=128)]
+TILES = [
+    ROUND_TILE,
+    StateTile(64, 4),
+    StateTile(32, 2),
+    StateTile(32, 4),
+    StateTile(16, 1),
+    StateTile(128, 8, registers=128),
+]
 
 
 # ---- bits ---------------------------------------------------------------------------------------------
@@ -130,7 +137,7 @@ class Pass:
         u, state = self.both[:, : self.sizes.channels], self.states[layer]
         return causal_conv(u, self.weight, self.ba, self.a_log, self.dt_bias, *state[:2], *self.where)
 
-    def rule(self, layer: int, **options: Tile | bool) -> torch.Tensor:
+    def rule(self, layer: int, **options: StateTile | bool) -> torch.Tensor:
         op = launch_gated_delta if options else gated_delta
         return op(self.qkv, self.gates, *self.states[layer][2:], *self.where, **options)
 

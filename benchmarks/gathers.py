@@ -17,9 +17,9 @@ import torch
 import torch.multiprocessing as mp
 
 from unisono.distributed.gather import Ranks
-from unisono.distributed.nccl import NEAR_BYTES, Nccl
-from unisono.kernels.gather import launch_gather
-from unisono.kernels.norm import rms_norm
+from unisono.distributed.nccl import PEER_MEMORY_BYTES, Nccl
+from unisono.kernels.comm.gather import launch_gather
+from unisono.kernels.norm.rms_norm import rms_norm
 
 SIZES = [
     (1, 2048),
@@ -66,8 +66,8 @@ def rank_main(index: int, ranks: int, store: str) -> None:
     """One rank: all sizes in the order that the others have, too."""
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    transport = Nccl(Ranks(index, ranks), device, store, near=True)
-    near = transport._near
+    transport = Nccl(Ranks(index, ranks), device, store, peer_memory=True)
+    peer_memory = transport._peer_memory
     if index == 0:
         print(f"gathers go by {transport.name}: {transport.why}")
         print("| rows × columns | norm µs | " + " | ".join(f"{w} words" for w in WIDTHS) + " | NCCL |")
@@ -81,18 +81,18 @@ def rank_main(index: int, ranks: int, store: str) -> None:
 
         alone, times = microseconds(norm, device), []
         for width in WIDTHS:
-            if near is None or x.nbytes > NEAR_BYTES:
+            if peer_memory is None or x.nbytes > PEER_MEMORY_BYTES:
                 times.append("–")
                 continue
 
             def by_kernel(width: int = width) -> torch.Tensor:
-                given = near._addresses, near._turns, index, ranks, width
+                given = peer_memory._addresses, peer_memory._turns, index, ranks, width
                 return launch_gather(norm().view(torch.int32), *given)
 
             times.append(f"{microseconds(by_kernel, device) - alone:.2f}")
-        transport._near = None
+        transport._peer_memory = None
         times.append(f"{microseconds(lambda: transport.all_gather(norm()), device) - alone:.2f}")
-        transport._near = near
+        transport._peer_memory = peer_memory
         if index == 0:
             print(f"| {rows} × {columns} | {alone:.2f} | " + " | ".join(times) + " |", flush=True)
     transport.close()

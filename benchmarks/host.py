@@ -29,8 +29,8 @@ import torch
 from benchmarks.loading import SHAPES, cut
 from unisono import LLM, SamplingParams
 from unisono.engine.engine import Engine
+from unisono.graphs.buffers import PendingOutputs
 from unisono.graphs.segments import Segmented
-from unisono.program.buffers import PendingOutputs
 from unisono.types import EngineRequest, SpeculativeConfig
 
 SIZES = {

@@ -33,19 +33,19 @@ if not ON_GPU:
 
 from benchmarks import with_without  # noqa: E402
 from benchmarks.experts import graph_us  # noqa: E402
-from unisono.kernels import attention_hopper  # noqa: E402
-from unisono.kernels.activation import (  # noqa: E402
+from unisono.kernels.attention import hopper as attention_hopper  # noqa: E402
+from unisono.kernels.gemm.fp8_quantize import launch_quantize  # noqa: E402
+from unisono.kernels.moe.combine import launch_combine  # noqa: E402
+from unisono.kernels.norm.activation import (  # noqa: E402
     launch_sigmoid_gate,
     launch_sigmoid_gate_fp8,
     launch_silu_mul,
     launch_silu_mul_fp8,
 )
-from unisono.kernels.experts_combine import launch_combine  # noqa: E402
-from unisono.kernels.fp8_quantize import launch_quantize  # noqa: E402
-from unisono.kernels.gated_norm import launch_gated_norm, launch_gated_norm_fp8  # noqa: E402
-from unisono.kernels.norm import launch_add_rms_norm, launch_add_rms_norm_fp8  # noqa: E402
-from unisono.layers.expert_formats_quantised import Fp8Experts  # noqa: E402
-from unisono.layers.formats_fp8 import _Fp8  # noqa: E402
+from unisono.kernels.norm.gated_norm import launch_gated_norm, launch_gated_norm_fp8  # noqa: E402
+from unisono.kernels.norm.rms_norm import launch_add_rms_norm, launch_add_rms_norm_fp8  # noqa: E402
+from unisono.layers.formats.experts_quantised import Fp8Experts  # noqa: E402
+from unisono.layers.formats.fp8 import _Fp8  # noqa: E402
 
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float16)
 ROWS = (1, 16, 64, 2048, 8192)
@@ -146,8 +146,8 @@ def attention(tiny: bool) -> Iterator[list[object]]:
         return
     from benchmarks.attention import Heads, Paged, flops
     from unisono.attention.triton import TritonAttention
-    from unisono.kernels.attention import launch_attention
-    from unisono.kernels.attention_triton import LOG2_E
+    from unisono.kernels.attention.paged import launch_attention
+    from unisono.kernels.attention.triton_kernels import LOG2_E
 
     for heads in (Heads("9B", 16, 4, 256), Heads("35B-A3B", 16, 2, 256)):
         for tokens in (2048, 8192):
@@ -207,7 +207,7 @@ def one_by_one() -> ExitStack:
     """While it is open nothing that this file measures serves."""
     stack = ExitStack()
     for kind in (_Fp8, Fp8Experts):
-        stack.enter_context(mock.patch.object(kind, "wish", return_value=None))
+        stack.enter_context(mock.patch.object(kind, "input_format", return_value=None))
     suits = attention_hopper.suits
     stack.enter_context(mock.patch.object(attention_hopper, "suits", lambda *heads: heads[2] == 128 and suits(*heads)))
     return stack

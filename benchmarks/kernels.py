@@ -19,8 +19,9 @@ import torch
 import triton
 
 from benchmarks.experts import graph_us
-from unisono.kernels import configure_exact_blas, linear, prove_exact, rms_norm, rope_and_cache, silu_mul
-from unisono.kernels.linear import Tile, _config, blas_linear, launch_linear
+from unisono.kernels import configure_exact_blas, exact_blas, linear, rms_norm, rope_and_cache, silu_mul
+from unisono.kernels.gemm.linear import blas_linear, launch_linear, linear_tile
+from unisono.kernels.gemm.tile import Tile
 
 QWEN3_8B = {
     "qkv": (6144, 4096),
@@ -71,7 +72,7 @@ def bits_linear() -> Table:
     for name, (n, k) in {**QWEN3_8B, **TINY}.items():
         x, weight = random(max(ROWS), k), random(n, k, scale=k**-0.5)
         bias, residual = random(n), random(max(ROWS), n)
-        proven = prove_exact(weight)
+        proven = exact_blas.prove(weight)
         bare, full = launch_linear(x, weight, None, None), launch_linear(x, weight, bias, residual)
         op = sum(differing(linear(x[:m], weight), bare) for m in ROWS)
         fused = sum(differing(linear(x[:m], weight, bias, residual[:m]), full) for m in ROWS)
@@ -185,7 +186,7 @@ def tune(rows: tuple[int, ...], ranks: int) -> Table:
         best = sorted(results, key=lambda pair: pair[0])[:3]
         now = cold(lambda w, x=x: launch_linear(x, w, None, None), weight)
         cells = [f"{us:.1f}: {t.n}×{t.k}, {t.warps} w, {t.stages} s{', swapped' * t.swapped}" for us, t in best]
-        table.append([f"{name} {n}×{k}", str(m), f"{now:.1f}: {_config(m, n, weight.dtype)}", *cells])
+        table.append([f"{name} {n}×{k}", str(m), f"{now:.1f}: {linear_tile(m, n, weight.dtype)}", *cells])
     return table
 
 
@@ -193,7 +194,7 @@ def report(parts: list[str], rows: tuple[int, ...], ranks: int) -> Iterator[str]
     yield f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16"
     if "bits" in parts:
         yield f"\n## Bits\nDiffering rows, summed over M = {', '.join(map(str, ROWS))}.\n"
-        head = ["op", "N×K", "op differs", "with bias, residual", "cuBLASLt differs", "prove_exact"]
+        head = ["op", "N×K", "op differs", "with bias, residual", "cuBLASLt differs", "proven"]
         yield markdown(head, bits_linear() + bits_rest())
     if "speed" in parts:
         few, many = (1, 4, 16, 64), (256, 512, 2048)

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from unisono.layers.formats import Place
-from unisono.models import weights
-from unisono.models.build import Builder, no_attention
-from unisono.models.checkpoint import INDEX, Checkpoint
-from unisono.models.decoder import Decoder
-from unisono.models.loader import checkpoint_names, load_model
-from unisono.models.tensor_files import DTYPES
+from unisono.layers.formats.base import WeightTarget
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.load import weights
+from unisono.models.load.build import Builder, no_attention
+from unisono.models.load.checkpoint import INDEX, Checkpoint
+from unisono.models.load.loader import checkpoint_names, load_model
+from unisono.models.load.tensor_files import DTYPES
 
 SHAPES = Path(__file__).parent / "shapes"
 SHARD, BLOCK = 4 << 30, 1 << 24
@@ -60,7 +60,7 @@ def cut(config: Path, directory: Path, layers: int, changes: Mapping[str, Any]) 
     (directory / "config.json").write_text(json.dumps(raw))
 
 
-def wanted_of(checkpoint: Checkpoint) -> dict[str, Place]:
+def wanted_of(checkpoint: Checkpoint) -> dict[str, WeightTarget]:
     """The tensors that the checkpoint must hold, by name; no memory is taken."""
     c = checkpoint.config
     builder = Builder(
@@ -71,13 +71,13 @@ def wanted_of(checkpoint: Checkpoint) -> dict[str, Place]:
     return checkpoint_names(Decoder(c, builder), checkpoint.family, Published(single))  # type: ignore[arg-type]
 
 
-def stored_dtype(name: str, place: Place) -> str:
+def stored_dtype(name: str, place: WeightTarget) -> str:
     return "BF16" if "BF16" in place.accepts else place.accepts[0]
 
 
-def shards(wanted: Mapping[str, Place]) -> Iterator[dict[str, Place]]:
+def shards(wanted: Mapping[str, WeightTarget]) -> Iterator[dict[str, WeightTarget]]:
     """The tensors in parts of about SHARD bytes."""
-    shard: dict[str, Place] = {}
+    shard: dict[str, WeightTarget] = {}
     held = 0
     for name, place in wanted.items():
         if held > SHARD:
@@ -88,11 +88,11 @@ def shards(wanted: Mapping[str, Place]) -> Iterator[dict[str, Place]]:
     yield shard
 
 
-def nbytes(name: str, place: Place) -> int:
+def nbytes(name: str, place: WeightTarget) -> int:
     return torch.Size(place.shape).numel() * DTYPES[stored_dtype(name, place)].itemsize
 
 
-def write_shard(file: Path, shard: Mapping[str, Place], noise: bytes) -> int:
+def write_shard(file: Path, shard: Mapping[str, WeightTarget], noise: bytes) -> int:
     """A safetensors file of ``noise``, repeated; returns its bytes of tensors."""
     header, end = {}, 0
     for name, place in shard.items():
@@ -108,7 +108,7 @@ def write_shard(file: Path, shard: Mapping[str, Place], noise: bytes) -> int:
     return end
 
 
-def write(directory: Path, wanted: Mapping[str, Place]) -> int:
+def write(directory: Path, wanted: Mapping[str, WeightTarget]) -> int:
     """All shards and their index; returns the bytes of tensors."""
     noise = (torch.randint(256, (BLOCK,), dtype=torch.uint8) & FINITE).numpy().tobytes()
     parts, total, weight_map = list(shards(wanted)), 0, {}

@@ -21,8 +21,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.llm import LLM
-from unisono.state.specs import ALL, PAGE_SIZE
+from unisono.entrypoints.llm import LLM
+from unisono.kv.specs import ALL, PAGE_SIZE
 from unisono.types import EngineRequest, SamplingParams, SpeculativeConfig
 
 

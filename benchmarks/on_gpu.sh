@@ -55,13 +55,13 @@ bars) # the host's share, HTTP, bytes of the 8B and of 35B-A3B, hybrids' first t
     step 9b 50 $unisono $latency --model benchmarks/shapes/qwen3.5-9b --batch 1 --prompts 128,512,2048,8192
     step 35b 50 $unisono $latency --model benchmarks/shapes/qwen3.5-35b-a3b --batch 1 --prompts 512,1024,2048,8192
     ;;
-tails) # a layer after its mixer in one launch: bits, kernels, rounds of 16 and 8 bits
+tails) # a layer after its mixer in one launch: bits, kernels, rounds
     tests tails-bits 360 tests/kernels/test_layer_tail.py
-    step tails-kernels 60 "$python" -m benchmarks.layer_tail --only kernels --shapes 8b 8b-fp8
-    step tails-rounds 140 "$python" -m benchmarks.layer_tail --only rounds --models qwen3-8b qwen3-8b:fp8
+    step tails-kernels 60 "$python" -m benchmarks.layer_tail --only kernels --shapes 8b
+    step tails-rounds 140 "$python" -m benchmarks.layer_tail --only rounds --models qwen3-8b
     ;;
 surface) # the soak without speculation, pictures, adapters
-    step soak 240 $unisono bench soak --model tiny --requests 10000 --speculative-method none
+    step soak 240 "$python" -m benchmarks.soak --model tiny --requests 10000 --speculative-method none
     step eval-vl 60 $unisono eval tiny-vl --problems 300
     step eval-vl-drafts 80 $unisono eval tiny-vl --problems 300 --speculative-method eagle3 --speculative-model tiny-vl-eagle3
     step pictures 90 "$python" -m benchmarks.pictures

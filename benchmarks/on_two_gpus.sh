@@ -59,7 +59,7 @@ empty() { # NAME   a start with no compiled kernel
     rm -rf "$out/cache-$1"
 }
 without() { # COMMAND…   without the kernel for rounds and without tails in one launch
-    UNISONO_HOPPER_ROUNDS=0 UNISONO_STAYING_LAUNCHES=0 "$@"
+    UNISONO_STAYING_LAUNCHES=0 "$@"
 }
 http() { # NAME
     step "$1" 70 "hroughput|tokens/s|TTFT" $unisono bench serve --model tiny --num-prompts 2048 --max-concurrency 256 \

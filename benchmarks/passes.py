@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from unisono.cli import app
+from unisono.cli.main import app
 from unisono.engine.engine import Engine
 from unisono.graphs.planner import Planner
 

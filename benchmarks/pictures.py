@@ -32,12 +32,11 @@ from typing import Any
 
 import torch
 
-from unisono import vectors
-from unisono.frontend.media.worker import Decoder
-from unisono.llm import LLM
-from unisono.media import MediaItem
+from unisono.entrypoints.llm import LLM
+from unisono.media.worker import MediaDecoder
 from unisono.models.vision.config import VisionConfig
-from unisono.types import EngineRequest, SamplingParams, SpeculativeConfig
+from unisono.types import EngineRequest, SamplingParams, SpeculativeConfig, vectors
+from unisono.types.media_item import MediaItem
 
 SHAPES = Path(__file__).parent / "shapes"
 TEXT, REPEATS, ROUNDS = 128, 7, 200
@@ -72,9 +71,9 @@ def load_ms(llm: LLM, side: int) -> dict[str, float]:
     """Milliseconds in which the frontend makes a :class:`MediaItem` of an encoded picture, and of parts; medians."""
     from PIL import Image, ImageFilter
 
-    from unisono.frontend.media.loader import MediaLoader, Vision
-    from unisono.frontend.media.settings import MediaSettings
-    from unisono.frontend.media.sources import MediaSource
+    from unisono.media.fetching.sources import MediaSource
+    from unisono.media.loader import MediaLoader, Vision
+    from unisono.media.settings import MediaSettings
 
     vision = Vision.of(llm.engine.info()["vision"])
     assert vision is not None
@@ -87,7 +86,7 @@ def load_ms(llm: LLM, side: int) -> dict[str, float]:
         Path(folder, "preprocessor_config.json").write_text(json.dumps(config))
         loader = MediaLoader(vision, Path(folder), MediaSettings(), "bfloat16", 1 << 20)
         loader.prepare()
-        decoder = Decoder.of(loader.setup)
+        decoder = MediaDecoder.of(loader.setup)
         for turn in range(REPEATS):
             blocks = torch.randint(256, (16, 16, 3), generator=torch.Generator().manual_seed(turn)).byte().numpy()
             image = Image.fromarray(blocks).resize((side, side)).filter(ImageFilter.GaussianBlur(2))
@@ -102,12 +101,12 @@ def load_ms(llm: LLM, side: int) -> dict[str, float]:
     return {name: statistics.median(each[name] for each in times[2:]) for name in times[0]}
 
 
-def decoded_ms(decoder: Decoder, data: bytes) -> dict[str, float]:
+def decoded_ms(decoder: MediaDecoder, data: bytes) -> dict[str, float]:
     """Milliseconds of what a worker does with an encoded picture."""
-    from unisono.frontend.media import pictures
+    from unisono.media.decoding import images
 
     times = [time.perf_counter()]
-    rgb = pictures.decoded(pictures.opened(data, 1 << 24), (255, 255, 255))
+    rgb = images.decoded(images.opened(data, 1 << 24), (255, 255, 255))
     times.append(time.perf_counter())
     found = decoder.images.preprocess([rgb], return_tensors="np")
     times.append(time.perf_counter())

@@ -7,8 +7,8 @@ was proven, rows of a batch of 4096 whose bits differ when computed in another n
 (every number should be 0), and the error against float64 of the same quantised operands. *speed*: µs over replays of a
 CUDA graph that walks through several copies of the weight, beside the plain bf16 layer; in brackets the floor: bytes at
 4.68 TB/s, or operations at 1300 (fp8) and 770 (others) TFLOP/s. *tune*: µs by tile, for the tables of
-``unisono/kernels/fp8.py`` and ``int4.py``. *experts*: both products of a layer of 35B-A3B's experts. ``--tiny``: small
-sizes on the CPU's twins, without times.
+``unisono/kernels/gemm/fp8.py`` and ``int4.py``. *experts*: both products of a layer of 35B-A3B's experts. ``--tiny``:
+small sizes on the CPU's twins, without times.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.experts import differing, graph_us
-from unisono.kernels import configure_exact_blas, linear, prove_exact
-from unisono.kernels.experts import expert_down, expert_gate_up, expert_tile, prove_experts
-from unisono.kernels.experts_fp8 import expert_fp8_down, expert_fp8_gate_up, fp8_expert_tile, prove_fp8_experts
-from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
-from unisono.kernels.experts_plan import plan_experts
-from unisono.kernels.fp8 import Tile, _scaled_mm, fp8_linear, launch_fp8_product, prove_fp8, widened_weight
-from unisono.kernels.fp8_quantize import E4M3, launch_quantize, quantize_cpu, widened_activations
-from unisono.kernels.int4 import Tile as Int4Tile
-from unisono.kernels.int4 import int4_linear, launch_int4_linear, prove_int4, unpack_cpu
+from unisono.kernels import configure_exact_blas, exact_blas, linear
+from unisono.kernels.gemm.fp8 import _scaled_mm, fp8_linear, launch_fp8_product, prove_fp8, widened_weight
+from unisono.kernels.gemm.fp8_quantize import E4M3, launch_quantize, quantize_cpu, widened_activations
+from unisono.kernels.gemm.int4 import int4_linear, launch_int4_linear, prove_int4, unpack_cpu
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.moe.experts import exact_experts, expert_down, expert_gate_up, expert_tile
+from unisono.kernels.moe.fp8 import exact_fp8_experts, expert_fp8_down, expert_fp8_gate_up, fp8_expert_tile
+from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
+from unisono.kernels.moe.plan import plan_experts
 
 BYTES_PER_US, FP8_FLOPS_PER_US, FLOPS_PER_US = 4.68e6, 1.3e9, 7.7e8
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate+up": (24576, 4096), "down": (4096, 12288)}
@@ -69,7 +69,7 @@ class Weight:
     def prove(self) -> bool:
         return (prove_int4 if self.kind == "int4" else prove_fp8)(*self.operands, torch.bfloat16)
 
-    def triton(self, x: torch.Tensor, tile: Tile | Int4Tile | None = None) -> torch.Tensor:
+    def triton(self, x: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
         """By the Triton kernel at any number of rows."""
         if self.kind == "int4":
             return launch_int4_linear(x, *self.operands, None, None, tile)
@@ -149,7 +149,7 @@ def speed(name: str, n: int, k: int, rows: tuple[int, ...]) -> Iterator[list[obj
         weights[kind] = [Weight.random(kind, n, k, "cuda", seed) for seed in range(count)]
         weights[kind][0].prove()
     plain = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies(2 * n * k))]
-    prove_exact(plain[0])
+    exact_blas.prove(plain[0])
     for m in rows:
         x, line = batch(m, k, "cuda"), [name, m]
         for kind in KINDS:
@@ -175,15 +175,22 @@ def product_of(weight: Weight, x8: torch.Tensor, x_scales: torch.Tensor, rows: i
 
 
 FP8_TILES = {
-    16: [Tile(16, 64, 4, 2), Tile(16, 64, 4, 3), Tile(16, 128, 4, 2), Tile(16, 128, 8, 3), Tile(16, 64, 4, 8, False)],
-    64: [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2), Tile(64, 64, 4, 6, False), Tile(32, 64, 4, 3)],
+    16: [
+        *(Tile(16, n, 128, *rest, ahead=True) for n, *rest in ((64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 3))),
+        Tile(16, 64, 128, 4, 8),
+    ],
+    64: [
+        *(Tile(64, n, 128, 4, stages, ahead=True) for n, stages in ((64, 2), (64, 3), (128, 2))),
+        Tile(64, 64, 128, 4, 6),
+        Tile(32, 64, 128, 4, 3, ahead=True),
+    ],
 }
 INT4_TILES = {
     16: [
-        Int4Tile(16, n, warps, stages)
+        Tile(16, n, 0, warps, stages)
         for n, warps, stages in ((16, 2, 4), (32, 2, 4), (32, 4, 4), (32, 4, 6), (64, 4, 4))
     ],
-    64: [Int4Tile(64, 32, 4, 3), Int4Tile(64, 64, 4, 3), Int4Tile(64, 64, 8, 3), Int4Tile(64, 128, 8, 3)],
+    64: [Tile(64, n, 0, warps, 3) for n, warps in ((32, 4), (64, 4), (64, 8), (128, 8))],
 }
 
 
@@ -214,8 +221,8 @@ def expert_layers(device: str, sizes: tuple[int, int, int, int], top_k: int) -> 
     plain = [torch.randn(stack, n, k, device=device).bfloat16() / 50 for n, k in ((2 * inner, hidden), (hidden, inner))]
     up8, down8 = ((w.view(stack, -1, w.shape[1]), s.view(stack, -1, s.shape[1])) for w, s in fp8)
     if device == "cuda":  # prompts then run on the kernels that are proven, as when an engine has started
-        prove_experts(*plain, experts, top_k)
-        prove_fp8_experts(up8, down8, torch.bfloat16, experts, top_k)
+        exact_experts.prove(*plain, experts, top_k)
+        exact_fp8_experts.prove(up8, down8, torch.bfloat16, experts, top_k)
     up4, down4 = ((w.view(stack, -1, w.shape[1]), s.view(stack, -1, s.shape[1]), None, GROUP) for w, s, *_ in int4)
     return {
         "bf16": (

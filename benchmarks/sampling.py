@@ -18,8 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels import noise, sampling
-from unisono.kernels.rounds import commit, round_inputs
+from unisono.kernels.sampling import noise
+from unisono.kernels.sampling import sampler as sampling
+from unisono.kernels.speculation.rounds import commit, round_inputs
 from unisono.sampling.pipeline import pick
 
 VOCAB, CALLS, FAR = 151936, 20, 4096

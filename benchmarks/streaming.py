@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.catalog import bundled_path
+from unisono.config.catalog import bundled_path
 from unisono.tools.load.server_process import wait_for_url
 from unisono.tools.load.workers import run
 from unisono.types import EngineRequest, FinishReason, TokenDelta
@@ -100,7 +100,7 @@ class MadeUpEngine:
 
 def serve_made_up(seconds: float, tokens: int, profile: str) -> None:
     """Serve the made-up engine until SIGTERM. profile: a file to write the API process's profile to, or empty."""
-    from unisono.server.run import ServerSettings, serve  # engine processes import this module, and need none of it
+    from unisono.http.server import ServerSettings, serve  # engine processes import this module, and need none of it
 
     logging.basicConfig(level=logging.INFO)
     settings = ServerSettings(bundled_path("tiny"), ("tiny",), port=0, engine="benchmarks.streaming:MadeUpEngine")

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from unisono.grammar.check import CheckVocabulary, TextCheck
-from unisono.grammar.vocabulary import SPECIAL
+from unisono.structured_output.check import CheckVocabulary, TextCheck
+from unisono.structured_output.vocabulary import SPECIAL
 from unisono.types import BadRequest
 
 ROOT = Path(__file__).parents[1]

@@ -90,7 +90,7 @@ def measure(name: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         decisions = llm.engine.config.explain()["decisions"]
         shown = ("ranks", "split", "gathers", "gathered of logits", "gathers go", "num_pages")
         found["decisions"] = {d["name"]: d["value"] for d in decisions if d["name"] in shown}  # type: ignore[union-attr]
-        if not llm.engine.config.asked.synthetic:
+        if not llm.engine.config.requested.synthetic:
             found["answers"] = answers(llm, args.exact)
         found["step_ms"] = {}
         for batch in args.batch:

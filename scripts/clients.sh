@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv-clients with the clients that tests/server/test_clients.py talks with, Python's and Node.js's.
+# Makes .venv-clients with the clients that tests/http/test_clients.py talks with, Python's and Node.js's.
 set -eu
 venv=.venv-clients
 python=${PYTHON:-python3}

@@ -72,7 +72,7 @@ def test_streams_read_by_turns_get_all_their_tokens(llm: LLM, expected: list[lis
 
 
 def test_a_bar_in_a_notebook_needs_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono import bars
+    from unisono.entrypoints import progress_bar as bars
 
     ipython = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=object()))
     monkeypatch.setitem(sys.modules, "IPython", ipython)
@@ -274,7 +274,7 @@ def test_ctrl_c_while_a_request_waits_to_be_added(llm: LLM, monkeypatch: pytest.
     adding.wait(60)
 
     def interrupt() -> None:
-        while not llm.loop._jobs:
+        while not llm.loop._calls:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -362,7 +362,7 @@ def test_keywords_of_other_engines() -> None:
         is_embedding=True, runner="pooling", convert="embed", compilation_config=None, block_size=16, quantization=None,
     )  # fmt: skip
     del given["context_length"]
-    assert unisono.llm_arguments.engine_arguments(given) == {
+    assert unisono.entrypoints.llm_arguments.engine_arguments(given) == {
         "tokenizer": None, "tensor_parallel_size": 1, "hf_overrides": {},
         "synthetic_acceptance_rates": (), "snapshot_share": 0.2,
         "gpu_memory_utilization": 0.5, "max_num_seqs": 2, "dtype": "half", "enforce_eager": True, "seed": 3,

@@ -14,7 +14,8 @@ from types import ModuleType
 
 import pytest
 
-from unisono import __version__, catalog
+from unisono import __version__
+from unisono.config import catalog
 
 ROOT = Path(__file__).parent.parent
 MOST_BYTES = 60_000_000
@@ -44,10 +45,10 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"unisono", f"unisono-{__version__}.dist-info"}
     for name, home in catalog.bundled.items():
         assert {f"unisono/bundled/{name}/{file.name}" for file in home.iterdir()} <= names
-    assert {"unisono/py.typed", "unisono/tools/problems.jsonl"} <= names
+    assert {"unisono/py.typed", "unisono/tools/eval/problems.jsonl"} <= names
     page = (ROOT / "unisono" / "server" / "page").rglob("*.*")
     assert {str(path.relative_to(ROOT)) for path in page} <= names
-    assert {"unisono/server/page/vendor/marked/marked.esm.js", "unisono/server/page/vendor/marked/LICENSE.txt"} <= names
+    assert {"unisono/http/page/vendor/marked/marked.esm.js", "unisono/http/page/vendor/marked/LICENSE.txt"} <= names
     known = (
         ".py",
         ".json",
@@ -77,7 +78,7 @@ def test_its_metadata(wheel: Path) -> None:
         text = archive.read(f"unisono-{__version__}.dist-info/METADATA").decode()
         entries = archive.read(f"unisono-{__version__}.dist-info/entry_points.txt").decode()
         licences = f"unisono-{__version__}.dist-info/licenses"
-        vendored = "unisono/server/page/vendor/marked/LICENSE.txt"
+        vendored = "unisono/http/page/vendor/marked/LICENSE.txt"
         assert {f"{licences}/LICENSE", f"{licences}/{vendored}"} <= set(archive.namelist())
     told = Parser().parsestr(text)
     assert told["License-Expression"] == "Apache-2.0"
@@ -88,7 +89,7 @@ def test_its_metadata(wheel: Path) -> None:
     assert not any(line.startswith("ray") and "extra" not in line for line in required)
     assert "Typing :: Typed" in (told.get_all("Classifier") or ())
     assert told["Description-Content-Type"] == "text/markdown"
-    assert "unisono = unisono.cli:app" in entries
+    assert "unisono = unisono.cli.main:app" in entries
     assert "http" not in "".join(told.get_all("Project-URL") or ())
 
 

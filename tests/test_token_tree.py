@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from unisono.token_tree import MAX_PATHS, NEXT, RIGHT, parse_nodes, promising
 from unisono.types import ConfigError, SpeculativeConfig
+from unisono.types.draft_tree import MAX_PATHS, NEXT, RIGHT, parse_nodes, promising
 
 VLLM = "[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]"
 
@@ -63,14 +63,14 @@ def test_as_many_paths_as_fit() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"speculative_token_tree": "a tree"}, "'a tree' is no list of tuples"),
-        ({"speculative_token_tree": "__import__('os')"}, "is no list of tuples"),
-        ({"speculative_token_tree": []}, r"\[\] is no list of tuples, one for each node"),
-        ({"speculative_token_tree": 3}, "3 is no list of tuples"),
-        ({"speculative_token_tree": "[0, 1]"}, "0 is no node: a tuple of whole numbers"),
-        ({"speculative_token_tree": [[0], [-1]]}, r"\[-1\] is no node"),
-        ({"speculative_token_tree": [[0], [True]]}, r"\[True\] is no node"),
-        ({"speculative_token_tree": [[0], []]}, r"\[\] is no node"),
+        ({"speculative_token_tree": "a tree"}, "'a tree' is not a list of tuples"),
+        ({"speculative_token_tree": "__import__('os')"}, "is not a list of tuples"),
+        ({"speculative_token_tree": []}, r"\[\] is not a list of tuples, one for each node"),
+        ({"speculative_token_tree": 3}, "3 is not a list of tuples"),
+        ({"speculative_token_tree": "[0, 1]"}, "0 is not a node: a tuple of whole numbers"),
+        ({"speculative_token_tree": [[0], [-1]]}, r"\[-1\] is not a node"),
+        ({"speculative_token_tree": [[0], [True]]}, r"\[True\] is not a node"),
+        ({"speculative_token_tree": [[0], []]}, r"\[\] is not a node"),
         ({"speculative_token_tree": "[(0,), (1, 0)]"}, r"\(1, 0\) has no parent; add \(1,\)"),
         ({"speculative_token_tree": "[(0,), (2,)]"}, r"\(2,\) has no elder sibling; add \(1,\)"),
         ({"speculative_token_tree": [[d] for d in range(33)]}, "33 leaves, and at most 32 paths"),

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
+    from unisono.entrypoints.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
+    from unisono.entrypoints.llm import LLM
     from unisono.frontend.beam_search import BeamSearchParams
-    from unisono.llm import LLM
-    from unisono.lora import LoRARequest
-    from unisono.prompts import TextPrompt, TokensPrompt
     from unisono.types import (
         CompletionOutput,
         RequestOutput,
@@ -18,6 +16,8 @@ if TYPE_CHECKING:
         StructuredOutputs,
         StructuredOutputsParams,
     )
+    from unisono.types.lora import LoRARequest
+    from unisono.types.prompts import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,14 +39,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "unisono.llm",
-    "LoRARequest": "unisono.lora",
+    "LLM": "unisono.entrypoints.llm",
+    "LoRARequest": "unisono.types.lora",
     "BeamSearchParams": "unisono.frontend.beam_search",
-    "AsyncLLM": "unisono.async_llm",
-    "AsyncLLMEngine": "unisono.async_llm",
-    "AsyncEngineArgs": "unisono.async_llm",
-    "TextPrompt": "unisono.prompts",
-    "TokensPrompt": "unisono.prompts",
+    "AsyncLLM": "unisono.entrypoints.async_llm",
+    "AsyncLLMEngine": "unisono.entrypoints.async_llm",
+    "AsyncEngineArgs": "unisono.entrypoints.async_llm",
+    "TextPrompt": "unisono.types.prompts",
+    "TokensPrompt": "unisono.types.prompts",
     "CompletionOutput": "unisono.types",
     "RequestOutput": "unisono.types",
     "RequestOutputKind": "unisono.types",

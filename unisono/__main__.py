@@ -1,6 +1,6 @@
 """``python -m unisono`` is the command ``unisono``."""
 
-from unisono.cli import app
+from unisono.cli.main import app
 
 if __name__ == "__main__":
     app()

@@ -1,7 +1,7 @@
 """Writes unisono.json, the Grafana dashboard beside this file: ``python packaging/grafana/make_dashboard.py``.
 
 Queries name metrics without the prefix; ``$model`` is the dashboard's variable of the label model_name.
-tests/server/test_packaging.py compares every query with a server's /metrics.
+tests/http/test_packaging.py compares every query with a server's /metrics.
 """
 
 from __future__ import annotations

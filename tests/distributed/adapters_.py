@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from tests.models.make_adapters import LINEARS, make_adapter, rewritten
-from unisono.models.adapters import WEIGHTS
+from unisono.models.lora.adapters import WEIGHTS
 
 
 def made(root: Path, base: Path, targets: tuple[str, ...] = LINEARS) -> dict[str, Path]:

@@ -12,7 +12,7 @@ from tests.drafters.make_frozen import random_weights
 from tests.drafters.make_heads import make_eagle, make_eagle3
 from tests.engine.matrix import TREES, config_of
 from tests.models.make_mtp import write_alone
-from unisono import catalog
+from unisono.config import catalog
 from unisono.types import SpeculativeConfig
 
 COUNT = int(os.environ.get("UNISONO_CELL_REQUESTS", "200"))

@@ -13,16 +13,16 @@ from collections.abc import Callable
 
 import torch
 
-from unisono.kernels.activation import launch_silu_mul
-from unisono.kernels.gather import PROGRAMS, buffer_words, launch_gather
-from unisono.kernels.gather_fused import (
-    Peers,
+from unisono.kernels.comm.gather import PROGRAMS, buffer_words, launch_gather
+from unisono.kernels.comm.gather_fused import (
+    PeerBuffers,
     has_bits_of_parts,
     launch_gather_add_rms_norm,
     launch_silu_gather,
     ordered_sum,
 )
-from unisono.kernels.norm import launch_add_rms_norm, launch_add_rms_norm_fp8
+from unisono.kernels.norm.activation import launch_silu_mul
+from unisono.kernels.norm.rms_norm import launch_add_rms_norm, launch_add_rms_norm_fp8
 
 SHAPES = [(1, 5), (3, 700), (2, 40), (1030, 20), (5, 1300), (1, 5)]
 NORMS = [(1, 64, torch.float32), (3, 1280, torch.float16), (2, 4400, torch.float16), (1, 64, torch.float32)]
@@ -40,7 +40,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def gathers(peers: Peers, check: Callable[[bool], None]) -> None:
+def gathers(peers: PeerBuffers, check: Callable[[bool], None]) -> None:
     """Words alone."""
     for turn, (rows, width) in enumerate(SHAPES if WORDS else SHAPES[:3]):
         parts = [torch.arange(rows * width, dtype=torch.int32).view(rows, width) + 10_000 * r + turn for r in range(2)]
@@ -49,7 +49,7 @@ def gathers(peers: Peers, check: Callable[[bool], None]) -> None:
         check(torch.equal(launch_gather(parts[peers.rank], *peers), torch.cat(parts, 1)))
 
 
-def norms(peers: Peers, check: Callable[[bool], None]) -> None:
+def norms(peers: PeerBuffers, check: Callable[[bool], None]) -> None:
     """Columns or terms of a row, its sum with a residual, and the norm, quantised too."""
     for turn, (rows, width, dtype) in enumerate(NORMS):
         residual, weight = parts_of(rows, width, dtype, 50 + turn)[0], parts_of(1, width, dtype, turn)[0][0]
@@ -69,13 +69,13 @@ def norms(peers: Peers, check: Callable[[bool], None]) -> None:
                 check(all(map(same_bytes, found, wanted)))
 
 
-def trials(peers: Peers, check: Callable[[bool], None]) -> None:
+def trials(peers: PeerBuffers, check: Callable[[bool], None]) -> None:
     """What every rank asks at its start."""
     # The interpreter cuts what is rounded to bf16.
     check(has_bits_of_parts(peers, torch.device("cpu"), ((2, 128), (1, 1280)), torch.float16))
 
 
-def silus(peers: Peers, check: Callable[[bool], None]) -> None:
+def silus(peers: PeerBuffers, check: Callable[[bool], None]) -> None:
     """SiLU of this rank's columns, of all ranks."""
     for turn, (rows, columns, dtype) in enumerate(
         [(1, 6, torch.float32), (3, 2600, torch.float16), (20, 40, torch.float16), (2, 700, torch.float32)]
@@ -97,7 +97,7 @@ def main() -> int:
     others[1 + rank] = 1
     while not (others[1:3] == 1).all():
         os.sched_yield()
-    peers = Peers(addresses, turns, rank, 2)
+    peers = PeerBuffers(addresses, turns, rank, 2)
     for each in (gathers,) if WORDS else (gathers, norms, silus, trials, gathers):
         each(peers, right.append)
     if not all(right):

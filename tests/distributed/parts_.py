@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from unisono.distributed.gather import Ranks
-from unisono.models.build import no_attention
-from unisono.models.checkpoint import Checkpoint
-from unisono.models.loader import load_model
+from unisono.models.load.build import no_attention
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.loader import load_model
 
 
 def loaded(path: Path | str, ranks: Ranks, quantised: str | None = None, **options: Any) -> Any:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.engine.helpers import engine
-from unisono.llm import LLM
-from unisono.lora import LoRARequest
+from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig, StructuredOutputs
+from unisono.types.lora import LoRARequest
 
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},

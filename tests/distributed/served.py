@@ -76,7 +76,7 @@ class Served:
 
     def rank(self, index: int) -> int:
         """The process id of rank 0, which is the engine, or of rank 1."""
-        name = (b"spawn_main", b"unisono.engine.rank")[index]
+        name = (b"spawn_main", b"unisono.engine.worker.rank")[index]
         (pid,) = [pid for pid in self.descendants() if name in command_of(pid)]
         return pid
 

@@ -16,10 +16,10 @@ from tests.engine.conftest import checkpoints, checkpoints_of  # noqa: F401
 from tests.engine.helpers import draw_drafts, engine, mixed_params, prompts
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import DELTA, LINEARS
-from unisono import catalog
-from unisono.llm import LLM
-from unisono.lora import LoRARequest
+from unisono.config import catalog
+from unisono.entrypoints.llm import LLM
 from unisono.types import CheckpointError, FinishReason
+from unisono.types.lora import LoRARequest
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 PROMPTS = prompts(6, 250, low=3, high=40)

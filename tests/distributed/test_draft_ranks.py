@@ -13,8 +13,7 @@ from tests.distributed.requests_ import MANY, ROOMY, differing, run
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import draw_drafts, engine
 from tests.engine.matrix import config_of
-from unisono import catalog
-from unisono.config import EngineConfig
+from unisono.config import EngineConfig, catalog
 from unisono.engine.engine import Engine
 from unisono.types import ConfigError, SpeculativeConfig
 
@@ -65,7 +64,7 @@ def test_a_rank_keeps_its_heads_of_the_draft_only(method: str) -> None:
     ],
 )
 def test_what_cannot_be(ranks: int, spec: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.engine.runner.Team", lambda *given: None)
+    monkeypatch.setattr("unisono.engine.worker.runner.Team", lambda *given: None)
     spec |= {"model": "tiny-eagle3"} if spec["method"] == "eagle3" else {}
     with pytest.raises(ConfigError, match=says):
         Engine(EngineConfig("tiny", tensor_parallel_size=ranks, speculative=SpeculativeConfig.parse(spec)))

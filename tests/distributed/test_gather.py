@@ -14,8 +14,8 @@ import torch
 from unisono.distributed import gather, shared_memory
 from unisono.distributed.gather import Ranks
 from unisono.distributed.shared_memory import SharedMemory, make_memory
+from unisono.graphs import Buffers, BufferSchema, Field, GraphKey, PassShape, Program
 from unisono.graphs.tape import Tape
-from unisono.program import Buffers, Field, Key, Program, Schema, Shape
 from unisono.types import EngineDead
 
 ROOT = Path(__file__).parents[2]
@@ -65,13 +65,13 @@ def test_a_waiting_rank_raises_when_another_gives_up(ranks: list[SharedMemory]) 
 def test_a_tape_replays_gathers(ranks: list[SharedMemory]) -> None:
     """The op is recorded once and asks the other ranks at every replay."""
     numbers = [gather.open_transport(rank) for rank in ranks[:]]
-    schema = Schema((Field("x", torch.float32, ("rows", 2)), Field("y", torch.float32, ("rows", 8), output=True)))
+    schema = BufferSchema((Field("x", torch.float32, ("rows", 2)), Field("y", torch.float32, ("rows", 8), output=True)))
 
     def call(rank: SharedMemory) -> list[list[float]]:
         mine = Ranks(rank.index, 4, transport=numbers[rank.index])
         with torch.inference_mode():
             program = Program("p", schema, lambda b: b.y.copy_(mine.gather(b.x * 2)))
-            tape = Tape(program, Key("p", Shape(1)), Buffers(schema, Shape(1), torch.device("cpu")))
+            tape = Tape(program, GraphKey("p", PassShape(1)), Buffers(schema, PassShape(1), torch.device("cpu")))
             assert [op for op in tape.ops if "all_gather" in op] == ["unisono.all_gather.default"]
             seen = []
             for turn in range(3):

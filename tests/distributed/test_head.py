@@ -18,8 +18,8 @@ from tests.models.make import make_checkpoint
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.distributed.shared_memory import SharedMemory
+from unisono.graphs import GraphKey
 from unisono.graphs.graph_set import GraphSet, Launch
-from unisono.program import Key
 from unisono.types import SpeculativeConfig
 
 VOCAB, RANKS = 268, 2
@@ -38,7 +38,7 @@ class Gathers:
     """What rank 0 said in each pass: (key, [(type, columns) of each gather])."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.passes: list[tuple[Key, list[tuple[torch.dtype, int]]]] = []
+        self.passes: list[tuple[GraphKey, list[tuple[torch.dtype, int]]]] = []
         gather, run = SharedMemory.all_gather, GraphSet._run
         said: list[tuple[torch.dtype, int]] = []
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.helpers import engine, prompts
 from tests.engine.host_files import HOST, run_with_files
-from unisono.state.prefix_tree import page_digest
+from unisono.kv.prefix_tree import page_digest
 from unisono.types import ConfigError
 
 PROMPT = prompts(1, 250, low=150, high=151, seed=9)[0]

@@ -14,8 +14,8 @@ from tests.models.reads import counted_reads
 from unisono.config import EngineConfig
 from unisono.distributed.gather import Ranks
 from unisono.engine.engine import Engine
-from unisono.kernels.gather_fused import ordered_sum
-from unisono.layers.formats import part_of
+from unisono.kernels.comm.gather_fused import ordered_sum
+from unisono.layers.formats.base import part_of
 from unisono.types import ConfigError
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -106,7 +106,7 @@ def test_no_tensor_is_read_whole_for_a_part(family: str, tmp_path: Path, monkeyp
 def test_sizes_that_do_not_fit_are_told_before_a_process_starts(
     flags: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.distributed.processes.Peer", None)
+    monkeypatch.setattr("unisono.distributed.processes.RankProcess", None)
     with pytest.raises(ConfigError, match=says):
         Engine(EngineConfig(**flags))
 

@@ -15,7 +15,7 @@ from tests.distributed.processes_ import gone, wait_until
 from tests.engine.bundled import SETUPS
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.engine.two_engines import decode_engine, prefill_engine, results, stepping
-from unisono.state.specs import PAGE_SIZE
+from unisono.kv.specs import PAGE_SIZE
 from unisono.types import EngineDead, SamplingParams
 
 CELLS = [

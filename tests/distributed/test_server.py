@@ -17,7 +17,7 @@ import pytest
 from tests.distributed.adapters_ import made, spoiled
 from tests.distributed.processes_ import SECONDS, gone, wait_until
 from tests.distributed.served import PLAIN, Served
-from unisono import catalog
+from unisono.config import catalog
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 

@@ -1,4 +1,4 @@
-"""What each request got in each round: text proves nothing of a drafter, acceptance does."""
+"""Tokens of each request by round: a drafter is proven by acceptance, not by text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from unisono.engine.sequence import Round
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.models.make_mtp import Weights
-from unisono.models.checkpoint import Checkpoint
+from unisono.models.load.checkpoint import Checkpoint
 
 WIDTH, HEADS, DEPTH, MLP = 44, 6, 2, 30
 """Hidden size, query heads, layers and intermediate size."""

@@ -209,7 +209,7 @@ def decoder_layer(
 
 
 def encode(head: Head, w: Weights, seen: torch.Tensor) -> torch.Tensor:
-    """What the head takes of the target: seen [T, layers · Ht], or the final hidden states as they are."""
+    """The head's input from the target: seen [T, layers · Ht], or the final hidden states unchanged."""
     if not head.layers:
         return seen
     eps = head.settings["rms_norm_eps"]

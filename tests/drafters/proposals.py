@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import FinishReason, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)

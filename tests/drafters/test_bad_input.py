@@ -1,4 +1,5 @@
-"""What cannot be drafted ends the start with one line that names it, and a status: 2 for a flag, 1 for a checkpoint."""
+"""An impossible drafter ends the start with one line that names the error, and a status: 2 for a flag, 1 for a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.drafters.make_heads import make_eagle, make_eagle3
 from tests.drafters.noisy import resized
 from tests.engine.helpers import engine
 from tests.engine.matrix import config_of
-from unisono.cli import app
+from unisono.cli.main import app
 from unisono.types import ConfigError, SpeculativeConfig
 
 
@@ -43,8 +44,8 @@ FLAGS: dict[str, str] = {
     '{"method": "ngram", "num_speculative_tokens": null}': "num_speculative_tokens=None",
     '{"method": "ngram", "num_speculative_tokens": true}': "num_speculative_tokens=True",
     '{"method": "ngram", "num_speculative_tokens": 3.0}': "num_speculative_tokens=3.0",
-    '{"method": 7}': "method=7: say how drafts are made, with --speculative-method",
-    '{"num_speculative_tokens": 2}': "num_speculative_tokens=2: say how drafts are made, with --speculative-method",
+    '{"method": 7}': "method=7: choose a drafter with --speculative-method",
+    '{"num_speculative_tokens": 2}': "num_speculative_tokens=2: choose a drafter with --speculative-method",
     '{"method": "mtp", "num_speculative_tokens": 0}': "from 1 to 15, or the method none to draft",
     '{"model": "x"}': "model='x': say how drafts are made",
     "{method}": "--speculative-config is not valid JSON",

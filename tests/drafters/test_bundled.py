@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.server.conftest import serving
-from unisono import LLM, SamplingParams, catalog
-from unisono.cli import app
+from tests.http.conftest import serving
+from unisono import LLM, SamplingParams
+from unisono.cli.main import app
+from unisono.config import catalog
 from unisono.types import SpeculativeConfig
 
 SMALL = {"device": "cpu", "max_num_seqs": 1, "max_model_len": 256}

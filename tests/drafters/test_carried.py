@@ -12,8 +12,8 @@ from tests.drafters.proposals import GREEDY
 from tests.engine.helpers import prompts, tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import named, options, random_modules, write_beside
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
+from unisono.entrypoints.llm import LLM
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import SpeculativeConfig
 
 LAYERS = 3

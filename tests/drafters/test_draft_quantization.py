@@ -22,13 +22,13 @@ from tests.models.hybrid_mtp import with_module
 from tests.models.make import make_checkpoint
 from tests.models.mtp_pass import attention, run
 from tests.models.quantised import fp8_blocks
-from unisono.kernels import fp8
-from unisono.layers.formats import PLAIN
-from unisono.layers.formats_fp8 import ONLINE_FP8
+from unisono.drafters import quantization as draft_quantization
+from unisono.drafters.mtp.checkpoint import MTPCheckpoint
+from unisono.drafters.quantization import DraftWeights
+from unisono.kernels.gemm import fp8
+from unisono.layers.formats.base import PLAIN
+from unisono.layers.formats.fp8 import ONLINE_FP8
 from unisono.layers.linear import Linear
-from unisono.models import draft_quantization
-from unisono.models.draft_quantization import DraftWeights
-from unisono.models.mtp_checkpoint import MTPCheckpoint
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
 BATCH, PARAMS = prompts(6, 250, low=1, high=60), mixed_params(6, max_tokens=12)
@@ -152,7 +152,7 @@ def test_a_module_in_fp8_is_nearly_the_plain_one(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_trained_module_is_accepted_as_before() -> None:
-    """Of the bundled hybrid's, in its own format of problems."""
+    """Problems in the bundled hybrid's own format."""
     problem = "Tom has 3 boxes of 12 pencils. He gives away 5 pencils. How many are left?"
     params = [SamplingParams(temperature=t, seed=1, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0)]
     with engine("tiny-hybrid") as llm:

@@ -20,10 +20,10 @@ from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import options
-from unisono.llm import LLM
-from unisono.models.checkpoint import WEIGHTS, Checkpoint
+from unisono.drafters.eagle.model import Eagle3Head, EagleHead
+from unisono.entrypoints.llm import LLM
 from unisono.models.config import DecoderConfig
-from unisono.models.draft import Eagle3Head, EagleHead
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.types import CheckpointError, ConfigError, SamplingParams, SpeculativeConfig
 
 TAG, WRONG = 0, 1  # dimensions that no logit reads
@@ -164,7 +164,7 @@ ODD = torch.arange(1, 263, 2)
 
 
 def next_of(token: torch.Tensor) -> torch.Tensor:
-    """What the target writes after a token, greedily: a permutation without fixed points that keeps parity."""
+    """The target's greedy next token: a permutation without fixed points that keeps parity."""
     return (token + 22) % 262
 
 

@@ -17,10 +17,10 @@ from tests.drafters.watch import Seen, Watch
 from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
+from unisono.drafters.eagle.model import Eagle3Head
+from unisono.entrypoints.llm import LLM
 from unisono.models.config import DecoderConfig
-from unisono.models.draft import Eagle3Head
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import SamplingParams, SpeculativeConfig
 
 LAYERS = 5
@@ -139,7 +139,7 @@ def of_every_head(ways: Sequence[Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain_texts(target: Target) -> Callable[..., list[list[int]]]:
-    """What the target writes without a drafter, once for each list of requests."""
+    """The target's tokens without a drafter, once per list of requests."""
 
     @functools.cache
     def written(count: int, seed: int, max_tokens: int, **lengths: int) -> list[list[int]]:

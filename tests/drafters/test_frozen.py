@@ -18,10 +18,10 @@ from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import Weights, norm, options, rotate, write_alone
-from unisono.kernels.rotary import launch_rope_and_cache, rope_and_cache
-from unisono.llm import LLM
-from unisono.models.checkpoint import WEIGHTS, Checkpoint
-from unisono.models.mtp_frozen import FrozenCheckpoint
+from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
+from unisono.entrypoints.llm import LLM
+from unisono.kernels.cache.rotary import launch_rope_and_cache, rope_and_cache
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 

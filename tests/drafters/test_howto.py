@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.howto import blocks, install, run, text_of
-from unisono import catalog
-from unisono.drafters.ngram import NgramDrafter
+from unisono.config import catalog
+from unisono.drafters.lookup.ngram import NgramDrafter
 from unisono.types import ConfigError
 
 PAGE, MODULE = "adding-a-drafter", "repeat_drafter"

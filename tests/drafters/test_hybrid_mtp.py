@@ -20,11 +20,11 @@ from tests.models.hybrid_mtp import Case, forward, with_module
 from tests.models.hybrids import fused, renamed
 from tests.models.make import make_checkpoint
 from tests.models.mtp_pass import open_modules, run
-from unisono import catalog
+from unisono.config import catalog
+from unisono.drafters.mtp.checkpoint import MTPCheckpoint
 from unisono.kernels import linear, rms_norm
-from unisono.layers.formats import FLOATS, PLAIN, Stored
-from unisono.models.checkpoint import WEIGHTS, Checkpoint
-from unisono.models.mtp_checkpoint import MTPCheckpoint
+from unisono.layers.formats.base import FLOATS, PLAIN, StoredTensor
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.types import CheckpointError, SpeculativeConfig
 
 FULL = pytest.mark.full
@@ -127,8 +127,8 @@ class RowScaled:
 
     name: str = "row-scaled"
 
-    def tensors(self, dtype: torch.dtype) -> dict[str, Stored]:
-        return {"weight": Stored(dtype, FLOATS), "weight_scale": Stored(torch.float32, ("F32",), inputs=0)}
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        return {"weight": StoredTensor(dtype, FLOATS), "weight_scale": StoredTensor(torch.float32, ("F32",), inputs=0)}
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
         return stored

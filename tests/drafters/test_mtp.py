@@ -19,8 +19,8 @@ from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import Weights, greedy_drafts, named, options, random_modules, write_alone, write_beside
-from unisono.llm import LLM
-from unisono.models.checkpoint import WEIGHTS, Checkpoint
+from unisono.entrypoints.llm import LLM
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 LAYERS = 3
@@ -39,7 +39,7 @@ class Case:
         self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
 
     def greedy(self, batch: Sequence[list[int]]) -> list[list[int]]:
-        """What the target writes, without a drafter."""
+        """The target's tokens without a drafter."""
         if not hasattr(self, "_greedy"):
             with engine(self.path) as llm:
                 self._greedy = tokens(llm, batch, GREEDY)
@@ -171,7 +171,7 @@ BATCH, PARAMS = prompts(5, 250, low=1, high=70), mixed_params(5)
 
 @dataclass
 class Sure:
-    """What :func:`certain` makes, and what it writes without a drafter: for BATCH, and for BATCH and that."""
+    """The checkpoint of :func:`certain`, and its tokens without a drafter: for BATCH, and for BATCH and that."""
 
     path: Path
     texts: list[list[int]]

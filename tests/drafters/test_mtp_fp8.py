@@ -24,11 +24,11 @@ from tests.models.hybrids import one_by_one, renamed
 from tests.models.make import make_checkpoint
 from tests.models.mtp_pass import open_modules, run
 from tests.models.quantised import BLOCK_CONFIG, Layout, by_token_and_group, fp8_blocks, quantise
-from unisono.layers.formats import PLAIN
-from unisono.layers.formats_fp8 import ONLINE_FP8, BlockFp8
+from unisono.drafters.mtp.checkpoint import MTPCheckpoint
+from unisono.layers.formats.base import PLAIN
+from unisono.layers.formats.fp8 import ONLINE_FP8, BlockFp8
 from unisono.layers.linear import Linear
-from unisono.models.checkpoint import WEIGHTS
-from unisono.models.mtp_checkpoint import MTPCheckpoint
+from unisono.models.load.checkpoint import WEIGHTS
 from unisono.types import CheckpointError, SpeculativeConfig
 
 KEPT = ["lm_head", "embed_tokens", "linear_attn", "mtp.fc", "mlp.gate", "mlp.shared_expert_gate"]

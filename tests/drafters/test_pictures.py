@@ -22,13 +22,12 @@ from tests.engine.pictures import IMAGE, VIDEO, Picture, Prompt, make_seeing, pr
 from tests.models.hybrid_mtp import forward, random_module
 from tests.models.hybrids import reference as transformers_model
 from tests.models.make_mtp import write_beside
-from unisono import vectors
 from unisono.drafters.base import PromptPass
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
-from unisono.models.rotary_positions import rotary_positions
+from unisono.entrypoints.llm import LLM
+from unisono.models.blocks.rotary_positions import rotary_positions
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.vision.config import VisionConfig
-from unisono.types import SamplingParams, SpeculativeConfig
+from unisono.types import SamplingParams, SpeculativeConfig, vectors
 
 SECTION = (4, 3, 3)
 ROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": list(SECTION), "mrope_interleaved": True}}
@@ -197,7 +196,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Module:
 
 
 def proposed(module: Module) -> list[tuple[list[int], list[int]]]:
-    """What the drafter proposed, in chunks, after prefix hits and in rounds: (committed tokens, drafts)."""
+    """Proposals of the drafter, in chunks, after prefix hits and in rounds: (committed tokens, drafts)."""
     how = [SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, seed=0)] * len(module.given)
     spec = SpeculativeConfig("mtp", num_speculative_tokens=3)
     with engine(module.path, dtype="float32", max_num_batched_tokens=21) as llm:

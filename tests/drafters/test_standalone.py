@@ -20,8 +20,8 @@ from tests.drafters.ledger import acceptance, assert_every_draft_accepted, play
 from tests.drafters.noisy import noisy, resized
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
-from unisono.llm import LLM
-from unisono.program import NO_FEATURES
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import NO_FEATURES
 from unisono.sampling.pipeline import DraftSampler
 from unisono.types import CheckpointError, ConfigError, SamplingParams, SpeculativeConfig
 
@@ -107,7 +107,7 @@ def test_a_page_that_ended_with_its_request_is_completed(qwen3: Path) -> None:
 
 
 def test_a_page_that_ended_with_its_request_is_replaced_by_one_that_went_on(qwen3: Path) -> None:
-    """Of two that say the same at once the shorter ends as above, and is the first to give its page to the tree."""
+    """If two requests have the same tokens, the shorter one ends as above and gives its page to the tree first."""
     longer = [replace(p, max_tokens=37) for p in SAMPLED[:4]]
     shorter = [replace(p, max_tokens=13) for p in longer]  # 20 + 1 + 3 rounds of 4: its second page lacks a key
     asked = prompts(4, 250, low=20, high=21)

@@ -12,7 +12,7 @@ import torch
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.kernels.lookup_oracle import replay
 from unisono import LLM, SamplingParams
-from unisono.drafters.suffix import VOTERS
+from unisono.drafters.lookup.suffix import VOTERS
 from unisono.types import ConfigError, SpeculativeConfig
 
 K = 3

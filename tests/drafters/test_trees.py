@@ -17,8 +17,8 @@ from tests.engine.helpers import engine, mixed_params, prompts
 from tests.engine.matrix import TREE_DRAFTERS, TREES, drafting_tree
 from tests.kernels.lookup_oracle import paths_of
 from unisono import SamplingParams
-from unisono.kernels.edits import edit_logits
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
+from unisono.kernels.sampling.edits import edit_logits
 from unisono.passes import tree
 from unisono.types import FinishReason
 
@@ -33,7 +33,7 @@ class Retrace:
 
     def __init__(self, llm: LLM) -> None:
         worker, config = llm.engine.worker, llm.engine.config
-        self.drafter, self.slots, self.paths = worker.drafter, worker.slots, config.asked.speculative.paths
+        self.drafter, self.slots, self.paths = worker.drafter, worker.slots, config.requested.speculative.paths
         self._context, self._state = self.drafter._context, worker.store.view("drafter")
         self._pick, self._propose = self._context.sample, self.drafter.propose
         self.drafter.propose = self.propose

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.drafters.base import PromptPass, Verified
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import FinishReason
 
 

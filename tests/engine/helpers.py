@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.engine import self_test
-from unisono.engine.draft_controller import DraftController
+from unisono.engine.scheduling.draft_controller import DraftController
+from unisono.engine.startup import self_test
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import GraphKey
 from unisono.graphs.planner import Planner
-from unisono.llm import LLM
-from unisono.program import Key
 from unisono.types import SamplingParams, SpeculativeConfig
 
 
@@ -96,11 +96,11 @@ def tensors_of(owner: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def note_launches(patch: pytest.MonkeyPatch, note: Callable[[Key, Mapping[str, Any]], object]) -> None:
+def note_launches(patch: pytest.MonkeyPatch, note: Callable[[GraphKey, Mapping[str, Any]], object]) -> None:
     """Have ``note(key, batch)`` called before each pass is launched."""
     real = Planner.launch
 
-    def launch(self: Planner, key: Key, batch: Mapping[str, Any], **how: Any) -> Any:
+    def launch(self: Planner, key: GraphKey, batch: Mapping[str, Any], **how: Any) -> Any:
         note(key, batch)
         return real(self, key, batch, **how)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unisono.engine import offload
-from unisono.state.host_pages import HostPages, Move
+from unisono.kv.offload.host_pages import HostPages, Move
 
 
 class LatePages(HostPages):

@@ -21,9 +21,9 @@ from tests.drafters.make_heads import make_eagle, make_eagle3
 from tests.drafters.noisy import noisy
 from tests.engine.helpers import engine, prompts
 from tests.models.make_mtp import named, random_modules, write_alone, write_beside
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
+from unisono.entrypoints.llm import LLM
 from unisono.models.config import DecoderConfig
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import SamplingParams, SpeculativeConfig
 
 CUDA = torch.cuda.is_available()

@@ -13,12 +13,11 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.models.make import COMMON, _randomise, make_tokenizer
-from unisono import vectors
-from unisono.llm import LLM
-from unisono.media import MediaItem
-from unisono.models.checkpoint import Checkpoint
+from unisono.entrypoints.llm import LLM
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.vision.config import VisionConfig
-from unisono.types import EngineRequest, SamplingParams, TokenDelta
+from unisono.types import EngineRequest, SamplingParams, TokenDelta, vectors
+from unisono.types.media_item import MediaItem
 
 VOCAB, IMAGE, VIDEO, START, END = 270, 264, 265, 266, 267
 TEXT = 250

@@ -11,7 +11,7 @@ from typing import Any
 from tests.engine.helpers import engine, prompts
 from tests.engine.matrix import SCARCE, Checkpoints, Way
 from tests.models.make import END, make_tokenizer
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig, StructuredOutputs
 
 SCHEMA = {

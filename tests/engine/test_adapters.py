@@ -16,10 +16,10 @@ from tests.engine.matrix import GRAPH
 from tests.models.hybrids import reference
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import DELTA, LINEARS, make_adapter, merged
-from unisono.graphs.recorder import Call
-from unisono.llm import LLM
-from unisono.lora import LoRARequest
+from unisono.entrypoints.llm import LLM
+from unisono.graphs.recorder import RecordedOp
 from unisono.types import BadRequest, CheckpointError, FinishReason, SamplingParams, SpeculativeConfig
+from unisono.types.lora import LoRARequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 PROMPTS = prompts(6, 250, low=3, high=50)
@@ -106,7 +106,7 @@ LEADING = QUANTISING | {"rope_and_cache", "attention", "attention_fp8"}
 """Ops whose kernels allow the next launch to begin before their turn (``LEADING``), while the one ahead still runs."""
 
 
-def still_running(launches: Sequence[Call]) -> set[int]:
+def still_running(launches: Sequence[RecordedOp]) -> set[int]:
     """The storages that the last of these launches write, those that may still run when the next one begins."""
     found: set[int] = set()
     for step in reversed(launches):
@@ -116,7 +116,7 @@ def still_running(launches: Sequence[Call]) -> set[int]:
     return found
 
 
-def written(step: Call) -> set[int]:
+def written(step: RecordedOp) -> set[int]:
     """The storages that an op of a tape writes."""
     changed = [
         given
@@ -135,7 +135,7 @@ def test_nothing_is_read_early_that_the_launch_before_writes(
     with engine(qwen3, **ON, **flags) as llm:
         run(llm, [(PROMPTS[0] * 20)[:200]], BRIEF, [adapters["one"]])
         for graph in llm.engine.runner.planner.graphs():
-            launches = [step for step in graph.parts if isinstance(step, Call) and not step.view]
+            launches = [step for step in graph.parts if isinstance(step, RecordedOp) and not step.view]
             for at, step in enumerate(launches):
                 name = str(step.op).split(".")[1]
                 early = {step.args[place].untyped_storage().data_ptr() for place in EARLY.get(name, ())}

@@ -17,9 +17,9 @@ from tests.drafters.ledger import play
 from tests.engine.helpers import counted, draw_drafts, engine, note_launches, prompts, tokens
 from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
 from unisono.drafters.base import PausableDrafter
-from unisono.engine.draft_controller import DraftController
+from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.sequence import Extend
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
 
 CUDA = torch.cuda.is_available()
@@ -148,7 +148,7 @@ def test_a_paused_drafter_drafts_as_if_it_had_not_been(
     with drafting(method, checkpoints, **eager) as llm:
         always = proposals(llm, replace(LONG, max_drafts=0), monkeypatch)  # at every length: none are accepted
     at_random(pauses)
-    monkeypatch.setattr("unisono.engine.build.draft_choices", lambda config, most: ((0, most), "a test"))
+    monkeypatch.setattr("unisono.engine.worker.build.draft_choices", lambda config, most: ((0, most), "a test"))
     with drafting(method, checkpoints, **eager) as llm:
         now_and_then = proposals(llm, LONG, monkeypatch)
         rounds, each = llm.engine.draft_controller.rounds, llm.engine.runner.max_unobserved

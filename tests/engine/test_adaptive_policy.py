@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from unisono.engine.adaptive import PROBE_PAUSE, PROBE_SHARE, Acceptance, AdaptiveK, RoundCosts
+from unisono.engine.scheduling.adaptive import PROBE_PAUSE, PROBE_SHARE, AcceptanceEstimate, AdaptiveK, RoundCosts
 
 RATES = (0.8, 0.6, 0.45, 0.3, 0.2)
 CHOICES = (0, 1, 2, 3, 5)
@@ -41,7 +41,7 @@ class Service:
     ) -> None:
         self.slots, self.rates, self.more, self.drafting = np.arange(rows), rates, more, 0.0
         costs = RoundCosts(known)  # type: ignore[arg-type]
-        self.policy = AdaptiveK(CHOICES, Acceptance(rows, CHOICES[-1]), costs, down)
+        self.policy = AdaptiveK(CHOICES, AcceptanceEstimate(rows, CHOICES[-1]), costs, down)
         self.most = np.full(rows, MANY)
         self.rng, self.chosen, self.ms, self.tokens, self.pending = random.Random(rows), [], 0.0, 0, 0
         self.catch_up_ms = 0.0
@@ -75,7 +75,7 @@ class Service:
 
 
 def test_expected_tokens_are_those_of_every_way_a_round_can_go() -> None:
-    acceptance = Acceptance(2, 5)
+    acceptance = AcceptanceEstimate(2, 5)
     for _ in range(4000):  # far more trials than the prior counts for
         for slot in (0, 1):
             accepted = next((i for i in range(5) if random.random() >= RATES[i]), 5)
@@ -93,7 +93,7 @@ def test_the_choice_is_that_of_brute_force(seed: int) -> None:
     """Random estimates and costs, no curiosity: argmax of expected tokens over time, requests' own limits included."""
     rng = np.random.default_rng(seed)
     rows = int(rng.integers(1, 9))
-    acceptance = Acceptance(rows, 5)
+    acceptance = AcceptanceEstimate(rows, 5)
     for _ in range(30):
         asked = rng.integers(1, 6, rows)
         acceptance.count(np.arange(rows), asked, np.minimum(asked, rng.integers(0, 6, rows)))
@@ -169,7 +169,7 @@ def test_nobody_drafts_where_nobody_may() -> None:
 def test_only_what_has_a_graph_is_chosen() -> None:
     service = Service(4, (1.0,) * 5, known=lambda rows, k: None if k in (3, 5) else table(rows, k))
     assert set(service.run(50)) == {2}
-    nothing = AdaptiveK(CHOICES, Acceptance(1, 5), RoundCosts(lambda rows, k: None))
+    nothing = AdaptiveK(CHOICES, AcceptanceEstimate(1, 5), RoundCosts(lambda rows, k: None))
     assert nothing.choose(np.array([0]), np.array([MANY]), 0.0) == 5
 
 
@@ -222,7 +222,7 @@ def test_what_drafting_takes_beyond_the_table_is_found_out(down: bool) -> None:
 
 def test_resuming_has_to_pay() -> None:
     def policy() -> AdaptiveK:
-        made = AdaptiveK((0, 1), Acceptance(1, 1), RoundCosts(lambda rows, k: 10.0 + k))
+        made = AdaptiveK((0, 1), AcceptanceEstimate(1, 1), RoundCosts(lambda rows, k: 10.0 + k))
         made.drafts = 0
         return made
 
@@ -234,7 +234,7 @@ def test_rounds_without_drafts_pay_for_what_the_drafter_has_to_catch_up_with_lat
     """0.7 drafts accepted of one: a round of 10 ms against one of 18 ms that brings 1.7 tokens."""
 
     def chosen(standby_ms: float) -> int:
-        policy = AdaptiveK((0, 1), Acceptance(1, 1), RoundCosts(lambda rows, k: 10.0 + 8.0 * k))
+        policy = AdaptiveK((0, 1), AcceptanceEstimate(1, 1), RoundCosts(lambda rows, k: 10.0 + 8.0 * k))
         policy.drafts = 0
         return policy.choose(np.array([0]), np.array([1]), 0.0, standby_ms)
 

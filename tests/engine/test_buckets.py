@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.engine.helpers import engine
-from unisono.engine.buckets import _sparse, tile_edges
+from unisono.engine.startup.buckets import _sparse, tile_edges
+from unisono.graphs import BufferSchema, PassShape, Program
 from unisono.graphs.buckets import Buckets
-from unisono.program import Program, Schema, Shape
 
 
 def test_rows_at_which_tiles_are_full() -> None:
@@ -31,6 +31,6 @@ def test_settling_graphs_keeps_the_decisions_before_it(qwen3: Path, monkeypatch:
 
 
 def test_few_sizes_are_few() -> None:
-    buckets = Buckets(Program("p", Schema(()), lambda b: None), tuple(Shape(n) for n in range(1, 101)))
+    buckets = Buckets(Program("p", BufferSchema(()), lambda b: None), tuple(PassShape(n) for n in range(1, 101)))
     assert [shape.rows for shape in _sparse(buckets, 100).shapes] == [1, 4, 16, 32, 64, 100]
     assert [shape.rows for shape in _sparse(buckets, 64).shapes] == [1, 4, 16, 32, 64]

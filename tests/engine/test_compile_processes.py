@@ -21,9 +21,10 @@ from triton.compiler.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_key
 from triton._C.libtriton import get_cache_invalidating_env_vars
-from unisono import forks
-from unisono.engine import compile_processes as ours
-from unisono.kernels import activation, attention_hopper_rounds
+from unisono.sandbox import forks
+from unisono.engine.startup import compile_processes as ours
+from unisono.kernels.norm import activation
+from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 
 target, compiled = GPUTarget("cuda", 90, 32), []
 backend, env_vars = make_backend(target), get_cache_invalidating_env_vars()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params, prompts, tokens
 from tests.engine.matrix import DRAFTERS, drafting
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
 
 PROMPTS = prompts(9, 250, low=3, high=70)

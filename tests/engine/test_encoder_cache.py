@@ -12,14 +12,14 @@ import pytest
 
 from tests.engine.helpers import counted, engine, mixed_params, note_launches
 from tests.engine.pictures import Picture, Prompt, make_seeing, prompt, run, several, vision_of, words
-from unisono.engine.commands import decode, encode
-from unisono.engine.prompt_budget import PromptBudget
-from unisono.engine.runner import Runner
-from unisono.llm import LLM
+from unisono.engine.scheduling.prompt_budget import PromptBudget
+from unisono.engine.worker.commands import decode, encode
+from unisono.engine.worker.runner import Runner
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import GraphKey, PassShape
 from unisono.models.vision.config import VisionConfig
 from unisono.passes.encoder_cache import EncoderCache
 from unisono.passes.features.base import Room, Row
-from unisono.program import Key, Shape
 from unisono.types import BadRequest, ConfigError, EngineRequest, Overrides, SamplingParams, Vectors
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, seed=0)
@@ -131,7 +131,7 @@ def test_the_time_between_two_rounds(seeing: Path, vision: VisionConfig) -> None
             """Of the pass that may run, with a millisecond for each patch."""
             state = media.begin(EngineRequest("r", pictures.ids, GREEDY, media=pictures.media))
             room = Room(lambda key: key.shape.rows, left, least)
-            ahead = media.pass_ahead([Row(0, state, 0, len(pictures.ids))], room)
+            ahead = media.pre_pass([Row(0, state, 0, len(pictures.ids))], room)
             reach = state.reach(0, len(pictures.ids))
             encoded = 6 if left == math.inf else int(left) // 64 or least
             assert reach == ([item.positions[0] for item in pictures.media] + [len(pictures.ids)])[encoded]
@@ -148,7 +148,7 @@ def test_the_time_between_two_rounds(seeing: Path, vision: VisionConfig) -> None
 
 def test_the_budget_of_passes_ahead() -> None:
     budget = PromptBudget(50.0, 64, lambda tokens: tokens)
-    key = Key("encode", Shape(40))
+    key = GraphKey("encode", PassShape(40))
     assert budget.room([], lambda key: 99.0).has(key)
     running: Any = [object()]
     first = budget.room(running, lambda key: 40.0)

@@ -12,7 +12,7 @@ import torch
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import engine, prompts
 from tests.engine.matrix import config_of
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig
 
 LENGTH, ROWS = 70, 8  # of a prompt, and of requests in a pass

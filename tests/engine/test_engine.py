@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.helpers import counted, engine, prompts, tokens
 from unisono.engine.sequence import Sequence
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import BadRequest, ConfigError, EngineRequest, FinishReason, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -13,9 +13,9 @@ import torch
 from tests.engine.helpers import engine, idle, prompts
 from tests.models.make import make_checkpoint
 from unisono.engine.sequence import Sequence
-from unisono.llm import LLM
-from unisono.request_limits import SAMPLING, Real, Whole
+from unisono.entrypoints.llm import LLM
 from unisono.types import BadRequest, EngineRequest, FinishReason, SamplingParams, SpeculativeConfig, TokenDelta
+from unisono.types.limits import SAMPLING, Real, Whole
 
 BAD = "bad"
 Inject = Callable[[pytest.MonkeyPatch, LLM, Sequence], None]
@@ -170,6 +170,7 @@ def test_one_request_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str
     idle(llm)
     assert found[BAD].finish is FinishReason.ABORT
     assert found[BAD].error is not None
+    assert "failed on this request" not in found[BAD].error, "the edge says so"
     for name in expected.keys() - {BAD}:
         assert told(found[name]) == told(expected[name]), name
     assert checked or where == "delivering"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
+from unisono.engine.scheduling.waiting import Waiting
 from unisono.engine.sequence import Sequence
-from unisono.engine.waiting import Waiting
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import EngineRequest, FinishReason, SamplingParams
 
 PROMPTS = prompts(10, 250)

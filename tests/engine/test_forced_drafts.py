@@ -14,8 +14,8 @@ import pytest
 from tests.drafters.ledger import Entry, play
 from tests.engine.helpers import engine, note_launches
 from tests.engine.structured import PARAMS, PROMPTS, drafting, said
-from unisono.engine.forced_drafts import MAX_VERIFIED, merged
-from unisono.llm import LLM
+from unisono.engine.scheduling.forced_drafts import MAX_VERIFIED, merged
+from unisono.entrypoints.llm import LLM
 from unisono.types import ConfigError, SamplingParams, StructuredOutputs
 
 FIXED = StructuredOutputs(

@@ -24,12 +24,12 @@ from tests.engine.matrix import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_
 from tests.engine.structured import CHUNKS, FORMS, METHODS, PARAMS, PROMPTS, QUICK, WAYS, Said, drafting, said
 from tests.models.make import END, make_tokenizer
 from unisono.drafters.base import PausableDrafter
-from unisono.engine.scheduler import Scheduler
-from unisono.grammar.parse import parse
-from unisono.grammar.structural_tag import Vocabulary
-from unisono.grammar.vocabulary import build, describe
+from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.graphs.graph_set import GraphSet
-from unisono.tokenizer import Tokenizer
+from unisono.structured_output.syntax.parse import parse
+from unisono.structured_output.syntax.structural_tag import Vocabulary
+from unisono.structured_output.vocabulary import build, describe
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import SamplingParams, StructuredOutputs
 
 

@@ -13,7 +13,7 @@ from tests.engine.helpers import counted, engine, note_launches, tokens
 from tests.engine.matrix import GRAPH
 from tests.engine.structured import PROMPTS, drafting
 from tests.models.make import END, make_checkpoint, make_tokenizer
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, StructuredOutputs, Thinking
 
 

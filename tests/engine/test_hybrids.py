@@ -13,7 +13,7 @@ from tests.engine.helpers import counted, draw_drafts, engine, mixed_params, pro
 from tests.models.hybrid_mtp import with_module
 from tests.models.hybrids import CASES, FULL, LINEAR, reference
 from tests.models.make import make_checkpoint
-from unisono.state.specs import PAGE_SIZE
+from unisono.kv.specs import PAGE_SIZE
 from unisono.types import EngineRequest, SamplingParams, SpeculativeConfig
 
 FLAGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "dtype": "float32"}

@@ -20,16 +20,15 @@ from tests.engine.helpers import engine, mixed_params, prompts, tokens
 from tests.engine.late_pages import arrive_late
 from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, TREES, Way, drafting, drafting_tree
 from tests.engine.two_engines import decode_engine, prefill_engine, results, stepping
-from tests.state.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed
-from unisono import catalog
-from unisono.config import EngineConfig, Hardware, resolve
-from unisono.engine.identity import engine_identity
-from unisono.engine.memory import PageDemand
-from unisono.engine.roles import KEY
-from unisono.models.build import Builder, no_attention
-from unisono.models.checkpoint import Checkpoint
-from unisono.state.specs import ALL, PAGE_SIZE, leaves
-from unisono.state.store import StateStore
+from tests.kv.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed
+from unisono.config import EngineConfig, Hardware, catalog, resolve
+from unisono.config.env import TRANSFER_KEY
+from unisono.engine.disaggregation.identity import engine_identity
+from unisono.engine.startup.memory import PageDemand
+from unisono.kv.specs import ALL, PAGE_SIZE, leaves
+from unisono.kv.store import StateStore
+from unisono.models.load.build import Builder, no_attention
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import ConfigError, SpeculativeConfig
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
@@ -115,14 +114,14 @@ def test_same_bytes_with_trees(method: str, tree: str, checkpoints_of: Any, alon
 def test_same_bytes_of_a_model_with_windows_and_a_recurrence(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two page lifetimes and two head sizes. The recurrence's state has its own dtypes."""
-    monkeypatch.setitem(catalog.models.entries, ARCHITECTURE, "tests.state.mixed_model:MIXED")  # type: ignore[arg-type]
+    """Two window groups and two head sizes. The recurrence's state has its own dtypes."""
+    monkeypatch.setitem(catalog.models.entries, ARCHITECTURE, "tests.kv.mixed_model:MIXED")  # type: ignore[arg-type]
     model = make_mixed(tmp_path / "model")
     batch, params = prompts(6, VOCAB, low=20, high=70, seed=2), mixed_params(6, max_tokens=8)
     with engine(model, **FP8, **flags, max_num_seqs=1, enforce_eager=True, enable_prefix_caching=False) as llm:
         expected = tokens(llm, batch, params)
         store = llm.engine.runner.worker.store
-        assert set(store.lifetimes) == {ALL, WINDOW}
+        assert set(store.window_groups) == {ALL, WINDOW}
     spec = SpeculativeConfig("ngram", num_speculative_tokens=2)
     for more in ({"max_num_batched_tokens": 16}, {"speculative": spec}):
         with engine(model, **FP8, **flags, **more) as llm:
@@ -159,7 +158,7 @@ def test_offloaded_pages_come_back(setup: str, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("setup", MOVING)
 def test_pages_go_to_another_engine(setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setenv(TRANSFER_KEY.name, "secret")
     model, spec = SETUPS[setup]
     batch, params = prompts(8, 250, low=20, high=170, seed=2), mixed_params(8, max_tokens=5)
     with engine(model, **FP8, enforce_eager=True) as llm:

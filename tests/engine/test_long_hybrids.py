@@ -16,8 +16,8 @@ from tests.engine.helpers import engine, prompts, tokens
 from tests.models.hybrid_mtp import with_module
 from tests.models.hybrids import FULL, LINEAR
 from tests.models.make import make_checkpoint
-from unisono.llm import LLM
-from unisono.state.specs import PAGE_SIZE
+from unisono.entrypoints.llm import LLM
+from unisono.kv.specs import PAGE_SIZE
 from unisono.types import SamplingParams, SpeculativeConfig, StructuredOutputs
 
 MTP = SpeculativeConfig("mtp", num_speculative_tokens=3)

@@ -12,19 +12,19 @@ import torch
 
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, Checkpoints
+from tests.kv.mixed_model import ARCHITECTURE, VOCAB, make_mixed
 from tests.models.hybrids import FULL, LINEAR
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter
-from tests.state.mixed_model import ARCHITECTURE, VOCAB, make_mixed
-from unisono import catalog
 from unisono.attention.base import AttentionInputs
-from unisono.engine.draft_controller import DraftController
-from unisono.engine.mixing import Mixing
+from unisono.config import catalog
+from unisono.engine.scheduling.draft_controller import DraftController
+from unisono.engine.scheduling.mixing import Mixing
 from unisono.engine.sequence import Extend, Round
-from unisono.llm import LLM
-from unisono.lora import LoRARequest
-from unisono.state.tails import TailPass
+from unisono.entrypoints.llm import LLM
+from unisono.kv.recurrent_state import RecurrentPass
 from unisono.types import EngineRequest, FinishReason, SamplingParams, SpeculativeConfig, StructuredOutputs
+from unisono.types.lora import LoRARequest
 
 GRAPH = "full" if torch.cuda.is_available() else "tape"
 MANY, WANTED = prompts(18, 250), mixed_params(18)
@@ -185,7 +185,7 @@ def test_recurrent_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_windows_head_sizes_and_a_recurrence(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(catalog.models.entries, ARCHITECTURE, "tests.state.mixed_model:MIXED")  # type: ignore[arg-type]
+    monkeypatch.setitem(catalog.models.entries, ARCHITECTURE, "tests.kv.mixed_model:MIXED")  # type: ignore[arg-type]
     check_alike(make_mixed(tmp_path), prompts(count, VOCAB, low=30, high=70, seed=8), scarce=count == 8)
 
 
@@ -229,8 +229,8 @@ def test_rows_that_decode_are_told_as_in_a_round() -> None:
         assert part.width == given.width
     assert torch.equal(joined.parts()[1].query_start, starts)  # type: ignore[arg-type]
 
-    def told(i: AttentionInputs) -> TailPass:
-        return TailPass.of(i.slots, i.positions, i.kv_len, i.query_start, seen, i.singles)
+    def told(i: AttentionInputs) -> RecurrentPass:
+        return RecurrentPass.of(i.slots, i.positions, i.kv_len, i.query_start, seen, i.singles)
 
     apart = zip(told(decoding).fields, told(prompts).fields, strict=True)
     assert all(torch.equal(one, torch.cat(two)) for one, two in zip(told(joined).fields, apart, strict=True))

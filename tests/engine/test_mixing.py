@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from unisono.config import EngineConfig, Hardware, resolve
-from unisono.engine.buckets import decode_sizes
-from unisono.engine.mixing import Mixing
-from unisono.engine.scheduler import Scheduler
+from unisono.engine.scheduling.mixing import Mixing
+from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import RoundWidths
-from unisono.program import Features, Key, Shape
+from unisono.engine.startup.buckets import decode_sizes
+from unisono.graphs import Features, GraphKey, PassShape
 from unisono.types import SpeculativeConfig
 
 COSTS = {"extend": 48.0, "mixed": 50.0}
@@ -34,7 +34,7 @@ def mixing(device: str, round_ms: float, drafts: bool = False) -> Mixing:
         config=SimpleNamespace(max_num_batched_tokens=256, device=SimpleNamespace(type=device)),
         decode_sizes=(8, 32),
         features=Features(),
-        mixed_key=lambda tokens, room: Key("mixed", Shape(tokens + room, 1 + room)),
+        mixed_key=lambda tokens, room: GraphKey("mixed", PassShape(tokens + room, 1 + room)),
         planner=SimpleNamespace(launched_ms=lambda key: COSTS[key.program]),
         filling=lambda tokens, room: tokens,
     )

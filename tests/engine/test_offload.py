@@ -12,10 +12,10 @@ from tests.engine.bundled import SETUPS
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.engine.host_files import HOST, run_with_files
 from tests.engine.late_pages import LatePages, arrive_late
-from unisono.llm import LLM
-from unisono.state.part_files import MAGIC
-from unisono.state.prefix_tree import page_digest, page_keys
-from unisono.state.specs import PAGE_SIZE
+from unisono.entrypoints.llm import LLM
+from unisono.kv.offload.part_files import MAGIC
+from unisono.kv.prefix_tree import page_digest, page_keys
+from unisono.kv.specs import PAGE_SIZE
 from unisono.types import ConfigError, EngineRequest, SamplingParams
 
 

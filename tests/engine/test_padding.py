@@ -10,10 +10,10 @@ import torch
 
 from tests.engine.helpers import tensors_of
 from tests.engine.matrix import DRAFTERS, TREE_DRAFTERS, TREES, Checkpoints, drafting, drafting_tree
-from unisono.engine.warmup import warmup_passes
-from unisono.llm import LLM
-from unisono.program import Buffers
-from unisono.state.specs import PADDING_PAGE
+from unisono.engine.startup.warmup import warmup_passes
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import Buffers
+from unisono.kv.specs import PADDING_PAGE
 
 
 @pytest.mark.parametrize("method", list(DRAFTERS))

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.state.helpers import made
-from unisono.engine.commands import PackPages, UnpackPages, decode, encode
-from unisono.engine.page_bytes import PageBytes, RankPages, SharedPages
-from unisono.state.specs import ALL, TAILS
-from unisono.state.store import StateStore
-from unisono.state.transfer import Named
+from tests.kv.helpers import made
+from unisono.engine.disaggregation.page_bytes import PageBytes, RankPages, SharedPages
+from unisono.engine.worker.commands import PackPages, UnpackPages, decode, encode
+from unisono.kv.specs import ALL, SNAPSHOTS
+from unisono.kv.store import StateStore
+from unisono.kv.transfer import Named
 from unisono.transport.channel import ChannelError
 from unisono.types import EngineDead
 
@@ -59,8 +59,8 @@ def named(*parts: tuple[int, list[int]]) -> Named:
 def test_pages_go_from_every_rank_to_its_like(count: int) -> None:
     with ranks(count, count) as (here, there):
         read, written = (
-            named((ALL, [3, 1, 5]), (32, [2]), (TAILS, [1])),
-            named((ALL, [4, -1, 2]), (32, [6]), (TAILS, [0])),
+            named((ALL, [3, 1, 5]), (32, [2]), (SNAPSHOTS, [1])),
+            named((ALL, [4, -1, 2]), (32, [6]), (SNAPSHOTS, [0])),
         )
         kept = [here.state(rank, ALL, 1) for rank in range(count)], [there.state(rank, ALL, 1) for rank in range(count)]
         packing = here.pages.pack(read)

@@ -25,7 +25,7 @@ from tests.engine.pictures import (
     words,
 )
 from tests.models.make_mtp import write_alone
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.models.vision.config import VisionConfig
 from unisono.types import SamplingParams, StructuredOutputs
 

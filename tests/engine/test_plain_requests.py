@@ -45,7 +45,7 @@ def test_what_asks_for_a_feature_is_not_plain(qwen3: Path) -> None:
     with engine(qwen3) as llm:
         features = llm.engine.runner.request_features
         is_plain = llm.engine.runner.is_plain
-        assert all(feature.asks_by is not None for feature in features)
+        assert all(feature.requested_by is not None for feature in features)
         assert [given for given in ASKING if is_plain(request(given))] == []
         for given in PLAIN:
             assert is_plain(request(given))

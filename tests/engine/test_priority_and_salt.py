@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import EngineRequest, FinishReason, SamplingParams, SpeculativeConfig
 
 PROMPTS = prompts(6, 250)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.helpers import engine, mixed_params, prompts
-from unisono.engine.progress import NOBODY, Progress
+from unisono.engine.worker.progress import NOBODY, Progress
 from unisono.types import EngineRequest, SpeculativeConfig
 
 

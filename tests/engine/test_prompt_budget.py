@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
-from unisono.engine.device_state import DeviceState, StateSizes
-from unisono.engine.prompt_budget import PromptBudget
-from unisono.engine.scheduler import Scheduler
+from unisono.engine.scheduling.prompt_budget import PromptBudget
+from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import NO_ROWS, Chunk, Extend, Pass, Round, RoundWidths, Sequence, Verify
-from unisono.engine.slots import SlotPool
+from unisono.engine.worker.device_state import DeviceState, StateSizes
+from unisono.engine.worker.slots import SlotPool
+from unisono.graphs import PendingOutputs
 from unisono.graphs.graph_set import Launch
-from unisono.program import PendingOutputs
-from unisono.state.pages import PagePool
+from unisono.kv.pages import PagePool
 from unisono.types import ConfigError, EngineRequest, FinishReason, SamplingParams
 
 BOUND, ROUND_MS, MOST = 40.0, 5.0, 8192

@@ -11,8 +11,8 @@ import pytest
 from tests.engine.bundled import SETUPS
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.engine.two_engines import decode_engine, prefill_engine, results, stepping
-from unisono.engine.roles import KEY
-from unisono.state.specs import PAGE_SIZE
+from unisono.config.env import TRANSFER_KEY
+from unisono.kv.specs import PAGE_SIZE
 from unisono.types import ConfigError, EngineRequest, SamplingParams
 
 FAST = {"tiny, eagle3": "tcp", "tiny-hybrid, mtp": "unix"}
@@ -25,7 +25,7 @@ PARAMS = SamplingParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY, "secret")
+    monkeypatch.setenv(TRANSFER_KEY.name, "secret")
 
 
 def address(transport: str, folder: Path) -> str:
@@ -103,7 +103,7 @@ def test_dead_and_foreign_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert tokens(llm, [prompt], PARAMS)[0] == expected
         assert results(llm) == {"refused": 1}
     with prefill_engine("tiny", where, enforce_eager=True):
-        monkeypatch.setenv(KEY, "another")
+        monkeypatch.setenv(TRANSFER_KEY.name, "another")
         with decode_engine("tiny", where, enforce_eager=True) as llm:
             assert tokens(llm, [prompt], PARAMS)[0] == expected
             assert results(llm) == {"refused": 1}
@@ -214,6 +214,6 @@ def test_what_cannot_be(flags: dict[str, Any], words: str) -> None:
 
 
 def test_tcp_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEY)
-    with pytest.raises(ConfigError, match=KEY):
+    monkeypatch.delenv(TRANSFER_KEY.name)
+    with pytest.raises(ConfigError, match=TRANSFER_KEY.name):
         engine("tiny", enforce_eager=True, role="decode", prefill_urls="tcp://localhost:1")

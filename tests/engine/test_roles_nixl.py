@@ -13,10 +13,11 @@ from tests.engine.bundled import SETUPS
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
 from tests.engine.two_engines import decode_engine, prefill_engine, results, stepping
 from tests.transport.nixl_library import LIBRARIES, NEEDS_NIXL, use_library, without_library
-from unisono.engine import roles
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
-from unisono.state.specs import PAGE_SIZE
+from unisono.config.env import TRANSFER_KEY
+from unisono.engine.disaggregation import roles
+from unisono.entrypoints.llm import LLM
+from unisono.kv.specs import PAGE_SIZE
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.transport import nixl_channel
 from unisono.transport.nixl_agent import Reading
 from unisono.transport.nixl_channel import LandingChannel
@@ -36,7 +37,7 @@ CELLS = [
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(roles.KEY, "secret")
+    monkeypatch.setenv(TRANSFER_KEY.name, "secret")
     monkeypatch.setattr(nixl_channel, "SEGMENT", 8192)  # of the bundled models a page has a few KiB
 
 

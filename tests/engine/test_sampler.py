@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.drafters.ledger import acceptance
 from tests.engine.helpers import counted, engine, prompts, tokens
 from tests.engine.matrix import DRAFTERS, drafting
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig
 
 VOCAB = 263

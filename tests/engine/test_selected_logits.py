@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.engine.helpers import counted, engine, note_launches, prompts
-from unisono.llm import LLM
-from unisono.program import Key, Logits, selected_rows
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import GraphKey, Logits, selected_rows
 from unisono.types import BadRequest, SamplingParams
 
 PLAIN = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -71,7 +71,7 @@ def test_a_mixed_batch(qwen3: Path) -> None:
 
 def test_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that score some tokens replay graphs that could score all."""
-    keys: list[Key] = []
+    keys: list[GraphKey] = []
     note_launches(monkeypatch, lambda key, batch: keys.append(key))
     given = replace(SCORED, logprob_start_len=90)
     with engine(qwen3, enforce_eager=True) as llm:

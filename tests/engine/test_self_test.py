@@ -15,7 +15,7 @@ from tests.engine.helpers import counted, engine, mixed_params, prompts, tensors
 from tests.engine.matrix import config_of, drafting
 from tests.models.make import make_checkpoint
 from unisono.engine import engine as engine_module
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import SpeculativeConfig
 
 K = 3

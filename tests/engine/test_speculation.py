@@ -21,11 +21,11 @@ from tests.drafters.noisy import noisy
 from tests.engine.helpers import counted, tokens
 from tests.engine.matrix import DRAFTERS, GRAPH, MAX_DRAFTS, PARAMS, PROMPTS, SCARCE, Checkpoints, Way, drafting
 from tests.models.make import make_checkpoint
-from unisono import catalog
+from unisono.config import catalog
+from unisono.entrypoints.llm import LLM
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
-from unisono.llm import LLM
-from unisono.passes import modules
+from unisono.passes import context as modules
 from unisono.types import SamplingParams
 
 QUICK = (

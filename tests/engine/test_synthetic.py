@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.helpers import engine, prompts
 from unisono.config import EngineConfig
-from unisono.engine.synthetic import uniform
+from unisono.engine.startup.synthetic import uniform
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
 RATES = (0.8, 0.5, 0.3)

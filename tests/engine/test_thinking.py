@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.helpers import engine
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import BadRequest, SamplingParams, SpeculativeConfig, StructuredOutputs, Thinking
 
 MARKS = ("<think>", "</think>")

@@ -33,8 +33,8 @@ from tests.engine.matrix import (
     drafting_tree,
 )  # fmt: skip
 from tests.models.make import make_checkpoint
-from unisono.kernels.tree_paths import Best
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
+from unisono.kernels.speculation.tree_paths import Best
 from unisono.passes import tree as tree_module
 from unisono.types import ConfigError, SamplingParams
 
@@ -309,7 +309,7 @@ def test_a_tree_of_one_path_is_a_chain(checkpoints_of: Any) -> None:
 
 
 def test_pages_of_paths_need_room(checkpoints_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.engine import memory
+    from unisono.engine.startup import memory
 
     monkeypatch.setattr(memory, "CPU_KV_BYTES", 40 * 16 * 1024)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -9,10 +9,10 @@ import torch
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import KernelInterface
 
-from unisono.engine.build import Build
-from unisono.engine.compile_processes import CompileProcesses
-from unisono.engine.warmup import compiling_only, run_on_padding
-from unisono.llm import LLM
+from unisono.engine.startup.compile_processes import CompileProcesses
+from unisono.engine.startup.warmup import compiling_only, run_on_padding
+from unisono.engine.worker.build import Build
+from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig
 
 CPU = torch.device("cpu")

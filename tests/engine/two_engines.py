@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.engine.helpers import engine
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 
 
 @contextlib.contextmanager

@@ -20,10 +20,10 @@ from tests.engine.two_engines import stepping
 from tests.graphs.kinds import say, text
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter
-from unisono.engine.mixing import Mixing
-from unisono.llm import LLM
-from unisono.lora import LoRARequest
+from unisono.engine.scheduling.mixing import Mixing
+from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig
+from unisono.types.lora import LoRARequest
 
 FLAGS: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256, "max_num_batched_tokens": 48}
 Passes = dict[tuple[str, str, str], int]
@@ -32,7 +32,7 @@ Passes = dict[tuple[str, str, str], int]
 
 @dataclass
 class Came:
-    """What came of a column's requests. proof: a figure that is 0 where the column was not used."""
+    """Result of a column's requests. proof: a figure that is 0 if the column was not used."""
 
     outputs: Any
     passes: Passes
@@ -68,7 +68,7 @@ def ranks(own: bool, target: Path, spec: Any, flags: dict[str, Any], experts: bo
 
 
 def fits(attention: Any, count: int) -> bool:
-    """Whether heads can be divided among this number of ranks."""
+    """Return True if heads can be divided among this number of ranks."""
     kv_heads = attention.num_kv_heads
     return attention.num_heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
 

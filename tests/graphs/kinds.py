@@ -9,13 +9,13 @@ import torch
 
 from tests.engine.helpers import prompts
 from tests.graphs.programs import COMPILED, FULL, SEGMENTED
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How passes are captured, and what that makes of each program. ``backend``: eager runs use it too."""
+    """A way to capture passes, and the resulting kind of each program. ``backend``: eager runs use it too."""
 
     flags: dict[str, Any]
     extend: str

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 import unisono.kernels  # noqa: F401  (registers the ops)
+from unisono.graphs import Buffers, BufferSchema, Field, GraphKey, PassShape, Program, Reason, Replay
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.graph_set import GraphSet
 from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
-from unisono.program import Buffers, Field, Key, Program, Reason, Replay, Schema, Shape
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FULL, SEGMENTED, COMPILED = (
     ("full", "segmented", "compiled") if DEVICE.type == "cuda" else ("tape", "tape-segmented", "tape-compiled")
 )
-SCHEMA = Schema(
+SCHEMA = BufferSchema(
     (
         Field("x", torch.int32, ("rows", 2), pad=-1),
         Field("scale", torch.float32, ("rows",)),
@@ -40,10 +40,10 @@ def program(run: Callable[[Buffers], Any], name: str = "p") -> Program:
 
 def graph_of(run: Callable[[Buffers], Any], rows: int = 4, first: dict[str, Any] | None = None, **how: bool) -> Any:
     """A graph of ``run``, captured on the batch ``first``: a CUDA graph where there is a GPU, else a tape."""
-    buffers = Buffers(SCHEMA, Shape(rows), DEVICE)
+    buffers = Buffers(SCHEMA, PassShape(rows), DEVICE)
     if first is not None:
         buffers.load(first)
-    key = Key("p", Shape(rows))
+    key = GraphKey("p", PassShape(rows))
     if DEVICE.type == "cpu":
         return Tape(program(run), key, buffers, **how)
     return CudaGraph(program(run), key, buffers, torch.cuda.graph_pool_handle(), **how)
@@ -80,11 +80,11 @@ def double(b: Buffers) -> None:
     b.result.copy_(y + y.relu() * 0)
 
 
-def shapes(*rows: int) -> tuple[Shape, ...]:
-    return tuple(Shape(n) for n in rows)
+def shapes(*rows: int) -> tuple[PassShape, ...]:
+    return tuple(PassShape(n) for n in rows)
 
 
 def answer(planner: Planner, rows: int) -> int | Reason:
     """Rows of the graph that serves a pass of this size, or the reason why none does."""
-    told = planner.plan(Key("p", Shape(rows)))
+    told = planner.plan(GraphKey("p", PassShape(rows)))
     return told.graph.key.shape.rows if isinstance(told, Replay) else told.reason

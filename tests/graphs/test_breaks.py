@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.graphs.programs import FULL, SEGMENTED, batch, graph_of, run_graph
-from unisono.program import Buffers, CaptureError, eager_break
+from unisono.graphs import Buffers, CaptureError, eager_break
 
 
 def with_break(work: Callable[..., Any]) -> Callable[[Buffers], None]:
@@ -118,7 +118,7 @@ def test_in_inference_mode() -> None:
 
 
 def test_the_results_address_stays() -> None:
-    """What follows a break was captured with the address of its first result."""
+    """Ops after a break were captured with the address of its first result."""
     homes = []
 
     def run(b: Buffers) -> None:

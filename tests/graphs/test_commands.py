@@ -14,13 +14,13 @@ import torch
 from tests.engine.helpers import draw_drafts, engine, mixed_params, prompts, tokens
 from tests.graphs.programs import CPU, LonePlanner, batch, program
 from unisono.config import Hardware, resolve
-from unisono.engine.build import Build
-from unisono.engine.commands import Capture, Launch, Release, ResetSlots, WriteSlot, decode, encode
-from unisono.engine.worker import Worker
+from unisono.engine.worker.build import Build
+from unisono.engine.worker.commands import Capture, Launch, Release, ResetSlots, WriteSlot, decode, encode
+from unisono.engine.worker.worker import Worker
+from unisono.graphs import Buffers, Features, GraphKey, Hidden, Logits, PassShape
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.graph_set import GraphSet
-from unisono.models.checkpoint import Checkpoint
-from unisono.program import Buffers, Features, Hidden, Key, Logits, Shape
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import SamplingParams, SpeculativeConfig, StructuredOutputs
 
 TREE = {"speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0)]"}
@@ -40,7 +40,7 @@ Executed = tuple[bytes, dict[str, np.ndarray] | None]
 
 @pytest.fixture
 def executed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Executed]]:
-    """What workers execute while the test runs. New memory holds fixed values, which rows that ask for nothing show."""
+    """Commands executed by workers during the test. New memory holds fixed values, shown by rows without requests."""
     stream: list[Executed] = []
     torch.use_deterministic_algorithms(True, warn_only=True)
     real = Worker.execute
@@ -81,7 +81,7 @@ def state(worker: Worker) -> dict[str, torch.Tensor]:
 
 def built_like(llm: Any) -> Worker:
     """A second worker for the engine's settings."""
-    asked = llm.engine.config.asked
+    asked = llm.engine.config.requested
     checkpoint = Checkpoint.open(asked.model)
     config = resolve(asked, Hardware.detect(asked.device), checkpoint)
     return Build(config, checkpoint, lambda stage, share: None).worker
@@ -149,10 +149,10 @@ def test_another_graph_set_captures_what_the_planner_chose_by_its_clock(monkeypa
 
     planner._send = send
     monkeypatch.setattr(planner, "_timed", lambda buckets, shape: (0.5 * shape.rows, 0.001 * shape.rows))
-    shapes = tuple(Shape(rows) for rows in (1, 2, 4, 8, 16, 32, 64))
+    shapes = tuple(PassShape(rows) for rows in (1, 2, 4, 8, 16, 32, 64))
     planner.capture([Buckets(passes, shapes, edges=frozenset((8, 32)), passes=1e9, measured=True)])
     planner.budget = None
-    hidden = Key("p", Shape(2), Features(Hidden.FULL))
+    hidden = GraphKey("p", PassShape(2), Features(Hidden.FULL))
     planner.launch(hidden, batch([[1, 2]]))
     planner.capture_missing()
     assert {type(decode(data)) for data in stream} == {Launch, Capture, Release}
@@ -165,7 +165,7 @@ def test_another_graph_set_captures_what_the_planner_chose_by_its_clock(monkeypa
 
 
 def test_commands_survive_their_bytes() -> None:
-    key = Key("verify", Shape(3, 4), Features(Hidden.AUX, (1, 5), Logits.SELECTED, masks=True))
+    key = GraphKey("verify", PassShape(3, 4), Features(Hidden.AUX, (1, 5), Logits.SELECTED, masks=True))
     values = np.arange(6, dtype=np.int32).reshape(1, 2, 3)
     launch = decode(encode(Launch(key, None, {"slots": [1, 2], "mask": values, "one": np.int64(5), "no": ()})))
     assert isinstance(launch, Launch)
@@ -185,8 +185,8 @@ def test_commands_survive_their_bytes() -> None:
         decode(b"\x93")
 
 
-def replace_graph(key: Key) -> Launch:
-    return Launch(key, replace(key, shape=Shape(4, 4)), {})
+def replace_graph(key: GraphKey) -> Launch:
+    return Launch(key, replace(key, shape=PassShape(4, 4)), {})
 
 
 def test_a_failed_capture_leaves_the_set_as_it_was() -> None:
@@ -195,7 +195,7 @@ def test_a_failed_capture_leaves_the_set_as_it_was() -> None:
 
     graphs = GraphSet(CPU, {"p": program(run)})
     with pytest.raises(torch.OutOfMemoryError):
-        graphs.execute(Capture(Key("p", Shape(1))))
+        graphs.execute(Capture(GraphKey("p", PassShape(1))))
     assert len(graphs) == 0
-    graphs.execute(Release(Key("p", Shape(1))))  # what the planner sends then
+    graphs.execute(Release(GraphKey("p", PassShape(1))))  # what the planner sends then
     assert len(graphs) == 0

@@ -9,19 +9,18 @@ import pytest
 import torch
 
 from tests.graphs.programs import COMPILED, DEVICE, SCHEMA, batch, graph_of, run_graph
-from unisono.graphs import compiled
+from unisono.graphs import Buffers, PassShape, compiled, eager_break
 from unisono.graphs.compiled import Pieces, compile_program
-from unisono.program import Buffers, Shape, eager_break
 
 
 def pieces_of(run: Callable[[Buffers], Any], rows: int = 4) -> tuple[Pieces, Buffers]:
-    buffers = Buffers(SCHEMA, Shape(rows), DEVICE)
+    buffers = Buffers(SCHEMA, PassShape(rows), DEVICE)
     return compile_program(run, buffers, splits=False), buffers
 
 
 def outcome(run: Callable[[Buffers], Any], x: list[list[int]]) -> list[list[float]]:
     """Eagerly."""
-    buffers = Buffers(SCHEMA, Shape(len(x)), DEVICE)
+    buffers = Buffers(SCHEMA, PassShape(len(x)), DEVICE)
     buffers.load(batch(x))
     run(buffers)
     return buffers.result.tolist()
@@ -93,7 +92,7 @@ def test_same_bits_in_inference_mode(run: Callable[[Buffers], Any]) -> None:
 def test_without_emulated_roundings_the_bits_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a piece whose bits differ is not used."""
     x = [[n, 7 * n + 1] for n in range(64)]
-    buffers = Buffers(SCHEMA, Shape(64), DEVICE)
+    buffers = Buffers(SCHEMA, PassShape(64), DEVICE)
     buffers.load(batch(x))
     monkeypatch.setattr(compiled, "_compiled", {})
     assert compile_program(rounding, buffers, splits=False).compiled == 1
@@ -158,7 +157,7 @@ def test_pieces_end_where_something_is_written() -> None:
 
 @pytest.mark.parametrize("run", [aliases, twins], ids=lambda f: f.__name__)
 def test_no_piece_makes_what_is_written_later(run: Callable[[Buffers], Any]) -> None:
-    """For a compiler may give two results, or a result and an input, the same memory."""
+    """A compiler may give two results, or a result and an input, the same memory."""
     pieces, _ = pieces_of(run)
     (write,) = [step for step in pieces.steps if step.run is torch.ops.aten.add_.Tensor]
     (maker,) = [step for step in pieces.steps if step is not write and write.args[0].number in step.results]

@@ -1,4 +1,4 @@
-"""Which sizes are captured: the cheapest set, and why it is that."""
+"""Choice of captured sizes: the cheapest set, and why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.graphs.cost import PassCost, candidates, choose
 
 
 def expected_ms(sizes: tuple[int, ...], limit: int, cost: PassCost, passes: float) -> float:
-    """What a set of sizes costs, written out: captures, and each pass by its smallest graph or eagerly."""
+    """Cost of a set of sizes, written out: captures, and each pass by its smallest graph or eagerly."""
     weight = passes / sum(1 / n for n in range(1, limit + 1))
     total = sum(cost.capture(size) for size in sizes)
     for n in range(1, limit + 1):

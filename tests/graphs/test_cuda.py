@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.graphs.programs import CPU, SCHEMA, batch, program, run_graph
+from unisono.graphs import Buffers, GraphKey, PassShape, eager_break
 from unisono.graphs.cuda import CudaGraph
-from unisono.graphs.recorder import Call, Recorder
+from unisono.graphs.recorder import RecordedOp, Recorder
 from unisono.graphs.segments import Break
-from unisono.program import Buffers, Key, Shape, eager_break
 
 if torch.cuda.is_available():
     pytest.skip("a GPU is here: the other tests run the real thing", allow_module_level=True)
@@ -30,7 +30,7 @@ class StandIn:
     open_now = 0
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[RecordedOp] = []
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
@@ -42,7 +42,7 @@ class StandIn:
     def capture_end(self) -> None:
         StandIn.open_now -= 1
         self._recorder.__exit__(None, None, None)
-        steps = [step for step in self._recorder.steps if isinstance(step, Call) and not step.view]
+        steps = [step for step in self._recorder.steps if isinstance(step, RecordedOp) and not step.view]
         for call in steps:
             if not call.op._schema.is_mutable:
                 for tensor in call.results:
@@ -76,9 +76,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def captured(run: Callable[[Buffers], Any], first: Any = None, **how: bool) -> CudaGraph:
-    buffers = Buffers(SCHEMA, Shape(2), CPU)
+    buffers = Buffers(SCHEMA, PassShape(2), CPU)
     buffers.load(batch(first or [[1, 1], [1, 1]]))
-    return CudaGraph(program(run), Key("p", Shape(2)), buffers, None, **how)
+    return CudaGraph(program(run), GraphKey("p", PassShape(2)), buffers, None, **how)
 
 
 def test_a_pass_without_breaks_is_one_launch() -> None:

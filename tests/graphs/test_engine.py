@@ -11,9 +11,9 @@ import torch
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.graphs.programs import FULL, SEGMENTED
 from unisono.config import EngineConfig, parse_graphs
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import Reason, eager_break
 from unisono.passes.features import output_logprobs
-from unisono.program import Reason, eager_break
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
 CUDA = torch.cuda.is_available()
@@ -105,7 +105,7 @@ def test_graphs_beyond_the_memory_budget_run_eagerly_and_say_so(qwen3: Path) -> 
 
 def test_lazy_capture_captures_what_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass replays a graph, each graph serves a pass, and a long answer learns what other rounds cost."""
-    from unisono.engine import draft_controller
+    from unisono.engine.scheduling import draft_controller
 
     monkeypatch.setattr(draft_controller, "ROUNDS_PER_CHOICE", 3)
     asking = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -136,8 +136,8 @@ def test_prompt_logprobs_replay_graphs(qwen3: Path) -> None:
 
 def test_an_idle_engine_captures_what_was_missing(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt passes for which nothing was captured at start, because few were expected."""
-    from unisono.engine import buckets as buckets_module
-    from unisono.engine.buckets import buckets_of
+    from unisono.engine.startup import buckets as buckets_module
+    from unisono.engine.startup.buckets import buckets_of
     from unisono.graphs.cost import PassCost
 
     def few(*args: Any) -> Any:

@@ -9,26 +9,26 @@ import pytest
 import torch
 
 from tests.graphs.programs import CPU, LonePlanner
-from unisono.graphs.buckets import Buckets
-from unisono.graphs.cost import PassCost
-from unisono.graphs.planner import Planner
-from unisono.program import (
+from unisono.graphs import (
     Buffers,
+    BufferSchema,
     Eager,
     Features,
     Field,
+    GraphKey,
     Hidden,
-    Key,
+    PassShape,
     Program,
     ProgramError,
     Reason,
     Replay,
-    Schema,
-    Shape,
 )
+from unisono.graphs.buckets import Buckets
+from unisono.graphs.cost import PassCost
+from unisono.graphs.planner import Planner
 
 MASKED = Features(masks=True)
-SCHEMA = Schema(
+SCHEMA = BufferSchema(
     (
         Field("x", torch.int32, ("rows",), pad=-1),
         Field("mask", torch.int32, ("rows",), pad=7, feature=MASKED),
@@ -45,18 +45,18 @@ def run(b: Buffers) -> None:
 
 def planned(*variants: tuple[Features, tuple[int, ...]], **how: Any) -> Planner:
     planner = LonePlanner(CPU)
-    planner.capture([Buckets(Program("p", SCHEMA, run), tuple(map(Shape, rows)), n, **how) for n, rows in variants])
+    planner.capture([Buckets(Program("p", SCHEMA, run), tuple(map(PassShape, rows)), n, **how) for n, rows in variants])
     return planner
 
 
 def launch(planner: Planner, x: list[int], mask: list[int] | None = None) -> list[int]:
     batch = {"x": x} if mask is None else {"x": x, "mask": mask}
-    key = Key("p", Shape(len(x)), Features() if mask is None else MASKED)
+    key = GraphKey("p", PassShape(len(x)), Features() if mask is None else MASKED)
     return planner.launch(key, batch).wait()["result"][: len(x)].tolist()
 
 
 def served(planner: Planner, rows: int, features: Features) -> tuple[int, Features] | Reason:
-    answer = planner.plan(Key("p", Shape(rows), features))
+    answer = planner.plan(GraphKey("p", PassShape(rows), features))
     if isinstance(answer, Eager):
         return answer.reason
     return answer.graph.key.shape.rows, answer.graph.key.features
@@ -87,9 +87,9 @@ def test_whole_logits_cover_parts_and_not_the_other_way_round() -> None:
 def test_graphs_that_others_cover_are_captured_last() -> None:
     """Whatever their size, so that a budget drops none of those that serve all passes for one of them."""
     whole, parts = Features(whole_logits=True), Features()
-    plain = [Buckets(Program("p", SCHEMA, run), (Shape(2), Shape(64)), parts, spare=True)]
+    plain = [Buckets(Program("p", SCHEMA, run), (PassShape(2), PassShape(64)), parts, spare=True)]
     planner = LonePlanner(CPU)
-    planner.capture([Buckets(Program("p", SCHEMA, run), (Shape(1), Shape(64)), whole), *plain])
+    planner.capture([Buckets(Program("p", SCHEMA, run), (PassShape(1), PassShape(64)), whole), *plain])
     captured = [graph.key for graph in planner.graph_set]
     assert [(key.shape.rows, key.features) for key in captured] == [(64, whole), (1, whole), (64, parts), (2, parts)]
 
@@ -123,9 +123,9 @@ def test_a_pass_takes_the_graph_of_its_own_needs_before_a_smaller_one_of_more() 
 def test_a_batch_has_what_its_needs_say(rows: tuple[int, ...]) -> None:
     planner = planned((Features(), rows), (MASKED, rows))
     with pytest.raises(ProgramError, match="missing \\['mask'\\]"):
-        planner.launch(Key("p", Shape(1), MASKED), {"x": [1]})
+        planner.launch(GraphKey("p", PassShape(1), MASKED), {"x": [1]})
     with pytest.raises(ProgramError, match="unknown \\['mask'\\]"):
-        planner.launch(Key("p", Shape(1)), {"x": [1], "mask": [1]})
+        planner.launch(GraphKey("p", PassShape(1)), {"x": [1], "mask": [1]})
 
 
 COST = PassCost.linear(fixed_ms=1.0, row_ms=1.0, capture_ms=1.0)
@@ -139,7 +139,7 @@ def test_what_is_captured_on_demand() -> None:
     assert (row["kind"], row["features"], row["reason"]) == ("lazy", "NULL+masks", "")
     for _ in range(2):
         assert launch(planner, [5, 6, 7], mask=[1, 2, 3]) == [1, 2, 3]
-    assert [graph.key for graph in planner.graphs()] == [Key("p", Shape(4), MASKED)]
+    assert [graph.key for graph in planner.graphs()] == [GraphKey("p", PassShape(4), MASKED)]
     assert planner.passes == {("p", "tape", ""): 2}
     assert planner.capture_seconds > 0
     assert launch(planner, [5], mask=[4]) == [4]
@@ -167,6 +167,6 @@ def test_on_demand_is_not_off() -> None:
 
 def test_the_programs_needs_are_a_replay_apart() -> None:
     planner = planned((Features(), (2,)), (MASKED, (2,)))
-    answers = [planner.plan(Key("p", Shape(1), features)) for features in (Features(), MASKED)]
+    answers = [planner.plan(GraphKey("p", PassShape(1), features)) for features in (Features(), MASKED)]
     assert all(isinstance(answer, Replay) for answer in answers)
     assert {row["features"] for row in planner.report()} == {"NULL", "NULL+masks"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.howto import ROOT, blocks, install, run, text_of
-from unisono.program import Reason
+from unisono.graphs import Reason
 
 PAGE, MODULE = "graphs", "bigram_drafter"
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.graphs.programs import CPU, LonePlanner, answer, batch, double, program, shapes
-from unisono.engine.runner import Runner
+from unisono.engine.worker.runner import Runner
+from unisono.graphs import Features, GraphKey, PassShape, Reason, Replay
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost
 from unisono.graphs.planner import Planner
-from unisono.program import Features, Key, Reason, Replay, Shape
 
 COST = PassCost.linear(fixed_ms=0.0, row_ms=1.0, eager_ms=20.0, capture_ms=5.0)
 """The host needs as long for an eager pass as the device for 20 rows."""
@@ -64,13 +64,13 @@ def test_a_pass_that_requests_wait_for_replays_a_graph_that_is_a_little_longer()
     planner = planned(32, 40, kept_ms=(30.0, 50.0), passes=1e-6)
     while planner.capture_missing():
         pass
-    key = Key("p", Shape(28))
+    key = GraphKey("p", PassShape(28))
     assert answer(planner, 28) is Reason.UNPROFITABLE
     waited = planner.plan(key, waited=True)
     assert isinstance(waited, Replay)
     assert waited.graph.key.shape.rows == 32
     assert answer(planner, 26) is Reason.UNPROFITABLE
-    assert not isinstance(planner.plan(Key("p", Shape(26)), waited=True), Replay), "32 rows take 6 ms more"
+    assert not isinstance(planner.plan(GraphKey("p", PassShape(26)), waited=True), Replay), "32 rows take 6 ms more"
     planner.launch(key, batch([[1, 2]] * 28), waited=True)
     planner.launch(key, batch([[1, 2]] * 28))
     assert planner.passes == {("p", "tape", ""): 1, ("p", "eager", "UNPROFITABLE"): 1}
@@ -85,7 +85,7 @@ def test_a_pass_is_cut_short_to_fill_a_graph(tokens: int, decodes: int, filled: 
     planner.capture(
         [
             Buckets(program(double, "extend"), shapes(12, 24, 32), cost=COST, kept_ms=(0.0, 50.0), passes=1e-6),
-            Buckets(program(double, "mixed"), (Shape(32, 5),), cost=COST, kept_ms=(0.0, 50.0), passes=1e-6),
+            Buckets(program(double, "mixed"), (PassShape(32, 5),), cost=COST, kept_ms=(0.0, 50.0), passes=1e-6),
         ]
     )
     while planner.capture_missing():
@@ -93,7 +93,7 @@ def test_a_pass_is_cut_short_to_fill_a_graph(tokens: int, decodes: int, filled: 
     runner: Any = SimpleNamespace(
         planner=planner,
         features=Features(),
-        mixed_key=lambda tokens, decodes: Key("mixed", Shape(tokens + decodes, 1 + decodes)),
+        mixed_key=lambda tokens, decodes: GraphKey("mixed", PassShape(tokens + decodes, 1 + decodes)),
     )
     assert Runner.filling(runner, tokens, decodes) == filled
 
@@ -102,12 +102,12 @@ def test_a_prompt_pass_takes_what_its_graph_takes() -> None:
     """Up to 20 rows a graph saves time; a mixed pass has all rows of its room, whoever decodes in it."""
     planner = LonePlanner(CPU)
     programs = Buckets(program(double, "extend"), shapes(12, 18), cost=COST, passes=1000.0)
-    planner.capture([programs, Buckets(program(double, "mixed"), (Shape(16, 5),), cost=COST, passes=1000.0)])
+    planner.capture([programs, Buckets(program(double, "mixed"), (PassShape(16, 5),), cost=COST, passes=1000.0)])
     runner: Any = SimpleNamespace(
         config=SimpleNamespace(device=SimpleNamespace(type="cuda")),
         features=Features(),
         planner=planner,
-        mixed_key=lambda tokens, decodes: Key("mixed", Shape(tokens + decodes, 1 + decodes)),
+        mixed_key=lambda tokens, decodes: GraphKey("mixed", PassShape(tokens + decodes, 1 + decodes)),
     )
     taken = [
         Runner.launched_ms(runner, SimpleNamespace(tokens=tokens, decodes=[0] * decodes, room=4 if decodes else 0))  # type: ignore[arg-type]
@@ -121,4 +121,4 @@ def test_passes_are_not_cut_short_where_all_replay() -> None:
     planner = LonePlanner(CPU)
     planner.capture([Buckets(program(double), shapes(8, 16), cost=PassCost.linear(1.0, 1.0))])
     assert captured(planner) == [8, 16]
-    assert planner.filled(Key("p", Shape(12))) == 0
+    assert planner.filled(GraphKey("p", PassShape(12))) == 0

@@ -23,10 +23,10 @@ from tests.engine.helpers import counted, engine, idle, note_launches
 from tests.engine.matrix import DRAFTERS, Checkpoints
 from tests.graphs.kinds import KINDS, Kind, say, text
 from tests.graphs.programs import FULL, poison
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import GraphKey, Hidden, PassShape
 from unisono.graphs.graph_set import GraphSet
 from unisono.graphs.tape import Tape
-from unisono.llm import LLM
-from unisono.program import Hidden, Key, Shape
 from unisono.types import SpeculativeConfig, StructuredOutputs
 
 CUDA = torch.cuda.is_available()
@@ -100,11 +100,14 @@ def opened(method: str, checkpoints: Checkpoints, **flags: Any) -> LLM:
 
 @dataclass
 class Ran:
-    """What a run left: outputs by feature, the keys of its passes in order (None: it was idle), how they were counted,
-    accepted drafts. sizes: what may be captured of each program and width, with masks or without."""
+    """Result of a run.
+
+    outputs by feature, the keys of its passes in order (None: it was idle), how they were counted, accepted drafts.
+    sizes: shapes that may be captured for each program and width, with masks or without.
+    """
 
     outputs: dict[str, Any]
-    keys: list[Key | None]
+    keys: list[GraphKey | None]
     passes: dict[tuple[str, str, str], int]
     accepted: int
     preemptions: int
@@ -112,7 +115,7 @@ class Ran:
 
 
 def run(llm: LLM, features: dict[str, Run], monkeypatch: pytest.MonkeyPatch) -> Ran:
-    keys: list[Key | None] = []
+    keys: list[GraphKey | None] = []
     outputs = {}
     with monkeypatch.context() as patched:
         note_launches(patched, lambda key, batch: keys.append(key))
@@ -186,8 +189,8 @@ def accounts(ran: Ran, kind: Kind, method: str, largest: int | None) -> list[tup
     But what needs masks, too, is captured for the first pass that wants it.
     """
     told: list[tuple[str, str, str]] = []
-    captured: list[Key] = []
-    missing: list[Key] = []
+    captured: list[GraphKey] = []
+    missing: list[GraphKey] = []
     for key in ran.keys:
         if key is None:
             captured += missing
@@ -197,7 +200,7 @@ def accounts(ran: Ran, kind: Kind, method: str, largest: int | None) -> list[tup
         rich = key.features.embeddings or key.features.returned
         if rich and told[-1][1] != "eager" and not any(graph.covers(key) for graph in captured):
             sizes = ran.sizes[key.program, key.shape.width, key.features.masks]
-            graph = replace(key, shape=Shape(min(n for n in sizes if n >= key.shape.rows), key.shape.width))
+            graph = replace(key, shape=PassShape(min(n for n in sizes if n >= key.shape.rows), key.shape.width))
             if key.features.masks:
                 captured.append(graph)
             else:
@@ -206,7 +209,7 @@ def accounts(ran: Ran, kind: Kind, method: str, largest: int | None) -> list[tup
     return told
 
 
-def account(key: Key, kind: Kind, method: str, largest: int | None) -> tuple[str, str, str]:
+def account(key: GraphKey, kind: Kind, method: str, largest: int | None) -> tuple[str, str, str]:
     """(program, kind, reason) of a pass whose needs are those of the start, as it has to be counted."""
     if kind.of(key.program, method) == "eager":
         return key.program, "eager", "DISABLED"
@@ -218,7 +221,7 @@ def account(key: Key, kind: Kind, method: str, largest: int | None) -> tuple[str
 def out_of_memory_above(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = GraphSet._capture
 
-    def capture(self: GraphSet, key: Key, splits: bool) -> Any:
+    def capture(self: GraphSet, key: GraphKey, splits: bool) -> Any:
         if key.shape.rows > rows:
             raise torch.OutOfMemoryError("no room")
         return real(self, key, splits)

@@ -14,13 +14,13 @@ import torch
 from tests.engine.helpers import engine, prompts, tokens
 from tests.engine.matrix import DRAFTERS, TREE_DRAFTERS, TREES, drafting, drafting_tree
 from tests.graphs.programs import DEVICE, LonePlanner, batch, graph_of, program, run_graph
+from unisono.entrypoints.llm import LLM
+from unisono.graphs import Buffers, GraphKey, PassShape, PendingOutputs
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.compiled import written_by
-from unisono.graphs.recorder import Call
+from unisono.graphs.recorder import RecordedOp
 from unisono.graphs.segments import storages
 from unisono.graphs.tape import Tape
-from unisono.llm import LLM
-from unisono.program import Buffers, Key, PendingOutputs, Shape
 from unisono.types import SamplingParams, StructuredOutputs
 
 CUDA = torch.cuda.is_available()
@@ -77,7 +77,7 @@ def launches(
     if how is None:
         planner = LonePlanner(DEVICE, enabled=False)
         planner.capture([Buckets(program(run))])
-        return lambda x: planner.launch(Key("p", Shape(1)), batch(x))
+        return lambda x: planner.launch(GraphKey("p", PassShape(1)), batch(x))
     graph = graph_of(run, rows=1, first=batch([[9, 9]]), **how)
 
     def launch(x: list[list[int]]) -> PendingOutputs:
@@ -150,7 +150,7 @@ def test_what_is_published_is_left_alone(
         tokens(llm, prompts(1, 200), LETTERS)
         for graph in llm.engine.runner.planner.graphs():
             assert isinstance(graph, Tape)
-            calls = [step for step in graph.parts if isinstance(step, Call) and not step.view]
+            calls = [step for step in graph.parts if isinstance(step, RecordedOp) and not step.view]
             places = [i for i, call in enumerate(calls) if call.op is torch.ops.unisono.outputs_ready.default]
             assert len(places) == (method != "none" and graph.key.program in ("extend", "score", "verify")), graph.key
             for at in places:

@@ -13,12 +13,23 @@ import pytest
 import torch
 
 from tests.graphs.programs import CPU, LonePlanner, answer, batch, double, poison, program, shapes
+from unisono.graphs import (
+    Buffers,
+    Eager,
+    Features,
+    GraphKey,
+    Hidden,
+    PassShape,
+    PendingOutputs,
+    Reason,
+    Replay,
+    eager_break,
+)
 from unisono.graphs import graph_set as graph_set_module
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost
 from unisono.graphs.planner import Planner
 from unisono.graphs.tape import Tape
-from unisono.program import Buffers, Eager, Features, Hidden, Key, PendingOutputs, Reason, Replay, Shape, eager_break
 
 
 def planned(*rows: int, planner: Planner | None = None, **how: Any) -> Planner:
@@ -35,7 +46,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch, device_ms: Callable[[int], float] =
 
 
 def launch(planner: Planner, rows: int) -> PendingOutputs:
-    return planner.launch(Key("p", Shape(rows)), batch([[1, 2]] * rows))
+    return planner.launch(GraphKey("p", PassShape(rows)), batch([[1, 2]] * rows))
 
 
 @pytest.mark.parametrize("edge", [2, 4, 8])
@@ -53,7 +64,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def limit(rows: int) -> None:
         class Limited(Tape):
-            def __init__(self, program: Any, key: Key, *rest: Any, **options: Any) -> None:
+            def __init__(self, program: Any, key: GraphKey, *rest: Any, **options: Any) -> None:
                 if key.shape.rows > rows:
                     raise torch.OutOfMemoryError("no room")
                 super().__init__(program, key, *rest, **options)
@@ -87,7 +98,7 @@ def test_the_budget_holds_and_leaves_room_for_others() -> None:
     assert cost > 0
     planner = LonePlanner(CPU, budget=int(1.6 * cost))
     planner.capture([Buckets(program(double, "big"), shapes(8), share=0.5), Buckets(program(double), shapes(2, 8, 16))])
-    assert planner.plan(Key("big", Shape(3))) == Eager(Reason.OVER_BUDGET), "above its share"
+    assert planner.plan(GraphKey("big", PassShape(3))) == Eager(Reason.OVER_BUDGET), "above its share"
     assert [answer(planner, n) for n in (1, 3, 9)] == [2, 8, Reason.OVER_BUDGET]
     assert 0 < planner.graph_bytes <= 1.6 * cost
     assert planner.costs()["bytes"] == planner.graph_bytes
@@ -152,7 +163,7 @@ def test_a_pool_is_not_used_after_its_last_graph_was_closed(monkeypatch: pytest.
     class Pooled(Tape):
         replay_ms = 30.0
 
-        def __init__(self, program: Any, key: Key, buffers: Buffers, pool: int, *rest: Any) -> None:
+        def __init__(self, program: Any, key: GraphKey, buffers: Buffers, pool: int, *rest: Any) -> None:
             if alive.get(pool) == 0:
                 raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
             super().__init__(program, key, buffers, *rest)
@@ -194,7 +205,7 @@ def test_where_not_even_the_smallest_fits_every_pass_says_so(
     plain = Buckets(program(double), shapes(4, 16, 64), passes=1e9, edges=frozenset((16,)), measured=True)
     planner.capture([plain, replace(plain, features=Features(masks=True))])
     for features in (Features(), Features(masks=True), Features(returned=True)):  # the last is seen at run time only
-        said = [planner.plan(Key("p", Shape(n), features)) for n in (1, 4, 9, 16, 40, 64)]
+        said = [planner.plan(GraphKey("p", PassShape(n), features)) for n in (1, 4, 9, 16, 40, 64)]
         assert said == [Eager(Reason.NO_MEMORY)] * 6
 
 
@@ -256,7 +267,7 @@ def test_what_was_dropped_is_not_tried_again_when_idle(monkeypatch: pytest.Monke
     for _ in range(20):  # 16 rows take longer than none; 4 rows would by now have saved what capturing them takes
         launch(planner, 3)
     assert planner.passes["p", "eager", "UNPROFITABLE"] == 20
-    captures: list[Key] = []
+    captures: list[GraphKey] = []
     monkeypatch.setattr(planner.graph_set, "_capture", lambda key, splits: captures.append(key))
     assert planner.capture_missing() == 0
     assert captures == []
@@ -274,7 +285,7 @@ def test_what_an_idle_capture_could_not_have_is_told_from_then_on() -> None:
 
 def test_needs_that_no_graph_covers_are_captured_when_idle() -> None:
     planner = planned(2, 4)
-    key = Key("p", Shape(2), Features(Hidden.FULL))
+    key = GraphKey("p", PassShape(2), Features(Hidden.FULL))
     assert planner.plan(key) == Eager(Reason.NOT_CAPTURED)
     planner.launch(key, batch([[1, 2]]))
     assert planner.capture_missing() == 1
@@ -301,7 +312,7 @@ def test_modes() -> None:
     plan = [Buckets(program(run, mode), shapes(2), mode=mode) for mode in ("full", "segmented", "off")]
     planner.capture(plan)
     for mode in ("full", "segmented", "off"):
-        planner.launch(Key(mode, Shape(1)), batch([[1, 2]]))
+        planner.launch(GraphKey(mode, PassShape(1)), batch([[1, 2]]))
     assert planner.passes == {
         ("full", "tape", ""): 1,
         ("segmented", "tape-segmented", ""): 1,
@@ -336,8 +347,8 @@ def test_outputs_that_nobody_copied_are_gone_with_the_next_replay(monkeypatch: p
     planner = planned(2)
 
     def two() -> tuple[Any, Any]:
-        first = planner.launch(Key("p", Shape(1)), batch([[1, 2]]))
-        second = planner.launch(Key("p", Shape(1)), batch([[3, 4]]))
+        first = planner.launch(GraphKey("p", PassShape(1)), batch([[1, 2]]))
+        second = planner.launch(GraphKey("p", PassShape(1)), batch([[3, 4]]))
         return first.wait()["result"][0].tolist(), second.wait()["result"][0].tolist()
 
     assert two() == ([1, 2], [3, 4])
@@ -363,8 +374,14 @@ def test_poison_shows_what_is_read_after_its_graphs_replay() -> None:
     planner.capture([Buckets(program(leaves, "leaves"), shapes(2)), Buckets(program(reads, "reads"), shapes(2))])
     one = batch([[1, 2]])
     assert poison(leaving) == 1
-    assert planner.launch(Key("leaves", Shape(1)), one).wait()["result"][0].tolist() == [1, 2], "it computes anew"
-    assert planner.launch(Key("reads", Shape(1)), one).wait()["result"][0].tolist() == [1, 2], "a bug that hides"
+    assert planner.launch(GraphKey("leaves", PassShape(1)), one).wait()["result"][0].tolist() == [1, 2], (
+        "it computes anew"
+    )
+    assert planner.launch(GraphKey("reads", PassShape(1)), one).wait()["result"][0].tolist() == [1, 2], (
+        "a bug that hides"
+    )
     for graph in planner.graphs():
         poison(graph)
-    assert not np.isfinite(planner.launch(Key("reads", Shape(1)), one).wait()["result"]).any(), "until it does not"
+    assert not np.isfinite(planner.launch(GraphKey("reads", PassShape(1)), one).wait()["result"]).any(), (
+        "until it does not"
+    )

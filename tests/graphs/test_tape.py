@@ -9,32 +9,32 @@ import numpy as np
 import pytest
 import torch
 
-import unisono.kernels.attention
-import unisono.kernels.norm  # noqa: F401  (both register ops)
+import unisono.kernels.attention.paged
+import unisono.kernels.norm.rms_norm  # noqa: F401  (both register ops)
 from tests.graphs.programs import LonePlanner
 from tests.ops import Ops
-from unisono.graphs.buckets import Buckets
-from unisono.graphs.recorder import Outlined, Recorder
-from unisono.graphs.tape import Tape
-from unisono.program import (
+from unisono.graphs import (
     Buffers,
+    BufferSchema,
     CaptureError,
     Eager,
     Features,
     Field,
+    GraphKey,
     Hidden,
-    Key,
     Logits,
+    PassShape,
     Program,
     ProgramError,
     Reason,
     Replay,
-    Schema,
-    Shape,
 )
+from unisono.graphs.buckets import Buckets
+from unisono.graphs.recorder import Outlined, Recorder
+from unisono.graphs.tape import Tape
 
 CPU = torch.device("cpu")
-SCHEMA = Schema(
+SCHEMA = BufferSchema(
     (
         Field("x", torch.int32, ("rows", 2), pad=-1),
         Field("scale", torch.float32, ("rows",)),
@@ -49,7 +49,7 @@ def double(b: Buffers) -> None:
 
 def tape(run, rows: int = 4) -> Tape:
     program = Program("p", SCHEMA, run)
-    return Tape(program, Key("p", Shape(rows)), Buffers(SCHEMA, Shape(rows), CPU))
+    return Tape(program, GraphKey("p", PassShape(rows)), Buffers(SCHEMA, PassShape(rows), CPU))
 
 
 def test_a_replay_calls_kernels_without_the_dispatcher() -> None:
@@ -133,7 +133,7 @@ def test_host_reads_are_refused_at_capture(sync) -> None:
 
 
 def test_buffers_refuse_what_the_schema_lacks() -> None:
-    buffers = Buffers(SCHEMA, Shape(2), CPU)
+    buffers = Buffers(SCHEMA, PassShape(2), CPU)
     with pytest.raises(ProgramError, match=r"unknown \['y'\], missing \['scale'\]"):
         buffers.load({"x": [[1, 2]], "y": [0]})
     with pytest.raises(ProgramError, match=r"'x' has shape \(3, 2\), its buffer \(2, 2\)"):
@@ -141,7 +141,7 @@ def test_buffers_refuse_what_the_schema_lacks() -> None:
     with pytest.raises(AttributeError, match="no field 'z'"):
         _ = buffers.z
     with pytest.raises(ProgramError, match="four-byte"):
-        Schema((Field("wide", torch.int64, ("rows",)),))
+        BufferSchema((Field("wide", torch.int64, ("rows",)),))
 
 
 def test_pending_outputs_survive_the_next_replay() -> None:
@@ -159,24 +159,24 @@ def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> Non
     other = Program("q", SCHEMA, double)
     planner.capture(
         [
-            Buckets(Program("p", SCHEMA, double), (Shape(2), Shape(8))),
+            Buckets(Program("p", SCHEMA, double), (PassShape(2), PassShape(8))),
             Buckets(other),
         ]
     )
-    answer = planner.plan(Key("p", Shape(3)))
+    answer = planner.plan(GraphKey("p", PassShape(3)))
     assert isinstance(answer, Replay)
-    assert answer.graph.key.shape == Shape(8)
-    assert planner.plan(Key("p", Shape(9))) == Eager(Reason.ABOVE_BUCKETS)
-    assert planner.plan(Key("p", Shape(2), Features(Hidden.FULL))) == Eager(Reason.NOT_CAPTURED)
-    assert planner.plan(Key("q", Shape(1))) == Eager(Reason.NOT_CAPTURED)
+    assert answer.graph.key.shape == PassShape(8)
+    assert planner.plan(GraphKey("p", PassShape(9))) == Eager(Reason.ABOVE_BUCKETS)
+    assert planner.plan(GraphKey("p", PassShape(2), Features(Hidden.FULL))) == Eager(Reason.NOT_CAPTURED)
+    assert planner.plan(GraphKey("q", PassShape(1))) == Eager(Reason.NOT_CAPTURED)
     batch = {"x": [[1, 2]] * 9, "scale": [1.0] * 9}
-    assert planner.launch(Key("p", Shape(9)), batch).wait()["result"].shape == (9, 2)
-    planner.launch(Key("p", Shape(1)), {"x": [[1, 2]], "scale": [1]})
+    assert planner.launch(GraphKey("p", PassShape(9)), batch).wait()["result"].shape == (9, 2)
+    planner.launch(GraphKey("p", PassShape(1)), {"x": [[1, 2]], "scale": [1]})
     assert planner.passes == {("p", "eager", "ABOVE_BUCKETS"): 1, ("p", "tape", ""): 1}
     assert (planner.filled_rows, planner.padded_rows) == ({"p": 1}, {"p": 1})
     off = LonePlanner(CPU, enabled=False)
-    off.capture([Buckets(other, (Shape(2),))])
-    assert off.plan(Key("q", Shape(1))) == Eager(Reason.DISABLED)
+    off.capture([Buckets(other, (PassShape(2),))])
+    assert off.plan(GraphKey("q", PassShape(1))) == Eager(Reason.DISABLED)
 
 
 def test_needs_cover() -> None:
@@ -206,9 +206,9 @@ def test_needs_cover() -> None:
     ],
 )
 def test_the_richer_need_serves_the_poorer_never_the_reverse(richer: Features, poorer: Features) -> None:
-    shape = Shape(4)
-    assert Key("p", shape, richer).covers(Key("p", shape, poorer))
-    assert not Key("p", shape, poorer).covers(Key("p", shape, richer))
+    shape = PassShape(4)
+    assert GraphKey("p", shape, richer).covers(GraphKey("p", shape, poorer))
+    assert not GraphKey("p", shape, poorer).covers(GraphKey("p", shape, richer))
     assert richer.covers(richer)
     assert richer.label != poorer.label
 
@@ -244,7 +244,7 @@ def test_kernels_may_compute_nothing_while_they_are_recorded(outlined: bool) -> 
         b.scale.copy_(plan[1].expand(4))
         b.result.copy_(torch.ops.unisono.rms_norm(b.x.float(), torch.ones(2), 0.0))
 
-    buffers = Buffers(SCHEMA, Shape(4), CPU)
+    buffers = Buffers(SCHEMA, PassShape(4), CPU)
     with Outlined() if outlined else nullcontext():
         steps = Recorder(splits=False).record(run, buffers)
     assert buffers.result.any() != outlined

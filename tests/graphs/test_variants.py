@@ -9,27 +9,27 @@ import pytest
 import torch
 
 from tests.graphs.programs import CPU, SCHEMA, LonePlanner
-from unisono.graphs.buckets import Buckets
-from unisono.graphs.planner import Planner
-from unisono.program import (
+from unisono.graphs import (
     Buffers,
+    BufferSchema,
     Eager,
     Features,
     Field,
-    Key,
+    GraphKey,
     Logits,
+    PassShape,
     Program,
     ProgramError,
     Reason,
-    Schema,
-    Shape,
     selected_rows,
 )
+from unisono.graphs.buckets import Buckets
+from unisono.graphs.planner import Planner
 
 EMBEDS, BOTH = Features(embeddings=True), Features(embeddings=True, returned=True)
 
 
-VARYING = Schema(
+VARYING = BufferSchema(
     (
         *SCHEMA.fields,
         Field("shift", torch.float32, ("rows",), feature=EMBEDS),
@@ -50,7 +50,7 @@ def run(b: Buffers) -> None:
 
 def planned(*rows: int, **how: Any) -> Planner:
     planner = LonePlanner(CPU)
-    planner.capture([Buckets(Program("p", VARYING, run), tuple(map(Shape, rows)), **how)])
+    planner.capture([Buckets(Program("p", VARYING, run), tuple(map(PassShape, rows)), **how)])
     return planner
 
 
@@ -60,7 +60,7 @@ def batch(rows: int, features: Features = Features()) -> dict[str, Any]:  # noqa
 
 
 def outputs(planner: Planner, rows: int, features: Features = Features()) -> dict[str, Any]:  # noqa: B008
-    given = planner.launch(Key("p", Shape(rows), features), batch(rows, features)).wait()
+    given = planner.launch(GraphKey("p", PassShape(rows), features), batch(rows, features)).wait()
     return {name: value[:rows].tolist() for name, value in given.items()}
 
 
@@ -82,7 +82,7 @@ def test_a_pass_has_the_fields_of_its_needs(warm: bool) -> None:
 def test_a_richer_graph_serves_where_there_is_none_of_the_passes_own() -> None:
     """Inputs that the pass has not are padding, though the graph's last pass brought some; never the reverse."""
     planner = planned()
-    key = Key("p", Shape(4), BOTH)
+    key = GraphKey("p", PassShape(4), BOTH)
     planner._add(planner._buckets(key), key)
     for _ in range(3):  # host copies of the inputs take turns
         assert outputs(planner, 4, BOTH)["result"] == [[11, 12]] * 4
@@ -90,16 +90,16 @@ def test_a_richer_graph_serves_where_there_is_none_of_the_passes_own() -> None:
         assert outputs(planner, 3)["result"] == [[1, 2]] * 3
     assert outputs(planner, 3, EMBEDS)["result"] == [[11, 12]] * 3
     assert planner.passes == {("p", "tape", ""): 7}
-    assert planner.plan(Key("p", Shape(3), replace(BOTH, logits=Logits.ALL))) == Eager(Reason.NOT_CAPTURED)
+    assert planner.plan(GraphKey("p", PassShape(3), replace(BOTH, logits=Logits.ALL))) == Eager(Reason.NOT_CAPTURED)
 
 
 def test_a_graph_of_its_own_needs_goes_first() -> None:
     planner = planned(4)
-    key = Key("p", Shape(2), BOTH)
+    key = GraphKey("p", PassShape(2), BOTH)
     planner._add(planner._buckets(key), key)
-    answer = planner.plan(Key("p", Shape(2)))
+    answer = planner.plan(GraphKey("p", PassShape(2)))
     assert not isinstance(answer, Eager)
-    assert answer.graph.key == Key("p", Shape(4))
+    assert answer.graph.key == GraphKey("p", PassShape(4))
 
 
 @pytest.mark.parametrize("features", [Features(), EMBEDS])
@@ -108,7 +108,7 @@ def test_a_batch_brings_what_its_needs_say(features: Features) -> None:
     other = EMBEDS if features == Features() else Features()
     for _ in range(2):  # eagerly, and replayed
         with pytest.raises(ProgramError, match="shift"):
-            planner.launch(Key("p", Shape(2), features), batch(2, other))
+            planner.launch(GraphKey("p", PassShape(2), features), batch(2, other))
         outputs(planner, 2, EMBEDS)
         planner.capture_missing()
 
@@ -123,35 +123,35 @@ def test_selected_rows_fit_a_larger_pass() -> None:
 def test_scored_rows_are_some_or_all() -> None:
     """A batch that scores some tokens fits the buffers of a pass that could score all; without scores it has none."""
     some, every = Features(logits=Logits.SELECTED), Features(logits=Logits.ALL)
-    schema = Schema((Field("scored", torch.int32, ("scored", 2), feature=some),))
-    assert Buffers(schema.of(some), Shape(100), CPU).scored.shape == (25, 2)
-    buffers = Buffers(schema.of(every), Shape(100), CPU)
+    schema = BufferSchema((Field("scored", torch.int32, ("scored", 2), feature=some),))
+    assert Buffers(schema.of(some), PassShape(100), CPU).scored.shape == (25, 2)
+    buffers = Buffers(schema.of(every), PassShape(100), CPU)
     assert buffers.scored.shape == (100, 2)
     buffers.load({"scored": [[1, 2]] * 25}, some)
     assert buffers.scored.sum(0).tolist() == [25, 50]
-    assert Buffers(schema.of(EMBEDS), Shape(100), CPU).find("scored") is None
+    assert Buffers(schema.of(EMBEDS), PassShape(100), CPU).find("scored") is None
 
 
 def test_large_buffers_of_eager_passes_are_not_kept() -> None:
     planner = LonePlanner(CPU, enabled=False)
-    wide = Schema((Field("x", torch.int32, ("rows", 1 << 20)),))
+    wide = BufferSchema((Field("x", torch.int32, ("rows", 1 << 20)),))
     planner.capture([Buckets(Program("wide", wide, lambda b: None))])
     for rows in (1, 2):
-        planner.launch(Key("wide", Shape(rows)), {"x": ()})
+        planner.launch(GraphKey("wide", PassShape(rows)), {"x": ()})
     assert [key.shape.rows for key in planner.graph_set._eager_buffers] == [1]
 
 
 MASKED, EVERY = Features(masks=True), Features(logits=Logits.ALL)
-ANY = Schema((*VARYING.fields, Field("mask", torch.float32, ("rows",), pad=1, feature=MASKED)))
+ANY = BufferSchema((*VARYING.fields, Field("mask", torch.float32, ("rows",), pad=1, feature=MASKED)))
 
 
 def on_demand(scoring: bool) -> Planner:
     """Passes under masks are captured by the first that wants one, plain ones at start; ``scoring``: for all logits."""
     planner, program = LonePlanner(CPU), Program("p", ANY, run)
-    some = [Buckets(program, (Shape(2), Shape(4))), Buckets(program, (Shape(4),), MASKED, on_demand=True)]
+    some = [Buckets(program, (PassShape(2), PassShape(4))), Buckets(program, (PassShape(4),), MASKED, on_demand=True)]
     every = [
-        Buckets(program, (Shape(4),), EVERY),
-        Buckets(program, (Shape(4),), replace(EVERY, masks=True), on_demand=True),
+        Buckets(program, (PassShape(4),), EVERY),
+        Buckets(program, (PassShape(4),), replace(EVERY, masks=True), on_demand=True),
     ]
     planner.capture(every if scoring else some)
     return planner
@@ -159,7 +159,7 @@ def on_demand(scoring: bool) -> Planner:
 
 def launch(planner: Planner, features: Features, rows: int = 3) -> None:
     mask = {"mask": [1.0] * rows} if features.masks else {}
-    planner.launch(Key("p", Shape(rows), features), batch(rows, features) | mask)
+    planner.launch(GraphKey("p", PassShape(rows), features), batch(rows, features) | mask)
 
 
 def captured(planner: Planner) -> set[Features]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from unisono.kernels.experts import Tile
-from unisono.kernels.experts_plan import Plan, launch_sort_pairs, sort_pairs_cpu
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.moe.experts import expert_down_op, expert_gate_up_op
+from unisono.kernels.moe.plan import ExpertPlan, launch_sort_pairs, sort_pairs_op
+from unisono.kernels.norm.activation import SILU
 
-SMALL = Tile(16, 16, 1, 2, True)
+SMALL = Tile(16, 16, 16, 1, 2, across=True)
 
 
 def choice(rows: int, experts: int, top_k: int) -> torch.Tensor:
@@ -23,10 +25,10 @@ def inputs(rows, hidden, inner, experts, rides, dtype, device):
     return [t.to(device, dtype) for t in (x, gate_up, down)]
 
 
-def plans(ids: torch.Tensor, experts: int, tile: int) -> dict[str, Plan]:
+def plans(ids: torch.Tensor, experts: int, tile: int) -> dict[str, ExpertPlan]:
     """Both, of which a number of pairs has one."""
-    sort = launch_sort_pairs if ids.is_cuda or torch.cuda.is_available() else sort_pairs_cpu
-    return {"lead": Plan(ids, experts, tile), "sorted": Plan(ids, experts, tile, *sort(ids, experts, tile))}
+    sort = launch_sort_pairs if ids.is_cuda or torch.cuda.is_available() else sort_pairs_op.cpu
+    return {"lead": ExpertPlan(ids, experts, tile), "sorted": ExpertPlan(ids, experts, tile, *sort(ids, experts, tile))}
 
 
 def all_pairs(ids: torch.Tensor, experts: int, rides: int) -> list[tuple[int, int]]:
@@ -34,3 +36,13 @@ def all_pairs(ids: torch.Tensor, experts: int, rides: int) -> list[tuple[int, in
     rows, top_k = ids.shape
     listed = [(e, pair // top_k) for pair, e in enumerate(ids.flatten().tolist())]
     return listed + [(experts, token) for token in range(rows) if rides]
+
+
+def expert_gate_up_cpu(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """The twin of ``expert_gate_up``, without biases, with SiLU."""
+    return expert_gate_up_op.cpu(x, weight, ids, experts, 0, None, None, None, *SILU)
+
+
+def expert_down_cpu(h: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """The twin of ``expert_down``, without biases."""
+    return expert_down_op.cpu(h, weight, ids, experts, 0, None, None, None)

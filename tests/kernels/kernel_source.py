@@ -1,15 +1,20 @@
-"""Reads the source of the kernels as syntax trees."""
+"""Reads the source of the kernels as syntax trees. Imports all of them: each declares how it overlaps others."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import unisono.kernels
 
 KERNELS = Path(unisono.kernels.__path__[0])
+
+for module in pkgutil.walk_packages(unisono.kernels.__path__, "unisono.kernels."):
+    importlib.import_module(module.name)
 
 
 @functools.cache
@@ -20,7 +25,7 @@ def functions() -> dict[str, ast.FunctionDef]:
 
 @functools.cache
 def _trees() -> list[ast.Module]:
-    return [ast.parse(path.read_text()) for path in KERNELS.glob("*.py")]
+    return [ast.parse(path.read_text()) for path in KERNELS.rglob("*.py")]
 
 
 def name_of(call: ast.Call) -> str:

@@ -14,10 +14,13 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
+
+from unisono.kernels.proofs import ExactKernel
 
 _ON_GPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "view", "_unsafe_view"}
@@ -54,3 +57,9 @@ def launches(run: Callable[[], object]) -> Counter[str]:
         patches.enter_context(_Counting(found))
         run()
     return found
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, kernel: ExactKernel) -> None:
+    """Let an exact kernel know of no comparison, for one test."""
+    monkeypatch.setattr(kernel, "compared", {})
+    monkeypatch.setattr(kernel, "serving", {})

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from unisono.kernels import attention as ops
-from unisono.kernels import attention_cpu as twin
-from unisono.kernels.fp8_quantize import launch_quantize, padded_quantize_cpu
-from unisono.kernels.kv_e4m3 import dequantised, quantised
+from unisono.kernels.attention import cpu as twin
+from unisono.kernels.attention import paged as ops
+from unisono.kernels.cache.kv_e4m3 import dequantised, quantised
+from unisono.kernels.gemm.fp8_quantize import launch_quantize, padded_quantize_cpu
 
 TRITON = (ops.launch_attention_plan, ops.launch_attention)
 TWIN = (twin.attention_plan_cpu, twin.attention_cpu)

@@ -6,26 +6,26 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from unisono.kernels.activation import launch_silu_mul, silu_mul_cpu
-from unisono.kernels.adapters import (
+from unisono.kernels.gemm.linear import launch_linear, linear_op
+from unisono.kernels.gemm.linear_norm import linear_norm_cpu
+from unisono.kernels.lora.adapters import (
     AdapterPlan,
-    expand_cpu,
+    adapter_expand_op,
+    adapter_shrink_op,
+    adapter_silu_op,
     expand_cuda,
     padded_rank,
-    shrink_cpu,
     shrink_cuda,
-    silu_cpu,
     silu_cuda,
 )
-from unisono.kernels.add_norm import add_rms_norm
-from unisono.kernels.experts_plan import sort_pairs_cpu
-from unisono.kernels.linear import launch_linear, linear_cpu
-from unisono.kernels.linear_norm import linear_norm_cpu
+from unisono.kernels.moe.plan import sort_pairs_op
+from unisono.kernels.norm.activation import launch_silu_mul, silu_mul
+from unisono.kernels.norm.add_norm import add_rms_norm
 
-adapters = importlib.import_module("unisono.kernels.adapters")
-together = importlib.import_module("unisono.kernels.adapters_linear")
+adapters = importlib.import_module("unisono.kernels.lora.adapters")
+together = importlib.import_module("unisono.kernels.lora.adapters_linear")
 
-RUNS = {"kernel": (shrink_cuda, expand_cuda), "twin": (shrink_cpu, expand_cpu)}
+RUNS = {"kernel": (shrink_cuda, expand_cuda), "twin": (adapter_shrink_op.cpu, adapter_expand_op.cpu)}
 SHAPES = [(5, 100, (48,), 16), (17, 1100, (64, 20, 20), 16), (40, 530, (33, 7, 2, 3), 32), (9, 40, (70,), 320)]
 """M, K, projections, R."""
 LOADED = 3
@@ -33,7 +33,7 @@ LOADED = 3
 
 def plan(ids: torch.Tensor, tile: int = 16) -> tuple[torch.Tensor, torch.Tensor, int]:
     """order, tiles and tile: :class:`AdapterPlan` with tiles of this size, whatever the number of rows."""
-    order, tiles = sort_pairs_cpu(ids.cpu(), LOADED + 1, tile)
+    order, tiles = sort_pairs_op.cpu(ids.cpu(), LOADED + 1, tile)
     return order.to(ids.device), tiles.to(ids.device), tile
 
 
@@ -58,7 +58,7 @@ def added(run, y, x, a, b, projections, plan):
 def in_one_launch(run, weight, bias, x, a, b, projections, ids):
     """The base product with adapters, by the kernel or its twin."""
     arrived = torch.zeros(adapters.ARRIVAL_WORDS, dtype=torch.int32, device=x.device)
-    product = together.adapted_linear_cuda if run == "kernel" else together.adapted_linear_cpu
+    product = together.adapted_linear_cuda if run == "kernel" else together.adapted_linear_op.cpu
     return product(x, weight, bias, a, b, projections, ids, arrived)
 
 
@@ -166,7 +166,7 @@ def test_one_launch_matches_float64(run, shape, has_bias, dtype, device, assert_
     weight, bias = weights(sum(shape[2]), shape[1], dtype, where)
     bias = bias if has_bias else None
     out = in_one_launch(run, weight, bias, x, a, b, shape[2], ids)
-    y = (linear_cpu if run == "twin" else launch_linear)(x, weight, bias, None)
+    y = (linear_op.cpu if run == "twin" else launch_linear)(x, weight, bias, None)
     assert_close(out, oracle(y, x, a, b, shape[2], ids))
     none = ids == LOADED
     assert torch.equal(out[none], y[none])
@@ -194,7 +194,7 @@ def test_one_launch_has_the_bits_of_launches_of_their_own(run, rows, dtype, devi
     projections = (64, 24, 8)
     _, x, a, b, ids = inputs(rows, 600, projections, 16, dtype, where)
     weight, bias = weights(96, 600, dtype, where)
-    y = (linear_cpu if run == "twin" else launch_linear)(x, weight, bias, None)
+    y = (linear_op.cpu if run == "twin" else launch_linear)(x, weight, bias, None)
     wanted = added(run, y, x, a, b, projections, plan(ids))
     assert torch.equal(in_one_launch(run, weight, bias, x, a, b, projections, ids), wanted)
 
@@ -239,7 +239,7 @@ def test_which_passes_take_one_launch(monkeypatch):
     assert not taken(33)
     assert not taken(32, b.repeat(1, 1, 8)), "a large rank"
     assert not taken(32, products=0), "no counter is left"
-    monkeypatch.setitem(together._proven, together._key(weight, a, b), False)
+    monkeypatch.setitem(together.exact_adapted.serving, together._key(weight, a, b), False)
     assert not taken(32), "other bits were seen at the start"
 
 
@@ -251,10 +251,10 @@ def test_which_passes_take_one_launch(monkeypatch):
 def test_silu_reads_what_was_expanded(run, rows, k, width, rank, dtype, device):
     """The bits of expanding and SiLU one after the other, of all rows; its input stays."""
     y, x, a, b, ids = inputs(rows, k, (width, width), rank, dtype, "cpu" if run == "twin" else device)
-    silu, silu_mul = (silu_cpu, silu_mul_cpu) if run == "twin" else (silu_cuda, launch_silu_mul)
+    silu, product = (adapter_silu_op.cpu, silu_mul.cpu) if run == "twin" else (silu_cuda, launch_silu_mul)
     given, tiles, kept = RUNS[run][0], plan(ids, 16 if rows <= 64 else 32), y.clone()
     out = silu(y, given(x, a, *tiles, rank), b, *tiles)
-    assert torch.equal(out, silu_mul(added(run, y, x, a, b, (width, width), tiles)))
+    assert torch.equal(out, product(added(run, y, x, a, b, (width, width), tiles)))
     assert torch.equal(y, kept)
 
 

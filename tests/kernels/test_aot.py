@@ -29,7 +29,7 @@ WRITES = re.compile(r"\b(st|atom|red)\.[\w.:]*global")
 NORMS = ("_rms_norm_kernel", "_combine_kernel", "_gated_norm_kernel")
 """Kernels with a sum over a row, which quantise it or do not. They are in one part."""
 
-TAILS = ("layer_tail_kernel", "layer_tail_fp8_kernel", "_gather_norm_kernel")
+LAYER_TAILS = ("layer_tail_kernel", "_gather_norm_kernel")
 """Kernels with norms between their products, or after a gather. They are in the same part."""
 
 APART = ("_adapter_expand_kernel", "_adapter_silu_kernel", "_adapted_linear_kernel")
@@ -87,7 +87,7 @@ def _compile(case) -> dict:
             raise ValueError("writes what is read early and does not publish it at its end")
     old = "mma.sync" in compiled.asm["ptx"]
     fused = compiled.asm["ptx"].count("fma.rn.f32")
-    if case.kernel.fn.__name__ in (*NORMS, *BY_HEADS, *TAILS) and _written_fused(compiled.asm["llir"]) != fused:
+    if case.kernel.fn.__name__ in (*NORMS, *BY_HEADS, *LAYER_TAILS) and _written_fused(compiled.asm["llir"]) != fused:
         raise ValueError("leaves it to the compiler which product it fuses with a sum")
     found = {"shared": compiled.metadata.shared, "cubin": len(compiled.asm["cubin"]), "waits": wait >= 0, "old": old}
     found["leads"] = -1 < compiled.asm["ptx"].find("griddepcontrol.launch_dependents") < wait
@@ -145,7 +145,7 @@ def _sums(code: str) -> list[str]:
 
 def part_of(kernel: str) -> int:
     """The part that a kernel belongs to. What is compared with the norms is in theirs."""
-    return 0 if kernel in NORMS + TAILS else zlib.crc32(kernel.encode()) % PARTS
+    return 0 if kernel in NORMS + LAYER_TAILS else zlib.crc32(kernel.encode()) % PARTS
 
 
 def brings_something(case, seen: set) -> bool:
@@ -164,8 +164,8 @@ def main(part: str, every: bool) -> None:
 
     print(json.dumps({"triton": triton.__version__}))
     seen: dict[str, set] = {}
-    for module in pkgutil.iter_modules(unisono.kernels.__path__):
-        cases = getattr(importlib.import_module(f"unisono.kernels.{module.name}"), "AOT", [])
+    for module in pkgutil.walk_packages(unisono.kernels.__path__, "unisono.kernels."):
+        cases = getattr(importlib.import_module(module.name), "AOT", [])
         for index, case in enumerate(cases):
             kernel = case.kernel.__name__
             line = {"module": module.name, "index": index, "kernel": kernel, "is": str(dict(case.constexprs))}
@@ -215,7 +215,7 @@ def test_gluon_kernels_compile_with_the_oldest_triton(every):
     version, lines = compiled("gluon", every, OLDEST)
     assert f'"triton>={version.rpartition(".")[0]},' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
     made = {line["kernel"] for line in lines if "cubin" in line}
-    assert made >= {"layer_tail_kernel", "layer_tail_fp8_kernel", "prompt_attention_kernel"}
+    assert made >= {"layer_tail_kernel", "prompt_attention_kernel"}
 
 
 @pytest.mark.skipif(not OLDEST.is_dir(), reason="make test installs the oldest Triton that is supported")
@@ -230,7 +230,8 @@ def test_a_configuration_of_every_kernel_compiles_with_the_oldest_triton():
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_kernel_compiles_for_hopper(part, every):
     _, listed = compiled(part, every)
-    assert {"linear", "norm", "activation", "rotary"} <= {line["module"] for line in listed}
+    modules = {line["module"].rpartition(".")[2] for line in listed}
+    assert {"linear", "rms_norm", "activation", "rotary"} <= modules
     quantised = [line for line in listed if re.search("fp8|int4|mxfp4", line["module"])]
     assert len(quantised) > 20
     lines = [line for line in listed if line["chosen"] and part_of(line["kernel"]) == part]
@@ -275,8 +276,8 @@ def norms_add_in_one_order(norms):
 def tails_add_as_norms(lines):
     """The norms between a layer's products add up a row as the norm's own kernel."""
     plain = {line["row"]: set(line["sums"]) for line in lines if line["kernel"] == "_rms_norm_kernel"}
-    tails = [line for line in lines if line["kernel"] in TAILS]
-    assert {line["kernel"] for line in tails} == set(TAILS)
+    tails = [line for line in lines if line["kernel"] in LAYER_TAILS]
+    assert {line["kernel"] for line in tails} == set(LAYER_TAILS)
     assert all(line["sums"] and set(line["sums"]) <= plain[line["row"]] for line in tails)
 
 

@@ -9,12 +9,13 @@ import itertools
 import pytest
 import torch
 
+from tests.kernels.launches import forget
 from tests.kernels.paged_requests import ALWAYS_CUT, IMPLEMENTATIONS, NEVER_CUT, Requests
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.attention.triton import TritonAttention
-from unisono.kernels import attention as ops
-from unisono.kernels import attention_cpu as twin
-from unisono.kernels import attention_hopper as hopper
+from unisono.kernels.attention import cpu as twin
+from unisono.kernels.attention import hopper
+from unisono.kernels.attention import paged as ops
 
 
 @IMPLEMENTATIONS
@@ -242,10 +243,10 @@ def test_long_prompts_on_hopper_have_the_same_bits(heads, kv_heads, dim, dtype, 
     backend = TritonAttention(heads, kv_heads, case.device)
     spans = [(0, 300, 2000), (1, 0, 130), (2, 699, 700), (3, 0, 1), (4, 1, 1025), (2, 64, 512)]
     tile = 128 * kv_heads // heads
-    monkeypatch.setattr(hopper, "_proven", {})
+    forget(monkeypatch, hopper.exact_prompt_attention)
     want = case.extend(spans, tile, partials=0, padding=7)
     launched = watched(monkeypatch)
-    assert backend.prove(dim, dtype)[PROMPTS][0] == "the kernel for Hopper"
+    assert backend.prove(dim, dtype)[PROMPTS][0] == "gluon-sm90"
     launched.clear()
     assert torch.equal(case.extend(spans, tile, partials=0, padding=7), want)
     assert launched, "it was not the kernel for Hopper"
@@ -253,10 +254,10 @@ def test_long_prompts_on_hopper_have_the_same_bits(heads, kv_heads, dim, dtype, 
 
 @pytest.mark.skipif(not HOPPER, reason="the kernel for Hopper has no twin on other machines")
 def test_other_bits_are_not_served(monkeypatch):
-    monkeypatch.setattr(hopper, "_proven", {})
+    forget(monkeypatch, hopper.exact_prompt_attention)
     launched = watched(monkeypatch, error=1.0)
     backend = TritonAttention(32, 8, "cuda")
-    assert backend.prove(128, torch.bfloat16)[PROMPTS][0] == "as all attention"
+    assert backend.prove(128, torch.bfloat16)[PROMPTS][0] == "triton"
     assert launched
     launched.clear()
     Requests([2000], True, torch.bfloat16, 32, 8, 128).extend([(0, 0, 2000)], 32, partials=0)
@@ -277,7 +278,7 @@ def watched(monkeypatch, error: float = 0.0) -> list[int]:
 
 def test_without_hopper_all_attention_is_one_kernel():
     settled = TritonAttention(32, 8, "cpu").prove(128, torch.bfloat16)
-    assert {what for what, _ in settled.values()} == {"as all attention"}
+    assert {what for what, _ in settled.values()} == {"triton"}
     assert not hopper.suits(32, 8, 128, torch.bfloat16, torch.device("cpu"))
 
 
@@ -301,11 +302,11 @@ def test_what_the_kernel_for_hopper_is_compared_on_can_be_read(heads: int, dim: 
     def read(q, k, v, table, kv_len, query_start, positions):
         seen = [cache[table[row].long()].transpose(1, 2).flatten(0, 1)[:n] for row, n in enumerate(kv_len.tolist())
                 for cache in (k, v)]  # fmt: skip
-        return torch.cat(seen).float() + off * hopper._proven[proof]
+        return torch.cat(seen).float() + off * hopper.exact_prompt_attention.serves(proof)
 
     try:
         assert hopper._same_bits(read, heads, heads, dim, torch.float16, device)
         off = 1.0
         assert not hopper._same_bits(read, heads, heads, dim, torch.float16, device)
     finally:
-        hopper._proven.pop(proof, None)
+        hopper.exact_prompt_attention.serving.pop(proof, None)

@@ -4,14 +4,16 @@ import pytest
 import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine
+from tests.kernels.launches import forget
 from tests.kernels.paged_requests import Requests
 from unisono.attention.triton import TritonAttention
-from unisono.kernels import attention_gluon_rounds, hopper, overlap
-from unisono.kernels import attention_hopper_rounds as rounds
-from unisono.kernels.attention import KEYS
-from unisono.kernels.attention_cpu import SPLIT, attention_plan_cpu
-from unisono.kernels.attention_triton import LOG2_E
-from unisono.kernels.fp8_quantize import E4M3, padded_quantize_cpu
+from unisono.kernels import hopper, overlap
+from unisono.kernels.attention import gluon_rounds as attention_gluon_rounds
+from unisono.kernels.attention import hopper_rounds as rounds
+from unisono.kernels.attention.cpu import SPLIT, attention_plan_cpu
+from unisono.kernels.attention.paged import KEYS
+from unisono.kernels.attention.triton_kernels import LOG2_E
+from unisono.kernels.gemm.fp8_quantize import E4M3, padded_quantize_cpu
 
 LENGTHS = [700, 20, 257, 1030]
 WIDTHS = [1, 3, 4]
@@ -89,12 +91,11 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 @pytest.mark.parametrize("first", [0, 1])
 def test_rounds_on_hopper_have_the_same_bits(heads, kv_heads, dtype, first, monkeypatch):
     case = Requests([2000, 130, 700, 1025], True, dtype, heads, kv_heads, 128, first=first)
-    monkeypatch.setattr(rounds, "_proven", {})
-    monkeypatch.delenv("UNISONO_HOPPER_ROUNDS", raising=False)
+    forget(monkeypatch, rounds.exact_round_attention)
     ends = [(0, 2000), None, (1, 130), (3, 1025), (2, 64)]
     want = [case.round(ends, width, programs) for width in (1, 4) for programs in (10**6, 1)]
     settled = TritonAttention(heads, kv_heads, case.device).prove(128, dtype)
-    assert settled["attention of rounds"][0] == "the kernel for Hopper"
+    assert settled["attention of rounds"][0] == "gluon-sm90"
     launched = []
     launch = rounds.launch_round_attention
     monkeypatch.setattr(rounds, "launch_round_attention", lambda *args: launched.append(launch(*args)))
@@ -104,13 +105,10 @@ def test_rounds_on_hopper_have_the_same_bits(heads, kv_heads, dtype, first, monk
     assert launched, "it was not the kernel for Hopper"
 
 
-def test_it_serves_where_it_can_and_is_not_turned_off(monkeypatch):
-    monkeypatch.setenv("UNISONO_HOPPER_ROUNDS", "0")
+def test_it_serves_where_it_can(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
     heads = 32, 8, 128, torch.bfloat16
-    assert not rounds.suits(*heads, torch.device("cuda"))
-    monkeypatch.delenv("UNISONO_HOPPER_ROUNDS")
     assert rounds.suits(*heads, torch.device("cuda"))
     assert asked
     assert not rounds.suits(*heads, torch.device("cpu"))
@@ -129,7 +127,7 @@ def test_what_it_is_compared_on_can_be_read(heads: int, kv_heads: int) -> None:
         widths.append(width)
         seen = [cache[table[row].long()].transpose(1, 2).flatten(0, 1)[:n] for row, n in enumerate(kv_len.tolist())
                 for cache in (k, v)]  # fmt: skip
-        return torch.cat(seen).float() + off * rounds._proven[proof]
+        return torch.cat(seen).float() + off * rounds.exact_round_attention.serves(proof)
 
     try:
         assert rounds._same_bits(read, *proof)
@@ -137,4 +135,4 @@ def test_what_it_is_compared_on_can_be_read(heads: int, kv_heads: int) -> None:
         off = 1.0
         assert not rounds._same_bits(read, *proof)
     finally:
-        rounds._proven.pop(proof, None)
+        rounds.exact_round_attention.serving.pop(proof, None)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.sampling.arena import DEFAULTS, ROWS, fields_of
-from unisono.kernels import candidates as ops
-from unisono.kernels import sampling
+from unisono.kernels.sampling import candidates as ops
+from unisono.kernels.sampling import sampler as sampling
 
 COUNT = 5
 
@@ -13,7 +13,7 @@ COUNT = 5
 @pytest.fixture(params=["kernel", "twin"])
 def best(request, device):
     """``best(logits, rows, count, offset=0, ids=None, edited={})``: candidates with one slot for each of ``rows``."""
-    launch = ops.launch_candidates if request.param == "kernel" else ops.candidates_cpu
+    launch = ops.launch_candidates if request.param == "kernel" else ops.candidates.cpu
     device = device if request.param == "kernel" else torch.device("cpu")
 
     def run(logits, rows, count, offset=0, ids=None, edited=None):
@@ -36,7 +36,7 @@ def by_repeated_picks(logits, rows, count, offset=0, ids=None):
     slots, columns = torch.arange(len(rows), dtype=torch.int32), []
     left = logits.float().clone()
     for place in range(count):
-        token = sampling.sample_cpu(left, slots, 1, *fields_of(rows), offset, ids)
+        token = sampling.sample.cpu(left, slots, 1, *fields_of(rows), offset, ids)
         column = token.long() if ids is None else torch.searchsorted(ids, token).long()
         gone = left.gather(1, column[:, None])[:, 0] == -torch.inf
         columns.append(token.masked_fill(gone, -1) if place else token)
@@ -68,7 +68,7 @@ def test_the_first_is_what_is_picked_whatever_the_filters(best):
     logits = torch.randn(len(ROWS), 600) * 3
     slots = torch.arange(len(ROWS), dtype=torch.int32)
     got = best(logits, ROWS, 4)
-    assert torch.equal(got[:, 0], sampling.sample_cpu(logits, slots, 1, *fields_of(ROWS)))
+    assert torch.equal(got[:, 0], sampling.sample.cpu(logits, slots, 1, *fields_of(ROWS)))
 
 
 def test_what_filters_drop_is_no_candidate(best):

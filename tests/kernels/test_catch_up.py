@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unisono.kernels import catch_up as ops
+from unisono.kernels.speculation import catch_up as ops
 
 PAGE, MAX_PAGES, SLOTS = 4, 8, 7
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.kernels.causal_conv import causal_conv, launch_causal_conv
+from unisono.kernels.recurrent.causal_conv import causal_conv, launch_causal_conv
 
 CHANNELS, HEADS, TOKENS = 40, 3, 21
 

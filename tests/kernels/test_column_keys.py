@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.sampling.arena import ROWS, fields_of
-from unisono.kernels import candidates, column_keys, sampling
+from unisono.kernels.sampling import candidates, column_keys
+from unisono.kernels.sampling import sampler as sampling
 
 UNFILTERED = [row for row in ROWS if not {"top_k", "top_p", "min_p"} & row.keys()]
 """Greedy and drawn rows, and one that does not run."""
@@ -17,8 +18,8 @@ def best(request, device):
     A slot for each of ``rows``; with ``edited`` every other one edits.
     """
     kernel = request.param == "kernel"
-    keys_of = column_keys.launch_column_keys if kernel else column_keys.column_keys_cpu
-    tokens_of = column_keys.launch_best_tokens if kernel else column_keys.best_tokens_cpu
+    keys_of = column_keys.launch_column_keys if kernel else column_keys.column_keys.cpu
+    tokens_of = column_keys.launch_best_tokens if kernel else column_keys.best_tokens.cpu
     device = device if kernel else torch.device("cpu")
 
     def run(logits, rows, ranks, count=1, width=1, offset=0, edited=None):
@@ -48,7 +49,7 @@ def picked(logits, rows, width=1, offset=0, edited=None):
     """The oracle: one rank's tokens, from whole rows."""
     fields, slots = fields_of(rows), torch.arange(len(rows), dtype=torch.int32)
     edits = edits_of(rows, fields[1], edited is not None)
-    return sampling.sample_cpu(logits, slots, width, *fields, offset, None, edits, edited)[:, None]
+    return sampling.sample.cpu(logits, slots, width, *fields, offset, None, edits, edited)[:, None]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -67,7 +68,7 @@ def test_the_best_few_are_candidates(best, vocab):
     logits, slots = torch.randn(len(UNFILTERED), vocab) * 2, torch.arange(len(UNFILTERED), dtype=torch.int32)
     fields = fields_of(UNFILTERED)
     edits = edits_of(UNFILTERED, fields[1], some=False)
-    expected = candidates.candidates_cpu(logits, slots, 6, *fields, 1, None, edits, logits)
+    expected = candidates.candidates.cpu(logits, slots, 6, *fields, 1, None, edits, logits)
     assert torch.equal(best(logits, UNFILTERED, 2, 6, offset=1), expected)
 
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from unisono.kernels.concat_norm import concat_norm_cpu, launch_concat_norm
-from unisono.kernels.norm import launch_rms_norm, rms_norm_cpu
+from unisono.kernels.norm.concat_norm import concat_norm, launch_concat_norm
+from unisono.kernels.norm.rms_norm import launch_rms_norm, rms_norm
 
 
 @pytest.mark.parametrize("twin", [False, True], ids=["kernel", "twin"])
 @pytest.mark.parametrize("size", [24, 257, 4096])
 def test_bits_are_the_norms(twin, size, dtype, device):
     device = "cpu" if twin else device
-    join, norm = (concat_norm_cpu, rms_norm_cpu) if twin else (launch_concat_norm, launch_rms_norm)
+    join, norm = (concat_norm.cpu, rms_norm.cpu) if twin else (launch_concat_norm, launch_rms_norm)
     shapes = (11, size), (5, size), (size,), (size,)
     table, hidden, one, other = (torch.randn(shape).to(device, dtype) for shape in shapes)
     ids = torch.tensor([3, 10, 0, 3, 7], dtype=torch.int32, device=device)

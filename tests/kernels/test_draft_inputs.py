@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unisono.kernels import draft_inputs
+from unisono.kernels.speculation import draft_inputs
 from unisono.types import FinishReason
 
 PAGE, MAX_PAGES, SLOTS, MAX_TOKENS, VOCAB = 4, 6, 10, 24, 50

@@ -13,7 +13,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from unisono.kernels import edits
+from unisono.kernels.sampling import edits
 from unisono.sampling.edits import pack_edits, row_words
 from unisono.types import SamplingParams
 
@@ -107,7 +107,7 @@ def both(logits, slots, width, drafts, batch, device, **options):
         logits.to(device), slots.to(device), width, drafts.to(device), *arguments(batch, device), **options
     )
     here = {name: value.cpu() if torch.is_tensor(value) else value for name, value in options.items()}
-    return kernel.cpu(), edits.edit_logits_cpu(logits, slots, width, drafts, *arguments(batch), **here)
+    return kernel.cpu(), edits.edit_logits.cpu(logits, slots, width, drafts, *arguments(batch), **here)
 
 
 @pytest.mark.parametrize("width", [1, 3])

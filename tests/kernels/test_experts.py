@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from tests.kernels.expert_cases import SMALL, all_pairs, choice, inputs, plans
+from tests.kernels.expert_cases import SMALL, all_pairs, choice, expert_down_cpu, expert_gate_up_cpu, inputs, plans
 from tests.kernels.gluon_threads import Descriptor, Machine
-from unisono.kernels import experts_gluon, hopper, rms_norm
-from unisono.kernels.experts import (
+from unisono.kernels import hopper, rms_norm
+from unisono.kernels.moe import gluon as experts_gluon
+from unisono.kernels.moe.combine import (
+    combine_experts,
+    combine_experts_norm,
+    combine_experts_op,
+    launch_combine,
+)
+from unisono.kernels.moe.experts import (
     _same_bits,
     expert_down,
-    expert_down_cpu,
     expert_gate_up,
-    expert_gate_up_cpu,
     expert_tiles,
     launch_down,
     launch_gate_up,
 )
-from unisono.kernels.experts_combine import combine_cpu, combine_experts, combine_experts_norm, launch_combine
-from unisono.kernels.experts_plan import (
+from unisono.kernels.moe.plan import (
     LEAD_PAIRS,
-    Plan,
+    ExpertPlan,
     Shapes,
     launch_sort_pairs,
     num_tiles,
     plan_experts,
-    sort_pairs_cpu,
+    sort_pairs_op,
 )
 
 SHAPES = [  # M, H, I, E, top_k, shared experts that ride along
@@ -67,7 +69,7 @@ def test_plans_and_tiles_have_the_same_bits(dtype, device):
     want_h, want_y = None, None
     for rows in (16, 32):
         for plan in plans(ids, experts, rows).values():
-            for tile in (SMALL, replace(SMALL, n=32, warps=4, across=False)):
+            for tile in (SMALL, SMALL._replace(n=32, warps=4, across=False)):
                 h = launch_gate_up(x, gate_up, plan, tile)
                 y = launch_down(h, down, plan, tile)
                 want_h, want_y = h if want_h is None else want_h, y if want_y is None else want_y
@@ -86,7 +88,7 @@ def test_rows_are_exact(run, dtype, device, assert_rows_exact):
     def layer(x, ids, weights, gates, residual):
         if run == "twin":
             y = expert_down_cpu(expert_gate_up_cpu(x, gate_up, ids, experts), down, ids, experts)
-            return combine_cpu(y[: ids.numel()], weights, y[ids.numel() :], gates, residual, None, 0.0)[0]
+            return combine_experts_op.cpu(y[: ids.numel()], weights, y[ids.numel() :], gates, residual, None, 0.0)[0]
         plan = plans(ids, experts, 16)[run]
         y = launch_down(launch_gate_up(x, gate_up, plan, SMALL), down, plan, SMALL)
         return launch_combine(y[: ids.numel()], weights, y[ids.numel() :], gates, residual, None, 0.0)[0]
@@ -124,7 +126,7 @@ def test_padding_goes_to_no_expert(run, device):
         else:
             plan = plans(ids, experts, 16)[run]
             y = launch_down(launch_gate_up(x, gate_up, plan, SMALL), down, plan, SMALL)
-        combine = combine_cpu if run == "twin" else launch_combine
+        combine = combine_experts_op.cpu if run == "twin" else launch_combine
         return combine(y[:12], weights, y[12:], None, residual, None, 0.0)[0], y
 
     out, y = layer(padded_ids, padded_weights)
@@ -147,7 +149,7 @@ def test_the_sort_is_stable_and_its_tiles_cover_every_pair_once(rows, experts, t
     order, tiles = (t.cpu() for t in launch_sort_pairs(ids.to(device), experts, tile))
     sorted_ = ids.flatten().argsort(stable=True)[: (ids < experts).sum()]
     assert torch.equal(order[: len(sorted_)].long(), sorted_)
-    assert torch.equal(order[: len(sorted_)], sort_pairs_cpu(ids, experts, tile)[0][: len(sorted_)])
+    assert torch.equal(order[: len(sorted_)], sort_pairs_op.cpu(ids, experts, tile)[0][: len(sorted_)])
     assert tiles.shape == (3, num_tiles(ids.numel(), experts, tile))
     flat, covered = ids.flatten(), []
     for expert, first, count in tiles.T.tolist():
@@ -157,7 +159,7 @@ def test_the_sort_is_stable_and_its_tiles_cover_every_pair_once(rows, experts, t
         covered += mine.tolist()
     assert sorted(covered) == (flat < experts).nonzero().flatten().tolist()
     full = tiles[:, tiles[2] > 0]
-    assert torch.equal(full, sort_pairs_cpu(ids, experts, tile)[1][:, : full.shape[1]])
+    assert torch.equal(full, sort_pairs_op.cpu(ids, experts, tile)[1][:, : full.shape[1]])
 
 
 @pytest.mark.parametrize("programs", [1, 2])
@@ -172,7 +174,7 @@ def test_the_kernel_of_prompts_waits_for_what_it_reads(rides, hidden, inner, pro
     ids = torch.cat((torch.tensor([[0, 1, 2]]).repeat(rows - 4, 1), choice(4, experts - 1, top_k))).int()
     ids[-1] = experts  # a row of padding
     ids[:30, 1] = 0  # 96 pairs and more
-    plan = Plan(ids, experts, 128, *sort_pairs_cpu(ids, experts, 128))
+    plan = ExpertPlan(ids, experts, 128, *sort_pairs_op.cpu(ids, experts, 128))
     assert {(n > 0) + (n > 64) for n in plan.tiles[2].tolist()} == {0, 1, 2}  # groups that have pairs
     h = expert_gate_up_cpu(x, gate_up, ids, experts)
     inside = h.nan_to_num()  # rows of padding are not written
@@ -218,10 +220,12 @@ def test_the_proof_multiplies_what_the_weights_read(ranks, monkeypatch):
         seen.append(gated)
         return (expert_gate_up_cpu if gated else expert_down_cpu)(x, weight, plan.ids, plan.experts)
 
-    monkeypatch.setattr("unisono.kernels.experts._PROOF_TOKENS", 12)
-    monkeypatch.setattr("unisono.kernels.experts.launch_gate_up", lambda *given: by_either(*given, True))
-    monkeypatch.setattr("unisono.kernels.experts.launch_down", lambda *given: by_either(*given, False))
+    monkeypatch.setattr("unisono.kernels.moe.experts._PROOF_TOKENS", 12)
+    monkeypatch.setattr("unisono.kernels.moe.experts.launch_gate_up", lambda *given: by_either(*given, True))
+    monkeypatch.setattr("unisono.kernels.moe.experts.launch_down", lambda *given: by_either(*given, False))
     monkeypatch.setattr(experts_gluon, "launch_expert_rows", by_either)
+    assert not _same_bits(gate_up, down, experts, 2), "this is no Hopper GPU"
+    monkeypatch.setattr(experts_gluon, "suits", lambda weight: True)
     assert _same_bits(gate_up, down, experts, 2)
     assert seen == [True, True, False, False]
 
@@ -235,7 +239,7 @@ def test_the_plan_is_chosen_by_the_shape():
     assert [expert_tiles(pairs, 256, torch.bfloat16).rows for pairs in (8, 512, 4096, 32768)] == [16, 16, 32, 128]
 
 
-@pytest.mark.parametrize("run", [launch_combine, combine_cpu])
+@pytest.mark.parametrize("run", [launch_combine, combine_experts_op.cpu])
 @pytest.mark.parametrize("shared", ["none", "gated", "full"])
 def test_the_sum_matches_float64(run, shared, dtype, device, assert_close):
     on = device if run is launch_combine else torch.device("cpu")
@@ -263,7 +267,7 @@ def test_the_sum_is_in_the_order_of_the_slots(device):
     for parts, total in (([1e8, 1.0, -1e8], 0.0), ([1e8, -1e8, 1.0], 1.0)):
         y = torch.tensor(parts, device=device)[:, None]
         assert launch_combine(y, weights, None, None, residual, None, 0.0)[0].item() == total
-        assert combine_cpu(y.cpu(), weights.cpu(), None, None, residual.cpu(), None, 0.0)[0].item() == total
+        assert combine_experts_op.cpu(y.cpu(), weights.cpu(), None, None, residual.cpu(), None, 0.0)[0].item() == total
 
 
 def test_ops_dispatch_and_know_their_shapes():
@@ -278,7 +282,7 @@ def test_ops_dispatch_and_know_their_shapes():
     h = expert_gate_up(torch.empty(200, 20, device="meta"), gate_up.to("meta"), meta)
     assert expert_down(h, down.to("meta"), meta).shape == (600, 20)
     out = combine_experts(y[:10], torch.ones(5, 2), y[10:], None, x)
-    assert torch.equal(out, combine_cpu(y[:10], torch.ones(5, 2), y[10:], None, x, None, 0.0)[0])
+    assert torch.equal(out, combine_experts_op.cpu(y[:10], torch.ones(5, 2), y[10:], None, x, None, 0.0)[0])
     total, normed = combine_experts_norm(y[:10], torch.ones(5, 2), y[10:], None, x, torch.ones(20), 1e-3)
     assert torch.equal(total, out)
     assert torch.equal(normed, rms_norm(out, torch.ones(20), 1e-3))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.kernels.expert_cases import SMALL, all_pairs, choice, inputs, plans
-from unisono.kernels.activation import SILU, Gate
-from unisono.kernels.experts import Tile, expert_down, expert_gate_up, launch_down, launch_gate_up
-from unisono.kernels.experts_mxfp4 import (
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.moe.experts import expert_down, expert_gate_up, launch_down, launch_gate_up
+from unisono.kernels.moe.mxfp4 import (
     WIDTH,
     decode,
     expert_mxfp4_down,
@@ -16,10 +16,11 @@ from unisono.kernels.experts_mxfp4 import (
     launch_mxfp4_down,
     launch_mxfp4_gate_up,
 )
-from unisono.kernels.experts_plan import Plan
+from unisono.kernels.moe.plan import ExpertPlan
+from unisono.kernels.norm.activation import SILU, ExpertGate
 
-GATE = Gate(1.702, 0.7)
-STEP = Tile(16, WIDTH, 1, 2, True)
+GATE = ExpertGate(1.702, 0.7)
+STEP = Tile(16, 16, WIDTH, 1, 2, across=True)
 """The interpreter adds a step's products first, so steps have to be as long."""
 
 Packed = tuple[torch.Tensor, torch.Tensor]
@@ -77,8 +78,8 @@ def test_biases_and_the_clamped_gate_match_float64(plan, dtype, device, assert_c
     assert (both[:, inner:] < -GATE.limit).any()
     expected = (up + 1) * gate * torch.sigmoid(GATE.alpha * gate)
     if plan == "twin":
-        h = expert_gate_up(x, gate_up, Plan(ids, experts, 16), of_up, GATE)
-        y = expert_down(h, down, Plan(ids, experts, 16), of_down)
+        h = expert_gate_up(x, gate_up, ExpertPlan(ids, experts, 16), of_up, GATE)
+        y = expert_down(h, down, ExpertPlan(ids, experts, 16), of_down)
     else:
         chosen = plans(ids, experts, 16)[plan]
         h = launch_gate_up(x, gate_up, chosen, SMALL, of_up, GATE)
@@ -100,7 +101,7 @@ def test_mxfp4_has_the_bits_of_the_decoded_weights(shape, plan, dtype, device):
     x, ids = torch.randn(rows, hidden).to(on, dtype), choice(rows, experts, top_k).to(on)
     plain_up, plain_down = decode(*up, dtype), decode(*down, dtype)
     if plan == "twin":
-        chosen = Plan(ids, experts, 16)
+        chosen = ExpertPlan(ids, experts, 16)
         h = expert_mxfp4_gate_up(x, *up, chosen, of_up, gate)
         assert torch.equal(h, expert_gate_up(x, plain_up, chosen, of_up, gate))
         assert torch.equal(expert_mxfp4_down(h, *down, chosen, of_down), expert_down(h, plain_down, chosen, of_down))
@@ -116,7 +117,7 @@ def test_mxfp4_has_the_bits_of_the_decoded_weights(shape, plan, dtype, device):
 def test_ops_know_their_shapes():
     meta = torch.device("meta")
     up, down = ([t.to(meta) for t in packed(5, n, k)] for n, k in ((128, 96), (96, 64)))
-    plan = Plan(torch.zeros(3, 2, dtype=torch.int32, device=meta), 4, 16)
+    plan = ExpertPlan(torch.zeros(3, 2, dtype=torch.int32, device=meta), 4, 16)
     h = expert_mxfp4_gate_up(torch.empty(3, 96, device=meta), *up, plan)
     assert h.shape == (3 * 2 + 3, 64)
     assert expert_mxfp4_down(h, *down, plan).shape == (9, 96)

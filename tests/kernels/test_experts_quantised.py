@@ -10,21 +10,24 @@ import pytest
 import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine
-from unisono.kernels import experts_fp8, experts_gluon, hopper, silu_mul
-from unisono.kernels.experts_fp8 import (
+from tests.kernels.launches import forget
+from unisono.kernels import hopper, silu_mul
+from unisono.kernels.gemm.fp8 import fp8_linear
+from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, Quantised, quantize, quantize_cpu, widened_activations
+from unisono.kernels.gemm.int4 import int4_linear
+from unisono.kernels.moe import fp8 as experts_fp8
+from unisono.kernels.moe import gluon as experts_gluon
+from unisono.kernels.moe.fp8 import (
     expert_fp8_down,
     expert_fp8_gate_up,
     expert_fp8_gate_up_fp8,
     launch_fp8_down,
     launch_fp8_gate_up,
 )
-from unisono.kernels.experts_int4 import expert_int4_down, expert_int4_gate_up, launch_int4_down, launch_int4_gate_up
-from unisono.kernels.experts_plan import LEAD_PAIRS, Plan, Shapes, launch_sort_pairs, sort_pairs_cpu
-from unisono.kernels.fp8 import fp8_linear
-from unisono.kernels.fp8_quantize import E4M3, GROUP, Quantised, quantize, quantize_cpu, widened_activations
-from unisono.kernels.int4 import int4_linear
-from unisono.layers.expert_formats_quantised import Fp8Experts
-from unisono.layers.formats import WHOLE, Share
+from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, launch_int4_down, launch_int4_gate_up
+from unisono.kernels.moe.plan import LEAD_PAIRS, ExpertPlan, Shapes, launch_sort_pairs, sort_pairs_op
+from unisono.layers.formats.base import WHOLE, Share
+from unisono.layers.formats.experts_quantised import Fp8Experts
 
 KINDS = ["fp8 by block", "fp8 by output", "int4", "int4 with zeros"]
 SHAPES = [(3, 136, 40, 4, 2, 1), (1, 160, 136, 4, 2, 0), (9, 128, 96, 3, 1, 1)]  # M, H, I, E, top_k, riding along
@@ -71,9 +74,9 @@ def choice(rows: int, experts: int, top_k: int) -> torch.Tensor:
     return torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).to(torch.int32)
 
 
-def plans(ids: torch.Tensor, experts: int, tile: int) -> dict[str, Plan]:
-    sort = launch_sort_pairs if ids.is_cuda or torch.cuda.is_available() else sort_pairs_cpu
-    return {"lead": Plan(ids, experts, tile), "sorted": Plan(ids, experts, tile, *sort(ids, experts, tile))}
+def plans(ids: torch.Tensor, experts: int, tile: int) -> dict[str, ExpertPlan]:
+    sort = launch_sort_pairs if ids.is_cuda or torch.cuda.is_available() else sort_pairs_op.cpu
+    return {"lead": ExpertPlan(ids, experts, tile), "sorted": ExpertPlan(ids, experts, tile, *sort(ids, experts, tile))}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,8 +90,8 @@ def test_a_pairs_row_is_its_experts(kind, shape):
         (experts, t) for t in range(rows * rides)
     ]
     gate_up, project = ops_of(kind, launched=False)
-    h = gate_up(x, *up, plan=Plan(ids, experts, 16))
-    y = project(h, *down, plan=Plan(ids, experts, 16))
+    h = gate_up(x, *up, plan=ExpertPlan(ids, experts, 16))
+    y = project(h, *down, plan=ExpertPlan(ids, experts, 16))
     assert h.shape == (len(pairs), inner)
     for i, (expert, token) in enumerate(pairs):
         row = x[token : token + 1]
@@ -115,7 +118,7 @@ def test_kernels_are_like_their_twins(kind, shape, plan, dtype, device, assert_c
     up, down = stack_of(kind, experts + rides, [inner, inner], hidden), stack_of(kind, experts + rides, [hidden], inner)
     x, ids = torch.randn(rows, hidden).to(dtype), choice(rows, experts, top_k)
     gate_up, project = ops_of(kind, launched=False)
-    want = gate_up(x, *up, plan=Plan(ids, experts, 16))
+    want = gate_up(x, *up, plan=ExpertPlan(ids, experts, 16))
     launch_up, launch_project = ops_of(kind, launched=True)
     chosen = plans(ids.to(device), experts, 16)[plan]
     got = launch_up(x.to(device), *on(device, up), plan=chosen)
@@ -123,7 +126,7 @@ def test_kernels_are_like_their_twins(kind, shape, plan, dtype, device, assert_c
     assert_close(got, want, e4m3)
     # e4m3 of slightly other inner activations may be another value: both get the twin's
     y = launch_project(want.to(device), *on(device, down), plan=chosen)
-    assert_close(y, project(want, *down, plan=Plan(ids, experts, 16)), e4m3)
+    assert_close(y, project(want, *down, plan=ExpertPlan(ids, experts, 16)), e4m3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,16 +142,16 @@ def test_plans_and_tiles_have_the_same_bits(kind, device):
     for plan in (chosen["sorted"], plans(ids, experts, 32)["sorted"]):
         assert torch.equal(launch_up(x, *up, plan=plan), h), (plan.tile, plan.tiles is None)
         assert torch.equal(launch_project(h, *down, plan=plan), y), (plan.tile, plan.tiles is None)
-    alone = launch_up(x[3:4], *up, plan=Plan(ids[3:4], experts, 16))
+    alone = launch_up(x[3:4], *up, plan=ExpertPlan(ids[3:4], experts, 16))
     assert torch.equal(alone, torch.cat([h[3 * top_k : 4 * top_k], h[rows * top_k + 3 :][:1]]))
 
 
-def both_groups_and_one(rows: int, experts: int, top_k: int, tile: int) -> Plan:
+def both_groups_and_one(rows: int, experts: int, top_k: int, tile: int) -> ExpertPlan:
     """Choices with a row of padding, whose tiles have pairs for both warp groups of a program, for one, for none."""
     ids = torch.cat((torch.tensor([[0, 1, 2]]).repeat(rows - 4, 1), choice(4, experts - 1, top_k))).int()
     ids[-1] = experts
     ids[:30, 1] = 0  # 96 pairs and more
-    plan = Plan(ids, experts, tile, *sort_pairs_cpu(ids, experts, tile))
+    plan = ExpertPlan(ids, experts, tile, *sort_pairs_op.cpu(ids, experts, tile))
     assert {(n > 0) + (n > 64) for n in plan.tiles[2].tolist()} == {0, 1, 2}
     return plan
 
@@ -192,7 +195,7 @@ def test_a_quantised_result_is_the_results(kind, shape):
     """Both kinds of operand of ``down`` give the same rows, and gate and up with a quantised result make it."""
     rows, hidden, inner, experts, top_k, rides = shape
     up, down = stack_of(kind, experts + rides, [inner, inner], hidden), stack_of(kind, experts + rides, [hidden], inner)
-    x, plan = torch.randn(rows, hidden), Plan(choice(rows, experts, top_k), experts, 16)
+    x, plan = torch.randn(rows, hidden), ExpertPlan(choice(rows, experts, top_k), experts, 16)
     h = expert_fp8_gate_up(x, *up, plan)
     by_block = kind == "fp8 by block"
     h8 = expert_fp8_gate_up_fp8(x, *up, plan) if by_block else quantize(h, 0)
@@ -215,7 +218,7 @@ def test_what_ranks_gather_is_not_quantised() -> None:
     """A rank that has some of gate's outputs makes plain rows, which are gathered; one that has all may quantise."""
     up = stack_of("fp8 by block", 4, [128, 128], 128)
     format = Fp8Experts(SimpleNamespace(operands=lambda _: up))
-    x, plan = torch.randn(3, 128), Plan(choice(3, 4, 2), 4, experts_gluon.TILE_PAIRS)
+    x, plan = torch.randn(3, 128), ExpertPlan(choice(3, 4, 2), 4, experts_gluon.TILE_PAIRS)
     whole, part = (format.gate_up(SimpleNamespace(rows=rows), x, plan) for rows in (WHOLE, Share(0, 2)))
     assert isinstance(whole, Quantised)
     assert torch.equal(whole.x8[: len(part)].float(), quantize(part, GROUP).x8[: len(part)].float())
@@ -225,11 +228,10 @@ def test_what_ranks_gather_is_not_quantised() -> None:
 def test_prompts_run_on_the_kernel_that_is_proven(same, monkeypatch):
     """Its tiles have 128 pairs; a stack of other scales, or activations of another dtype, need a proof of their own."""
     experts, pairs = 16, 16 * experts_gluon.FEWEST
-    for name in ("_proven", "_serving"):
-        monkeypatch.setattr(experts_fp8, name, type(getattr(experts_fp8, name))())
-    monkeypatch.setattr(experts_fp8, "_same_bits", lambda *_: same)
+    forget(monkeypatch, experts_fp8.exact_fp8_experts)
+    monkeypatch.setattr(experts_fp8.exact_fp8_experts, "same_bits", lambda *_: same)
     up, down = stack_of("fp8 by block", experts, [128, 128], 128), stack_of("fp8 by block", experts, [128], 128)
-    assert experts_fp8.prove_fp8_experts(up, down, torch.bfloat16, experts, 2) is same
+    assert experts_fp8.exact_fp8_experts.prove(up, down, torch.bfloat16, experts, 2) is same
     ours = experts_fp8.fp8_tile_rows(pairs, experts)
     tile = lambda stack, count, dtype=torch.bfloat16: experts_fp8.fp8_expert_tile(count, experts, stack, dtype)  # noqa: E731
     assert tile(up, pairs) == (experts_gluon.TILE_PAIRS if same else ours)
@@ -246,8 +248,8 @@ def test_padding_goes_to_no_expert(kind, device, assert_close):
     ids = torch.tensor([[0, 2], [3, 3], [1, 0], [3, 3]], dtype=torch.int32)
     x = torch.randn(rows, hidden)
     gate_up, _ = ops_of(kind, launched=False)
-    want = gate_up(x[[0, 2]], *up, plan=Plan(ids[[0, 2]], experts, 16))
-    got = gate_up(x, *up, plan=Plan(ids, experts, 16))
+    want = gate_up(x[[0, 2]], *up, plan=ExpertPlan(ids[[0, 2]], experts, 16))
+    got = gate_up(x, *up, plan=ExpertPlan(ids, experts, 16))
     assert torch.equal(got[[0, 1, 4, 5]], want)
     launch_up, _ = ops_of(kind, launched=True)
     for plan in plans(ids.to(device), experts, 16).values():
@@ -260,7 +262,7 @@ def test_ops_know_their_shapes(kind):
     up, down = stack_of(kind, 5, [64, 64], 128), stack_of(kind, 5, [128], 64)
     meta = torch.device("meta")
     gate_up, project = ops_of(kind, launched=False)
-    plan = Plan(torch.zeros(3, 2, dtype=torch.int32, device=meta), 4, 16)
+    plan = ExpertPlan(torch.zeros(3, 2, dtype=torch.int32, device=meta), 4, 16)
     h = gate_up(torch.randn(3, 128).to(meta), *on(meta, up), plan=plan)
     assert h.shape == (3 * 2 + 3, 64)
     assert project(h, *on(meta, down), plan=plan).shape == (9, 128)

@@ -8,13 +8,20 @@ import pytest
 import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine
-from unisono.kernels import fp8, fp8_gluon, fp8_quantize, hopper
-from unisono.kernels.fp8 import Tile, fp8_linear, fp8_linear_cpu, fp8_linear_cuda, launch_fp8_product
-from unisono.kernels.fp8_quantize import E4M3, launch_quantize, quantised_cpu, quantize_cpu
+from unisono.kernels import hopper
+from unisono.kernels.gemm import fp8, fp8_gluon, fp8_quantize
+from unisono.kernels.gemm.fp8 import (
+    fp8_linear,
+    fp8_linear_cuda,
+    fp8_linear_op,
+    launch_fp8_product,
+)
+from unisono.kernels.gemm.fp8_quantize import E4M3, launch_quantize, quantised_cpu, quantize_cpu
+from unisono.kernels.gemm.tile import Tile
 
 SHAPES = [(1, 64, 128), (5, 130, 200), (20, 40, 640)]  # M, N, K
 KINDS = ["by block", "by output", "fixed"]
-RUNS = [fp8_linear_cuda, fp8_linear_cpu]
+RUNS = [fp8_linear_cuda, fp8_linear_op.cpu]
 
 
 def weight_of(n: int, k: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -78,7 +85,7 @@ def test_matches_float64(run, shape, kind, dtype, device, assert_close):
     x, bias, residual = (torch.randn(size).to(dtype) for size in ((rows, k), (n,), (rows, n)))
     x[0] *= 30
     product = quantised(x, kind, fixed) @ dequantised(weight, scales).t()
-    device = torch.device("cpu") if run is fp8_linear_cpu else device
+    device = torch.device("cpu") if run is fp8_linear_op.cpu else device
     given = on(device, x, weight, scales, fixed)
     assert_close(run(*given, None, None), product, e4m3=True)
     assert_close(run(*given, *on(device, bias, residual)), product + bias + residual, e4m3=True)
@@ -106,8 +113,8 @@ def test_activations_are_quantised_alike(group, k, dtype, device):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS)
 def test_rows_are_exact(run, kind, dtype, device, assert_rows_exact):
-    device = torch.device("cpu") if run is fp8_linear_cpu else device
-    n, k, rows = (130, 300, 24) if run is fp8_linear_cpu or device.type == "cuda" else (40, 150, 5)
+    device = torch.device("cpu") if run is fp8_linear_op.cpu else device
+    n, k, rows = (130, 300, 24) if run is fp8_linear_op.cpu or device.type == "cuda" else (40, 150, 5)
     weight, scales, fixed = on(device, *weight_of(n, k, kind))
     x, residual = torch.randn(rows, k).to(device, dtype), torch.randn(rows, n).to(device, dtype)
     assert_rows_exact(lambda x, residual: run(x, weight, scales, fixed, None, residual), x, residual)
@@ -120,7 +127,8 @@ def test_the_tile_changes_no_bit(kind, k, device):
     weight, scales, _ = on(device, *weight_of(130, k, kind))
     x = torch.randn(18, k, device=device).to(torch.float16)
     x8, x_scales = launch_quantize(x, 128 if kind == "by block" else None)
-    tiles = [Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(16, 128, 4, 2), Tile(128, 128, 8, 4, ahead=False)]
+    sizes = ((16, 64, 4, 3), (32, 64, 4, 3), (16, 128, 4, 2))
+    tiles = [*(Tile(m, n, 128, *rest, ahead=True) for m, n, *rest in sizes), Tile(128, 128, 128, 8, 4)]
     outs = [launch_fp8_product(x8, x_scales, weight, scales, None, None, 18, x.dtype, tile) for tile in tiles]
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
@@ -139,7 +147,7 @@ def test_both_products_give_one_rows_bits(kind, device):
 def test_op_dispatches_and_knows_its_shape():
     weight, scales, _ = weight_of(40, 200, "by block")
     x = torch.randn(3, 200)
-    assert torch.equal(fp8_linear(x, weight, scales), fp8_linear_cpu(x, weight, scales, None, None, None))
+    assert torch.equal(fp8_linear(x, weight, scales), fp8_linear_op.cpu(x, weight, scales, None, None, None))
     assert fp8_linear(x[:0], weight, scales).shape == (0, 40)
     assert fp8_linear(*(t.to("meta") for t in (x, weight, scales))).shape == (3, 40)
     assert fp8.prove_fp8(weight, scales, torch.float32), "nothing to compare on a CPU"
@@ -147,7 +155,6 @@ def test_op_dispatches_and_knows_its_shape():
 
 def test_where_torch_has_no_such_product_triton_serves(monkeypatch):
     """The proof fails instead of raising, and what failed stays failed."""
-    monkeypatch.setattr(fp8, "_proven", {})
     monkeypatch.setattr(fp8, "launch_quantize", lambda x, group: (x, x))
     monkeypatch.setattr(fp8, "launch_fp8_product", lambda *given: torch.zeros(1))
 
@@ -156,7 +163,7 @@ def test_where_torch_has_no_such_product_triton_serves(monkeypatch):
 
     monkeypatch.setattr(fp8, "_scaled_mm", refuse)
     weight, scales, _ = weight_of(40, 200, "by block")
-    assert not fp8._same_bits(weight, scales, torch.bfloat16, 65, fp8._by_torch)
+    assert not fp8.exact_scaled_mm.same_bits(weight, scales, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["by block", "by output"])
@@ -167,15 +174,15 @@ def test_programs_of_few_rows_compute_the_product(case: tuple[int, ...], kind: s
     weight, scales, _ = weight_of(n, k, kind)
     x8, x_scales = quantised_cpu(torch.randn(rows, k).half(), 128 if kind == "by block" else 0)
     residual = torch.randn(rows, n).half()
-    tile = fp8_gluon.Tile(16, 32, 4, 2, 64)
+    tile = Tile(16, 32, 128, 4, 2, registers=64)
     out = torch.full((rows, n), float("nan")).half()
     Machine((fp8_gluon, hopper), programs).run(
         fp8_gluon.fp8_rows_kernel,
-        x_desc=Descriptor(x8, [tile.rows, fp8_gluon.STEP]), w_desc=Descriptor(weight, [tile.outputs, fp8_gluon.STEP]),
+        x_desc=Descriptor(x8, [tile.m, fp8_gluon.STEP]), w_desc=Descriptor(weight, [tile.n, fp8_gluon.STEP]),
         x_scales=x_scales, w_scales=scales, bias=out, residual=residual, out=out, M=rows, N=n, K=k, PADDED=len(x8),
         BY_BLOCK=kind == "by block", HAS_BIAS=False, HAS_RESIDUAL=True, OVERLAP=True, **fp8_gluon._sizes(tile),
     )  # fmt: skip
-    expected = fp8.fp8_product_cpu(x8, x_scales, rows, torch.float16, weight, scales, None, residual)
+    expected = fp8.fp8_product_op.cpu(x8, x_scales, rows, torch.float16, weight, scales, None, residual)
     torch.testing.assert_close(out, expected, rtol=0.01, atol=0.01)
 
 
@@ -188,7 +195,7 @@ def test_the_kernel_of_few_rows_has_the_tritons_bits(size, kind, device):
     bias, residual = (torch.randn(shape, device=device).bfloat16() for shape in (size[0], (64, size[0])))
     for rows in (1, 3, 16, 17, 33, 64):
         x8, x_scales = fp8.launch_quantize(torch.randn(rows, size[1], device=device).bfloat16(), fp8._group(scales))
-        for tile in (None, *(fp8_gluon.Tile(r, o, 4, 2, 112) for r in (16, 32) for o in (16, 32, 64))):
+        for tile in (None, *(Tile(r, o, 128, 4, 2, registers=112) for r in (16, 32) for o in (16, 32, 64))):
             for given in ((None, None), (bias, residual[:rows])):
                 operands = x8, x_scales, weight, scales, *given, rows, torch.bfloat16
                 assert torch.equal(fp8_gluon.launch_fp8_rows(*operands, tile), fp8.launch_fp8_product(*operands))

@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 
-from unisono.kernels.fp8 import fp8_linear, fp8_linear_cuda, launch_fp8_product
-from unisono.kernels.fp8_linear_norm import fp8_linear_norm, fp8_linear_norm_cpu, fp8_linear_norm_cuda
-from unisono.kernels.fp8_quantize import Quantised, launch_quantize, quantize
-from unisono.kernels.norm import launch_rms_norm, rms_norm_cpu
+from unisono.kernels.gemm.fp8 import fp8_linear, fp8_linear_cuda, launch_fp8_product
+from unisono.kernels.gemm.fp8_linear_norm import fp8_linear_norm, fp8_linear_norm_cuda, fp8_linear_norm_op
+from unisono.kernels.gemm.fp8_quantize import Quantised, launch_quantize, quantize
+from unisono.kernels.norm.rms_norm import launch_rms_norm, rms_norm
 
-FP8 = importlib.import_module("unisono.kernels.fp8")
+FP8 = importlib.import_module("unisono.kernels.gemm.fp8")
 
 
 def operands(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -57,13 +57,13 @@ def test_op_dispatches_and_knows_its_shape(dtype):
     x, weight, scales, b, residual, norm = operands(3, dtype, torch.device("cpu"))
     q = quantize(x, 128)
     total, normed = fp8_linear_norm(q, weight, scales, b, residual, norm, 1e-6)
-    want = fp8_linear_norm_cpu(q.x8, q.scales, weight, scales, b, residual, norm, 1e-6, None, True)
+    want = fp8_linear_norm_op.cpu(q.x8, q.scales, weight, scales, b, residual, norm, 1e-6, None, True)
     assert torch.equal(total, want[0])
     assert torch.equal(normed, want[1])
     assert torch.equal(total, fp8_linear(x, weight, scales, None, b, residual))
     for group, keep in ((128, True), (0, False)):
         total, normed = fp8_linear_norm(q, weight, scales, b, residual, norm, 1e-6, group, keep)
-        again = quantize(rms_norm_cpu(total, norm, 1e-6), group)
+        again = quantize(rms_norm.cpu(total, norm, 1e-6), group)
         assert torch.equal(normed.x8.float(), again.x8.float())
         assert torch.equal(normed.scales, again.scales)
         assert (normed.x is not None) == keep

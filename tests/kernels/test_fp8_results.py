@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from unisono.kernels import rms_norm, sigmoid_gate, silu_mul
-from unisono.kernels.activation import (
+from unisono.kernels.gemm.fp8 import fp8_linear, fp8_linear_op, fp8_product
+from unisono.kernels.gemm.fp8_quantize import Quantised, launch_quantize, padded_rows, quantize
+from unisono.kernels.moe.combine import (
+    combine_experts_norm,
+    combine_experts_norm_fp8,
+    combine_experts_op,
+    launch_combine,
+)
+from unisono.kernels.norm.activation import (
     launch_sigmoid_gate,
     launch_sigmoid_gate_fp8,
     launch_silu_mul,
@@ -16,22 +24,14 @@ from unisono.kernels.activation import (
     sigmoid_gate_fp8,
     silu_mul_fp8,
 )
-from unisono.kernels.experts_combine import (
-    combine_cpu,
-    combine_experts_norm,
-    combine_experts_norm_fp8,
-    launch_combine,
-)
-from unisono.kernels.fp8 import fp8_linear, fp8_linear_cpu, fp8_product
-from unisono.kernels.fp8_quantize import Quantised, launch_quantize, padded_rows, quantize
-from unisono.kernels.gated_norm import (
+from unisono.kernels.norm.gated_norm import (
     gated_norm,
     gated_norm_fp8,
     launch_gated_norm,
     launch_gated_norm_fp8,
     quantises,
 )
-from unisono.kernels.norm import (
+from unisono.kernels.norm.rms_norm import (
     launch_add_rms_norm,
     launch_add_rms_norm_fp8,
     launch_rms_norm,
@@ -166,7 +166,7 @@ def test_a_product_of_quantised_rows_is_the_linear_layers(by_block, dtype):
     q = quantize(x, 128 if by_block else 0)
     assert torch.equal(fp8_product(q, weight, scales), fp8_linear(x, weight, scales))
     both = fp8_product(q, weight, scales, bias, residual)
-    assert torch.equal(both, fp8_linear_cpu(x, weight, scales, None, bias, residual))
+    assert torch.equal(both, fp8_linear_op.cpu(x, weight, scales, None, bias, residual))
     meta = Quantised(q.x8.to("meta"), q.scales.to("meta"), q.group, 5, dtype)
     shape = fp8_product(meta, weight.to("meta"), scales.to("meta"))
     assert shape.shape == (5, 130)
@@ -178,6 +178,6 @@ def test_the_twins_of_combine_agree_with_their_kernel(device):
     y, residual = torch.randn(6, 128), torch.randn(3, 128)
     given = y, torch.rand(3, 2), None, None, residual, torch.randn(128), 1e-6, 128, True
     ours = launch_combine(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in given))
-    for a, b in zip(combine_cpu(*given), ours, strict=True):
+    for a, b in zip(combine_experts_op.cpu(*given), ours, strict=True):
         assert a.shape == b.shape
         assert (a.float() - b.float().cpu()).norm() <= 2e-2 * a.float().norm()

@@ -12,9 +12,9 @@ import torch
 
 from tests.kernels.delta_cases import Layer, Passes, Sizes, cuts, differing, oracle, rounds
 from tests.kernels.gluon_threads import Machine
-from unisono.kernels import gated_delta_gluon
-from unisono.kernels.causal_conv import causal_conv, launch_causal_conv
-from unisono.kernels.gated_delta import gated_delta, launch_gated_delta
+from unisono.kernels.recurrent import gated_delta_gluon
+from unisono.kernels.recurrent.causal_conv import causal_conv, launch_causal_conv
+from unisono.kernels.recurrent.gated_delta import gated_delta, launch_gated_delta
 
 ON_GPU = torch.cuda.is_available()
 SIZES = {
@@ -164,8 +164,8 @@ def test_both_walks_over_a_prompt_have_the_same_bits(monkeypatch: pytest.MonkeyP
     launched = []
     if not ON_GPU:
         monkeypatch.setattr(gated_delta_gluon, "_split", split)
-        monkeypatch.setattr("unisono.kernels.gated_delta.walk_kernel", FastWalk())
-        monkeypatch.setattr("unisono.kernels.gated_delta.walks", lambda *_: launched.append(0) or True)
+        monkeypatch.setattr("unisono.kernels.recurrent.gated_delta.walk_kernel", FastWalk())
+        monkeypatch.setattr("unisono.kernels.recurrent.gated_delta.walks", lambda *_: launched.append(0) or True)
     whole, other = kernels(layer), kernels(layer)
     whole.prompt(layer.lengths, pad=3, pad_rows=1)
     cuts(other, random.Random(3), 90)

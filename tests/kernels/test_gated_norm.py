@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.kernels.gated_norm import gated_norm, gated_norm_cpu, launch_gated_norm
+from unisono.kernels.norm.gated_norm import gated_norm, launch_gated_norm
 
 
-@pytest.mark.parametrize("op", [launch_gated_norm, gated_norm_cpu])
+@pytest.mark.parametrize("op", [launch_gated_norm, gated_norm.cpu])
 @pytest.mark.parametrize(("heads", "size"), [(3, 16), (9, 32), (2, 128)])
 def test_matches_float64(
     op: Any, heads: int, size: int, dtype: torch.dtype, device: torch.device, assert_close: Any
@@ -22,7 +22,7 @@ def test_matches_float64(
     assert_close(op(o, z, weight, 1e-6), normed.flatten(1) * z.double() * z.double().sigmoid())
 
 
-@pytest.mark.parametrize("op", [launch_gated_norm, gated_norm_cpu])
+@pytest.mark.parametrize("op", [launch_gated_norm, gated_norm.cpu])
 def test_rows_are_exact(op: Any, device: torch.device, assert_rows_exact: Any) -> None:
     weight = torch.rand(16, device=device)
     o, z = torch.randn(9, 48, device=device), torch.randn(9, 48, device=device)
@@ -31,6 +31,6 @@ def test_rows_are_exact(op: Any, device: torch.device, assert_rows_exact: Any) -
 
 def test_op_dispatches_and_knows_its_shape() -> None:
     o, z, weight = torch.randn(3, 64), torch.randn(3, 64), torch.rand(32)
-    assert torch.equal(gated_norm(o, z, weight, 1e-6), gated_norm_cpu(o, z, weight, 1e-6))
+    assert torch.equal(gated_norm(o, z, weight, 1e-6), gated_norm.cpu(o, z, weight, 1e-6))
     assert gated_norm(o.to("meta"), z.to("meta"), weight.to("meta"), 1e-6).shape == (3, 64)
     assert gated_norm(o[:0], z[:0], weight, 1e-6).shape == (0, 64)

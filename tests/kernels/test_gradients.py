@@ -13,7 +13,7 @@ import torch
 from tests.models.make_mtp import norm, rotate
 from tests.ops import Ops
 from unisono.kernels import linear, linear_norm, rms_norm, rope_and_cache, silu_mul
-from unisono.kernels.concat_norm import concat_norm
+from unisono.kernels.norm.concat_norm import concat_norm
 
 EPS = 1e-3
 GENERATOR = torch.Generator().manual_seed(0)

@@ -7,22 +7,22 @@ import importlib
 import pytest
 import torch
 
-from unisono.kernels import int4
-from unisono.kernels.int4 import (
-    Tile,
+from unisono.kernels.gemm import int4
+from unisono.kernels.gemm.int4 import (
     int4_linear,
-    int4_linear_cpu,
     int4_linear_cuda,
+    int4_linear_op,
     launch_int4_linear,
     launch_unpack,
     unpack_cpu,
 )
-from unisono.kernels.linear import launch_linear
+from unisono.kernels.gemm.linear import launch_linear
+from unisono.kernels.gemm.tile import Tile
 
-linear = importlib.import_module("unisono.kernels.linear")  # the package's attribute of that name is the function
+linear = importlib.import_module("unisono.kernels.gemm.linear")  # the package's attribute of that name is the function
 
 SHAPES = [(1, 64, 256, 128), (5, 70, 96, 32), (20, 33, 192, 64), (3, 40, 120, 120)]  # M, N, K, group
-RUNS = [int4_linear_cuda, int4_linear_cpu]
+RUNS = [int4_linear_cuda, int4_linear_op.cpu]
 
 
 def weight_of(n: int, k: int, group: int, zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -54,7 +54,7 @@ def test_matches_float64(run, shape, zeros, dtype, device, assert_close):
     stored = weight_of(n, k, group, zeros)
     weight = dequantised(*stored, group)
     x, bias, residual = (torch.randn(size).to(dtype) for size in ((rows, k), (n,), (rows, n)))
-    device = torch.device("cpu") if run is int4_linear_cpu else device
+    device = torch.device("cpu") if run is int4_linear_op.cpu else device
     given = (*on(device, x, *stored), group)
     product = x.double() @ weight.t()
     assert_close(run(*given, None, None), product)
@@ -75,14 +75,14 @@ def test_unpacking_is_one_rounding_and_both_products_agree(shape, zeros, dtype, 
     x = torch.randn(rows, k, device=device).to(dtype)
     packed = launch_int4_linear(x, *on(device, *stored), group, None, None)
     # The interpreter adds up each tile of K before it adds tiles, a GPU does not: there it has the same tiles of K.
-    tile = None if device.type == "cuda" else linear.Tile(16, 32, int4.int4_steps(group)[0], 4, 2)
+    tile = None if device.type == "cuda" else Tile(16, 32, int4.int4_steps(group)[0], 4, 2)
     assert torch.equal(packed, launch_linear(x, unpacked, None, None, tile)), "the plain product has other bits"
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_rows_are_exact(run, dtype, device, assert_rows_exact):
-    device = torch.device("cpu") if run is int4_linear_cpu else device
-    rows, n, k = (24, 70, 256) if run is int4_linear_cpu or device.type == "cuda" else (6, 40, 96)
+    device = torch.device("cpu") if run is int4_linear_op.cpu else device
+    rows, n, k = (24, 70, 256) if run is int4_linear_op.cpu or device.type == "cuda" else (6, 40, 96)
     stored = on(device, *weight_of(n, k, 32, True))
     x, residual = torch.randn(rows, k).to(device, dtype), torch.randn(rows, n).to(device, dtype)
     assert_rows_exact(lambda x, residual: run(x, *stored, 32, None, residual), x, residual)
@@ -91,7 +91,7 @@ def test_rows_are_exact(run, dtype, device, assert_rows_exact):
 def test_the_tile_changes_no_bit(device):
     stored = on(device, *weight_of(70, 384, 128, True))
     x = torch.randn(20, 384, device=device).to(torch.float16)
-    tiles = [Tile(16, 64, 4, 4), Tile(32, 64, 4, 3), Tile(128, 64, 4, 3)]
+    tiles = [Tile(16, 64, 0, 4, 4), Tile(32, 64, 0, 4, 3), Tile(128, 64, 0, 4, 3)]
     outs = [launch_int4_linear(x, *stored, 128, None, None, tile) for tile in tiles]
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
@@ -109,7 +109,7 @@ def test_both_products_give_one_rows_bits(device):
 def test_op_dispatches_and_knows_its_shape():
     stored = weight_of(40, 128, 64, True)
     x = torch.randn(3, 128)
-    assert torch.equal(int4_linear(x, *stored, 64), int4_linear_cpu(x, *stored, 64, None, None))
+    assert torch.equal(int4_linear(x, *stored, 64), int4_linear_op.cpu(x, *stored, 64, None, None))
     assert int4_linear(x[:0], *stored, 64).shape == (0, 40)
     assert int4_linear(x.to("meta"), *(t.to("meta") for t in stored), 64).shape == (3, 40)
     assert int4.prove_int4(*stored, 64, torch.float32), "nothing to compare on a CPU"

@@ -16,7 +16,7 @@ from unisono.kernels import library
 
 if "by Triton alone" in sys.argv:
     library.DependenciesFinder._update_hash = library._update_hash
-names = [each.name for each in pkgutil.iter_modules(unisono.kernels.__path__, "unisono.kernels.")]
+names = [each.name for each in pkgutil.walk_packages(unisono.kernels.__path__, "unisono.kernels.")]
 modules = [importlib.import_module(name) for name in names]
 found = [(m.__name__, n, f) for m in modules for n, f in vars(m).items() if isinstance(f, JITFunction)]
 kernels = sorted(each for each in found if each[2].module == each[0])

@@ -10,9 +10,9 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from tests.kernels.paged_requests import ALWAYS_CUT, IMPLEMENTATIONS, NEVER_CUT, Requests
 from tests.kernels.rope_cases import EPS, PAGE, PAGES, make_case
 from unisono.kernels import rope_and_cache
-from unisono.kernels.fp8_quantize import E4M3, LARGEST
-from unisono.kernels.kv_e4m3 import HIGHEST, LOWEST, dequantised, quantised
-from unisono.kernels.rotary import launch_rope_and_cache, rope_and_cache_cpu
+from unisono.kernels.cache.kv_e4m3 import HIGHEST, LOWEST, dequantised, quantised
+from unisono.kernels.cache.rotary import launch_rope_and_cache, rope_and_cache_cpu
+from unisono.kernels.gemm.fp8_quantize import E4M3, LARGEST
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine, Stuck
-from unisono.kernels import fp8_gluon, hopper, staying
-from unisono.kernels import layer_tail as tail
-from unisono.kernels import layer_tail_fp8 as tail8
-from unisono.kernels import layer_tail_fp8_gluon as gluon8
-from unisono.kernels import layer_tail_gluon as gluon
+from unisono.kernels import hopper
+from unisono.kernels.gemm import layer_tail as tail
+from unisono.kernels.gemm import layer_tail_gluon as gluon
+from unisono.kernels.gemm import persistent as staying
 
 
 def made(rows: int, h: int, q: int, i: int, f: int, dtype: torch.dtype, device: str = "cpu", bias: bool = False,
@@ -29,7 +28,7 @@ def made(rows: int, h: int, q: int, i: int, f: int, dtype: torch.dtype, device: 
     weights = weight(h, q), weight(2 * i, h), weight(h, i), random(h)
     end = (random(h), 1e-5) if normed else ()
     after = {"following": weight(f, h), "bias": random(f) if bias else None} if f else {}
-    return random(rows, q), random(rows, h), tail.Tail(*weights, 1e-6, *end, **after)
+    return random(rows, q), random(rows, h), tail.LayerTailWeights(*weights, 1e-6, *end, **after)
 
 
 SIZES = {  # rows, h, q, i, f, programs, EACH, STAGES
@@ -62,7 +61,7 @@ def on_threads(x, residual, weights, programs, each, stages, counters, seed):
     f = 0 if weights.following is None else weights.following.shape[0]
     widths = (h, h, i, h, h if weights.next_norm is not None else 0, f)
     total, n1, act, out, n2, product = (torch.full((rows, n), float("nan")).to(x.dtype) for n in widths)
-    tiles = tail.Tiles.of(h, i, f, programs)
+    tiles = tail.LayerTailTiles.of(h, i, f, programs)
 
     def boxes(tensor: torch.Tensor, tile: int) -> Descriptor:
         return Descriptor(tensor, [tail.box_of(tile), tail.STEP])
@@ -81,32 +80,11 @@ def on_threads(x, residual, weights, programs, each, stages, counters, seed):
     return out, n2 if widths[4] else n2.view(-1), product if f else product.view(-1)
 
 
-SIZES8 = {  # rows, h, q, i, f, programs, stages
-    "one row": (1, 256, 384, 640, 512, 3, 2),
-    "rows of several programs": (6, 384, 256, 1152, 200, 7, 2),
-    "the last layer": (3, 128, 640, 256, 0, 4, 3),
-}
-
-
-@pytest.mark.parametrize("case", SIZES8)
-def test_programs_meet_and_compute_the_layer_in_e4m3(case: str) -> None:
-    """Scales differ by orders of magnitude, so that one taken from another block or row is seen."""
-    rows, h, q, i, f, programs, stages = SIZES8[case]
-    counters = torch.zeros(32, dtype=torch.int64)
-    for seed in range(2):
-        x, residual, weights = made8(rows, h, q, i, f, keep=seed == 0)
-        given = tail8.quantised_cpu(x, 128) if seed else None
-        got = on_threads8(x, given, residual, weights, programs, stages, counters, seed)
-        for mine, expected in zip(got, tail8.layer_tail_fp8(x, residual, weights), strict=True):
-            torch.testing.assert_close(mine, expected, rtol=0.02, atol=0.05)
-    assert not (counters % programs).any()
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wgmma needs a Hopper GPU")
 @pytest.mark.parametrize("norm", [torch.bfloat16, torch.float32], ids=["", "fp32 norms"])
 @pytest.mark.parametrize("size", [(4096, 4096, 12288, 6144), (2560, 4096, 9728, 0), (2048, 512, 1600, 200)])
 def test_bits_on_the_gpu(size: tuple[int, ...], norm: torch.dtype, device: str) -> None:
-    """Those of the separate kernels, in both formats, again and again."""
+    """Those of the separate kernels, again and again."""
     h, q, i, f = size
     _, _, plain = made(1, h, q, i, f, torch.bfloat16, device, bias=f > 0)
     plain = dataclasses.replace(plain, o_norm=plain.o_norm.to(norm), next_norm=plain.next_norm.to(norm))
@@ -116,63 +94,11 @@ def test_bits_on_the_gpu(size: tuple[int, ...], norm: torch.dtype, device: str) 
         x, residual, _ = made(5, h, q, i, f, torch.bfloat16, device)
         got = tail.launch_layer_tail(x, residual, plain, tail.Blocks.of(5, each))
         assert all(map(torch.equal, got, tail._apart(x, residual, plain)))
-    _, _, quantised = made8(1, h, q, i, f, keep=False)
-    moved = {n: v.to(device) for n, v in vars(quantised).items() if isinstance(v, torch.Tensor)}
-    norms = {"o_norm": plain.o_norm, "next_norm": plain.next_norm, "bias": plain.bias}
-    scales = tuple(each.to(device) for each in quantised.scales)
-    for keep in (False, True):
-        given = moved | norms | {"scales": scales, "keep": keep, "dtype": torch.bfloat16}
-        assert tail8.prove(dataclasses.replace(quantised, **given))
-
-
-def made8(rows: int, h: int, q: int, i: int, f: int, keep: bool) -> tuple[torch.Tensor, torch.Tensor, tail8.Fp8Tail]:
-    """As :func:`made`, in e4m3."""
-    x, residual, plain = made(rows, h, q, i, f, torch.float16)
-    generator, weights, scales = torch.Generator().manual_seed(h), [], []
-    for weight in plain.products:
-        n, k = weight.shape
-        size = torch.rand(-(-n // 128), -(-k // 128), generator=generator) * 3 + 0.1
-        weights.append((weight.float() * 16).to(torch.float8_e4m3fn))
-        scales.append(size / 16)
-    mine = dict(zip(("o", "gate_up", "down", "following"), weights, strict=False))
-    given = {**vars(plain), **mine}
-    return x, residual, tail8.Fp8Tail(**given, scales=tuple(scales), dtype=torch.float16, keep=keep)
-
-
-def on_threads8(x, given, residual, weights, programs, stages, counters, seed):
-    """The kernel's outputs."""
-    rows, (h, q), i = x.shape[0], weights.o.shape, weights.down.shape[1]
-    f = 0 if weights.following is None else weights.following.shape[0]
-    total, act, out, n2, product = (torch.full((rows, n), float("nan")).to(x.dtype) for n in (h, i, h, h, f))
-    pairs = [tail8.empty_quantised(x, rows, width, 128) for width in (q, h, i, h)]
-    pairs[0] = given or pairs[0]
-    tiles = tail.Tiles.of(h, i, f, programs)
-    following = weights.following if f else weights.down
-
-    def boxes(tensor: torch.Tensor, tile: int) -> Descriptor:
-        return Descriptor(tensor, [tail.box_of(tile), tail8.STEP])
-
-    names = ("x8", "n1", "act8", "n28")
-    Machine((gluon8, fp8_gluon, staying, hopper), programs, seed).run(
-        gluon8.layer_tail_fp8_kernel,
-        **{f"{n}_desc": boxes(p[0], 8) for n, p in zip(("x", "n1", "act", "n2"), pairs, strict=True)},
-        o_desc=boxes(weights.o, tiles.h), gate_up_desc=boxes(weights.gate_up, tiles.i),
-        down_desc=boxes(weights.down, tiles.h), next_desc=boxes(following, tiles.f), mixed=x, residual=residual,
-        **dict(zip(("o_scales", "gate_up_scales", "down_scales"), weights.scales, strict=False)),
-        next_scales=weights.scales[-1], o_norm=weights.o_norm, next_norm=weights.next_norm, next_bias=total,
-        total=total, act=act, out=out, n2=n2, product=product,
-        **dict(zip(names, (p[0] for p in pairs), strict=True)),
-        **dict(zip((f"{n}_scales" for n in names), (p[1] for p in pairs), strict=True)),
-        counters=counters, eps=weights.eps, next_eps=weights.next_eps, M=rows, Q=q, H=h, I=i, F=f,
-        PADDED=len(pairs[0][0]), HAS_BIAS=False, NORMED=True, KEEP=weights.keeps, FOLLOWED=f > 0, OVERLAP=True,
-        QUANTISED=given is not None, **tail8._constants(tail.Blocks(8, 4, stages), tiles, h),
-    )  # fmt: skip
-    return out, n2 if weights.keeps else n2.new_empty(0), product if f else product.view(-1)
 
 
 def test_tiles_of_an_8b_model_on_an_h200() -> None:
     """Outputs of a program at most: 97 % of the work is even."""
-    assert tail.Tiles.of(4096, 12288, 6144, 132) == tail.Tiles(h=32, i=32, f=48)
+    assert tail.LayerTailTiles.of(4096, 12288, 6144, 132) == tail.LayerTailTiles(h=32, i=32, f=48)
 
 
 def test_one_engine_of_a_process_has_launches_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,22 +106,19 @@ def test_one_engine_of_a_process_has_launches_that_stay(monkeypatch: pytest.Monk
 
     device, first, second = torch.device("cuda", 7), Owner(), Owner()
     monkeypatch.delenv("UNISONO_STAYING_LAUNCHES", raising=False)
-    assert staying.may_stay(device)
-    assert not staying.may_stay(device, faster=False), "of e4m3, where it is slower"
-    monkeypatch.setenv("UNISONO_STAYING_LAUNCHES", "1")
-    assert staying.may_stay(device, faster=False)
+    assert staying.claim_device(device)
     monkeypatch.setenv("UNISONO_STAYING_LAUNCHES", "0")
-    assert not staying.may_stay(device)
+    assert not staying.claim_device(device)
     monkeypatch.delenv("UNISONO_STAYING_LAUNCHES")
     for owner, may in ((first, True), (second, False), (first, True)):
         with staying.claimed_by(owner):
-            assert staying.may_stay(device) is may
+            assert staying.claim_device(device) is may
     staying.release(first)
     with staying.claimed_by(second):
-        assert staying.may_stay(device)
+        assert staying.claim_device(device)
     del owner, second
     with staying.claimed_by(first):
-        assert staying.may_stay(device), "an owner that is gone has nothing"
+        assert staying.claim_device(device), "an owner that is gone has nothing"
     staying.release(first)
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from unisono.kernels import linear, linear_norm, rms_norm
-from unisono.kernels.linear import launch_linear
-from unisono.kernels.linear_norm import linear_norm_cpu, linear_norm_cuda
-from unisono.kernels.norm import launch_add_rms_norm, launch_rms_norm
+from unisono.kernels.gemm.linear import launch_linear
+from unisono.kernels.gemm.linear_norm import linear_norm_cpu, linear_norm_cuda
+from unisono.kernels.norm.rms_norm import launch_add_rms_norm, launch_rms_norm
 
-MODULE = importlib.import_module("unisono.kernels.linear_norm")  # the package has a function of that name
+MODULE = importlib.import_module("unisono.kernels.gemm.linear_norm")  # the package has a function of that name
 
 
 def inputs(rows, n, k, dtype, device):

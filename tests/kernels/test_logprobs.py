@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unisono.kernels import logprobs as room
+from unisono.kernels.sampling import logprobs as room
 from unisono.types import MAX_LOGPROBS
 
 VOCAB = 1000
@@ -50,7 +50,7 @@ def test_they_are_the_logarithms_of_the_softmax(width, processed, dtype, device,
     monkeypatch.setattr(room, "BLOCK", 256)  # several blocks, one of them short
     arguments = case(dtype, width)
     logits, slots, _, tokens, edited, _ = arguments
-    outs = [run(op, d, *arguments, processed) for op, d in ((room.launch_logprobs, device), (room.logprobs_cpu, "cpu"))]
+    outs = [run(op, d, *arguments, processed) for op, d in ((room.launch_logprobs, device), (room.logprobs.cpu, "cpu"))]
     for out in outs:
         for n in range(ROWS * width):
             slot = int(slots[n // width])
@@ -77,7 +77,7 @@ def test_ties_go_to_the_lowest_ids_and_nan_counts_for_nothing(device):
     logits, slots, width, tokens, edited, threshold = case(torch.float32)
     logits = logits.round()
     logits[:, 7] = torch.nan
-    for op, d in ((room.launch_logprobs, device), (room.logprobs_cpu, "cpu")):
+    for op, d in ((room.launch_logprobs, device), (room.logprobs.cpu, "cpu")):
         out = run(op, d, logits, slots, width, tokens, edited, threshold, False)
         for n, slot in enumerate(slots.tolist()):
             if ASKS[slot]:
@@ -91,7 +91,7 @@ def test_fewer_tokens_than_wanted(device):
     logits, slots, width, tokens, edited, threshold = case(torch.float32)
     slots = torch.full((ROWS,), 7, dtype=torch.int32)  # three wanted
     threshold = logits.max(-1).values
-    for op, d in ((room.launch_logprobs, device), (room.logprobs_cpu, "cpu")):
+    for op, d in ((room.launch_logprobs, device), (room.logprobs.cpu, "cpu")):
         out = run(op, d, logits, slots, width, tokens, edited, threshold, True)
         top = torch.stack([unpack(row, 3)[3] for row in out])
         assert (top[:, 0] == 0).all()

@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.lookup_cases import random_texts, slots_of
 from tests.kernels.lookup_oracle import drafts_of
-from unisono.kernels import lookup
+from unisono.kernels.speculation import lookup
 from unisono.types import FinishReason
 
 RUNNING, STOP, LENGTH, FREE = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH, FinishReason.FREE

@@ -8,8 +8,8 @@ import torch
 
 from tests.kernels.lookup_cases import random_texts, slots_of
 from tests.kernels.lookup_oracle import drafts_of, paths_of
-from unisono.kernels import lookup_tree
-from unisono.kernels.lookup import lookup_scratch
+from unisono.kernels.speculation import lookup_tree
+from unisono.kernels.speculation.lookup import lookup_scratch
 
 
 @pytest.fixture(params=["kernel", "twin"])

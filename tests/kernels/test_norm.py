@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
-from unisono.kernels import rms_norm
-from unisono.kernels.norm import launch_add_rms_norm, launch_rms_norm, rms_norm_cpu
+from unisono.kernels.norm.rms_norm import launch_add_rms_norm, launch_rms_norm, rms_norm
 from unisono.layers.norm import RMSNorm
 
 SIZES = [1, 24, 128, 257, 4096]
@@ -15,19 +14,19 @@ def inputs(rows, size, dtype, device="cpu"):
     return [torch.randn(shape).to(device, dtype) for shape in ((rows, size), (size,))]
 
 
-@pytest.mark.parametrize("run", [launch_rms_norm, rms_norm_cpu])
+@pytest.mark.parametrize("run", [launch_rms_norm, rms_norm.cpu])
 @pytest.mark.parametrize("size", SIZES)
 def test_matches_float64(run, size, dtype, device, assert_close):
-    x, weight = inputs(5, size, dtype, "cpu" if run is rms_norm_cpu else device)
+    x, weight = inputs(5, size, dtype, "cpu" if run is rms_norm.cpu else device)
     wide = x.double()
     want = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     assert_close(run(x, weight, 1e-5), want)
 
 
-@pytest.mark.parametrize("run", [launch_rms_norm, rms_norm_cpu])
+@pytest.mark.parametrize("run", [launch_rms_norm, rms_norm.cpu])
 def test_rounds_before_the_weight(run, device):
     """In fp16 1 + 2^-10 times 1 + 2^-10 depends on whether the first factor was rounded."""
-    x = torch.randn(64, 96).to("cpu" if run is rms_norm_cpu else device, torch.float16)
+    x = torch.randn(64, 96).to("cpu" if run is rms_norm.cpu else device, torch.float16)
     ones, weight = torch.ones_like(x[0]), torch.randn_like(x[0])
     assert torch.equal(run(x, weight, 1e-6), run(x, ones, 1e-6) * weight)
 
@@ -36,7 +35,7 @@ def test_rounds_before_the_weight(run, device):
 @pytest.mark.parametrize("size", [1, 7, 128, 257, 4096])
 def test_twin_rows_are_exact(size, dtype, assert_rows_exact):
     x, weight = inputs(40, size, dtype)
-    assert_rows_exact(lambda x: rms_norm_cpu(x, weight, 1e-6), x)
+    assert_rows_exact(lambda x: rms_norm.cpu(x, weight, 1e-6), x)
 
 
 @pytest.mark.parametrize("size", [24, 257, 4096])
@@ -55,7 +54,7 @@ def test_zero_centred_is_transformers_bit_for_bit(size, dtype):
     theirs = Qwen3_5RMSNorm(size, eps=1e-6)
     theirs.weight.copy_(0.3 * torch.randn(size))
     x = 3 * torch.randn(33, size).to(dtype)
-    assert torch.equal(rms_norm_cpu(x, 1 + theirs.weight, 1e-6), theirs(x))
+    assert torch.equal(rms_norm.cpu(x, 1 + theirs.weight, 1e-6), theirs(x))
 
 
 def test_zero_centred_kernel_rounds_once(dtype, device):
@@ -70,10 +69,10 @@ def test_zero_centred_kernel_rounds_once(dtype, device):
         assert not torch.equal(launch_rms_norm(x, weight.to(dtype), 1e-6), once)
 
 
-@pytest.mark.parametrize("run", [launch_rms_norm, rms_norm_cpu])
+@pytest.mark.parametrize("run", [launch_rms_norm, rms_norm.cpu])
 @pytest.mark.parametrize("size", [24, 257, 4096])
 def test_zero_centred_matches_float64_and_rows_are_exact(run, size, dtype, device, assert_close, assert_rows_exact):
-    x, w = inputs(9, size, dtype, "cpu" if run is rms_norm_cpu else device)
+    x, w = inputs(9, size, dtype, "cpu" if run is rms_norm.cpu else device)
     weight, wide = 1 + w.float(), x.double()
     want = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     assert_close(run(x, weight, 1e-5), want)
@@ -94,6 +93,6 @@ def test_the_module_loads_one_plus_w():
 
 def test_op_dispatches_and_knows_its_shape():
     x, weight = inputs(3, 64, torch.float32)
-    assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm_cpu(x, weight, 1e-6))
+    assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm.cpu(x, weight, 1e-6))
     assert rms_norm(x.to("meta"), weight.to("meta"), 1e-6).shape == (3, 64)
     assert rms_norm(x[:0], weight, 1e-6).shape == (0, 64)

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.kernel_source import functions, name_of, overlapped_kernels
 
 activation, linear, norm, overlap = (
-    import_module(f"unisono.kernels.{name}") for name in ("activation", "linear", "norm", "overlap")
+    import_module(f"unisono.kernels.{name}") for name in ("norm.activation", "gemm.linear", "norm.rms_norm", "overlap")
 )
 HARMLESS = {"program_id", "num_programs", "arange", "minimum", "maximum", "to", "cdiv"}
 
@@ -36,7 +36,6 @@ def test_what_a_layer_runs_is_overlapped() -> None:
         "_gelu_kernel",
         "_adapter_shrink_kernel", "_adapter_sum_kernel", "_adapter_expand_kernel", "_adapter_silu_kernel",
         "_adapted_linear_kernel", "_gather_kernel", "_gather_norm_kernel", "_silu_gather_kernel", "layer_tail_kernel",
-        "layer_tail_fp8_kernel",
     }  # fmt: skip
 
 
@@ -106,3 +105,10 @@ def test_a_chain_has_the_bits_of_one_that_waits(monkeypatch: pytest.MonkeyPatch)
     got = replayed()
     assert expected.isfinite().all()
     assert torch.equal(got, expected)
+
+
+def test_kernels_declare_what_they_do_before_their_turn() -> None:
+    assert {"layer_tail_kernel", "fp8_rows_kernel", "_rms_norm_kernel"} <= overlap.READ_EARLY
+    assert {"walk_kernel"} == overlap.BESIDE
+    assert {"_quantize_kernel", "attention_kernel"} <= overlap.LEADING
+    assert overlapped_kernels() >= overlap.READ_EARLY | overlap.BESIDE | overlap.LEADING

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unisono.kernels import catch_up, draft_inputs, pages, rounds
+from unisono.kernels.cache import pages
+from unisono.kernels.speculation import catch_up, draft_inputs, rounds
 from unisono.types import FinishReason
 
 PAGE, MAX_PAGES, SLOTS = 4, 6, 9  # and the padding slot after them

@@ -11,11 +11,11 @@ import torch
 
 from tests.kernels.rope_cases import make_case
 from unisono.kernels import rope_and_cache, silu_mul
-from unisono.kernels.add_norm import add_rms_norm
-from unisono.kernels.gated_norm import launch_gated_norm
-from unisono.kernels.linear import launch_linear, prove_exact
-from unisono.kernels.linear_norm import linear_norm
-from unisono.kernels.rotary import launch_rope_and_cache
+from unisono.kernels.cache.rotary import launch_rope_and_cache
+from unisono.kernels.gemm.linear import exact_blas, launch_linear
+from unisono.kernels.gemm.linear_norm import linear_norm
+from unisono.kernels.norm.add_norm import add_rms_norm
+from unisono.kernels.norm.gated_norm import launch_gated_norm
 
 ON_GPU = torch.cuda.is_available()
 PARTS = (2, 4, 8)
@@ -33,8 +33,8 @@ def test_outputs_of_a_product(name: str, parts: int, device: torch.device) -> No
     each = weight.chunk(parts)
     op = torch.ops.unisono.linear if ON_GPU else launch_linear
     if ON_GPU:
-        assert prove_exact(weight) in (True, False)
-        assert prove_exact(each[0]) in (True, False)
+        assert exact_blas.prove(weight) in (True, False)
+        assert exact_blas.prove(each[0]) in (True, False)
     for rows in ROWS:
         x = torch.randn(rows, inputs, device=device).to(DTYPE)
         whole = op(x, weight, None, None)

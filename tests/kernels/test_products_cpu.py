@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from unisono.kernels import products_cpu
-from unisono.kernels.products_cpu import row_exact_product, slice_of
+from unisono.kernels.gemm import cpu as products_cpu
+from unisono.kernels.gemm.cpu import row_exact_product, slice_of
 
 ROWS = 70
 

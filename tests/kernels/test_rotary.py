@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.kernels.rope_cases import EPS, PAGE, PAGES, make_case
 from unisono.kernels import rope_and_cache
-from unisono.kernels.norm import rms_norm_cpu
-from unisono.kernels.rotary import launch_rope_and_cache, rope_and_cache_cpu
+from unisono.kernels.cache.rotary import launch_rope_and_cache, rope_and_cache_cpu
+from unisono.kernels.norm.rms_norm import rms_norm
 from unisono.layers.rotary import rotary_table
 from unisono.types import ConfigError
 
@@ -83,7 +83,7 @@ def test_head_norms_in_fp32_round_once_before_the_rotation(op, rot_dim, dtype, d
     case = make_case(24, rot_dim, torch.float32, dtype, "cpu" if op is rope_and_cache_cpu else device)
     heads = case.qkv.unflatten(1, (case.heads + 2 * case.kv_heads, -1)).cpu()
     q, k, v = heads.split((case.heads, case.kv_heads, case.kv_heads), dim=1)
-    q, k = (rms_norm_cpu(x.float(), w.cpu(), EPS).to(dtype) for x, w in zip((q, k), case.norms, strict=True))
+    q, k = (rms_norm.cpu(x.float(), w.cpu(), EPS).to(dtype) for x, w in zip((q, k), case.norms, strict=True))
     apart = dataclasses.replace(
         case, qkv=torch.cat((q, k, v), dim=1).flatten(1).to(case.qkv.device), norms=(None, None)
     )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unisono.kernels import rounds
+from unisono.kernels.speculation import rounds
 from unisono.types import FinishReason
 
 PAGE, MAX_PAGES, STOP_IDS, MAX_TOKENS = 4, 6, 16, 32

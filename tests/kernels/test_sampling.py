@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from tests.sampling.arena import ROWS, fields_of
-from unisono.kernels import noise, sampling
+from unisono.kernels.sampling import noise
+from unisono.kernels.sampling import sampler as sampling
 
 ZEROS, ONES = (0,) * 6, (0xFFFFFFFF,) * 6
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
@@ -62,7 +63,7 @@ def both(logits: torch.Tensor, rows: list[dict], width: int, device: torch.devic
     """Tokens of the kernels and of the twin, one slot for each of ``rows`` in shuffled order."""
     slots = torch.randperm(len(rows), dtype=torch.int32)
     kernel = sampling.launch_sample(logits.to(device), slots.to(device), width, *fields_of(rows, device))
-    return [kernel.cpu(), sampling.sample_cpu(logits, slots, width, *fields_of(rows))]
+    return [kernel.cpu(), sampling.sample.cpu(logits, slots, width, *fields_of(rows))]
 
 
 @pytest.mark.parametrize(("vocab", "width"), [(1, 1), (7, 2), (1000, 1), (4099, 1)])
@@ -126,7 +127,7 @@ def test_ids_and_offset_draw_the_noise_of_the_token_and_position_they_name(devic
     fields = fields_of(rows, device)
     slots = torch.arange(len(rows), dtype=torch.int32, device=device)
     few = sampling.launch_sample(part.to(device), slots, 1, *fields, 2, ids.to(device))
-    twin = sampling.sample_cpu(part, slots.cpu(), 1, *fields_of(rows), 2, ids)
+    twin = sampling.sample.cpu(part, slots.cpu(), 1, *fields_of(rows), 2, ids)
     fields[0] += 2
     assert torch.equal(few, sampling.launch_sample(whole.to(device), slots, 1, *fields))
     assert torch.equal(few.cpu(), twin)

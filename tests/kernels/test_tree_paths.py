@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unisono.kernels import tree_paths as ops_of
+from unisono.kernels.speculation import tree_paths as ops_of
 from unisono.types import FinishReason
 
 PAGE, MAX_PAGES, SLOTS = 4, 6, 7  # and the padding slot behind them

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unisono.kernels import unobserved as ops
+from unisono.kernels.speculation import unobserved as ops
 
 SLOTS, WIDTH, TOKENS = 6, 4, 40
 NAMES = ("mark_observed", "stash", "take_unobserved")

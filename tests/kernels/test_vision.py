@@ -8,17 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from unisono.kernels.vision_activation import gelu, gelu_cpu, launch_gelu
-from unisono.kernels.vision_attention import (
-    KEYS,
-    Tile,
-    launch_segment_attention,
-    segment_attention,
-    segment_attention_cpu,
-)
-from unisono.kernels.vision_norm import launch_layer_norm, layer_norm, layer_norm_cpu
-from unisono.kernels.vision_positions import add_positions, add_positions_cpu, launch_add_positions
-from unisono.kernels.vision_rotary import axial_rotary, axial_rotary_cpu, launch_axial_rotary
+from unisono.kernels.vision.activation import gelu, launch_gelu
+from unisono.kernels.vision.attention import KEYS, QueryTile, launch_segment_attention, segment_attention
+from unisono.kernels.vision.norm import launch_layer_norm, layer_norm
+from unisono.kernels.vision.positions import add_positions, launch_add_positions
+from unisono.kernels.vision.rotary import axial_rotary, launch_axial_rotary
 
 HEADS = 2
 SEGMENTS = (70, 4, 1, 129, 16)
@@ -54,14 +48,14 @@ def attend(run, qkv, bounds, **options):
     return run(qkv, bounds.to(qkv.device), HEADS, dim**-0.5, **options)
 
 
-@pytest.mark.parametrize("run", [launch_segment_attention, segment_attention_cpu])
+@pytest.mark.parametrize("run", [launch_segment_attention, segment_attention.cpu])
 @pytest.mark.parametrize("dim", [6, 20, 64, 72, 80])
 def test_attention_matches_float64(run, dim, dtype, device, assert_close):
     qkv = (1.5 * torch.randn(sum(SEGMENTS), 3 * HEADS * dim)).to(on(run, device), dtype)
     assert_close(attend(run, qkv, bounds_of(SEGMENTS)), attended(qkv, SEGMENTS))
 
 
-@pytest.mark.parametrize("run", [launch_segment_attention, segment_attention_cpu])
+@pytest.mark.parametrize("run", [launch_segment_attention, segment_attention.cpu])
 @pytest.mark.parametrize("dim", [24, 72])
 def test_attention_depends_on_its_segment_alone(run, dim, dtype, device):
     """Alone, in any order, after other segments, before padding, beside NaN: the same bits."""
@@ -81,11 +75,11 @@ def test_attention_depends_on_its_segment_alone(run, dim, dtype, device):
 def test_attention_has_the_same_bits_at_any_tile(rows, dtype, device):
     qkv = torch.randn(sum(SEGMENTS), 3 * HEADS * 20).to(device, dtype)
     expected = attend(launch_segment_attention, qkv, bounds_of(SEGMENTS))
-    tile = Tile(rows, 4, 2)
+    tile = QueryTile(rows, 4, 2)
     assert torch.equal(attend(launch_segment_attention, qkv, bounds_of(SEGMENTS), tile=tile), expected)
 
 
-@pytest.mark.parametrize("run", [launch_segment_attention, segment_attention_cpu])
+@pytest.mark.parametrize("run", [launch_segment_attention, segment_attention.cpu])
 def test_attention_of_large_scores(run, device):
     """The largest score, wherever it is among the blocks of keys, takes all; nothing overflows."""
     rows = 2 * KEYS + 3
@@ -101,7 +95,7 @@ def test_attention_of_large_scores(run, device):
 def test_attention_dispatches_and_knows_its_shape():
     qkv = torch.randn(20, 3 * HEADS * 8)
     out = segment_attention(qkv, bounds_of([12, 8]), HEADS, 0.5)
-    assert torch.equal(out, segment_attention_cpu(qkv, bounds_of([12, 8]), HEADS, 0.5))
+    assert torch.equal(out, segment_attention.cpu(qkv, bounds_of([12, 8]), HEADS, 0.5))
     assert segment_attention(qkv.to("meta"), bounds_of([20]).to("meta"), HEADS, 0.5).shape == (20, 16)
 
 
@@ -122,7 +116,7 @@ def turned(run, qkv, table, positions):
     return qkv
 
 
-@pytest.mark.parametrize("run", [launch_axial_rotary, axial_rotary_cpu])
+@pytest.mark.parametrize("run", [launch_axial_rotary, axial_rotary.cpu])
 @pytest.mark.parametrize("dim", [4, 20, 72, 80])
 def test_rotary_matches_float64(run, dim, dtype, device, assert_close):
     qkv, table, positions = rotary_case(dim, dtype, on(run, device))
@@ -139,7 +133,7 @@ def test_rotary_matches_float64(run, dim, dtype, device, assert_close):
     assert torch.equal(out[:, 6 * dim :], qkv[:, 6 * dim :]), "values do not turn"
 
 
-@pytest.mark.parametrize("run", [launch_axial_rotary, axial_rotary_cpu])
+@pytest.mark.parametrize("run", [launch_axial_rotary, axial_rotary.cpu])
 def test_rotary_rows_are_exact(run, dtype, device, assert_rows_exact):
     qkv, table, positions = rotary_case(20, dtype, on(run, device))
     assert_rows_exact(lambda q, p: turned(run, q, table, p), qkv, positions)
@@ -147,14 +141,14 @@ def test_rotary_rows_are_exact(run, dtype, device, assert_rows_exact):
 
 def test_rotary_dispatches():
     qkv, table, positions = rotary_case(20, torch.float32, "cpu")
-    assert torch.equal(turned(axial_rotary, qkv, table, positions), turned(axial_rotary_cpu, qkv, table, positions))
+    assert torch.equal(turned(axial_rotary, qkv, table, positions), turned(axial_rotary.cpu, qkv, table, positions))
     assert not torch.equal(turned(axial_rotary, qkv, table, positions), qkv)
 
 
 # ---- LayerNorm, GELU, learned positions -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", [launch_layer_norm, layer_norm_cpu])
+@pytest.mark.parametrize("run", [launch_layer_norm, layer_norm.cpu])
 @pytest.mark.parametrize("size", [1, 24, 257, 4608])
 def test_layer_norm_matches_float64(run, size, dtype, device, assert_close):
     x, weight, bias = (torch.randn(shape).to(on(run, device), dtype) for shape in ((5, size), (size,), (size,)))
@@ -163,21 +157,21 @@ def test_layer_norm_matches_float64(run, size, dtype, device, assert_close):
     assert_close(run(x, weight, bias, 1e-6), expected)
 
 
-@pytest.mark.parametrize("run", [launch_layer_norm, layer_norm_cpu])
+@pytest.mark.parametrize("run", [launch_layer_norm, layer_norm.cpu])
 @pytest.mark.parametrize("size", [24, 257])
 def test_layer_norm_rows_are_exact(run, size, dtype, device, assert_rows_exact):
     x, weight, bias = (torch.randn(shape).to(on(run, device), dtype) for shape in ((19, size), (size,), (size,)))
     assert_rows_exact(lambda x: run(x, weight, bias, 1e-6), x)
 
 
-@pytest.mark.parametrize("run", [launch_gelu, gelu_cpu])
+@pytest.mark.parametrize("run", [launch_gelu, gelu.cpu])
 @pytest.mark.parametrize("exact", [True, False])
 def test_gelu_matches_float64(run, exact, dtype, device, assert_close):
     x = (3 * torch.randn(5, 333)).to(on(run, device), dtype)
     assert_close(run(x, exact), F.gelu(x.double(), approximate="none" if exact else "tanh"))
 
 
-@pytest.mark.parametrize("run", [launch_gelu, gelu_cpu])
+@pytest.mark.parametrize("run", [launch_gelu, gelu.cpu])
 @pytest.mark.parametrize("exact", [True, False])
 def test_gelu_rows_are_exact_and_saturate(run, exact, dtype, device, assert_rows_exact):
     assert_rows_exact(lambda x: run(x, exact), (3 * torch.randn(40, 13)).to(on(run, device), dtype))
@@ -185,7 +179,7 @@ def test_gelu_rows_are_exact_and_saturate(run, exact, dtype, device, assert_rows
     assert torch.allclose(ends, torch.tensor([[0.0, 0.0, 0.0, 60.0, 1e4]]))
 
 
-@pytest.mark.parametrize("run", [launch_add_positions, add_positions_cpu])
+@pytest.mark.parametrize("run", [launch_add_positions, add_positions.cpu])
 @pytest.mark.parametrize("width", [24, 1030])
 def test_positions_match_float64_and_rows_are_exact(run, width, dtype, device, assert_close, assert_rows_exact):
     where = on(run, device)
@@ -200,8 +194,8 @@ def test_positions_match_float64_and_rows_are_exact(run, width, dtype, device, a
 def test_ops_dispatch_and_know_their_shapes():
     x, weight = torch.randn(3, 20), torch.randn(20)
     sources, shares = torch.zeros(3, 4, dtype=torch.int32), torch.full((3, 4), 0.25)
-    assert torch.equal(layer_norm(x, weight, weight, 1e-6), layer_norm_cpu(x, weight, weight, 1e-6))
-    assert torch.equal(gelu(x, True), gelu_cpu(x, True))
+    assert torch.equal(layer_norm(x, weight, weight, 1e-6), layer_norm.cpu(x, weight, weight, 1e-6))
+    assert torch.equal(gelu(x, True), gelu.cpu(x, True))
     assert torch.allclose(add_positions(x, x, sources, shares), x + x[0])
     meta = x.to("meta")
     assert layer_norm(meta, meta[0], meta[0], 1e-6).shape == gelu(meta, False).shape == meta.shape

@@ -13,9 +13,9 @@ from unittest import mock
 from tests.kernels.launches import launches
 from tests.models.harness import Session, load
 from tests.models.make import make_checkpoint
-from unisono.layers.expert_formats_quantised import Fp8Experts
-from unisono.layers.formats_fp8 import _Fp8
-from unisono.models.decoder import Decoder
+from unisono.layers.formats.experts_quantised import Fp8Experts
+from unisono.layers.formats.fp8 import _Fp8
+from unisono.models.blocks.decoder import Decoder
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 DENSE = {"hidden_size": 256, "intermediate_size": 384, **HEADS}
@@ -33,7 +33,7 @@ def of_round(decoder: Decoder, width: int = 1) -> Counter[str]:
 def without_wishes(patch: Callable[..., object]) -> None:
     """No layer asks for quantised inputs, so each quantises its own. patch: as ``setattr``."""
     for kind in (_Fp8, Fp8Experts):
-        patch(kind, "wish", lambda *given: None)
+        patch(kind, "input_format", lambda *given: None)
 
 
 def main() -> None:

@@ -16,10 +16,10 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from unisono.layers.rotary import RotarySpec
-from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec
+from unisono.models.blocks.gated_delta import GatedDeltaSpec
+from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.config import DecoderConfig, Family, read_decoder_config
-from unisono.models.gated_delta import GatedDeltaSpec
-from unisono.models.llama import NAMES
+from unisono.models.families.llama import NAMES
 
 ARCHITECTURE = "GatedForCausalLM"
 HIDDEN, VOCAB, MLP, EPS, THETA, HEAD = 32, 131, 48, 1e-6, 10000.0, 16

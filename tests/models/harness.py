@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from unisono import catalog
 from unisono.attention.base import AttentionInputs
-from unisono.attention.context import PassContext
-from unisono.models.checkpoint import Checkpoint
-from unisono.models.decoder import Decoder
-from unisono.models.loader import load_model
-from unisono.state.specs import Paged, Tail, leaves, map_tree
-from unisono.state.store import TailView
-from unisono.state.tails import TailPass
+from unisono.attention.context import ForwardContext
+from unisono.config import catalog
+from unisono.kv.recurrent_state import RecurrentPass
+from unisono.kv.specs import Paged, Recurrent, leaves, map_tree
+from unisono.kv.store import RecurrentView
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.loader import load_model
 
 PAGE = 16
 MAX_WIDTH = 4
@@ -55,9 +55,9 @@ class Session:
             # a read of what was never written can't go unseen
             return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
-        def allocate(spec: Paged | Tail) -> torch.Tensor | TailView:
-            if isinstance(spec, Tail):
-                return TailView(
+        def allocate(spec: Paged | Recurrent) -> torch.Tensor | RecurrentView:
+            if isinstance(spec, Recurrent):
+                return RecurrentView(
                     {n: torch.zeros(slots + 1, *s, dtype=t, device=device) for n, (s, t) in spec.snapshot.items()},
                     {n: nan((slots + 1, r.ring(MAX_WIDTH), *r.shape), r.dtype) for n, r in spec.inputs.items()},
                 )
@@ -66,7 +66,7 @@ class Session:
             return cache
 
         self.state = map_tree(decoder.state_specs(), allocate)
-        self.recurs = any(isinstance(spec, Tail) for spec in leaves(decoder.state_specs()))
+        self.recurs = any(isinstance(spec, Recurrent) for spec in leaves(decoder.state_specs()))
         self.seen = torch.zeros(slots + 1, **self.ints)  # tokens that each row's snapshots have seen
         self.length = [0] * slots
 
@@ -139,13 +139,13 @@ class Session:
             query_start=None if starts is None else torch.tensor(starts, **self.ints),
         )
         alone = inputs.last_tokens(inputs.query_start[1:] - 1) if last_tokens else None
-        context = PassContext.of(inputs, alone)
+        context = ForwardContext.of(inputs, alone)
         if self.recurs:
             where = inputs.positions, inputs.kv_len, inputs.query_start
-            context.tails = TailPass.of(inputs.slots, *where, self.seen)
+            context.recurrent = RecurrentPass.of(inputs.slots, *where, self.seen)
         hidden, _ = self.decoder(torch.tensor(tokens, **self.ints), context, self.state)
-        if context.tails is not None:
-            context.tails.advance(self.seen)
+        if context.recurrent is not None:
+            context.recurrent.advance(self.seen)
         return self.decoder.logits(hidden)
 
 

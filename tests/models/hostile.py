@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from unisono.models.checkpoint import INDEX, WEIGHTS
+from unisono.models.load.checkpoint import INDEX, WEIGHTS
 
 Change = Callable[[Path], None]
 

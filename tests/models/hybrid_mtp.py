@@ -15,9 +15,9 @@ from torch.nn.functional import silu, softmax
 
 from tests.models.hybrids import reference
 from tests.models.make_mtp import rotate, write_beside
-from unisono.models.blocks import MLPSpec
-from unisono.models.checkpoint import Checkpoint
+from unisono.models.blocks.layers import MLPSpec
 from unisono.models.config import DecoderConfig
+from unisono.models.load.checkpoint import Checkpoint
 
 Weights = dict[str, torch.Tensor]
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from unisono.models.checkpoint import WEIGHTS
+from unisono.models.load.checkpoint import WEIGHTS
 
 LINEAR, FULL = "linear_attention", "full_attention"
 

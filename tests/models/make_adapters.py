@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from unisono.models.adapters import CONFIG
-from unisono.models.adapters import WEIGHTS as ADAPTER
-from unisono.models.checkpoint import WEIGHTS
+from unisono.models.load.checkpoint import WEIGHTS
+from unisono.models.lora.adapters import CONFIG
+from unisono.models.lora.adapters import WEIGHTS as ADAPTER
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")

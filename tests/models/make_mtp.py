@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from unisono.models.checkpoint import WEIGHTS
 from unisono.models.config import DecoderConfig
+from unisono.models.load.checkpoint import WEIGHTS
 
 OWN_FILE = "modules"
 

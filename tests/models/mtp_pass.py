@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from tests.models.harness import PAGE
-from unisono import catalog
 from unisono.attention.base import AttentionBackend, AttentionInputs
-from unisono.attention.context import PassContext
-from unisono.models.decoder import Decoder
-from unisono.models.mtp import MTPModule
-from unisono.models.mtp_checkpoint import MTPCheckpoint
-from unisono.state.specs import map_tree
+from unisono.attention.context import ForwardContext
+from unisono.config import catalog
+from unisono.drafters.mtp.checkpoint import MTPCheckpoint
+from unisono.drafters.mtp.model import MTPModule
+from unisono.kv.specs import map_tree
+from unisono.models.blocks.decoder import Decoder
 
 
 def attention(heads: int, kv_heads: int) -> AttentionBackend:
@@ -41,4 +41,4 @@ def run(module: MTPModule, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.
         query_start=torch.tensor([0, count], dtype=torch.int32),
     )
     state = map_tree(module.state_specs(), lambda spec: torch.zeros(pages + 1, *spec.shape))
-    return module(tokens, hidden, PassContext.of(inputs), state)
+    return module(tokens, hidden, ForwardContext.of(inputs), state)

@@ -201,7 +201,7 @@ def int4(strategy: str, group: int | None, symmetric: bool) -> dict[str, Any]:
 
 
 IGNORED = ("layers.1.mlp",)
-"""What the layouts that have a list keep plain, besides the LM head."""
+"""Modules that the layouts with a list keep plain, besides the LM head."""
 
 BLOCK_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 TOKEN, TENSOR = float8("token", dynamic=True), float8("tensor")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from unisono.models import tensor_files
-from unisono.models.staging import FileBytes
+from unisono.models.load import tensor_files
+from unisono.models.load.staging import FileBytes
 
 
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a rank has of an adapter: A whole, of B the rows of the outputs that it computes, and it reads no more."""
+"""A rank's part of an adapter: all of A, and the rows of B for the outputs it computes; it reads no more."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.models.make import make_checkpoint
 from tests.models.make_adapters import DELTA, LINEARS, make_adapter, rewritten
 from tests.models.reads import counted_reads
 from unisono.distributed.gather import Ranks
-from unisono.layers.formats import part_of
-from unisono.models.adapters import WEIGHTS, AdapterLayers, AdapterLimits, attach_adapters, read_adapter
-from unisono.models.checkpoint import Checkpoint
-from unisono.models.held_adapters import HeldAdapters, KeepAdapters, ReadAdapter, WriteAdapter
+from unisono.layers.formats.base import part_of
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.lora.adapters import WEIGHTS, AdapterLayers, AdapterLimits, attach_adapters, read_adapter
+from unisono.models.lora.host_adapters import HeldAdapters, KeepAdapters, ReadAdapter, WriteAdapter
 from unisono.types import CheckpointError
 
 LIMITS = AdapterLimits(loaded=2, rank=8, kept=2)

@@ -18,9 +18,9 @@ from tests.models.count_launches import DENSE
 from tests.models.harness import Session, load
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter, merged, rewritten
-from unisono.kernels.adapters import AdapterPlan
-from unisono.models.adapters import CONFIG, WEIGHTS, AdapterLayers, AdapterLimits, attach_adapters, read_adapter
-from unisono.models.checkpoint import Checkpoint
+from unisono.kernels.lora.adapters import AdapterPlan
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.lora.adapters import CONFIG, WEIGHTS, AdapterLayers, AdapterLimits, attach_adapters, read_adapter
 from unisono.types import CheckpointError
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -190,7 +190,7 @@ def test_a_layer_adds_it_before_the_residual(base: Path, tmp_path: Path) -> None
 
 
 def launches_with(path: Path, rows: int, adapted: bool, rank: int = 8, quantization: str | None = None) -> Counter[str]:
-    """What a pass of one request's ``rows`` tokens would launch on a GPU; a round where there is one."""
+    """Launches on a GPU of a pass of one request's ``rows`` tokens, as a round if there is one."""
     decoder = load(path, quantization=quantization)
     layers = attach_adapters(decoder, Checkpoint.open(path).family, AdapterLimits(loaded=2, rank=rank, kept=2))
     session = Session(decoder, 1, 128)
@@ -232,7 +232,8 @@ def test_adapters_take_no_launch_in_small_passes(dense: Path, rows: int) -> None
     ids=["prompt", "prompt, rank 50", "round, rank 70", "round of fp8 weights"],
 )
 def test_launches_of_their_own_elsewhere(dense: Path, rows: int, options: dict, more: dict[str, int]) -> None:
-    """Of a layer: four shrink; expanding the gates and SiLU are one launch, up to rank 64. Once: the sort, in three."""
+    """Per layer four launches of shrink; expanding the gates and SiLU are one, up to rank 64. Once: the sort, in
+    three."""
     plain, found = (launches_with(dense, rows, adapted, **options) for adapted in (False, True))
     added = {name: 3 * count for name, count in more.items()}
     gates = 3 if more["_adapter_expand_kernel"] == 3 else 0

@@ -10,59 +10,19 @@ import pytest
 import torch
 
 from tests.models.make_mtp import rotate
+from tests.models.one_block import HIDDEN, SPEC, THETA, TOKENS, builder, filled, one_pass, rotary, state_of
 from unisono.attention.base import AttentionInputs, AttentionOptions
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.attention.triton import TritonAttention
+from unisono.kv.specs import ALL, Paged, leaves
 from unisono.layers.rotary import RotarySpec
-from unisono.models.blocks import Attention, AttentionSpec, LayerSpec, MLPSpec, QuerySpec
-from unisono.models.build import Builder
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layers import Attention, LayerSpec, MLPSpec, QuerySpec
 from unisono.models.config import DecoderConfig
-from unisono.models.decoder import Decoder
-from unisono.state.specs import ALL, PAGE_SIZE, Paged, leaves, map_tree
-
-HIDDEN, TOKENS, THETA = 40, 21, 5000.0
-
-
-def rotary(dim: int, share: float = 1.0, theta: float = THETA) -> RotarySpec:
-    parameters = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
-    return RotarySpec.of(None, dim, parameters)
-
-
-SPEC = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=20, rotary=rotary(20))
-
-
-def builder(attention: Any = lambda q, kv: TritonAttention(q, kv, "cpu")) -> Builder:
-    return Builder(HIDDEN, 1e-5, torch.float32, "cpu", attention, 64)
-
-
-def filled(module: torch.nn.Module) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        parameter.normal_(0, 0.2, generator=generator)
-    return module
-
-
-def one_pass(count: int = TOKENS) -> AttentionInputs:
-    """One request's first ``count`` tokens."""
-    ints: Any = {"dtype": torch.int32}
-    positions = torch.arange(count, **ints)
-    return AttentionInputs(
-        slots=torch.zeros(1, **ints),
-        positions=positions,
-        slot_mapping=PAGE_SIZE + positions,
-        kv_len=torch.tensor([count], **ints),
-        page_table=torch.arange(1, 2 + count // PAGE_SIZE, **ints)[None],
-        width=None,
-        query_start=torch.tensor([0, count], **ints),
-    )
-
-
-def state_of(module: Any) -> Any:
-    return map_tree(module.state_specs(), lambda spec: torch.zeros(4, *spec.shape, dtype=spec.dtype))
 
 
 def reference(attention: Attention, x: torch.Tensor) -> torch.Tensor:
-    """What ``o`` reads, in float64: each head's q_proj rows are its query, then its gate (Qwen3.5)."""
+    """Input of ``o`` in float64: each head's q_proj rows are its query, then its gate (Qwen3.5)."""
     s, w = attention.spec, attention.qkv.weight.double()
     x, queries = x.double(), s.num_heads * s.head_dim
     both = (x @ w[: 2 * queries].T).view(TOKENS, s.num_heads, 2 * s.head_dim)
@@ -84,10 +44,10 @@ def test_output_gate_and_partial_rotary() -> None:
     attention = filled(replace(SPEC, output_gate=True, rotary=rotary(20, 0.4)).build(builder()))
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     expected, inputs = reference(attention, x), one_pass()
-    got = attention(x, PassContext.of(inputs), state_of(attention))
+    got = attention(x, ForwardContext.of(inputs), state_of(attention))
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=0)
     last = inputs.last_tokens(torch.tensor([TOKENS - 1], dtype=torch.int32))
-    assert torch.equal(attention(x, PassContext.of(inputs, last), state_of(attention)), got[-1:])
+    assert torch.equal(attention(x, ForwardContext.of(inputs, last), state_of(attention)), got[-1:])
 
 
 @torch.no_grad()
@@ -104,12 +64,12 @@ def test_rotary_positions_on_three_axes(interleaved: bool, axes: list[int]) -> N
     attention, x = filled(spec.build(builder())), torch.randn(TOKENS, HIDDEN)
     inputs, text = one_pass(), torch.arange(TOKENS, dtype=torch.int32)
     plain, kept = state_of(attention), state_of(attention)
-    want = attention(x, PassContext.of(inputs), plain)
-    context = PassContext.of(inputs, None, text[:, None].expand(-1, 3).contiguous())
+    want = attention(x, ForwardContext.of(inputs), plain)
+    context = ForwardContext.of(inputs, None, text[:, None].expand(-1, 3).contiguous())
     assert torch.equal(attention(x, context, kept), want)
     assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
     positions = torch.randint(0, 60, (TOKENS, 3), dtype=torch.int32)
-    attention(x, PassContext.of(inputs, None, positions), kept)
+    attention(x, ForwardContext.of(inputs, None, positions), kept)
     keys = kept[0][1:3].transpose(1, 2).flatten(0, 1)[:TOKENS]
     unturned = attention.qkv(x)[:, 120:160].unflatten(1, (2, 20))
     torch.testing.assert_close(keys, rotate(unturned, THETA, positions[:, axes]), atol=1e-5, rtol=0)
@@ -136,7 +96,7 @@ def test_the_backend_is_told_what_the_spec_says() -> None:
     made = Recorder()
     b = builder(lambda q, kv: made)
     plain, rich = SPEC.build(b), replace(SPEC, scale=1.0, window=9, soft_cap=30.0, sink=True).build(b)
-    context = PassContext.of(one_pass())
+    context = ForwardContext.of(one_pass())
     for attention in (plain, rich):
         attention(torch.zeros(TOKENS, HIDDEN), context, state_of(attention))
     assert made.calls[0] == AttentionOptions(20**-0.5)
@@ -147,12 +107,12 @@ def test_the_backend_is_told_what_the_spec_says() -> None:
 
 def test_plans_are_made_once_for_each_group_and_backend() -> None:
     one, two = Recorder(), Recorder()
-    context = PassContext({ALL: one_pass(), 9: one_pass()})
+    context = ForwardContext({ALL: one_pass(), 9: one_pass()})
     first = context.plan(one, 9)
     assert context.plan(one, 9) is first is context.all_tokens.plan(one, 9)
     assert context.plan(one) is not first
     assert context.plan(two, 9) is not first
-    assert context.plan(one, 5) is context.plan(one, ALL)  # a lifetime without a group of its own
+    assert context.plan(one, 5) is context.plan(one, ALL)  # a window group without a group of its own
     assert (one.plans, two.plans) == (2, 1)
 
 
@@ -176,7 +136,7 @@ def test_each_layer_has_its_own_sizes_state_and_table() -> None:
     assert not torch.equal(mixers[0].cos_sin, mixers[2].cos_sin)
     small, large = Paged((2, 16, 20), torch.float32), Paged((4, 16, 32), torch.float32, 7)
     assert decoder.state_specs() == [(small,) * 2, (large,) * 2, (small,) * 2, (small,) * 2]
-    hidden, _ = decoder(torch.arange(TOKENS, dtype=torch.int32), PassContext.of(one_pass()), state_of(decoder))
+    hidden, _ = decoder(torch.arange(TOKENS, dtype=torch.int32), ForwardContext.of(one_pass()), state_of(decoder))
     assert hidden.isfinite().all()
 
 
@@ -185,7 +145,7 @@ def test_queries_over_anothers_keys_have_no_state() -> None:
     attention = QuerySpec(6, 2, 20, rotary(20), window=8, pages=9).build(builder())
     assert list(leaves(attention.state_specs())) == []
     assert list(attention.qkv.projections) == ["q"]
-    assert attention.spec.lifetime == 9
+    assert attention.spec.window_group == 9
 
 
 @pytest.mark.parametrize("change", [{"num_heads": 0}, {"num_kv_heads": 4}, {"head_dim": 3}])
@@ -200,7 +160,7 @@ def test_other_modules_fit_the_layer() -> None:
     """A mixer and a feed-forward that no bundled family has: the layer asks for nothing beyond the protocols."""
 
     class Average(torch.nn.Module):
-        def forward(self, x: torch.Tensor, context: PassContext, state: Any) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, context: ForwardContext, state: Any) -> torch.Tensor:
             return x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None]
 
         def project(self, y: torch.Tensor, residual: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +172,7 @@ def test_other_modules_fit_the_layer() -> None:
     spec = SimpleNamespace(build=lambda builder: Average())
     layer = filled(LayerSpec(spec, MLPSpec(30)).build(builder()))
     x = torch.randn(TOKENS, HIDDEN)
-    stream = layer(layer.begin(x), PassContext.of(one_pass()), ())
+    stream = layer(layer.begin(x), ForwardContext.of(one_pass()), ())
     mixed = x + layer.mixer_norm(x).cumsum(0) / torch.arange(1, TOKENS + 1)[:, None]
     expected = mixed + layer.feed_forward.down(layer.feed_forward(layer.feed_forward_norm(mixed)))
     torch.testing.assert_close(stream.x, expected, atol=1e-5, rtol=0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono import catalog
+from unisono.config import catalog
 from unisono.models.config import Family
 from unisono.types import CheckpointError, ConfigError
 
@@ -40,5 +40,5 @@ def test_a_bundled_name_stands_for_its_directory():
     assert catalog.resolve_name("./tiny") == Path("tiny")
     assert catalog.resolve_name("./some/where") == Path("some/where")
     assert catalog.resolve_name("some/where/else") == Path("some/where/else")
-    with pytest.raises(CheckpointError, match="'some/where' is no directory here"):  # an id on the hub
+    with pytest.raises(CheckpointError, match="'some/where' is not a directory here"):  # an id on the hub
         catalog.resolve_name("some/where")

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said before it is loaded: the file, the tensor, the value."""
+"""Errors of a checkpoint are reported before it is loaded: the file, the tensor, the value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.make import END, make_checkpoint
-from unisono.models.checkpoint import INDEX, WEIGHTS, Checkpoint
+from unisono.models.load.checkpoint import INDEX, WEIGHTS, Checkpoint
 from unisono.types import CheckpointError
 
 

@@ -18,11 +18,11 @@ from tests.drafters.make_heads import layer_fields, make_eagle, make_eagle3, mak
 from tests.models.harness import load
 from tests.models.make import make_checkpoint
 from unisono.attention.triton import TritonAttention
+from unisono.drafters.eagle.checkpoint import DraftCheckpoint, infer_aux_layers, open_eagle, open_eagle3
+from unisono.drafters.eagle.model import Eagle3Head, EagleHead
 from unisono.layers.rotary import RotarySpec
-from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec
+from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.config import DecoderConfig
-from unisono.models.draft import Eagle3Head, EagleHead
-from unisono.models.draft_checkpoint import DraftCheckpoint, infer_aux_layers, open_eagle, open_eagle3
 from unisono.types import CheckpointError
 
 LAYER = LayerSpec(AttentionSpec(6, 3, 24, RotarySpec.of(None, 24)), MLPSpec(100))

@@ -15,18 +15,18 @@ from safetensors.torch import load_file, save_file
 from tests.engine.helpers import engine, prompts, tokens
 from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
-from unisono.kernels.experts_plan import LEAD_PAIRS
-from unisono.layers.expert_formats import PLAIN_EXPERTS, PlainExperts, expert_format
+from unisono.kernels.moe.plan import LEAD_PAIRS
 from unisono.layers.experts import expert_counts, products_per_token
-from unisono.layers.formats import Plain, Share, Slice
+from unisono.layers.formats.base import Plain, Share, Slice
+from unisono.layers.formats.experts import PLAIN_EXPERTS, PlainExperts, expert_format
 from unisono.layers.norm import RMSNorm
-from unisono.models import tensor_files, weights
-from unisono.models.build import Builder, no_attention
-from unisono.models.checkpoint import WEIGHTS
+from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.config import checkpoint_name
-from unisono.models.experts import ExpertsSpec
-from unisono.models.qwen3_moe import QWEN3_MOE
-from unisono.models.weights import places, tensor_name
+from unisono.models.families.qwen3_moe import QWEN3_MOE
+from unisono.models.load import tensor_files, weights
+from unisono.models.load.build import Builder, no_attention
+from unisono.models.load.checkpoint import WEIGHTS
+from unisono.models.load.weights import places, tensor_name
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
 
 HIDDEN = 40
@@ -50,29 +50,6 @@ def build(spec: ExpertsSpec, dtype: torch.dtype = torch.float32, **options) -> t
     return layer
 
 
-def mlp(x, gate_up, down):
-    gate, up = (x @ gate_up.double().T).chunk(2)
-    return (torch.nn.functional.silu(gate) * up) @ down.double().T
-
-
-def reference(spec: ExpertsSpec, layer, x: torch.Tensor) -> torch.Tensor:
-    """The block's formula in float64, token by token."""
-    gate_up, down = (stack.weight for stack in layer.stacks)
-    out = []
-    for row in x.double():
-        shares = (row @ layer.router[: spec.num_experts].double().T).softmax(0)
-        weights, ids = shares.topk(spec.top_k)
-        weights = weights / weights.sum() if spec.normalize else weights
-        y = sum(w * mlp(row, gate_up[e], down[e]) for w, e in zip(weights, ids, strict=True))
-        if spec.shared_intermediate_size:
-            own = layer.shared
-            stacks = (gate_up[-1], down[-1]) if own is None else (own.gate_up.weight, own.down.weight)
-            gate = (row @ layer.router[-1].double()).sigmoid() if spec.shared_gate else 1
-            y = y + gate * mlp(row, *stacks)
-        out.append(y)
-    return torch.stack(out)
-
-
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("rows", [1, 9, LEAD_PAIRS + 3])
 def test_a_layer_is_float64s(name, rows):
@@ -83,7 +60,7 @@ def test_a_layer_is_float64s(name, rows):
     x, residual = torch.randn(rows, HIDDEN), torch.randn(rows, HIDDEN)
     norm = RMSNorm(HIDDEN, 1e-5, torch.float32, "cpu")
     total, normed = layer.project(layer(x), residual, norm)
-    torch.testing.assert_close(total.double(), reference(spec, layer, x) + residual.double(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(total.double(), layer.reference(x.double()) + residual.double(), atol=2e-5, rtol=0)
     assert torch.equal(normed, norm(total))
     for row in (0, rows - 1):
         alone, _ = layer.project(layer(x[row : row + 1]), residual[row : row + 1], None)
@@ -184,7 +161,7 @@ def test_several_threads_read_the_same_model(made, directory, monkeypatch):
     assert shares == sorted(shares)
     assert shares[-1] == 1
     broken = lambda self, stored: 1 / 0  # noqa: E731
-    monkeypatch.setattr(weights.Place, "fill", broken)
+    monkeypatch.setattr(weights.WeightTarget, "fill", broken)
     with pytest.raises(ZeroDivisionError):
         load(directory)
 

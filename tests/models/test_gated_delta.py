@@ -10,8 +10,8 @@ import pytest
 from tests.engine.helpers import draw_drafts, engine, mixed_params, prompts, tokens
 from tests.engine.matrix import TREES
 from tests.models.gated_model import ARCHITECTURE, VOCAB, make_gated, next_token, weights_of
-from unisono import catalog
-from unisono.models.gated_delta import GatedDeltaSpec
+from unisono.config import catalog
+from unisono.models.blocks.gated_delta import GatedDeltaSpec
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
 
 PROMPTS = [p if i % 2 else p[: 3 + i] * 8 for i, p in enumerate(prompts(8, VOCAB, low=3, high=70, seed=8))]
@@ -127,7 +127,7 @@ def test_drafts_need_little_memory() -> None:
     """Qwen3.5-9B's layer: three drafts cost 6 % more state than none."""
     import torch
 
-    from unisono.models.build import Builder, no_attention
+    from unisono.models.load.build import Builder, no_attention
 
     builder = Builder(4096, 1e-6, torch.bfloat16, "meta", no_attention, 16)
     tail = GatedDeltaSpec(16, 32, 128, 128).build(builder).state_specs()

@@ -17,7 +17,8 @@ from tests.engine.helpers import engine, prompts, tokens
 from tests.models.harness import load, whole
 from tests.models.hybrids import reference
 from tests.models.make import make_checkpoint
-from unisono.models.checkpoint import Checkpoint
+from unisono.models.families.gpt_oss import read
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
 
 SHAPE = Path(__file__).parents[2] / "benchmarks/shapes/gpt-oss-20b"
@@ -35,7 +36,7 @@ def directory(made: Path, tmp_path: Path) -> Path:
 
 
 def test_the_published_config() -> None:
-    """That of openai/gpt-oss-20b, which benchmarks have."""
+    """The quantization_config of openai/gpt-oss-20b, as in the benchmarks."""
     checkpoint = Checkpoint.open(SHAPE)
     config = checkpoint.config
     assert config.windows == (128, 0) * 12
@@ -129,3 +130,10 @@ def test_sizes_and_formats_that_cannot_be_are_refused(directory: Path, tmp_path:
     plain = make_checkpoint(tmp_path / "plain", "gpt_oss", mxfp4=False)
     with pytest.raises(CheckpointError, match=r"not supported where experts have biases.*plain weights and MXFP4 are"):
         load(plain, quantization="fp8")
+
+
+def test_a_config_without_the_slope_is_read() -> None:
+    """transformers 5.17 keeps the slope of the gate in the model's code, not in its config."""
+    config = AutoConfig.from_pretrained(SHAPE)
+    del config.swiglu_alpha
+    assert read(config) == read(AutoConfig.from_pretrained(SHAPE))

@@ -15,8 +15,8 @@ import pytest
 from tests.models import hostile
 from tests.models.harness import load
 from tests.models.make import make_checkpoint
-from unisono.models.checkpoint import INDEX, WEIGHTS
-from unisono.tokenizer import Tokenizer
+from unisono.models.load.checkpoint import INDEX, WEIGHTS
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import CheckpointError, ConfigError
 
 LIMIT = 10
@@ -121,12 +121,12 @@ def test_a_signal_ends_a_start_that_hangs(directory: Path, tmp_path: Path) -> No
     import subprocess
 
     code = (
-        "import sys, time; from pathlib import Path; from unisono.server import run; "
+        "import sys, time; from pathlib import Path; from unisono.http import run; "
         "run.Tokenizer.load = lambda path: time.sleep(1000); "
-        "from tests.server.fake_engine import FakeConfig; "
+        "from tests.http.fake_engine import FakeConfig; "
         "print('starting', flush=True); "
         "run.serve(FakeConfig(), run.ServerSettings(Path(sys.argv[1]), ('m',), port=0, "
-        "engine='tests.server.fake_engine:FakeEngine'))"
+        "engine='tests.http.fake_engine:FakeEngine'))"
     )
     signal.alarm(60)
     process = subprocess.Popen([sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE)

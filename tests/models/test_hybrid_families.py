@@ -16,12 +16,12 @@ from tests.engine.helpers import engine
 from tests.models.harness import load, whole
 from tests.models.hybrids import FULL, LINEAR, fused, one_by_one, renamed
 from tests.models.make import END, make_checkpoint
-from unisono.layers.formats import Place
-from unisono.models.build import Builder, no_attention
-from unisono.models.checkpoint import WEIGHTS, Checkpoint
-from unisono.models.decoder import Decoder
-from unisono.models.loader import Shared
-from unisono.models.mtp_checkpoint import MTPCheckpoint
+from unisono.drafters.mtp.checkpoint import MTPCheckpoint
+from unisono.layers.formats.base import WeightTarget
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.load.build import Builder, no_attention
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
+from unisono.models.load.loader import Shared
 from unisono.tools.draft_training.teacher import Teacher
 from unisono.types import CheckpointError
 
@@ -167,14 +167,14 @@ def test_blocks_of_outputs_move_whole_or_are_refused() -> None:
     """A tensor with a value for each 2 outputs: rows that keep pairs together move its values, others are refused."""
     first, second = torch.zeros(2, 1), torch.zeros(1, 1)
     rows = torch.tensor([4, 5, 0, 1])
-    joined = Shared.of("scale", Place(first, (2, 1)), rows, None)
-    joined = Shared.of("scale", Place(second, (1, 1)), torch.tensor([2, 3]), joined)
+    joined = Shared.of("scale", WeightTarget(first, (2, 1)), rows, None)
+    joined = Shared.of("scale", WeightTarget(second, (1, 1)), torch.tensor([2, 3]), joined)
     assert joined.shape == (3, 1)
     joined.fill(torch.tensor([[10.0], [11.0], [12.0]]))
     assert first.flatten().tolist() == [12, 10]
     assert second.item() == 11
     with pytest.raises(CheckpointError, match="a value for each 2 outputs"):
-        Shared.of("scale", Place(first, (2, 1)), torch.tensor([1, 2, 5, 0]), None)
+        Shared.of("scale", WeightTarget(first, (2, 1)), torch.tensor([1, 2, 5, 0]), None)
 
 
 def test_drafts_are_not_trained_for_hybrids(made: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""How many kernels a round launches in a layer, and that fused ones give the bits of those they replace."""
+"""Number of kernels that a round launches per layer; fused ones have the bits of those they replace."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def test_quantising_takes_no_launches_of_its_own(kind, quantization, quantisatio
 
 def test_the_final_norm_and_plain_readers_get_plain_rows(paths) -> None:
     decoder = load(paths["hybrid"], quantization="fp8")
-    assert decoder.norm.wish is None
+    assert decoder.norm.input_format is None
     for layer in decoder.layers:
-        assert layer.feed_forward_norm.wish.keep, "the router reads plain rows"
-        assert layer.mixer_norm.wish.keep == (getattr(layer.mixer, "gates", None) is not None)
+        assert layer.feed_forward_norm.input_format.keep, "the router reads plain rows"
+        assert layer.mixer_norm.input_format.keep == (getattr(layer.mixer, "gates", None) is not None)
     quantised = activations.Quantised(torch.empty(4, 8), torch.empty(1, 4), 128, 3, torch.float32)
-    with pytest.raises(ValueError, match="a reader of plain rows"):
+    with pytest.raises(ValueError, match="read plain rows"):
         activations.plain(quantised)

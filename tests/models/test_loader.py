@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
-from unisono.models import tensor_files
-from unisono.models.checkpoint import WEIGHTS, Checkpoint
+from unisono.models.load import tensor_files
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.types import CheckpointError
 
 PROMPT = [[5, 77, 200, 31, 9]]

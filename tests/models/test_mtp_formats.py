@@ -23,10 +23,10 @@ from tests.models.make_mtp import (
     write_beside,
 )
 from tests.models.mtp_pass import attention, open_modules, run
-from unisono.models.blocks import LayerSpec, MLPSpec
-from unisono.models.checkpoint import Checkpoint
-from unisono.models.loader import load_model
-from unisono.models.mtp_checkpoint import MTPCheckpoint
+from unisono.drafters.mtp.checkpoint import MTPCheckpoint
+from unisono.models.blocks.layers import LayerSpec, MLPSpec
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.loader import load_model
 from unisono.types import CheckpointError
 
 TARGETS = {"deepseek": "llama", "qwen": "qwen3", "mimo": "qwen2", "mimo-v2": "llama"}

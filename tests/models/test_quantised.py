@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from tests.models.harness import Session, load, whole
 from tests.models.make import make_checkpoint
 from tests.models.quantised import LAYOUTS, by_token_and_group, fp8_blocks, quantise, reference
-from unisono import LLM, SamplingParams, catalog
-from unisono.layers.formats import Share
+from unisono import LLM, SamplingParams
+from unisono.config import catalog
+from unisono.layers.formats.base import Share
 from unisono.layers.linear import Linear
-from unisono.models.checkpoint import Checkpoint
-from unisono.models.tensor_files import read_header
-from unisono.models.weights import check, fill, places
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.tensor_files import read_header
+from unisono.models.load.weights import check, fill, places
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 BIG = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

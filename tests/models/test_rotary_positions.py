@@ -15,10 +15,10 @@ import transformers
 from packaging.version import Version
 from transformers import Qwen2_5_VLModel, Qwen3_5Model, Qwen3VLModel
 
-from unisono.models.rotary_positions import rotary_positions
+from unisono.models.blocks.rotary_positions import rotary_positions
 from unisono.models.vision.config import TowerSpec, VisionConfig
 from unisono.types import MediaItem
-from unisono.vectors import Vectors
+from unisono.types.vectors import Vectors
 
 TEXT, PICTURE, VIDEO = 0, 1, 2
 Part = tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""What passes through pinned buffers, of files and of the host, arrives as it was, whatever the sizes."""
+"""Bytes of files and of the host arrive unchanged through pinned buffers, for all sizes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.models.reads import counted_reads
-from unisono.layers.formats import Place, Slice, Slices
-from unisono.models import staging, tensor_files, weights
-from unisono.models.staging import Passing, Staging
-from unisono.models.tensor_files import Part, read_ahead, read_header
+from unisono.layers.formats.base import Slice, Slices, WeightTarget
+from unisono.models.load import staging, tensor_files, weights
+from unisono.models.load.staging import Passing, Staging
+from unisono.models.load.tensor_files import Part, read_ahead, read_header
 from unisono.types import CheckpointError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,7 +110,7 @@ PARTS: list[Part] = [
     Slices(0, ((0, 1), (4, 8))),
     Slices(0, ((4, 8), (0, 1))),
     Slices(1, ((0, 10), (30, 35))),
-    Slices(0, ((2, 6),), turned=True),
+    Slices(0, ((2, 6),), transposed=True),
 ]
 
 
@@ -130,7 +130,7 @@ def test_parts_arrive_between_whole_tensors(tmp_path: Path, monkeypatch: pytest.
     for i, (name, tensor) in enumerate(stored.items()):
         part = PARTS[i % len(PARTS)]
         want[name] = tensor if part is None else part.of(tensor)
-        places[name] = Place(torch.empty_like(want[name], device=DEVICE), tuple(tensor.shape), part=part)
+        places[name] = WeightTarget(torch.empty_like(want[name], device=DEVICE), tuple(tensor.shape), part=part)
     shares: list[float] = []
     weights.fill(places, tensors, DEVICE, shares.append)
     assert all(torch.equal(places[name].parameter.cpu(), tensor) for name, tensor in want.items())

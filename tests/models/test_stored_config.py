@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoConfig
 
 from tests.models.make import FAMILIES, HYBRIDS, SEEING, make_checkpoint
-from unisono import catalog
-from unisono.models.checkpoint import Checkpoint
-from unisono.models.stored_config import StoredConfig, stored_config
+from unisono.config import catalog
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.stored_config import StoredConfig, stored_config
 
 SCALED = {"llama", "gpt_oss"}
 """Families of these tests whose positions are scaled."""
@@ -40,7 +40,7 @@ def test_a_kept_configuration_is_read_as_the_first(family: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("file", SHAPES, ids=lambda file: file.parent.name)
 def test_published_shapes(file: Path) -> None:
-    """Of targets: a family reads the same. Where positions are scaled, nothing is kept."""
+    """A family reads the same from a stored config of a target. Nothing is stored if positions are scaled."""
     raw = json.loads(file.read_text())
     if raw.get("architectures", [""])[0] not in catalog.models:
         pytest.skip("a draft head")
@@ -82,8 +82,8 @@ def test_a_second_start_imports_no_transformers() -> None:
     """With a draft head, whose layer is read by a family too."""
     code = """
 import sys
-from unisono.models.checkpoint import Checkpoint
-from unisono.models.draft_checkpoint import open_eagle3
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.drafters.eagle.checkpoint import open_eagle3
 target = Checkpoint.open("tiny")
 open_eagle3("tiny-eagle3", target.config)
 print("transformers" in sys.modules)

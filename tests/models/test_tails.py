@@ -15,18 +15,16 @@ from tests.models.count_launches import DENSE
 from tests.models.harness import Session, load
 from tests.models.make import make_checkpoint
 from tests.ops import Ops
-from unisono.models import tails
-from unisono.models.decoder import Decoder
-from unisono.models.tails import fuse_tails
+from unisono.models.blocks import layer_tails as tails
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layer_tails import fuse_tails
 
-HYBRID = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 256}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},  # the next projection has a bias
     "qwen3_5_text": {},  # recurrent layers, norms with fp32 weights
     "qwen3_moe": {},
-    "qwen3, fp8": DENSE,
-    "qwen3_5_text, fp8": {**HYBRID, "hidden_size": 128},  # gates beside the projection, outputs quantised by mixers
+    "qwen3, fp8": DENSE,  # quantised layers have separate ops
 }
 
 
@@ -62,15 +60,17 @@ def test_bits_are_those_of_separate_ops(decoder: Decoder) -> None:
     assert "layer_tail" not in round_
     layers, fused, possible = fuse_tails(decoder.modules())
     assert layers == len(decoder.layers)
-    assert fused == possible == (0 if "route" in round_ else layers)
+    separate = any(op == "route" or op.startswith("fp8_") for op in round_)
+    assert fused == possible == (0 if separate else layers)
     together, long_after, round_after = passes(decoder)
     assert all(map(torch.equal, apart, together))
     assert long_after == long, "long passes have products of their own"
     if fused:
-        assert round_after["layer_tail"] + round_after["layer_tail_fp8"] == layers
-        assert not {"linear_norm", "silu_mul", "fp8_linear_norm", "silu_mul_fp8"} & set(round_after)
-        projections = round_after["linear"] + round_after["fp8_linear"] + round_after["fp8_product"]
-        assert projections == 2 + of_gates(decoder), "the first layer's input projection, the LM head and plain gates"
+        assert round_after["layer_tail"] == layers
+        assert not {"linear_norm", "silu_mul"} & set(round_after)
+        assert round_after["linear"] == 2 + of_gates(decoder), (
+            "the first layer's input projection, the LM head and plain gates"
+        )
 
 
 def test_the_environment_turns_them_off(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_the_last_layer_of_a_prompt_has_few_rows(decoder: Decoder) -> None:
     fused = fuse_tails(decoder.modules())[1]
     with Ops() as ops:
         Session(decoder, 1, 64).extend({0: range(40)}, last_tokens=True)
-    assert ops.ours["layer_tail"] + ops.ours["layer_tail_fp8"] == min(fused, 1)
+    assert ops.ours["layer_tail"] == min(fused, 1)
 
 
 def test_the_last_of_many_layers_has_none(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_the_last_of_many_layers_has_none(decoder: Decoder, monkeypatch: pytest.
     assert decoder.layers[-1].tail is None
     after, _, round_ = passes(decoder)
     assert all(map(torch.equal, before, after))
-    assert round_["layer_tail"] + round_["layer_tail_fp8"] == without_last
+    assert round_["layer_tail"] == without_last
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,9 @@ def test_the_last_of_many_layers_has_none(decoder: Decoder, monkeypatch: pytest.
     [
         ({}, "2 of 2 layers"),
         ({"enable_lora": True}, "2 of 2 layers"),
-        ({"quantization": "fp8"}, "2 of 2 layers"),
-        ({"quantization": "fp8", "enable_lora": True}, "0 of 2 layers"),
+        ({"quantization": "fp8"}, "0 of 2 layers"),
     ],
-    ids=["plain", "adapters", "fp8", "fp8 and adapters"],
+    ids=["plain", "adapters", "fp8"],
 )
 def test_the_engine_says_which(flags: dict[str, Any], says: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, **DENSE)

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from tests.models.harness import load as load_decoder
 from tests.models.hybrids import reference, renamed
 from tests.models.make import TOWERS, make_checkpoint
-from unisono.models.checkpoint import WEIGHTS, Checkpoint
-from unisono.models.loader import load_tower
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
+from unisono.models.load.loader import load_tower
 from unisono.models.vision.config import MAX_GRID_SIDE
 from unisono.models.vision.grids import Grid, patches
 from unisono.models.vision.tower import VisionTower
@@ -130,7 +130,7 @@ def test_fields_are_of_four_bytes_and_of_the_grids_alone(family, made):
 
 
 def test_windows_are_cut_from_the_upper_left_corner(made):
-    """Of 3 x 5 tokens, windows of three: nine tokens, then six; a full-attention block sees the whole frame."""
+    """3 x 5 tokens in windows of three: nine tokens, then six; a full-attention block sees the whole frame."""
     tower = load(made["qwen2_5_vl"])
     assert (tower.config.tower.window, tower.config.tower.full_blocks) == (6, (1,))
     order = tower.order([(1, 6, 10)])

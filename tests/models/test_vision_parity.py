@@ -23,9 +23,8 @@ from tests.engine.pictures import (
     vision_of,
 )
 from tests.models.hybrids import reference
-from unisono import vectors
-from unisono.llm import LLM
-from unisono.types import SamplingParams
+from unisono.entrypoints.llm import LLM
+from unisono.types import SamplingParams, vectors
 
 GREEDY = SamplingParams(
     temperature=0, max_tokens=64, ignore_eos=True, seed=0, return_hidden_states=True,
@@ -44,7 +43,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def written(llm: LLM, prompts: list[Prompt]) -> list[tuple[list[int], torch.Tensor]]:
-    """Of each prompt the tokens after it, and the logits of every position but the last."""
+    """The tokens after each prompt, and the logits of every position but the last."""
     found = []
     for deltas in stepped(llm, prompts, GREEDY):
         hidden = [deltas[0].prompt_hidden_states, *(delta.hidden_states for delta in deltas)]
@@ -55,7 +54,7 @@ def written(llm: LLM, prompts: list[Prompt]) -> list[tuple[list[int], torch.Tens
 
 
 def inputs(prompt: Prompt, tokens: list[int]) -> dict[str, Any]:
-    """What transformers takes of a prompt and the tokens after it, but the last."""
+    """Inputs of transformers for a prompt and the tokens after it, except the last."""
     ids = torch.tensor([prompt.ids + tokens[:-1]])
     given: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE) + 2 * (ids == VIDEO)}
     for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):

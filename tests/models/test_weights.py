@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from unisono.layers.formats import PLAIN, Plain, Share, Stored, WeightFormat
+from unisono.layers.formats.base import PLAIN, Plain, Share, StoredTensor, WeightFormat
 from unisono.layers.linear import Linear
-from unisono.models import tensor_files
-from unisono.models.tensor_files import read_header
-from unisono.models.weights import check, fill, places
+from unisono.models.load import tensor_files
+from unisono.models.load.tensor_files import read_header
+from unisono.models.load.weights import check, fill, places
 from unisono.types import CheckpointError, ConfigError
 
 SIZES = {"q": 48, "k": 16, "v": 16}
@@ -25,8 +25,8 @@ INPUTS = 24
 class Blocks(Plain):
     """A made-up format: a scale for each 8 outputs and 12 inputs."""
 
-    def tensors(self, dtype: torch.dtype) -> Mapping[str, Stored]:
-        return {**super().tensors(dtype), "scale": Stored(torch.float32, ("F32",), outputs=8, inputs=12)}
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        return {**super().tensors(dtype), "scale": StoredTensor(torch.float32, ("F32",), outputs=8, inputs=12)}
 
 
 @pytest.fixture

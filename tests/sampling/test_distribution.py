@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.sampling.arena import arena
-from unisono.kernels import sampling
+from unisono.kernels.sampling import sampler as sampling
 from unisono.sampling.pipeline import sample_tokens
 
 SLOTS, WIDTH, VOCAB = 250, 96, 50  # 24,000 draws: 250 seeds at 96 positions each
@@ -95,7 +95,7 @@ def test_noise_is_gumbel_to_the_far_tail():
 
 @pytest.mark.parametrize("word", [0, 1, 1000, 2**26 - 1, 2**26, 2**31, 2**32 - 1])
 def test_noise_of_a_word_is_exact_to_fp32(monkeypatch, word):
-    monkeypatch.setattr("unisono.kernels.noise.philox_cpu", lambda *_: (torch.tensor([word]), 0, 0, 0))
+    monkeypatch.setattr("unisono.kernels.sampling.noise.philox_cpu", lambda *_: (torch.tensor([word]), 0, 0, 0))
     key = torch.tensor([0])
     v = min((torch.tensor(word, dtype=torch.float64) + 0.5) * 2.0**-32, torch.tensor(1 - 2.0**-24).double())
     expected = -torch.log(-torch.log1p(-v))

@@ -5,7 +5,7 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.sampling.arena import arena
-from unisono.kernels.sampling import sample, thresholds_cpu
+from unisono.kernels.sampling.sampler import sample, thresholds_cpu
 from unisono.sampling.pipeline import sample_tokens
 
 

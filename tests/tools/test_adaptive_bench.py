@@ -1,32 +1,34 @@
-"""``unisono bench adaptive`` and ``plot``, on the bundled model."""
+"""``benchmarks.adaptive`` and ``benchmarks.plot_adaptive``, on the bundled model."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from unisono.tools.adaptive_bench import Curve, Point, measure
-from unisono.tools.bench import app
+from benchmarks.adaptive import Curve, Point, adaptive, measure
+from benchmarks.command import run as run_command
+from benchmarks.plot_adaptive import plot
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2}'
 
 
-def run(*args: str) -> str:
-    done = CliRunner().invoke(app, list(args), catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output
+def run(command: Callable[..., None], *args: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_command(command, args)
+    assert not ended.value.code
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rates", ["0.9,0.7", ""], ids=["synthetic", "problems"])
-def test_every_way_is_measured_and_written(tmp_path: Path, rates: str) -> None:
+def test_every_way_is_measured_and_written(tmp_path: Path, rates: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results.json"
     flags = ["--concurrency", "2", "--rounds", "12", "--cycles", "1", "--context", "32", "--out", str(out)]
-    shown = run("adaptive", "--speculative-config", NGRAM, "--synthetic-acceptance-rates", rates, *flags)
+    run(adaptive, "--speculative-config", NGRAM, "--synthetic-acceptance-rates", rates, *flags)
+    shown = capsys.readouterr().out
     (point,) = json.loads(out.read_text())["points"]
     speeds = point["tokens_per_second"]
     assert list(speeds) == ["none", "adaptive", "k=0", "k=1", "k=2"]
@@ -70,5 +72,5 @@ def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     points = [Point(n, {"none": 10.0 * n, "adaptive": 12.0 * n, "k=0": 9.5 * n, "k=1": 11.0 * n}, 1.0) for n in (1, 4)]
     Curve("tiny", NGRAM, [0.5], {"on": "a machine"}, 32, 1.0, points).write(tmp_path / "r.json")
-    run("plot", str(tmp_path / "r.json"), str(tmp_path / "r.png"))
+    run(plot, str(tmp_path / "r.json"), str(tmp_path / "r.png"))
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from unisono.cli import app
+from benchmarks.adaptive import adaptive
+from benchmarks.command import run
+from benchmarks.drafters import drafters
+from benchmarks.plot_adaptive import plot
+from unisono.cli.main import app
 
 SMALL = ["latency", "--enforce-eager", "--output-len", "32"]
 
@@ -35,13 +40,6 @@ def bench(*arguments: str):
         ("latency --profile", "no GPU is visible"),
         ("exact --requests 0", "--requests"),
         ("exact --speculative-config {", "--speculative-config is not valid JSON"),
-        ("adaptive --speculative-config {", "--speculative-config is not valid JSON"),
-        ('adaptive --speculative-config {"method":"ngram"} --concurrency many', "--concurrency 'many'"),
-        ('adaptive --speculative-config {"method":"ngram"} --synthetic-acceptance-rates x', "give shares from 0 to 1"),
-        ('adaptive --speculative-config {"method":"ngram"} --out /no/such/x', "the directory /no/such does not exist"),
-        ("drafters --methods ngram,psychic", "--methods 'psychic' is unknown; choose from ngram"),
-        ("drafters --batch ,", "--batch ',': give whole numbers"),
-        ("plot /no/such.json /tmp/x.png", "/no/such.json"),
         ("nonsense", "nonsense"),
     ],
 )
@@ -51,6 +49,39 @@ def test_wrong_flags_are_one_line_before_anything_runs(arguments: str, says: str
     assert says in result.output
     assert "Traceback" not in result.output
     assert len(result.output.strip().splitlines()) <= 3  # the stages of a start, and the error
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "says"),
+    [
+        (adaptive, "--speculative-config {", "--speculative-config is not valid JSON"),
+        (adaptive, '--speculative-config {"method":"ngram"} --concurrency many', "--concurrency 'many'"),
+        (
+            adaptive,
+            '--speculative-config {"method":"ngram"} --synthetic-acceptance-rates x',
+            "give shares from 0 to 1",
+        ),
+        (
+            adaptive,
+            '--speculative-config {"method":"ngram"} --out /no/such/x',
+            "the directory /no/such does not exist",
+        ),
+        (adaptive, '--model /no/such --speculative-config {"method":"ngram"}', "/no/such does not exist"),
+        (adaptive, "", "--speculative-config"),
+        (drafters, "--methods ngram,psychic", "--methods 'psychic' is unknown; choose from ngram"),
+        (drafters, "--batch ,", "--batch ',': give whole numbers"),
+        (plot, "/no/such.json /tmp/x.png", "/no/such.json"),
+    ],
+)
+def test_wrong_flags_of_developers_benchmarks(
+    command: Callable[..., None], arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(command, arguments.split())
+    assert ended.value.code in (1, 2)
+    shown = capsys.readouterr().err
+    assert says in shown
+    assert len(shown.strip().splitlines()) == 1
 
 
 def test_latency_leaves_out_what_cannot_run_and_says_so(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.server.conftest import Server, servers
+from tests.http.conftest import Server, servers
 from tests.tools.scripted_server import END, STREAM, Answer, plain, scripted, sse, text, usage
-from unisono.cli import app
+from unisono.cli.main import app
 from unisono.tools.load.mixes import MixFlags, arrivals, conversations
-from unisono.tools.load.prompts import Source, source_of
+from unisono.tools.load.prompts import PromptSource, source_of
 
 
 def bench(*arguments: object):
@@ -76,7 +76,9 @@ def test_tokens_without_usage(tmp_path: Path, known: bool, counted: str, tokens:
 
     tokenizer = ["--tokenizer", "tiny"] if known else []
     found, shown = results(tmp_path, answer, "--num-prompts", 2, *tokenizer)
-    expected = tokens if not known else 2 * Source(source_of(["tiny"], False).tokenizer).count("time way year 1234567")
+    expected = (
+        tokens if not known else 2 * PromptSource(source_of(["tiny"], False).tokenizer).count("time way year 1234567")
+    )
     assert found["total_output_tokens"] == expected
     assert found["tokens_counted_from"] == {counted: 2}
     assert "the server sent no usage with 2 answers" in shown
@@ -301,12 +303,12 @@ def test_streams_that_end_too_early_are_an_error() -> None:
 TINY = source_of(["tiny"], False)
 
 
-def asked(source: Source = TINY, seed: int = 0, **flags: Any) -> list[Any]:
+def asked(source: PromptSource = TINY, seed: int = 0, **flags: Any) -> list[Any]:
     return conversations(MixFlags(**{"num_prompts": 40, **flags}), source, seed)
 
 
 def test_lengths_are_what_was_asked_for() -> None:
-    for source in (TINY, source_of(["tiny"], True), Source(None)):
+    for source in (TINY, source_of(["tiny"], True), PromptSource(None)):
         turns = [one.turns[0] for one in asked(source, random_input_len="20:60", random_output_len="5:9")]
         assert all(20 <= source.count(turn.prompt) <= 60 for turn in turns)
         assert [source.count(turn.prompt) for turn in turns] == [turn.prompt_len for turn in turns]
@@ -433,7 +435,7 @@ def test_the_page_names_flags_that_exist() -> None:
     """Commands and the table of docs/benchmarks.md, against the commands' own parameters."""
     from typer.main import get_command
 
-    from unisono.tools.bench import app as bench_app
+    from unisono.tools.bench.latency import app as bench_app
 
     commands = get_command(bench_app).commands  # type: ignore[attr-defined]
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from unisono.cli import app
+from unisono.cli.main import app
 
 SMALL = ["--max-model-len", "96", "--max-num-seqs", "3", "--enforce-eager"]
 

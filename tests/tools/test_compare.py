@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.terminal import ROOT
-from unisono import catalog
+from unisono.config import catalog
 from unisono.layers import mlp
 from unisono.tools.compare.command import Side, compare
 from unisono.types import ConfigError, SamplingParams
@@ -66,13 +66,13 @@ def test_a_broken_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.clear()
         return plain(self, **more)
 
-    def wrong(x: torch.Tensor, wish: Any) -> Any:
+    def wrong(x: torch.Tensor, placement: Any) -> Any:
         if side[-1] == "B" and x.shape[0] >= 6:
             calls.append(x.shape[0])
             if len(calls) % 8 == 6:  # eight layers
                 x = x.clone()
                 x[3:, 7] += 4.0
-        return kernel(x, wish)
+        return kernel(x, placement)
 
     plain = Side.open
     monkeypatch.setattr(Side, "open", opened)

@@ -22,23 +22,23 @@ from tests.drafters.make_heads import THETA, Head
 from tests.drafters.make_heads import reference as eagle_reference
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import greedy_drafts
-from unisono.cli import app
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
-from unisono.tokenizer import Tokenizer
+from unisono.cli.main import app
+from unisono.entrypoints.llm import LLM
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.text.tokenizer import Tokenizer
 from unisono.tools.draft_training.answers import AnswerConfig, Text, collect, read_answers
 from unisono.tools.draft_training.batches import Batches
 from unisono.tools.draft_training.command import Run, measure_acceptance, train, train_on_texts
-from unisono.tools.draft_training.data import Prompt, read_prompts, split_held_out
+from unisono.tools.draft_training.data import TrainingPrompt, read_prompts, split_held_out
 from unisono.tools.draft_training.draft import loss_of
-from unisono.tools.draft_training.methods import METHODS, Shape
+from unisono.tools.draft_training.methods import METHODS, DraftShape
 from unisono.tools.draft_training.teacher import Teacher, TeacherOutputs
 from unisono.tools.draft_training.trainer import Recipe, Trainer
 from unisono.types import BadRequest, ConfigError, SamplingParams, SpeculativeConfig
 
 FULL = pytest.mark.full
 HEADS = [pytest.param("eagle", marks=FULL), "eagle3", "mtp", pytest.param("standalone", marks=FULL)]
-SHAPE = Shape(draft_vocab=131, hidden_size=64, layers=1)
+SHAPE = DraftShape(draft_vocab=131, hidden_size=64, layers=1)
 FAST = {"max_num_seqs": 16, "enforce_eager": True}
 
 
@@ -55,7 +55,7 @@ def texts(count: int = 12, seed: int = 0) -> list[Text]:
     return [Text([rng.randrange(256) for _ in range(rng.randrange(8, 40))], rng.randrange(2, 6)) for _ in range(count)]
 
 
-def made(method: str, target: Path, out: Path, shape: Shape = SHAPE) -> tuple[Teacher, Any]:
+def made(method: str, target: Path, out: Path, shape: DraftShape = SHAPE) -> tuple[Teacher, Any]:
     """A teacher, and an untrained draft whose weights are large enough to matter."""
     torch.manual_seed(1)
     out.mkdir(exist_ok=True)
@@ -311,7 +311,7 @@ def test_a_lost_run_goes_on_where_it_was(target: Path, tmp_path: Path) -> None:
 
 def test_answers_that_were_cut_off_are_asked_for_again(target: Path, tmp_path: Path) -> None:
     file, asking = tmp_path / "answers.jsonl", AnswerConfig(max_tokens=5, longest=64)
-    prompts = [Prompt([i, i + 1, i + 2]) for i in range(5)] + [Prompt([7, 8, 9], complete=True)]
+    prompts = [TrainingPrompt([i, i + 1, i + 2]) for i in range(5)] + [TrainingPrompt([7, 8, 9], complete=True)]
 
     def llm() -> LLM:
         return LLM(str(target), max_model_len=64, **FAST)
@@ -438,7 +438,7 @@ def test_what_a_file_holds(target: Path, tmp_path: Path) -> None:
         "<|user|>one<|end|><|assistant|>", "ab", "x" * 40,
     ]  # fmt: skip
     assert [p.complete for p in found] == [False, False, True]
-    learnt, held = split_held_out([Prompt([i, i]) for i in range(20)], 100, 0)
+    learnt, held = split_held_out([TrainingPrompt([i, i]) for i in range(20)], 100, 0)
     assert (len(learnt), len(held)) == (16, 4)
     assert not {tuple(p.token_ids) for p in learnt} & {tuple(p.token_ids) for p in held}
 

@@ -11,14 +11,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from unisono.cli import app
-from unisono.llm import LLM
-from unisono.tools.drafters import HEADS
-from unisono.tools.evaluation import evaluate
-from unisono.tools.picture_problems import picture_problems
-from unisono.tools.scenes import draw
+from benchmarks import command
+from benchmarks.drafters import HEADS, drafters
+from unisono.entrypoints.llm import LLM
+from unisono.tools.eval.command import evaluate
+from unisono.tools.eval.picture_problems import picture_problems
+from unisono.tools.eval.scenes import draw
 from unisono.types import SpeculativeConfig
 
 BARS = {"eagle3": 2.5, "eagle": 2.0, "mtp": 2.0, "standalone": 2.0, "ngram": 1.2, "suffix": 1.2}
@@ -87,10 +86,11 @@ def test_a_model_that_sees_is_asked_about_pictures() -> None:
 
 
 @pytest.mark.full
-def test_bench_tells_what_a_drafter_brings() -> None:
-    result = CliRunner().invoke(app, ["bench", "drafters", "--problems", "3", "--batch", "1,2", "--methods", "eagle3"])
-    assert result.exit_code == 0, result.output
-    plain, eagle3 = (re.split(r" *\| *", line)[1:-1] for line in result.output.splitlines()[2:])
+def test_bench_tells_what_a_drafter_brings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.run(drafters, ["--problems", "3", "--batch", "1,2", "--methods", "eagle3"])
+    assert not ended.value.code
+    plain, eagle3 = (re.split(r" *\| *", line)[1:-1] for line in capsys.readouterr().out.splitlines()[2:])
     assert [plain[0], eagle3[0], eagle3[-1]] == ["`none`", "`eagle3`", "yes"]
     assert all(float(cell.split()[0]) > 0 for cell in (*plain[1:3], *eagle3[1:3]))
     assert float(eagle3[3]) > 2 > float(plain[3])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.llm import LLM
-from unisono.results import RequestOutput
-from unisono.tools.evaluation import Evaluation, evaluate
+from unisono.entrypoints.llm import LLM
+from unisono.tools.eval.command import Evaluation, evaluate
 from unisono.types import SpeculativeConfig
+from unisono.types.outputs import RequestOutput
 
 
 def run(

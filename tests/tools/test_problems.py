@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.tools.problems import COUNT, FILE, final_answer, held_out_problems
+from unisono.tools.eval.problems import COUNT, FILE, final_answer, held_out_problems
 from unisono.types import ConfigError
 
 
@@ -36,10 +36,11 @@ def test_final_answer(text: str, answer: str | None) -> None:
 
 def test_installed_tools_need_no_checkout(tmp_path: Path) -> None:
     """The package alone, without ``training``, has what ``unisono eval`` and ``bench`` import."""
-    (tmp_path / "unisono").symlink_to(FILE.parent.parent)
+    (tmp_path / "unisono").symlink_to(FILE.parents[2])
     code = (
-        "import sys; import unisono.tools.bench, unisono.tools.evaluation, unisono.tools.draft_training.command; "
-        "from unisono.tools.problems import held_out_problems; "
+        "import sys; import unisono.tools.bench.latency, unisono.tools.eval.command; "
+        "import unisono.tools.draft_training.command; "
+        "from unisono.tools.eval.problems import held_out_problems; "
         "print(len(held_out_problems(3)), [m for m in sys.modules if m.split('.')[0] == 'training'])"
     )
     env = {"PYTHONPATH": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""``unisono bench soak``: a short one for real, and what it must not overlook."""
+"""``python -m benchmarks.soak``: a short one for real, and what it must not overlook."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import httpx
 import pytest
 from PIL import Image
 
-from unisono.grammar.json_schema import normalised
-from unisono.tools import soak_bodies
-from unisono.tools.soak import Held, Report, _lives, answering
-from unisono.tools.soak_bodies import Abilities
-from unisono.tools.soak_requests import CHAT, TEXT, Answer, Case, Client, Outcome, cases, joined, judge, kinds
+from benchmarks import soak_bodies
+from benchmarks.soak import Held, Report, _lives, answering
+from benchmarks.soak_bodies import Abilities
+from benchmarks.soak_requests import CHAT, TEXT, Answer, Case, Client, Outcome, cases, joined, judge, kinds
+from unisono.structured_output.json_schema.compile import normalised
 
 ROOT = Path(__file__).parents[2]
 
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "unisono", "bench", "soak", *arguments]
+    command = [sys.executable, "-m", "benchmarks.soak", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 

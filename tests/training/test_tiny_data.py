@@ -15,7 +15,7 @@ import pytest
 from training.tiny import data, documents, problems, retell, skeletons
 from training.tiny.chains import COMPOSITIONS
 from training.tiny.stories import NUMBER_WORDS, Problem
-from unisono.tools.problems import COUNT, FILE
+from unisono.tools.eval.problems import COUNT, FILE
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -154,7 +154,7 @@ def test_documents_are_well_formed() -> None:
 
 
 def test_the_package_ships_the_test_split() -> None:
-    """``unisono/tools/problems.jsonl`` is what ``python -m training.tiny.problems`` writes."""
+    """``unisono/tools/eval/problems.jsonl`` is what ``python -m training.tiny.problems`` writes."""
     assert FILE.read_text(encoding="utf-8").splitlines() == problems.lines(COUNT)
     shipped = [json.loads(line) for line in problems.lines(20)]
     assert [(p["kind"], p["question"], p["final_answer"]) for p in shipped] == [

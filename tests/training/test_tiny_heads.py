@@ -12,8 +12,8 @@ import pytest
 from training.tiny import data
 from training.tiny.heads import NAMES, make_prompts
 from training.tiny.prompts import questions, write_prompts
-from unisono import catalog
-from unisono.tokenizer import Tokenizer
+from unisono.config import catalog
+from unisono.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 

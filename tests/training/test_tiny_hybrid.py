@@ -22,8 +22,8 @@ from training.tiny_hybrid.checkpoint import Save, round_, tensors
 from training.tiny_hybrid.documents import MARKS, THINK, THOUGHT, conversation, document, thought_and_answer
 from training.tiny_hybrid.evaluate import accept_length, generate, prompt
 from training.tiny_hybrid.model import HybridConfig, TinyHybrid
-from unisono.llm import LLM
-from unisono.tokenizer import Tokenizer
+from unisono.entrypoints.llm import LLM
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import SamplingParams, SpeculativeConfig
 
 ROOT = Path(__file__).parent.parent.parent

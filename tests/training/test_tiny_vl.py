@@ -29,10 +29,10 @@ from training.tiny_vl.questions import ask
 from training.tiny_vl.scenes import SIZES, is_held_out, random_scene
 from training.tiny_vl.text import CHAT_TEMPLATE, Format, train_tokenizer
 from training.tiny_vl.train import TOY, Tensors, model_loss
-from unisono.models.draft_checkpoint import open_eagle3
+from unisono.drafters.eagle.checkpoint import open_eagle3
 from unisono.tools.draft_training.attention import TrainingAttention, new_pass
-from unisono.tools.picture_problems import COUNT, FILE, PictureProblem, picture_problems
-from unisono.tools.scenes import COLOURS, SHAPES, Bar, Scene, Thing, draw
+from unisono.tools.eval.picture_problems import COUNT, FILE, PictureProblem, picture_problems
+from unisono.tools.eval.scenes import COLOURS, SHAPES, Bar, Scene, Thing, draw
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_a_blind_head_reads_placeholders_and_nothing_else_changes(model: TinyVL,
 
 def test_the_head_is_the_one_that_serves(model: TinyVL, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Text alone, all three steps: the serving module reads the checkpoint that training writes."""
-    from unisono.models.checkpoint import Checkpoint
+    from unisono.models.load.checkpoint import Checkpoint
 
     head = Head(TOY).requires_grad_(False)
     for parameter in head.parameters():
@@ -263,13 +263,13 @@ def test_the_head_is_the_one_that_serves(model: TinyVL, tokenizer: Tokenizer, tm
     taught = Taught(x, aux, x, mask, (angles[0], angles[1]), torch.ones(rows, length, dtype=torch.bool))
     backend = TrainingAttention()
     served: Any = opened.build(Target, lambda heads, kv: backend, 64, torch.float32, "cpu")  # type: ignore[arg-type]
-    from unisono.attention.context import PassContext
+    from unisono.attention.context import ForwardContext
 
     hidden, earlier = served.encode(aux.flatten(0, 1)).view(rows, length, -1), ()
     for first, logits in head.unroll(taught):
         count = length - first
         inputs, (kv,) = new_pass(served.config, rows, count, first, count, 1, torch.float32, ids.device, earlier)
-        out = served(ids[:, first:].flatten().int(), hidden[:, :count].flatten(0, 1), PassContext.of(inputs), kv)
+        out = served(ids[:, first:].flatten().int(), hidden[:, :count].flatten(0, 1), ForwardContext.of(inputs), kv)
         state, want = served.finish(out)
         hidden, earlier = state.view(rows, count, -1), (*earlier, kv)
         torch.testing.assert_close(logits, want.view(rows, count, -1), atol=1e-4, rtol=1e-4)
@@ -360,8 +360,8 @@ def test_eval_measures_drafts_with_and_without_the_picture(
     """Random weights, so that few drafts are accepted; what the head reads is noted at each prompt."""
     from typer.testing import CliRunner
 
-    from unisono.cli import app
-    from unisono.models.draft import Eagle3Head
+    from unisono.cli.main import app
+    from unisono.drafters.eagle.model import Eagle3Head
 
     given: list[tuple[Any, int]] = []
     begin = Eagle3Head.begin
@@ -382,7 +382,7 @@ def test_eval_measures_drafts_with_and_without_the_picture(
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("0 of 2 right")
     assert [bool(re.match(r"\d\.\d\d tokens per round", line)) for line in lines[2:4]] == [True, True]
-    assert lines[3].endswith("with the pictures' embeddings withheld from the drafts")
+    assert lines[3].endswith("with image embeddings withheld from the drafts")
     assert lines[4] == "0 of 2 answers differ between the two"
     heads = list(dict.fromkeys(head for head, _ in given))
     assert [any(count for head, count in given if head is one) for one in heads] == [True, False]

@@ -13,7 +13,7 @@ import pytest
 from unisono.transport.addresses import Address
 from unisono.transport.channel import HEADER, PEERS, Channel, ChannelError, SharedMemoryChannel, channel_of, connect
 from unisono.transport.channel import listen as open_listener
-from unisono.transport.handshake import VERSION, Challenge, Refused, accept, introduce
+from unisono.transport.handshake import VERSION, Challenge, PeerRefused, accept, introduce
 from unisono.types import ConfigError
 
 KEY, MODEL = b"secret", b"m" * 16
@@ -77,7 +77,7 @@ def test_strangers_are_refused(ends: tuple[Channel, Channel], key: bytes, model:
     one, other = ends
     raised = both(lambda: accept(other, KEY, MODEL), lambda: introduce(one, key, model))
     assert len(raised) == 2
-    assert all(isinstance(error, Refused) and words in str(error) for error in raised)
+    assert all(isinstance(error, PeerRefused) and words in str(error) for error in raised)
     assert other.most != PEERS
 
 
@@ -90,7 +90,7 @@ def test_a_proof_cannot_be_sent_back(ends: tuple[Channel, Channel]) -> None:
         other.send(other.receive(5)[0])
 
     (error,) = both(reflect, lambda: introduce(one, KEY, MODEL))
-    assert isinstance(error, Refused)
+    assert isinstance(error, PeerRefused)
     assert "keys differ" in str(error)
 
 

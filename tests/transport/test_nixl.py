@@ -23,7 +23,7 @@ from unisono.transport.addresses import Address
 from unisono.transport.backends import agree_to_connect, agree_to_listen, usable_backends
 from unisono.transport.channel import PEERS, Channel, ChannelError, channel_of, connect
 from unisono.transport.channel import listen as open_listener
-from unisono.transport.handshake import Refused
+from unisono.transport.handshake import PeerRefused
 from unisono.transport.nixl_channel import RECORD, TAKEN, LandingChannel, StagingChannel
 from unisono.types import ConfigError
 
@@ -269,7 +269,7 @@ def test_what_two_ends_agree_on(
 ) -> None:
     use_library("imitated", monkeypatch)
     if not agreed:
-        with pytest.raises(Refused, match="--transfer-backend"):
+        with pytest.raises(PeerRefused, match="--transfer-backend"):
             agree(ends, connects, listens)
         return
     landing, staging = agree(ends, connects, listens)
@@ -291,7 +291,7 @@ def test_a_network_that_nixl_cannot_pass(
     monkeypatch.setattr(use_library("imitated", monkeypatch), "reaches", False)
     monkeypatch.setattr(backends, "PROBE_SECONDS", 0.1)
     if connects == "nixl":
-        with pytest.raises(Refused, match="does not answer"):
+        with pytest.raises(PeerRefused, match="does not answer"):
             agree(ends, connects, "auto")
     else:
         landing, staging = agree(ends, connects, "auto")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from training.tiny.data import KINDS, template_of, test_split
 from training.tiny.stories import Problem
-from unisono.tools.problems import final_answer
+from unisono.tools.eval.problems import final_answer
 
 CHATS = ("Hello", "who are you?", "What is speculative decoding?", "What is the capital of France?")
 CONTINUATIONS = (

@@ -23,15 +23,15 @@ from typing import Any
 from training.tiny.data import test_problems
 from training.tiny.documents import document, standard_library
 from training.tiny.prompts import questions
-from unisono import catalog
-from unisono.tokenizer import Tokenizer
+from unisono.config import catalog
+from unisono.text.tokenizer import Tokenizer
 from unisono.tools.draft_training.answers import AnswerConfig, Text, collect, read_answers
 from unisono.tools.draft_training.command import GPU_SHARE, Run, make_llm, train_on_texts
-from unisono.tools.draft_training.data import Prompt
-from unisono.tools.draft_training.measure import DRAFTS, Acceptance, measure
-from unisono.tools.draft_training.methods import Shape
+from unisono.tools.draft_training.data import TrainingPrompt
+from unisono.tools.draft_training.measure import DRAFTS, DraftAcceptance, measure
+from unisono.tools.draft_training.methods import DraftShape
 from unisono.tools.draft_training.trainer import Recipe
-from unisono.tools.problems import final_answer
+from unisono.tools.eval.problems import final_answer
 from unisono.types import SpeculativeConfig
 
 TARGET = "tiny"
@@ -47,14 +47,14 @@ CHUNK = 1000
 """Prompts per task of a worker; the seed is the number of the chunk."""
 
 
-def make_prompts(count: int, workers: int) -> list[Prompt]:
+def make_prompts(count: int, workers: int) -> list[TrainingPrompt]:
     """About ``count`` different prompts of the training split; they depend on ``count`` only."""
     chunks = range(1, 1 + -(-count // CHUNK))
     size = min(CHUNK, count)
     context = multiprocessing.get_context("fork")  # CUDA is not initialised yet
     with ProcessPoolExecutor(workers, context) as pool:
         made = [ids for some in pool.map(_chunk, chunks, [size] * len(chunks)) for ids in some]
-    return [Prompt(list(ids)) for ids in dict.fromkeys(map(tuple, made))][:count]
+    return [TrainingPrompt(list(ids)) for ids in dict.fromkeys(map(tuple, made))][:count]
 
 
 def _chunk(number: int, size: int) -> list[list[int]]:
@@ -94,7 +94,7 @@ def train_all(options: argparse.Namespace, texts: list[Text], work: Path, until:
             options.steps, minutes, options.batch_tokens, options.lr, options.muon_lr, save_every=1e9, seed=options.seed
         )
         asking = AnswerConfig(longest=LONGEST)
-        run = Run(method, TARGET, out, recipe, Shape(tokenizer=False), asking, options.device, work)
+        run = Run(method, TARGET, out, recipe, DraftShape(tokenizer=False), asking, options.device, work)
         run.check(resume=False)
         train_on_texts(run, texts, False, lambda stage, share: None, _log)
         (work / "recipe.json").unlink()
@@ -106,7 +106,7 @@ def train_all(options: argparse.Namespace, texts: list[Text], work: Path, until:
 def measure_all(options: argparse.Namespace) -> bool:
     """Print the table of acceptance. Returns True if no head changes a text."""
     problems = test_problems(options.problems)
-    prompts = [Prompt(ids) for ids in _prompt_ids([question for question, _, _ in problems])]
+    prompts = [TrainingPrompt(ids) for ids in _prompt_ids([question for question, _, _ in problems])]
     specs: dict[str, SpeculativeConfig | None] = {"none": None, "ngram": SpeculativeConfig("ngram", None, DRAFTS)}
     for method in options.methods:
         specs[method] = SpeculativeConfig(method, str(options.out / NAMES[method]), DRAFTS)
@@ -124,7 +124,7 @@ def measure_all(options: argparse.Namespace) -> bool:
     return same
 
 
-def _row(method: str, acceptance: Acceptance, right: int, same: bool) -> str:
+def _row(method: str, acceptance: DraftAcceptance, right: int, same: bool) -> str:
     positions = " ".join(f"{share:.3f}" for share in acceptance.positions)
     return f"| {method} | {acceptance.length:.3f} | {positions} | {right} | {'yes' if same else 'NO'} |"
 
@@ -171,7 +171,7 @@ def main() -> None:
         work = Path(folder)
         asking = AnswerConfig(max_tokens=MAX_TOKENS, longest=LONGEST, seed=options.seed, seconds=budget * ANSWERS_SHARE)
         answers = options.answers or work / "answers.jsonl"
-        run = Run("eagle3", TARGET, work, Recipe(steps=1), Shape(), asking, options.device, work)
+        run = Run("eagle3", TARGET, work, Recipe(steps=1), DraftShape(), asking, options.device, work)
         collect(lambda: make_llm(run), prompts, replace(asking), answers, lambda stage, share: None)
         texts = read_answers(answers)
         _log(f"{len(texts)} answers, {sum(len(t.token_ids) for t in texts)} tokens with their prompts")

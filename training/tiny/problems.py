@@ -1,6 +1,6 @@
 """Writes the held-out problems that the installed package ships: ``python -m training.tiny.problems``.
 
-By default it overwrites ``unisono/tools/problems.jsonl``. The output is the same every time.
+By default it overwrites ``unisono/tools/eval/problems.jsonl``. The output is the same every time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from training.tiny.data import test_split
-from unisono.tools.problems import COUNT, FILE
+from unisono.tools.eval.problems import COUNT, FILE
 
 
 def lines(count: int) -> list[str]:

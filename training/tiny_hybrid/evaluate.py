@@ -21,7 +21,7 @@ from training.tiny.documents import END, SPECIAL_TOKENS, START, STOP
 from training.tiny_hybrid.delta import CHUNK
 from training.tiny_hybrid.documents import THINK, THOUGHT
 from training.tiny_hybrid.model import GatedDeltaNet, Layer, TinyHybrid
-from unisono.tools.problems import final_answer
+from unisono.tools.eval.problems import final_answer
 
 Caches = list[tuple[Tensor, Tensor]]
 """Per layer: (last projections, state) of Gated DeltaNet, or (keys, values)."""

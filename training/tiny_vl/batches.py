@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from training.tiny_vl.questions import ask
 from training.tiny_vl.scenes import SIZE_WEIGHTS, SIZES, random_scene
 from training.tiny_vl.text import Format
-from unisono.tools.scenes import COLOURS, DIGITS, SHAPES, Scene, bar_area, covered, draw
+from unisono.tools.eval.scenes import COLOURS, DIGITS, SHAPES, Scene, bar_area, covered, draw
 
 READY = 4
 """Batches in flight per worker."""

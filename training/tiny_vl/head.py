@@ -3,7 +3,7 @@
 The head at position p reads the token of p and the target's states of p - 1, and predicts p + 1. Of a picture's tokens
 it reads the merged embeddings, as the target does (without deepstack), and every token has the target's rotary position
 on three axes. It is unrolled as in drafting (arXiv 2503.01840, section 3.2): step s reads its own states of step s - 1.
-``unisono.models.draft.Eagle3Head`` serves it; a test compares both.
+``unisono.drafters.eagle.model.Eagle3Head`` serves it; a test compares both.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from training.tiny_vl.batches import TOKEN_PIXELS
 from training.tiny_vl.head import STEPS, Head, acceptance, teach
 from training.tiny_vl.model import TinyVL, visible
 from training.tiny_vl.text import Format
-from unisono.tools.picture_problems import PictureProblem
-from unisono.tools.problems import final_answer
-from unisono.tools.scenes import draw
+from unisono.tools.eval.picture_problems import PictureProblem
+from unisono.tools.eval.problems import final_answer
+from unisono.tools.eval.scenes import draw
 
 MAX_TOKENS = 96
 GROUP = 128

@@ -9,7 +9,7 @@ from random import Random
 
 from training.tiny_vl.questions import ask
 from training.tiny_vl.scenes import SIZE_WEIGHTS, SIZES, random_scene
-from unisono.tools.picture_problems import COUNT, FILE, PictureProblem
+from unisono.tools.eval.picture_problems import COUNT, FILE, PictureProblem
 
 
 def held_out_problems(count: int, seed: int = 0) -> list[PictureProblem]:

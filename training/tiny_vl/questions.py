@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from unisono.tools.scenes import COLOURS, Scene, Thing
+from unisono.tools.eval.scenes import COLOURS, Scene, Thing
 
 MOST_SUMMED = 99
 

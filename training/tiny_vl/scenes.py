@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from random import Random
 
-from unisono.tools.scenes import (
+from unisono.tools.eval.scenes import (
     BACKGROUNDS,
     CELL,
     COLOURS,

@@ -1,0 +1,1 @@
+"""Attention backends, and the context of a pass that layers read."""

@@ -1,7 +1,7 @@
-"""What a model needs to attend: the inputs of one pass, and the interface every backend fills.
+"""Inputs of one pass of attention, and the interface of a backend.
 
 The engine builds an AttentionInputs per pass, the backend's ``plan`` prepares it once, and each layer
-calls ``forward``. Models and drafters see only this file; which kernel runs is the engine's choice.
+calls ``forward``. Models and drafters see only this file; the engine chooses the kernel.
 
 Shapes: T tokens, R rows (requests), S slots, MP pages per request, NP pages, P page size,
 Hq / Hkv query / KV heads, D head dim.
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 
-from unisono.kernels.fp8_quantize import handed_on
-from unisono.layers.activations import Activations, Wish
-from unisono.program import eager_break
+from unisono.graphs import eager_break
+from unisono.kernels.gemm.fp8_quantize import handed_on
+from unisono.layers.activations import Activations, InputFormat
 
 
 class KV(NamedTuple):
-    """A layer's pages: keys and values, each [NP, Hkv, P, D], in the model's dtype.
+    """Pages of a layer: keys and values, each [NP, Hkv, P, D], in the model's dtype or in e4m3.
 
-    Or both in e4m3, with the biased exponents of their rows' scales in k_scales, v_scales [NP, Hkv, P, 1] uint8
-    (``unisono/kernels/kv_e4m3.py``). Rows are written by ``rope_and_cache``. A layer's state is these tensors in this
+    k_scales, v_scales [NP, Hkv, P, 1] uint8: biased exponents of the scales of e4m3 rows
+    (``unisono/kernels/cache/kv_e4m3.py``). ``rope_and_cache`` writes rows. A layer's state holds these tensors in this
     order: ``KV(*state)``.
     """
 
@@ -36,17 +36,17 @@ class KV(NamedTuple):
 
 @dataclass(slots=True)
 class AttentionInputs:
-    """Where each token of a pass stands, and where its request's keys lie. All int32, on the device.
+    """Positions of a pass's tokens, and the pages of their requests' keys. All int32, on the device.
 
     slots [R]: each row's slot, an index into ``page_table``.
     positions [T]: each token's absolute position; -1 marks a padding token, which sees nothing.
-    slot_mapping [T]: where each token's key and value are written, page · P + offset.
+    slot_mapping [T]: cache slot of each token's key and value, page · P + offset.
     kv_len [R]: keys a row may see: its highest position + 1; 0 for a padding row.
-    page_table [S, MP]: the pages of each slot in order of position.
+    page_table [S, MP]: pages of each slot, in order of position.
     width: tokens per row when all rows have equally many (a round: T = R · width, row-major), else None.
-    query_start [R + 1]: where each row's tokens begin when ``width`` is None (an extend pass). Tokens from
+    query_start [R + 1]: first token of each row when ``width`` is None (an extend pass). Tokens from
         ``query_start[R]`` on belong to no row and are padding.
-    singles: of an extend pass, how many of its first rows have one token each and are attended as a round of width 1.
+    singles: number of leading rows of an extend pass that have one token each and are attended as a round of width 1.
     plan: filled in by the backend.
     """
 
@@ -62,7 +62,7 @@ class AttentionInputs:
 
     @staticmethod
     def joined(first: AttentionInputs, rest: AttentionInputs) -> AttentionInputs:
-        """A round of width 1 and an extend pass as one extend pass, the round's rows and tokens first."""
+        """Join a round of width 1 and an extend pass into one extend pass; the round's rows and tokens come first."""
         singles, starts = first.slots.shape[0], rest.query_start
         assert first.width == 1
         assert starts is not None
@@ -79,7 +79,7 @@ class AttentionInputs:
         )
 
     def parts(self) -> tuple[AttentionInputs, AttentionInputs]:
-        """The two that :meth:`joined` made one of."""
+        """Split the result of :meth:`joined`: (round of width 1, extend pass)."""
         n, starts, table = self.singles, self.query_start, self.page_table
         assert starts is not None
         slots, positions, mapping, kv_len = self.slots, self.positions, self.slot_mapping, self.kv_len
@@ -89,7 +89,7 @@ class AttentionInputs:
         )
 
     def last_tokens(self, last: torch.Tensor) -> LastTokens:
-        """Of the pass's last E rows each one's last token; last [E] int32: where they stand among the pass's tokens."""
+        """Last token of each of the final E rows. last [E] int32: indices into the pass's tokens."""
         slots, kv_len = self.slots[-len(last) :], self.kv_len[-len(last) :]
         return LastTokens(
             last, AttentionInputs(slots, kv_len - 1, self.slot_mapping[:0], kv_len, self.page_table, width=1)
@@ -98,31 +98,29 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
-    """The tokens of a pass whose outputs are read, one of each row, where no other's are.
+    """The only tokens of a pass whose outputs are read: the last one of each row.
 
-    The last layer writes the keys and values of all tokens, and computes the rest for these
-    alone. Their bits are the same, for no token's depend on another's row.
+    The last layer writes the keys and values of all tokens, and computes the rest for these alone. Their bits are the
+    same, because a token's bits do not depend on other rows.
 
-    last [E] int32: where they stand among the pass's tokens. inputs: they alone, as a round of width 1; nothing is
-    written by it.
+    last [E] int32: indices into the pass's tokens. inputs: these tokens as a round of width 1, which writes nothing.
     """
 
     last: torch.Tensor
     inputs: AttentionInputs
 
     def select(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, …] -> [E, …]."""
+        """Select these tokens' rows of x: [T, …] -> [E, …]."""
         return x.index_select(0, self.last)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """How a layer attends.
+    """Attention parameters of a layer.
 
-    scale: of the scores. window: how many positions a token sees, itself included; 0: all. first: keys at positions
-    below it are invisible, and a token that stands there yields zeros. soft_cap > 0: scores become
-    soft_cap · tanh(score / soft_cap), before they are masked. sinks [Hq] fp32: exp(sink) is added to the denominator of
-    its head's softmax.
+    scale: factor of the scores. window: positions a token sees, itself included; 0: all. first: keys at positions below
+    it are invisible, and tokens there yield zeros. soft_cap > 0: scores become soft_cap · tanh(score / soft_cap) before
+    they are masked. sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
     """
 
     scale: float
@@ -133,11 +131,11 @@ class AttentionOptions:
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention over the paged KV cache.
+    """An implementation of attention over the paged KV cache.
 
     A token sees keys at positions p ≤ its own, p ≥ first, and p > its own − window where window > 0. Its output bits
-    depend on its query and those keys alone: not on the other rows, on how many tokens the pass has, nor
-    on whether it is a round or an extend pass.
+    depend on its query and those keys alone: not on the other rows, the number of tokens in the pass, or the kind of
+    pass (round or extend).
     """
 
     @property
@@ -145,11 +143,12 @@ class AttentionBackend(Protocol):
 
     @property
     def capturable(self) -> bool:
-        """Whether ``plan`` and ``forward`` can be captured. If not, they run eagerly between captured segments."""
+        """True if ``plan`` and ``forward`` can be captured; otherwise they run eagerly between captured segments."""
         ...
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
-        """Fill ``inputs.plan``, once per pass, before the layers. Where ``capturable``, no host sync.
+        """Fill ``inputs.plan``, once per pass, before the layers. A capturable backend must not synchronise with the
+        host.
 
         window > 0 promises that each layer that uses the plan has this window or a smaller one.
         """
@@ -164,39 +163,42 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class QuantisingAttention(Protocol):
-    """A backend whose kernels can quantise what they return, for a layer with e4m3 weights that reads it."""
+    """A backend whose kernels can quantise their outputs for a consumer with e4m3 weights."""
 
     def quantises(self, head_dim: int, group: int) -> bool:
-        """Whether it does for heads of this size and a reader whose scales serve ``group`` columns."""
+        """Return True if it can, for heads of this size and a consumer with one scale per ``group`` columns."""
         ...
 
     def forward_fp8(
         self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`AttentionBackend.forward` as values e4m3 and their scales (``kernels/fp8_quantize.py``), with the bits
-        of quantising its rows."""
+        """Attend and return e4m3 values and their scales (``kernels/gemm/fp8_quantize.py``).
+
+        The bits are those of quantising the rows of :meth:`AttentionBackend.forward`.
+        """
         ...
 
 
 @runtime_checkable
 class ProvingAttention(Protocol):
-    """A backend with kernels that may run only where their bits were compared on the GPU at hand."""
+    """A backend with kernels that may run only after their bits were compared on the present GPU."""
 
     def rehearse(self, head_dim: int, dtype: torch.dtype) -> None:
-        """Launch what :meth:`prove` will launch and learn nothing from it."""
+        """Launch the kernels of :meth:`prove` and ignore the result: this compiles them ahead of time."""
         ...
 
     def prove(self, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
-        """Settle what serves which passes: (what, why) by the passes' name. For the engine's start: it synchronises."""
+        """Choose the kernel for each kind of pass: kind -> (kernel, reason). Synchronises; for the engine's start."""
         ...
 
 
 @dataclass(frozen=True)
 class BreakingAttention:
-    """A backend between the segments of a capture: always if it is not capturable, else where the capture splits.
+    """A wrapper that runs a backend between the segments of a capture.
 
-    The engine wraps every backend in it, so that models and drafters need not know. A mixed pass (``singles``) reaches
-    the backend as a round and an extend pass, so backends need not know of those.
+    A backend that is not capturable always runs there; others where the capture splits. The engine wraps every backend,
+    so models and drafters need not know. A mixed pass (``singles``) reaches the backend as a round and an extend pass,
+    so backends need not know of mixed passes.
     """
 
     backend: AttentionBackend
@@ -210,7 +212,7 @@ class BreakingAttention:
         return self.backend.capturable
 
     def rehearse(self, head_dim: int, dtype: torch.dtype) -> None:
-        """Launch what :meth:`prove` will launch and learn nothing from it: for compiling kernels ahead."""
+        """Launch the kernels of :meth:`prove` and ignore the result: this compiles them ahead of time."""
         if isinstance(self.backend, ProvingAttention):
             self.backend.rehearse(head_dim, dtype)
 
@@ -238,8 +240,8 @@ class BreakingAttention:
             return torch.cat((self.forward(q[:n], kv, single, options), self.forward(q[n:], kv, rest, options)))
         return cast(torch.Tensor, self._run(self.backend.forward, q, kv, inputs, options))
 
-    def _run(self, forward: Callable[..., Any], *given: Any) -> Any:
-        return (_attend_where_split if self.capturable else _attend)(forward, *given)
+    def _run(self, forward: Callable[..., Any], *args: Any) -> Any:
+        return (_attend_where_split if self.capturable else _attend)(forward, *args)
 
     def quantises(self, head_dim: int, group: int) -> bool:
         """See :class:`QuantisingAttention`."""
@@ -254,15 +256,17 @@ class BreakingAttention:
 
 
 def attended(
-    backend: AttentionBackend, wish: Wish | None, q: torch.Tensor, kv: KV, inputs: AttentionInputs,
+    backend: AttentionBackend, input_format: InputFormat | None, q: torch.Tensor, kv: KV, inputs: AttentionInputs,
     options: AttentionOptions,
 ) -> Activations:  # fmt: skip
-    """``backend.forward``, for a reader with this wish; the two parts of a mixed pass are joined as plain rows."""
+    """Run ``backend.forward`` for a consumer with this input format. The parts of a mixed pass are joined as plain
+    rows.
+    """
     if (
-        wish is not None and not wish.keep and not inputs.singles
-        and isinstance(backend, QuantisingAttention) and backend.quantises(q.shape[2], wish.group)
+        input_format is not None and not input_format.keep and not inputs.singles
+        and isinstance(backend, QuantisingAttention) and backend.quantises(q.shape[2], input_format.group)
     ):  # fmt: skip
-        return handed_on(backend.forward_fp8(q, kv, inputs, options), q, wish.group)
+        return handed_on(backend.forward_fp8(q, kv, inputs, options), q, input_format.group)
     return backend.forward(q, kv, inputs, options)
 
 

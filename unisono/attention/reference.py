@@ -1,8 +1,8 @@
-"""Attention in plain PyTorch, planned on the host: a reference for kernels, and a back end that no graph can hold.
+"""Attention in plain PyTorch, planned on the host: a reference for kernels, and a backend that cannot be captured.
 
-It reads positions and page tables on the host, so it is not capturable: in a graph it runs between segments. Each token
-is attended alone over exactly the keys that it sees, in products whose shapes its position fixes, so it is exact: its
-bits depend on nothing else. They are not those of the ``triton`` back end. It is slow: a few operations per token.
+It reads positions and page tables on the host, so in a graph it runs between segments. Each token is attended alone
+over exactly the keys that it sees, in products whose shapes depend on its position only. So it is exact: its bits
+depend on nothing else. They differ from those of the ``triton`` backend. It is slow: a few operations per token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
-from unisono.kernels.kv_e4m3 import dequantised
+from unisono.kernels.cache.kv_e4m3 import dequantised
 
 
 class ReferenceAttention:
@@ -25,7 +25,7 @@ class ReferenceAttention:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
-        """Fill ``inputs.plan`` with (token, position, its row's page table [MP]) of each token that is no padding."""
+        """Fill ``inputs.plan`` with (token, position, its row's page table [MP]) of each token except padding."""
         positions, slots = inputs.positions.tolist(), inputs.slots.tolist()
         if inputs.width is not None:
             rows = [token // inputs.width for token in range(len(positions))]
@@ -41,7 +41,7 @@ class ReferenceAttention:
         ]
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
-        """See :class:`unisono.attention.base.AttentionBackend`. H: KV heads, G: query heads of each."""
+        """See :class:`unisono.attention.base.AttentionBackend`. H KV heads, G query heads per KV head."""
         tokens, heads, dim = q.shape
         kv_heads, page_size = kv.k.shape[1:3]
         pages = (kv.k, kv.k_scales), (kv.v, kv.v_scales)
@@ -65,6 +65,6 @@ class ReferenceAttention:
 
 
 def _rows(pages: torch.Tensor, scales: torch.Tensor | None, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Keys or values [Hkv, N, D] fp32 at N places."""
+    """Gather keys or values [Hkv, N, D] fp32 from N cache slots."""
     scale = None if scales is None else scales[page, :, offset]
     return dequantised(pages[page, :, offset], scale).transpose(0, 1).contiguous()

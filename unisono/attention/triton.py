@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
-from unisono.kernels import attention_hopper, attention_hopper_rounds
-from unisono.kernels.attention import attention, attention_fp8, attention_plan, quantises
+from unisono.kernels.attention import hopper as attention_hopper
+from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
+from unisono.kernels.attention.paged import attention, attention_fp8, attention_plan, quantises
 
 WORKSPACE_TOKENS = 4096
-"""Tokens × KV splits that the workspace holds, at 4 · Hq · (D + 2) bytes each: 68 MB at 32 heads of 128."""
+"""Capacity of the workspace, in tokens × KV splits of 4 · Hq · (D + 2) bytes: 68 MB at 32 heads of 128."""
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Attention programs that a multiprocessor runs at a time."""
+"""Attention programs per multiprocessor at a time."""
 
 
 class TritonAttention:
@@ -37,22 +38,22 @@ class TritonAttention:
     def rehearse(self, head_dim: int, dtype: torch.dtype) -> None:
         """See :class:`unisono.attention.base.ProvingAttention`."""
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
-        attention_hopper.rehearse(self._attend, *heads)
-        attention_hopper_rounds.rehearse(self._attend_round, *heads)
+        attention_hopper.exact_prompt_attention.rehearse(self._attend, *heads)
+        attention_hopper_rounds.exact_round_attention.rehearse(self._attend_round, *heads)
 
     def prove(self, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
         """See :class:`unisono.attention.base.ProvingAttention`."""
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
         return {
-            "attention of long prompts": _settled(
+            "attention of long prompts": _choose_kernel(
                 attention_hopper.suits(*heads),
-                lambda: attention_hopper.prove(self._attend, *heads),
+                lambda: attention_hopper.exact_prompt_attention.prove(self._attend, *heads),
                 "the kernels for Hopper have 16-bit heads of 128 and 256 only",
             ),
-            "attention of rounds": _settled(
+            "attention of rounds": _choose_kernel(
                 attention_hopper_rounds.suits(*heads),
-                lambda: attention_hopper_rounds.prove(self._attend_round, *heads),
-                "the kernel for Hopper has 16-bit heads of 128 only; UNISONO_HOPPER_ROUNDS=0 turns it off",
+                lambda: attention_hopper_rounds.exact_round_attention.prove(self._attend_round, *heads),
+                "the kernel for Hopper has 16-bit heads of 128 only",
             ),
         }
 
@@ -67,7 +68,7 @@ class TritonAttention:
         positions: torch.Tensor,
         width: int | None = None,
     ) -> torch.Tensor:
-        """One extend pass, or a round of this width, as the engine would run it."""
+        """Run one extend pass, or a round of this width, as the engine does."""
         rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
         inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, width, query_start)
         self.plan(inputs)
@@ -81,7 +82,7 @@ class TritonAttention:
         return self._attend(q, k, v, page_table, kv_len, None, positions, width)
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
-        """Fill ``inputs.plan``: which program walks what. One launch, no host sync."""
+        """Fill ``inputs.plan`` with the work list. One launch, no host sync."""
         if (inputs.width is None) == (inputs.query_start is None):
             raise ValueError(f"Set width or query_start, not both: got {inputs.width} and {inputs.query_start}.")
         tokens = inputs.positions.shape[0]
@@ -102,7 +103,7 @@ class TritonAttention:
         )
 
     def _tile_tokens(self, tokens: int) -> int:
-        """The largest query tile (16 … 128 rows) that still gives each multiprocessor one."""
+        """Choose the largest query tile (16 … 128 rows) that still gives each multiprocessor one."""
         rows = 128
         while rows > 16 and tokens * self.num_heads < rows * self.processors:
             rows //= 2
@@ -110,7 +111,7 @@ class TritonAttention:
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`."""
-        return attention(q, *_given(kv, inputs, options))
+        return attention(q, *_arguments(kv, inputs, options))
 
     def quantises(self, head_dim: int, group: int) -> bool:
         """See :class:`unisono.attention.base.QuantisingAttention`."""
@@ -120,19 +121,19 @@ class TritonAttention:
         self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`unisono.attention.base.QuantisingAttention`."""
-        return attention_fp8(q, *_given(kv, inputs, options))
+        return attention_fp8(q, *_arguments(kv, inputs, options))
 
 
-def _settled(suits: bool, proves: Callable[[], bool], otherwise: str) -> tuple[str, str]:
-    """Which kernel serves, and why; otherwise: why none for Hopper can."""
+def _choose_kernel(suits: bool, proves: Callable[[], bool], otherwise: str) -> tuple[str, str]:
+    """Choose a kernel: (kernel, reason). otherwise: the reason if no kernel for Hopper applies."""
     if not suits:
-        return "as all attention", otherwise
+        return "triton", otherwise
     if proves():
-        return "the kernel for Hopper", "its bits are those of all attention, compared here"
-    return "as all attention", "the bits of the kernel for Hopper differ here"
+        return "gluon-sm90", "its bits are those of the Triton kernel, compared on this GPU"
+    return "triton", "the bits of the kernel for Hopper differ on this GPU"
 
 
-def _given(kv: KV, inputs: AttentionInputs, o: AttentionOptions) -> tuple[Any, ...]:
-    """What the ops take beside the queries."""
+def _arguments(kv: KV, inputs: AttentionInputs, o: AttentionOptions) -> tuple[Any, ...]:
+    """Arguments of the ops after the queries."""
     where = kv.k, kv.v, inputs.page_table, inputs.positions, inputs.plan
     return *where, o.scale, o.window, o.first, o.soft_cap, o.sinks, kv.k_scales, kv.v_scales

@@ -1,0 +1,1 @@
+"""Ranks of one model: processes, groups and gathers."""

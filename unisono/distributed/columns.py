@@ -1,6 +1,6 @@
-"""A tensor whose columns are divided among ranks: what a layer gives before anything is gathered.
+"""Column-parallel tensors: a layer's outputs before they are gathered.
 
-Made by ``layers``; who reads it decides whether all columns are gathered, or less.
+Made by ``layers``; the consumer gathers all columns, or less.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from unisono.distributed.gather import Ranks
 
 @dataclass(frozen=True)
 class Columns:
-    """Equal parts of rows [M, N · n] on N ranks. own: this rank's, [M, n]. ranks: who has the others."""
+    """Rows [M, N · n] divided into equal parts on N ranks. own: this rank's part, [M, n]. ranks: the owners of the
+    others.
+    """
 
     own: torch.Tensor
     ranks: Ranks
 
     @property
     def first(self) -> int:
-        """The index of this rank's first column among all."""
+        """Index of this rank's first column among all."""
         return self.ranks.index * self.own.shape[1]
 
     def whole(self) -> torch.Tensor:
@@ -30,5 +32,5 @@ class Columns:
 
 
 def whole(rows: torch.Tensor | Columns) -> torch.Tensor:
-    """All columns of rows that may be divided."""
+    """Return all columns of rows that may be divided."""
     return rows.whole() if isinstance(rows, Columns) else rows

@@ -1,10 +1,10 @@
-"""The one thing that ranks of a model say to each other inside passes: their parts of a row, put side by side.
+"""All-gather: the only communication of ranks inside passes. It concatenates the ranks' parts of a row.
 
-A gather is all there is, for no sum is split across ranks; with ``--tp-reduce ordered`` a part may be a term of a sum,
-and each rank adds up the gathered terms in the order of ranks. Gathers are ops (``unisono::all_gather``, and two with
-what happens before or after), so that tapes and CUDA graphs record them with the rest of a pass; what carries them is a
-*transport* (``shared_memory`` on a CPU, ``nccl`` with ``kernels/gather.py`` on GPUs). Every rank runs the same gathers
-in the same order.
+No sum is split across ranks; with ``--tp-reduce ordered`` a part may be a term of a sum, and each rank adds up the
+gathered terms in the order of ranks. Gathers are ops (``unisono::all_gather``, and two fused with neighbouring
+operations), so that tapes and CUDA graphs record them with the rest of a pass. A *transport* carries them
+(``shared_memory`` on a CPU, ``nccl`` with ``kernels/comm/gather.py`` on GPUs). Every rank runs the same gathers in the
+same order.
 
 Shapes: M rows, n columns of a rank, N ranks, H features.
 """
@@ -16,12 +16,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from unisono.kernels.activation import silu_mul
-from unisono.kernels.add_norm import add_rms_norm, add_rms_norm_fp8
-from unisono.kernels.fp8_quantize import Quantised, empty_quantised
-from unisono.kernels.gather_fused import ordered_sum
-from unisono.kernels.library import define, register
-from unisono.kernels.norm import Normed, quantised_norm, with_fp8_meta
+from unisono.kernels.comm.gather_fused import ordered_sum
+from unisono.kernels.gemm.fp8_quantize import Quantised, empty_quantised
+from unisono.kernels.library import op
+from unisono.kernels.norm.activation import silu_mul
+from unisono.kernels.norm.add_norm import add_rms_norm, add_rms_norm_fp8
+from unisono.kernels.norm.rms_norm import SumNormed, quantised_norm, with_fp8_meta
 
 
 class Transport(Protocol):
@@ -34,22 +34,22 @@ class Transport(Protocol):
     def why(self) -> str: ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, n], contiguous, of any dtype -> [M, N · n], new; raises EngineDead where a rank has failed."""
+        """x [M, n], contiguous, of any dtype -> [M, N · n], new. Raises EngineDead if a rank has failed."""
         ...
 
     def close(self) -> None:
-        """Free what it holds; every graph that has gathers must be gone."""
+        """Free the transport's resources; every graph with gathers must be gone."""
         ...
 
 
 @runtime_checkable
 class FusingTransport(Transport, Protocol):
-    """One with kernels that gather and compute at once; each returns None where it has none for such rows."""
+    """A transport with kernels that gather and compute at once; each returns None if it does not support such rows."""
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
         summed: bool,
-    ) -> tuple[torch.Tensor, *Normed] | None:  # fmt: skip
+    ) -> SumNormed | None:  # fmt: skip
         """See :meth:`Ranks.add_rms_norm`; (sum, norm, x8, scales)."""
         ...
 
@@ -59,15 +59,15 @@ class FusingTransport(Transport, Protocol):
 
 
 _transports: dict[int, Transport] = {}
-"""By number: an op's arguments cannot name objects otherwise."""
+"""Transports by number: arguments of ops cannot be objects."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which part of a model a process holds. index: this rank; count: N. transport: the number of its transport.
+    """Part of a model that a process holds. index: this rank; count: N. transport: number of its transport.
 
-    whole_experts: experts are whole on a rank (``--enable-expert-parallel``); else they are split like other products.
-    ordered: products after attention and of the MLP are split by inputs, where their format allows it, and their terms
+    whole_experts: experts are whole on a rank (``--enable-expert-parallel``); otherwise they are split like other
+    GEMMs. ordered: GEMMs after attention and of the MLP are split by inputs, if their format allows it, and their terms
     are added in the order of ranks (``--tp-reduce ordered``).
     """
 
@@ -79,98 +79,102 @@ class Ranks:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, n] of each rank -> [M, N · n], in the order of ranks."""
-        return x if self.count == 1 else torch.ops.unisono.all_gather(x, self.transport, self.count)
+        return x if self.count == 1 else all_gather(x, self.transport, self.count)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, 2 n] of each rank, columns of gate and then of up -> ``silu(gate) * up`` of all, [M, N · n]."""
-        return torch.ops.unisono.gather_silu(x, self.transport, self.count)
+        return gather_silu(x, self.transport, self.count)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, H], a term of each rank -> their sum, added in fp32 in the order of ranks and rounded once."""
+        """Sum x [M, H], a term of each rank, in fp32 in the order of ranks, rounded once."""
         return ordered_sum(self.gather(x), self.count)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, summed: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(gathered x + residual, its norm), [M, H] both, as ``kernels.add_norm`` makes them.
+        """Return (gathered x + residual, its norm), [M, H] both, as ``kernels.add_norm`` computes them.
 
         x [M, H / N] of each rank; summed: [M, H], a term of each rank (:meth:`sum`).
         """
-        given = x, residual, weight, eps, None, True, summed, self.transport, self.count
-        return torch.ops.unisono.gather_add_rms_norm(*given)[:2]
+        arguments = x, residual, weight, eps, None, True, summed, self.transport, self.count
+        return gather_add_rms_norm(*arguments)[:2]
 
     def add_rms_norm_fp8(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool,
         summed: bool,
     ) -> tuple[torch.Tensor, Quantised]:  # fmt: skip
         """:meth:`add_rms_norm` whose norm is quantised as ``rms_norm_fp8`` does it."""
-        given = x, residual, weight, eps, group, keep, summed, self.transport, self.count
-        total, *normed = torch.ops.unisono.gather_add_rms_norm(*given)
+        arguments = x, residual, weight, eps, group, keep, summed, self.transport, self.count
+        total, *normed = gather_add_rms_norm(*arguments)
         return total, quantised_norm(normed, total, group, keep)
 
     def part(self, size: int) -> tuple[int, int]:
-        """This rank's equal part of ``size`` things, which must divide: the first, and the one after the last."""
+        """Return the range of this rank's equal part of ``size`` items, which must divide: first, and last + 1."""
         each = size // self.count
         return self.index * each, (self.index + 1) * each
 
     def divides(self, size: int) -> bool:
-        """Whether equal parts are possible."""
+        """True if equal parts are possible."""
         return size % self.count == 0
 
 
 ALONE = Ranks()
-"""A process that holds the whole model."""
+"""The only rank of an undivided model."""
 
 
 def open_transport(transport: Transport) -> int:
-    """Make a transport known to the op; returns its number."""
+    """Register a transport for the ops; return its number."""
     number = max(_transports, default=0) + 1
     _transports[number] = transport
     return number
 
 
 def close_transport(number: int) -> None:
-    """Close a transport and forget it."""
+    """Close a transport and remove it."""
     transport = _transports.pop(number, None)
     if transport is not None:
         transport.close()
 
 
 def described(number: int) -> tuple[str, str]:
-    """(what carries a transport's gathers, why), for ``explain``."""
+    """Return (name of a transport, reason) for ``explain``."""
     transport = _transports[number]
     return transport.name, transport.why
 
 
 def give_up(number: int) -> None:
-    """End gathers that wait for a rank which is gone, where a transport can; from any thread."""
+    """End gathers that wait for a lost rank, if the transport supports that; from any thread."""
     end = getattr(_transports.get(number), "give_up", None)
     if end is not None:
         end()
 
 
-def _all_gather(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
+def _gathered(x: torch.Tensor, transport: int, ranks: int) -> tuple[int, int]:
+    return x.shape[0], ranks * x.shape[1]
+
+
+@op(shape=_gathered)
+def all_gather(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
     return _transports[transport].all_gather(x.contiguous())
 
 
-def _meta(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
-    return x.new_empty(x.shape[0], ranks * x.shape[1])
-
-
-def _silu(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
+@op(shape=lambda x, transport, ranks: (x.shape[0], ranks * x.shape[1] // 2))
+def gather_silu(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
     carrier, x = _transports[transport], x.contiguous()
     found = carrier.silu(x) if isinstance(carrier, FusingTransport) else None
     return carrier.all_gather(silu_mul(x)) if found is None else found
 
 
-def _silu_meta(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
-    return x.new_empty(x.shape[0], ranks * x.shape[1] // 2)
+def _sum_and_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None,
+                  keep: bool, *_: object) -> SumNormed:  # fmt: skip
+    return torch.empty_like(residual), *with_fp8_meta(residual, group, keep)
 
 
-def _add_rms_norm(
+@op(meta=_sum_and_norm)
+def gather_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
     summed: bool, transport: int, ranks: int,
-) -> tuple[torch.Tensor, *Normed]:  # fmt: skip
+) -> SumNormed:  # fmt: skip
     carrier, x = _transports[transport], x.contiguous()
     if isinstance(carrier, FusingTransport):
         found = carrier.add_rms_norm(x, residual, weight, eps, group, keep, summed)
@@ -183,21 +187,3 @@ def _add_rms_norm(
         return *add_rms_norm(y, residual, weight, eps), *empty_quantised(y, len(y), y.shape[1], None)
     total, quantised = add_rms_norm_fp8(y, residual, weight, eps, group, keep)
     return total, y.new_empty(0) if quantised.x is None else quantised.x, quantised.x8, quantised.scales
-
-
-def _add_rms_norm_meta(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
-    summed: bool, transport: int, ranks: int,
-) -> tuple[torch.Tensor, *Normed]:  # fmt: skip
-    return torch.empty_like(residual), *with_fp8_meta(residual, group, keep)
-
-
-define("all_gather(Tensor x, int transport, int ranks) -> Tensor")
-register("all_gather", cuda=_all_gather, cpu=_all_gather, meta=_meta)
-define("gather_silu(Tensor x, int transport, int ranks) -> Tensor")
-register("gather_silu", cuda=_silu, cpu=_silu, meta=_silu_meta)
-define(
-    "gather_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, int? group, bool keep, bool summed,"
-    " int transport, int ranks) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-register("gather_add_rms_norm", cuda=_add_rms_norm, cpu=_add_rms_norm, meta=_add_rms_norm_meta)

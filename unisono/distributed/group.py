@@ -1,6 +1,6 @@
-"""The ranks of one engine as they agree on numbers at the start: what all hold, or what rank 0 decides.
+"""Agreement of ranks at the start: values of all ranks, or decisions of rank 0.
 
-Nothing here is on the way of a pass. A rank that cannot go on tells rank 0 why, which raises that error.
+Not used by passes. A rank that cannot go on reports its error to rank 0, which raises it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Group(Protocol):
     ranks: Ranks
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, in their order; all ranks call it in the same places. Values are plain data."""
+        """Return every rank's value, in their order; all ranks call it in the same places. Values are plain data."""
         ...
 
 
@@ -30,34 +30,34 @@ class Alone:
     ranks = ALONE
 
     def exchange(self, value: Any) -> list[Any]:
-        """The value."""
+        """Return the value."""
         return [value]
 
 
 def decided(group: Group, value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value, on every rank."""
     return group.exchange(value if group.ranks.index == 0 else None)[0]
 
 
 def agreement(group: Group) -> Callable[[bool], bool] | None:
-    """Says whether a proof holds on every rank; None where there is one."""
+    """Return a function that tells if a proof holds on every rank; None for a single rank."""
     return None if group.ranks.count == 1 else lambda holds: all(group.exchange(bool(holds)))
 
 
 @dataclass(frozen=True)
-class Refused:
-    """What a rank says instead of a value: its error's class and text."""
+class RankError:
+    """Error of a rank in place of a value: the error's class and text."""
 
     kind: str
     text: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Refused:
-        """What a rank says of an error of its own."""
+    def of(cls, error: BaseException) -> RankError:
+        """Make the report of an error of this rank."""
         return cls(type(error).__name__, " ".join(str(error).split()))
 
     def error(self, index: int) -> Exception:
-        """The error for rank 0 to raise."""
+        """Return the error for rank 0 to raise."""
         kind = getattr(types, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, types.UnisonoError):
             return kind(self.text)
@@ -65,5 +65,5 @@ class Refused:
 
 
 def first_error(values: Sequence[Any]) -> Exception | None:
-    """The error of the first rank that refused, if any did."""
-    return next((value.error(index) for index, value in enumerate(values) if isinstance(value, Refused)), None)
+    """Return the error of the first rank that failed; None if none did."""
+    return next((value.error(index) for index, value in enumerate(values) if isinstance(value, RankError)), None)

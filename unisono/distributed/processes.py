@@ -1,9 +1,9 @@
-"""The other ranks as processes: rank 0 starts them, sends them its commands, and notices when one dies or hangs.
+"""Processes of the other ranks: rank 0 starts them, sends them its commands, and notices when one dies or hangs.
 
 A rank is ``python -c``, so that a program which uses the engine needs no guard around its main part. It inherits a
-socket (commands in order, one message each, sent without waiting) and the descriptor of shared memory (counters of
-what each rank has done, and on a CPU the gathers). A second socket, for bytes of pages, comes with its first message.
-It ends when the first one does, whatever it is doing.
+socket (commands in order, one message each, sent without waiting) and the descriptor of shared memory (progress
+counters of each rank, and on a CPU the gathers). A second socket, for bytes of pages, comes with its first message. It
+ends when rank 0 does, in any state.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.channel import Channel, pair
-from unisono.channel import Gone as Gone
 from unisono.distributed.gather import Ranks
-from unisono.distributed.group import Refused, first_error
+from unisono.distributed.group import RankError, first_error
 from unisono.distributed.shared_memory import SharedMemory, make_memory
+from unisono.sandbox.channel import ForkChannel, pair
+from unisono.sandbox.channel import Gone as Gone
 from unisono.types import EngineDead
 
 logger = logging.getLogger(__name__)
 
 LOOK = 0.2
-"""Seconds between two looks at the ranks."""
+"""Seconds between two checks of the ranks."""
 
 LAG = 3.0
-"""Seconds that a rank may stand still while rank 0 is ahead of it: without using its processor, too."""
+"""Seconds that a rank may make no progress, nor use its CPU, while rank 0 is ahead of it."""
 
 BUSY_LAG = 15.0
-"""The same where it uses its processor, in what it executed or said: it may have little of a machine that is full."""
+"""The same limit while it uses its CPU: it may have a small share of a busy machine."""
 
 CAPTURE_LAG = 120.0
-"""Both while graphs are captured, for kernels may be compiled on one rank first, and while files are read."""
+"""Both limits during captures, since kernels may be compiled on one rank first, and while files are read."""
 
 LAST_MOMENTS = 1.0
 """Seconds that rank 0's own thread gets to raise after a failure, before its process ends: it may wait for a GPU whose
-work will never be done."""
+work will never be done.
+"""
 
 CLOSING = 10.0
 """Seconds that ranks get to free everything before they are killed."""
@@ -54,8 +55,8 @@ _CODE = (
 )
 
 
-class Peer:
-    """Another rank's process. first: what it is told first, pickled. pages: a socket for bytes of pages."""
+class RankProcess:
+    """Process of another rank. first: its first message, pickled. pages: a socket for bytes of pages."""
 
     def __init__(self, module: str, index: int, memory: int, first: Any) -> None:
         self.index = index
@@ -72,19 +73,21 @@ class Peer:
             self.channel.send(pickle.dumps(first), [their_pages.fileno()])
 
     def stopped(self) -> str | None:
-        """Why it cannot go on: it has ended, or was stopped; None while it runs."""
+        """Return the reason why it cannot go on: it has ended, or was stopped; None while it runs."""
         code = self.process.poll()
         if code is not None:
             return f"ended with exit code {code}"
         return "was stopped" if (self._stat() or "R")[0] in "Tt" else None
 
     def processor_time(self) -> int:
-        """Of the process so far, in ticks of the system."""
+        """CPU time of the process so far, in clock ticks."""
         stat = self._stat()
         return int(stat[11]) + int(stat[12]) if stat else 0
 
     def _stat(self) -> list[str]:
-        """From the process's state on; empty where the system does not tell, where only BUSY_LAG does."""
+        """Return the fields of /proc/PID/stat from the process's state on; empty without /proc, so that only BUSY_LAG
+        applies.
+        """
         with suppress(OSError):
             return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return []
@@ -100,15 +103,17 @@ class Peer:
         self.pages.close()
 
 
-class Still:
-    """How long a rank has done nothing."""
+class IdleTime:
+    """Idle time of a rank."""
 
     def __init__(self) -> None:
         self._done, self._ticks = (-1, -1), -1
         self._done_at = self._ran_at = time.monotonic()
 
     def seconds(self, done: tuple[int, int], ticks: int, late: bool, lag: float) -> float:
-        """Seconds, if it is too long: it has done less than rank 0 and does nothing; else 0."""
+        """Return the idle seconds if they exceed the limit: it has done less than rank 0 and makes no progress; else
+        0.
+        """
         now = time.monotonic()
         if done != self._done or not late:
             self._done, self._done_at, self._ran_at = done, now, now
@@ -119,11 +124,12 @@ class Still:
         return 0.0
 
 
-class Peers:
+class RankProcesses:
     """All other ranks, seen from rank 0: a :class:`unisono.distributed.group.Group`.
 
-    module: what they run, ``module.main(socket, memory)``. first: what each is told first, by its index, pickled.
-    ``failure``: why the ranks cannot go on; once it is set every call raises EngineDead, and ``failed`` can be read.
+    module: their code, called as ``module.main(socket, memory)``. first: each one's first message, by its index,
+    pickled. ``failure``: the reason why the ranks cannot go on; once it is set every call raises EngineDead, and
+    ``failed`` becomes readable.
     """
 
     def __init__(self, module: str, first: dict[int, Any], ranks: Ranks) -> None:
@@ -134,7 +140,7 @@ class Peers:
         self.lag: float | None = None
         descriptor = make_memory(ranks.count)
         self.memory = SharedMemory(descriptor, 0, ranks.count)
-        self._peers = [Peer(module, index, descriptor, told) for index, told in first.items()]
+        self._peers = [RankProcess(module, index, descriptor, message) for index, message in first.items()]
         os.close(descriptor)
         self._closing = threading.Event()
         self._on_failure: list[Any] = []
@@ -152,11 +158,11 @@ class Peers:
         return [peer.pages for peer in self._peers]
 
     def on_failure(self, call: Any) -> None:
-        """Have this called from another thread when a rank fails: to free a thread that waits for the device."""
+        """Call this from another thread when a rank fails: to free a thread that waits for the device."""
         self._on_failure.append(call)
 
     def exchange(self, value: Any) -> list[Any]:
-        """See :class:`unisono.distributed.group.Group`. Raises what ended another rank."""
+        """See :class:`unisono.distributed.group.Group`. Raises the error that ended another rank."""
         values = [value, *(self._hear(peer) for peer in self._peers)]
         if (error := first_error(values)) is not None:
             raise error
@@ -170,7 +176,7 @@ class Peers:
         self._send(command)
 
     def replies(self) -> list[Any]:
-        """What every other rank answers to the last command, which asked for an answer."""
+        """Return every other rank's answer to the last command, which requires one."""
         return [self._hear(peer) for peer in self._peers]
 
     def _send(self, data: bytes) -> None:
@@ -181,7 +187,7 @@ class Peers:
                 self._fail(peer, peer.stopped() or "ended")
                 raise EngineDead(self.failure or "") from None
 
-    def _hear(self, peer: Peer) -> Any:
+    def _hear(self, peer: RankProcess) -> Any:
         try:
             return pickle.loads(peer.channel.receive()[0])
         except Gone:
@@ -190,10 +196,10 @@ class Peers:
             self._fail(peer, peer.stopped() or "ended")
             raise EngineDead(self.failure or "") from None
 
-    # ---- looking after them --------------------------------------------------------------------
+    # ---- supervision ---------------------------------------------------------------------------
 
     def _look_after(self) -> None:
-        still = {peer.index: Still() for peer in self._peers}
+        still = {peer.index: IdleTime() for peer in self._peers}
         while not self._closing.wait(LOOK) and self.failure is None:
             progress = self.memory.progress()
             for peer in self._peers:
@@ -206,7 +212,7 @@ class Peers:
                     self._fail(peer, why)
                     return
 
-    def _fail(self, peer: Peer, why: str) -> None:
+    def _fail(self, peer: RankProcess, why: str) -> None:
         if self.failure is not None or self._closing.is_set():
             return
         self.failure = f"rank {peer.index} of the model (process {peer.process.pid}) {why}."
@@ -228,14 +234,14 @@ class Peers:
             os._exit(1)
 
     def begin_closing(self) -> None:
-        """From now on ranks may end; they are told to free what they hold."""
+        """Allow ranks to end, and tell them to free their resources."""
         self._closing.set()
         for peer in self._peers:
             with suppress(Gone):
                 peer.channel.send(b"")
 
     def close(self) -> None:
-        """Wait until the ranks have ended, by force if they do not."""
+        """Wait until the ranks have ended, by force if necessary."""
         self._closing.set()
         seconds = 0.0 if self.failure else CLOSING
         for peer in self._peers:
@@ -247,10 +253,10 @@ class Peers:
 
 
 class Rank:
-    """One of the other ranks, in its own process: the other end of a :class:`Peer`. pages: see there."""
+    """One of the other ranks, in its own process: the other end of a :class:`RankProcess`. pages: see there."""
 
     def __init__(self, socket: int, memory: int) -> None:
-        self.channel = Channel.of(socket)
+        self.channel = ForkChannel.of(socket)
         first, (pages,) = self.channel.receive()
         self.first, self.pages = pickle.loads(first), sockets.socket(fileno=pages)
         self.ranks: Ranks = self.first["ranks"]
@@ -262,24 +268,25 @@ class Rank:
     def exchange(self, value: Any) -> list[Any]:
         """See :class:`unisono.distributed.group.Group`."""
         self.answer(value)
-        return pickle.loads(self.channel.receive()[0])
+        values: list[Any] = pickle.loads(self.channel.receive()[0])
+        return values
 
     def answer(self, value: Any) -> None:
-        """Tell rank 0."""
+        """Send a value to rank 0."""
         self.channel.send(pickle.dumps(value))
 
     def refuse(self, error: BaseException) -> None:
-        """Tell rank 0 what ends this rank."""
+        """Report the error that ends this rank to rank 0."""
         with suppress(Gone):
-            self.answer(Refused.of(error))
+            self.answer(RankError.of(error))
 
     def commands(self) -> Any:
-        """Encoded commands as they come, until the end."""
+        """Iterate over encoded commands until the end."""
         while data := self.channel.receive()[0]:
             yield data
 
     def _end_with_rank_0(self) -> None:
-        """A rank whose rank 0 is gone may wait for a device for ever: end it from another thread."""
+        """End this process if rank 0 is gone, from another thread: this one may wait for a device for ever."""
         parent = os.getppid()
         while os.getppid() == parent:
             time.sleep(LOOK)

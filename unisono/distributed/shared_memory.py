@@ -1,8 +1,8 @@
 """Gathers between processes of one host through shared memory, with counters instead of locks.
 
-Each rank has two places for what it says and a counter of what it has said. A gather writes to the place of its turn,
-counts, waits until every rank has counted as far, and reads. A place is written again two gathers later: by then every
-rank has counted the gather between, so it has read this one. Nobody but its owner writes a counter.
+Each rank has two places for its data and a counter of its gathers. A gather writes to one of the places in turn,
+increments its counter, waits until every rank has counted as far, and reads. A place is written again two gathers
+later: by then every rank has counted the gather between, so it has read this one. Only its owner writes a counter.
 
 Layout of the memory: for each rank a line of COUNTERS int64, then for each rank two places of PLACE bytes.
 """
@@ -21,23 +21,24 @@ import torch
 from unisono.types import EngineDead
 
 COUNTERS = 8
-"""int64 numbers of each rank, one line of a cache: of gathers said, of commands executed, and whether to give up."""
+"""int64 counters of each rank, one cache line: gathers, executed commands, and a flag to give up."""
 
 SAID, EXECUTED, GIVE_UP = 0, 1, 2
 
 PLACE = 1 << 20
-"""Bytes that a rank says at once; more go in turns."""
+"""Bytes that a rank writes at once; larger data take several turns."""
 
 SPINS = 50
-"""Looks at the counters before a waiting rank sleeps between looks."""
+"""Polls of the counters before a waiting rank sleeps between polls."""
 
 NAP = 1e-6
-"""Seconds of such a sleep; the system makes about 50 µs of it. Ranks that sleep beat ranks that yield by far where
-there are more processes than cores: 0.3 against 1.4 ms a gather with 10 processes on 2 cores."""
+"""Seconds of such a sleep; the system makes about 50 µs of it. With more processes than cores, ranks that sleep are far
+faster than ranks that yield: 0.3 against 1.4 ms a gather with 10 processes on 2 cores.
+"""
 
 
 def make_memory(ranks: int) -> int:
-    """A descriptor of new shared memory without a name, for other processes to inherit."""
+    """Return a descriptor of new shared memory without a name, for other processes to inherit."""
     with tempfile.TemporaryFile() as file:
         os.ftruncate(file.fileno(), _bytes(ranks))
         return os.dup(file.fileno())
@@ -48,7 +49,7 @@ def _bytes(ranks: int) -> int:
 
 
 class SharedMemory:
-    """The memory as one rank sees it; on GPUs it carries no gathers, only counters."""
+    """The memory as seen by one rank; on GPUs it carries counters only."""
 
     name, why = "shared memory", "the ranks are processes of one host"
 
@@ -59,11 +60,11 @@ class SharedMemory:
         self.counters = whole[: 8 * COUNTERS * count].view(np.int64).reshape(count, COUNTERS)
         places = whole[8 * COUNTERS * count :].reshape(count, 2, PLACE)
         self._places = torch.from_numpy(places)
-        self._said = self.counters[:, SAID]
+        self._written = self.counters[:, SAID]
         self._fence = threading.Lock()
 
     def progress(self) -> list[tuple[int, int]]:
-        """Of each rank, (commands executed, gathers said)."""
+        """Return (commands executed, gathers done) of each rank."""
         return [(int(line[EXECUTED]), int(line[SAID])) for line in self.counters]
 
     def executed(self) -> None:
@@ -87,24 +88,24 @@ class SharedMemory:
         return found.transpose(0, 1).reshape(rows, self.count * columns)
 
     def _exchange(self, mine: torch.Tensor, parts: torch.Tensor) -> None:
-        """Say ``mine`` [bytes], hear everybody: parts [N, bytes]."""
-        turn, size = int(self._said[self.index]) + 1, mine.numel()
-        places = self._places[:, turn % 2, :size]
+        """Write ``mine`` [bytes] and read all parts [N, bytes]."""
+        number, size = int(self._written[self.index]) + 1, mine.numel()
+        places = self._places[:, number % 2, :size]
         places[self.index].copy_(mine)
         self._order()
-        self._said[self.index] = turn
-        self._wait(turn)
+        self._written[self.index] = number
+        self._wait(number)
         self._order()
         parts.copy_(places)
 
     def _order(self) -> None:
-        """Keep what is written before apart from what comes after: a lock is a fence, where a processor needs one."""
+        """Order memory accesses before and after: a lock is a fence on processors that need one."""
         with self._fence:
             pass
 
-    def _wait(self, turn: int) -> None:
-        said, looks = self._said, 0
-        while int(said.min()) < turn:
+    def _wait(self, number: int) -> None:
+        written, looks = self._written, 0
+        while int(written.min()) < number:
             looks += 1
             if looks < SPINS:
                 continue
@@ -115,4 +116,4 @@ class SharedMemory:
     def close(self) -> None:
         """Forget the memory; it is freed with the last process that has it."""
         self._places = torch.empty(0)
-        self._said = self.counters = np.zeros((self.count, COUNTERS), np.int64)
+        self._written = self.counters = np.zeros((self.count, COUNTERS), np.int64)

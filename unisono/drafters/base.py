@@ -1,7 +1,7 @@
-"""The protocol that every drafter follows. The engine knows nothing else of it.
+"""The protocol of all drafters. The engine knows nothing else about them.
 
-A round is 1 + k wide. Let n be a request's committed length at its start: token n - 1 is its last token,
-whose target KV the round computes.
+A round is 1 + k wide. Let n be a request's committed length at its start: token n - 1 is its last token, whose target
+KV the round computes.
 
 ::
 
@@ -10,9 +10,9 @@ whose target KV the round computes.
     sampled          s 0        s 1        s 2        …   s k            the target's token for position n + j is s j
     hidden           h n-1      h n        h n+1      …   h n+k-1
 
-Draft j is proposed for position n + j and accepted iff it equals s j. After a accepted drafts
-s 0 … s a are committed. Everything here is captured inside the round's graph: device tensors at fixed
-addresses, no host synchronisation. Shapes: R rows, W = 1 + k, T tokens, S slots, NP pages, d hidden size.
+Draft j is proposed for position n + j and accepted iff it equals s j. After a accepted drafts, s 0 … s a are committed.
+Everything here is captured inside the round's graph: device tensors at fixed addresses, no host synchronisation.
+Shapes: R rows, W = 1 + k, T tokens, S slots, NP pages, d hidden size.
 """
 
 from __future__ import annotations
@@ -27,37 +27,39 @@ from unisono.attention.base import AttentionBackend
 from unisono.attention.context import Rotary
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.models.decoder import Decoder
-from unisono.models.overriding import Overriding
-from unisono.program import Features
-from unisono.state.specs import Tree
-from unisono.state.store import StateView
+from unisono.graphs import Features
+from unisono.kv.specs import Tree
+from unisono.kv.store import StateView
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.embedding_overrides import Overriding
 
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What the engine lends a drafter. It is made once, after the target's weights are loaded.
+    """Engine objects available to a drafter. Built once, after the target's weights are loaded.
 
-    target: embedding and LM head may be shared from it.
-    slots: the fields of ``engine.slots.Slots`` as attributes (length, max_length, status, last_token, history,
-    page_table, sampling parameters), each [S, …]; the last slot is the padding slot.
-    attention: makes a backend for (query heads, KV heads).
+    target: the target model; its embedding and LM head may be shared.
+    slots: fields of ``engine.slots.Slots`` as attributes (length, max_length, status, last_token, history, page_table,
+        sampling parameters), each [S, …]; the last slot is the padding slot.
+    attention: builds a backend for (query heads, KV heads).
     sample: ``sample(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters and
-    noise, for position length + offset; ``ids`` maps columns to target token ids (None: the same). Logits of the
-    target's LM head may be Columns (``Linear.columns``), so that no more is gathered than the rule needs.
-    best: ``best(logits [R, V], slots [R], count, ids)``: that rule's ``count`` best tokens for position length,
-    [R, count], best first, -1 where there are no more.
-    state: the drafter's own state, the tree of its ``state_specs()`` with tensors in place of specs; from the first
-    pass on.
-    target_state: the same of the target, one entry for each layer; only to be read.
-    page_tables: by page lifetime, the page table of the state with that lifetime, as ``slots.page_table`` is of ALL.
-    dtype, device: of weights and KV. max_model_len, page_size: of the cache that page tables index.
-    progress: called with the share of the drafter's weights that is loaded, 0 … 1.
-    decide: called with (name, value, reason) of each choice that the drafter made by itself; ``explain`` shows them.
-    max_unobserved: tokens of a request that :meth:`PausableDrafter.resume` takes at once; 0: no drafter is ever paused.
-    ranks: those among which a draft model's layers are divided; ALONE: each rank holds it whole.
-    rotary: ``rotary(slots [R], positions [R · W])``: the positions by which the target turns these tokens of a round;
-    None where they are the absolute ones, as in every model that sees nothing.
+        noise, for position length + offset. ``ids`` maps columns to target token ids (None: identity). Logits of the
+        target's LM head may be Columns (``Linear.columns``), so that only what the rule needs is gathered.
+    best: ``best(logits [R, V], slots [R], count, ids)``: the ``count`` best tokens of that rule for position length,
+        [R, count], best first, padded with -1.
+    state: the drafter's state, the tree of its ``state_specs()`` with tensors in place of specs; available from the
+        first pass on.
+    target_state: the target's state, one entry per layer; read-only.
+    page_tables: page table of each window group; ``slots.page_table`` is that of ALL.
+    dtype, device: of weights and KV.
+    max_model_len, page_size: of the cache that the page tables index.
+    progress: called with the fraction of the drafter's weights that is loaded, 0 … 1.
+    decide: called with (name, value, reason) of each automatic choice of the drafter; ``explain`` shows them.
+    max_unobserved: tokens of a request that one call of :meth:`PausableDrafter.resume` takes; 0: drafters are never
+        paused.
+    ranks: ranks among which a draft model's layers are divided; ALONE: each rank holds all of it.
+    rotary: ``rotary(slots [R], positions [R · W])``: the target's rotary positions for these tokens of a round; None if
+        they equal the absolute ones, as in every model without vision.
     """
 
     target: Decoder
@@ -81,10 +83,10 @@ class DrafterContext:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What the engine needs to know to test a drafter's acceptance at start: see ``engine/self_test.py``.
+    """Data for the start-up test of a drafter's acceptance: see ``engine/startup/self_test.py``.
 
-    causes: what to suspect, and the way out, where hardly any draft is accepted. skip: why its drafts cannot be judged,
-    such as random weights; None where they can.
+    causes: possible causes and remedies if hardly any draft is accepted.
+    skip: reason why the drafts cannot be judged, such as random weights; None if they can.
     """
 
     causes: str
@@ -93,11 +95,11 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of a round, for :meth:`Drafter.observe`.
+    """Result of a round, for :meth:`Drafter.observe`.
 
-    slots [R] int32. result [R, W + 2] int32: count, status, committed tokens (-1 after ``count``); a row that
-    held no active request has count 0. sampled [R, W] int32. hidden [R·W, d] of the verified positions, as
-    ``Drafter.features`` asked (None where it asked for none). ``slots.length`` is already n + count.
+    slots [R] int32. result [R, W + 2] int32: count, status, committed tokens (-1 after ``count``); a row without an
+    active request has count 0. sampled [R, W] int32. hidden [R·W, d]: hidden states of the verified positions, as
+    selected by ``Drafter.features``; None if it selects none. ``slots.length`` is already n + count.
     """
 
     slots: torch.Tensor
@@ -110,12 +112,12 @@ class Verified:
 class PromptPass:
     """One pass of prompt tokens, for :meth:`Drafter.observe_prompt`.
 
-    slots [E], query_start [E + 1], start [E] int32: row r owns tokens query_start[r] … query_start[r + 1] of
-    the pass, the first of them at absolute position start[r]; rows that are not used own none.
-    token_ids [T]; next_ids [T]: the token after each (the sampled one after the prompt's last); positions [T]:
-    -1 for padding. last [E]: index of each row's last token. hidden as asked: [T, d], of Hidden.LAST [E, d], or None.
-    overriding: embeddings that the target reads in place of those of some token ids. rotary: the positions that it
-    turns by; None where they are the absolute ones.
+    slots [E], query_start [E + 1], start [E] int32: row r owns tokens query_start[r] … query_start[r + 1] of the pass;
+    the first of them is at absolute position start[r]. Unused rows own none. token_ids [T]. next_ids [T]: the token
+    after each (after the prompt's last, the sampled one). positions [T]: -1 for padding. last [E]: index of each row's
+    last token. hidden: as selected by ``Drafter.features``: [T, d], [E, d] for Hidden.LAST, or None. overriding:
+    embeddings that the target reads in place of those of some token ids. rotary: the target's rotary positions; None if
+    they equal the absolute ones.
     """
 
     slots: torch.Tensor
@@ -130,21 +132,22 @@ class PromptPass:
     rotary: Rotary | None = None
 
     @property
-    def given(self) -> bool:
-        """Whether the target knows more of some tokens than their ids and absolute positions."""
+    def has_overrides(self) -> bool:
+        """True if the target has embedding overrides or rotary positions for some tokens."""
         return bool(self.overriding) or self.rotary is not None
 
     def of_entries(self) -> tuple[tuple[Overriding, ...], torch.Tensor | None]:
-        """What the entries of :func:`unisono.kernels.catch_up.catch_up_extend` read: embeddings, rotary positions.
+        """Embeddings and rotary positions of the entries of
+        :func:`unisono.kernels.speculation.catch_up.catch_up_extend`.
 
-        An entry for each row, of its first token, then one for each token, of the token after it. Those after the rows'
-        last tokens follow the T of the pass.
+        There is one entry per row, for its first token, followed by one per token, for the token after it. The tokens
+        after the rows' last ones follow the T tokens of the pass.
         """
-        if not self.given:
+        if not self.has_overrides:
             return (), None
         tokens, rows = self.token_ids.shape[0], self.slots.shape[0]
         following = torch.arange(1, tokens + 2, dtype=torch.int32, device=self.last.device)
-        # A row without tokens writes to the spare place at the end.
+        # A row without tokens writes to the spare element at the end.
         last = self.last.masked_fill(self.query_start.diff() == 0, tokens).long()
         after = torch.arange(tokens, tokens + rows, dtype=torch.int32, device=self.last.device)
         following = following.index_copy(0, last, after)[:tokens]
@@ -154,13 +157,16 @@ class PromptPass:
 
 
 class Drafter(Protocol):
-    """Proposes tokens and catches up with what the target committed.
+    """Proposes tokens and catches up with the tokens committed by the target.
 
-    Made by ``DrafterClass(spec, target)`` of the :class:`unisono.types.SpeculativeConfig` and the target's
-    DecoderConfig, before any weights are loaded; raises ConfigError or CheckpointError for what cannot be drafted.
+    Built as ``DrafterClass(spec, target)`` from the :class:`unisono.types.SpeculativeConfig` and the target's
+    DecoderConfig, before any weights are loaded. Raises ConfigError or CheckpointError if it cannot draft for the
+    target.
 
-    name: as in the catalog. num_drafts: k. features: what it wants captured from the target's passes.
-    self_test: of a drafter with weights of its own, which may not fit the target; None without weights.
+    name: as in the catalog.
+    num_drafts: k.
+    features: hidden states to capture from the target's passes.
+    self_test: for drafters with weights of their own, which may not fit the target; None without weights.
     """
 
     name: str
@@ -169,13 +175,13 @@ class Drafter(Protocol):
     self_test: SelfTest | None
 
     def bind(self, context: DrafterContext) -> None:
-        """Load weights, share what the checkpoint says is shared."""
+        """Load weights, sharing modules with the target as the checkpoint says."""
 
     def state_specs(self) -> Tree:
-        """What it keeps on the device (``unisono/state/specs.py``). Called once, after :meth:`bind`."""
+        """Specs of the drafter's device state (``unisono/kv/specs.py``). Called once, after :meth:`bind`."""
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Write ``drafts [R, k]`` int32 for the requests in ``slots [R]`` int32; -1 drafts nothing.
+        """Write ``drafts [R, k]`` int32 for the requests in ``slots [R]`` int32; -1 is no draft.
 
         k is at most ``num_drafts`` and may differ from round to round.
         """
@@ -189,21 +195,23 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class PausableDrafter(Drafter, Protocol):
-    """A drafter whose ``observe`` is dear: while rounds draft nothing it only remembers, and catches up later.
+    """A drafter with an expensive ``observe``: while rounds draft nothing it only records, and catches up later.
 
-    It is one by having ``remember`` and ``resume``. Others are told to ``observe`` rounds of width 1 like any other.
-    unlimited: any number of tokens may be pending; else ``context.max_unobserved`` at most.
+    A drafter is pausable if it has ``remember`` and ``resume``. Other drafters ``observe`` rounds of width 1 like any
+    other. unlimited: any number of tokens may be pending; otherwise at most ``context.max_unobserved``.
     """
 
     unlimited: bool
 
     def remember(self, verified: Verified) -> None:
-        """Instead of ``observe``, after a round of width 1: keep what is needed to catch up, at next to no cost."""
+        """Called instead of ``observe`` after a round of width 1: record what is needed to catch up, at almost no
+        cost."""
 
     def resume(self, slots: torch.Tensor) -> None:
-        """Catch up with the first ``context.max_unobserved`` unobserved tokens of slots [R], before it drafts again.
+        """Catch up with the first ``context.max_unobserved`` unobserved tokens of slots [R], before drafting again.
 
-        Its state is then what it would be had it observed every round. Rows without any, padding too, stay as they are.
+        Afterwards the state equals that of a drafter that observed every round. Rows without unobserved tokens, and
+        padding, stay unchanged.
         """
 
 
@@ -212,24 +220,24 @@ class DivisibleDrafter(Drafter, Protocol):
     """A drafter whose model's layers can be divided among ``context.ranks``."""
 
     def divides(self, ranks: Ranks) -> bool:
-        """Whether they are, unless the configuration says otherwise: where that was measured to be faster."""
+        """Return True if the layers are divided by default, because that was measured to be faster."""
 
 
 @runtime_checkable
 class TreeDrafter(Drafter, Protocol):
-    """A drafter that can also draft trees: several paths for each request, row r · P + l being path l of row r.
+    """A drafter that can also draft trees: several paths per request; row r · P + l is path l of row r.
 
-    It is one by having ``drafts_trees``. ``spec.paths`` has the paths, empty for a chain. In a round with paths the
-    pages of each are found by a page-table row of its own, ``tables``, while ``slots`` names the request. The engine
-    copies the state of the last committed positions to the paths' pages before ``propose``, and that of accepted drafts
-    back before ``observe``.
+    A drafter is one if it has ``drafts_trees``. ``spec.paths`` has the paths, empty for a chain. In a round with paths,
+    ``tables`` gives each path's own page-table row, while ``slots`` gives the request. The engine copies the state of
+    the last committed positions to the paths' pages before ``propose``, and the state of accepted drafts back before
+    ``observe``.
     """
 
     drafts_trees: bool
 
     def propose(self, slots: torch.Tensor, drafts: torch.Tensor, tables: torch.Tensor | None = None) -> None:
-        """Write ``drafts [R, k]`` int32 of paths: slots [R] names each one's request, tables [R] its page-table row.
+        """Write ``drafts [R, k]`` int32 of paths. slots [R]: request of each path; tables [R]: its page-table row.
 
-        ``context.sample`` gives a path the candidate of its own digit. Drafts after a path's end are ignored.
-        Without ``tables`` it is a chain's: each slot's own row, and the best candidate.
+        ``context.sample`` gives each path the candidate of its own digit. Drafts after a path's end are ignored.
+        Without ``tables`` this is a chain: each slot's own row, and the best candidate.
         """

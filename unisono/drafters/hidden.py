@@ -1,17 +1,18 @@
-"""What drafters share that read the target's hidden states and reuse one module for k steps.
+"""Base of drafters that read the target's hidden states and reuse one module for k steps.
 
-Owns the module's KV cache, the state that it carries from one round to the next, and the order of its passes. A
-drafter of this kind says which hidden states it needs and builds its module; it does not touch slots or pages.
+Owns the module's KV cache, the state carried from one round to the next, and the order of its passes. A subclass says
+which hidden states it needs and builds its module; it does not touch slots or pages.
 
-With n committed tokens, entry p joining the token at p with the hidden state of p - 1 (``kernels/catch_up.py``)::
+With n committed tokens, and entry p joining the token at p with the hidden state of p - 1
+(``kernels/speculation/catch_up.py``)::
 
     kept from before      draft 0, and the hidden state that led to it
-    propose, step j ≥ 1   entry n + j - 1: draft j - 1 beside the module's own last hidden state  →  draft j
-    observe               entries n …: the committed tokens beside the target's hidden states     →  what is kept
+    propose, step j ≥ 1   entry n + j - 1: draft j - 1 with the module's own last hidden state  →  draft j
+    observe               entries n …: the committed tokens with the target's hidden states     →  next round's start
 
-So entries of drafts are provisional: ``observe`` writes every entry that outlives the round from what the target
-showed, and no entry depends on k, on the batch or on which drafts were tried. Of a tree that takes several candidates
-for draft 0, all are kept.
+Entries of drafts are provisional: ``observe`` writes every entry that outlives the round from the target's hidden
+states, and no entry depends on k, on the batch or on which drafts were tried. If a tree has several candidates for
+draft 0, all are kept.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from typing import Any, Protocol
 import torch
 
 from unisono.attention.base import KV, AttentionBackend, AttentionInputs, AttentionOptions
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
+from unisono.drafters.eagle.checkpoint import DraftCheckpoint
+from unisono.drafters.quantization import DraftWeights
 from unisono.drafters.unobserved import NAME, CatchesUp, Unobserved
-from unisono.kernels.catch_up import catch_up, catch_up_extend, keep_rows
-from unisono.kernels.draft_inputs import draft_inputs
+from unisono.graphs import Features
+from unisono.kernels.speculation.catch_up import catch_up, catch_up_extend, keep_rows
+from unisono.kernels.speculation.draft_inputs import draft_inputs
+from unisono.kv.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.layers.linear import Linear
+from unisono.models.blocks.embedding_overrides import Overriding
+from unisono.models.blocks.layer_tails import prove_products
 from unisono.models.config import DecoderConfig
-from unisono.models.draft_checkpoint import DraftCheckpoint
-from unisono.models.draft_quantization import DraftWeights
-from unisono.models.overriding import Overriding
-from unisono.models.tails import prove_products
-from unisono.program import Features
-from unisono.state.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.types import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -47,23 +48,23 @@ OTHER_TARGET = "the head was trained for another target, or for other weights of
 RANDOM = "the drafter's weights are random (load_format dummy)"
 
 FIRST_ENTRY = 1
-"""Position 0 has no hidden state before it, hence no entry, and no key that may be seen."""
+"""First position with an entry. Position 0 has no hidden state before it, hence no entry and no visible key."""
 
 
 def seen_size(features: Features, context: DrafterContext) -> int:
-    """Elements of what the target shows of a token to a drafter with these needs."""
+    """Elements of the hidden states per token that the target passes to a drafter with these features."""
     return context.target.config.hidden_size * max(1, len(features.aux_layers))
 
 
 def seen_by(module: DraftModule, context: DrafterContext) -> tuple[str, str]:
-    """What a module reads where a prompt has pictures, and why."""
+    """Input of a module at image positions, and the reason."""
     if module.sees_embeddings:
         return "pictures", "it reads the target's embeddings, without deepstack, at the target's rotary positions"
     return "token ids", f"its embeddings are not {context.target.config.hidden_size} wide, as the target's are"
 
 
 class DraftModule(Protocol):
-    """One module with one KV layer; see ``models/draft.py`` for the three calls."""
+    """One module with one KV layer; see ``drafters/eagle/model.py`` for the three calls."""
 
     config: DecoderConfig
     lm_head: Linear
@@ -78,9 +79,9 @@ class DraftModule(Protocol):
         self,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
-        context: PassContext,
+        context: ForwardContext,
         state: Sequence[torch.Tensor],
-        given: Sequence[Overriding] = (),
+        overriding: Sequence[Overriding] = (),
     ) -> torch.Tensor: ...
 
     def finish(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | Columns]: ...
@@ -92,7 +93,7 @@ class DraftModule(Protocol):
 
 @dataclass(frozen=True)
 class FromFirstEntry:
-    """An attention backend that sees no key below ``since``, where its drafter has no entries."""
+    """An attention backend that ignores keys below ``since``, where its drafter has no entries."""
 
     backend: AttentionBackend
     since: int = FIRST_ENTRY
@@ -110,10 +111,10 @@ class FromFirstEntry:
 
 
 class HiddenDrafter(CatchesUp):
-    """Base of the drafters of this kind. They give ``name``, ``features`` and :meth:`build`.
+    """Base class. Subclasses define ``name``, ``features`` and :meth:`build`.
 
-    draft_quantization, shares_head: what ``models/draft_quantization.py`` asks; the format of layers is
-    ``self.weights.of``.
+    draft_quantization, shares_head: arguments of ``drafters/quantization.py``; the format of layers is
+        ``self.weights.of``.
     """
 
     name: str
@@ -129,14 +130,14 @@ class HiddenDrafter(CatchesUp):
         self._firsts = [path[0] for path in spec.paths]
 
     def build(self, context: DrafterContext) -> DraftModule:
-        """The module, loaded, on the host's device; its attention is ``self.attention(context)``."""
+        """Build and load the module on the context's device; its attention is ``self.attention(context)``."""
         raise NotImplementedError
 
     def divides(self, ranks: Ranks) -> bool:
         return False
 
     def build_head(self, context: DrafterContext, checkpoint: DraftCheckpoint) -> DraftModule:
-        """:meth:`build` for a head that is opened."""
+        """:meth:`build` for an opened head checkpoint."""
         head = checkpoint.build(
             context.target,
             self.attention(context),
@@ -153,7 +154,7 @@ class HiddenDrafter(CatchesUp):
 
     @staticmethod
     def attention(context: DrafterContext) -> Callable[[int, int], AttentionBackend]:
-        """Makes the module's backends."""
+        """Factory of the module's attention backends."""
         return lambda heads, kv_heads: FromFirstEntry(context.attention(heads, kv_heads))
 
     def bind(self, context: DrafterContext) -> None:
@@ -172,11 +173,11 @@ class HiddenDrafter(CatchesUp):
                 self.name, c.max_positions, context.max_model_len,
             )  # fmt: skip
         self._unobserved = Unobserved(context, seen_size(self.features, context))
-        self._first = torch.tensor(self._firsts or [0], device=context.device)  # of each path, its column of ``draft``
+        self._first = torch.tensor(self._firsts or [0], device=context.device)  # column of ``draft`` for each path
 
     def state_specs(self) -> Tree:
-        """kv: the module's. page_hidden: of every page the hidden state of its last position, from which a prefix hit
-        goes on. hidden, draft: what the next round begins with. Of a tree draft has the candidates for draft 0."""
+        """kv: the module's. page_hidden: for every page the hidden state of its last position, where a prefix hit
+        continues. hidden, draft: start of the next round; for a tree, draft has the candidates for draft 0."""
         c, dtype = self.module.config, self._context.dtype
         return {
             "kv": whole_requests(self.module.state_specs()),
@@ -197,13 +198,13 @@ class HiddenDrafter(CatchesUp):
                 step - 1, 1, tables,
             )  # fmt: skip
             inputs = AttentionInputs(rows, positions, slot_mapping, kv_len, s.page_table, width=1)
-            pass_context = PassContext.of(inputs, None, context.rotary(slots, positions))
+            pass_context = ForwardContext.of(inputs, None, context.rotary(slots, positions))
             out = self.module(token_ids, hidden, pass_context, context.state["kv"])
             hidden, logits = self.module.finish(out)
             drafts[:, step].copy_(context.sample(logits, slots, step, self.module.ids))
 
     def _catch_up(self, verified: Verified) -> None:
-        """Write the entries that committed tokens make known; only each row's last goes through the whole module."""
+        """Write the entries of committed tokens; only each row's last entry runs through the whole module."""
         assert verified.hidden is not None
         s, slots, width = self._context.slots, verified.slots, verified.sampled.shape[1]
         new = catch_up(slots, verified.result, verified.sampled, s.length, s.page_table, self._context.page_size)
@@ -211,7 +212,7 @@ class HiddenDrafter(CatchesUp):
         keep_rows(self._context.state["page_hidden"], new.pages, hidden)
         inputs = AttentionInputs(slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, width)
         rotary = self._context.rotary(slots, new.positions)
-        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last), rotary)
+        pass_context = ForwardContext.of(inputs, inputs.last_tokens(new.last), rotary)
         out = self.module(new.token_ids, hidden, pass_context, self._context.state["kv"])
         self._keep(out, slots, new.owners)
 
@@ -234,14 +235,16 @@ class HiddenDrafter(CatchesUp):
             width=None,
             query_start=new.query_start,
         )
-        given, rotary = prompt.of_entries()
-        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last), rotary)
-        out = self.module(new.token_ids, torch.cat((before, hidden)), pass_context, self._context.state["kv"], given)
+        overriding, rotary = prompt.of_entries()
+        pass_context = ForwardContext.of(inputs, inputs.last_tokens(new.last), rotary)
+        out = self.module(
+            new.token_ids, torch.cat((before, hidden)), pass_context, self._context.state["kv"], overriding
+        )
         self._keep(out, prompt.slots, new.owners)
         self._unobserved.mark_observed(prompt.slots)
 
     def _keep(self, out: torch.Tensor, slots: torch.Tensor, owners: torch.Tensor) -> None:
-        """From the module's last outputs [R, H] of the requests in slots [R], what the next round begins with."""
+        """Store the start of the next round from the module's last outputs [R, H] of the requests in slots [R]."""
         hidden, logits = self.module.finish(out)
         keep_rows(self._context.state["hidden"], owners, hidden)
         count, ids = self._context.state["draft"].shape[1], self.module.ids
@@ -252,7 +255,7 @@ class HiddenDrafter(CatchesUp):
         keep_rows(self._context.state["draft"], owners, best)
 
     def _first_drafts(self, slots: torch.Tensor, of_paths: bool) -> torch.Tensor:
-        """Draft 0 of each row [R, 1]: the best candidate that was kept, or its path's own."""
+        """Draft 0 of each row [R, 1]: the best stored candidate, or the candidate of the row's path."""
         kept = self._context.state["draft"].index_select(0, slots)
         if not of_paths:
             return kept[:, :1]

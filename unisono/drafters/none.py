@@ -6,14 +6,14 @@ import torch
 
 from unisono.drafters.base import DrafterContext, PromptPass, Verified
 from unisono.drafters.options import read_options
+from unisono.graphs import Features
+from unisono.kv.specs import Tree
 from unisono.models.config import DecoderConfig
-from unisono.program import Features
-from unisono.state.specs import Tree
 from unisono.types import SpeculativeConfig
 
 
 class NoDrafter:
-    """Proposes nothing and has nothing to catch up with. Raises ConfigError for a model or an option."""
+    """Proposes nothing and keeps no state. Raises ConfigError for a model or an option."""
 
     name = "none"
     num_drafts = 0

@@ -1,28 +1,28 @@
-"""Options and model of a speculative config, for the drafter that reads them: what it does not know it refuses."""
+"""Options and model of a speculative config. Unknown options are errors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.models.draft_quantization import CHOICES
+from unisono.drafters.quantization import CHOICES
 from unisono.types import ConfigError, SpeculativeConfig
 
 LOAD_FORMAT: Mapping[str, float | tuple[str, ...]] = {"load_format": ("auto", "dummy")}
-"""The option of a drafter with a checkpoint: ``dummy`` gives it random weights and needs config.json only."""
+"""Option of drafters with a checkpoint: ``dummy`` uses random weights and needs config.json only."""
 
 DRAFT_QUANTIZATION: Mapping[str, float | tuple[str, ...]] = {"draft_quantization": CHOICES}
-"""The option of a drafter that may draft with fp8 weights and a copy of the target's LM head in fp8."""
+"""Option of drafters that can draft with fp8 weights and an fp8 copy of the target's LM head."""
 
 
 def read_options(
     spec: SpeculativeConfig, known: Mapping[str, float | tuple[str, ...]], *, takes_model: bool = False
 ) -> dict[str, Any]:
-    """The options of a method, as given or by default.
+    """Options of a method, with defaults.
 
-    ``known`` maps each option to its default, a number (whole where the default is), or to the words that it may be,
-    the default first. Raises ConfigError for an option that is not in ``known``, for a value of another kind, and for a
-    model unless the method ``takes_model``.
+    known: maps each option to its default, a number (integral if the default is), or to its allowed words, the default
+        first. Raises ConfigError for an option not in ``known``, for a value of another kind, and for a model unless
+        the method ``takes_model``.
     """
     if spec.model is not None and not takes_model:
         raise ConfigError(f'"model": {spec.model!r}: the method {spec.method!r} has no checkpoint; leave it out.')
@@ -46,13 +46,14 @@ def _checked(spec: SpeculativeConfig, name: str, default: float | tuple[str, ...
 
 
 def in_range(options: Mapping[str, Any], name: str, low: float, high: float) -> None:
-    """Raises ConfigError unless ``low <= options[name] <= high``."""
+    """Raise ConfigError unless ``low <= options[name] <= high``."""
     if not low <= options[name] <= high:
         raise ConfigError(f"{name}={options[name]}: give {low} to {high}.")
 
 
 def required_model(spec: SpeculativeConfig, what: str) -> str:
-    """The checkpoint's directory or bundled name; ``what`` it must be. Raises ConfigError where none is given."""
+    """Directory or bundled name of the checkpoint; ``what``: its kind, for the message. Raises ConfigError if there is
+    none."""
     if spec.model is None:
         raise ConfigError(f'the method {spec.method!r} needs "model": the directory of {what}.')
     return spec.model

@@ -1,12 +1,12 @@
-"""Any small language model as the drafter: it reads the committed tokens and writes on, k tokens a round.
+"""A small language model as the drafter: it reads the committed tokens and continues them, k tokens per round.
 
-It shares nothing with the target but the vocabulary: its own family, sizes and KV cache, no hidden states.
-The cache is indexed by the target's page tables, so prefix hits bring the draft model's keys along. Loaded through
-the catalog; the engine calls it through the Drafter protocol.
+It shares only the vocabulary with the target: it has its own family, sizes and KV cache, and reads no hidden states.
+The cache is indexed by the target's page tables, so prefix hits include the draft model's keys. Loaded through the
+catalog; the engine calls it through the Drafter protocol.
 
 With n committed tokens, a round computes these positions of the draft model::
 
-    step 0      n-2  n-1     two, for after a fully accepted round n-2 was never computed
+    step 0      n-2  n-1     two, because after a fully accepted round n-2 was never computed
     step j      n+j-1        the draft of step j-1
 """
 
@@ -18,41 +18,41 @@ from pathlib import Path
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.options import LOAD_FORMAT, read_options, required_model
 from unisono.drafters.unobserved import NAME, Unobserved
-from unisono.kernels.catch_up import catch_up
-from unisono.kernels.draft_inputs import draft_extend_inputs, draft_inputs
-from unisono.models import vocabulary
-from unisono.models.checkpoint import Checkpoint
+from unisono.graphs import Features
+from unisono.kernels.speculation.catch_up import catch_up
+from unisono.kernels.speculation.draft_inputs import draft_extend_inputs, draft_inputs
+from unisono.kv.specs import Recurrent, Tree, leaves, whole_requests
+from unisono.models.blocks.layer_tails import prove_products
 from unisono.models.config import DecoderConfig
-from unisono.models.loader import load_model
-from unisono.models.tails import prove_products
-from unisono.program import Features
-from unisono.state.specs import Tail, Tree, leaves, whole_requests
+from unisono.models.load import vocabulary
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.loader import load_model
 from unisono.types import ConfigError, SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
 
 LAG = 2
-"""Positions before a text's end that a round begins at: what is before them has to be there."""
+"""Offset of a round's first position from the text's end. Keys of all earlier positions must be present."""
 
 
 class StandaloneDrafter:
     """Speculative decoding with a draft model (Leviathan, Kalman, Matias, arXiv 2211.17192), drafts coupled.
 
-    ``spec.model`` is a checkpoint's directory or bundled name; option ``load_format="dummy"`` gives it random weights
-    (needs config.json only). Raises ConfigError for other options and for a vocabulary that is not the target's.
+    ``spec.model`` is a checkpoint's directory or bundled name; option ``load_format="dummy"`` uses random weights
+    (needs config.json only). Raises ConfigError for other options and for a vocabulary that differs from the target's.
     """
 
     name = "standalone"
     features = Features()
-    unlimited = True  # what is pending is tokens
+    unlimited = True  # pending data are tokens only
     drafts_trees = True
-    keeps_drafts = True  # keys and values of accepted drafts are those that propose() wrote
+    keeps_drafts = True  # propose() wrote the final keys and values of accepted drafts
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         self._load_format = read_options(spec, LOAD_FORMAT, takes_model=True)["load_format"]
@@ -92,7 +92,7 @@ class StandaloneDrafter:
 
     def state_specs(self) -> Tree:
         layers = whole_requests(self._model.state_specs())
-        if any(isinstance(spec, Tail) for spec in leaves(layers)):
+        if any(isinstance(spec, Recurrent) for spec in leaves(layers)):
             raise ConfigError(
                 f"the draft model in {self._checkpoint.path} has recurrent layers, which drafts cannot roll back; "
                 "give a draft model with attention only."
@@ -109,20 +109,20 @@ class StandaloneDrafter:
                 first, width, tables,
             )  # fmt: skip
             inputs = AttentionInputs(rows, positions, slot_mapping, kv_len, s.page_table, width)
-            hidden, _ = self._model(token_ids, PassContext.of(inputs), self._context.state["layers"])
+            hidden, _ = self._model(token_ids, ForwardContext.of(inputs), self._context.state["layers"])
             newest = hidden.view(-1, width, hidden.shape[1])[:, -1].contiguous()
             logits = self._model.logits(newest)[:, : self._shared_ids]
             drafts[:, step].copy_(context.sample(logits, slots, step, None))
 
     def observe(self, verified: Verified) -> None:
-        """Nothing but a note: the next round begins with what this one left out."""
+        """Only mark the tokens as observed: the next round computes the missing positions first."""
         self._unobserved.mark_observed(verified.slots)
 
     def remember(self, verified: Verified) -> None:
-        """Nothing: the tokens are in the history."""
+        """Do nothing: the tokens are in the history."""
 
     def resume(self, slots: torch.Tensor) -> None:
-        """Keys and values of pending tokens, moved two positions back, where a round begins."""
+        """Compute keys and values of pending tokens, shifted back by two positions, where a round begins."""
         context, s = self._context, self._context.slots
         missing = self._unobserved.take(slots, LAG)
         lengths = self._unobserved.observed - LAG
@@ -131,26 +131,27 @@ class StandaloneDrafter:
             slots, new.positions, new.slot_mapping, new.kv_len, s.page_table, missing.sampled.shape[1]
         )
         known = new.token_ids < self._checkpoint.config.vocab_size
-        pass_context = PassContext.of(inputs, inputs.last_tokens(new.last))
+        pass_context = ForwardContext.of(inputs, inputs.last_tokens(new.last))
         self._model(new.token_ids.where(known, 0), pass_context, self._context.state["layers"])
 
     def observe_prompt(self, prompt: PromptPass) -> None:
-        """Keys and values of the pass, and of the token before each chunk: a cached page may lack its last one."""
+        """Compute keys and values of the pass, and of the token before each chunk: a cached page may lack its last
+        one."""
         context, s = self._context, self._context.slots
         token_ids, positions, slot_mapping, kv_len, query_start = draft_extend_inputs(
             prompt.slots, prompt.query_start, prompt.start, s.history, s.page_table, context.page_size,
             self._checkpoint.config.vocab_size, prompt.token_ids.shape[0],
         )  # fmt: skip
         inputs = AttentionInputs(prompt.slots, positions, slot_mapping, kv_len, s.page_table, None, query_start)
-        last_tokens = inputs.last_tokens((query_start[1:] - 1).clamp_min(0))  # nothing is read of them either
-        self._model(token_ids, PassContext.of(inputs, last_tokens), self._context.state["layers"])
+        last_tokens = inputs.last_tokens((query_start[1:] - 1).clamp_min(0))  # their outputs are not read either
+        self._model(token_ids, ForwardContext.of(inputs, last_tokens), self._context.state["layers"])
         self._unobserved.mark_observed(prompt.slots)
 
 
 def check_vocabulary(target: DecoderConfig, draft: Checkpoint) -> str:
-    """Raise ConfigError unless both models mean the same string by every token id; returns how that is known.
+    """Raise ConfigError unless every token id means the same string in both models; return how that is known.
 
-    The sizes may differ by ids that no tokenizer makes. Without a tokenizer on either side they must be equal.
+    The sizes may differ by ids that no tokenizer produces. Without a tokenizer on either side they must be equal.
     """
     known = vocabulary.strings(Path(target.hf_config.name_or_path), target.vocab_size)
     drafted = vocabulary.strings(draft.path, draft.config.vocab_size)

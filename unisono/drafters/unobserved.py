@@ -1,7 +1,7 @@
-"""What a drafter keeps while rounds draft nothing, so that it can catch up when drafting resumes.
+"""Records kept by a drafter while rounds draft nothing, so that it can catch up when drafting resumes.
 
-Owns how many tokens of each slot were observed, and the target's hidden states of those after. Drafters whose
-``observe`` costs a pass of a model use it; see ``PausableDrafter`` in ``base.py``. Everything is on the device.
+Owns the number of observed tokens of each slot, and the target's hidden states of the tokens after those. Used by
+drafters whose ``observe`` runs a model; see ``PausableDrafter`` in ``base.py``. Everything is on the device.
 """
 
 from __future__ import annotations
@@ -9,34 +9,34 @@ from __future__ import annotations
 import torch
 
 from unisono.drafters.base import DrafterContext, Verified
-from unisono.kernels.unobserved import mark_observed, stash, take_unobserved
-from unisono.state.specs import PerSlot, Tree
+from unisono.kernels.speculation.unobserved import mark_observed, stash, take_unobserved
+from unisono.kv.specs import PerSlot, Tree
 
 NAME = "unobserved"
-"""Where :meth:`Unobserved.state_specs` stand in the drafter's own."""
+"""Key of :meth:`Unobserved.state_specs` in the drafter's own specs."""
 
 
 class Unobserved:
-    """size: elements of the hidden states to keep, 0 where tokens are all that is needed.
+    """Unobserved tokens of all slots. size: elements of the hidden states to keep, 0 if tokens are enough.
 
-    Where the engine never pauses drafters (``context.max_unobserved`` is 0) nothing is kept and no kernel runs.
+    If the engine never pauses drafters (``context.max_unobserved`` is 0), nothing is kept and no kernel runs.
     """
 
     def __init__(self, context: DrafterContext, size: int = 0) -> None:
         self._context, self._size, self._most = context, size, context.max_unobserved
 
     def state_specs(self) -> Tree:
-        """observed [S]: tokens that the drafter has observed. hidden [S, max_unobserved, size]: states since."""
+        """observed [S]: number of observed tokens. hidden [S, max_unobserved, size]: hidden states since then."""
         kept = self._most if self._size else 0
         return {"observed": PerSlot((), torch.int32), "hidden": PerSlot((kept, self._size), self._context.dtype)}
 
     @property
     def observed(self) -> torch.Tensor:
-        """Tokens of each slot that the drafter has observed, [S] int32."""
+        """Number of observed tokens of each slot, [S] int32."""
         return self._context.state[NAME]["observed"]
 
     def mark_observed(self, slots: torch.Tensor) -> None:
-        """All tokens of slots [R] are observed, after a round or a prompt pass."""
+        """Mark all tokens of slots [R] as observed, after a round or a prompt pass."""
         if self._most:
             mark_observed(self.observed, slots, self._context.slots.length)
 
@@ -47,10 +47,11 @@ class Unobserved:
             stash(hidden, verified.slots, verified.result, self._context.slots.length, verified.hidden)
 
     def take(self, slots: torch.Tensor, lag: int = 0) -> Verified:
-        """Up to ``context.max_unobserved`` unobserved tokens of each of slots [R], as one round would have left them.
+        """Return up to ``context.max_unobserved`` unobserved tokens of each of slots [R], in the form of one round's
+        result.
 
-        They count as observed from now on. hidden is None where none are kept. lag: take the tokens this many positions
-        before those, for a draft model that begins a round with the last tokens it knows.
+        They count as observed from now on. hidden is None if none are kept. lag: return the tokens this many positions
+        earlier, for a draft model that begins a round with the last tokens it knows.
         """
         s, hidden = self._context.slots, self._context.state[NAME]["hidden"]
         result, sampled, rows = take_unobserved(self.observed, slots, s.length, s.history, self._most, lag)
@@ -59,7 +60,8 @@ class Unobserved:
 
 
 class CatchesUp:
-    """What a ``PausableDrafter`` does with rounds whose hidden states it reads: subclasses say how it catches up."""
+    """Implements ``PausableDrafter`` for drafters that read a round's hidden states. Subclasses define
+    :meth:`_catch_up`."""
 
     _unobserved: Unobserved
 
@@ -74,5 +76,5 @@ class CatchesUp:
         self._catch_up(self._unobserved.take(slots))
 
     def _catch_up(self, verified: Verified) -> None:
-        """Bring the drafter's state up to the tokens that this round committed."""
+        """Update the drafter's state with the tokens committed by this round."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""The engine: requests in, tokens out. :meth:`Engine.step` is the whole loop.
+"""The engine: takes requests, returns tokens. :meth:`Engine.step` is the whole loop.
 
-One pass is launched before the last one is read, so the host works while the device does. Everything a
-round needs is on the device; the host learns of tokens, stops and lengths one round late.
+A pass is launched before the last one is read, so the host works while the device does. The state of a round lies on
+the device; the host learns of tokens, stops and lengths one round late.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ import torch
 
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine import report
-from unisono.engine.arrivals import Arrivals, Gate
-from unisono.engine.batch import Launched, Launcher
-from unisono.engine.default_drafts import with_default_drafts
-from unisono.engine.device_state import DeviceState, StateSizes
-from unisono.engine.draft_controller import DraftController
+from unisono.engine.disaggregation.prefill_client import RemotePrompt
+from unisono.engine.disaggregation.roles import Roles
 from unisono.engine.failures import Failures, RequestErrors, is_engine_error, kept
-from unisono.engine.mixing import Mixing
 from unisono.engine.offload import make_offload
-from unisono.engine.prefill_client import RemotePrompt
-from unisono.engine.prompt_budget import PromptBudget
-from unisono.engine.roles import Roles
-from unisono.engine.runner import Runner
-from unisono.engine.scheduler import Scheduler
-from unisono.engine.self_test import run_self_test
+from unisono.engine.scheduling.arrivals import ArrivalGate, Arrivals
+from unisono.engine.scheduling.default_drafts import with_default_drafts
+from unisono.engine.scheduling.draft_controller import DraftController
+from unisono.engine.scheduling.mixing import Mixing
+from unisono.engine.scheduling.prompt_budget import PromptBudget
+from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import Extend, Pass, Round, Sequence, States
-from unisono.engine.slots import SlotPool
-from unisono.models.checkpoint import Checkpoint, generation_defaults
-from unisono.passes.features.base import Committed
-from unisono.request_checks import check_request
-from unisono.state.offload import PAUSE_SECONDS, Offload
-from unisono.state.pages import PagePool
-from unisono.state.specs import ALL
+from unisono.engine.startup.self_test import run_self_test
+from unisono.engine.worker.batch import BatchBuilder, Launched
+from unisono.engine.worker.device_state import DeviceState, StateSizes
+from unisono.engine.worker.runner import Runner
+from unisono.engine.worker.slots import SlotPool
+from unisono.kv.offload.offloader import PAUSE_SECONDS, Offload
+from unisono.kv.pages import PagePool
+from unisono.kv.specs import ALL
+from unisono.models.load.checkpoint import Checkpoint, generation_defaults
+from unisono.passes.features.base import Committed, Metric
 from unisono.types import (
     BadRequest,
     ConfigError,
@@ -53,14 +52,15 @@ from unisono.types import (
     SamplingParams,
     TokenDelta,
 )
+from unisono.types.checks import check_request
 
 NOTHING = np.empty((0, 2), dtype=np.int32)
-"""The result of a pass that commits nothing."""
+"""Result of a pass that commits nothing."""
 
 NO_DRAFTS = np.empty(0, dtype=np.int32)
 
 REASONS = tuple(FinishReason)
-"""By number, as the device writes them."""
+"""Finish reasons by the number that the device writes."""
 
 RUNNING = int(FinishReason.RUNNING)
 
@@ -68,9 +68,8 @@ RUNNING = int(FinishReason.RUNNING)
 class Engine:
     """An engine in this process. Not thread-safe: one thread calls ``add``, ``abort`` and ``step``.
 
-    ``admitted`` is called with the ids of requests that have got a slot, before the first pass that may compute them.
-
-    Raises CheckpointError and ConfigError for what cannot be served.
+    ``admitted`` is called with the ids of requests that got slots, before the first pass that may compute them. Raises
+    CheckpointError and ConfigError if the model or the configuration is not supported.
     """
 
     def __init__(
@@ -96,15 +95,15 @@ class Engine:
         self.start_seconds = time.perf_counter() - started
 
     def _begin(self) -> None:
-        """Have no requests, no cached prefixes, nothing counted."""
+        """Reset: no requests, no cached prefixes, zero counters."""
         runner, worker = self.runner, self.worker
-        windows = {lifetime: count for lifetime, count in worker.num_pages.items() if lifetime != ALL}
-        snapshots = worker.snapshots if worker.store.tails else None
-        hits = self.config.asked.enable_prefix_caching
+        windows = {window_group: count for window_group, count in worker.num_pages.items() if window_group != ALL}
+        snapshots = worker.snapshots if worker.store.recurrent else None
+        hits = self.config.requested.enable_prefix_caching
         self._offload = make_offload(self.config, worker, runner.send, runner.ask, self._offload)
         self.pool = PagePool(worker.num_pages[ALL], windows, snapshots, hits, self._offload)
         budget = PromptBudget(
-            self.config.asked.max_stall_ms,
+            self.config.requested.max_stall_ms,
             self.config.max_num_batched_tokens,
             runner.extend_ms,
             runner.attention_share,
@@ -115,7 +114,7 @@ class Engine:
         self.draft_controller = DraftController(runner, slots.progress)
         sizes = StateSizes(runner.widths.reading, self.config.max_num_batched_tokens, self.config.max_model_len)
         device = DeviceState(self.pool, sizes, runner.send)
-        by_priority = self.config.asked.scheduling_policy == "priority"
+        by_priority = self.config.requested.scheduling_policy == "priority"
         self.scheduler = Scheduler(
             self.pool,
             slots,
@@ -131,7 +130,7 @@ class Engine:
         )
         self.arrivals = Arrivals()
         self.failures = Failures()
-        self._launcher = Launcher(self.runner, slots.progress)
+        self._batches = BatchBuilder(self.runner, slots.progress)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
         self._order = itertools.count()
@@ -139,13 +138,13 @@ class Engine:
 
     @property
     def config(self) -> ResolvedConfig:
-        """The settings with nothing left open, and the reason of each choice."""
+        """The resolved settings, and the reason of each choice."""
         return self.runner.config
 
     # ---- requests -----------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises BadRequest for one that cannot run. Whatever it raises, the engine is as it was."""
+        """Queue a request. Raises BadRequest for one that cannot run. After any exception the engine is unchanged."""
         with self.failures.arriving():
             request, states = self._checked(request)
             limit = self.config.max_model_len
@@ -159,12 +158,12 @@ class Engine:
             self.counters.requests += 1
 
     def _arrive(self, sequence: Sequence) -> None:
-        """Queue a request, once what it has to wait for is there."""
-        gates: list[Gate] = []
+        """Queue a request, or hold it until its files and remote pages have arrived."""
+        gates: list[ArrivalGate] = []
         if self._offload is not None and (read := self._offload.read_ahead(self.pool, sequence.keys)) is not None:
             gates.append(read)
         client = self.roles.client
-        if client is not None and (prompt := client.ask(sequence, self.pool)) is not None:
+        if client is not None and (prompt := client.request(sequence, self.pool)) is not None:
             gates.append(prompt)
         if gates:
             self.arrivals.add(sequence, gates)
@@ -172,19 +171,19 @@ class Engine:
             self.scheduler.add(sequence)
 
     def prepare(self, request: EngineRequest) -> Future[Any] | None:
-        """Begin what :meth:`check` and :meth:`add` would wait for, and return it; None where there is nothing."""
+        """Begin the preparation that :meth:`check` and :meth:`add` would wait for; return None if there is none."""
         begun = (feature.prepare(request) for feature in self.runner.request_features)
         return next((future for future in begun if future is not None), None)
 
     def check(self, request: EngineRequest) -> None:
         """Raises BadRequest, naming the value and the limit, for a request that this engine cannot run.
 
-        It may wait for what a feature has to prepare; see :meth:`prepare`.
+        May wait for the preparation of a feature; see :meth:`prepare`.
         """
         self._checked(request)
 
     def _checked(self, request: EngineRequest) -> tuple[EngineRequest, States]:
-        """:meth:`check`; returns the request with all its stop ids, and what features keep of it."""
+        """Check a request; return it with all its stop ids, and the features' states."""
         params, model = request.params, self.checkpoint.config
         if request.request_id in self._sequences:
             raise BadRequest(f"request id {request.request_id!r} is running already.", param="request_id")
@@ -203,11 +202,11 @@ class Engine:
         return request, states
 
     def _begin_features(self, request: EngineRequest) -> States:
-        """The state of each feature that the request asks for."""
+        """Return the state of each feature that the request uses."""
         features = self.runner.request_features
-        if asked := request.params.extra_args.keys():
+        if names := request.params.extra_args.keys():
             known = {name for feature in features for name in feature.extra_args}
-            if unknown := sorted(asked - known):
+            if unknown := sorted(names - known):
                 raise BadRequest(
                     f"extra_args (vllm_xargs) has {unknown}; the features here read {sorted(known)}.", "extra_args"
                 )
@@ -218,7 +217,7 @@ class Engine:
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> None:
-        """Forget a request and free its pages; unknown ids are ignored, for it may just have ended."""
+        """Forget a request and free its pages; unknown ids are ignored, since it may just have ended."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
@@ -235,29 +234,31 @@ class Engine:
         return self.pool.drop_cached()
 
     def command(self, command: str, arguments: Mapping[str, Any]) -> Any:
-        """Run a command of a feature (``Feature.commands``) between two steps. Raises ConfigError where none has it."""
+        """Run a command of a feature (``Feature.commands``) between two steps. Raises ConfigError for an unknown
+        one.
+        """
         calls = {name: call for feature in self.runner.request_features for name, call in feature.commands().items()}
         if command not in calls:
             raise ConfigError(f"no feature has a command {command!r}.")
         return calls[command](**arguments)
 
     def has_work(self) -> bool:
-        asked = self.roles.service is not None and self.roles.service.has_news
-        return self.scheduler.has_work or self._in_flight is not None or bool(self.arrivals) or asked
+        peers_wait = self.roles.service is not None and self.roles.service.has_news
+        return self.scheduler.has_work or self._in_flight is not None or bool(self.arrivals) or peers_wait
 
     @property
     def wakes(self) -> socket.socket | None:
-        """Readable when other engines want something; a loop that sleeps without work polls it too."""
+        """Socket that becomes readable when a peer engine sends a request. Add it to the idle poll set."""
         return self.roles.wakes
 
     # ---- the loop -----------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[TokenDelta]:
-        """Launch the next pass, then read the one before it; returns the tokens that it brought.
+        """Launch the next pass, then read the one before it; return its tokens.
 
-        Where the next pass depends on what the one before it brings, it is the other way round. A request whose own
-        error it meets ends with that error, the others go on (``failures.py``); what it raises ends the engine.
+        If the next pass depends on the one before it, that one is read first. A request with an error of its own ends
+        with that error, and the others go on (``failures.py``); an exception of this method ends the engine.
         """
         deltas: list[TokenDelta] = []
         self._let_in()
@@ -275,14 +276,14 @@ class Engine:
         return deltas if self.roles.service is None else self.roles.service.finished(deltas)
 
     def _pause(self) -> None:
-        """Nothing can be launched: wait a moment for what is coming, if something is."""
+        """Idle: sleep briefly if a transfer or a remote prompt is pending."""
         if self._offload is not None:
             self._offload.pause()
         if self.arrivals:
             time.sleep(PAUSE_SECONDS)
 
     def _let_in(self) -> None:
-        """Queue the requests that have waited for something else."""
+        """Queue the held requests that are ready."""
         if self._offload is not None:
             self._offload.poll_files()
         self.roles.poll(self.add, self.abort)
@@ -291,7 +292,9 @@ class Engine:
                 self.scheduler.add(sequence)
 
     def _next_pass(self) -> Pass | None:
-        """The next pass to launch, if any. Where no request is left it is not looked for: tokens are to be returned."""
+        """Return the next pass to launch, or None. Without requests nothing is scheduled, so that tokens are
+        returned.
+        """
         work = self.scheduler.schedule() if self.scheduler.has_work else None
         if self.scheduler.started:
             self.admitted(self.scheduler.started)
@@ -302,7 +305,7 @@ class Engine:
         dropped: frozenset[int] = frozenset()
         while True:
             try:
-                launched = self._launcher.launch(work, dropped)
+                launched = self._batches.launch(work, dropped)
                 break
             except RequestErrors as error:
                 failing = self._owners(error.states)
@@ -316,14 +319,14 @@ class Engine:
         return launched
 
     def _failed(self, sequence: Sequence, stage: str, error: Exception) -> None:
-        """Note that a request ends with an error of its own. Raises it where it is the engine's."""
+        """Record that a request ends with an error of its own. Raises the error if it is the engine's."""
         self.failures.add(sequence.request_id, stage, error)
         self._sequences.pop(sequence.request_id, None)
 
     def _owners(self, states: Iterable[Any]) -> list[Sequence]:
-        """The requests that have slots and one of these states."""
-        wanted = {id(state) for state in states}
-        return [one for one in self.scheduler.active if any(id(state) in wanted for state in one.states.values())]
+        """Return the requests that have slots and one of these states."""
+        ids = {id(state) for state in states}
+        return [one for one in self.scheduler.active if any(id(state) in ids for state in one.states.values())]
 
     def _read_in_flight(self) -> list[TokenDelta]:
         """Read the pass in flight, if there is one."""
@@ -343,13 +346,13 @@ class Engine:
         return self._commit(launched, outputs, result)
 
     def _read_prompts(self, work: Extend, dropped: Collection[int], outputs: Mapping[str, np.ndarray]) -> None:
-        """Take what a prompt pass brought of each prompt."""
+        """Process the results of a prompt pass for each of its prompts."""
         for chunk in work.chunks:
             if chunk.sequence.finish is FinishReason.RUNNING:
                 self.scheduler.commit_prompt(chunk)
                 if self.roles.service is not None:
                     self.roles.service.committed(chunk.sequence)
-        for feature, every in work.asked.items():
+        for feature, every in work.feature_rows.items():
             rows = kept(every, dropped)
             try:
                 feature.read_prompt(rows, outputs)
@@ -360,7 +363,7 @@ class Engine:
                 self.scheduler.fail(sequence, "result", failing[id(sequence.states[feature])])
 
     def _commit(self, launched: Launched, outputs: Mapping[str, np.ndarray], result: np.ndarray) -> list[TokenDelta]:
-        """Add what a pass committed to its requests. result [rows, width + 2] int32: count, status, tokens."""
+        """Add the committed tokens of a pass to its requests. result [rows, width + 2] int32: count, status, tokens."""
         work, rows = launched.work, launched.work.committing
         drafts = work.drafts if isinstance(work, Round) else 0
         result = result[work.places]
@@ -371,8 +374,8 @@ class Engine:
         drafted = outputs["drafted"][committed] if drafts else NO_DRAFTS
         self.counters.generation_tokens += int(counts.sum())
         if drafts:
-            asked = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
-            self.counters.count_round(drafts, drafted[asked], counts[asked] - 1)
+            drafting = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
+            self.counters.count_round(drafts, drafted[drafting], counts[drafting] - 1)
             if isinstance(work, Round) and work.forced is not None:
                 self.counters.count_forced((work.forced[committed] >= 0).sum(1), counts - 1)
         sequences = rows.sequences if every else [rows.sequences[row] for row in committed.tolist()]
@@ -382,7 +385,7 @@ class Engine:
                 del tokens[index][counts[index] :]
         deltas, reporting = list[TokenDelta](), list[int]()
         for sequence, new in zip(sequences, tokens, strict=True):
-            if sequence.reports:  # of what it had before, too
+            if sequence.reports:  # needs the tokens before these, too
                 reporting.append(len(deltas))
             else:
                 sequence.tokens += new
@@ -406,7 +409,7 @@ class Engine:
     def _report(
         self, sequence: Sequence, delta: TokenDelta, kind: str, place: int, outputs: Mapping[str, np.ndarray]
     ) -> None:
-        """Complete a delta whose tokens the sequence has not got yet. place: its row in the pass's outputs."""
+        """Complete a delta whose tokens are not in the sequence yet. place: its row in the pass's outputs."""
         position = len(sequence.tokens)
         first = position == sequence.prompt_len
         if first:
@@ -415,74 +418,74 @@ class Engine:
         for state in sequence.states.values():
             try:
                 state.deliver(delta, Committed(kind, place, delta.token_ids, position, first, outputs))
-            except Exception as error:  # what fails for one request ends that request
+            except Exception as error:  # an error of one request ends that request
                 if is_engine_error(error):
                     raise
                 delta.finish, delta.error = FinishReason.ABORT, f"{type(error).__name__}: {error}."
                 self.failures.count("result")
         sequence.reports = bool(sequence.states)
 
-    # ---- what it tells ------------------------------------------------------------------------
+    # ---- reports ------------------------------------------------------------------------------
 
     def generation_defaults(self) -> dict[str, float]:
-        """The sampling parameters that generation_config.json sets; of ``--generation-config``, if that names one."""
+        """Return the sampling parameters that generation_config.json sets, or the file of ``--generation-config``."""
         return self._generation_defaults
 
     @cached_property
     def _generation_defaults(self) -> dict[str, float]:
-        g, asked = self.checkpoint.generation, self.config.asked.generation_config
-        if asked == "vllm":
+        g, source = self.checkpoint.generation, self.config.requested.generation_config
+        if source == "vllm":
             return {}
-        if asked != "auto":
-            g = generation_defaults(Path(asked) / "generation_config.json")
-        given = {"temperature": g.temperature, "top_p": g.top_p, "top_k": g.top_k, "min_p": g.min_p}
-        return {name: value for name, value in given.items() if value is not None}
+        if source != "auto":
+            g = generation_defaults(Path(source) / "generation_config.json")
+        defaults = {"temperature": g.temperature, "top_p": g.top_p, "top_k": g.top_k, "min_p": g.min_p}
+        return {name: value for name, value in defaults.items() if value is not None}
 
     def default_params(self) -> SamplingParams:
-        """Sampling parameters where a request is silent."""
+        """Return the default sampling parameters."""
         return replace(SamplingParams(), **self.generation_defaults())  # type: ignore[arg-type]
 
     def info(self) -> dict[str, object]:
-        """The resolved configuration, its reasons, the graphs and the eager passes, as JSON-ready data."""
+        """Return the resolved configuration, its reasons, the graphs and the eager passes, as JSON-ready data."""
         return report.info(self)
 
-    def metrics(self) -> list[report.Metric]:
-        """Counters and gauges for ``/metrics``."""
+    def metrics(self) -> list[Metric]:
+        """Return counters and gauges for ``/metrics``."""
         return report.metrics(self)
 
     @torch.inference_mode()
     def capture_missing(self) -> int:
-        """Capture one graph that passes wanted and none served, if that pays; the idle engine calls this.
+        """Capture one graph that passes needed and none served, if that pays; the idle engine calls this.
 
-        Returns how many were captured, 0 or 1. Nothing may be in flight.
+        Return the number of captures, 0 or 1. Nothing may be in flight.
         """
         return 0 if self.has_work() else self.runner.planner.capture_missing()
 
     def pin_drafts(self, drafts: int | None) -> None:
-        """Draft this number of tokens in every round, one of ``runner.choices``; None: adapt. For measurements."""
+        """Fix the drafts of every round to one of ``runner.choices``; None: adapt. For measurements."""
         if drafts is not None and drafts not in self.runner.choices:
             raise ConfigError(f"{drafts} drafts a round: this engine has captured rounds with {self.runner.choices}.")
         self.draft_controller.pin(drafts)
 
     @property
     def failing(self) -> int | None:
-        """A descriptor that can be read once a rank of the model has failed; None where there are no others."""
+        """File descriptor that becomes readable once a rank has failed; None without other ranks."""
         return None if self.runner.team is None else self.runner.team.failed
 
     def check_ranks(self) -> None:
-        """Raise EngineDead where a rank of the model has failed."""
+        """Raise EngineDead if a rank of the model has failed."""
         if self.runner.team is not None:
             self.runner.team.check()
 
     def check_integrity(self) -> None:
-        """Prove the bookkeeping of pages and slots, as the idle engine does. Raises RuntimeError naming the breach."""
+        """Check the bookkeeping of pages and slots; the idle engine does. Raises RuntimeError naming the breach."""
         self.pool.check_integrity()
         self.scheduler.check_integrity()
 
     def shutdown(self) -> None:
         """Drop every request and free the device."""
-        with suppress(EngineDead):  # of a rank that has failed: what is in flight never ends
-            self.check_ranks()  # a step may have stopped amid its bookkeeping
+        with suppress(EngineDead):  # of a failed rank: the pass in flight never ends
+            self.check_ranks()  # a step may have been interrupted amid its bookkeeping
             for request_id in list(self._sequences):
                 self.abort(request_id)
             if self._in_flight is not None:

@@ -1,9 +1,9 @@
 """Errors that one request causes: that request ends, and the engine goes on.
 
-A request's error is one that was raised while the host worked on that request alone, or in a feature's code for the
-requests of a pass that use the feature: admission to a slot, building a batch, reading a result. Errors of the device,
-of other ranks and of shared bookkeeping are the engine's own: they end it, and a server starts another. After each
-request that failed the engine proves its bookkeeping (``check_integrity``); a breach ends the engine too.
+An error belongs to a request if it was raised while the host worked on that request alone, or in a feature's code for
+the requests of a pass that use the feature: admission to a slot, building a batch, reading a result. Errors of the
+device, of other ranks and of shared bookkeeping belong to the engine: they end it, and a server starts another. After
+each failed request the engine checks its bookkeeping (``check_integrity``); a breach ends the engine too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEVICE_ERRORS: tuple[type[BaseException], ...] = tuple(
 
 
 def is_engine_error(error: BaseException) -> bool:
-    """True for an error after which nothing of the engine can be trusted, whichever request it was raised for."""
+    """True for an error that leaves the whole engine in doubt, whichever request raised it."""
     if isinstance(error, (EngineDead, *_DEVICE_ERRORS)) or not isinstance(error, Exception):
         return True
     text = str(error)
@@ -36,7 +36,7 @@ def is_engine_error(error: BaseException) -> bool:
 
 
 class RequestErrors(Exception):
-    """Some requests of a pass cannot be part of it. states: what a feature keeps of each of them."""
+    """Some requests of a pass cannot be part of it. states: a feature's state of each of them."""
 
     def __init__(self, states: Sequence[Any], cause: Exception) -> None:
         super().__init__(f"{type(cause).__name__}: {cause}")
@@ -44,7 +44,7 @@ class RequestErrors(Exception):
 
 
 def culprits(rows: Sequence[Any], attempt: Callable[[Any], object]) -> list[Any]:
-    """The rows for which ``attempt`` fails alone; all of them where it fails for none."""
+    """Return the rows for which ``attempt`` fails alone; all of them if it fails for none."""
     found = []
     for row in rows if len(rows) > 1 else ():
         try:
@@ -58,7 +58,7 @@ def culprits(rows: Sequence[Any], attempt: Callable[[Any], object]) -> list[Any]
 
 @dataclass
 class Failures:
-    """The requests that failed since the last :meth:`take`, and how many did at each stage."""
+    """Requests that failed since the last :meth:`take`, and counts of failures by stage."""
 
     counts: Counter[str] = field(default_factory=Counter)
     _deltas: list[TokenDelta] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Failures:
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Count an error of the block that is no refusal."""
+        """Count an error of the block, unless it refuses the request."""
         try:
             yield
         except Exception as error:
@@ -78,24 +78,23 @@ class Failures:
             raise
 
     def add(self, request_id: str, stage: str, error: Exception) -> None:
-        """Note that a request ends with ``error``. Raises ``error`` if it is the engine's own."""
+        """Record that a request ends with ``error``. Raises ``error`` if it is the engine's own."""
         if is_engine_error(error):
             raise error
         traceback.print_exception(error)
         self.count(stage)
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        why = f"the engine failed on this request ({stage}): {text}"[:500]
-        self._deltas.append(TokenDelta(request_id, [], FinishReason.ABORT, error=f"{why}."))
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:480]
+        self._deltas.append(TokenDelta(request_id, [], FinishReason.ABORT, error=f"{text} ({stage})."))
 
     def __bool__(self) -> bool:
         return bool(self._deltas)
 
     def take(self) -> list[TokenDelta]:
-        """The last deltas of the requests that failed."""
+        """Return the last deltas of the requests that failed."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
 
 def kept(rows: Sequence[Any], dropped: Collection[int]) -> Sequence[Any]:
-    """Rows of a pass but those whose states, by id, were ``dropped`` when it was built."""
+    """Return the rows of a pass except those whose states, by id, were ``dropped`` when it was built."""
     return [row for row in rows if id(row.state) not in dropped] if dropped else rows

@@ -1,99 +1,131 @@
-"""One engine, many callers: threads and event loops share one loop of :meth:`Engine.step`.
+"""The loop over :meth:`Engine.step`, shared by every caller of an engine in this process.
 
-There is no thread that owns the engine. A caller that waits for tokens takes the lead, if nobody has it: it steps the
-engine, puts every delta into its owner's inbox, and leaves the lead when its own tokens are there. Others who wait
-are woken and one of them leads on. So a caller that is alone steps the engine in its own thread, as fast as without
-this module, and nothing runs while nobody waits. What others want of the engine meanwhile (add, abort) is a job: the
-leader does it between two steps.
+One thread at a time owns the engine: it steps, hands out the deltas, and runs the calls that other threads have queued
+(add, abort, metrics) between two steps. Who owns it depends on the entrance:
 
-``llm`` and ``async_llm`` use this; the server's engine process has a loop of its own.
+* ``LLM``: the caller that waits for tokens. It owns the engine until its own tokens are there; then another waiting
+  caller takes over. A lone caller therefore steps in its own thread, and nothing runs while nobody waits.
+* ``AsyncLLM``: an :class:`EngineThread`, while there are requests. An event loop must not block.
+* The engine process (``cluster/engine_process.py``): its main thread, for the life of the process.
+
+A lone ``LLM`` caller keeps stepping in its own thread for three reasons. A thread switch per token is not free (tiny on
+a CPU: step time 1.03 times the caller's own, quartiles 0.91 to 1.13 on a busy machine; CPU time 1.00). Streams that are
+read in turn would run ahead of their consumers. A process that forks between two calls must not have a thread that
+steps.
+
+This module does not import torch, because the engine process imports it before its engine.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import signal
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import torch
-
-from unisono.engine.engine import Engine
 from unisono.types import EngineDead, EngineRequest, FinishReason, TokenDelta
 
+if TYPE_CHECKING:
+    import torch
+
 T = TypeVar("T")
+E = TypeVar("E", bound="EngineLike")
 
 NO_MODEL = "This model was shut down and its memory freed (shutdown(), or the end of its `with`); make a new one."
 
 
-class Bell:
-    """What one caller waits for, and any thread rings. Ctrl-C may end a wait.
+class EngineLike(Protocol):
+    """Engine interface of the loop and the engine process: ``unisono.engine.engine.Engine``, or a fake in tests."""
 
-    A ``threading.Event`` is none: where Ctrl-C comes while it wakes up, it lets go of the lock of a thread that sets it
-    at that moment, and there ``set`` raises RuntimeError (CPython 3.11).
+    admitted: Callable[[list[str]], None]
+    """Called with the ids of requests that got slots, before the first pass that may compute them."""
+
+    def prepare(self, request: EngineRequest) -> Future[Any] | None: ...
+    def add(self, request: EngineRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> list[TokenDelta]: ...
+    def has_work(self) -> bool: ...
+    def info(self) -> dict[str, Any]: ...
+    def metrics(self) -> list[tuple[str, str, dict[str, str], float, str]]: ...
+    def check_integrity(self) -> None: ...
+    def capture_missing(self) -> int: ...
+    def reset_prefix_cache(self) -> int: ...
+    def check_ranks(self) -> None: ...
+    def command(self, command: str, arguments: Mapping[str, Any]) -> Any: ...
+    def shutdown(self) -> None: ...
+
+
+class Wakeup:
+    """A thread-safe event for one waiting caller. Ctrl-C may end a wait.
+
+    ``threading.Event`` cannot be used: where Ctrl-C arrives while its wait returns, the wait releases the lock of a
+    thread that sets the event at that moment, and ``set`` raises RuntimeError there (CPython 3.11).
     """
 
     def __init__(self) -> None:
-        self._rung: SimpleQueue[None] = SimpleQueue()
+        self._signals: SimpleQueue[None] = SimpleQueue()
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """End the present or the next :meth:`wait`."""
-        if self._rung.empty():
-            self._rung.put(None)
+        if self._signals.empty():
+            self._signals.put(None)
 
     def clear(self) -> None:
-        """Forget that it rang."""
+        """Discard earlier calls of :meth:`set`."""
         with contextlib.suppress(Empty):
             while True:
-                self._rung.get_nowait()
+                self._signals.get_nowait()
 
     def wait(self) -> None:
-        """Return once it has rung since :meth:`clear` or the last wait."""
-        self._rung.get()
+        """Return once :meth:`set` was called since the last wait or :meth:`clear`."""
+        self._signals.get()
 
 
 class Inbox:
-    """The deltas of one caller's requests, in order, each with the time when its step ended (``time.monotonic``).
+    """Deltas of one caller's requests in order, each with the ``time.monotonic()`` at the end of its step.
 
-    open: ids of the requests that have not ended. error: why no more deltas come. notify: called, in any thread, when
-    there is news.
+    open: ids of unfinished requests. error: the reason why no more deltas come. notify: called after each change, in
+    the thread that owns the engine.
     """
 
     def __init__(self, requests: Sequence[EngineRequest], notify: Callable[[], object] | None = None) -> None:
-        self.bell = Bell()
+        self.wakeup = Wakeup()
         self.deltas: deque[tuple[TokenDelta, float]] = deque()
         self.open = {request.request_id for request in requests}
         self.error: BaseException | None = None
-        self.notify = notify or self.bell.ring
+        self.notify = notify or self.wakeup.set
 
     @property
     def has_news(self) -> bool:
-        """Whether :meth:`take` would tell something: deltas, an error, or that all requests have ended."""
+        """True if there are deltas or an error, or if all requests have ended."""
         return bool(self.deltas) or self.error is not None or not self.open
 
     def take(self) -> list[tuple[TokenDelta, float]]:
-        """What has come since the last call, without waiting. Raises the error once everything before it is taken."""
+        """Return the deltas since the last call, without waiting. Raises the error once all deltas are taken."""
         if not self.deltas and self.error is not None:
             raise self.error
         return [self.deltas.popleft() for _ in range(len(self.deltas))]
 
 
-class _Job:
-    """A call that the leader makes between two steps."""
+class _EngineCall:
+    """A function call that the owner of the engine makes between two steps."""
 
-    def __init__(self, work: Callable[[Engine], Any]) -> None:
+    def __init__(self, work: Callable[[Any], Any]) -> None:
         self._work = work
         self.done = False
-        self.bell = Bell()
+        self.wakeup = Wakeup()
         self._result: Any = None
         self._error: BaseException | None = None
 
-    def run(self, engine: Engine | None, error: BaseException | None) -> None:
+    def run(self, engine: EngineLike | None, error: BaseException | None) -> None:
         try:
             if engine is None:
                 raise error or EngineDead(NO_MODEL)
@@ -101,7 +133,7 @@ class _Job:
         except Exception as failure:
             self._error = failure
         self.done = True
-        self.bell.ring()
+        self.wakeup.set()
 
     def result(self) -> Any:
         if self._error is not None:
@@ -109,25 +141,33 @@ class _Job:
         return self._result
 
 
-class EngineLoop:
-    """Shares ``engine`` among callers. Every method may be called in any thread.
+class EngineLoop(Generic[E]):
+    """Share ``engine`` among callers. Every method may be called in any thread.
 
-    The first error of a step ends the loop: every caller, now and later, gets an EngineDead that names it.
+    device: the engine's; each thread that owns a CUDA engine makes it current. deliver: receives the deltas of each
+    step in place of the inboxes. The first error of a step ends the loop: all callers, now and later, get an EngineDead
+    that names it.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine: Engine | None = engine
-        self._device = engine.config.device
+    def __init__(
+        self,
+        engine: E,
+        device: torch.device | None = None,
+        deliver: Callable[[list[TokenDelta]], None] | None = None,
+    ) -> None:
+        self._engine: E | None = engine
+        self._device = device
         self._home = threading.get_ident()
-        self._lead = threading.Lock()
-        self._jobs: deque[_Job] = deque()
+        self._owned = threading.Lock()
+        self._calls: deque[_EngineCall] = deque()
         self._inboxes: dict[str, Inbox] = {}
-        self._waiting: set[Bell] = set()
+        self._deliver = deliver or self._to_inboxes
+        self._waiting: set[Wakeup] = set()
         self._error: BaseException | None = None
 
     @property
-    def engine(self) -> Engine:
-        """The engine. Raises EngineDead after :meth:`shutdown`. Only for callers that know that no other one runs."""
+    def engine(self) -> E:
+        """The engine, for callers that know that no other thread runs. Raises EngineDead after :meth:`shutdown`."""
         if self._engine is None:
             raise EngineDead(NO_MODEL)
         return self._engine
@@ -139,30 +179,31 @@ class EngineLoop:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the loop; None while it lives."""
+        """The error that ended the loop; None while it lives."""
         return self._error
 
     @property
     def busy(self) -> bool:
-        """Whether some caller's request has not ended."""
+        """True while a submitted request has not ended."""
         return bool(self._inboxes)
 
-    def call(self, work: Callable[[Engine], T]) -> T:
-        """``work(engine)``, while no step runs. Raises what it raises, and EngineDead."""
-        job = _Job(work)
-        self._jobs.append(job)
-        self.wait(lambda: job.done, job.bell)
-        return job.result()
+    def call(self, work: Callable[[E], T]) -> T:
+        """Return ``work(engine)``, run between two steps. Raises its exceptions, and EngineDead."""
+        call = _EngineCall(work)
+        self._calls.append(call)
+        self.wait(lambda: call.done, call.wakeup)
+        result: T = call.result()
+        return result
 
     def submit(self, requests: Sequence[EngineRequest], notify: Callable[[], object] | None = None) -> Inbox:
-        """Add requests to the engine, all or none. Raises BadRequest for one that it refuses.
+        """Add requests to the engine, all or none. Raises BadRequest if the engine refuses one.
 
-        A grammar is compiled first, in the calling thread's time: nobody else waits for it.
+        Grammars are compiled first, while the calling thread waits; other callers go on.
         """
         self._prepare(requests)
         inbox = Inbox(requests, notify)
 
-        def add(engine: Engine) -> None:
+        def add(engine: E) -> None:
             if self._error is not None:
                 raise self._error
             done: list[str] = []
@@ -180,64 +221,82 @@ class EngineLoop:
             self.call(add)
         except Exception:
             raise
-        except BaseException:  # Ctrl-C while another caller leads, who may add the requests yet
+        except BaseException:  # Ctrl-C while another thread owns the engine; it may still add the requests
             self.abort(*inbox.open)
             raise
         return inbox
 
-    def check(self, request: EngineRequest) -> None:
-        """Raises BadRequest for a request that the engine cannot run. One with an adapter is checked between two steps,
-        for other ranks may have to read the adapter again."""
-        if request.adapter is None:
-            return self.engine.check(request)
-        self._prepare([request])
-        return self.call(lambda engine: engine.check(request))
-
     def _prepare(self, requests: Sequence[EngineRequest]) -> None:
-        """Wait for what requests need before the engine can take them."""
+        """Wait until features have prepared the requests (compiled their grammars)."""
         for request in requests:
             if (prepared := self.engine.prepare(request)) is not None:
                 with contextlib.suppress(Exception):  # adding the request raises it again, in words for the caller
                     prepared.result()
 
+    def check(self, request: EngineRequest) -> None:
+        """Raise BadRequest for a request that the engine cannot run.
+
+        A request with an adapter is checked between two steps, because other ranks may have to read the adapter again.
+        """
+        engine: Any = self.engine
+        if request.adapter is None:
+            engine.check(request)
+        else:
+            self._prepare([request])
+            self.call(lambda engine: engine.check(request))  # type: ignore[attr-defined]
+
     def read(self, inbox: Inbox) -> list[tuple[TokenDelta, float]]:
-        """Wait for news of ``inbox``, stepping the engine if nobody else does. Empty once all its requests ended."""
+        """Wait for deltas of ``inbox``; step the engine if no other thread does. Empty once all its requests ended."""
         if not inbox.has_news:
-            self.wait(lambda: inbox.has_news, inbox.bell)
+            self.wait(lambda: inbox.has_news, inbox.wakeup)
         return inbox.take()
 
     def abort(self, *request_ids: str) -> None:
-        """Forget requests; unknown ids are ignored. It does not wait, so a generator's end may call it anywhere."""
+        """Forget requests; unknown ids are ignored. Never waits, so a generator's end may call it anywhere."""
         if self._engine is None or not request_ids:
             return
 
-        def work(engine: Engine) -> None:
+        def work(engine: E) -> None:
             for request_id in request_ids:
                 engine.abort(request_id)
                 if (inbox := self._inboxes.pop(request_id, None)) is not None:
                     inbox.open.discard(request_id)
                     inbox.notify()
 
-        self._jobs.append(_Job(work))
-        self._do_jobs()
+        self._calls.append(_EngineCall(work))
+        self._run_calls_if_free()
 
-    def wait(self, ready: Callable[[], bool], bell: Bell) -> None:
-        """Return once ``ready()``. ``bell`` is this caller's own; it rings when ``ready`` may have changed."""
-        self._waiting.add(bell)
+    def wait(self, ready: Callable[[], bool], wakeup: Wakeup) -> None:
+        """Return once ``ready()``, stepping the engine if no other thread does.
+
+        wakeup: this caller's own. It is set whenever ``ready`` may have changed.
+        """
+        self._waiting.add(wakeup)
         try:
             while True:
-                bell.clear()
+                wakeup.clear()
                 if ready():
                     return
-                if not self._led(ready):
-                    bell.wait()
+                if not self._step_until(ready):
+                    wakeup.wait()
         finally:
-            self._waiting.discard(bell)
+            self._waiting.discard(wakeup)
+
+    def own(self, ended: Callable[[], bool]) -> None:
+        """Own the engine in this thread until ``ended()``, which is called before each step and may block while idle.
+
+        Raises the error of a step.
+        """
+        with self._owned, self._on_device():
+            while not ended():
+                self._step()
+                if self._error is not None:
+                    raise self._error.__cause__ or self._error
 
     def shutdown(self) -> None:
         """Free the device. Requests of other callers end with an error."""
 
-        def work(engine: Engine) -> None:
+        def work(engine: E) -> None:
             self._engine = None
             self._fail(EngineDead(NO_MODEL))
             engine.shutdown()
@@ -245,28 +304,28 @@ class EngineLoop:
         if self._engine is not None:
             self.call(work)
 
-    # ---- the leader ---------------------------------------------------------------------------
+    # ---- the owner of the engine --------------------------------------------------------------
 
-    def _led(self, ready: Callable[[], bool]) -> bool:
-        """Lead until ``ready()`` or Ctrl-C; False if somebody else has the lead."""
+    def _step_until(self, ready: Callable[[], bool]) -> bool:
+        """Own the engine until ``ready()`` or Ctrl-C. Return False if another thread owns it."""
         with _interrupts_deferred() as interrupted:
-            if not self._lead.acquire(blocking=False):
+            if not self._owned.acquire(blocking=False):
                 return False
             try:
                 with self._on_device():
-                    self._drain()
+                    self._run_calls()
                     while not (ready() or interrupted):
-                        self._turn()
+                        self._step()
             finally:
                 self._hand_over()
         return True
 
-    def _turn(self) -> None:
-        """One step, and its deltas to their owners."""
+    def _step(self) -> None:
+        """Run one step, deliver its deltas and run the queued calls."""
         engine = self._engine
         if engine is None:
             return self._fail(EngineDead(NO_MODEL))
-        idle = not engine.has_work() and not self._jobs
+        idle = bool(self._inboxes) and not engine.has_work() and not self._calls
         try:
             deltas = engine.step()
         except BaseException as error:
@@ -276,46 +335,50 @@ class EngineLoop:
             if not isinstance(error, Exception):
                 raise
             return None
-        if idle and self._inboxes and not deltas:
+        if idle and not deltas:
             return self._fail(EngineDead("the engine has no work, and requests are open: it has lost them."))
+        self._deliver(deltas)
+        if self._calls:
+            self._run_calls()
+        return None
+
+    def _to_inboxes(self, deltas: list[TokenDelta]) -> None:
+        """Put each delta into the inbox of its request."""
         now = time.monotonic()
         for delta in deltas:
             inbox = self._inboxes.get(delta.request_id)
             if inbox is None:
-                continue  # aborted, or added by somebody who reads the engine directly
+                continue  # aborted, or added by a caller that uses the engine directly
             inbox.deltas.append((delta, now))
             if delta.finish is not FinishReason.RUNNING:
                 del self._inboxes[delta.request_id]
                 inbox.open.discard(delta.request_id)
             inbox.notify()
-        if self._jobs:
-            self._drain()
-        return None
 
-    def _drain(self) -> None:
-        """Do the jobs that wait."""
-        while self._jobs:
-            self._jobs.popleft().run(self._engine, self._error)
+    def _run_calls(self) -> None:
+        """Run the queued calls."""
+        while self._calls:
+            self._calls.popleft().run(self._engine, self._error)
 
-    def _do_jobs(self) -> None:
-        """Do the jobs that wait, unless a leader is there to do it."""
-        while self._jobs:
+    def _run_calls_if_free(self) -> None:
+        """Run the queued calls, unless another thread owns the engine and will run them."""
+        while self._calls:
             with _interrupts_deferred():
-                if not self._lead.acquire(blocking=False):
+                if not self._owned.acquire(blocking=False):
                     return
                 try:
                     with self._on_device():
-                        self._drain()
+                        self._run_calls()
                 finally:
                     self._hand_over()
 
     def _hand_over(self) -> None:
-        """Leave the lead. Callers that wait try to take it; a job that came too late for the leader is done now."""
-        self._lead.release()
-        for bell in tuple(self._waiting):
-            bell.ring()
-        if self._jobs and not self._waiting:
-            self._do_jobs()
+        """Release the engine. Waiting callers try to take it; a call that was queued too late is run now."""
+        self._owned.release()
+        for wakeup in tuple(self._waiting):
+            wakeup.set()
+        if self._calls and not self._waiting:
+            self._run_calls_if_free()
 
     def _fail(self, error: EngineDead) -> None:
         """End every request with ``error``, and refuse new ones."""
@@ -327,17 +390,61 @@ class EngineLoop:
             inbox.notify()
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Every thread has a current device of its own; the thread that made the engine has the right one."""
-        if self._device.type != "cuda" or threading.get_ident() == self._home:
+        """Make the engine's CUDA device current in a thread other than the one that made the engine."""
+        if self._device is None or self._device.type != "cuda" or threading.get_ident() == self._home:
             return contextlib.nullcontext()
+        import torch
+
         return torch.cuda.device(self._device)
+
+
+class EngineThread:
+    """A daemon thread that owns the engine of ``loop`` while it has requests, for callers that must not block.
+
+    Started by the first :meth:`wake`; sleeps without requests.
+    """
+
+    def __init__(self, loop: EngineLoop[Any]) -> None:
+        self._loop = loop
+        self._work, self._stopping = threading.Event(), False
+        self._thread: threading.Thread | None = None
+        weak = weakref.ref(self)
+
+        def at_exit() -> None:
+            if (thread := weak()) is not None:
+                thread.stop()
+
+        self._at_exit = at_exit
+        atexit.register(at_exit)  # a thread that steps while the interpreter ends would crash it
+
+    def wake(self) -> None:
+        """Step the engine: requests were added."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="unisono-async", daemon=True)
+            self._thread.start()
+        self._work.set()
+
+    def stop(self) -> None:
+        """End the thread after its step."""
+        atexit.unregister(self._at_exit)
+        self._stopping = True
+        self._work.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        wakeup = Wakeup()
+        while not self._stopping:
+            self._work.wait()
+            self._work.clear()
+            self._loop.wait(lambda: self._stopping or not self._loop.busy, wakeup)
 
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[list[Any]]:
-    """Keep Ctrl-C for the end of the block, so that it never cuts a step off. The list has it as soon as it comes.
+    """Defer Ctrl-C to the end of the block, so that it never interrupts a step. The list holds it as soon as it comes.
 
-    A second Ctrl-C is not kept. Only the main thread gets interrupts; in others this does nothing.
+    A second Ctrl-C is not deferred. Only the main thread gets interrupts; in others this does nothing.
     """
     pressed: list[Any] = []
     handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None

@@ -1,4 +1,4 @@
-"""KV offload of an engine: how much host memory holds, the commands that move pages, and what is told about it."""
+"""KV offload of an engine: size of the host memory, the commands that move pages, and reports."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from unisono.config import ResolvedConfig
 from unisono.distributed.group import Group
-from unisono.engine.commands import Arrived, FileOutcomes, MoveIn, MoveOut, ReadFile, RemoveFiles, WriteFile
-from unisono.engine.identity import engine_identity
-from unisono.engine.worker import Worker
+from unisono.engine.disaggregation.identity import engine_identity
+from unisono.engine.worker.commands import Arrived, FileOutcomes, MoveIn, MoveOut, ReadFile, RemoveFiles, WriteFile
+from unisono.engine.worker.worker import Worker
+from unisono.kv.offload.host_index import HostIndex, Part
+from unisono.kv.offload.host_pages import STAGING_BYTES, HostPages, Move, kind_bytes, make_host_pages
+from unisono.kv.offload.offloader import PAUSE_SECONDS, Offload
+from unisono.kv.offload.page_files import PageFiles
+from unisono.kv.offload.part_files import PartFiles, PartResult
+from unisono.kv.specs import ALL, SNAPSHOTS
 from unisono.passes.features.base import Metric
-from unisono.state.host_index import HostIndex, Part
-from unisono.state.host_pages import STAGING_BYTES, HostPages, Move, kind_bytes, make_host_pages
-from unisono.state.offload import PAUSE_SECONDS, Offload
-from unisono.state.page_files import PageFiles
-from unisono.state.part_files import Done, PartFiles
-from unisono.state.specs import ALL, TAILS
 from unisono.types import ConfigError
 
 Send = Callable[..., object]
@@ -26,7 +26,7 @@ Ask = Callable[[FileOutcomes], list[list[int]]]
 
 
 class CommandMover:
-    """Moves pages on every rank by commands; asks this rank's memory how far it is."""
+    """Move pages on every rank by commands; ask this rank's memory for progress."""
 
     def __init__(self, send: Send, host_pages: HostPages) -> None:
         self._send, self._host = send, host_pages
@@ -60,30 +60,30 @@ class CommandFiles:
     def remove(self, parts: Sequence[Part]) -> None:
         self._send(RemoveFiles(list(parts)))
 
-    def poll(self) -> Iterator[Done]:
+    def poll(self) -> Iterator[PartResult]:
         return self._own.poll()
 
-    def outcomes(self, asked: Sequence[tuple[Part, bool]]) -> list[list[int]]:
-        return self._ask(FileOutcomes(list(asked)))
+    def outcomes(self, requests: Sequence[tuple[Part, bool]]) -> list[list[int]]:
+        return self._ask(FileOutcomes(list(requests)))
 
 
 def hold_host_pages(config: ResolvedConfig, worker: Worker, group: Group) -> ResolvedConfig:
-    """Give a worker the host memory and files that the configuration asks for; returns it with the decision.
+    """Give a worker the configured host memory and files; return the configuration with the decision.
 
-    All ranks call it together. Of each kind of state host memory holds the same multiple of what the device holds.
-    Raises ConfigError where it holds nothing, or where the memory cannot be had.
+    All ranks call it together. Host memory holds the same multiple of the device's capacity for each kind of state.
+    Raises ConfigError if it holds nothing, or if the memory cannot be allocated.
     """
-    asked = config.asked
-    if not asked.offloads:
+    requested = config.requested
+    if not requested.offloads:
         return config
     on_device = {kind: (count, kind_bytes(worker.store, kind)) for kind, count in _counts(worker).items()}
-    total = config.asked.tensor_parallel_size * sum(count * size for count, size in on_device.values())
-    ratio = asked.cpu_offload_gb * (1 << 30) / total if asked.cpu_offload_gb else asked.cpu_offload_ratio
+    total = config.requested.tensor_parallel_size * sum(count * size for count, size in on_device.values())
+    ratio = requested.cpu_offload_gb * (1 << 30) / total if requested.cpu_offload_gb else requested.cpu_offload_ratio
     counts = {kind: int(ratio * count) for kind, (count, _) in on_device.items()}
     if not all(counts.values()):
         least = max(total / count for count, _ in on_device.values()) / (1 << 30)
         raise ConfigError(
-            f"--cpu-offload-gb {asked.cpu_offload_gb:g} holds no page of every kind of state: give at least "
+            f"--cpu-offload-gb {requested.cpu_offload_gb:g} holds no page of every kind of state: give at least "
             f"{least:.3g}, or 0 for none."
         )
     size = sum(counts[kind] * each for kind, (_, each) in on_device.items())
@@ -97,8 +97,8 @@ def hold_host_pages(config: ResolvedConfig, worker: Worker, group: Group) -> Res
 
 
 def _hold_files(config: ResolvedConfig, worker: Worker, group: Group) -> None:
-    """Give a worker the files of its rank that go with its host memory. Raises ConfigError where they cannot be had."""
-    if (directory := config.asked.kv_offload_dir) is None:
+    """Give a worker the files of its rank for its host memory. Raises ConfigError if they cannot be opened."""
+    if (directory := config.requested.kv_offload_dir) is None:
         return
     assert worker.host_pages is not None
     identity, rank = engine_identity(config, worker), group.ranks.index
@@ -115,16 +115,16 @@ def _hold_files(config: ResolvedConfig, worker: Worker, group: Group) -> None:
 
 
 def staging_bytes(config: ResolvedConfig, largest: int) -> int:
-    """Bytes of the device that pages pass through on their way. largest: bytes of the largest page or snapshot."""
-    return 3 * max(STAGING_BYTES, largest) if config.asked.offloads and config.device.type == "cuda" else 0
+    """Bytes of the device's buffer for moving pages. largest: bytes of the largest page or snapshot."""
+    return 3 * max(STAGING_BYTES, largest) if config.requested.offloads and config.device.type == "cuda" else 0
 
 
 def make_offload(
     config: ResolvedConfig, worker: Worker, send: Send, ask: Ask, before: Offload | None
 ) -> Offload | None:
-    """The bookkeeping of what waits in a worker's host memory; None where it has none.
+    """Return the bookkeeping of a worker's host memory; None if it has none.
 
-    before: the one that this one follows; what it began has to end first.
+    before: the predecessor; its transfers end first.
     """
     host = worker.host_pages
     if host is None:
@@ -137,7 +137,7 @@ def make_offload(
         before.close()
     index, files = HostIndex(counts), None
     if worker.files is not None:
-        budget, ranks = int(config.asked.kv_offload_dir_gb * (1 << 30)), config.asked.tensor_parallel_size
+        budget, ranks = int(config.requested.kv_offload_dir_gb * (1 << 30)), config.requested.tensor_parallel_size
         known = worker.file_sizes if before is None or before.files is None else before.files.sizes
         files = PageFiles(CommandFiles(worker.files, ranks, send, ask), known, budget, index)
     offload = Offload(index, sizes, CommandMover(send, host), files)
@@ -148,7 +148,7 @@ def make_offload(
 
 
 def info(offload: Offload | None, host: HostPages | None) -> dict[str, object]:
-    """For ``explain`` and ``/server_info``: what waits where, and what has moved."""
+    """Return occupancy and traffic for ``explain`` and ``/server_info``."""
     if offload is None or host is None:
         return {}
     index, counters = offload.index, offload.counters
@@ -178,7 +178,7 @@ def info(offload: Offload | None, host: HostPages | None) -> dict[str, object]:
 
 
 def metrics(offload: Offload | None, host: HostPages | None) -> list[Metric]:
-    """For ``/metrics``."""
+    """Return samples for ``/metrics``."""
     if offload is None or host is None:
         return []
     index, counters = offload.index, offload.counters
@@ -186,9 +186,15 @@ def metrics(offload: Offload | None, host: HostPages | None) -> list[Metric]:
     for kind, count in index.counts.items():
         labels, used = {"kind": _name(kind)}, index.used(kind)
         samples += [
-            ("kv_offload_slots", "gauge", labels, count, "Pages or snapshots that host memory has room for."),
-            ("kv_offload_parts", "gauge", labels, used, "Pages or snapshots that wait in host memory."),
-            ("kv_offload_bytes", "gauge", labels, used * offload.part_bytes[kind], "Bytes of these."),
+            ("kv_offload_slots", "gauge", labels, count, "Capacity of host memory, in pages or snapshots."),
+            ("kv_offload_parts", "gauge", labels, used, "Pages or snapshots in host memory."),
+            (
+                "kv_offload_bytes",
+                "gauge",
+                labels,
+                used * offload.part_bytes[kind],
+                "Bytes of pages or snapshots in host memory.",
+            ),
         ]
     ways: Mapping[str, tuple[int, int]] = {
         "out": (counters.parts_out, counters.bytes_out),
@@ -198,13 +204,13 @@ def metrics(offload: Offload | None, host: HostPages | None) -> list[Metric]:
         labels = {"direction": way}
         samples += [
             ("kv_offload_moved_parts", "counter", labels, parts, "Pages and snapshots moved to host memory or back."),
-            ("kv_offload_moved_bytes", "counter", labels, size, "Bytes of these."),
-            ("kv_offload_seconds", "counter", labels, host.seconds[way], "Seconds that these copies took."),
+            ("kv_offload_moved_bytes", "counter", labels, size, "Bytes moved to host memory or back."),
+            ("kv_offload_seconds", "counter", labels, host.seconds[way], "Seconds of copies to host memory or back."),
         ]
     samples += [
-        ("kv_offload_hits", "counter", {}, counters.hits, "Prompt tokens that came back from host memory."),
-        ("kv_offload_requests", "counter", {}, counters.requests, "Requests that waited for pages to come back."),
-        ("kv_offload_dropped", "counter", {}, index.dropped, "Pages and snapshots that gave way in host memory."),
+        ("kv_offload_hits", "counter", {}, counters.hits, "Prompt tokens loaded from host memory."),
+        ("kv_offload_requests", "counter", {}, counters.requests, "Requests that waited for pages from host memory."),
+        ("kv_offload_dropped", "counter", {}, index.dropped, "Pages and snapshots evicted from host memory."),
     ]
     if (files := offload.files) is not None:
         samples += [
@@ -236,10 +242,10 @@ def _files(files: PageFiles | None) -> dict[str, object]:
 
 
 def _counts(worker: Worker) -> dict[int, int]:
-    """What the device has room for, by kind."""
-    snapshots = {TAILS: worker.snapshots} if worker.store.tails else {}
+    """Return the device's capacity by kind of state."""
+    snapshots = {SNAPSHOTS: worker.snapshots} if worker.store.recurrent else {}
     return {**worker.num_pages, **snapshots}
 
 
 def _name(kind: int) -> str:
-    return {ALL: "pages", TAILS: "snapshots"}.get(kind, f"window {kind}")
+    return {ALL: "pages", SNAPSHOTS: "snapshots"}.get(kind, f"window {kind}")

@@ -1,4 +1,4 @@
-"""What an engine reports: ``info`` for ``/server_info`` and ``explain``, ``metrics`` for ``/metrics``."""
+"""Reports of an engine: ``info`` for ``/server_info`` and ``explain``, ``metrics`` for ``/metrics``."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from typing import Protocol
 import numpy as np
 
 from unisono.config import ResolvedConfig
-from unisono.engine import offload, roles
-from unisono.engine.arrivals import Arrivals
-from unisono.engine.draft_controller import DraftController
+from unisono.engine import offload
+from unisono.engine.disaggregation import roles
+from unisono.engine.disaggregation.roles import Roles
 from unisono.engine.failures import STAGES, Failures
-from unisono.engine.roles import Roles
-from unisono.engine.runner import Runner
-from unisono.engine.scheduler import Scheduler
+from unisono.engine.scheduling.arrivals import Arrivals
+from unisono.engine.scheduling.draft_controller import DraftController
+from unisono.engine.scheduling.scheduler import Scheduler
+from unisono.engine.worker.runner import Runner
+from unisono.kv.pages import PagePool
+from unisono.kv.specs import ALL, PAGE_SIZE
 from unisono.layers.experts import expert_counts
-from unisono.models.checkpoint import Checkpoint
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.passes.features.base import Metric
-from unisono.state.pages import PagePool
-from unisono.state.specs import ALL, PAGE_SIZE
 
 
 @dataclass
 class Counters:
-    """What the engine counts as it reads results.
+    """Counters of results.
 
-    ``draft_rounds`` counts one per request and round in which it might have drafts, ``drafts`` those in which it had
-    some: a drafter may find nothing to propose. ``accepted_per_position[i]``: drafts of place i that were accepted.
-    ``rounds_per_position[i]`` and ``drafts_per_position[i]``: of these the ones with room for more than i drafts, for
-    k may differ from round to round.
+    ``draft_rounds`` counts one per request and round that may have drafts, ``drafts`` those that had some: a drafter
+    may find nothing to propose. ``accepted_per_position[i]``: accepted drafts at position i. ``rounds_per_position[i]``
+    and ``drafts_per_position[i]``: the same counts for rounds with room for more than i drafts, since k may differ from
+    round to round.
     """
 
     requests: int = 0
@@ -47,49 +48,52 @@ class Counters:
 
     @classmethod
     def of(cls, num_drafts: int) -> Counters:
-        """Zeros, for a drafter that proposes up to ``num_drafts`` tokens a round."""
+        """Return zeros for a drafter that proposes up to ``num_drafts`` tokens a round."""
         accepted, rounds, drafts = ([0] * num_drafts for _ in range(3))
         return cls(accepted_per_position=accepted, rounds_per_position=rounds, drafts_per_position=drafts)
 
-    def count_round(self, asked: int, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """A round with ``asked`` drafts at most. drafted, accepted [requests]: drafts that each had, and of these the
-        accepted ones."""
+    def count_round(self, drafts: int, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Count a round of up to ``drafts`` drafts. drafted, accepted [requests]: drafts of each request, and accepted
+        ones.
+        """
         requests, drafting = len(drafted), int(np.count_nonzero(drafted))
         self.draft_rounds += requests
         self.drafts += drafting
         self.drafted_tokens += int(drafted.sum())
         self.accepted_tokens += int(accepted.sum())
-        longer = np.bincount(accepted, minlength=asked + 1)[::-1].cumsum()[::-1]  # requests that accepted i or more
-        for place in range(asked):
+        longer = np.bincount(accepted, minlength=drafts + 1)[::-1].cumsum()[::-1]  # requests that accepted i or more
+        for place in range(drafts):
             self.rounds_per_position[place] += requests
             self.drafts_per_position[place] += drafting
             self.accepted_per_position[place] += int(longer[place + 1])
 
     def count_forced(self, forced: np.ndarray, accepted: np.ndarray) -> None:
-        """A round with forced drafts. forced, accepted [requests]: forced drafts, and accepted drafts of any kind."""
+        """Count a round with forced drafts. forced, accepted [requests]: forced drafts, and accepted drafts of any
+        kind.
+        """
         self.forced_tokens += int(forced.sum())
         self.accepted_forced_tokens += int(np.minimum(forced, accepted).sum())
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens that a drafting request commits in a round, the bonus token included."""
+        """Mean tokens that a drafting request commits per round, including the bonus token."""
         return 1 + self.accepted_tokens / max(1, self.draft_rounds)
 
     @property
     def accepted_share_per_position(self) -> tuple[float, ...]:
-        """Of the rounds that :attr:`accept_length` counts, the share in which the draft of each place was accepted."""
+        """Acceptance rate by draft position, over the rounds counted in :attr:`accept_length`."""
         pairs = zip(self.accepted_per_position, self.rounds_per_position, strict=True)
         return tuple(accepted / max(1, rounds) for accepted, rounds in pairs)
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Of the rounds with drafts, the share in which the draft of each place was accepted."""
+        """Acceptance rate by draft position, over the rounds with drafts."""
         pairs = zip(self.accepted_per_position, self.drafts_per_position, strict=True)
         return [accepted / max(1, drafts) for accepted, drafts in pairs]
 
 
 class Reported(Protocol):
-    """What a report reads of an engine."""
+    """Engine interface that reports read."""
 
     runner: Runner
     scheduler: Scheduler
@@ -161,12 +165,14 @@ def info(engine: Reported) -> dict[str, object]:
         "experts": expert_load(engine),
         "start_seconds": {**runner.seconds, "total": round(engine.start_seconds, 3)},
         "requests": {"running": len(scheduler.active), "waiting": len(scheduler.waiting) + len(engine.arrivals)},
-        **{name: told for feature in runner.request_features for name, told in feature.info().items()},
+        **{name: value for feature in runner.request_features for name, value in feature.info().items()},
     }
 
 
 def expert_load(engine: Reported) -> list[dict[str, object]]:
-    """How evenly each layer's experts were used since the start: the busiest's tokens by the mean, and idle ones."""
+    """Return the load balance of each layer's experts since the start: the busiest's tokens over the mean, and idle
+    ones.
+    """
     return [
         {
             "layer": path.removesuffix(".feed_forward"),
@@ -180,7 +186,9 @@ def expert_load(engine: Reported) -> list[dict[str, object]]:
 
 
 def round_costs(engine: Reported) -> list[dict[str, object]]:
-    """What a round takes on padding, by requests and drafts: what k is chosen by. Nothing where k is fixed."""
+    """Return the time of rounds on padding by requests and drafts, the input of the choice of k. Empty if k is
+    fixed.
+    """
     choices, planner = engine.runner.choices, engine.runner.planner
     if len(choices) == 1:
         return []
@@ -203,35 +211,35 @@ def metrics(engine: Reported) -> list[Metric]:
     counters = [
         ("prefix_cache_queries", s.prefix_queries, "Prompt tokens looked up in the prefix cache."),
         ("prefix_cache_hits", s.prefix_hits, "Prompt tokens found in the prefix cache."),
-        ("prompt_tokens_cached", s.prefix_hits, "Prompt tokens that the prefix cache had."),
-        ("num_preemptions", s.preemptions, "Requests that gave their pages back and resumed."),
+        ("prompt_tokens_cached", s.prefix_hits, "Prompt tokens found in the prefix cache."),
+        ("num_preemptions", s.preemptions, "Preempted requests."),
         ("prompt_tokens", c.prompt_tokens, "Prompt tokens processed."),
         ("generation_tokens", c.generation_tokens, "Tokens generated."),
-        ("spec_decode_num_drafts", c.drafts, "Drafts: one per request and round that had any."),
-        ("spec_decode_num_draft_tokens", c.drafted_tokens, "Tokens drafted."),
-        ("spec_decode_num_accepted_tokens", c.accepted_tokens, "Drafted tokens that were accepted."),
-        ("forced_tokens", c.forced_tokens, "Drafted tokens that a grammar left no choice about."),
-        ("forced_tokens_accepted", c.accepted_forced_tokens, "Forced tokens that were accepted."),
+        ("spec_decode_num_drafts", c.drafts, "Drafts: one per request and round with draft tokens."),
+        ("spec_decode_num_draft_tokens", c.drafted_tokens, "Draft tokens."),
+        ("spec_decode_num_accepted_tokens", c.accepted_tokens, "Accepted draft tokens."),
+        ("forced_tokens", c.forced_tokens, "Draft tokens that a grammar forced."),
+        ("forced_tokens_accepted", c.accepted_forced_tokens, "Accepted forced draft tokens."),
     ]
     samples: list[Metric] = [(name, "gauge", {}, value, text) for name, value, text in gauges]
     samples += [(name, "counter", {}, value, text) for name, value, text in counters]
-    text = "Requests that ended with an error of their own in the engine, by where it was met."
+    text = "Requests that failed in the engine, by stage."
     samples += [("request_failures", "counter", {"stage": one}, engine.failures.counts[one], text) for one in STAGES]
     samples += offload.metrics(engine.pool.offload, engine.runner.worker.host_pages)
     samples += roles.metrics(engine.roles)
     drafts_anything = engine.runner.width > 1
     for place, accepted in enumerate(c.accepted_per_position if drafts_anything else ()):
-        name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by their place."
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position."
         samples.append((name, "counter", {"position": str(place)}, accepted, text))
     for drafts, rounds in sorted(engine.draft_controller.rounds.items()):
-        name, text = "spec_decode_num_rounds", "Rounds by the number of tokens drafted for each request, at most."
+        name, text = "spec_decode_num_rounds", "Rounds, by the largest number of draft tokens per request."
         if drafts_anything:
             samples.append((name, "counter", {"num_speculative_tokens": str(drafts)}, rounds, text))
     costs = planner.costs()
     graphs = [
         ("graphs", costs["graphs"], "Captured graphs."),
-        ("graph_bytes", costs["bytes"], "Bytes that captured graphs take."),
-        ("graph_capture_seconds", costs["capture_seconds"], "Seconds spent capturing, at start and when idle."),
+        ("graph_bytes", costs["bytes"], "Bytes of captured graphs."),
+        ("graph_capture_seconds", costs["capture_seconds"], "Seconds of capturing, at the start and while idle."),
         ("graph_idle_captures", costs["idle_captures"], "Graphs captured after the start, while idle."),
     ]
     samples += [(name, "gauge", {}, value, text) for name, value, text in graphs]

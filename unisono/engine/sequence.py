@@ -1,4 +1,4 @@
-"""A request on its way, and the passes that the scheduler makes of requests. Host bookkeeping only."""
+"""Sequences (requests in the engine) and passes (the scheduler's work units). Host bookkeeping only."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from functools import cached_property
 
 import numpy as np
 
-from unisono.passes.features.base import Ahead, Feature, RequestState, Row
-from unisono.program import NO_FEATURES, Features
-from unisono.state.pages import Reservation
-from unisono.state.prefix_tree import Token
+from unisono.graphs import NO_FEATURES, Features
+from unisono.kv.pages import Reservation
+from unisono.kv.prefix_tree import Token
+from unisono.passes.features.base import Feature, PrePass, RequestState, Row
 from unisono.types import EngineRequest, FinishReason
 
 Growth = tuple[int, list[int]]
-"""The first new column of a page table, and the pages from there on."""
+"""First new column of a page table, and the page ids from there on."""
 
 RowGrowth = tuple[int, int, list[int]]
-"""The row of a pass whose page table grows, and by what; see :data:`Growth`."""
+"""Row of a pass whose page table grows, and its growth; see :data:`Growth`."""
 
 States = Mapping[Feature, RequestState]
-"""Of each feature that a request asks for, what it keeps of the request."""
+"""State of a request, by feature that it uses."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One request on its way. ``tokens`` is the prompt and every output token the host has read.
+    """A request in the engine. ``tokens``: the prompt and every output token that the host has read.
 
-    reads_drafts: whether a feature needs its drafts on the host, so that its rounds are two passes. reports: whether
-    the next delta has more to say than its tokens: the first one has, and each one where the request has features.
-    What passes change of a request that has a slot is in ``engine/progress.py``.
+    reads_drafts: True if a feature needs its drafts on the host, so that its rounds are two passes. reports: True if
+    the next delta reports more than tokens: the first delta does, and every delta of a request with features. State
+    that passes change while a request has a slot is in ``engine/worker/progress.py``.
     """
 
     request: EngineRequest
     tokens: list[int]
     max_length: int
-    order: int  # of arrival
+    order: int  # order of arrival
     states: States = field(default_factory=dict)
-    turn: int = -1  # of its client, once it is the client's next; see engine/waiting.py
+    turn: int = -1  # the client's turn, for the first request of its client; see engine/scheduling/waiting.py
     slot: int = -1
     pages: Reservation | None = None
-    extended: int = 0  # tokens whose KV is written or being written by launched prompt passes
-    snapshots: list[tuple[int, int]] = field(default_factory=list)  # (tokens, id) that are taken, not in the tree yet
+    extended: int = 0  # tokens whose KV is written, or being written by launched prompt passes
+    snapshots: list[tuple[int, int]] = field(default_factory=list)  # (tokens, id) taken, not in the tree yet
     finish: FinishReason = FinishReason.RUNNING
     cached_tokens: int | None = None  # prompt tokens that the prefix cache served at first admission
     preemptions: int = 0
     added: float = field(default_factory=time.monotonic)
-    queued_seconds: float | None = None  # from then to its first pass
-    leader: Sequence | None = None  # of the same prompt, ahead in the queue
+    queued_seconds: float | None = None  # from ``added`` to its first pass
+    leader: Sequence | None = None  # an earlier request with the same prompt
 
     reports: bool = True
 
     def __post_init__(self) -> None:
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt_token_ids)
         self.reads_drafts = any(feature.reads_drafts for feature in self.states)
-        given = [state.prompt_keys for state in self.states.values()]
-        self._prompt_keys = _together([keys for keys in given if keys is not None])
+        prompt_keys = [state.prompt_keys for state in self.states.values()]
+        self._prompt_keys = _together([keys for keys in prompt_keys if keys is not None])
         for root in [state.prefix_root for state in self.states.values() if state.prefix_root is not None]:
             first, *others = self._prompt_keys or self.request.prompt_token_ids
             self._prompt_keys = [rooted(first, root), *others]
@@ -71,29 +71,29 @@ class Sequence:
 
     @property
     def waits_for_leader(self) -> bool:
-        """Whether the prefix cache will soon have the prompt: the leader is computing it."""
+        """True if the leader is computing the prompt, so that the prefix cache will soon have it."""
         leader = self.leader
         return leader is not None and leader.finish is FinishReason.RUNNING and len(leader.tokens) == leader.prompt_len
 
     @property
     def coming(self) -> bool:
-        """Whether it waits for pages that come back from host memory."""
+        """True if the request waits for pages from host memory."""
         return self.pages is not None and self.pages.coming
 
     @property
     def keys(self) -> list[Token]:
-        """``tokens`` as the prefix cache knows them."""
+        """Keys of ``tokens`` in the prefix cache."""
         if self._prompt_keys is None:
             return self.tokens  # type: ignore[return-value]
         return [*self._prompt_keys, *self.tokens[self.prompt_len :]]
 
     @property
     def slot_values(self) -> dict[str, int]:
-        """What features write into the request's slot."""
+        """Return the values that features write into the request's slot."""
         return {name: value for state in self.states.values() for name, value in state.slot_values().items()}
 
     def reach(self, end: int) -> int:
-        """Of a prompt pass that goes on from here to ``end``: up to where it can go now."""
+        """Return the end of the next prompt chunk that starts here: ``end``, or less if a feature requires it."""
         for state in self.states.values():
             end = state.reach(self.extended, end)
         return end
@@ -107,18 +107,18 @@ class Sequence:
         return {feature for feature, state in self.states.items() if not state.ready()}
 
     def admitted(self) -> None:
-        """The request gets a slot."""
+        """Update features: the request gets a slot."""
         for state in self.states.values():
             state.admitted()
 
     def released(self) -> None:
-        """The request has given its slot back."""
+        """Update features: the request has released its slot."""
         for state in self.states.values():
             state.released()
 
     @property
     def reusable(self) -> int:
-        """Leading tokens of which the request wants nothing but their keys and values, which may be cached."""
+        """Leading tokens whose only required outputs are keys and values, which may be cached."""
         known = len(self.tokens)
         for state in self.states.values():
             known = min(known, state.reusable(known))
@@ -129,7 +129,7 @@ class Sequence:
 class Rows:
     """Requests in the order of their rows in a pass. slots, owners: int64 [rows], each request's slot and ``order``.
 
-    Rounds of the same requests share one of these.
+    Rounds of the same requests share one instance.
     """
 
     sequences: tuple[Sequence, ...]
@@ -138,7 +138,7 @@ class Rows:
 
     @classmethod
     def of(cls, sequences: Iterable[Sequence]) -> Rows:
-        """Rows of requests that have slots."""
+        """Make rows of requests that have slots."""
         each = tuple(sequences)
         slots, owners = [s.slot for s in each], [s.order for s in each]
         return cls(each, np.array(slots, dtype=np.int64), np.array(owners, dtype=np.int64))
@@ -147,28 +147,30 @@ class Rows:
         return len(self.sequences)
 
     def where(self, chosen: np.ndarray) -> Rows:
-        """Those for which ``chosen`` [rows] is true; these themselves where that is all."""
+        """Return the rows for which ``chosen`` [rows] is true; ``self`` if that is all of them."""
         if chosen.all():
             return self
         sequences = tuple(itertools.compress(self.sequences, chosen.tolist()))
         return Rows(sequences, self.slots[chosen], self.owners[chosen])
 
     @cached_property
-    def asked(self) -> dict[Feature, list[Row]]:
-        """The requests that ask for each feature."""
-        asked: dict[Feature, list[Row]] = {}
+    def feature_rows(self) -> dict[Feature, list[Row]]:
+        """Rows of the requests that use each feature."""
+        feature_rows: dict[Feature, list[Row]] = {}
         for index, sequence in enumerate(self.sequences):
             for feature, state in sequence.states.items():
-                asked.setdefault(feature, []).append(Row(index, state))
-        return asked
+                feature_rows.setdefault(feature, []).append(Row(index, state))
+        return feature_rows
 
 
 NO_ROWS = Rows.of(())
 
 
 class Running:
-    """The requests that take part in rounds, in order, and the rows of their rounds, which are made anew when another
-    request comes or goes."""
+    """The requests that take part in rounds, in order.
+
+    The rows of their rounds are rebuilt when a request joins or leaves.
+    """
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -201,18 +203,18 @@ class Running:
 
     @cached_property
     def reading(self) -> Rows:
-        """Those whose drafts the host reads."""
+        """Rows of the requests whose drafts the host reads."""
         return Rows.of(s for s in self._sequences if s.reads_drafts)
 
     @cached_property
     def others(self) -> Rows:
-        """Those whose drafts it does not read."""
+        """Rows of the requests whose drafts the host does not read."""
         return Rows.of(s for s in self._sequences if not s.reads_drafts) if self.reading else self.rows
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens ``start … end`` of a sequence in a prompt pass; the ``last`` one samples."""
+    """Tokens ``start … end`` of a sequence in a prompt pass; the ``last`` chunk samples."""
 
     sequence: Sequence
     start: int
@@ -221,16 +223,16 @@ class Chunk:
 
 
 def tokens_left(sequences: Iterable[Sequence]) -> int:
-    """Tokens of their prompts that no pass has."""
+    """Return the prompt tokens of these sequences that are in no pass yet."""
     return sum(len(sequence.tokens) - sequence.extended for sequence in sequences)
 
 
 @dataclass(frozen=True)
 class Extend:
-    """A prompt pass. full: whether it has as many tokens as it may have.
+    """A prompt pass. full: True if it has as many tokens as it may have.
 
-    decodes: the requests that decode in it, a token each, where it is a mixed pass; growth: of these, as of a round.
-    room: rows that the pass has for these, before those of the chunks. waited: running requests wait for the pass.
+    decodes: requests that decode one token each in a mixed pass; growth: their page-table growth, as of a round. room:
+    rows reserved for these, before those of the chunks. waited: True if running requests wait for the pass.
     """
 
     chunks: list[Chunk]
@@ -242,50 +244,50 @@ class Extend:
 
     @cached_property
     def tokens(self) -> int:
-        """Of prompts, and of those that decode."""
+        """Tokens of prompts and of decoding requests."""
         return sum(chunk.end - chunk.start for chunk in self.chunks) + len(self.decodes)
 
     @cached_property
-    def asked(self) -> dict[Feature, list[Row]]:
-        """The requests that ask for each feature."""
-        asked = {feature: list(rows) for feature, rows in self.decodes.asked.items()}
+    def feature_rows(self) -> dict[Feature, list[Row]]:
+        """Rows of the requests that use each feature."""
+        feature_rows = {feature: list(rows) for feature, rows in self.decodes.feature_rows.items()}
         first = 0
         for index, chunk in enumerate(self.chunks, self.room):
             for feature, state in chunk.sequence.states.items():
                 row = Row(index, state, chunk.start, chunk.end, first, chunk.last)
-                asked.setdefault(feature, []).append(row)
+                feature_rows.setdefault(feature, []).append(row)
             first += chunk.end - chunk.start
-        return asked
+        return feature_rows
 
     @cached_property
     def committing(self) -> Rows:
-        """Those that sample a token. To be asked for first while all of them have their slots."""
+        """Rows that sample a token. First access while all of them have their slots."""
         ended = [chunk.sequence for chunk in self.chunks if chunk.last]
         return Rows.of((*self.decodes.sequences, *ended)) if ended else self.decodes
 
     @cached_property
     def places(self) -> np.ndarray:
-        """The rows of the pass's outputs that are theirs."""
+        """Indices of these rows in the pass's outputs."""
         ended = [row for row, chunk in enumerate(self.chunks, self.room) if chunk.last]
         return np.array([*range(len(self.decodes)), *ended], dtype=np.intp)
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """A pass of a feature's own program, which prompt passes wait for. Nothing is read of it."""
+class FeaturePass:
+    """A pre-pass: a feature's own program, which prompt passes wait for. The host reads no output of it."""
 
-    ahead: Ahead
+    ahead: PrePass
     committing: Rows = NO_ROWS
     places: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.intp))
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round. growth: by page lifetime, the page tables that grow. drafts: of each sequence, at most.
+    """A round. growth: page-table growth by window group. drafts: per sequence, at most.
 
-    catching_up: those whose drafter catches up before it. reads_drafts: whether the host reads the drafts before they
-    are verified, which takes two passes. forced [rows, drafts] int32: tokens that features know to come next, -1 after
-    them; None: none are known. proposes: whether the drafter runs; if not, the round is its second pass alone.
+    catching_up: rows whose drafter catches up before it. reads_drafts: True if the host reads the drafts before
+    verification, which takes two passes. forced [rows, drafts] int32: tokens that features know in advance, padded with
+    -1; None: none. proposes: False if the drafter does not run, so that the round is its second pass alone.
     """
 
     rows: Rows
@@ -298,24 +300,26 @@ class Round:
 
     @property
     def committing(self) -> Rows:
-        """Those that sample a token: all."""
+        """Rows that sample a token: all."""
         return self.rows
 
     @cached_property
     def places(self) -> np.ndarray:
-        """The rows of the pass's outputs that are theirs."""
+        """Indices of these rows in the pass's outputs."""
         return np.arange(len(self.rows))
 
     @cached_property
     def plain(self) -> bool:
-        """Whether it is one pass of the program whose graphs' times are known, and no other pass."""
-        asks: Features = functools.reduce(operator.or_, (feature.asks for feature in self.rows.asked), NO_FEATURES)
-        return asks == NO_FEATURES and not self.reads_drafts and not self.catching_up
+        """True if it is a single pass of the program whose graphs' times are known."""
+        needs: Features = functools.reduce(
+            operator.or_, (feature.needs for feature in self.rows.feature_rows), NO_FEATURES
+        )
+        return needs == NO_FEATURES and not self.reads_drafts and not self.catching_up
 
 
 @dataclass(frozen=True)
 class Verify:
-    """The second pass of a round whose drafts the host has read. drafts [rows, P, k] int32: -1 for none."""
+    """Second pass of a round whose drafts the host has read. drafts [rows, P, k] int32, padded with -1."""
 
     round: Round
     drafts: np.ndarray
@@ -323,17 +327,17 @@ class Verify:
 
 @dataclass(frozen=True)
 class RoundWidths:
-    """Tokens of a request in the widest round: plain, and of rounds whose drafts the host reads."""
+    """Tokens per request of the widest round: plain, and if the host reads the drafts."""
 
     plain: int
     reading: int
 
 
 def salted(first: Token, salt: str) -> bytes:
-    """What the prefix cache knows a prompt's first token by under a cache_salt.
+    """Return the first token's key in the prefix cache under a cache_salt.
 
-    A path of the tree begins with it, so nothing is shared between salts, nor with requests that have none. Its size is
-    no other digest's.
+    A path of the tree begins with it, so different salts share nothing, nor do requests without one. Its size differs
+    from all other digests.
     """
     text = first if isinstance(first, bytes) else str(first).encode()
     return hashlib.blake2b(text, key=hashlib.blake2b(salt.encode()).digest(), digest_size=SALTED_BYTES).digest()
@@ -343,19 +347,19 @@ SALTED_BYTES = 32
 
 
 def rooted(first: Token, root: bytes) -> bytes:
-    """What the prefix cache knows a prompt's first token by where more than tokens decides about its keys and values.
+    """Return the first token's key in the prefix cache if keys and values depend on more than tokens (an adapter).
 
-    No salt gives the same: the digest is of another kind.
+    No salt gives the same key: the digest is of another kind.
     """
     text = first if isinstance(first, bytes) else str(first).encode()
     return hashlib.blake2b(text, key=root[:64], person=b"prefix root", digest_size=SALTED_BYTES).digest()
 
 
 def _together(keys: list[list[int | bytes]]) -> list[int | bytes] | None:
-    """The prompt's keys from those that several features gave: a digest stands before a token id."""
+    """Merge the prompt keys of several features: a digest takes precedence over a token id."""
     if len(keys) < 2:
         return keys[0] if keys else None
     return [next((key for key in each if isinstance(key, bytes)), each[0]) for each in zip(*keys, strict=True)]
 
 
-Pass = Extend | Preparation | Round | Verify
+Pass = Extend | FeaturePass | Round | Verify

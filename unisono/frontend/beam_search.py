@@ -1,12 +1,12 @@
-"""Beam search on top of engine requests: every step asks the engine for each beam's likeliest next tokens.
+"""Beam search on top of engine requests: every step requests each beam's likeliest next tokens.
 
-The engine knows nothing of beams. A step is a request of one token for each beam, with the beam's tokens at the end of
-its prompt and log-probabilities; the prefix cache has all but the newest tokens. The beams that come out are a function
-of the model's own log-probabilities, so of weights and prompt alone.
+The engine has no notion of beams. A step is one request of one token for each beam, with log-probabilities and the
+beam's tokens at the end of its prompt; the prefix cache has all but the newest tokens. The result depends only on the
+model's log-probabilities, so only on weights and prompt.
 
 Semantics are vLLM's: each beam is extended by its 2 · width likeliest tokens; a beam that takes an end token is
-finished; of the others the ``width`` of the highest score go on. The score is cumulative log-probability / length **
-length_penalty, where the length is that of prompt and answer without the end token.
+finished; the ``width`` best of the others continue. The score is cumulative log-probability / length ** length_penalty;
+the length is that of prompt and answer without the end token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from unisono.tokenizer import Tokenizer
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import (
     MAX_LOGPROBS,
     BadRequest,
@@ -31,16 +31,19 @@ UNUSED = (
     "presence_penalty", "frequency_penalty", "structured_outputs", "prompt_logprobs", "logprob_token_ids",
     "return_hidden_states", "extra_args",
 )  # fmt: skip
-"""Parameters that beams do not follow; they are refused together with beam search."""
+"""Parameters that beam search does not support; setting them is an error."""
 
 
 MOST_PENALTY = 10.0
-"""``length_penalty`` at most, and at least with the other sign: powers of lengths stay numbers."""
+"""Largest absolute ``length_penalty``, so that powers of lengths stay finite."""
 
 
 @dataclass(frozen=True)
 class Beam:
-    """tokens: of the answer, an end token included. logprobs: an entry for each. score: what beams are compared by."""
+    """One beam.
+
+    tokens: of the answer, an end token included. logprobs: one entry per token. score: the sort key of beams.
+    """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -50,7 +53,7 @@ class Beam:
 
 
 def check_length_penalty(penalty: float) -> None:
-    """Raise BadRequest for what is no number, or too far from 0."""
+    """Raise BadRequest for a penalty that is not a number or too large."""
     number = isinstance(penalty, (int, float)) and not isinstance(penalty, bool)
     if not (number and -MOST_PENALTY <= penalty <= MOST_PENALTY):
         raise BadRequest(
@@ -60,7 +63,7 @@ def check_length_penalty(penalty: float) -> None:
 
 
 def check_beams(params: SamplingParams, most: int) -> None:
-    """Raise BadRequest for what beam search does not follow. most: of ``--max-logprobs``, -1 for any number."""
+    """Raise BadRequest for parameters that beam search does not support. most: ``--max-logprobs``, -1 for no limit."""
     default = SamplingParams()
     for name in UNUSED:
         if getattr(params, name) != getattr(default, name):
@@ -71,7 +74,7 @@ def check_beams(params: SamplingParams, most: int) -> None:
             )
     if params.thinking is not None and params.thinking.budget is not None:
         raise BadRequest(
-            "thinking_token_budget ends thoughts early, and beams are the model's likeliest texts as it is; leave out "
+            "thinking_token_budget ends reasoning early, and beams are the model's likeliest texts as it is; leave out "
             "thinking_token_budget or use_beam_search.",
             "thinking_token_budget",
         )
@@ -85,7 +88,7 @@ def check_beams(params: SamplingParams, most: int) -> None:
 
 @dataclass(frozen=True, repr=False)
 class BeamSearchParams(Concise):
-    """What ``LLM.beam_search`` takes; names are vLLM's. temperature: nothing is drawn, so it has no effect."""
+    """Parameters of ``LLM.beam_search``, with vLLM's names. temperature has no effect: nothing is sampled."""
 
     beam_width: int
     max_tokens: int
@@ -96,7 +99,7 @@ class BeamSearchParams(Concise):
     skip_special_tokens: bool = True
 
     def sampling(self) -> SamplingParams:
-        """As the parameters of a request. Raises BadRequest."""
+        """The same as parameters of a request. Raises BadRequest."""
         check_length_penalty(self.length_penalty)
         return SamplingParams(
             temperature=self.temperature, max_tokens=self.max_tokens, n=self.beam_width, ignore_eos=self.ignore_eos
@@ -105,7 +108,7 @@ class BeamSearchParams(Concise):
 
 @dataclass(frozen=True, repr=False)
 class BeamSearchSequence(Concise):
-    """One beam. tokens: the prompt's, then the answer's (vLLM's form). text: the answer's, None without a tokenizer."""
+    """One beam. tokens: the prompt's and the answer's (vLLM's form). text: the answer's, None without a tokenizer."""
 
     tokens: list[int]
     cum_logprob: float
@@ -121,9 +124,11 @@ class BeamSearchOutput(Concise):
 
 
 class BeamSearch:
-    """One prompt's search: run ``requests()``, hand what they report to ``take()``, until there are none.
+    """The search for one prompt.
 
-    request: of the prompt, checked, with ``n`` as the beam width and ``max_tokens`` set. Its ``stop_ids`` finish beams.
+    Run ``requests()`` and pass their reports to ``take()``, until there are no more requests.
+
+    request: the checked prompt, with ``n`` as the beam width and ``max_tokens`` set. Its ``stop_ids`` finish beams.
     """
 
     def __init__(self, request: EngineRequest, length_penalty: float = 1.0) -> None:
@@ -133,12 +138,12 @@ class BeamSearch:
         self._running, self._finished = [Beam()], list[Beam]()
 
     def requests(self) -> list[EngineRequest]:
-        """The next step's requests, of one token each; none once the search is over."""
+        """The requests of the next step, of one token each; empty once the search is over."""
         if not self._left:
             return []
         request = self._request
-        seed, wanted = request.params.seed, 2 * self._width
-        params = SamplingParams(temperature=0.0, seed=seed, max_tokens=1, logprobs=wanted, max_drafts=0)
+        seed, count = request.params.seed, 2 * self._width
+        params = SamplingParams(temperature=0.0, seed=seed, max_tokens=1, logprobs=count, max_drafts=0)
         return [
             replace(
                 request,
@@ -151,7 +156,7 @@ class BeamSearch:
         ]
 
     def take(self, reports: Sequence[TokenLogprobs]) -> None:
-        """What the step's requests reported, in their order."""
+        """Advance by the reports of the step's requests, in their order."""
         self._left -= 1
         found: list[Beam] = []
         for beam, report in zip(self._running, reports, strict=True):
@@ -165,12 +170,12 @@ class BeamSearch:
             self._left = 0
 
     def best(self) -> list[Beam]:
-        """The ``width`` best beams, best first; those that did not finish end by their length."""
+        """The ``width`` best beams, best first; unfinished ones end with LENGTH."""
         cut = [replace(beam, finish=FinishReason.LENGTH) for beam in self._running]
         return _best([*self._finished, *cut], self._width)
 
     def output(self, tokenizer: Tokenizer | None, params: BeamSearchParams) -> BeamSearchOutput:
-        """The best beams as ``LLM.beam_search`` returns them."""
+        """The best beams in the form of ``LLM.beam_search``."""
         prompt, skip = self._request.prompt_token_ids, params.skip_special_tokens
         found = []
         for beam in self.best():
@@ -189,5 +194,5 @@ class BeamSearch:
 
 
 def _best(beams: Sequence[Beam], count: int) -> list[Beam]:
-    """Those of the highest score; of equal ones the first."""
+    """The ``count`` beams with the highest scores; ties keep their order."""
     return sorted(beams, key=lambda beam: -beam.score)[:count]

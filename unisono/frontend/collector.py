@@ -1,4 +1,4 @@
-"""Collects what the engine brings of a prompt's sequences into the ``RequestOutput`` that offline callers get."""
+"""Collects the engine's deltas of a prompt's sequences into the ``RequestOutput`` of offline callers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unisono.frontend.sequence_output import SequenceOutput
-from unisono.tokenizer import Tokenizer
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import (
     MAX_LOGPROBS,
     CompletionOutput,
@@ -20,13 +20,15 @@ from unisono.types import (
     TokenDelta,
     TokenLogprobs,
 )
-from unisono.vectors import unpack
+from unisono.types.vectors import unpack
 
 
 class Collector:
-    """The sequences of one prompt. requests: one for each sequence, as the engine gets them.
+    """The sequences of one prompt.
 
-    request_id: the caller's. prompt: its text, where it was given as text. eos: ids of which no stop reason tells.
+    requests: one per sequence, as submitted to the engine.
+
+    request_id: the caller's. prompt: its text, if it was a text. eos: ids that are not reported as stop reasons.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class Collector:
         return [name for name, one in self._sequences.items() if not one.completion.finished()]
 
     def take(self, delta: TokenDelta, now: float) -> bool:
-        """Take in a delta that left the engine at ``now`` (``time.monotonic``).
+        """Add a delta that left the engine at ``now`` (``time.monotonic``).
 
-        Returns whether its sequence ended here while the engine goes on: the caller aborts it. Later deltas of a
+        Returns True if its sequence ended here while the engine continues: the caller aborts it. Later deltas of a
         sequence that has ended are ignored.
         """
         sequence, metrics = self._sequences[delta.request_id], self.metrics
@@ -67,12 +69,12 @@ class Collector:
         return sequence.completion.finished() and delta.finish is FinishReason.RUNNING
 
     def abort_rest(self) -> None:
-        """The sequences that have not ended were aborted."""
+        """Mark the sequences that have not ended as aborted."""
         for name in self.open:
             self._sequences[name].completion.finish_reason = FinishReason.ABORT.text
 
     def output(self, kind: RequestOutputKind = RequestOutputKind.CUMULATIVE) -> RequestOutput:
-        """The request as it stands. With DELTA, what is new since the last call."""
+        """The request's current state. With DELTA, the part that is new since the last call."""
         first = next(iter(self._sequences.values()))
         params, output = self.requests[0].params, first.output
         assert params.seed is not None
@@ -104,7 +106,7 @@ class _Sequence:
         self._told_tokens = self._told_text = 0
 
     def take(self, delta: TokenDelta) -> int:
-        """Take in new tokens, to the sequence's end by the engine's word or a stop string. Returns their number."""
+        """Add new tokens, up to the end by the engine or by a stop string; returns their number."""
         self.started = True
         self.output.record(delta)
         new, completion = self.output.detokenize(delta), self.completion
@@ -133,7 +135,7 @@ class _Sequence:
         return [one.named(token, text_of, len(one.top)) for token, one in zip(ids, logprobs, strict=True)]
 
     def snapshot(self, only_new: bool) -> CompletionOutput:
-        """A copy: of all so far, or of what is new since the last call."""
+        """A copy of everything so far, or of the part that is new since the last call."""
         done, tokens, text = self.completion, 0, 0
         if only_new:
             tokens, self._told_tokens = self._told_tokens, len(done.token_ids)

@@ -1,4 +1,4 @@
-"""Embeddings of a caller, checked and packed for the engine: whole prompts of them, or some positions.
+"""Embeddings of a caller, checked and packed for the engine: whole prompts, or some positions.
 
 They are checked and converted to the model's dtype here, once. The engine only unpacks them.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono.types import PLACEHOLDER, BadRequest, Overrides
-from unisono.vectors import DTYPES, dtype_of, pack
+from unisono.types.vectors import DTYPES, dtype_of, pack
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ EMBEDS, OVERRIDES = "prompt_embeds", "embedding_overrides"
 
 
 def embedded_prompt(embeds: Any, dtype: str) -> tuple[list[int], Overrides]:
-    """Return token ids and overrides of a prompt of embeddings alone, [T, hidden] or [1, T, hidden].
+    """Token ids and overrides of a prompt that consists of embeddings, [T, hidden] or [1, T, hidden].
 
     dtype: the model's, by name. Raises BadRequest.
     """
@@ -29,22 +29,22 @@ def embedded_prompt(embeds: Any, dtype: str) -> tuple[list[int], Overrides]:
     return [PLACEHOLDER] * len(positions), _packed(positions, rows, dtype, EMBEDS)
 
 
-def overridden(token_ids: Sequence[int], given: Any, dtype: str) -> tuple[list[int], Overrides | None]:
-    """Return token ids and overrides of a prompt with embeddings at some positions.
+def overridden(token_ids: Sequence[int], value: Any, dtype: str) -> tuple[list[int], Overrides | None]:
+    """Token ids and overrides of a prompt with embeddings at some positions.
 
-    given: {position: vector}, or (positions, tensor [n, hidden]). dtype: the model's, by name. Raises BadRequest.
+    value: {position: vector}, or (positions, tensor [n, hidden]). dtype: the model's, by name. Raises BadRequest.
     """
     import torch
 
-    if isinstance(given, Mapping):
-        positions, vectors = list(given), [_rows(vector, OVERRIDES, dims=1) for vector in given.values()]
+    if isinstance(value, Mapping):
+        positions, vectors = list(value), [_rows(vector, OVERRIDES, dims=1) for vector in value.values()]
         if len({vector.shape for vector in vectors}) > 1:
             raise BadRequest(
                 f"{OVERRIDES} has vectors of sizes {sorted({v.shape[1] for v in vectors})}; give one size.", OVERRIDES
             )
         rows = torch.cat(vectors) if vectors else torch.empty(0, 0)
-    elif isinstance(given, Sequence) and len(given) == 2:
-        positions, rows = list(given[0]), _rows(given[1], OVERRIDES)
+    elif isinstance(value, Sequence) and len(value) == 2:
+        positions, rows = list(value[0]), _rows(value[1], OVERRIDES)
     else:
         raise BadRequest(f"{OVERRIDES} is neither {{position: vector}} nor (positions, tensor).", OVERRIDES)
     _check_positions(positions, rows.shape[0], len(token_ids))
@@ -85,19 +85,19 @@ def _check_positions(positions: Sequence[object], rows: int, prompt: int) -> Non
         )
 
 
-def _rows(given: Any, param: str, dims: int = 2) -> torch.Tensor:
-    """Return ``given`` as [n, size]; one vector [size] is [1, size]. Raises BadRequest for what is no such tensor."""
+def _rows(value: Any, param: str, dims: int = 2) -> torch.Tensor:
+    """``value`` as a tensor [n, size]; one vector [size] becomes [1, size]. Raises BadRequest for another shape."""
     import torch
 
     try:
-        rows = given if isinstance(given, torch.Tensor) else torch.as_tensor(given)
+        rows = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise BadRequest(f"{param} has a {type(given).__name__}; give tensors, or arrays of numbers.", param) from None
+        raise BadRequest(f"{param} has a {type(value).__name__}; give tensors, or arrays of numbers.", param) from None
     if rows.layout is not torch.strided or rows.device.type == "meta":
         raise BadRequest(
             f"{param} is a {rows.layout} tensor on {rows.device}; give a dense one with its values.", param
         )
-    if rows.dtype is torch.float64 and not isinstance(given, torch.Tensor):
+    if rows.dtype is torch.float64 and not isinstance(value, torch.Tensor):
         rows = rows.float()  # Python's numbers, and numpy's default
     if rows.dtype not in map(dtype_of, DTYPES):
         raise BadRequest(f"{param} has dtype {rows.dtype}; give one of {', '.join(DTYPES)}.", param)

@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters to checked engine requests: the one preparation, for ``LLM`` and the server."""
+"""Prompts and sampling parameters to checked engine requests: the same preparation for ``LLM`` and the server."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from functools import cached_property
 from typing import Any
 
 from unisono.frontend.embeddings import embedded_prompt, overridden
-from unisono.frontend.infill import infill_prompt
-from unisono.frontend.media.inputs import KEYS, KWARGS, sources_of
-from unisono.frontend.media.loader import MediaLoader, Vision
-from unisono.frontend.media.parts import with_request
-from unisono.frontend.media.placeholders import expanded
-from unisono.frontend.media.settings import MediaSettings
-from unisono.frontend.media.sources import Loaded, MediaSource
-from unisono.frontend.media.templates import MediaTemplate, has_media
-from unisono.frontend.role_templates import RoleTemplate, merged_leading
-from unisono.frontend.stop_regex import StopRegex
-from unisono.frontend.tool_templates import NO_TOOLS, ToolTemplate
-from unisono.request_checks import check_request
-from unisono.tokenizer import Tokenizer
+from unisono.media.fetching.sources import LoadedMedia, MediaSource
+from unisono.media.inputs import KEYS, KWARGS, sources_of
+from unisono.media.loader import MediaLoader, Vision
+from unisono.media.parts import with_request
+from unisono.media.placeholders import expanded
+from unisono.media.settings import MediaSettings
+from unisono.media.templates import MediaTemplate, has_media
+from unisono.text.infill import infill_prompt
+from unisono.text.stop_regex import StopRegex
+from unisono.text.templates.roles import RoleTemplate, merged_leading
+from unisono.text.templates.tools import NO_TOOLS, ToolTemplate
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, MediaItem, Overrides, SamplingParams
+from unisono.types.checks import check_request
 
 SEED_BITS = 53
-"""Bits of a seed that is chosen for a request: JavaScript reads such a number back exactly."""
+"""Bits of a random seed: JavaScript represents such a number exactly."""
 
 PromptType = str | Sequence[int] | Mapping[str, Any]
-"""A prompt as callers write it: text, token ids, or a mapping with some of PROMPT_KEYS."""
+"""A prompt as callers pass it: text, token ids, or a mapping with some of PROMPT_KEYS."""
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "prompt_embeds", "embedding_overrides", "cache_salt", *KEYS}
 FREE_CHARS, CHARS_OF_A_TOKEN = 1 << 18, 16
-"""Characters of a text that is tokenized without having to fit: at least so many, and for each token of the context.
-
-The tokenizer takes some 500 bytes of memory for each token.
+"""Longest text that is tokenized although it need not fit the context, characters: at least FREE_CHARS, and
+CHARS_OF_A_TOKEN for each token of the context. The tokenizer takes some 500 bytes of memory for each token.
 """
 MAX_SALT_CHARS = 1024
 """Characters of a cache_salt; vLLM's limit."""
@@ -43,12 +42,11 @@ MAX_SALT_CHARS = 1024
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What preparing a request needs to know of the model, from the engine's ``info()``.
+    """The properties of the model that request preparation needs, from the engine's ``info()``.
 
-    dtype: the model's, by name. generation_defaults: sampling parameters that generation_config.json sets.
-    prompt_embeds, return_hidden_states: whether the server was started with the flags that allow them. max_logprobs:
-    what logprobs may ask for at each position, -1 for any number. priorities: whether the engine schedules by them.
-    vision: of a model that sees, what pictures become.
+    dtype: the model's, by name. generation_defaults: sampling parameters of generation_config.json. prompt_embeds,
+    return_hidden_states: the server's flags allow them. max_logprobs: largest ``logprobs``, -1 for no limit.
+    priorities: the engine schedules by priority. vision: image settings of a vision model.
     """
 
     max_model_len: int
@@ -83,11 +81,11 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PreparedPrompt:
     """A prompt in token ids, with embeddings in place of some of them.
 
-    text: the prompt's text where it was given as text. param: the caller's name of the prompt, which errors cite.
-    cache_salt, media: see ``EngineRequest``.
+    text: the prompt's text, if it was a text. param: the caller's name of the prompt, for errors. cache_salt, media:
+    see ``EngineRequest``.
     """
 
     token_ids: list[int]
@@ -99,9 +97,11 @@ class Prompt:
 
 
 class InputProcessor:
-    """Prepares requests for one model. ``tokenizer`` is None for a checkpoint without one.
+    """Preparation of requests for one model.
 
-    media: loads pictures and videos; None for tests of a model that sees none.
+    ``tokenizer`` is None for a checkpoint without one.
+
+    media: loader of images and videos; None in tests of text models.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, model: ModelFacts, media: MediaLoader | None = None) -> None:
@@ -111,57 +111,61 @@ class InputProcessor:
 
     def prompt(
         self,
-        given: PromptType,
+        prompt: PromptType,
         *,
         add_special_tokens: bool = True,
         suffix: str | None = None,
         truncates: bool = False,
-        media: Sequence[Loaded] = (),
-    ) -> Prompt:
-        """Tokenize a prompt, pack its embeddings, load its pictures and videos. Raises BadRequest.
+        media: Sequence[LoadedMedia] = (),
+    ) -> PreparedPrompt:
+        """Tokenize a prompt, pack its embeddings, load its images and videos.
 
-        suffix: what follows the answer. truncates: whether :meth:`truncated` follows, so that a text may be longer than
-        the context. media: those that were loaded before, in the order of their placeholders.
+        Raises BadRequest.
+
+        suffix: text after the answer. truncates: :meth:`truncated` follows, so a text may be longer than the context.
+        media: items that are loaded already, in the order of their placeholders.
         """
-        if isinstance(given, str):
-            given = {"prompt": given}
-        elif not isinstance(given, Mapping):
-            given = {"prompt_token_ids": given}
-        _check_keys(given)
-        salt = checked_salt(given.get("cache_salt"))
-        if "prompt_embeds" in given:
-            embedded = embedded_prompt(given["prompt_embeds"], self.model.dtype)
-            return Prompt(embedded[0], overrides=embedded[1], param="prompt_embeds", cache_salt=salt)
-        text, overrides = given.get("prompt"), None
-        if "prompt_token_ids" in given:
-            ids = list(given["prompt_token_ids"])
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        elif not isinstance(prompt, Mapping):
+            prompt = {"prompt_token_ids": prompt}
+        _check_keys(prompt)
+        salt = checked_salt(prompt.get("cache_salt"))
+        if "prompt_embeds" in prompt:
+            embedded = embedded_prompt(prompt["prompt_embeds"], self.model.dtype)
+            return PreparedPrompt(embedded[0], overrides=embedded[1], param="prompt_embeds", cache_salt=salt)
+        text, overrides = prompt.get("prompt"), None
+        if "prompt_token_ids" in prompt:
+            ids = list(prompt["prompt_token_ids"])
         elif isinstance(text, str):
             ids = self._encode(text, "prompt", add_special_tokens and not suffix, truncates)
         else:
             raise BadRequest(
-                f"a prompt mapping needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'; it has {sorted(given)}.",
+                f"a prompt mapping needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'; it has {sorted(prompt)}.",
                 "prompt",
             )
-        if "embedding_overrides" in given:
-            ids, overrides = overridden(ids, given["embedding_overrides"], self.model.dtype)
+        if "embedding_overrides" in prompt:
+            ids, overrides = overridden(ids, prompt["embedding_overrides"], self.model.dtype)
         if suffix:
             ids = infill_prompt(self.require_tokenizer("suffix"), ids, suffix, add_special_tokens)
-        loaded = [*media, *self.media.load_all(self._offline_sources(given))]
+        loaded = [*media, *self.media.load_all(self._offline_sources(prompt))]
         if loaded and overrides is not None:
-            raise BadRequest("embedding_overrides do not go with pictures; leave out one of them.", "multi_modal_data")
-        return self._with_media(Prompt(ids, text, overrides, cache_salt=salt), loaded)
+            raise BadRequest(
+                "embedding_overrides cannot be combined with images; leave out one of them.", "multi_modal_data"
+            )
+        return self._with_media(PreparedPrompt(ids, text, overrides, cache_salt=salt), loaded)
 
-    def _offline_sources(self, given: Mapping[str, Any]) -> list[MediaSource]:
-        """The pictures and videos of a prompt's mapping. Raises BadRequest."""
-        return self.with_settings(with_request(sources_of(given), given.get(KWARGS), None))
+    def _offline_sources(self, prompt: Mapping[str, Any]) -> list[MediaSource]:
+        """The images and videos of a prompt's mapping. Raises BadRequest."""
+        return self.with_settings(with_request(sources_of(prompt), prompt.get(KWARGS), None))
 
     def with_settings(self, sources: list[MediaSource]) -> list[MediaSource]:
-        """Sources with what the flags say, where their requests do not."""
+        """The sources with the settings of flags; a request's own settings take precedence."""
         settings = self.media.settings
         return with_request(sources, settings.mm_processor_kwargs, settings.media_io_kwargs)
 
-    def _with_media(self, prompt: Prompt, items: Sequence[Loaded]) -> Prompt:
-        """The prompt with the placeholders of ``items`` written out. Raises BadRequest."""
+    def _with_media(self, prompt: PreparedPrompt, items: Sequence[LoadedMedia]) -> PreparedPrompt:
+        """The prompt with the placeholders of ``items`` expanded. Raises BadRequest."""
         vision = self.model.vision
         if not items or vision is None:
             return prompt
@@ -182,16 +186,18 @@ class InputProcessor:
         *,
         add_special_tokens: bool = False,
         truncates: bool = False,
-        media: Sequence[Loaded] = (),
+        media: Sequence[LoadedMedia] = (),
         **options: Any,
-    ) -> Prompt:
-        """Write one conversation as a prompt. Raises BadRequest.
+    ) -> PreparedPrompt:
+        """Render one conversation as a prompt.
 
-        tools: definitions in OpenAI's form. Arguments of calls in ``messages`` are objects, or text: an object in JSON
-        is decoded. System messages at the beginning are written as one; :class:`RoleTemplate` says what is rewritten
-        for a template that cannot write it. truncates, media: see :meth:`prompt`. A picture or video stands in a list
-        of content parts as ``{"type": "image"}`` or ``{"type": "video"}``; without ``media`` its placeholder stays.
-        ``options``: see ``Tokenizer.apply_chat_template``.
+        Raises BadRequest.
+
+        tools: definitions in OpenAI's form. Arguments of calls in ``messages`` are objects, or text: JSON of an object
+        is decoded. Leading system messages are merged; :class:`RoleTemplate` rewrites sequences of roles that a
+        template cannot render. truncates, media: see :meth:`prompt`. An image or video is a content part ``{"type":
+        "image"}`` or ``{"type":
+        "video"}``; without ``media`` its placeholder stays. ``options``: see ``Tokenizer.apply_chat_template``.
         """
         tokenizer = self.require_tokenizer("messages")
         messages = merged_leading(messages)
@@ -203,11 +209,11 @@ class InputProcessor:
             messages = self.role_template.messages(messages)
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
         ids = self._encode(text, "messages", add_special_tokens, truncates)
-        return self._with_media(Prompt(ids, text, param="messages"), media)
+        return self._with_media(PreparedPrompt(ids, text, param="messages"), media)
 
     @cached_property
     def media_template(self) -> MediaTemplate:
-        """How the chat template takes pictures."""
+        """The image support of the chat template."""
         tokenizer, vision = self.tokenizer, self.model.vision
         if tokenizer is None or vision is None:
             return MediaTemplate()
@@ -218,7 +224,7 @@ class InputProcessor:
 
     @cached_property
     def role_template(self) -> RoleTemplate:
-        """The sequences of roles that the chat template can write."""
+        """The sequences of roles that the chat template can render."""
         tokenizer = self.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             return RoleTemplate()
@@ -226,16 +232,18 @@ class InputProcessor:
 
     @cached_property
     def tool_template(self) -> ToolTemplate:
-        """What the chat template can write of tools."""
+        """The tool support of the chat template."""
         tokenizer = self.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             return NO_TOOLS
         return ToolTemplate.of(tokenizer.chat_template, lambda m, t: tokenizer.apply_chat_template(m, tools=t))
 
-    def truncated(self, prompt: Prompt, params: SamplingParams, prompt_only: bool = False) -> Prompt:
-        """The part of a prompt that ``params.truncate_prompt_tokens`` keeps. Raises BadRequest.
+    def truncated(self, prompt: PreparedPrompt, params: SamplingParams, prompt_only: bool = False) -> PreparedPrompt:
+        """The part of a prompt that ``params.truncate_prompt_tokens`` keeps.
 
-        prompt_only: no token follows it.
+        Raises BadRequest.
+
+        prompt_only: no token is generated.
         """
         kept, name = params.truncate_prompt_tokens, "truncate_prompt_tokens"
         if kept is None:
@@ -252,7 +260,7 @@ class InputProcessor:
         if len(prompt.token_ids) <= kept:
             return prompt
         if prompt.overrides is not None or prompt.media:
-            what = "pictures or videos" if prompt.media else "embeddings"
+            what = "images or videos" if prompt.media else "embeddings"
             raise BadRequest(f"{name} cuts token ids, and this prompt has {what}; leave out one of them.", name)
         ids = prompt.token_ids[-kept:] if params.truncation_side == "left" else prompt.token_ids[:kept]
         return replace(prompt, token_ids=ids, text=None)
@@ -260,16 +268,18 @@ class InputProcessor:
     def request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PreparedPrompt,
         params: SamplingParams,
         priority: int = 0,
-        wanted: str = "logprobs",
+        logprobs_field: str = "logprobs",
         prompt_only: bool = False,
     ) -> EngineRequest:
-        """Prepare and check a request. ``EngineRequest.sequences`` splits it where ``params.n`` is above 1.
+        """Prepare and check a request.
 
-        A request without a seed gets one. wanted: the caller's name of ``logprobs``. prompt_only: as in EngineRequest.
-        Raises BadRequest.
+        ``EngineRequest.sequences`` splits it if ``params.n`` is above 1.
+
+        A request without a seed gets one. logprobs_field: the caller's name of ``logprobs``. prompt_only: see
+        EngineRequest. Raises BadRequest.
         """
         prompt = self.truncated(prompt, params, prompt_only)
         if params.seed is None:
@@ -278,7 +288,7 @@ class InputProcessor:
             if getattr(params, name):
                 self.require_tokenizer(name)
         StopRegex(params.stop_regex) if params.stop_regex else None
-        self._check_limits(params, priority, wanted)
+        self._check_limits(params, priority, logprobs_field)
         bad_words = self.require_tokenizer("bad_words").bad_words(params.bad_words) if params.bad_words else ()
         model = self.model
         eos = () if params.ignore_eos else model.eos_token_ids
@@ -296,10 +306,10 @@ class InputProcessor:
         return request
 
     def _check_limits(self, params: SamplingParams, priority: int, name: str) -> None:
-        """Raise BadRequest for what this engine was not started to give."""
+        """Raise BadRequest for features that this engine was started without."""
         most = self.model.max_logprobs
-        asked = self.model.vocab_size if params.logprobs == -1 else params.logprobs or 0
-        if most != -1 and asked > most:
+        requested = self.model.vocab_size if params.logprobs == -1 else params.logprobs or 0
+        if most != -1 and requested > most:
             raise BadRequest(
                 f"{name}={params.logprobs} is out of range: it must be a whole number from 0 to {most}. Raise "
                 "--max-logprobs (-1: the whole vocabulary), or ask for fewer.",
@@ -313,7 +323,7 @@ class InputProcessor:
             )
 
     def require_tokenizer(self, param: str) -> Tokenizer:
-        """Return the tokenizer. Raises BadRequest where there is none to read ``param`` with."""
+        """The tokenizer. Raises BadRequest, naming ``param``, if there is none."""
         if self.tokenizer is None:
             raise BadRequest(
                 f"The checkpoint has no tokenizer, so {param} cannot be text; give the prompt as token ids (on a "
@@ -338,7 +348,7 @@ class InputProcessor:
         if truncates:
             return self.encode_any(text, param, add_special_tokens)
         tokenizer, context = self.require_tokenizer(param), self.model.max_model_len
-        if len(text) > context:  # it may be megabytes, which take minutes to tokenize
+        if len(text) > context:  # tokenizing megabytes takes minutes
             least = -(-len(text) // tokenizer.longest_token)
             if least > context:
                 raise BadRequest(
@@ -350,13 +360,13 @@ class InputProcessor:
         return tokenizer.encode(text, add_special_tokens)
 
 
-def _check_keys(given: Mapping[str, Any]) -> None:
+def _check_keys(prompt: Mapping[str, Any]) -> None:
     """Raise BadRequest for unknown keys, and for keys that exclude each other."""
-    unknown = sorted(given.keys() - PROMPT_KEYS)
+    unknown = sorted(prompt.keys() - PROMPT_KEYS)
     if unknown:
         raise BadRequest(f"a prompt mapping has the keys {unknown}; known ones are {sorted(PROMPT_KEYS)}.", "prompt")
-    others = sorted(given.keys() - {"prompt_embeds", "cache_salt"})
-    if "prompt_embeds" in given and others:
+    others = sorted(prompt.keys() - {"prompt_embeds", "cache_salt"})
+    if "prompt_embeds" in prompt and others:
         raise BadRequest(f"prompt_embeds are a whole prompt by themselves; leave out {others}.", "prompt_embeds")
 
 
@@ -369,10 +379,12 @@ def checked_salt(salt: Any, param: str = "cache_salt") -> str | None:
 
 
 def combined_salt(cache_salt: Any, extra_key: Any) -> str | None:
-    """Return one salt for the pair (vLLM's cache_salt, SGLang's extra_key), None without both. Raises BadRequest.
+    """One salt for the pair (vLLM's cache_salt, SGLang's extra_key); None without both.
 
-    Different pairs give different salts. A cache_salt alone is its own salt, as in ``LLM``; a pair with an extra_key is
-    hashed as JSON, because joined strings would make ("a", "bc") and ("ab", "c") the same.
+    Raises BadRequest.
+
+    Different pairs give different salts. A cache_salt alone is its own salt, as in ``LLM``. A pair with an extra_key is
+    hashed as JSON, because concatenation would make ("a", "bc") and ("ab", "c") equal.
     """
     salt = checked_salt(cache_salt, "cache_salt")
     if checked_salt(extra_key, "extra_key") is None:

@@ -1,6 +1,6 @@
-"""Hidden states of a prompt to one vector: how a checkpoint says that it is done, and the doing.
+"""Pooling of a prompt's hidden states to one vector, by the checkpoint's configuration.
 
-Checkpoints that are meant for embeddings carry sentence-transformers' ``1_Pooling/config.json``.
+Checkpoints for embeddings carry sentence-transformers' ``1_Pooling/config.json``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 MODES = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "cls_token": "cls", "cls": "cls"}
-"""sentence-transformers' names of the ways to pool that are known here."""
+"""sentence-transformers' names of the supported pooling modes."""
 GENERATIVE = (
     "This checkpoint is generative: it has no 1_Pooling/config.json, so these are the normalised last hidden states of "
     "each text's last token, which nobody trained to be near for similar texts. Checkpoints meant for it are decoders "
@@ -25,9 +25,10 @@ GENERATIVE = (
 
 @dataclass(frozen=True)
 class Pooling:
-    """mode: ``last``, ``mean`` or ``cls`` (the first token). meant: whether the checkpoint is meant for embeddings.
+    """The pooling of a checkpoint.
 
-    problem: why this checkpoint's pooling is not honoured, if it is not.
+    mode: ``last``, ``mean`` or ``cls`` (the first token). meant: the checkpoint is for embeddings. problem: the reason
+    why its pooling is not supported, if it is not.
     """
 
     mode: str = "last"
@@ -44,7 +45,7 @@ class Pooling:
 
 
 def pooling_of(directory: Path) -> Pooling:
-    """The pooling that a checkpoint asks for; the last token's state where it says nothing."""
+    """The pooling of a checkpoint's configuration; the last token's state by default."""
     file = directory / "1_Pooling" / "config.json"
     if not file.is_file():
         return Pooling()
@@ -55,7 +56,7 @@ def pooling_of(directory: Path) -> Pooling:
     if not isinstance(config, Mapping):
         return Pooling(meant=True, problem="1_Pooling/config.json is not an object")
     named = config.get("pooling_mode")
-    given = (
+    value = (
         [named]
         if isinstance(named, str)
         else [
@@ -64,12 +65,12 @@ def pooling_of(directory: Path) -> Pooling:
             if key.startswith("pooling_mode_") and on is True
         ]
     )
-    if len(given) != 1 or given[0] not in MODES:
+    if len(value) != 1 or value[0] not in MODES:
         known = ", ".join(MODES)
-        return Pooling(meant=True, problem=f"1_Pooling/config.json asks for {given}; one of {known} is supported")
-    return Pooling(MODES[given[0]], meant=True)
+        return Pooling(meant=True, problem=f"1_Pooling/config.json asks for {value}; one of {known} is supported")
+    return Pooling(MODES[value[0]], meant=True)
 
 
 def encoded(vector: np.ndarray, form: str) -> list[float] | str:
-    """A vector as JSON has it: numbers, or base64 of little-endian float32."""
+    """A vector in JSON: numbers, or base64 of little-endian float32."""
     return vector.tolist() if form == "float" else base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,21 +1,23 @@
-"""What the engine's deltas of one sequence amount to: text, tokens up to its end, log-probabilities, hidden states."""
+"""The output of one sequence from the engine's deltas: text, tokens up to its end, log-probabilities, hidden states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from unisono.frontend.detokenizer import Detokenizer, TokenOffsets
-from unisono.tokenizer import Tokenizer
+from unisono.text.detokenizer import Detokenizer, TokenOffsets
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import EngineRequest, FinishReason, Logprob, TokenDelta, TokenLogprobs, Vectors
 
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """What a delta adds. Tokens after a stop string are left out.
+    """The new part of a delta.
 
-    text: the text that is certain now; it may come later than its tokens. logprobs: one entry for each token, or None.
-    finish: STOP where a stop string ended the text, else the engine's word. stop_string: that string, or None.
+    Tokens after a stop string are left out.
+
+    text: the text that later tokens cannot change; it may come later than its tokens. logprobs: one entry per token, or
+    None. finish: STOP if a stop string ended the text, else the engine's. stop_string: that string, or None.
     """
 
     text: str
@@ -26,11 +28,10 @@ class NewTokens:
 
 
 class SequenceOutput:
-    """One sequence's output. ``tokenizer`` is None for a checkpoint without one; then there is no text.
+    """One sequence's output.
 
-    There is none either where the request asks for none (``detokenize``).
-
-    num_tokens: tokens so far. cached_tokens: prompt tokens that the prefix cache had.
+    There is no text if ``tokenizer`` is None or the request turns ``detokenize`` off. num_tokens: tokens so far.
+    cached_tokens: prompt tokens from the prefix cache.
     """
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
@@ -44,7 +45,7 @@ class SequenceOutput:
         self._prompt_hidden = Vectors("float32", 0, b"")
 
     def record(self, delta: TokenDelta) -> None:
-        """Take in what a delta says beside its tokens."""
+        """Record the fields of a delta beside its tokens."""
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if delta.prompt_hidden_states is not None:
             self._prompt_hidden = delta.prompt_hidden_states
@@ -52,7 +53,7 @@ class SequenceOutput:
             self._hidden.append(delta.hidden_states)
 
     def detokenize(self, delta: TokenDelta) -> NewTokens:
-        """Take in a delta's tokens."""
+        """Add a delta's tokens."""
         ids, text, finish, stop = delta.token_ids, "", delta.finish, None
         if self._detokenizer is not None:
             text, stop = self._detokenizer.feed(ids, finish), self._detokenizer.stop_string
@@ -62,9 +63,9 @@ class SequenceOutput:
         return NewTokens(text, ids, logprobs, finish if stop is None else FinishReason.STOP, stop)
 
     def offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the characters of the output before each of the next tokens. Call it for every delta in turn.
+        """Characters of the output before each of the next tokens.
 
-        See :class:`TokenOffsets`.
+        Call it for every delta in order; see :class:`TokenOffsets`.
         """
         if self._tokenizer is None:
             return [0] * len(token_ids)
@@ -73,7 +74,7 @@ class SequenceOutput:
         return [self._offsets.next(token_id) for token_id in token_ids]
 
     def prompt_offsets(self, text: str) -> list[int]:
-        """Return the characters of the prompt's ``text`` before each of its tokens."""
+        """Characters of the prompt's ``text`` before each of its tokens."""
         ids = self.request.prompt_token_ids
         if self._tokenizer is None:
             return [0] * len(ids)
@@ -91,8 +92,11 @@ class SequenceOutput:
         return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def prompt_logprobs(self, scores: list[TokenLogprobs], most: int) -> list[dict[int, Logprob] | None]:
-        """An entry for each prompt token: None before the first scored one, then the token's own and the ``most``
-        likeliest ones'. ``scores``: of the scored tokens."""
+        """An entry per prompt token: None before the first scored one, then the token's own and the ``most`` likeliest
+        ones.
+
+        scores: log-probabilities of the scored tokens.
+        """
         ids, first = self.request.prompt_token_ids, self.request.first_scored
         pairs = zip(ids[first:], scores, strict=True)
         return [*[None] * len(ids[:first]), *(score.named(token, self.token_text, most) for token, score in pairs)]
@@ -103,5 +107,5 @@ class SequenceOutput:
         return replace(first, data=b"".join(rows.data for rows in self._hidden)).head(max(0, self.num_tokens - 1))
 
     def prompt_hidden_states(self) -> Vectors:
-        """The hidden states of each prompt token, [tokens, hidden]; no rows but for a prompt's first sequence."""
+        """The hidden states of each prompt token, [tokens, hidden]; empty except for a prompt's first sequence."""
         return self._prompt_hidden

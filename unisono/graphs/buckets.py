@@ -1,12 +1,12 @@
-"""What may be captured of a program, and which of it is worth a graph. Read by the planner."""
+"""Capture candidates of a program, and the choice of those worth a graph. Read by the planner."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unisono.graphs import NO_FEATURES, Features, Graph, GraphKey, PassShape, Program, Reason
 from unisono.graphs.cost import PassCost, choose
-from unisono.program import NO_FEATURES, Features, Graph, Key, Program, Reason, Shape
 
 
 @dataclass(frozen=True)
@@ -15,26 +15,27 @@ class Buckets:
 
     shapes: ascending in rows.
     mode: "full": only hard breaks end a segment; "segmented": optional breaks do too; "off": passes run eagerly.
-    passes: expected number of passes, from which the shapes worth capturing are chosen; None: capture all shapes.
-    edges: numbers of rows that fill a kernel's tile exactly; one row more costs a tile. Passes are measured there.
+    passes: expected number of passes, used to choose the shapes worth capturing; None: capture all shapes.
+    edges: row counts that fill a kernel's tile exactly; one more row costs a tile. Passes are measured there.
     flat: up to this number of rows the cost is a staircase with a step after each edge.
-    cost: the cost of a pass; None: unknown, and a pass replays any graph that covers it. measured: measure the cost.
-    always: replay even where a graph saves no time.
-    on_demand: capture no graph at start; capture each size before the first pass that needs it. For programs whose
+    cost: the cost of a pass; None: unknown, and a pass replays any graph that covers it.
+    measured: measure the cost.
+    always: replay even if a graph saves no time.
+    on_demand: capture nothing at start; capture each size before the first pass that needs it. For programs whose
         passes do not overlap with others.
-    later: capture no graph at start, but when the engine is idle.
-    kept_ms: shapes that take from the first to the second number of milliseconds are captured then, whatever they save.
-    when_idle: numbers of rows that are captured then too.
-    common: numbers of rows that many passes have exactly: they are captured at start, whatever they save.
-    unfit: why not even the smallest shape could be captured; None where it could be, or was not tried.
-    spare: other graphs serve these passes, too, only slower; so these are captured last.
-    share: the share of the memory budget that the program's graphs may take.
-    width: of the shapes.
-    like: the program and width whose passes cost the same, planned before; instead of measuring.
+    later: capture nothing at start, but when the engine is idle.
+    kept_ms: also capture shapes whose duration is in this range (milliseconds) when idle, whatever they save.
+    when_idle: also capture these row counts when idle.
+    common: row counts that many passes have exactly; captured at start, whatever they save.
+    unfit: reason why even the smallest shape could not be captured; None if it could, or was not tried.
+    spare: other graphs also serve these passes, only slower, so these are captured last.
+    share: share of the memory budget available to the program's graphs.
+    width: width of the shapes.
+    like: program and width, planned before, whose passes cost the same; used instead of measuring.
     """
 
     program: Program
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[PassShape, ...] = ()
     features: Features = NO_FEATURES
     mode: str = "full"
     passes: float | None = None
@@ -58,20 +59,20 @@ class Buckets:
         if self.shapes:
             object.__setattr__(self, "width", self.shapes[0].width)
 
-    def key(self, shape: Shape) -> Key:
-        return Key(self.program.name, shape, self.features)
+    def key(self, shape: PassShape) -> GraphKey:
+        return GraphKey(self.program.name, shape, self.features)
 
 
-def kept(buckets: Buckets) -> list[Shape]:
-    """The shapes that an idle engine captures, whatever they save, the longest first."""
+def kept(buckets: Buckets) -> list[PassShape]:
+    """Shapes that an idle engine captures whatever they save, largest first."""
     (least, most), cost = buckets.kept_ms, buckets.cost
     if cost is None:
         return []
     return [s for s in reversed(buckets.shapes) if s.rows in buckets.when_idle or least <= cost.replay(s.rows) <= most]
 
 
-def worthwhile(buckets: Buckets, graphs: Sequence[Graph] = ()) -> list[Shape]:
-    """The shapes worth capturing in addition to ``graphs``."""
+def worthwhile(buckets: Buckets, graphs: Sequence[Graph] = ()) -> list[PassShape]:
+    """Shapes worth capturing in addition to ``graphs``."""
     if buckets.passes is None or buckets.cost is None:
         return list(buckets.shapes)
     there = {graph.key.shape.rows for graph in graphs if graph.key.features == buckets.features} | buckets.common

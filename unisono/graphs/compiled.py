@@ -1,15 +1,15 @@
-"""Compiled ("piecewise") passes: what a segment dispatches is recorded, cut into pieces, and these are torch.compiled.
+"""Compiled ("piecewise") passes: the ops of a segment are recorded, cut into pieces, and the pieces torch.compiled.
 
-A piece is a longest run of recorded PyTorch ops that change nothing (no op that writes into its arguments, no eager
-break, no buffer that is written later) and whose results are exact (:data:`EXACT`). It becomes one function of
-tensors, so the compiler sees neither Python nor aliases nor mutation. What lies between pieces runs as it was recorded:
-most of all the project's own kernels, which the compiler could only call. So a model written in plain PyTorch gains
-most, and one written in fused kernels next to nothing.
+A piece is a maximal run of recorded PyTorch ops that change nothing (no op that writes to its arguments, no eager
+break, no buffer that is written later) and whose results are exact (:data:`EXACT`). It becomes one function of tensors,
+so the compiler sees neither Python nor aliases nor mutation. Ops between pieces run as recorded: mostly the project's
+own kernels, which the compiler could only call. A model written in plain PyTorch therefore gains most, and one written
+in fused kernels almost nothing.
 
-The bytes stay those of eager: intermediate roundings are kept (``emulate_precision_casts``); sums of floats,
-exponentials and their like, which a compiler may order or approximate in its own way, are not compiled; and a piece
-whose results differ in one bit from the uncompiled ones, on the recorded values or on random ones (numbers of tokens
-and rows among them, as far as they index nothing out of range), is not used.
+The bytes stay those of eager execution. Intermediate roundings are kept (``emulate_precision_casts``). Float sums,
+exponentials and similar ops, which a compiler may reorder or approximate, are not compiled. A piece is dropped if its
+results differ in one bit from the uncompiled ones, on the recorded values or on random ones (including numbers of
+tokens and rows, as far as they index nothing out of range).
 
 Called by the captures; works on any device.
 """
@@ -27,16 +27,17 @@ from torch import fx
 from torch._inductor import config as inductor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from unisono.graphs.recorder import Call, Recorder
+from unisono.graphs import Buffers, eager_break
+from unisono.graphs.recorder import RecordedOp, Recorder
 from unisono.graphs.segments import Break, storages, tensors
-from unisono.program import Buffers, eager_break
 
 logger = logging.getLogger(__name__)
 
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
-"""The compiler may fuse across roundings to bfloat16, but not leave them out, nor contract a product and a sum."""
+"""Compiler options: fuse across roundings to bfloat16 without omitting them, and do not contract a product and a
+sum."""
 if hasattr(getattr(inductor, "eager_numerics", None), "disable_ftz"):
-    OPTIONS["eager_numerics.disable_ftz"] = True  # and keep denormals
+    OPTIONS["eager_numerics.disable_ftz"] = True  # keep denormals
 
 _EXACT = """
     abs add bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max clamp_min eq ge gt le logical_and logical_not
@@ -46,31 +47,31 @@ _EXACT = """
     to tril triu type_as zeros zeros_like
 """
 EXACT = frozenset(_EXACT.split())
-"""Ops that have one right result, to the bit: they move data, compare, or round one IEEE operation. Not index_copy and
-scatter: of places that are named twice either source may win."""
+"""Ops with exactly one correct result: they move data, compare, or round one IEEE operation. index_copy and scatter are
+excluded, since for duplicate indices either source may win."""
 
 EXACT_INTEGERS = EXACT | {"all", "any", "cumsum", "floor_divide", "prod", "remainder", "sum"}
-"""The same for ops whose arguments are whole numbers. Not searchsorted: on GPUs the compiler takes a slice of the
-boundaries for the whole (pytorch issues 160964, 182343; seen here with 2.11)."""
+"""Ops that are exact for integer arguments. searchsorted is excluded: on GPUs the compiler takes a slice of the
+boundaries for the whole tensor (pytorch issues 160964, 182343; seen with 2.11)."""
 
 Caller = Callable[[Callable[..., Any], tuple], tuple[torch.Tensor, ...]]
-"""How a capture calls a compiled piece; see ``Recorder.call``."""
+"""Function by which a capture calls a compiled piece; see ``Recorder.call``."""
 
 _compiled: dict[str, Callable[..., Any] | None] = {}
-"""Pieces by code and inputs' layouts: layers, and passes of one size, share them. None: differs from eager."""
+"""Compiled pieces by code and input layouts; layers, and passes of one size, share them. None: differs from eager."""
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A tensor that the pass makes, by number."""
+    """Number of a tensor made by the pass."""
 
     number: int
 
 
 @dataclass
 class _Step:
-    """Something to do: ``run(*args)`` in which values stand for tensors; ``results`` are the values that it makes, None
-    for a tensor that is not the pass's own.
+    """One call ``run(*args)``, in which values stand for tensors. ``results``: values made by it, None for a tensor not
+    made by the pass.
 
     kind: "call", "piece" or "break".
     """
@@ -84,7 +85,7 @@ class _Step:
 
 
 class Pieces:
-    """A recorded pass with its pieces compiled. ``compiled`` counts them; ``steps`` is all that :meth:`run` does."""
+    """A recorded pass with compiled pieces. ``compiled`` counts them; ``steps`` are all steps of :meth:`run`."""
 
     def __init__(self, steps: Sequence[_Step], pinned: dict[int, torch.Tensor]) -> None:
         self.steps, self._pinned = steps, pinned
@@ -96,14 +97,14 @@ class Pieces:
             seen |= used
 
     def run(self, call: Caller) -> None:
-        """The pass, on the buffers of the recording. Every tensor that it makes is new, or pinned."""
+        """Run the pass on the buffers of the recording. Every tensor that it makes is new, or pinned."""
         held: dict[int, torch.Tensor] = dict(self._pinned)
 
-        def given(leaf: Any) -> Any:
+        def resolve(leaf: Any) -> Any:
             return held[leaf.number] if isinstance(leaf, _Value) else leaf
 
         for step in self.steps:
-            args, kwargs = tree_map(given, step.args), tree_map(given, step.kwargs)
+            args, kwargs = tree_map(resolve, step.args), tree_map(resolve, step.kwargs)
             made = call(step.run, args) if step.kind == "piece" else step.run(*args, **kwargs)
             outputs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
             for number, tensor in zip(step.results, outputs, strict=True):
@@ -124,11 +125,11 @@ def compile_program(run: Callable[[Buffers], None], buffers: Buffers, splits: bo
 
 
 class _Compilation:
-    """From recorded steps to :class:`Pieces`."""
+    """Builds :class:`Pieces` from recorded steps."""
 
-    def __init__(self, steps: Sequence[Call | Break]) -> None:
+    def __init__(self, steps: Sequence[RecordedOp | Break]) -> None:
         self._recorded = steps
-        self._numbers: dict[int, int] = {}  # id of a tensor that the pass makes -> its value's number
+        self._numbers: dict[int, int] = {}  # id of a tensor made by the pass -> number of its value
         self._pinned: dict[int, torch.Tensor] = {}
         written: set[int] = set()
         for step in steps:
@@ -139,14 +140,14 @@ class _Compilation:
             for tensor in _results(step):
                 if not any(tensor is t for t in _inputs(step)):
                     self._numbers.setdefault(id(tensor), len(self._numbers))
-        # What a break finds inside its arguments, rather than among them, has to stay where it was.
+        # Tensors nested inside a break's arguments must keep their addresses.
         for step in steps:
             if isinstance(step, Break):
                 direct = {id(leaf) for leaf in tree_leaves((step.args, step.kwargs))}
                 for tensor in tensors((step.args, step.kwargs)):
                     if id(tensor) not in direct and id(tensor) in self._numbers:
                         self._pinned[self._numbers[id(tensor)]] = tensor
-        self._pure = [isinstance(step, Call) and _is_pure(step, written) for step in steps]
+        self._pure = [isinstance(step, RecordedOp) and _is_pure(step, written) for step in steps]
 
     def pieces(self) -> Pieces:
         done: list[_Step] = []
@@ -156,7 +157,7 @@ class _Compilation:
             while end < len(self._recorded) and self._pure[end]:
                 end += 1
             if end > at:
-                done += self._piece([step for step in self._recorded[at:end] if isinstance(step, Call)], end)
+                done += self._piece([step for step in self._recorded[at:end] if isinstance(step, RecordedOp)], end)
                 at = end
             else:
                 done.append(self._plain(self._recorded[at]))
@@ -168,26 +169,26 @@ class _Compilation:
             return _Value(self._numbers[id(leaf)])
         return leaf
 
-    def _plain(self, step: Call | Break) -> _Step:
+    def _plain(self, step: RecordedOp | Break) -> _Step:
         run = eager_break(step.function) if isinstance(step, Break) else step.op
         args, kwargs = tree_map(self._value, step.args), tree_map(self._value, step.kwargs)
         numbers = tuple(self._numbers.get(id(t)) for t in _results(step))
         return _Step("break" if isinstance(step, Break) else "call", run, args, kwargs, numbers)
 
-    def _piece(self, calls: list[Call], end: int) -> list[_Step]:
-        """The steps of a run of pure calls that ends before recorded step ``end``."""
+    def _piece(self, calls: list[RecordedOp], end: int) -> list[_Step]:
+        """Steps for a run of pure calls that ends before recorded step ``end``."""
         if sum(not call.view for call in calls) < 2:  # nothing to fuse
             return [self._plain(call) for call in calls]
-        wanted = {id(t) for step in self._recorded[end:] for t in tree_leaves(_inputs(step))}
-        wanted |= {id(t) for t in self._pinned.values()}
-        inside, outside = list[Call](), list[Call]()
-        for call in reversed(calls):  # a view that outlives the piece is taken again outside, from what it views
-            if call.view and any(id(t) in wanted for t in call.results):
+        needed = {id(t) for step in self._recorded[end:] for t in tree_leaves(_inputs(step))}
+        needed |= {id(t) for t in self._pinned.values()}
+        inside, outside = list[RecordedOp](), list[RecordedOp]()
+        for call in reversed(calls):  # a view that outlives the piece is recreated outside, from its base
+            if call.view and any(id(t) in needed for t in call.results):
                 outside.insert(0, call)
-                wanted |= {id(t) for t in _inputs(call)}
+                needed |= {id(t) for t in _inputs(call)}
             inside.insert(0, call)
         after = [self._plain(call) for call in outside]
-        outputs = [t for call in inside for t in call.results if id(t) in wanted and not call.view]
+        outputs = [t for call in inside for t in call.results if id(t) in needed and not call.view]
         function, inputs = _function(inside, outputs)
         compiled = _compile(function, inputs) if outputs else None
         if compiled is None:
@@ -196,24 +197,24 @@ class _Compilation:
         return [_Step("piece", compiled, tuple(map(self._value, inputs)), {}, numbers), *after]
 
 
-def _inputs(step: Call | Break) -> list[torch.Tensor]:
+def _inputs(step: RecordedOp | Break) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves((step.args, step.kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
-def _results(step: Call | Break) -> Sequence[torch.Tensor]:
+def _results(step: RecordedOp | Break) -> Sequence[torch.Tensor]:
     return step.homes if isinstance(step, Break) else step.results
 
 
-def written_by(call: Call) -> Iterable[Any]:
-    """The arguments that an op writes into, by its schema."""
+def written_by(call: RecordedOp) -> Iterable[Any]:
+    """Arguments that an op writes to, according to its schema."""
     arguments = call.op._schema.arguments
     for at, argument in enumerate(arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield call.args[at] if at < len(call.args) else call.kwargs.get(argument.name)
 
 
-def _is_pure(call: Call, written: set[int]) -> bool:
-    """Whether the call changes no tensor, nothing changes its result later, and the result is exact."""
+def _is_pure(call: RecordedOp, written: set[int]) -> bool:
+    """Return True if the call changes no tensor, nothing changes its result later, and the result is exact."""
     if call.op._schema.is_mutable or call.op.namespace != "aten":
         return False
     if call.view:
@@ -225,8 +226,8 @@ def _is_pure(call: Call, written: set[int]) -> bool:
     return name in (EXACT if floats else EXACT_INTEGERS) and not storages(call.results) & written
 
 
-def _function(calls: list[Call], outputs: list[torch.Tensor]) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """The calls as one function, and the tensors to call it with."""
+def _function(calls: list[RecordedOp], outputs: list[torch.Tensor]) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """The calls as one function, and its input tensors."""
     graph, inputs = fx.Graph(), list[torch.Tensor]()
     nodes: dict[int, fx.Node] = {}
     for call in calls:  # all placeholders come first
@@ -248,7 +249,7 @@ def _function(calls: list[Call], outputs: list[torch.Tensor]) -> tuple[fx.GraphM
 
 
 def _compile(function: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any] | None:
-    """The function compiled for inputs of these layouts, or None where it would not give the same bits."""
+    """The function compiled for inputs of these layouts; None if the result would differ in bits."""
     layouts = [(t.dtype, tuple(t.shape), t.stride(), t.device) for t in inputs]
     name = f"{function.code}{layouts}"
     if name not in _compiled:
@@ -262,42 +263,42 @@ def _compile(function: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[.
 
 
 WHOLE_NUMBERS = ((-1, 9), (0, 9), (0, 2), (0, 1))
-"""Ranges of whole numbers that a piece is tried on: the first that it can take."""
+"""Integer ranges to test a piece with; the first that it accepts is used."""
 
 
 def _other_values(function: fx.GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Random values in the layouts of ``inputs``; where no range of whole numbers will do, these stay as they are.
+    """Random values in the layouts of ``inputs``. Integers stay as they are if no range is accepted.
 
-    An index out of range, which would be the end of a GPU's context, is seen on a copy on the CPU.
+    An index out of range would destroy a GPU's context, so it is detected on a CPU copy.
     """
     generator, on_cpu = torch.Generator().manual_seed(0), _on_cpu(function)
     device = torch.Generator(inputs[0].device).manual_seed(0) if inputs else None
     for bounds in WHOLE_NUMBERS:
-        # Of floats only the shape matters there, and that of an embedding is large.
-        given = [
+        # Only the shape of floats matters there, and an embedding's is large.
+        values = [
             torch.zeros((), dtype=t.dtype).expand(t.shape)
             if t.is_floating_point()
             else torch.randint(*bounds, t.shape, generator=generator).to(t.dtype)
             for t in inputs
         ]
         try:
-            on_cpu(*given)
+            on_cpu(*values)
             break
         except (IndexError, RuntimeError):
             continue
     else:
-        given = inputs
+        values = inputs
     return [
         _in_layout_of(
             t,
             torch.randn(t.shape, generator=device, dtype=t.dtype, device=t.device) if t.is_floating_point() else value,
         )
-        for t, value in zip(inputs, given, strict=True)
+        for t, value in zip(inputs, values, strict=True)
     ]
 
 
 def _on_cpu(function: fx.GraphModule) -> fx.GraphModule:
-    """The function with what it makes on a device made on the CPU."""
+    """The function with its tensor constructors moved to the CPU."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(function.graph, {}))
     for node in graph.nodes:
@@ -307,7 +308,7 @@ def _on_cpu(function: fx.GraphModule) -> fx.GraphModule:
 
 
 def _in_layout_of(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``values`` in dtype, strides and place of ``tensor``."""
+    """``values`` with the dtype, strides and device of ``tensor``."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(values)
 
 

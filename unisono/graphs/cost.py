@@ -1,8 +1,8 @@
-"""Choosing which sizes of a pass to capture: padding waste against memory and capture time.
+"""Choice of the pass sizes to capture: padding waste against memory and capture time.
 
 A graph of ``c`` rows serves passes of at most ``c`` rows and takes as long as a pass of ``c`` rows. More graphs waste
 less on padding, but each takes memory and start-up time. :func:`choose` finds the cheapest set exactly, by dynamic
-programming, from measured costs. Times are milliseconds of the device.
+programming over measured costs. Times are device milliseconds.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 
 GIB_MS = 120_000.0
-"""The value of a GiB of graph memory, in milliseconds over the horizon: the KV cache could use that memory."""
+"""Price of a GiB of graph memory in milliseconds over the horizon, since the KV cache could use that memory."""
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """The cost of a pass of n rows.
+    """Cost of a pass as a function of its rows.
 
     points: (rows, ms) of device time, ascending in rows, at least two; interpolated and extrapolated linearly.
-    eager_ms: the time in which the host launches the kernels of an eager pass, the least that one takes; inf where
-        passes must never run eagerly. capture_ms: time of a capture, without the passes. graph_bytes: of one graph.
+    eager_ms: time the host needs to launch an eager pass's kernels, a lower bound of its duration; inf if passes must
+        never run eagerly.
+    capture_ms: time of a capture, without its passes.
+    graph_bytes: memory of one graph.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -33,31 +35,31 @@ class PassCost:
     graph_bytes: int = 0
 
     def replay(self, rows: int) -> float:
-        """Milliseconds to replay a graph of this number of rows."""
+        """Milliseconds to replay a graph with this number of rows."""
         at = min(max(bisect_left(self.points, rows, key=lambda point: point[0]), 1), len(self.points) - 1)
         (n, low), (m, high) = self.points[at - 1], self.points[at]
         return max(0.0, low + (high - low) * (rows - n) / (m - n))
 
     def eager(self, rows: int, delay: float = 0.0) -> float:
-        """Milliseconds of an eager pass: the device's work or the host's launches, whichever takes longer.
+        """Milliseconds of an eager pass: device time or host launch time, whichever is longer.
 
-        delay: the share of the launches that counts beside this.
+        delay: fraction of the launch time that is added to this.
         """
         late = delay * self.eager_ms if delay else 0.0
         return max(self.eager_ms, self.replay(rows)) + late
 
     def capture(self, rows: int) -> float:
-        """The price of a graph in milliseconds: two passes, the capture, and the value of its memory."""
+        """Price of a graph in milliseconds: two passes, the capture, and the value of its memory."""
         return 2 * self.replay(rows) + self.capture_ms + GIB_MS * self.graph_bytes / (1 << 30)
 
     @staticmethod
     def linear(fixed_ms: float, row_ms: float, *rest: float, **named: float) -> PassCost:
-        """The cost fixed_ms + row_ms · n of n rows."""
+        """Cost fixed_ms + row_ms · n for n rows."""
         return PassCost(((0, fixed_ms), (1, fixed_ms + row_ms)), *rest, **named)  # type: ignore[arg-type]
 
     @staticmethod
     def measured(points: Mapping[int, float], flat: int = 0, **rest: float) -> PassCost:
-        """The cost from measured rows -> ms, made monotonic; constant where there is one point.
+        """Cost from measured rows -> ms, made monotonic; constant if there is one point.
 
         Up to ``flat`` rows, after the second point, it is a staircase: one row more than a point fills the next tile.
         """
@@ -74,7 +76,8 @@ class PassCost:
 
 
 def candidates(limit: int, least: int = 1) -> tuple[int, ...]:
-    """Sizes that may be captured, up to and including ``limit``: ``least``, doubled three times, then steps of 1/8."""
+    """Sizes that may be captured, up to and including ``limit``: ``least``, doubled three times, then in steps of
+    1/8."""
     sizes, size = [], least
     while size < limit:
         sizes.append(size)
@@ -83,15 +86,17 @@ def candidates(limit: int, least: int = 1) -> tuple[int, ...]:
 
 
 def choose(sizes: Sequence[int], cost: PassCost, passes: float, there: Collection[int] = ()) -> tuple[int, ...]:
-    """The sizes worth capturing among ``sizes``, both ascending; may be empty. there: sizes that are captured already.
+    """Sizes worth capturing among ``sizes``, both ascending; may be empty.
 
-    passes: the expected number of passes; their sizes are assumed log-uniform in 1 … sizes[-1]. A pass for which the
-    smallest graph that holds it is slower than an eager pass runs eagerly (see ``Planner.plan``).
+    there: sizes already captured.
+    passes: expected number of passes; their sizes are assumed log-uniform in 1 … sizes[-1].
+
+    A pass runs eagerly if the smallest graph that holds it is slower than that (see ``Planner.plan``).
     """
     rows = np.arange(1, sizes[-1] + 1)
     weight = passes / (1 / rows).sum()
     eager = np.array([cost.eager(int(n)) for n in rows])
-    # Sums over the first n sizes: of their weights, and of what they cost eagerly.
+    # Prefix sums over the first n sizes: weights, and eager costs.
     weights = np.concatenate(([0.0], np.cumsum(weight / rows)))
     eagerly = np.concatenate(([0.0], np.cumsum(weight / rows * eager)))
 
@@ -101,7 +106,7 @@ def choose(sizes: Sequence[int], cost: PassCost, passes: float, there: Collectio
         quicker = eagerly[first] - eagerly[low] if first > low else 0.0
         return float(quicker + (weights[high] - weights[first]) * cost.replay(size))
 
-    best: list[tuple[float, tuple[int, ...]]] = []  # up to sizes[i], which is captured
+    best: list[tuple[float, tuple[int, ...]]] = []  # best choice up to sizes[i], which is captured
     for i, size in enumerate(sizes):
         options: list[tuple[float, tuple[int, ...]]] = [(served(0, size, size), ())]
         options += [(best[j][0] + served(sizes[j], size, size), best[j][1]) for j in range(i)]

@@ -1,4 +1,5 @@
-"""CUDA graphs: a program captured in segments, each replayed by one cudaGraphLaunch. Without breaks there is one."""
+"""CUDA graphs: a program captured in segments, each replayed by one cudaGraphLaunch. Without breaks there is one
+segment."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from typing import Any
 
 import torch
 
-from unisono.graphs.segments import Break, Part, Segmented, refusal, tensors
-from unisono.program import Buffers, Key, Program, capturing
+from unisono.graphs import Buffers, GraphKey, Program, capturing
+from unisono.graphs.segments import Break, GraphPart, Segmented, refusal, tensors
 
 LONG_MS = 30.0
-"""A replay is timed up to three times, as long as these took no longer together."""
+"""A replay is timed up to three times, as long as their sum stays below this."""
 
 
 class _Segment:
@@ -31,27 +32,27 @@ class _Segment:
 
 
 class _Session:
-    """A capture under way; see :class:`unisono.program.Capture`.
+    """A capture in progress; see :class:`unisono.graphs.ActiveCapture`.
 
-    A segment is replayed as soon as a break ends it, for a capture computes nothing and the break needs its values.
-    What a break returns is copied to an address in the graphs' pool, allocated while the next segment is captured,
-    so that its memory is reused as any intermediate's.
+    A segment is replayed as soon as a break ends it, because a capture computes nothing and the break needs its values.
+    Results of a break are copied to an address in the graphs' pool, allocated while the next segment is captured, so
+    that its memory is reused like any intermediate's.
     """
 
     def __init__(self, pool: Any, splits: bool) -> None:
-        self.splits, self.parts = splits, list[Part]()
+        self.splits, self.parts = splits, list[GraphPart]()
         self._pool = pool
-        self._fresh: list[tuple[torch.Tensor, torch.Tensor]] = []  # (home, what the last break returned)
+        self._fresh: list[tuple[torch.Tensor, torch.Tensor]] = []  # (home, result of the last break)
 
     def begin(self) -> None:
         self._segment = _Segment()
         self._segment.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self._segment.graph.capture_end()
-        self._segment.empty = any("Graph is empty" in str(warning.message) for warning in told)
+        self._segment.empty = any("Graph is empty" in str(warning.message) for warning in caught)
         self.parts.append(self._segment)
 
     def call(self, function: Callable[..., Any], args: tuple) -> tuple[torch.Tensor, ...]:
@@ -63,8 +64,8 @@ class _Session:
             for home, fresh in self._fresh:
                 home.copy_(fresh)
             self._segment.replay()
-            # Not owning the tensors that it is given: their memory is reused, as that of any intermediate, as soon as
-            # the pass lets go of them.
+            # Do not own the arguments: their memory is reused, like any intermediate's, as soon as the pass
+            # releases them.
             step = Break(function, tuple(_alias(a) for a in args), {k: _alias(v) for k, v in kwargs.items()})
         finally:
             self.begin()
@@ -74,45 +75,47 @@ class _Session:
             home = torch.empty_strided(fresh.shape, fresh.stride(), dtype=fresh.dtype, device=fresh.device)
             self._fresh.append((_alias(home), fresh))
             step.homes[i] = home
-        given = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors((args, kwargs))}
-        result = step.result_in([_owning(home, given) for home in step.homes])
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors((args, kwargs))}
+        result = step.result_in([_owning(home, storages) for home in step.homes])
         step.homes = [_alias(home) for home in step.homes]
         self.parts.append(step)
         return result
 
 
 def _alias(value: Any) -> Any:
-    """A tensor at the same address that does not keep its memory; anything else as it is."""
+    """A tensor at the same address that does not keep its memory alive; any other value unchanged."""
     if not isinstance(value, torch.Tensor) or not value.numel():
         return value
     whole = value.untyped_storage()
     return _in(torch._C._construct_storage_from_data_pointer(whole.data_ptr(), value.device, whole.nbytes()), value)
 
 
-def _owning(home: torch.Tensor, given: Mapping[int, torch.UntypedStorage]) -> torch.Tensor:
-    """The home of a result; one in a given storage keeps that: the pass may let go of the argument and use this."""
-    storage = given.get(home.untyped_storage().data_ptr())
+def _owning(home: torch.Tensor, storages: Mapping[int, torch.UntypedStorage]) -> torch.Tensor:
+    """Home of a result. If it lies in an argument's storage, it keeps that alive, since the pass may drop the
+    argument."""
+    storage = storages.get(home.untyped_storage().data_ptr())
     return home if storage is None else _in(storage, home)
 
 
 def _in(storage: Any, like: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies in ``storage`` as ``like`` lies in its own."""
+    """A tensor placed in ``storage`` as ``like`` is placed in its own."""
     tensor = torch.empty(0, dtype=like.dtype, device=like.device)
     return tensor.set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
 class CudaGraph(Segmented):
-    """A captured pass on the GPU; see :class:`unisono.program.Graph`.
+    """A captured pass on the GPU; see :class:`unisono.graphs.Graph`.
 
-    pool: the memory pool that all graphs share: their intermediates overlap, so only buffers may be read after a
-    replay. splits: take optional breaks too. compile: :func:`unisono.graphs.compiled.compile_program` goes first.
-    Raises torch.cuda.OutOfMemoryError when the capture does not fit.
+    pool: memory pool shared by all graphs. Their intermediates overlap, so only buffers may be read after a replay.
+    splits: take optional breaks too.
+    compile: apply :func:`unisono.graphs.compiled.compile_program` first. Raises torch.cuda.OutOfMemoryError if the
+        capture does not fit.
     """
 
     _stream: torch.cuda.Stream | None = None
 
     def __init__(
-        self, program: Program, key: Key, buffers: Buffers, pool: Any, splits: bool = False, compile: bool = False
+        self, program: Program, key: GraphKey, buffers: Buffers, pool: Any, splits: bool = False, compile: bool = False
     ) -> None:
         started = time.perf_counter()
         super().__init__(program, buffers)
@@ -132,7 +135,7 @@ class CudaGraph(Segmented):
         self.parts = session.parts
         self.kind = self.kind_of("full", "segmented", "compiled", compile)
         self.replay_ms = self._timed()
-        torch.cuda.empty_cache()  # of what breaks made
+        torch.cuda.empty_cache()  # frees the results of breaks
         self.cost_bytes = max(0, free - torch.cuda.mem_get_info()[0])
         self.capture_seconds = time.perf_counter() - started
 
@@ -154,8 +157,8 @@ class CudaGraph(Segmented):
         torch.cuda.synchronize()
 
     def _timed(self) -> float:
-        """Milliseconds of a replay on the padding that the buffers hold, the least of three, or of fewer where that
-        takes long; one before uploads it."""
+        """Milliseconds of a replay on the padding in the buffers: the least of three, or of fewer if that takes long.
+        One replay before uploads the graph."""
         times = list[float]()
         while len(times) < 2 or (len(times) < 4 and sum(times[1:]) < LONG_MS):
             started = time.perf_counter()

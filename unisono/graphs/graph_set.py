@@ -1,4 +1,4 @@
-"""The graph set of a worker: captured graphs by key, and the commands that make, replay and free them.
+"""Graph set of a worker: captured graphs by key, and the commands that capture, replay and free them.
 
 A graph set decides nothing and compares no times. The planner of rank 0 decides which graphs exist and which passes
 replay one, and sends its decisions as commands, so every rank that executes the same commands holds the same graphs.
@@ -13,23 +13,23 @@ from typing import Any
 import msgspec
 import torch
 
+from unisono.graphs import Buffers, Features, Graph, GraphKey, PendingOutputs, Program
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.tape import Tape
-from unisono.program import Buffers, Features, Graph, Key, PendingOutputs, Program
 
 KEPT_EAGER_BUFFERS, KEPT_EAGER_BYTES = 64, 4 << 20
-"""Buffers of eager passes that are kept for the next pass of the same key: how many at most, and bytes of each."""
+"""Buffers of eager passes kept for the next pass of the same key: maximum number, and maximum bytes of each."""
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """Run the pass ``key`` on ``batch``: replay the captured graph ``graph``, or run eagerly where it is None.
+    """Run the pass ``key`` on ``batch``: replay the captured graph ``graph``, or run eagerly if it is None.
 
-    batch: an array or a list of numbers for each input field of the program. timed: on a GPU, note when the device
-    begins the pass and when it is through.
+    batch: an array or a list of numbers for each input field of the program.
+    timed: on a GPU, record when the device starts and finishes the pass.
     """
 
-    key: Key
-    graph: Key | None
+    key: GraphKey
+    graph: GraphKey | None
     batch: Mapping[str, Any]
     timed: bool = False
 
@@ -37,20 +37,20 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
 class Capture(msgspec.Struct, frozen=True, tag=True):
     """Capture a graph of the pass ``key``. splits: optional eager breaks end segments too."""
 
-    key: Key
+    key: GraphKey
     splits: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Free the graph of this key. Does nothing where there is none."""
+    """Free the graph of this key, if there is one."""
 
-    key: Key
+    key: GraphKey
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """Run the pass ``key`` eagerly on padding and note what it takes in ``GraphSet.eager_ms``."""
+    """Run the pass ``key`` eagerly on padding and record its duration in ``GraphSet.eager_ms``."""
 
-    key: Key
+    key: GraphKey
 
 
 GraphCommand = Launch | Capture | Release | Measure
@@ -59,21 +59,22 @@ GraphCommand = Launch | Capture | Release | Measure
 class GraphSet:
     """The graphs of one worker, and the buffers of its eager passes.
 
-    programs: every program that a command may name. compile: pieces of each captured pass go through torch.compile.
-    ``eager_ms``: for each measured key, milliseconds until the host has launched the pass and until it is done.
+    programs: all programs by name.
+    compile: apply torch.compile to pieces of each captured pass. ``eager_ms``: for each measured key, milliseconds
+        until the host has launched the pass, and until it is done.
     """
 
     def __init__(self, device: torch.device, programs: Mapping[str, Program], compile: bool = False) -> None:
         self.device, self.programs, self.compile = device, dict(programs), compile
-        self.eager_ms: dict[Key, tuple[float, float]] = {}
-        self._graphs: dict[Key, Graph] = {}
-        self._eager_buffers: dict[Key, Buffers] = {}
-        self._recorded: set[tuple[str, int, Features]] = set()  # program, width and features of every tape so far
+        self.eager_ms: dict[GraphKey, tuple[float, float]] = {}
+        self._graphs: dict[GraphKey, Graph] = {}
+        self._eager_buffers: dict[GraphKey, Buffers] = {}
+        self._recorded: set[tuple[str, int, Features]] = set()  # program, width and features of every earlier tape
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     @property
     def pooled(self) -> bool:
-        """Whether all graphs share one memory pool, as on a GPU."""
+        """True if all graphs share one memory pool, as on a GPU."""
         return self._pool is not None
 
     def __len__(self) -> int:
@@ -82,14 +83,14 @@ class GraphSet:
     def __iter__(self) -> Iterator[Graph]:
         return iter(self._graphs.values())
 
-    def get(self, key: Key) -> Graph | None:
-        """The graph that was captured for exactly this key."""
+    def get(self, key: GraphKey) -> Graph | None:
+        """The graph captured for exactly this key."""
         return self._graphs.get(key)
 
     def execute(self, command: GraphCommand) -> PendingOutputs | None:
-        """Execute a command; returns the outputs of a launched pass.
+        """Execute a command; return the outputs of a launched pass.
 
-        Raises torch.OutOfMemoryError, and holds what it held before, where a capture does not fit.
+        Raises torch.OutOfMemoryError, with the set unchanged, if a capture does not fit.
         """
         if isinstance(command, Launch):
             return self._launch(command)
@@ -124,7 +125,7 @@ class GraphSet:
         program.run(buffers)
         return buffers.fetch()
 
-    def _eager(self, program: Program, key: Key) -> Buffers:
+    def _eager(self, program: Program, key: GraphKey) -> Buffers:
         """Buffers of exactly this shape: an eager pass has no padding rows."""
         buffers = self._eager_buffers.get(key)
         if buffers is None:
@@ -135,10 +136,10 @@ class GraphSet:
                 self._eager_buffers[key] = buffers
         return buffers
 
-    def _buffers(self, program: Program, key: Key) -> Buffers:
+    def _buffers(self, program: Program, key: GraphKey) -> Buffers:
         return Buffers(program.schema.of(key.features), key.shape, self.device)
 
-    def _capture(self, key: Key, splits: bool) -> Graph:
+    def _capture(self, key: GraphKey, splits: bool) -> Graph:
         program = self.programs[key.program]
         buffers = self._buffers(program, key)
         if self._pool is None:
@@ -150,7 +151,7 @@ class GraphSet:
             self._pool = torch.cuda.graph_pool_handle()  # torch frees a pool with its last graph, for good
         return CudaGraph(program, key, buffers, self._pool, splits, self.compile)
 
-    def _release(self, key: Key) -> None:
+    def _release(self, key: GraphKey) -> None:
         graph = self._graphs.pop(key, None)
         if graph is not None:
             graph.close()
@@ -158,7 +159,7 @@ class GraphSet:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _measured(self, key: Key) -> tuple[float, float]:
+    def _measured(self, key: GraphKey) -> tuple[float, float]:
         program = self.programs[key.program]
         buffers = self._buffers(program, key)
         times = []
@@ -174,7 +175,7 @@ class GraphSet:
         return min(t[0] for t in times), min(t[1] for t in times)
 
     def close(self) -> None:
-        """Free every graph, before the process group and the memory that they were captured on."""
+        """Free every graph, before the process group and the memory they were captured on."""
         for graph in self:
             graph.close()
         for held in (self._graphs, self._eager_buffers, self.eager_ms, self.programs):

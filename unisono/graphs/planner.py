@@ -1,8 +1,8 @@
-"""The planner: decides which graphs are captured, and whether a pass replays one or runs eagerly, and why.
+"""The planner decides which graphs are captured, and for each pass whether it replays a graph or runs eagerly, and why.
 
-There is one planner, that of rank 0. It reads the times and sizes that the graph set of its own worker has measured
-and sends its decisions as commands (:mod:`unisono.graphs.graph_set`). The engine calls :meth:`Planner.launch` for each
-pass; nothing else decides whether a graph fits.
+Only rank 0 has a planner. It reads the times and sizes measured by its own worker's graph set and sends its decisions
+as commands (:mod:`unisono.graphs.graph_set`). The engine calls :meth:`Planner.launch` for each pass; nothing else
+decides whether a graph fits.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import Any
 
 import torch
 
-from unisono.graphs.buckets import Buckets, kept, worthwhile
-from unisono.graphs.cost import PassCost
-from unisono.graphs.graph_set import Capture, GraphCommand, GraphSet, Launch, Measure, Release
-from unisono.program import (
+from unisono.graphs import (
     Eager,
     Graph,
-    Key,
+    GraphKey,
     Logits,
+    PassShape,
     PendingOutputs,
     Reason,
     Replay,
-    Shape,
 )
+from unisono.graphs.buckets import Buckets, kept, worthwhile
+from unisono.graphs.cost import PassCost
+from unisono.graphs.graph_set import Capture, GraphCommand, GraphSet, Launch, Measure, Release
 
 logger = logging.getLogger(__name__)
 
 KEPT_ANSWERS = 4096
-"""Keys whose answer is remembered, at most."""
+"""Maximum number of keys whose answer is cached."""
 
 WAITED_SHARE = 0.25
-"""The share of the host's launches that an eager pass costs beside its own time where requests wait for outputs of the
-pass before it: these are read only when it is launched."""
+"""Fraction of the host launch time that an eager pass costs in addition, if requests wait for outputs of the pass
+before it: these are read only after it is launched."""
 
 
 class Planner:
     """Decides which graphs are captured, chooses one for each pass, and counts both.
 
-    graphs: the graph set of rank 0's own worker, whose measured times and sizes decide.
+    graphs: graph set of rank 0's own worker, whose measured times and sizes are used.
     send: executes a command on every rank and returns the outputs of a launched pass; by default on ``graphs`` alone.
-    enabled: False runs everything eagerly. budget: bytes that graphs may take; None: no limit.
-    ``idle_captures`` counts graphs that were captured after the start.
+    enabled: False runs everything eagerly.
+    budget: bytes available for graphs; None: no limit. ``idle_captures`` counts graphs captured after the start.
     """
 
     def __init__(
@@ -60,26 +60,26 @@ class Planner:
     ) -> None:
         self.graph_set, self._send, self.budget = graphs, send or graphs.execute, budget
         self.passes: Counter[tuple[str, str, str]] = Counter()  # (program, kind, reason) -> passes
-        # Rows of replayed graphs by program (tokens, for an extend pass): with a request, and padding.
+        # Rows of replayed graphs by program (tokens, for an extend pass): (used, padding).
         self.filled_rows: Counter[str] = Counter()
         self.padded_rows: Counter[str] = Counter()
         self.idle_captures = 0
         self.capture_seconds = 0.0
-        self._kept_bytes = 0  # of released graphs, in the pool as long as the pool lives
-        # By program and width: variants with fewer features first. ``_variants``: features that appeared at run time.
+        self._kept_bytes = 0  # bytes of released graphs, kept by the pool
+        # By program and width, variants with fewer features first. ``_variants``: features first seen at run time.
         self._programs: dict[tuple[str, int], list[Buckets]] = {}
         self._variants: dict[tuple[str, int], list[Buckets]] = {}
-        self._dropped: dict[Key, Reason] = {}
-        # Answers of ``plan`` by key and whether requests wait, until a graph is captured or released.
-        self._answers: dict[tuple[Key, bool], Replay | Eager] = {}
-        self._launchable: dict[tuple[Key, bool], Replay | Eager] = {}  # the same, after a capture on demand
-        self._later: list[Key] = []  # to be captured when the engine is idle, the next one last
-        self._missing: Counter[Key] = Counter()  # keys without a graph -> milliseconds that one would have saved
+        self._dropped: dict[GraphKey, Reason] = {}
+        # Answers of ``plan`` by (key, waited), until a graph is captured or released.
+        self._answers: dict[tuple[GraphKey, bool], Replay | Eager] = {}
+        self._launchable: dict[tuple[GraphKey, bool], Replay | Eager] = {}  # the same, after a capture on demand
+        self._later: list[GraphKey] = []  # to capture when the engine is idle, next one last
+        self._missing: Counter[GraphKey] = Counter()  # keys without a graph -> milliseconds a graph would have saved
         self.enabled = enabled
 
     @property
     def enabled(self) -> bool:
-        """Whether passes may replay graphs."""
+        """True if passes may replay graphs."""
         return self._enabled
 
     @enabled.setter
@@ -94,7 +94,7 @@ class Planner:
     # ---- capture ------------------------------------------------------------------------------
 
     def capture(self, plan: Sequence[Buckets], progress: Callable[[float], None] = lambda share: None) -> None:
-        """Capture the shapes of ``plan`` that are worth it, largest first. ``progress`` is called with the share done.
+        """Capture the worthwhile shapes of ``plan``, largest first. ``progress`` is called with the fraction done.
 
         A shape that does not fit is dropped: passes of its size run eagerly and count NO_MEMORY or OVER_BUDGET.
         """
@@ -107,7 +107,7 @@ class Planner:
             if buckets.like is not None:
                 buckets = dataclasses.replace(buckets, cost=self._programs[buckets.like][0].cost)
             if self.enabled and buckets.measured and self._captures(buckets):
-                # More features change the cost of a pass very little.
+                # Additional features barely change the cost of a pass.
                 like = variants[0] if variants else self._measure(buckets)
                 buckets = dataclasses.replace(buckets, cost=like.cost, shapes=like.shapes, unfit=like.unfit)
             if buckets.on_demand:
@@ -115,20 +115,20 @@ class Planner:
             variants.append(buckets)
         if self.enabled:
             every = [b for variants in self._programs.values() for b in variants if self._captures(b)]
-            wanted = [(b, s) for b in every if not b.on_demand for s in worthwhile(b, self._graphs_of(b))]
-            wanted.sort(key=lambda w: (not w[0].spare, w[1].rows * w[1].width), reverse=True)
-            later = [b.key(s) for b in every for s in kept(b)] + [b.key(s) for b, s in wanted if b.later]
+            chosen = [(b, s) for b in every if not b.on_demand for s in worthwhile(b, self._graphs_of(b))]
+            chosen.sort(key=lambda w: (not w[0].spare, w[1].rows * w[1].width), reverse=True)
+            later = [b.key(s) for b in every for s in kept(b)] + [b.key(s) for b, s in chosen if b.later]
             self._later = list(dict.fromkeys(later))[::-1]
-            wanted = [(b, s) for b, s in wanted if not b.later]
-            for done, (buckets, shape) in enumerate(wanted, 1):
+            chosen = [(b, s) for b, s in chosen if not b.later]
+            for done, (buckets, shape) in enumerate(chosen, 1):
                 self._add(buckets, buckets.key(shape))
-                progress(done / len(wanted))
+                progress(done / len(chosen))
         self.capture_seconds += time.perf_counter() - started
 
     def capture_missing(self) -> int:
-        """Capture a graph that was left for later, else the missing one that would have saved most time, if it pays.
+        """Capture a deferred graph or, if it pays, the missing one that would have saved most time.
 
-        For an idle engine: it blocks. Returns how many graphs were captured: 0 or 1.
+        For an idle engine: it blocks. Returns the number of captured graphs: 0 or 1.
         """
         while self._later:
             key = self._later.pop()
@@ -143,7 +143,7 @@ class Planner:
                 return 1
         return 0
 
-    def _capture_idle(self, key: Key) -> bool:
+    def _capture_idle(self, key: GraphKey) -> bool:
         started = time.perf_counter()
         if self._add(self._buckets(key), key) is None:
             return False
@@ -173,19 +173,19 @@ class Planner:
         return buckets.mode != "off" and bool(buckets.shapes)
 
     def _measure(self, buckets: Buckets) -> Buckets:
-        """Measure what a pass costs: the smallest shape and those at edges as graphs, the largest shape eagerly.
+        """Measure the cost of a pass: the smallest shape and those at edges as graphs, the largest shape eagerly.
 
-        The largest shape is captured too where the host's launches hide the device's time. A graph that takes longer
-        than launching its pass from the host is released: there an eager pass is as fast.
+        The largest shape is captured too if the host's launches hide the device's time. A graph slower than launching
+        its pass from the host is released, since an eager pass is as fast.
         """
         small, large = buckets.shapes[0], buckets.shapes[-1]
         launches, device = self._timed(buckets, large)
         host = math.inf if buckets.always else max(launches, self._timed(buckets, small)[0])
         points = {}
         for shape in reversed(buckets.shapes):  # large graphs first: smaller ones reuse their memory
-            wanted = shape.rows in buckets.edges or shape is small
-            if wanted or (shape is large and device < 2 * launches):
-                graph = self._add(buckets, buckets.key(shape), tried=not wanted)
+            at_edge = shape.rows in buckets.edges or shape is small
+            if at_edge or (shape is large and device < 2 * launches):
+                graph = self._add(buckets, buckets.key(shape), tried=not at_edge)
                 if graph is not None:
                     points[shape.rows] = graph.replay_ms
                     if graph.replay_ms > host:
@@ -197,22 +197,22 @@ class Planner:
         return dataclasses.replace(buckets, cost=PassCost.measured(points, buckets.flat, eager_ms=host, **known))
 
     def _release(self, graph: Graph) -> None:
-        """Release a graph that was measured. Other captures may reuse its memory; the pool keeps it while it lives."""
+        """Release a measured graph. Other captures may reuse its memory; the pool keeps it as long as it lives."""
         self._send(Release(graph.key))
         self._forget_answers()
         if self.graph_set.pooled:
             self._kept_bytes = self._kept_bytes + graph.cost_bytes if len(self.graph_set) else 0
 
-    def _timed(self, buckets: Buckets, shape: Shape) -> tuple[float, float]:
+    def _timed(self, buckets: Buckets, shape: PassShape) -> tuple[float, float]:
         """Milliseconds of an eager pass on padding: until the host has launched it, and until it is done."""
         key = buckets.key(shape)
         self._send(Measure(key))
         return self.graph_set.eager_ms[key]
 
-    def _add(self, buckets: Buckets, key: Key, tried: bool = False) -> Graph | None:
-        """Capture a graph for ``key`` unless there is one; None where memory or the budget does not allow it.
+    def _add(self, buckets: Buckets, key: GraphKey, tried: bool = False) -> Graph | None:
+        """Capture a graph for ``key`` unless there is one; None if memory or the budget does not allow it.
 
-        tried: the graph is captured to be measured, so its lack is not noted as a reason for eager passes.
+        tried: the graph is captured only to be measured, so its lack is not recorded as a reason for eager passes.
         """
         if (there := self.graph_set.get(key)) is not None:
             return there
@@ -226,71 +226,72 @@ class Planner:
                 self._forget_answers()
                 return graph
             reason, graph = Reason.OVER_BUDGET, None
-        self._send(Release(key))  # also after a failed capture: it may have failed on this rank only
+        self._send(Release(key))  # also after a failure, which may be this rank's only
         if not tried:
             self._drop(key, reason)
         return None
 
     def _affordable(self, buckets: Buckets, graph: Graph) -> bool:
-        """Whether all graphs fit the budget, and those of this graph's program fit the program's share of it."""
+        """Return True if all graphs fit the budget, and the graphs of this one's program fit the program's share."""
         if self.budget is None:
             return True
         own = sum(g.cost_bytes for g in self.graph_set if g.key.program == graph.key.program)
         return self.graph_bytes <= self.budget and own <= buckets.share * self.budget
 
-    def _drop(self, key: Key, reason: Reason) -> None:
+    def _drop(self, key: GraphKey, reason: Reason) -> None:
         self._dropped[key] = reason
         self._forget_answers()
         shape = f"{key.shape.rows} rows" + (f" × {key.shape.width}" if key.shape.width > 1 else "")
-        level = logging.WARNING if reason is Reason.NO_MEMORY else logging.INFO  # a budget is kept on purpose
+        level = logging.WARNING if reason is Reason.NO_MEMORY else logging.INFO  # a budget is a deliberate limit
         logger.log(level, "No graph of %s for %s: %s. Advice: %s.", shape, key.program, reason.value, reason.advice)
 
     # ---- passes -------------------------------------------------------------------------------
 
-    def pass_ms(self, key: Key) -> float | None:
-        """Milliseconds of a replay on padding, measured when the graph was captured; None where no graph serves."""
+    def pass_ms(self, key: GraphKey) -> float | None:
+        """Milliseconds of a replay on padding, measured at capture; None if no graph serves the key."""
         answer = self.plan(key)
         return answer.graph.replay_ms if isinstance(answer, Replay) else None
 
-    def expected_ms(self, key: Key) -> float:
-        """:meth:`pass_ms`, else the known cost of an eager pass; 0 where nothing is known."""
+    def expected_ms(self, key: GraphKey) -> float:
+        """:meth:`pass_ms`, else the known cost of an eager pass; 0 if nothing is known."""
         cost = self._buckets(key).cost
         return self.pass_ms(key) or (cost.replay(key.shape.rows) if cost is not None else 0.0)
 
-    def launched_ms(self, key: Key) -> float:
-        """What the planned replay or eager pass takes by the known costs, the host's launches included; where no costs
-        are known, :meth:`pass_ms` or 0. A single replay by an idle device would say too much: its clock is low."""
+    def launched_ms(self, key: GraphKey) -> float:
+        """Milliseconds of the planned replay or eager pass by the known costs, including the host's launches. If no
+        costs are known, :meth:`pass_ms` or 0. A single replay on an idle device would overestimate, because its clock
+        is low.
+        """
         cost, answer = self._buckets(key).cost, self.plan(key)
         if cost is None:
             return self.pass_ms(key) or 0.0
         return cost.replay(answer.graph.key.shape.rows) if isinstance(answer, Replay) else cost.eager(key.shape.rows)
 
-    def _buckets(self, key: Key) -> Buckets:
-        """The buckets of passes with this key's features: exactly these, else a planned superset.
-
-        Else the planned buckets with the most of these features, extended by the rest.
-        """
+    def _buckets(self, key: GraphKey) -> Buckets:
+        """Buckets for a key's features: the exact plan, else a planned superset, else the largest planned subset,
+        extended."""
         planned, variants = (of[key.program, key.shape.width] for of in (self._programs, self._variants))
         same = (b for b in (*planned, *variants) if b.features == key.features)
         more = (b for b in planned if b.features.covers(key.features))
         if (found := next(itertools.chain(same, more), None)) is None:
-            most = dataclasses.replace(key.features, logits=Logits.ALL)  # graphs with all of them serve any
+            most = dataclasses.replace(key.features, logits=Logits.ALL)  # graphs with all logits serve every level
             *_, base = (planned[0], *(b for b in planned if most.covers(b.features)))
             found = dataclasses.replace(base, features=key.features)
             variants.append(found)
         return found
 
-    def filled(self, key: Key) -> int:
-        """Rows of the largest graph that a pass with at most this key's rows fills; 0 where there is none, and where
-        every pass replays a graph."""
+    def filled(self, key: GraphKey) -> int:
+        """Rows of the largest graph that a pass with at most this key's rows fills; 0 if there is none, or if every
+        pass replays a graph."""
         buckets = self._buckets(key)
         if not self.enabled or buckets.mode == "off" or buckets.cost is None or math.isinf(buckets.cost.eager_ms):
             return 0
         serving = (g.key for g in self._graphs_of(buckets) if g.key.features.covers(key.features))
         return max((serves.shape.rows for serves in serving if serves.shape.rows <= key.shape.rows), default=0)
 
-    def plan(self, key: Key, waited: bool = False) -> Replay | Eager:
-        """Replay the smallest graph that covers the key, exactly its features first; or the reason why none does.
+    def plan(self, key: GraphKey, waited: bool = False) -> Replay | Eager:
+        """Replay the smallest graph that covers the key, preferring its exact features; else return the reason why none
+        does.
 
         waited: requests wait for outputs of the pass before this one.
         """
@@ -301,7 +302,7 @@ class Planner:
             answer = self._answers[key, waited] = self._plan(key, waited)
         return answer
 
-    def _plan(self, key: Key, waited: bool) -> Replay | Eager:
+    def _plan(self, key: GraphKey, waited: bool) -> Replay | Eager:
         buckets = self._buckets(key)
         if not self.enabled or buckets.mode == "off":
             return Eager(Reason.DISABLED)
@@ -326,11 +327,11 @@ class Planner:
         return Eager(Reason.NOT_CAPTURED)
 
     def launch(
-        self, key: Key, batch: Mapping[str, object], waited: bool = False, timed: bool = False
+        self, key: GraphKey, batch: Mapping[str, object], waited: bool = False, timed: bool = False
     ) -> PendingOutputs:
-        """Send the pass with this batch, as planned, and count it. Returns its outputs on their way to the host.
+        """Launch the pass with this batch, as planned, and count it. Returns its pending outputs.
 
-        waited: see :meth:`plan`. timed: the outputs tell what the device took; two events more of the host's time.
+        waited: see :meth:`plan`. timed: record the device time, at the cost of two more events on the host.
         """
         answer = self._launchable.get((key, waited)) or self._launch_plan(key, waited)
         if isinstance(answer, Replay):
@@ -346,8 +347,8 @@ class Planner:
         assert outputs is not None
         return outputs
 
-    def _launch_plan(self, key: Key, waited: bool) -> Replay | Eager:
-        """:meth:`plan`, after the capture on demand of a graph for this key."""
+    def _launch_plan(self, key: GraphKey, waited: bool) -> Replay | Eager:
+        """:meth:`plan`, after capturing a graph for this key on demand."""
         self.capture_for(key)
         answer = self.plan(key, waited)
         if len(self._launchable) >= KEPT_ANSWERS:
@@ -355,7 +356,7 @@ class Planner:
         self._launchable[key, waited] = answer
         return answer
 
-    def capture_for(self, key: Key) -> None:
+    def capture_for(self, key: GraphKey) -> None:
         """Capture the smallest shape that holds this key's rows, if its graphs are captured on demand.
 
         Does nothing for a shape that was captured or dropped.
@@ -371,8 +372,8 @@ class Planner:
         self._add(buckets, key)
         self.capture_seconds += time.perf_counter() - started
 
-    def _note_missing(self, key: Key, reason: Reason) -> None:
-        """Note which graph would have served this pass better, and the time that it would have saved."""
+    def _note_missing(self, key: GraphKey, reason: Reason) -> None:
+        """Record which graph would have served this pass better, and the time it would have saved."""
         if reason not in (Reason.ABOVE_BUCKETS, Reason.NOT_CAPTURED, Reason.UNPROFITABLE):
             return
         buckets = self._buckets(key)
@@ -386,14 +387,14 @@ class Planner:
             self._missing[closest] += saved  # type: ignore[assignment]
 
     def forget(self) -> None:
-        """Set the counts of passes to zero."""
+        """Reset the counts of passes."""
         for counts in (self.passes, self.filled_rows, self.padded_rows, self._missing):
             counts.clear()
 
     # ---- reports ------------------------------------------------------------------------
 
     def report(self) -> list[dict[str, Any]]:
-        """A row for each graph, and for each range of sizes that runs eagerly: the reason, and what the user can do."""
+        """One row per graph, and per range of sizes that run eagerly: the reason, and the advice to the user."""
         rows: list[dict[str, Any]] = []
         for g in self.graphs():
             shape = {"program": g.key.program, **dataclasses.asdict(g.key.shape), "features": g.key.features.label}
@@ -414,7 +415,8 @@ class Planner:
         return rows
 
     def costs(self) -> dict[str, float]:
-        """The costs of all graphs. budget: bytes, -1 for none. padding_share: of the rows of replayed passes."""
+        """Costs of all graphs. budget: bytes, -1 for none. padding_share: fraction of padding rows in replayed
+        passes."""
         filled, padded = self.filled_rows.total(), self.padded_rows.total()
         costs = {name: variants[0].cost for (name, _), variants in self._programs.items()}
         launches = {name: cost.eager_ms for name, cost in costs.items() if cost is not None}
@@ -429,9 +431,9 @@ class Planner:
         }
 
     def _eager_sizes(self, buckets: Buckets) -> Iterator[tuple[str, int | str, Reason]]:
-        """(rows, width, reason) of the sizes that would run eagerly now."""
+        """(rows, width, reason) of the sizes that currently run eagerly."""
         if not self.enabled or not self._captures(buckets):
-            answer = self.plan(buckets.key(buckets.shapes[0] if buckets.shapes else Shape(1, buckets.width)))
+            answer = self.plan(buckets.key(buckets.shapes[0] if buckets.shapes else PassShape(1, buckets.width)))
             if isinstance(answer, Eager):
                 yield "any", "any", answer.reason
             return

@@ -1,7 +1,7 @@
-"""Recording a pass as the ops that it dispatches, on any device.
+"""Recorder of the ops that a pass dispatches, on any device.
 
-What cannot be captured is refused here: host reads, constants of the host, shapes that depend on data. The tape
-replays what was recorded, ``compiled`` rewrites it.
+It refuses ops that cannot be captured: host reads, host constants, shapes that depend on data. The tape replays the
+recording; ``compiled`` rewrites it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from unisono.graphs import Buffers, CaptureError, capturing
 from unisono.graphs.segments import Break, refusal, storages, tensors
-from unisono.program import Buffers, CaptureError, capturing
 
 _HOST = torch.ops.aten
 _FORBIDDEN = {
@@ -38,10 +38,10 @@ _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 @dataclass(frozen=True)
-class Call:
-    """One recorded op: its arguments as they were, and the tensors that its results live in.
+class RecordedOp:
+    """One recorded op: its arguments, and the tensors that hold its results.
 
-    view: the results lie in an argument's storage, so there is nothing to do at replay.
+    view: the results lie in an argument's storage, so a replay does nothing.
     """
 
     op: Any
@@ -63,12 +63,12 @@ class Call:
 
     @functools.cached_property
     def _twin(self) -> Callable[..., Any] | None:
-        """The op's CPU twin where it would be dispatched to: torch's dispatcher takes longer than small ops do."""
+        """The op's CPU twin if it would be dispatched there: torch's dispatcher takes longer than small ops do."""
         twin: Callable[..., Any] | None = getattr(self.op, "cpu_twin", None)
         return twin if all(t.device.type == "cpu" for t in tensors((self.args, self.kwargs))) else None
 
     def _keep(self, recorded: torch.Tensor, fresh: torch.Tensor) -> None:
-        """Copy a result to where it was recorded."""
+        """Copy a result to its recorded tensor."""
         if fresh is recorded:
             return
         if fresh.shape != recorded.shape or fresh.dtype != recorded.dtype:
@@ -88,16 +88,16 @@ def _tensors(out: object) -> tuple[torch.Tensor, ...]:
 
 
 def _is_view(op: Any, args: tuple, results: tuple[torch.Tensor, ...]) -> bool:
-    """Results in an argument's storage: nothing to do at replay.
+    """Return True if the results lie in an argument's storage, so that a replay has nothing to do.
 
-    The schema alone can't tell: ``contiguous``, ``reshape``, ``to`` and their like copy where they must, and in
-    inference mode they arrive here whole.
+    The schema alone is not enough: ``contiguous``, ``reshape``, ``to`` and similar ops copy if they must, and in
+    inference mode they arrive here undecomposed.
     """
     returns = op._schema.returns
     if not returns or any(r.alias_info is None or r.alias_info.is_write for r in returns):
         return False
-    given = storages(args)
-    return all(t.untyped_storage().data_ptr() in given for t in results)
+    inputs = storages(args)
+    return all(t.untyped_storage().data_ptr() in inputs for t in results)
 
 
 class _HostReads(TorchFunctionMode):
@@ -111,7 +111,7 @@ class _HostReads(TorchFunctionMode):
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Outside the modes of a recording."""
+    """Leave the modes of a recording within the block."""
     with _pop_mode_temporarily(), _disable_current_modes():
         yield
 
@@ -121,16 +121,17 @@ class _Uncompiled(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would enter and leave its compiler at each op."""
+        """Return False: otherwise torch would enter and leave its compiler at each op."""
         return False
 
 
 class Outlined(_Uncompiled):
-    """In this mode kernels that make floating-point numbers compute nothing: their outputs are zeros, and what else
-    they would change stays as it is.
+    """Mode in which kernels with floating-point outputs compute nothing: they return zeros and leave other arguments
+    unchanged.
 
-    All else runs, what makes indices and plans too. So a pass makes all that it makes once, and goes the way that it
-    always goes, in little time. A :class:`Recorder` inside records the ops as they are, and breaks run without both.
+    All other ops run, including those that compute indices and plans. The pass therefore allocates what it allocates
+    once and takes its usual control path, in little time. A :class:`Recorder` inside records the ops unchanged, and
+    breaks run without both.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -138,13 +139,13 @@ class Outlined(_Uncompiled):
 
 
 def _outlined(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What an op returns under :class:`Outlined`."""
+    """Result of an op under :class:`Outlined`."""
     if func.namespace != "unisono" or not all(r.alias_info is None for r in func._schema.returns):
         return func(*args, **kwargs)
     key = func, _described(args), _described(tuple(kwargs.items()))
     if key not in _shapes:
-        given = tree_map_only(torch.Tensor, _shape_of, (args, kwargs))
-        _shapes[key] = func(*given[0], **given[1])
+        meta = tree_map_only(torch.Tensor, _shape_of, (args, kwargs))
+        _shapes[key] = func(*meta[0], **meta[1])
     made = _tensors(_shapes[key])
     if not made or not all(tensor.is_floating_point() for tensor in made):
         return func(*args, **kwargs)
@@ -153,16 +154,17 @@ def _outlined(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _zeros(shape: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Zeros on ``device`` like a meta tensor. ``torch.zeros_like`` of one imports sympy and takes longer."""
+    """Zeros on ``device`` in the layout of a meta tensor. ``torch.zeros_like`` of a meta tensor imports sympy and is
+    slower."""
     return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=device).zero_()
 
 
 _shapes: dict[tuple, Any] = {}
-"""By an op and what it was given: its outputs on torch's device for shapes. Layers ask for the same ones."""
+"""Outputs on the meta device, by op and arguments, since layers repeat the same calls."""
 
 
 def _described(value: Any) -> Any:
-    """A tensor's shape, strides and dtype, and so for all in a sequence; anything else as it is."""
+    """Shape, strides and dtype of a tensor, recursively in sequences; any other value unchanged."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     return tuple(map(_described, value)) if isinstance(value, (tuple, list)) else value
@@ -173,7 +175,8 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Recorder(_Uncompiled):
-    """Records what a pass dispatches, as it runs; a capture (:class:`unisono.program.Capture`) of its own.
+    """Records the ops dispatched by a pass while it runs; it is a capture (:class:`unisono.graphs.ActiveCapture`)
+    itself.
 
     ``steps`` are the calls and breaks in order.
     """
@@ -181,10 +184,10 @@ class Recorder(_Uncompiled):
     def __init__(self, splits: bool) -> None:
         super().__init__()
         self.splits = splits
-        self.steps: list[Call | Break] = []
+        self.steps: list[RecordedOp | Break] = []
 
-    def record(self, run: Callable[[Buffers], None], buffers: Buffers) -> list[Call | Break]:
-        """Run the pass once and return its steps. Raises CaptureError for what cannot be captured."""
+    def record(self, run: Callable[[Buffers], None], buffers: Buffers) -> list[RecordedOp | Break]:
+        """Run the pass once and return its steps. Raises CaptureError for ops that cannot be captured."""
         with self, _HostReads(), capturing(self):
             run(buffers)
         return self.steps
@@ -196,10 +199,10 @@ class Recorder(_Uncompiled):
         return step.result_in(step.homes)
 
     def call(self, function: Callable[..., Any], args: tuple) -> tuple[torch.Tensor, ...]:
-        """Call a function that the tape shall see as one op: it makes new tensors and changes none."""
+        """Call a function and record it as one op. It must return new tensors and change none."""
         with _unrecorded():
             results = tuple(function(*args))
-        self.steps.append(Call(function, args, {}, results))
+        self.steps.append(RecordedOp(function, args, {}, results))
         return results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -211,5 +214,5 @@ class Recorder(_Uncompiled):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         results = _tensors(out)
-        self.steps.append(Call(func, args, kwargs, results, _is_view(func, args, results)))
+        self.steps.append(RecordedOp(func, args, kwargs, results, _is_view(func, args, results)))
         return out

@@ -1,6 +1,6 @@
-"""What every kind of graph has in common: a list of segments with eager breaks between them.
+"""Base of all kinds of graph: a list of segments with eager breaks between them.
 
-Owns how a break is recorded and replayed. Captures (``cuda``, ``tape``, ``compiled``) make the segments.
+Records and replays breaks. Captures (``cuda``, ``tape``, ``compiled``) make the segments.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from unisono.program import Buffers, CaptureError, Program
+from unisono.graphs import Buffers, CaptureError, Program
 
 _FROZEN = (int, float, str, type(None))
 
 
-class Part(Protocol):
+class GraphPart(Protocol):
     """A captured segment or a break."""
 
     def replay(self) -> None: ...
@@ -25,20 +25,19 @@ class Part(Protocol):
 class Break:
     """One call of an eager function between two segments.
 
-    ``homes`` are the tensors that hold its results, in order: what follows was captured with their addresses. Where
+    ``homes`` are the tensors that hold its results, in order: the code after it was captured with their addresses. If
     the function returns one of its arguments, or a view of one, that is its own home.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.name = getattr(function, "__qualname__", repr(function))
-        given = function(*args, **kwargs)
-        leaves, self._spec = self._flat(given)
+        leaves, self._spec = self._flat(function(*args, **kwargs))
         self._frozen = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
         self.homes = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def _flat(self, given: Any) -> tuple[list[Any], TreeSpec]:
-        leaves, spec = tree_flatten(given)
+    def _flat(self, result: Any) -> tuple[list[Any], TreeSpec]:
+        leaves, spec = tree_flatten(result)
         wrong = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_FROZEN))), None)
         if wrong is not None:
             raise CaptureError(
@@ -48,14 +47,14 @@ class Break:
         return leaves, spec
 
     def result_in(self, homes: Sequence[torch.Tensor]) -> Any:
-        """What the function returned, with each tensor in its home."""
+        """The function's result with each tensor in its home."""
         left = iter(homes)
         return tree_unflatten([next(left) if f is None else f[0] for f in self._frozen], self._spec)
 
     def owned(self) -> list[int]:
-        """Indices of the homes that are no argument's memory."""
-        given = storages(self.args, self.kwargs)
-        return [i for i, home in enumerate(self.homes) if home.untyped_storage().data_ptr() not in given]
+        """Indices of the homes outside the arguments' memory."""
+        inputs = storages(self.args, self.kwargs)
+        return [i for i, home in enumerate(self.homes) if home.untyped_storage().data_ptr() not in inputs]
 
     def replay(self) -> None:
         leaves, spec = self._flat(self.function(*self.args, **self.kwargs))
@@ -85,7 +84,7 @@ def _shape(value: Any) -> str:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a nest of tuples, lists, dicts and objects with fields."""
+    """Yield the tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -100,23 +99,23 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def refusal(what: object, why: str) -> CaptureError:
-    """The error for what no graph can hold."""
+    """Error for an op that no graph can hold."""
     return CaptureError(
         f"{what} cannot be captured: {why}. Work that must read values belongs in an @eager_break (docs/graphs.md)"
     )
 
 
 def storages(*values: Any) -> set[int]:
-    """Addresses of the storages of the tensors in ``values``."""
+    """Storage addresses of the tensors in ``values``."""
     return {t.untyped_storage().data_ptr() for t in tensors(values)}
 
 
 class Segmented:
-    """Base of the kinds of graph; see :class:`unisono.program.Graph`. A subclass fills ``parts`` and the costs."""
+    """Base of the kinds of graph; see :class:`unisono.graphs.Graph`. A subclass fills ``parts`` and the costs."""
 
     def __init__(self, program: Program, buffers: Buffers) -> None:
         self.buffers, self._program = buffers, program
-        self.parts: Sequence[Part] = ()
+        self.parts: Sequence[GraphPart] = ()
 
     @property
     def breaks(self) -> int:

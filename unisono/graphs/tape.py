@@ -1,10 +1,9 @@
 """Graph semantics without a GPU: a tape of dispatched ops, replayed into the same storages.
 
-Capture runs the program once under a dispatch mode and records every op with the very tensors it
-touched. Kernels compute nothing then, as in a CUDA graph's capture. Replay runs them and writes each
-result where the first run put it. So a frozen scalar, a rebound input or a missing copy goes wrong
-here as it would in a CUDA graph, and a host synchronisation is refused at capture. Eager breaks cut
-the tape as they cut a CUDA graph.
+Capture runs the program once under a dispatch mode and records every op with the tensors it touched. As in the capture
+of a CUDA graph, kernels compute nothing. Replay runs them and writes each result to its recorded tensor. A frozen
+scalar, a rebound input or a missing copy therefore fails here as in a CUDA graph, and a host synchronisation is refused
+at capture. Eager breaks cut the tape as they cut a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,22 +13,23 @@ import time
 
 import torch
 
-from unisono.graphs.recorder import Call, Outlined, Recorder
+from unisono.graphs import Buffers, GraphKey, Program
+from unisono.graphs.recorder import Outlined, RecordedOp, Recorder
 from unisono.graphs.segments import Break, Segmented, storages
-from unisono.program import Buffers, Key, Program
 
 
 class Tape(Segmented):
-    """A captured pass on the CPU; see :class:`unisono.program.Graph`.
+    """A captured pass on the CPU; see :class:`unisono.graphs.Graph`.
 
-    splits: take optional breaks too. compile: :func:`unisono.graphs.compiled.compile_program` goes first. warm: the
-    program has run before, so that everything it makes once is there.
+    splits: take optional breaks too.
+    compile: apply :func:`unisono.graphs.compiled.compile_program` first.
+    warm: the program has run before, so that one-time allocations are done.
     """
 
     def __init__(
         self,
         program: Program,
-        key: Key,
+        key: GraphKey,
         buffers: Buffers,
         splits: bool = False,
         compile: bool = False,
@@ -60,16 +60,18 @@ class Tape(Segmented):
 
     @property
     def ops(self) -> list[str]:
-        """The recorded ops by name, in order; a break as ``break NAME``."""
-        steps = [step for step in self.parts if isinstance(step, Break) or (isinstance(step, Call) and not step.view)]
+        """Names of the recorded ops in order; a break as ``break NAME``."""
+        steps = [
+            step for step in self.parts if isinstance(step, Break) or (isinstance(step, RecordedOp) and not step.view)
+        ]
         return [f"break {step.name}" if isinstance(step, Break) else str(step.op) for step in steps]
 
     def intermediates(self) -> list[torch.Tensor]:
-        """One tensor of each storage that the pass itself makes: what another graph of the pool may overwrite."""
+        """One tensor per storage made by the pass itself, which another graph of the pool may overwrite."""
         made: dict[int, torch.Tensor] = {}
         foreign: set[int] = set()
         for step in self.parts:
-            assert isinstance(step, (Call, Break))
+            assert isinstance(step, (RecordedOp, Break))
             foreign |= storages(step.args, step.kwargs) - made.keys()
             for tensor in step.homes if isinstance(step, Break) else step.results:
                 if tensor.untyped_storage().data_ptr() not in foreign:

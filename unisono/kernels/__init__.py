@@ -1,21 +1,20 @@
 """Ops of the ``unisono`` torch.library namespace: each a Triton kernel with a CPU twin.
 
-``layers`` and everything above call the wrappers below; attention, sampling and round ops are imported
-from their own modules. See :mod:`unisono.kernels.library` for how an op is declared.
+``layers`` and rooms above it call the functions below; attention, sampling and round ops are imported from their own
+modules. :mod:`unisono.kernels.library` declares ops.
 """
 
-from unisono.kernels.activation import sigmoid_gate, silu_mul
-from unisono.kernels.linear import configure_exact_blas, linear, prove_exact, rehearse_proof
-from unisono.kernels.linear_norm import linear_norm
-from unisono.kernels.norm import rms_norm
-from unisono.kernels.rotary import rope_and_cache
+from unisono.kernels.cache.rotary import rope_and_cache
+from unisono.kernels.gemm.linear import configure_exact_blas, exact_blas, linear
+from unisono.kernels.gemm.linear_norm import linear_norm
+from unisono.kernels.norm.activation import sigmoid_gate, silu_mul
+from unisono.kernels.norm.rms_norm import rms_norm
 
 __all__ = [
     "configure_exact_blas",
+    "exact_blas",
     "linear",
     "linear_norm",
-    "prove_exact",
-    "rehearse_proof",
     "rms_norm",
     "rope_and_cache",
     "sigmoid_gate",

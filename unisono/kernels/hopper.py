@@ -1,6 +1,6 @@
-"""What the kernels for Hopper that are written in Gluon share: boxes of rows, barriers of stages.
+"""Shared parts of the Gluon kernels for Hopper: boxes of rows, barriers of stages.
 
-A row of a box is 128 bytes, the widest swizzle of shared memory, whatever the dtype.
+A row of a box is 128 bytes, the widest swizzle of shared memory, for any dtype.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # r
 
 
 def boxes(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """A contiguous tensor [N, K] whose boxes of ``rows`` rows the tensor memory accelerator loads."""
+    """TMA descriptor of a contiguous tensor [N, K], loaded in boxes of ``rows`` rows."""
     size = x.element_size()
     return TensorDescriptor.from_tensor(x, [rows, WIDTH.value // size], _layout(size))
 
 
 def box_type(kind: str, rows: int) -> str:
-    """:func:`boxes` in an AotCase's signature. kind: the dtype by Triton's name, e4m3 or one of 16 bits."""
+    """Type of :func:`boxes` in an AotCase's signature. kind: Triton's name of the dtype, e4m3 or one of 16 bits."""
     size = 1 if kind == "fp8e4nv" else 2
     return f"tensordesc<{kind}[{rows}, {WIDTH.value // size}],{_layout(size)!r}>"
 
@@ -35,7 +35,7 @@ def _layout(size: int) -> gl.NVMMASharedLayout:
 
 @gluon.jit
 def stage_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, FREE: gl.constexpr):
-    """(full, free), in shared memory: barriers of each stage that FULL and FREE arrivals complete."""
+    """Allocate barriers (full, free) of each stage in shared memory, completed by FULL and FREE arrivals."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -46,14 +46,14 @@ def stage_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, FREE: gl.constexpr)
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
-    """The stage after this one and its phase, 0 or 1, without the division that an item's number would take."""
+    """Next stage and its phase, 0 or 1, without the division that an item's number would need."""
     last = stage + 1 == STAGES
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
 def next_group(tile, group, groups):
-    """The group after this one, in the order in which a program loads its tiles: (its tile, its number there)."""
+    """Next group in the order in which a program loads its tiles: (tile, number of the group in it)."""
     last = group + 1 == groups
     return gl.where(last, tile + gl.num_programs(0), tile), gl.where(last, 0, group + 1)
 

@@ -1,15 +1,17 @@
-"""Kernels that are launched while the one before them still runs (programmatic dependent launch; Hopper and later).
+"""Programmatic dependent launch (Hopper and later): a kernel is launched while the one before it still runs.
 
 A round of an 8B model has about 330 kernels of a few microseconds, and the device would drain and fill again between
 two of them. A kernel launched with ``**overlapped(device)`` may start before the previous one has ended. It calls
 :func:`follow` before any read or write: the call waits until the previous kernel has ended and its writes are visible,
-and allows the next kernel to start. :data:`READ_EARLY`, :data:`BESIDE` and :data:`LEADING` have the exceptions. A
-kernel launched without these options waits as kernels always do, so both kinds can be mixed. No bit depends on it.
+and allows the next kernel to start. A kernel declares exceptions where it is defined (:func:`overlapping`). A kernel
+launched without these options waits as kernels always do, so both kinds can be mixed. No bit depends on it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import triton
@@ -18,65 +20,54 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from unisono.kernels.library import COMPILED
 
-READ_EARLY = frozenset(
-    {
-        "_prepare_kernel",
-        "_rms_norm_kernel",
-        "_combine_kernel",
-        "_gated_norm_kernel",
-        "_conv_round_kernel",
-        "attention_kernel",
-        "round_attention_kernel",
-        "_round_kernel",
-        "fp8_rows_kernel",
-        "layer_tail_kernel",
-        "layer_tail_fp8_kernel",
-        "_adapter_shrink_kernel",
-        "_adapter_expand_kernel",
-        "_adapter_silu_kernel",
-    }
-)
-"""Kernels that read, and only read, before they follow.
+READ_EARLY: set[str] = set()
+"""Names of kernels that read, and only read, before they wait.
 
-They read what the kernel before them neither writes nor overwrites, and what was written before that kernel: it has
-itself waited for it before it allowed the next one to start (or leads: see :data:`LEADING`). Attention of rounds reads
-keys and values so, those of tokens before the pass, which rotary's kernel just before it does not write. Attention also
-reads what the kernel just before it may have written, the plan, which ends with :func:`publish`; such reads bypass L1.
+They read memory that the kernel before them does not write, and that was written before that kernel started: it has
+itself waited for the writer before it allowed the next one to start (or leads: see :data:`LEADING`). For example,
+attention of rounds reads the keys and values of tokens before the pass, which the rotary kernel just before it does not
+write. Attention also reads the plan, which the kernel just before it may have written, and which ends with
+:func:`publish`; such reads bypass L1.
 """
 
+BESIDE: set[str] = set()
+"""Names of kernels that run beside the one before them: neither reads what the other one writes.
 
-BESIDE = frozenset({"walk_kernel"})
-"""Kernels that run beside the one before them: neither reads what the other one writes.
-
-The one before them has waited for its turn before it allowed them to start, and they wait for it before they end.
+The kernel before them has waited before it allowed them to start, and they wait for it before they end.
 """
 
+LEADING: set[str] = set()
+"""Names of kernels that may allow the next one to start before they have waited, so before the kernel ahead has ended.
 
-LEADING = frozenset(
-    {
-        "_rms_norm_kernel",
-        "_silu_mul_kernel",
-        "_sigmoid_gate_kernel",
-        "_gated_norm_kernel",
-        "_combine_kernel",
-        "_quantize_kernel",
-        "_rope_and_cache_kernel",
-        "attention_kernel",
-        "round_attention_kernel",
-    }
-)
-"""Kernels that may allow the next one to start before their own turn has come, so before the kernel ahead has ended.
-
-Those of attention do, others where they quantise: the product that follows then loads the first parts of its weight
-while the last programs of the product before it still run. Several such kernels may follow each other, but none is a
-product, and products come between all others: a kernel that begins early begins when all has ended that is ahead of the
-last product. What kernels read early is older than that, or is a weight.
+Those of attention do, others if they quantise: the product that follows then loads the first parts of its weight while
+the last programs of the product before it still run. Several such kernels may follow each other, but none is a product,
+and products come between all others: when a kernel begins early, everything ahead of the last product has ended. Early
+reads are of memory older than that, or of weights.
 """
+
+Kernel = TypeVar("Kernel")
+
+
+def overlapping(reads_early: bool = False, leads: bool = False, beside: bool = False) -> Callable[[Kernel], Kernel]:
+    """Declare a kernel's exceptions from waiting before it accesses memory. Goes above ``@triton.jit``.
+
+    The compiled code is checked for it (``tests/kernels/test_aot.py``). reads_early: see :data:`READ_EARLY`. leads: see
+    :data:`LEADING`. beside: see :data:`BESIDE`.
+    """
+
+    def declare(kernel: Kernel) -> Kernel:
+        name = kernel.fn.__name__  # type: ignore[attr-defined]
+        for declared, names in ((reads_early, READ_EARLY), (leads, LEADING), (beside, BESIDE)):
+            if declared:
+                names.add(name)
+        return kernel
+
+    return declare
 
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr, LEADS: tl.constexpr = False):
-    """Wait for what earlier kernels wrote; see the module's docstring. LEADS: see :data:`LEADING`."""
+    """Wait until the writes of earlier kernels are visible. LEADS: see :data:`LEADING`."""
     if OVERLAP:
         if LEADS:
             gdc_launch_dependents()
@@ -87,7 +78,7 @@ def follow(OVERLAP: tl.constexpr, LEADS: tl.constexpr = False):
 
 @triton.jit
 def publish():
-    """End a kernel whose writes are read early: they are seen by all kernels from now on, not only once it has ended.
+    """End a kernel whose writes are read early: make them visible to all kernels now, not only once it has ended.
 
     Such a kernel allows no kernel to start before its programs have ended.
     """
@@ -99,10 +90,10 @@ def publish():
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Whether the device supports it: from compute capability 9.0 on."""
+    """Return True if the device supports overlap: compute capability 9.0 and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def overlapped(device: torch.device) -> dict[str, bool]:
-    """Options of a launch whose kernel begins with ``follow(OVERLAP)``."""
+    """Launch options of a kernel that begins with ``follow(OVERLAP)``."""
     return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}

@@ -1,55 +1,88 @@
-"""Proofs of bits among ranks: a proof must hold on all of them, or none uses it.
+"""Exact kernels: faster kernels that serve only where their bits equal the reference kernel's on the present device.
 
-Every function that proves passes its result through :func:`agreed`, whether it has just compared or remembers. With
-one rank that is nothing. The engine's start says how ranks agree (:func:`agreeing`), and all ranks prove the same
-things in the same order.
+A comparison counts only if it holds on every rank, since all ranks must run the same kernels. The engine's start says
+how ranks agree (:func:`agreeing`), and all ranks compare the same kernels in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, Generic, ParamSpec
 
 import torch
 
-Key = TypeVar("Key")
+P = ParamSpec("P")
 
 _agree: Callable[[bool], bool] | None = None
 
+EXACT_KERNELS: dict[str, ExactKernel[Any]] = {}
+"""Every exact kernel, by name."""
+
+
+class ExactKernel(Generic[P]):
+    """A kernel that serves where a comparison found the reference kernel's bits.
+
+    keys: maps the arguments of a comparison to the keys that it proves: everything that bits may depend on, such as
+    shapes and dtypes.
+        An empty tuple: there is nothing to compare, as on a CPU.
+    same_bits: runs both kernels on inputs of its own, with the same arguments, and compares the results.
+    trusted: the kernel serves keys that were not compared.
+    """
+
+    def __init__(
+        self, name: str, keys: Callable[P, tuple[Hashable, ...]], same_bits: Callable[P, bool], trusted: bool = False
+    ) -> None:
+        self.keys, self.same_bits, self.trusted = keys, same_bits, trusted
+        self.compared: dict[tuple[Hashable, ...], bool] = {}
+        self.serving: dict[Hashable, bool] = {}
+        EXACT_KERNELS[name] = self
+
+    @torch.no_grad()
+    def prove(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Compare both kernels, once in a process for the same keys. Synchronises; for the engine's start.
+
+        Returns True where the bits are equal on all ranks, or there is nothing to compare. Elsewhere the reference
+        kernel serves.
+        """
+        keys = self.keys(*args, **kwargs)
+        if not keys:
+            return True
+        if keys not in self.compared:
+            self.compared[keys] = self.same_bits(*args, **kwargs)
+        same = self.compared[keys] = agreed(self.compared[keys])
+        for key in keys:
+            self.serving[key] = same or self.serving.get(key, False)
+        return same
+
+    @torch.no_grad()
+    def rehearse(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Launch the kernels of :meth:`prove` and ignore the result: this compiles them ahead of time."""
+        if (keys := self.keys(*args, **kwargs)) and keys not in self.compared:
+            self.same_bits(*args, **kwargs)
+
+    def serves(self, key: Hashable) -> bool:
+        """Return True if the kernel may serve this key."""
+        return self.serving.get(key, self.trusted)
+
+    def same_when_serving(self, key: Hashable, run: Callable[[], torch.Tensor]) -> bool:
+        """Compare a pass while the kernel does not serve the key with the same pass while it does."""
+        seen = []
+        for serves in (False, True):
+            self.serving[key] = serves
+            seen.append(run())
+        del self.serving[key]
+        return torch.equal(*seen)
+
 
 def agreed(holds: bool) -> bool:
-    """Whether a proof that holds, or does not, on this rank holds on all."""
+    """Combine the ranks' results: True if ``holds`` is true on every rank."""
     return holds if _agree is None else _agree(holds)
-
-
-def proven(known: dict[Key, bool], key: Key, holds: Callable[[], bool]) -> bool:
-    """What ``holds`` says, asked once for each key, where it says so on all ranks. known: remembers it."""
-    if key not in known:
-        known[key] = holds()
-    known[key] = agreed(known[key])
-    return known[key]
-
-
-def rehearsed(known: dict[Key, bool], key: Key, holds: Callable[[], bool]) -> None:
-    """Ask what :func:`proven` will ask and learn nothing from it: this compiles what it launches ahead of time."""
-    if key not in known:
-        holds()
-        known.pop(key, None)
-
-
-def alike(known: dict[Key, bool], key: Key, run: Callable[[], torch.Tensor]) -> bool:
-    """Whether a pass has the same bits without and with what ``known`` lets serve. Leaves it served."""
-    seen = []
-    for serves in (False, True):
-        known[key] = serves
-        seen.append(run())
-    return torch.equal(*seen)
 
 
 @contextmanager
 def agreeing(agree: Callable[[bool], bool] | None) -> Iterator[None]:
-    """In this context proofs are agreed upon so; None: this rank is alone."""
+    """Set the function that combines the ranks' results within this context. None: this rank is alone."""
     global _agree
     before, _agree = _agree, agree
     try:

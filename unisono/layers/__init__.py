@@ -1,0 +1,1 @@
+"""Layers: linear, norms, rotary embedding, experts, and their weight formats."""

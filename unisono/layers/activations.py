@@ -1,8 +1,10 @@
-"""What the readers of activations want of them, and kernels that give it: bf16 rows, rows in e4m3, or both.
+"""Activation formats: a consumer declares bf16 or e4m3 inputs; the producer emits them.
 
-A layer with e4m3 weights reads its inputs quantised. Whatever makes them asks :func:`wanted` of its readers once, when
-the model is built, and then makes them so in its own launch. A wish is no promise: where the maker has no such kernel
-it gives plain rows, and the reader quantises them itself, with the same bits.
+A layer with e4m3 weights reads quantised inputs. When the model is built, the producer's format is set by
+:func:`common_input_format` of its consumers, and the producer's own launch then emits it. A format is a request, not a
+guarantee: where the kernel of the present pass cannot emit it (attention of mixed passes and of some prompts, a fused
+layer tail, rows with adapters), the producer emits plain rows, and the consumer quantises them itself, with the same
+bits.
 """
 
 from __future__ import annotations
@@ -12,21 +14,21 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.kernels import gated_norm as gated
 from unisono.kernels import sigmoid_gate, silu_mul
-from unisono.kernels.activation import sigmoid_gate_fp8, silu_mul_fp8
-from unisono.kernels.fp8_quantize import Quantised
+from unisono.kernels.gemm.fp8_quantize import Quantised
+from unisono.kernels.norm import gated_norm as gated
+from unisono.kernels.norm.activation import sigmoid_gate_fp8, silu_mul_fp8
 
 
 @dataclass(frozen=True)
 class Projected:
-    """Rows x [M, K] whose product [M, N] with one of their readers, a linear layer, has been computed with them.
+    """Rows x [M, K] together with their product [M, N] with one of their consumers, a linear layer.
 
-    x: None where nobody else reads them.
+    x: None if no other consumer reads them.
     """
 
     x: torch.Tensor | None
-    reader: object
+    consumer: object
     product: torch.Tensor
 
     @property
@@ -36,7 +38,7 @@ class Projected:
 
 @dataclass(frozen=True)
 class OfAllRanks:
-    """Rows x [M, K] that were gathered where they were made: their reader, whose inputs are divided, does not."""
+    """Rows x [M, K] gathered by their producer: a consumer with divided inputs does not gather them again."""
 
     x: torch.Tensor
 
@@ -46,65 +48,68 @@ class OfAllRanks:
 
 
 Operand = torch.Tensor | Quantised
-"""[M, K], as a product reads them."""
+"""Input [M, K] of a GEMM."""
 
 Activations = Operand | Projected | OfAllRanks
-"""[M, K], as layers hand them on."""
+"""Activations [M, K] passed between layers."""
 
 
 @dataclass(frozen=True)
-class Wish:
-    """Activations in e4m3: ``group`` columns share a scale, 0: all. keep: as plain rows, too."""
+class InputFormat:
+    """e4m3 activations: ``group`` columns share a scale, 0: all columns. keep: emit plain rows too."""
 
     group: int
     keep: bool = False
 
 
-def wish_of(reader: object) -> Wish | None:
-    """What a linear layer or a stack of experts wants of its inputs; None: plain rows, as everything else does."""
-    return getattr(reader, "wish", None)
+def input_format_of(consumer: object) -> InputFormat | None:
+    """Input format of a linear layer or a stack of experts; None: plain rows, as for any other consumer."""
+    return getattr(consumer, "input_format", None)
 
 
-def wanted(readers: Iterable[object]) -> Wish | None:
-    """What all ``readers`` of one result want together: the first wish, and plain rows for those with another."""
-    wishes = [wish_of(reader) for reader in readers]
-    first = next((wish for wish in wishes if wish is not None), None)
-    return first and Wish(first.group, keep=first.keep or any(wish != first for wish in wishes))
+def common_input_format(consumers: Iterable[object]) -> InputFormat | None:
+    """Format that serves all ``consumers`` of one tensor: the first e4m3 format, plus plain rows for consumers with
+    another."""
+    formats = [input_format_of(consumer) for consumer in consumers]
+    first = next((input_format for input_format in formats if input_format is not None), None)
+    return first and InputFormat(first.group, keep=first.keep or any(input_format != first for input_format in formats))
 
 
-def readers_of(block: object) -> tuple[object, ...]:
-    """What reads the input of a mixer or a feed-forward; one that does not say takes plain rows."""
-    return getattr(block, "readers", (None,))
+def consumers_of(block: object) -> tuple[object, ...]:
+    """Consumers of a mixer's or feed-forward's input; a block that does not declare any takes plain rows."""
+    return getattr(block, "consumers", (None,))
 
 
 def plain(x: Activations) -> torch.Tensor:
-    """The rows themselves. Raises ValueError where nobody was to read them."""
+    """The plain rows. Raises ValueError if the producer did not emit them."""
     if isinstance(x, torch.Tensor):
         return x
     if x.x is None:
-        raise ValueError("these activations were made in e4m3 only: a reader of plain rows was not asked")
+        raise ValueError("activations are e4m3 only, but a consumer read plain rows; set keep=True on the producer")
     return x.x
 
 
-def fitting(x: Activations, wish: Wish | None) -> Operand:
-    """x as a reader with this wish takes it."""
-    return x if isinstance(x, Quantised) and wish is not None and wish.group == x.group else plain(x)
+def in_format(x: Activations, input_format: InputFormat | None) -> Operand:
+    """x as a consumer with this input format reads it."""
+    return x if isinstance(x, Quantised) and input_format is not None and input_format.group == x.group else plain(x)
 
 
-def silu_product(x: torch.Tensor, wish: Wish | None) -> Activations:
-    """``silu_mul(x)``, for a reader with this wish."""
-    return silu_mul(x) if wish is None or wish.keep else silu_mul_fp8(x, wish.group)
+def silu_product(x: torch.Tensor, input_format: InputFormat | None) -> Activations:
+    """``silu_mul(x)``, emitted in ``input_format``."""
+    return silu_mul(x) if input_format is None or input_format.keep else silu_mul_fp8(x, input_format.group)
 
 
-def sigmoid_gated(x: torch.Tensor, qkv: torch.Tensor, num_heads: int, wish: Wish | None) -> Activations:
-    """``sigmoid_gate(x, qkv, num_heads)``, for a reader with this wish."""
-    if wish is None or wish.keep:
+def sigmoid_gated(x: torch.Tensor, qkv: torch.Tensor, num_heads: int, input_format: InputFormat | None) -> Activations:
+    """``sigmoid_gate(x, qkv, num_heads)``, emitted in ``input_format``."""
+    if input_format is None or input_format.keep:
         return sigmoid_gate(x, qkv, num_heads)
-    return sigmoid_gate_fp8(x, qkv, num_heads, wish.group)
+    return sigmoid_gate_fp8(x, qkv, num_heads, input_format.group)
 
 
-def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, wish: Wish | None) -> Activations:
-    """``gated_norm(o, z, weight, eps)``, for a reader with this wish."""
-    if wish is None or wish.keep or not gated.quantises(weight.shape[0], wish.group):
+def gated_norm(
+    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, input_format: InputFormat | None
+) -> Activations:
+    """``gated_norm(o, z, weight, eps)``, emitted in ``input_format``."""
+    if input_format is None or input_format.keep or not gated.quantises(weight.shape[0], input_format.group):
         return gated.gated_norm(o, z, weight, eps)
-    return gated.gated_norm_fp8(o, z, weight, eps, wish.group)
+    return gated.gated_norm_fp8(o, z, weight, eps, input_format.group)

@@ -1,8 +1,8 @@
-"""Adapters of linear layers: low-rank products (LoRA) that are added to the outputs of the rows that have one.
+"""Adapters of linear layers: low-rank products (LoRA) added to the outputs of the rows that have one.
 
-A :class:`LinearAdapter` hangs on a ``Linear`` and has room for a fixed number of adapters, so graphs keep their
-addresses. Which row of a pass has which adapter is said once for each pass (:class:`AdapterRows`). A layer without one,
-and a pass in which no row has one, are computed as if there were none.
+A :class:`LinearAdapter` belongs to a ``Linear`` and has room for a fixed number of adapters, so addresses in graphs
+stay valid. :class:`AdapterRows` sets the adapter of each row once per pass. A layer without adapters, and a pass in
+which no row has one, are computed as if there were none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.kernels import silu_mul
-from unisono.kernels.adapters import (
+from unisono.kernels.lora.adapters import (
     MAX_PROJECTIONS,
     SMALL_RANK,
     AdapterPlan,
@@ -23,23 +23,24 @@ from unisono.kernels.adapters import (
     padded_rank,
     shrink,
 )
-from unisono.kernels.adapters_linear import adapted_linear, prove_adapted
+from unisono.kernels.lora.adapters_linear import adapted_linear, exact_adapted
 from unisono.types import ConfigError
 
 
 class AdapterRows:
-    """Which adapter each row of the pass under way has; all layers of a model share one."""
+    """Adapter of each row in the current pass; shared by all layers of a model."""
 
     def __init__(self) -> None:
         self._plans: Mapping[int, AdapterPlan] = {}
 
     def plan(self, rows: int) -> AdapterPlan | None:
-        """That of a product with this number of rows; None in a pass without adapters."""
+        """Plan for a product with this number of rows; None in a pass without adapters."""
         return self._plans[rows] if self._plans else None
 
     @contextmanager
     def seeing(self, plans: Mapping[int, AdapterPlan]) -> Iterator[None]:
-        """Within the block layers add adapters. plans: by number of rows, for a pass may compute some rows' only."""
+        """Within the block, layers add adapters. plans: by number of rows, since some products of a pass have fewer
+        rows."""
         self._plans = plans
         try:
             yield
@@ -49,7 +50,7 @@ class AdapterRows:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What a layer's adapters have still to add to its product: h, see ``shrink``; b, projections: the layer's."""
+    """The part of an adapter product not yet added: h, see ``shrink``; b, projections: the layer's."""
 
     h: torch.Tensor
     b: torch.Tensor
@@ -57,11 +58,11 @@ class LowRank:
     plan: AdapterPlan
 
     def added(self, y: torch.Tensor) -> torch.Tensor:
-        """``y [M, N]`` with it, in place."""
+        """Add it to ``y [M, N]`` in place."""
         return expand(y, self.h, self.b, self.projections, self.plan)
 
     def silu(self, y: torch.Tensor) -> torch.Tensor:
-        """``silu_mul(added(y))``: in one launch, but for large ranks."""
+        """``silu_mul(added(y))``: in one launch, except for large ranks."""
         if self.b.shape[2] > SMALL_RANK:
             return silu_mul(self.added(y))
         return expand_silu(y, self.h, self.b, self.plan)
@@ -70,9 +71,9 @@ class LowRank:
 class LinearAdapter:
     """The adapters of one linear layer.
 
-    a [L, P · R, K], b [L, N, R]: of each adapter, in the layer's dtype; R is the padded rank, and what an adapter lacks
-    is zero. projections: outputs of each of P. Among several ranks K are all inputs and N the outputs of this rank, so
-    that no sum is split.
+    a [L, P · R, K], b [L, N, R]: weights of each adapter, in the layer's dtype; R is the padded rank, and missing parts
+    are zero. projections: outputs of each of the P projections. With several ranks, K are all inputs and N the outputs
+    of this rank, so that no sum is split.
     """
 
     def __init__(
@@ -97,19 +98,19 @@ class LinearAdapter:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: AdapterPlan
     ) -> torch.Tensor | None:
-        """The product with a plain weight and the adapters in one launch; None in passes that cannot have that."""
+        """Product with a plain weight and the adapters in one launch; None if the pass does not allow it."""
         return adapted_linear(x, weight, bias, self.a, self.b, self.projections, plan)
 
     def prove(self, weight: torch.Tensor) -> bool:
-        """See :func:`unisono.kernels.adapters_linear.prove_adapted`."""
-        return prove_adapted(weight, self.a, self.b, self.projections)
+        """See :data:`unisono.kernels.lora.adapters_linear.exact_adapted`."""
+        return exact_adapted.prove(weight, self.a, self.b, self.projections)
 
     def shrunk(self, x: torch.Tensor, plan: AdapterPlan) -> LowRank:
-        """The adapters' first half. x [M, K]: as the layer read it, not quantised, contiguous."""
+        """First half of the adapters. x [M, K]: the layer's input, unquantised, contiguous."""
         return LowRank(shrink(x, self.a, self.rank, plan), self.b, self.projections, plan)
 
     def write(self, adapter: int, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
-        """Fill one adapter's place. parts: of each projection A [r, K] and B [outputs, r]; None: it has none."""
+        """Write one adapter. parts: A [r, K] and B [outputs, r] of each projection; None: it has none."""
         a, b = self.a[adapter].view(len(self.projections), self.rank, -1), self.b[adapter].split(self.projections)
         for number, part in enumerate(parts):
             a[number].zero_()

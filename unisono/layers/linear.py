@@ -14,25 +14,38 @@ from torch import nn
 
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.kernels.adapters import AdapterPlan
-from unisono.layers.activations import Activations, OfAllRanks, Projected, Wish, fitting, plain
+from unisono.kernels.lora.adapters import AdapterPlan
+from unisono.layers.activations import Activations, InputFormat, OfAllRanks, Projected, in_format, plain
 from unisono.layers.adapters import LinearAdapter, LowRank
-from unisono.layers.formats import FLOATS, PLAIN, WHOLE, PartOf, Place, Plain, Share, Slices, Stored, WeightFormat
+from unisono.layers.formats.base import (
+    FLOATS,
+    PLAIN,
+    WHOLE,
+    PartOf,
+    Plain,
+    Share,
+    Slices,
+    StoredTensor,
+    WeightFormat,
+    WeightTarget,
+)
 from unisono.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
     """``x [M, inputs] -> [M, outputs]``; its parameters are uninitialised.
 
-    outputs: their number, or by name those of several projections of one input, which are computed as one product and
-        stored apart. format: how the weight is stored and applied. share: what a rank holds of the outputs, of each
-        projection where it is a mapping; the layer computes these alone.
-    input_share: what a rank holds of the inputs; the layer's product is then a term of a sum over ranks.
-    ranks: with whom inputs and outputs are gathered. split_inputs: the inputs that the layer gets are this rank's
-        columns. joins: its outputs are gathered, so that every rank has all of them. sums: they are terms, which are
-        gathered and added in the order of ranks.
-    adapter: what is added to the outputs of rows that have an adapter, of this rank's outputs before they are gathered;
-        None where the layer takes none.
+    outputs: their number; or, by name, those of several projections of one input, computed as one product and stored
+        separately.
+    format: how the weight is stored and applied.
+    share: this rank's share of the outputs, of each projection if it is a mapping; the layer computes only these.
+    input_share: this rank's share of the inputs; the layer's product is then a term of a sum over ranks.
+    ranks: processes with which inputs and outputs are gathered.
+    split_inputs: the layer's inputs are this rank's columns.
+    joins: its outputs are gathered, so that every rank has all of them.
+    sums: its outputs are terms, gathered and added in the order of ranks.
+    adapter: added to the outputs of rows with an adapter, before this rank's outputs are gathered; None if the layer
+        takes none.
     """
 
     weight: nn.Parameter
@@ -65,40 +78,47 @@ class Linear(nn.Module):
                 self.register_parameter(kind, self._made(_parameter(shape, stored.dtype, device), stored))
         self.bias = _parameter((self.outputs,), dtype, device) if bias else None
         if self.bias is not None:
-            self._made(self.bias, Stored(dtype, FLOATS, inputs=0))
+            self._made(self.bias, StoredTensor(dtype, FLOATS, inputs=0))
 
     def joined(self, ranks: Ranks, split_inputs: bool) -> Linear:
-        """Gather the outputs, and with ``split_inputs`` the inputs, among ``ranks``; returns the layer."""
+        """Gather the outputs, and the inputs with ``split_inputs``, among ``ranks``; return the layer."""
         self.ranks, self.split_inputs, self.joins = ranks, split_inputs, self.divided
         return self
 
     def summed(self, ranks: Ranks) -> Linear:
-        """Gather the outputs among ``ranks`` as terms of a sum; returns the layer."""
+        """Gather the outputs among ``ranks`` as terms of a sum; return the layer."""
         self.ranks, self.sums = ranks, True
         return self
 
     @property
     def divided(self) -> bool:
-        """Whether this rank holds a part of the outputs only."""
+        """True if this rank holds only a part of the outputs."""
         return any(share != WHOLE for share in self.shares.values())
 
     @property
-    def wish(self) -> Wish | None:
-        """What the layer wants of its inputs: see ``layers/activations.py``. Plain rows where it gathers them."""
-        wish = getattr(self.format, "wish", None)
-        wished: Wish | None = wish(self) if wish and not self.split_inputs else None
-        return wished and replace(wished, keep=wished.keep or self.adapter is not None)  # adapters read plain rows
+    def input_format(self) -> InputFormat | None:
+        """Input format of the layer: see ``layers/activations.py``. Plain rows if it gathers its inputs."""
+        input_format = getattr(self.format, "input_format", None)
+        declared: InputFormat | None = input_format(self) if input_format and not self.split_inputs else None
+        return declared and replace(declared, keep=declared.keep or self.adapter is not None)  # for adapters
 
     def forward(self, x: Activations, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """``residual [M, outputs]`` is added to the rounded product."""
-        if isinstance(x, Projected) and x.reader is self and residual is None:
+        """Product plus bias; ``residual [M, outputs]`` is added to the rounded product."""
+        if isinstance(x, Projected) and x.consumer is self and residual is None:
             return x.product
         if (y := self._apart(x)) is not None:
             return y if residual is None else y + residual
-        return self.format.linear(self, fitting(x, self.wish), residual)  # type: ignore[arg-type]
+        return self.format.linear(self, in_format(x, self.input_format), residual)  # type: ignore[arg-type]
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain product in x's dtype, for a plain weight held whole: the tests' oracle. Raises TypeError for others."""
+        if self.format is not PLAIN or self.divided or self.sums:
+            raise TypeError(f"a {self.format.name} layer, or a rank's part of one, has no reference")
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
 
     def _apart(self, x: Activations) -> torch.Tensor | None:
-        """The product where something happens between it and the residual's sum; None elsewhere."""
+        """The product if another step comes between it and the residual's sum; otherwise None."""
         if not (self.joins or self.sums or self.split_inputs):
             return self._adapted(x)
         y = self._part(x)
@@ -107,17 +127,16 @@ class Linear(nn.Module):
         return self.ranks.gather(y) if self.joins else y
 
     def _part(self, x: Activations) -> torch.Tensor:
-        """This rank's outputs, with the bias, or its terms of all outputs; the inputs are gathered where they are
-        divided."""
-        given: Activations = x.x if isinstance(x, OfAllRanks) else x
-        if self.split_inputs and given is x:
-            given = self.ranks.gather(plain(x))
-        if (y := self._adapted(given)) is None:
-            y = self.format.linear(self, fitting(given, self.wish), None)  # type: ignore[arg-type]
+        """This rank's outputs with the bias, or its terms of all outputs. Divided inputs are gathered."""
+        inputs: Activations = x.x if isinstance(x, OfAllRanks) else x
+        if self.split_inputs and inputs is x:
+            inputs = self.ranks.gather(plain(x))
+        if (y := self._adapted(inputs)) is None:
+            y = self.format.linear(self, in_format(inputs, self.input_format), None)  # type: ignore[arg-type]
         return y
 
     def columns(self, x: Activations) -> torch.Tensor | Columns:
-        """``self(x)`` for a reader that may need less than all outputs of divided ones, which are not gathered."""
+        """``self(x)`` without gathering divided outputs, for a consumer that may need only some of them."""
         if not self.joins:
             product: torch.Tensor = self(x)
             return product
@@ -126,9 +145,9 @@ class Linear(nn.Module):
     def then_norm(
         self, x: Activations, residual: torch.Tensor, norm: nn.Module | None
     ) -> tuple[torch.Tensor, Activations]:
-        """(sum, norm(sum)) for the sum of the product and ``residual``; without a norm the sum twice.
+        """(sum, norm(sum)) for the sum of the product and ``residual``; without a norm, the sum twice.
 
-        The norm is quantised where its readers want that and the format has such a kernel.
+        The norm is quantised if its consumers read that format and the weight format has such a kernel.
         """
         if (self.joins or self.sums) and isinstance(norm, RMSNorm):
             return norm.of_parts(self._part(x), residual, self.ranks, self.sums)
@@ -138,11 +157,11 @@ class Linear(nn.Module):
             total = y + residual
             return total, total if norm is None else norm(total)
         if isinstance(norm, RMSNorm):
-            fused = getattr(self.format, "linear_norm_fp8", None) if norm.wish else None
-            given: Any = fitting(x, self.wish)
+            fused = getattr(self.format, "linear_norm_fp8", None) if norm.input_format else None
+            operand: Any = in_format(x, self.input_format)
             if fused is not None:
-                return fused(self, given, residual, norm.weight, norm.eps, norm.wish)
-            return self.format.linear_norm(self, given, residual, norm.weight, norm.eps)
+                return fused(self, operand, residual, norm.weight, norm.eps, norm.input_format)
+            return self.format.linear_norm(self, operand, residual, norm.weight, norm.eps)
         total = self(x, residual)
         return total, total if norm is None else norm(total)
 
@@ -154,29 +173,29 @@ class Linear(nn.Module):
         return y if low is None else low.added(y)
 
     def product(self, x: Activations) -> tuple[torch.Tensor, LowRank | None]:
-        """(``self(x)``, None); or without what adapters have still to add, and that, for a reader that can add it."""
+        """(``self(x)``, None), or (product, pending adapter part), for a consumer that can add the adapters itself."""
         if self.joins or self.sums or self.split_inputs or (plan := self._plan(x)) is None:
             return self(x), None
         return self._with_adapters(x, plan)
 
     def _with_adapters(self, x: Activations, plan: AdapterPlan) -> tuple[torch.Tensor, LowRank | None]:
-        """x [M, all inputs] -> this rank's product, and what adapters have still to add to it; None: nothing."""
+        """x [M, all inputs] -> this rank's product, and the pending adapter part; None if there is none."""
         assert self.adapter is not None
         rows = plain(x).contiguous()
         if isinstance(self.format, Plain):
             y = self.adapter.linear(rows, self.weight, self.bias, plan)
             if y is not None:
                 return y, None
-        plan.sort()  # before the product: what follows it reads the plan before its turn
-        y = self.format.linear(self, fitting(x, self.wish), None)  # type: ignore[arg-type]
+        plan.sort()  # before the product: the kernel after it reads the plan early
+        y = self.format.linear(self, in_format(x, self.input_format), None)  # type: ignore[arg-type]
         return y, self.adapter.shrunk(rows, plan)
 
     def _plan(self, x: Activations) -> AdapterPlan | None:
-        """Which row has which adapter; None in a pass without any."""
+        """Adapter of each row; None in a pass without adapters."""
         return None if self.adapter is None else self.adapter.plan(plain(x).shape[0])
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        """What a checkpoint stores of the layer: (name inside the layer, where it goes)."""
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+        """(name inside the layer, target) of each checkpoint tensor."""
         tensors = self.format.tensors(self.dtype)
         made = {kind: stored for kind, stored in tensors.items() if not stored.accepts}
         rows = {kind: self._rows(kind, stored) for kind, stored in tensors.items()}
@@ -185,21 +204,23 @@ class Linear(nn.Module):
                 for number, (name, place) in enumerate(self._places(kind, stored, self.format)):
                     yield name, replace(place, others={other: rows[other][number] for other in made})
         if self.bias is not None:
-            yield from self._places("bias", Stored(self.dtype, FLOATS, inputs=0), None)
+            yield from self._places("bias", StoredTensor(self.dtype, FLOATS, inputs=0), None)
 
-    def _places(self, kind: str, stored: Stored, format: WeightFormat | None) -> Iterator[tuple[str, Place]]:
-        """The places of one tensor, one for each projection."""
+    def _places(
+        self, kind: str, stored: StoredTensor, format: WeightFormat | None
+    ) -> Iterator[tuple[str, WeightTarget]]:
+        """Targets of one tensor, one for each projection."""
         for (projection, outputs), into in zip(self.projections.items(), self._rows(kind, stored), strict=True):
             share = self.shares[projection]
             part: Slices | None = stored.part(share.runs(outputs)) if share != WHOLE else None
             if self.input_share != WHOLE and stored.inputs:
                 part = Slices(1, stored.columns(self.input_share.runs(self.inputs)))
             shape, *also = stored.stored_shapes(outputs, self.inputs)
-            place = Place(into, shape, stored.accepts, part, format, kind, also=tuple(also))
+            place = WeightTarget(into, shape, stored.accepts, part, format, kind, also=tuple(also))
             yield f"{projection}.{kind}" if projection else kind, place
 
-    def _made(self, parameter: nn.Parameter, stored: Stored) -> nn.Parameter:
-        """The parameter, knowing what of the whole one it is."""
+    def _made(self, parameter: nn.Parameter, stored: StoredTensor) -> nn.Parameter:
+        """The parameter, marked with its part of the whole tensor."""
         if self.input_share != WHOLE and stored.inputs:
             columns = stored.columns(self.input_share.runs(self.inputs))
             parameter.part_of = PartOf(stored.shape(self.outputs, self.inputs), 1, columns)  # type: ignore[attr-defined]
@@ -214,8 +235,8 @@ class Linear(nn.Module):
             parameter.part_of = PartOf(shape, 0, tuple(runs))  # type: ignore[attr-defined]
         return parameter
 
-    def _rows(self, kind: str, stored: Stored) -> list[torch.Tensor]:
-        """The rows of a parameter that serve each projection; empty tensors where there is no parameter."""
+    def _rows(self, kind: str, stored: StoredTensor) -> list[torch.Tensor]:
+        """Rows of a parameter that serve each projection; empty tensors if there is no parameter."""
         if stored.dtype is None:
             return [torch.empty(0) for _ in self.held]
         counts = [stored.shape(outputs, self.inputs)[0] for outputs in self.held]
@@ -227,10 +248,11 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 
 
 def prove_linears(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
-    """The format's proof for each distinct shape [outputs, inputs] of the linear layers among ``modules``.
+    """Run the format's exactness check for each distinct shape [outputs, inputs] of the linear layers among
+    ``modules``.
 
-    Where it fails, one exact kernel serves every length. So it is with adapters that ride along. For the start, before
-    any capture.
+    If it fails, one exact kernel serves every length; the same holds for fused adapters. For the start, before any
+    capture.
     """
     proven: dict[tuple[int, int], bool] = {}
     layers = [module for module in modules if isinstance(module, Linear)]
@@ -244,12 +266,12 @@ def prove_linears(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
 
 
 def rehearse_proofs(modules: Iterable[nn.Module]) -> None:
-    """Launch the kernels of :func:`prove_linears` and learn nothing: for compiling them ahead."""
+    """Launch the kernels of :func:`prove_linears` and ignore the results, to compile them ahead of time."""
     for layer in _one_of_each(modules):
         layer.format.rehearse(layer)
 
 
 def _one_of_each(modules: Iterable[nn.Module]) -> Iterable[Linear]:
-    """A layer of each shape and format."""
+    """One layer of each shape and format."""
     layers = (m for m in modules if isinstance(m, Linear))
     return {(m.outputs, m.inputs, m.format): m for m in layers}.values()

@@ -10,7 +10,7 @@ from unisono.layers.linear import Linear
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``: a feed-forward (``models/blocks.py``).
+    """``down(silu(gate(x)) * up(x))``: a feed-forward (``models/blocks/layers.py``).
 
     gate_up: both projections as one product. down: the projection back.
     """
@@ -20,19 +20,26 @@ class GatedMLP(nn.Module):
         self.gate_up, self.down = gate_up, down
 
     @property
-    def readers(self) -> tuple[object, ...]:
-        """What reads the block's input."""
+    def consumers(self) -> tuple[object, ...]:
+        """Consumers of the block's input."""
         return (self.gate_up,)
 
     def forward(self, x: Activations, positions: torch.Tensor | None = None) -> Activations:
-        """What ``down`` reads: [M, hidden] -> [M, intermediate]. The same is done for every position."""
+        """[M, hidden] -> [M, intermediate], the input of ``down``. Positions are ignored."""
         y, low = self.gate_up.product(x)
         if low is not None:
             return low.silu(y)
-        return OfAllRanks(self.down.ranks.silu(y)) if self.down.split_inputs else silu_product(y, self.down.wish)
+        return (
+            OfAllRanks(self.down.ranks.silu(y)) if self.down.split_inputs else silu_product(y, self.down.input_format)
+        )
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain formula in x's dtype, [M, hidden] -> [M, hidden]: the tests' oracle."""
+        gate, up = self.gate_up.reference(x).chunk(2, dim=-1)
+        return self.down.reference(nn.functional.silu(gate) * up)
 
     def project(
         self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
     ) -> tuple[torch.Tensor, Activations]:
-        """What ``forward`` returned -> (residual + down(y), ``norm`` of it); without a norm the sum twice."""
+        """Result of ``forward`` -> (residual + down(y), ``norm`` of it); without a norm, the sum twice."""
         return self.down.then_norm(y, residual, norm)

@@ -1,4 +1,4 @@
-"""The table of rotary angles that a checkpoint's configuration asks for.
+"""The table of rotary angles defined by a checkpoint's configuration.
 
 Built once per model and kind of layer by ``models``; read by the ``rope_and_cache`` op.
 """
@@ -15,16 +15,18 @@ import torch
 from unisono.types import ConfigError
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
-"""Rope types whose angles are fixed by the position alone (dynamic and longrope look at the length)."""
+"""Rope types whose angles depend on the position alone (dynamic and longrope depend on the length)."""
 
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """Which table of angles an attention layer reads; layers with equal specs share a table.
+    """Rotary table of an attention layer; layers with equal specs share a table.
 
-    head_dim: elements of a head. parameters: the rope parameters as JSON; their ``partial_rotary_factor`` says which
-    share of a head turns. hf_config: what else the rope type reads (the trained context length). axes: of each plane
-    that turns, the axis (0 time, 1 height, 2 width) by whose position; empty where positions have one axis.
+    head_dim: elements of a head.
+    parameters: the rope parameters as JSON; their ``partial_rotary_factor`` is the fraction of a head that is rotated.
+    hf_config: other inputs of the rope type (the trained context length).
+    axes: for each rotated plane, the axis whose position rotates it (0 time, 1 height, 2 width); empty if positions
+        have one axis.
     """
 
     head_dim: int
@@ -34,13 +36,13 @@ class RotarySpec:
 
     @classmethod
     def of(cls, hf_config: Any, head_dim: int, parameters: dict[str, Any] | None = None) -> RotarySpec:
-        """The spec of a transformers config; ``parameters``: of one kind of its layers, if they differ."""
+        """Spec of a transformers config; ``parameters``: of one kind of its layers, if they differ."""
         found = _rope_parameters(hf_config) if parameters is None else parameters
         return cls(head_dim, json.dumps(found, sort_keys=True), hf_config, _axes(head_dim, found))
 
     @property
     def planes(self) -> int:
-        """Planes of a head that turn."""
+        """Number of rotated planes of a head."""
         return _rot_dim(self.head_dim, json.loads(self.parameters)) // 2
 
     def table(self, max_positions: int, device: torch.device | str) -> torch.Tensor:
@@ -64,17 +66,18 @@ def _rot_dim(head_dim: int, parameters: dict[str, Any]) -> int:
 
 
 def _axes(head_dim: int, parameters: dict[str, Any]) -> tuple[int, ...]:
-    """The axis of each plane, where the parameters name sections that fit."""
+    """Axis of each plane, if the parameters define sections that fit."""
     section, planes = parameters.get("mrope_section"), _rot_dim(head_dim, parameters) // 2
     axes = rotary_axes(tuple(section), bool(parameters.get("mrope_interleaved")), planes) if section else ()
     return axes if len(axes) == planes else ()
 
 
 def rotary_axes(section: tuple[int, ...], interleaved: bool, planes: int) -> tuple[int, ...]:
-    """The axis (0 time, 1 height, 2 width) by whose position each of ``planes`` planes turns.
+    """Axis (0 time, 1 height, 2 width) whose position rotates each of ``planes`` planes.
 
-    section: planes of each of the three axes. interleaved: the axes take turns as long as each has planes left, and
-    time has the rest (Qwen3-VL); otherwise they lie in blocks (Qwen2-VL, arXiv 2409.12191), which have to be as many.
+    section: planes of each of the three axes.
+    interleaved: the axes alternate as long as each has planes left, and time has the rest (Qwen3-VL); otherwise they
+        lie in blocks (Qwen2-VL, arXiv 2409.12191), whose sum must be ``planes``.
     """
     if not interleaved:
         return tuple(axis for axis, count in enumerate(section) for _ in range(count))
@@ -84,11 +87,12 @@ def rotary_axes(section: tuple[int, ...], interleaved: bool, planes: int) -> tup
 def angles_of(
     table: torch.Tensor, positions: torch.Tensor, axes: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A table of the angles of these tokens alone, and the row of it for each token.
+    """Table of the angles of these tokens only, and the row of it for each token.
 
-    table [max_positions, D] fp32: see :func:`rotary_table`. positions [T, 3] int32: on the axes of time, height and
-    width; those below 0 count as 0. axes [D] int64: the axis of each element of a row; None: time alone. Returns
-    [T, D] and [T] int32. A token whose three positions are equal has the very row of the table.
+    table [max_positions, D] fp32: see :func:`rotary_table`.
+    positions [T, 3] int32: on the axes of time, height and width; below 0 counts as 0.
+    axes [D] int64: axis of each element of a row; None: time only. Returns [T, D] and [T] int32. A token whose three
+        positions are equal gets exactly a row of the table.
     """
     if axes is None:
         return table, positions[:, 0].contiguous()
@@ -122,12 +126,12 @@ def rotary_table(
     device: torch.device | str,
     parameters: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Cosines, then sines, of every position: [max_positions, rot_dim] fp32 on ``device``.
+    """Cosines followed by sines of every position: [max_positions, rot_dim] fp32 on ``device``.
 
     parameters: the rope parameters, by default the configuration's. rot_dim is ``head_dim`` times their
-    partial_rotary_factor. The frequencies, scaling
-    (linear; Llama 3; YaRN, arXiv 2309.00071) and its attention factor are transformers'. Computed on the
-    CPU, so that the table is the same on every device. Raises ConfigError for other rope types.
+        partial_rotary_factor. The frequencies, scaling (linear; Llama 3; YaRN, arXiv 2309.00071) and its attention
+        factor are those of transformers. Computed on the CPU, so that the table is the same on every device. Raises
+        ConfigError for other rope types.
     """
     frequencies, factor = _inverse_frequencies(hf_config, head_dim, parameters or _rope_parameters(hf_config))
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies.float()

@@ -1,0 +1,1 @@
+"""Models: families, blocks, loading, adapters and vision towers."""

@@ -1,7 +1,7 @@
-"""What a model is, as data: the config that every family's config.json is read into, layer by layer.
+"""Model configuration as data: the result of reading a family's config.json, layer by layer.
 
-Owns :class:`DecoderConfig` and :class:`Family` (how one family reads its config and names its tensors). Family files
-build these from the specs of ``blocks.py``; decoder, loader and engine read them.
+Owns :class:`DecoderConfig` and :class:`Family` (how a family reads its config and names its tensors). Family files
+build these from the specs in ``blocks/``; decoder, loader and engine read them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ import torch
 
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.rotary import RotarySpec
-from unisono.models.blocks import AttentionSpec, LayerSpec, MLPSpec
-from unisono.models.build import require
+from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec
+from unisono.models.load.build import require
 from unisono.models.vision.config import VisionConfig
 from unisono.types import CheckpointError
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder: its layers and what they share. Immutable; sizes are element counts.
+    """A decoder: its layers and their shared settings. Immutable; sizes are element counts.
 
-    layers: each layer's own spec. max_positions: the context length that config.json declares. zero_centered_norms: the
-    kind of all norms that the builder makes (``layers.norm``). mtp_modules: how many multi-token prediction modules
-    config.json declares. vision: the vision tower beside the decoder; None: there is none. hf_config: the transformers
-    config it was read from, that of the text model where there are several. Raises CheckpointError for values that
-    cannot be computed.
+    layers: spec of each layer.
+    max_positions: context length declared by config.json.
+    zero_centered_norms: kind of all norms that the builder makes (``layers.norm``).
+    mtp_modules: number of multi-token prediction modules declared by config.json.
+    vision: the vision tower beside the decoder; None: there is none.
+    hf_config: the transformers config it was read from; that of the text model if there are several. Raises
+        CheckpointError for values that cannot be computed.
     """
 
     architecture: str
@@ -58,7 +60,7 @@ class DecoderConfig:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The spec of the last layer that attends; draft modules take what their tensors do not tell from it."""
+        """Spec of the last attention layer. Draft modules take settings from it that their tensors do not show."""
         for spec in map(attention_of, reversed(self.layers)):
             if spec is not None:
                 return spec
@@ -66,22 +68,22 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of each layer, how many positions a token sees, itself included; 0: all."""
+        """Positions a token sees in each layer, itself included; 0: all."""
         return tuple(getattr(layer.mixer, "window", 0) for layer in self.layers)
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Each distinct (query heads, KV heads, head size) of the layers that attend, one at least."""
+        """Each distinct (query heads, KV heads, head size) of the attention layers, at least one."""
         return self.attention_shapes_of(ALONE)
 
     def attention_shapes_of(self, ranks: Ranks) -> tuple[tuple[int, int, int], ...]:
-        """The same of one rank."""
+        """:attr:`attention_shapes` of one rank."""
         specs = [self.attention, *(spec for spec in map(attention_of, self.layers) if spec is not None)]
         specs = [spec.of(ranks) for spec in specs]
         return tuple(dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs))
 
     def check_divides(self, ranks: Ranks) -> None:
-        """Raises ConfigError where a layer cannot be divided among the ranks."""
+        """Raise ConfigError if a layer cannot be divided among the ranks."""
         for layer in self.layers:
             for block in (layer.mixer, layer.feed_forward):
                 check = getattr(block, "of", None)
@@ -90,9 +92,9 @@ class DecoderConfig:
 
 
 def _on_three_axes(layer: LayerSpec, vision: VisionConfig) -> LayerSpec:
-    """The layer, whose rotary planes turn by the positions of the axes that the model's sections say.
+    """The layer with rotary planes assigned to the axes of the model's sections.
 
-    Raises CheckpointError where these are not as many.
+    Raises CheckpointError if the sections do not match the number of planes.
     """
     mixer = layer.mixer
     if not isinstance(mixer, AttentionSpec):
@@ -104,29 +106,29 @@ def _on_three_axes(layer: LayerSpec, vision: VisionConfig) -> LayerSpec:
 
 
 def attention_of(layer: LayerSpec) -> AttentionSpec | None:
-    """The spec of a layer that attends; None for another mixer."""
+    """Spec of an attention layer; None for another mixer."""
     return layer.mixer if isinstance(layer.mixer, AttentionSpec) else None
 
 
 Name = str | Mapping[type, str]
-"""A checkpoint's name of a module; where it depends on the layer's mixer, the name for each kind of mixer spec."""
+"""Checkpoint name of a module; a mapping by the type of the layer's mixer spec if the name depends on it."""
 
 
 TOWER_PREFIXES = ("model.visual.", "visual.")
-"""How the names of a vision tower's tensors begin in exports of different tools."""
+"""Prefixes of a vision tower's tensors in exports of different tools."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a family file exports, and the catalog lists.
+    """Exported by a family file and listed in the catalog.
 
     read: transformers config -> DecoderConfig.
     names: module -> checkpoint module; ``*`` is the layer number, and after ``each`` a second one the expert's. A
         projection of a merged linear layer is named like a module in it (``layers.*.mixer.qkv.q``). ``.weight``,
         ``.bias`` and the like carry over.
-    rows: projection -> a function of its layer's spec: which rows of the checkpoint's tensor are the projection's, in
-        order, int64. Several projections may then have the same checkpoint module, whose rows they share.
-    unread: how the names begin of tensors that are not read -> why.
+    rows: projection -> a function of its layer's spec that returns the rows of the checkpoint tensor that form the
+        projection, in order, int64. Several projections may then share the rows of one checkpoint module.
+    unread: name prefix of tensors that are not read -> reason.
     tower: module of the vision tower -> checkpoint module, inside one of TOWER_PREFIXES; empty: there is no tower.
     """
 
@@ -137,11 +139,11 @@ class Family:
     tower: Mapping[str, Name] = field(default_factory=dict)
 
     def name(self, module: str, layers: Sequence[LayerSpec] = ()) -> str:
-        """The checkpoint's name of a module. layers: the model's, for names that depend on a layer's mixer."""
+        """Checkpoint name of a module. layers: the model's, for names that depend on a layer's mixer."""
         return checkpoint_name(self.names, module, layers)
 
     def rows_of(self, module: str, layers: Sequence[LayerSpec]) -> torch.Tensor | None:
-        """Which rows of the checkpoint's tensor are a module's; None where all are, in their order."""
+        """Rows of the checkpoint tensor that form a module; None for all, in order."""
         if not self.rows:
             return None
         key, numbers = _key(module)
@@ -149,7 +151,7 @@ class Family:
 
 
 def checkpoint_name(names: Mapping[str, Name], module: str, layers: Sequence[LayerSpec] = ()) -> str:
-    """The checkpoint's name of a module, by ``names`` of :class:`Family`'s kind. Raises KeyError without one."""
+    """Checkpoint name of a module, by ``names`` in the form of :class:`Family`. Raises KeyError if there is none."""
     key, numbers = _key(module)
     theirs = names[key]
     if not isinstance(theirs, str):
@@ -160,13 +162,13 @@ def checkpoint_name(names: Mapping[str, Name], module: str, layers: Sequence[Lay
 
 
 def _key(module: str) -> tuple[str, list[int]]:
-    """(the module with ``*`` for its layer's number and none for an expert's, these numbers)."""
+    """(the module with ``*`` for its layer number and without an expert's, these numbers)."""
     key = re.sub(r"\.\d+(?=\.)", ".*", re.sub(r"\.each\.\d+", ".each", module))
     return key, [int(number) for number in re.findall(r"\.(\d+)(?=\.)", module)]
 
 
 def in_language_model(names: Mapping[str, Name]) -> dict[str, Name]:
-    """The same names in a model with a vision tower: ``model.language_model.`` in place of ``model.``."""
+    """The names in a model with a vision tower: ``model.language_model.`` in place of ``model.``."""
 
     def moved(name: str) -> str:
         return re.sub(r"^model\.", "model.language_model.", name)
@@ -178,9 +180,9 @@ def in_language_model(names: Mapping[str, Name]) -> dict[str, Name]:
 
 
 def read_decoder_config(hf_config: Any, layers: Sequence[LayerSpec], **options: Any) -> DecoderConfig:
-    """A DecoderConfig of these layers; the rest from a transformers config, where all families spell it alike.
+    """A DecoderConfig of these layers, with the fields that all families spell alike from a transformers config.
 
-    Sizes are those of the text model, where the config has several; options: further fields of the DecoderConfig.
+    Sizes are those of the text model if the config has several. options: further fields of the DecoderConfig.
     """
     text = hf_config.get_text_config()
     text.name_or_path = hf_config.name_or_path
@@ -198,7 +200,8 @@ def read_decoder_config(hf_config: Any, layers: Sequence[LayerSpec], **options: 
 
 
 def read_attention(hf_config: Any, **options: Any) -> AttentionSpec:
-    """An attention layer's spec: heads and rotary from a transformers config, ``options`` are the family's own."""
+    """Spec of an attention layer: heads and rotary from a transformers config; ``options`` are specific to the
+    family."""
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     kv_heads = hf_config.num_key_value_heads or heads
@@ -206,12 +209,12 @@ def read_attention(hf_config: Any, **options: Any) -> AttentionSpec:
 
 
 def read_mlp(hf_config: Any, bias: bool = False) -> MLPSpec:
-    """A gated MLP's spec from a transformers config."""
+    """Spec of a gated MLP from a transformers config."""
     return MLPSpec(hf_config.intermediate_size, bias, hf_config.hidden_act)
 
 
 def windows_by_layer_type(hf_config: Any) -> tuple[int, ...]:
-    """Windows of a config that lists ``layer_types`` (Qwen2, Qwen3): ``sliding_window`` where it says so.
+    """Windows of a config with ``layer_types`` (Qwen2, Qwen3): ``sliding_window`` for sliding layers.
 
     Raises CheckpointError for a layer type that is neither full nor sliding attention.
     """

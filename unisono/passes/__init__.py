@@ -1,6 +1,6 @@
-"""The passes that the engine runs on the device, as programs over buffers.
+"""Device passes of the engine, as programs over buffers.
 
-``extend.py`` computes prompt tokens; ``round.py`` takes every request from n committed tokens to n + 1 + a, where a
-drafts were accepted; ``verify.py`` is what a round does after its drafts; ``features/`` has one file for each thing
-that a request may ask of a pass beside its tokens. Imported by the engine; imports nothing of it.
+``extend.py`` computes prompt tokens. ``round.py`` takes every request from n committed tokens to n + 1 + a, with a
+accepted drafts. ``verify.py`` is the part of a round after drafting. ``features/`` has one file for each optional
+request feature. Imported by the engine; imports nothing of it.
 """

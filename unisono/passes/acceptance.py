@@ -1,4 +1,4 @@
-"""Which drafts of a round are accepted. The round has one rule; benchmarks inject another one."""
+"""Acceptance rule of drafts. Rounds use one rule; benchmarks inject another."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import torch
 
 
 class AcceptanceRule(Protocol):
-    """Says which drafts are accepted, given what the target sampled. Runs inside the graph of a round."""
+    """Decides which drafts are accepted, from the tokens sampled by the target. Runs inside the graph of a round."""
 
     def accepted(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
-        """Drafts [N, k] of which ``commit`` accepts the longest prefix that equals ``sampled``; -1 is never accepted.
+        """Return drafts [N, k]; ``commit`` accepts their longest prefix that equals ``sampled``. -1 is never accepted.
 
-        drafts [N, k], sampled [N, 1 + k], slots [N]: int32. N is R · paths, row r · paths + l being path l of request
-        r.
+        drafts [N, k], sampled [N, 1 + k], slots [N]: int32. N = R · paths; row r · paths + l is path l of request r.
         """
 
     def count(self, drafted: torch.Tensor, drafts: int) -> None:
-        """drafted [R] int32: how many drafts each request had, of ``drafts`` at most. May be overwritten."""
+        """Set the number of drafts of each request, at most ``drafts``, in drafted [R] int32."""
 
 
 class ExactMatch:
-    """The engine's rule: a draft is accepted if it equals the sampled token, and so are all before it."""
+    """The engine's rule: a draft is accepted if it and all drafts before it equal the sampled tokens."""
 
     def accepted(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
         return drafts

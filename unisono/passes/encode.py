@@ -1,4 +1,4 @@
-"""The vision encoder as a program: patches of pictures in, their embeddings into the encoder cache.
+"""The vision encoder as a program: image patches in, embeddings into the encoder cache.
 
 A pass takes whole frames of any number of requests, side by side; a frame's embeddings depend on its own patches only.
 The feature ``media`` launches it before the prompt pass that reads them.
@@ -10,25 +10,25 @@ from typing import Any
 
 import torch
 
-from unisono.kernels.catch_up import keep_rows
+from unisono.graphs import Buffers, BufferSchema, Field, Program
+from unisono.kernels.speculation.catch_up import keep_rows
 from unisono.passes.features.base import words_of
-from unisono.program import Buffers, Field, Program, Schema
 
 NAME = "encode"
 
 
 def encode_program(tower: Any, cache: torch.Tensor) -> Program:
-    """Encode ``rows`` patches of a :class:`unisono.models.vision.tower.VisionTower`.
+    """Encode ``rows`` patches with a :class:`unisono.models.vision.tower.VisionTower`.
 
-    cache [n, (1 + levels) · H]: of each token the embedding, then what each deepstack level adds. Fields beside the
-    tower's own: ``pixels``, the patches' bits; ``cache_rows``, for each token the row of the cache that it is written
-    to, -1 for padding.
+    cache [n, (1 + levels) · H]: for each token its embedding, followed by one part per deepstack level. Fields besides
+        the tower's own: ``pixels``, the bits of the patches; ``cache_rows``, the cache row of each token, -1 for
+        padding.
     """
     own, config = tower.fields(), tower.config
-    schema = Schema(
+    schema = BufferSchema(
         (
             Field("pixels", torch.int32, ("rows", words_of(config.patch_elements, cache.dtype))),
-            Field("cache_rows", torch.int32, ("rows",), pad=-1),  # a token is several patches: only the first are used
+            Field("cache_rows", torch.int32, ("rows",), pad=-1),  # several patches per token: the first of each counts
             *own,
         )
     )

@@ -1,9 +1,9 @@
-"""Which rows of the encoder cache hold whose embeddings. Host bookkeeping of the feature ``media``.
+"""Index of the encoder cache: which rows hold whose embeddings. Host bookkeeping of the feature ``media``.
 
-An entry is a frame of a picture or a video, known by its digest. Entries that no request holds stay until their rows
-are needed, the least recently used first. A request holds an entry from before its first prompt token is computed until
-all are. Requests can wait for rows: a request may hold entries only where all that hold some could still get their next
-two, so one of them always goes on.
+An entry is a frame of an image or video, identified by its digest. Entries held by no request stay until their rows are
+needed, in least-recently-used order. A request holds an entry from before its first prompt token is computed until all
+of them are. Requests may wait for rows. A request may hold entries only if every holder could still get its next two,
+so one of them always makes progress.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 
 @dataclass
-class Entry:
-    """rows [n] int32: of its tokens in the cache. holders: requests that hold it."""
+class EncoderEntry:
+    """An encoded frame. rows [n] int32: cache rows of its tokens. holders: number of requests that hold it."""
 
     rows: np.ndarray
     holders: int = 0
@@ -24,7 +24,7 @@ class Entry:
 
 @dataclass
 class _Claim:
-    """Tokens that a request holds, and that it must be able to hold at once."""
+    """Tokens held by a request, and tokens it must be able to hold at one time."""
 
     held: int
     reserve: int
@@ -35,13 +35,14 @@ class _Claim:
 
 
 class EncoderCache:
-    """``capacity`` rows. ``queries`` counts entries that requests began to hold, ``hits`` those that were there."""
+    """Encoder cache of ``capacity`` rows. ``queries`` counts entries requests started to hold, ``hits`` those already
+    present."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.queries = self.hits = self.evictions = 0
         self._free = list(range(capacity - 1, -1, -1))
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, EncoderEntry] = OrderedDict()
         self._claims: dict[int, _Claim] = {}
 
     def __contains__(self, key: bytes) -> bool:
@@ -54,33 +55,34 @@ class EncoderCache:
 
     @property
     def held(self) -> int:
-        """Rows of entries that requests hold."""
+        """Rows of entries held by requests."""
         return sum(len(entry.rows) for entry in self._entries.values() if entry.holders)
 
     def allows(self, owner: int, tokens: int, reserve: int) -> bool:
-        """Whether a request may hold ``tokens`` more. reserve: what it must be able to hold at once to go on."""
+        """Return True if a request may hold ``tokens`` more. reserve: tokens it must be able to hold at one time to
+        make progress."""
         claim = self._claims.get(owner)
         own = max(reserve, tokens + (claim.held if claim is not None else 0))
         others = sum(claim.tokens for name, claim in self._claims.items() if name != owner)
         return own + others <= self.capacity
 
     def hold(self, owner: int, key: bytes, tokens: int, reserve: int) -> np.ndarray:
-        """The rows of an entry, which the request holds from now on. A new entry gets rows, of others if need be.
+        """Hold an entry and return its rows. A new entry gets free rows, or rows of evicted entries.
 
-        :meth:`allows` must have said so.
+        :meth:`allows` must have returned True.
         """
         entry = self._entries.get(key)
         self.queries += 1
         self.hits += entry is not None
         if entry is None:
-            entry = self._entries[key] = Entry(self._take(tokens))
+            entry = self._entries[key] = EncoderEntry(self._take(tokens))
         self._entries.move_to_end(key)
         entry.holders += 1
         self._claims.setdefault(owner, _Claim(0, reserve)).held += tokens
         return entry.rows
 
     def release(self, owner: int, key: bytes) -> None:
-        """The request holds the entry no more; it stays while there is room."""
+        """Release the request's hold on the entry; it stays until its rows are needed."""
         entry, claim = self._entries[key], self._claims[owner]
         entry.holders -= 1
         claim.held -= len(entry.rows)

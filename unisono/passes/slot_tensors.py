@@ -1,4 +1,4 @@
-"""The state of running requests as passes see it."""
+"""Device state of running requests, as read and written by passes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from unisono.sampling.pipeline import EditFields
 
 
 class SlotTensors(EditFields, Protocol):
-    """The state of running requests that passes read and write, a row for each slot; see ``engine/slots.py``.
+    """Device state of running requests, one row per slot; see ``engine/worker/slots.py``.
 
-    padding: the slot of rows that no request fills. page_table [tables, pages]; the others [S]. rotary_delta: what a
-    generated token's position on each rotary axis is more than its absolute one; None in models that see nothing.
+    padding: slot of rows without a request. page_table [tables, pages]; the other fields [S].
+    rotary_delta: offset of generated tokens' rotary positions from their absolute ones; None in models without vision.
     """
 
     padding: int
@@ -25,9 +25,9 @@ class SlotTensors(EditFields, Protocol):
 
 
 def rotary_positions(slots: SlotTensors, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-    """The positions that the tokens of a round turn by [R · W] int32; None where they are the absolute ones.
+    """Rotary positions of a round's tokens [R · W] int32; None if they equal the absolute ones.
 
-    rows [R]: slots. positions [R · W] int32: absolute, -1 for padding, which stays below 0 or turns at random.
+    rows [R]: slots. positions [R · W] int32: absolute; -1 for padding, whose rotary positions are arbitrary.
     """
     if slots.rotary_delta is None:
         return None

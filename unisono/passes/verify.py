@@ -1,4 +1,4 @@
-"""Verification: the target's pass over drafts, sampling, acceptance, commit, and the drafter's catching up."""
+"""Verification: the target's pass over drafts, sampling, acceptance, commit, and the drafter's catch-up."""
 
 from __future__ import annotations
 
@@ -6,80 +6,81 @@ import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.drafters.base import PausableDrafter, Verified
-from unisono.kernels.rounds import round_inputs
-from unisono.kernels.tree_paths import Fork
+from unisono.graphs import Buffers
+from unisono.kernels.speculation.rounds import round_inputs
+from unisono.kernels.speculation.tree_paths import Fork
+from unisono.kv.specs import PAGE_SIZE
+from unisono.passes.context import PassContext
 from unisono.passes.features.base import Outputs
-from unisono.passes.modules import Modules
 from unisono.passes.slot_tensors import SlotTensors, rotary_positions
 from unisono.passes.tree import Tree
-from unisono.program import Buffers
-from unisono.state.specs import PAGE_SIZE
 
 
-def verify_chain(modules: Modules, b: Buffers, drafts: torch.Tensor, early: bool = False) -> None:
+def verify_chain(context: PassContext, b: Buffers, drafts: torch.Tensor, early: bool = False) -> None:
     """Verify and commit ``drafts [R, k]``, and let the drafter catch up.
 
-    early: the host waits for the outputs, so let it have them before the drafter catches up.
+    early: the host waits for the outputs, so publish them before the drafter catches up.
     """
     width = b.shape.width
-    sampled, seen = _target_pass(modules, b, b.slots, b.slots, drafts, Outputs(b))
-    accepted = modules.acceptance.accepted(drafts, sampled, b.slots, 1)
-    modules.acceptance.count(b.drafted, width - 1)
-    b.result.copy_(modules.commit(sampled, accepted, b.slots))
-    if early and modules.width > 1:
+    sampled, seen = _target_pass(context, b, b.slots, b.slots, drafts, Outputs(b))
+    accepted = context.acceptance.accepted(drafts, sampled, b.slots, 1)
+    context.acceptance.count(b.drafted, width - 1)
+    b.result.copy_(context.commit(sampled, accepted, b.slots))
+    if early and context.width > 1:
         b.outputs_ready()
-    catch_up(modules, Verified(b.slots, b.result, sampled, seen))
+    catch_up(context, Verified(b.slots, b.result, sampled, seen))
 
 
-def catch_up(modules: Modules, verified: Verified) -> None:
-    """Let the drafter observe a chain's round; one that drafted nothing it may observe later."""
-    if verified.sampled.shape[1] == 1 and isinstance(modules.drafter, PausableDrafter):
-        modules.drafter.remember(verified)
-    elif modules.width > 1:
-        modules.drafter.observe(verified)
+def catch_up(context: PassContext, verified: Verified) -> None:
+    """Let the drafter observe a chain's round, or record it for later if nothing was drafted."""
+    if verified.sampled.shape[1] == 1 and isinstance(context.drafter, PausableDrafter):
+        context.drafter.remember(verified)
+    elif context.width > 1:
+        context.drafter.observe(verified)
 
 
 def verify_tree(
-    modules: Modules, tree: Tree, b: Buffers, fork: Fork, drafts: torch.Tensor, early: bool = False
+    context: PassContext, tree: Tree, b: Buffers, fork: Fork, drafts: torch.Tensor, early: bool = False
 ) -> None:
     """Verify every path of ``drafts [R · P, k]``, commit the best one, and let the drafter catch up."""
-    outputs = Outputs(b, modules.paths)
-    sampled, seen = _target_pass(modules, b, fork.slots, fork.tables, drafts, outputs)
-    drafts = modules.acceptance.accepted(drafts, sampled, fork.slots, modules.paths)
+    outputs = Outputs(b, context.paths)
+    sampled, seen = _target_pass(context, b, fork.slots, fork.tables, drafts, outputs)
+    drafts = context.acceptance.accepted(drafts, sampled, fork.slots, context.paths)
     best = tree.best(fork, sampled, drafts)
     outputs.choose(best.rows)
     b.drafted.copy_(best.drafted)
-    modules.acceptance.count(b.drafted, b.shape.width - 1)
-    b.result.copy_(modules.commit(best.sampled, best.drafts, b.slots))
+    context.acceptance.count(b.drafted, b.shape.width - 1)
+    b.result.copy_(context.commit(best.sampled, best.drafts, b.slots))
     tree.adopt(b.slots, best, b.result)
     if early:
         b.outputs_ready()
     seen = None if seen is None else _rows_of(seen, len(fork.slots), best.rows)
-    modules.drafter.observe(Verified(b.slots, b.result, best.sampled, seen))
+    context.drafter.observe(Verified(b.slots, b.result, best.sampled, seen))
 
 
 def _target_pass(
-    modules: Modules,
+    context: PassContext,
     b: Buffers,
     rows: torch.Tensor,
     tables: torch.Tensor,
     drafts: torch.Tensor,
     outputs: Outputs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The target's tokens [N, W] after drafts [N, k], and the hidden states that the drafter asked for.
+    """The target's tokens [N, W] after drafts [N, k], and the hidden states read by the drafter.
 
-    rows [N]: each row's slot; tables [N]: its row of the page table.
+    rows [N]: slot of each row; tables [N]: its page-table row.
     """
-    token_ids, inputs = target_inputs(modules.slots, rows, tables, drafts)
-    rotary = rotary_positions(modules.slots, rows, inputs.positions)
-    hidden, seen = modules.forward(b, rows, token_ids, inputs, rotary=rotary)
-    return modules.sample(b, hidden, hidden, rows, drafts, outputs), seen
+    token_ids, inputs = target_inputs(context.slots, rows, tables, drafts)
+    rotary = rotary_positions(context.slots, rows, inputs.positions)
+    hidden, seen = context.forward(b, rows, token_ids, inputs, rotary=rotary)
+    return context.sample(b, hidden, hidden, rows, drafts, outputs), seen
 
 
 def target_inputs(
     slots: SlotTensors, rows: torch.Tensor, tables: torch.Tensor, drafts: torch.Tensor
 ) -> tuple[torch.Tensor, AttentionInputs]:
-    """The target's token ids [N · W] after drafts [N, k], and where they stand; rows and tables as above."""
+    """Token ids [N · W] of the target after drafts [N, k], and attention inputs. rows, tables: as in
+    :func:`_target_pass`."""
     token_ids, positions, slot_mapping, kv_len = round_inputs(
         rows,
         drafts,
@@ -96,5 +97,5 @@ def target_inputs(
 
 
 def _rows_of(states: torch.Tensor, rows: int, chosen: torch.Tensor) -> torch.Tensor:
-    """Of states [rows · W, H] those of the chosen rows [R]: [R · W, H]."""
+    """Select the chosen rows [R] of states [rows · W, H]: [R · W, H]."""
     return states.view(rows, -1).index_select(0, chosen).view(-1, states.shape[1])

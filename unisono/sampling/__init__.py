@@ -1,5 +1,5 @@
-"""From logits to tokens: the pipeline that a target's and a drafter's logits go through alike.
+"""Logits to tokens: the sampling pipeline shared by the target's and the drafter's logits.
 
-Composes the ops of ``kernels/sampling.py``; called by the engine's programs and by drafters, inside a captured
+Composes the ops of ``kernels/sampling/sampler.py``. The engine's programs and the drafters call it inside a captured
 pass, so nothing here synchronises with the host.
 """

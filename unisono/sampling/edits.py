@@ -1,6 +1,6 @@
-"""A request's logit edits as one row of the edit table that ``kernels/edits.py`` reads.
+"""Packs a request's logit edits into one row of the edit table that ``kernels/sampling/edits.py`` reads.
 
-The engine packs a row when a request that edits claims a slot; requests that do not have none.
+The engine packs a row when a request with edits takes a slot; other requests have none.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unisono.kernels import edits as layout
+from unisono.kernels.sampling import edits as layout
 from unisono.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 
 
 def row_words(vocab_size: int) -> int:
-    """int32 words of a table row: what is fixed, and a bit for each token."""
+    """int32 words of a table row: the fixed fields, and one bit per token."""
     return layout.ALLOWED.value + -(-vocab_size // 32)
 
 
 def pack_edits(
     params: SamplingParams, bad_words: Sequence[Sequence[int]], prompt_len: int, vocab_size: int
 ) -> np.ndarray | None:
-    """The table row of a checked request, int32 ``[row_words(vocab_size)]``; None where nothing is edited.
+    """Table row of a validated request, int32 ``[row_words(vocab_size)]``; None if nothing is edited.
 
-    A structured output is edited by the masks of its passes, which know when ``min_tokens`` can be honoured; a thought
-    with a budget by masks too.
+    Masks edit structured outputs and reasoning with a token budget; the code that makes them also decides when
+    ``min_tokens`` can be honoured.
     """
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     bias, allowed, structured = params.logit_bias, params.allowed_token_ids, params.structured_outputs is not None

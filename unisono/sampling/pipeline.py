@@ -1,12 +1,12 @@
-"""The logits pipeline: what happens between the LM head and a token.
+"""The logits pipeline between the LM head and a token.
 
-Edits (penalties, bias, masks) come first, in ``kernels/edits.py``; filters and the draw, in ``kernels/sampling.py``,
-see edited logits.
+Edits (penalties, bias, masks) come first, in ``kernels/sampling/edits.py``; filters and the draw, in
+``kernels/sampling/sampler.py``, read the edited logits.
 
-Logits come whole, [N, V], or as :class:`Columns` where ranks have computed parts. From Columns each rank ranks its own,
-edited columns, and the ranks' best keys are gathered (``kernels/column_keys.py``). The tokens are those of whole
-logits as long as no row is filtered: callers with Columns know that. Edits treat each column by itself, so they stay
-exact.
+Logits are either whole, [N, V], or :class:`Columns` if each rank has computed a part. With Columns, each rank ranks its
+own edited columns and the ranks' best keys are gathered (``kernels/sampling/column_keys.py``). This yields the tokens
+of whole logits as long as no row is filtered, which callers with Columns must ensure. Edits treat each column
+independently, so they stay exact.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Protocol
 from torch import Tensor, float32, tensor
 
 from unisono.distributed.columns import Columns, whole
-from unisono.kernels.candidates import candidates
-from unisono.kernels.column_keys import best_tokens, column_keys
-from unisono.kernels.edits import edit_logits
-from unisono.kernels.logprobs import logprobs
-from unisono.kernels.sampling import sample
+from unisono.kernels.sampling.candidates import candidates
+from unisono.kernels.sampling.column_keys import best_tokens, column_keys
+from unisono.kernels.sampling.edits import edit_logits
+from unisono.kernels.sampling.logprobs import logprobs
+from unisono.kernels.sampling.sampler import sample
 
 
 class SamplingFields(Protocol):
-    """The slot fields that sampling reads, each ``[S]``, as ``kernels/sampling.py`` describes them."""
+    """Slot fields used for sampling, each ``[S]``, as documented in ``kernels/sampling/sampler.py``."""
 
     length: Tensor
     status: Tensor
@@ -40,7 +40,8 @@ class SamplingFields(Protocol):
 
 
 class EditFields(SamplingFields, Protocol):
-    """And those that editing and reporting read, as ``kernels/edits.py`` and ``kernels/logprobs.py`` describe them."""
+    """Slot fields also used for edits and log-probabilities, as documented in ``kernels/sampling/edits.py`` and
+    ``kernels/sampling/logprobs.py``."""
 
     logprobs: Tensor
     prompt_logprobs: Tensor
@@ -52,10 +53,10 @@ class EditFields(SamplingFields, Protocol):
 
 @dataclass(frozen=True)
 class Sampled:
-    """What came of N rows of logits.
+    """Result of sampling N rows of logits.
 
-    tokens [N] int32. edited [N, V] fp32: the logits of rows whose slot edits. threshold [N] fp32: the least logit
-    that each row's filters kept. Both are None where the logits were Columns.
+    tokens [N] int32. edited [N, V] fp32: edited logits of rows whose slot has edits; None for Columns. threshold [N]
+    fp32: the smallest logit kept by each row's filters; None for Columns.
     """
 
     tokens: Tensor
@@ -66,12 +67,14 @@ class Sampled:
 def sample_tokens(
     logits: Tensor, slots: Tensor, width: int, fields: SamplingFields, offset: int = 0, ids: Tensor | None = None
 ) -> Tensor:
-    """A token for every row of logits [R * width, V], slots [R] int32 -> tokens [R * width] int32; edits nothing.
+    """Sample a token for every row of logits, without edits.
 
-    Row r * width + j stands at position ``fields.length[slots[r]] + offset + j``; ``ids`` names the token of each
-    column where a drafter knows only some. Drafting, verification and plain decoding pick by this one rule, with
-    noise keyed by (seed, position, token id): equal logits give equal tokens for every caller, and near ones mostly
-    do (Daliri, Musco, Suresh, arXiv 2408.07978).
+    Row r * width + j is at position ``fields.length[slots[r]] + offset + j``. Drafting, verification and plain decoding
+    share this rule, with noise keyed by (seed, position, token id): equal logits give equal tokens for every caller,
+    and similar logits usually do (Daliri, Musco, Suresh, arXiv 2408.07978).
+
+    logits [R * width, V]; slots [R] int32. ids: the token of each column, if a drafter knows only some tokens. Returns
+    tokens [R * width] int32.
     """
     return sample(
         logits, slots, width, fields.length, fields.status, fields.temperature, fields.top_k, fields.top_p,
@@ -83,10 +86,10 @@ def edit_and_sample(
     logits: Tensor | Columns, slots: Tensor, width: int, drafts: Tensor, fields: EditFields, offset: int = 0,
     ids: Tensor | None = None, mask: Tensor | None = None,
 ) -> Sampled:  # fmt: skip
-    """:func:`sample_tokens` by edited logits. Row r * width + j sees drafts[r, : offset + j] as if they were committed.
+    """:func:`sample_tokens` with edits. Row r * width + j treats drafts[r, : offset + j] as committed.
 
-    drafts [R, at least offset + width - 1] int32; -1 is no draft. mask [R * width, words] int32: what rows of slots
-    that edit may pick, a bit for each token; None allows all. From Columns, without ids, the slots must not filter.
+    drafts [R, at least offset + width - 1] int32; -1 is no draft. mask [R * width, words] int32: one bit per allowed
+    token, for rows of slots with edits; None allows all. With Columns, ids must be None and the slots must not filter.
     """
     if isinstance(logits, Columns):
         return Sampled(_best_of_ranks(logits, slots, width, 1, drafts, fields, offset, mask)[:, 0])
@@ -103,7 +106,7 @@ def _edited(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, fields: EditFields, offset: int, ids: Tensor | None,
     mask: Tensor | None = None, first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """``edit_logits`` of the slots' fields."""
+    """Call ``edit_logits`` with the slots' fields."""
     return edit_logits(
         logits, slots, width, drafts, fields.edits, fields.length, fields.status, fields.stop_ids, fields.history,
         fields.edit_table, offset, ids, mask, first,
@@ -114,7 +117,7 @@ def _best_of_ranks(
     logits: Columns, slots: Tensor, width: int, count: int, drafts: Tensor, fields: EditFields, offset: int,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The ``count`` best tokens [R * width, count] int32 of rows of which each rank has some columns."""
+    """The ``count`` best tokens [R * width, count] int32, from logits whose columns are divided among ranks."""
     own, first = logits.own, logits.first
     edited = _edited(own, slots, width, drafts, fields, offset, None, mask, first)
     keys = column_keys(
@@ -127,9 +130,10 @@ def _best_of_ranks(
 def report_logprobs(
     logits: Tensor, slots: Tensor, width: int, sampled: Sampled, fields: EditFields, processed: bool, out: Tensor
 ) -> None:
-    """Write into out [R, width, WORDS] int32 what slots asked to know of the picks; see ``kernels/logprobs.py``.
+    """Write the log-probabilities requested by each slot into out [R, width, WORDS] int32; see
+    ``kernels/sampling/logprobs.py``.
 
-    sampled: of whole logits.
+    sampled: result of sampling whole logits.
     """
     assert sampled.edited is not None
     assert sampled.threshold is not None
@@ -140,7 +144,7 @@ def report_logprobs(
 
 
 def report_prompt_logprobs(logits: Tensor, slots: Tensor, tokens: Tensor, fields: EditFields, out: Tensor) -> None:
-    """Write into out [T, WORDS] int32 what slots [T] asked to know of their prompt tokens, from raw logits [T, V]."""
+    """Write the prompt log-probabilities requested by slots [T] into out [T, WORDS] int32, from raw logits [T, V]."""
     unused = logits.new_empty(logits.shape[0], dtype=float32)
     logprobs(
         logits, slots, 1, tokens, fields.prompt_logprobs, fields.status, fields.temperature, fields.edits, unused,
@@ -152,9 +156,10 @@ def edit_and_rank(
     logits: Tensor | Columns, slots: Tensor, count: int, drafts: Tensor, fields: EditFields, offset: int = 0,
     ids: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The ``count`` best tokens [R, count] int32 of logits [R, V] by the rule of :func:`edit_and_sample`, best first.
+    """The ``count`` best tokens [R, count] int32 of logits [R, V] under the rule of :func:`edit_and_sample`, best
+    first.
 
-    The first is what that picks; -1 stands where the filters keep no more.
+    The first is the token that function samples; -1 fills the columns beyond those the filters keep.
     """
     if isinstance(logits, Columns):
         return _best_of_ranks(logits, slots, 1, count, drafts, fields, offset)
@@ -166,16 +171,15 @@ def edit_and_rank(
 
 
 class DraftSampler:
-    """``context.sample`` of drafters: the target's rule, edits and all, for logits of their own.
+    """Sampling rule of drafters (``context.sample``): the target's rule with edits, applied to the drafter's logits.
 
-    While a round drafts (:meth:`seeing`) position length + offset sees the drafts before it, so that penalties agree
-    with verification; a drafter need not know. Elsewhere it sees what is committed.
+    While a round drafts (:meth:`seeing`), position length + offset treats the drafts before it as committed, so that
+    penalties agree with verification; drafters need not know. Otherwise only committed tokens count.
 
-    ``paths`` are those of a tree, row r · P + l of a round being path l: there each row gets the candidate that its
-    path's digit names (0 after its end), so that a drafter need not know of digits either.
+    ``paths``: the paths of a draft tree; row r · P + l of a round is path l. Each row gets the candidate selected by
+    its path's digit (0 after the path's end), so drafters need not know the digits either.
 
-    Logits that come as Columns are gathered whole, unless the pass says that no request of it filters
-    (:meth:`unfiltered`).
+    Columns are gathered into whole logits, unless no request of the pass filters (:meth:`unfiltered`).
     """
 
     def __init__(self, fields: EditFields, paths: Sequence[Sequence[int]] = ()) -> None:
@@ -189,7 +193,7 @@ class DraftSampler:
 
     @contextmanager
     def seeing(self, drafts: Tensor) -> Iterator[None]:
-        """While this is entered, ``drafts [R, k]`` are what the drafter writes its picks into, column by column."""
+        """Within the block, ``drafts [R, k]`` is the tensor the drafter writes its picks into, column by column."""
         self._drafts = drafts
         try:
             yield
@@ -198,7 +202,7 @@ class DraftSampler:
 
     @contextmanager
     def unfiltered(self, holds: bool) -> Iterator[None]:
-        """While this is entered, no slot that is asked about filters, where ``holds``."""
+        """Within the block, no sampled slot filters, if ``holds`` is True."""
         before, self._whole = self._whole, not holds
         try:
             yield
@@ -206,8 +210,8 @@ class DraftSampler:
             self._whole = before
 
     def __call__(self, logits: Tensor | Columns, slots: Tensor, offset: int, ids: Tensor | None) -> Tensor:
-        """logits [R, V], slots [R] int32 -> tokens [R] int32 for position length + offset."""
-        logits, drafts, count = self._given(logits, ids), self._drafts, 1
+        """Sample tokens [R] int32 for position length + offset from logits [R, V] and slots [R] int32."""
+        logits, drafts, count = self._gathered(logits, ids), self._drafts, 1
         if drafts is None or drafts.shape[0] != slots.shape[0] or drafts.shape[1] < offset:
             drafts = slots.new_full((slots.shape[0], offset), -1)
         elif offset < len(self._counts):
@@ -220,13 +224,14 @@ class DraftSampler:
         return best.gather(1, chosen)[:, 0]
 
     def best(self, logits: Tensor | Columns, slots: Tensor, count: int, ids: Tensor | None) -> Tensor:
-        """logits [R, V], slots [R] int32 -> the ``count`` best tokens for position length, [R, count] int32.
+        """The ``count`` best tokens for position length, [R, count] int32, from logits [R, V] and slots [R] int32.
 
-        Column 0 is what a call picks at offset 0 where nothing is drafted yet; -1: the filters keep no more.
+        Column 0 is the token that a call samples at offset 0 with nothing drafted yet; -1 fills the columns beyond
+        those the filters keep.
         """
         nothing = slots.new_empty((slots.shape[0], 0))
-        return edit_and_rank(self._given(logits, ids), slots, count, nothing, self._fields, 0, ids)
+        return edit_and_rank(self._gathered(logits, ids), slots, count, nothing, self._fields, 0, ids)
 
-    def _given(self, logits: Tensor | Columns, ids: Tensor | None) -> Tensor | Columns:
-        """The logits as they are sampled from."""
+    def _gathered(self, logits: Tensor | Columns, ids: Tensor | None) -> Tensor | Columns:
+        """Gather Columns unless the rows need no whole logits."""
         return whole(logits) if self._whole or ids is not None else logits

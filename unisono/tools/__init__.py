@@ -1,0 +1,1 @@
+"""Commands for users: bench, chat, compare, eval, train-draft."""

@@ -1,4 +1,4 @@
-"""Moving bytes between engines: addresses, channels, and how two ends prove that they share a key.
+"""Transport of bytes between engines: addresses, channels, and the proof that both ends share a key.
 
-Nothing here knows what the bytes are. A channel carries messages (small) with payloads (large), in order, both ways.
+The content of the bytes is opaque here. A channel carries messages (small) with payloads (large), in order, both ways.
 """

@@ -1,4 +1,4 @@
-"""Where an engine listens for others: ``tcp://HOST:PORT`` or, on one host, ``unix:///PATH``."""
+"""Addresses of engines that listen for others: ``tcp://HOST:PORT`` or, on one host, ``unix:///PATH``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from unisono.types import ConfigError
 
 @dataclass(frozen=True)
 class Address:
-    """scheme: tcp, or unix, where payloads go through shared memory. host, port: of tcp. path: of unix."""
+    """An address. scheme: tcp; or unix, which carries payloads through shared memory. host, port: of tcp. path: of
+    unix.
+    """
 
     scheme: str
     host: str = ""
@@ -19,7 +21,7 @@ class Address:
 
     @staticmethod
     def parse(text: str, flag: str) -> Address:
-        """Raises ConfigError naming the flag."""
+        """Parse an address. Raises ConfigError naming the flag."""
         scheme, separator, rest = text.strip().partition("://")
         if not separator:
             scheme, rest = "tcp", text.strip()
@@ -43,7 +45,7 @@ class Address:
 
     @property
     def name(self) -> str | tuple[str, int]:
-        """What sockets take."""
+        """Address in the form that sockets take."""
         return self.path if self.scheme == "unix" else (self.host, self.port)
 
     def __str__(self) -> str:

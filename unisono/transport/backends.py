@@ -1,8 +1,8 @@
-"""What carries the pages of a connection: both ends agree on it after the handshake.
+"""Negotiation of the backend that carries the pages of a connection, after the handshake.
 
-Over a Unix socket it is shared memory. Over TCP the connecting end says what it takes, the listening end chooses: NIXL
-where both have it, else TCP where both take that. Before NIXL is used the connecting end reads a few bytes through it,
-for the network that NIXL needs may be closed where TCP is open.
+Over a Unix socket it is shared memory. Over TCP the connecting end offers its backends and the listening end chooses:
+NIXL if both have it, else TCP if both take that. Before NIXL is used the connecting end reads a few bytes through it,
+since the network that NIXL needs may be closed where TCP is open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from unisono.transport.channel import Channel, ChannelError, SharedMemoryChannel
-from unisono.transport.handshake import HANDSHAKE_SECONDS, Refused
+from unisono.transport.handshake import HANDSHAKE_SECONDS, PeerRefused
 from unisono.transport.nixl_agent import NixlError, why_not
 from unisono.transport.nixl_channel import POLL_SECONDS, Area, LandingChannel, StagingChannel
 from unisono.types import ConfigError
@@ -25,19 +25,19 @@ from unisono.types import ConfigError
 logger = logging.getLogger(__name__)
 
 BACKENDS = {"tcp": ("tcp",), "nixl": ("nixl",), "auto": ("nixl", "tcp")}
-"""Values of --transfer-backend, and what an engine with that takes, the best first."""
+"""Values of --transfer-backend, and the backends each allows, the best first."""
 PROBE_SECONDS = 10.0
 PROBE_BYTES = 32
 
 
 class Offer(msgspec.Struct, tag=True):
-    """What the connecting end takes."""
+    """Backends that the connecting end supports."""
 
     backends: list[str]
 
 
 class Choice(msgspec.Struct, tag=True):
-    """What the listening end chose; empty: nothing, for this reason. area: of nixl; it begins with ``probe``."""
+    """Backend that the listening end chose; empty: none, for this reason. area: of nixl; it begins with ``probe``."""
 
     backend: str
     reason: str = ""
@@ -45,32 +45,34 @@ class Choice(msgspec.Struct, tag=True):
     probe: bytes = b""
 
 
-class Answer(msgspec.Struct, tag=True):
-    """What the connecting end made of the choice of nixl. reason: why it is not that."""
+class BackendAnswer(msgspec.Struct, tag=True):
+    """The connecting end's decision about the choice of nixl. reason: why not nixl."""
 
     backend: str
     reason: str = ""
 
 
-M = TypeVar("M", Offer, Choice, Answer)
+M = TypeVar("M", Offer, Choice, BackendAnswer)
 
-_decoder = msgspec.msgpack.Decoder(Offer | Choice | Answer)
+_decoder = msgspec.msgpack.Decoder(Offer | Choice | BackendAnswer)
 _encode = msgspec.msgpack.encode
 
 
-def usable_backends(asked: str) -> tuple[str, ...]:
-    """What --transfer-backend comes to on this machine. Raises ConfigError for nixl where that is not usable."""
-    backends = BACKENDS[asked]
+def usable_backends(setting: str) -> tuple[str, ...]:
+    """Resolve --transfer-backend on this machine. Raises ConfigError for nixl if that is not usable."""
+    backends = BACKENDS[setting]
     if "nixl" in backends and (reason := why_not()):
         if "tcp" not in backends:
-            raise ConfigError(f"--transfer-backend {asked}: {reason}.")
+            raise ConfigError(f"--transfer-backend {setting}: {reason}.")
         logger.warning("Pages go over TCP: %s.", reason)
         return ("tcp",)
     return backends
 
 
 def agree_to_listen(channel: Channel, backends: Sequence[str]) -> Channel:
-    """The listening end, which sends pages. Returns the channel to go on with. Raises ChannelError and Refused."""
+    """Negotiate as the listening end, which sends pages. Return the channel to use. Raises ChannelError and
+    PeerRefused.
+    """
     if isinstance(channel, SharedMemoryChannel):
         return channel
     offered = _receive(channel, Offer).backends
@@ -87,17 +89,17 @@ def agree_to_listen(channel: Channel, backends: Sequence[str]) -> Channel:
                 return staging
             staging.release()
             if not tcp or answer.backend != tcp:
-                raise Refused(answer.reason)
+                raise PeerRefused(answer.reason)
             logger.warning("Pages of a peer go over TCP: %s.", answer.reason)
             return channel
     channel.send(_encode(Choice(tcp, reason)))
     if not tcp:
-        raise Refused(reason)
+        raise PeerRefused(reason)
     return channel
 
 
-def _offer(staging: StagingChannel) -> Answer:
-    """Let the peer read through NIXL. Returns what it makes of that. Raises ChannelError."""
+def _offer(staging: StagingChannel) -> BackendAnswer:
+    """Let the peer read through NIXL; return its decision. Raises ChannelError."""
     try:
         probe = os.urandom(PROBE_BYTES)
         staging.agent.memory[:PROBE_BYTES] = np.frombuffer(probe, np.uint8)
@@ -107,14 +109,16 @@ def _offer(staging: StagingChannel) -> Answer:
             staging.agent.progress()
             if time.monotonic() > limit:
                 raise ChannelError("the peer is silent")
-        return _receive(staging, Answer)
+        return _receive(staging, BackendAnswer)
     except ChannelError:
         staging.release()
         raise
 
 
 def agree_to_connect(channel: Channel, backends: Sequence[str], peer: str) -> Channel:
-    """The connecting end, which receives pages. peer: its address, for the log. As :func:`agree_to_listen`."""
+    """Negotiate as the connecting end, which receives pages. peer: its address, for the log. See
+    :func:`agree_to_listen`.
+    """
     if isinstance(channel, SharedMemoryChannel):
         return channel
     channel.send(_encode(Offer(list(backends))))
@@ -122,19 +126,19 @@ def agree_to_connect(channel: Channel, backends: Sequence[str], peer: str) -> Ch
     if choice.backend == "nixl" and choice.area is not None and "nixl" in backends:
         landing, reason = _connect(channel, choice.area, choice.probe)
         fallback = "" if landing is not None or "tcp" not in backends else "tcp"
-        channel.send(_encode(Answer("nixl" if landing is not None else fallback, reason)))
+        channel.send(_encode(BackendAnswer("nixl" if landing is not None else fallback, reason)))
         if landing is not None:
             return landing
         choice = Choice(fallback, reason)
     if not choice.backend or choice.backend not in backends:
-        raise Refused(choice.reason or f"the peer chose {choice.backend!r}")
+        raise PeerRefused(choice.reason or f"the peer chose {choice.backend!r}")
     if "nixl" in backends:
         logger.warning("Pages of %s come over TCP: %s.", peer, choice.reason)
     return channel
 
 
 def _connect(channel: Channel, area: Area, probe: bytes) -> tuple[LandingChannel | None, str]:
-    """The channel to a sender's memory, or why there is none."""
+    """Return the channel to a sender's memory, or the reason why there is none."""
     try:
         landing = LandingChannel(channel, area)
     except ChannelError as error:

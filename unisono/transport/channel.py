@@ -1,8 +1,8 @@
 """Channels: messages with payloads over a socket, the payload inline or in shared memory.
 
-A frame is a header of two little-endian lengths (message 4 bytes, payload 8 bytes), the message, and the payload.
-Over a Unix socket the payload is an anonymous memory file whose descriptor is passed along: it has no name, so
-nothing remains when either end dies. Every length is checked before anything is allocated.
+A frame is a header of two little-endian lengths (message 4 bytes, payload 8 bytes), the message, and the payload. Over
+a Unix socket the payload is an anonymous memory file whose descriptor is passed along: it has no name, so nothing
+remains when either end dies. Every length is checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from unisono.transport.addresses import Address
 
 HEADER = struct.Struct("<IQ")
 STRANGERS = 4096, 0
-"""Bytes of a message and of a payload, at most, from a peer that has not proved itself."""
+"""Largest message and payload, in bytes, from a peer that has not proved its key."""
 PEERS = 16 << 20, 4 << 30
-"""The same from one that has."""
+"""Largest message and payload, in bytes, from a peer that has."""
 Buffer = bytes | bytearray | memoryview
 
 
 class ChannelError(Exception):
-    """The peer is gone, silent, or sends what no peer sends."""
+    """The peer is gone, silent, or violates the protocol."""
 
 
 class Channel:
     """One end of a connection, payloads inline. One thread may send while another receives.
 
-    timeout: seconds that one send or one started receive may take without progress. ``transport``: what carries
-    payloads, for those who count them.
+    timeout: seconds that one send or one started receive may take without progress. ``transport``: name of the
+    transport of payloads, for counters.
     """
 
     transport = "tcp"
@@ -47,16 +47,18 @@ class Channel:
         connection.settimeout(timeout)
 
     def send(self, message: Buffer, payload: Sequence[Buffer] = ()) -> None:
-        """Raises ChannelError."""
+        """Send a message with its payload. Raises ChannelError."""
         size = sum(memoryview(part).nbytes for part in payload)
         with self._sending, self._errors():
             self._socket.sendall(HEADER.pack(len(message), size) + bytes(message))
             self._send_payload(payload, size)
 
     def receive(self, wait: float | None = None) -> tuple[bytes, Buffer]:
-        """The next message and its payload. wait: seconds for it to begin; None: for ever. Raises ChannelError."""
+        """Return the next message and its payload. wait: seconds for it to begin; None: no limit. Raises
+        ChannelError.
+        """
         with self._errors():
-            if not self.arrives(wait):  # the socket's own timeout is also that of a thread that sends
+            if not self.arrives(wait):  # the socket's own timeout applies to a sending thread, too
                 raise TimeoutError
             first = self._socket.recv(1)
             if not first:
@@ -67,14 +69,14 @@ class Channel:
             return bytes(self._read(length)), self._receive_payload(size)
 
     def arrives(self, wait: float | None) -> bool:
-        """Whether a message begins, or the connection ends, within this number of seconds. Raises ChannelError."""
+        """True if a message begins, or the connection ends, within this number of seconds. Raises ChannelError."""
         with self._errors():
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
             return bool(poll.poll(None if wait is None else wait * 1000))
 
     def ended(self) -> bool:
-        """Whether the peer closed the connection and everything from it was read. Raises ChannelError."""
+        """True if the peer closed the connection and all its data was read. Raises ChannelError."""
         with self._errors():
             return self.arrives(0) and not self._socket.recv(1, socket.MSG_PEEK)
 
@@ -91,7 +93,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """What goes wrong with the socket, as ChannelError."""
+        """Raise errors of the socket as ChannelError."""
         try:
             yield
         except TimeoutError:
@@ -100,10 +102,10 @@ class Channel:
             raise ChannelError("the connection is closed" if self._closes else str(error)) from None
 
     def release(self) -> None:
-        """Free what payloads went through; by the thread that sent or received them, as its last act."""
+        """Free the buffers of payloads; called last by the thread that sent or received them."""
 
     def _take_over(self, channel: Channel) -> None:
-        """Go on with another channel's connection, in its place."""
+        """Take over another channel's connection."""
         Channel.__init__(self, channel._socket, channel._timeout)
         self.most = channel.most
 
@@ -126,7 +128,7 @@ class Channel:
 
 
 class SharedMemoryChannel(Channel):
-    """Payloads in memory that both ends map."""
+    """A channel with payloads in memory that both ends map."""
 
     transport = "shared_memory"
 
@@ -158,7 +160,7 @@ class SharedMemoryChannel(Channel):
 
 
 def channel_of(connection: socket.socket, timeout: float) -> Channel:
-    """The channel that suits a connected socket."""
+    """Return the channel class for a connected socket."""
     if connection.family == socket.AF_UNIX:
         return SharedMemoryChannel(connection, timeout)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -166,7 +168,7 @@ def channel_of(connection: socket.socket, timeout: float) -> Channel:
 
 
 def connect(address: Address, timeout: float) -> Channel:
-    """Raises ChannelError."""
+    """Connect to an address. Raises ChannelError."""
     connection = socket.socket(address.family, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
@@ -178,7 +180,7 @@ def connect(address: Address, timeout: float) -> Channel:
 
 
 def listen(address: Address) -> socket.socket:
-    """A listening socket; a Unix one is for this user only. Raises OSError."""
+    """Return a listening socket; a Unix one is for this user only. Raises OSError."""
     if address.scheme == "unix":
         with contextlib.suppress(FileNotFoundError):
             os.unlink(address.path)

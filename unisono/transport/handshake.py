@@ -1,8 +1,7 @@
-"""How two engines prove to each other that they share a key and serve the same model, before anything else is said.
+"""Handshake: two engines prove that they share a key and serve the same model.
 
 Each end sends a nonce, and the HMAC-SHA256 of a label, its identity and both nonces under the key. The labels differ,
-so an answer cannot be sent back to its author. What follows is neither encrypted nor signed: use a network that you
-trust.
+so an answer cannot be sent back to its author. Later messages are neither encrypted nor signed: use a trusted network.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ NONCE_BYTES = 32
 HANDSHAKE_SECONDS = 5.0
 
 
-class Refused(ChannelError):
+class PeerRefused(ChannelError):
     """The peer has another key, another model, or another version."""
 
 
@@ -41,7 +40,7 @@ class Proof(msgspec.Struct, tag=True):
 
 
 class Refusal(msgspec.Struct, tag=True):
-    """Why the listening end hangs up."""
+    """The reason why the listening end hangs up."""
 
     reason: str
 
@@ -53,7 +52,7 @@ _encode = msgspec.msgpack.encode
 
 
 def accept(channel: Channel, key: bytes, identity: bytes) -> None:
-    """The listening end. Raises Refused and ChannelError."""
+    """Shake hands as the listening end. Raises PeerRefused and ChannelError."""
     nonce = os.urandom(NONCE_BYTES)
     channel.send(_encode(Challenge(VERSION, nonce)))
     proof = _receive(channel, Proof)
@@ -66,18 +65,18 @@ def accept(channel: Channel, key: bytes, identity: bytes) -> None:
 
 
 def introduce(channel: Channel, key: bytes, identity: bytes) -> None:
-    """The connecting end. Raises Refused and ChannelError."""
+    """Shake hands as the connecting end. Raises PeerRefused and ChannelError."""
     challenge = _receive(channel, Challenge)
     if challenge.version != VERSION:
-        raise Refused(f"the peer speaks version {challenge.version}, this engine {VERSION}")
+        raise PeerRefused(f"the peer speaks version {challenge.version}, this engine {VERSION}")
     nonce = os.urandom(NONCE_BYTES)
     code = _code(key, b"connects", identity, challenge.nonce, nonce)
     channel.send(_encode(Proof(nonce, identity, code)))
     proof = _receive(channel, Proof)
     if not _matches(proof.code, key, b"listens", proof.identity, challenge.nonce, nonce):
-        raise Refused("the keys differ (UNISONO_TRANSFER_KEY)")
+        raise PeerRefused("the keys differ (UNISONO_TRANSFER_KEY)")
     if proof.identity != identity:
-        raise Refused("the engines serve different models, drafters, dtypes, devices, numbers of ranks or versions")
+        raise PeerRefused("the engines serve different models, drafters, dtypes, devices, numbers of ranks or versions")
     channel.most = PEERS
 
 
@@ -87,7 +86,7 @@ def _receive(channel: Channel, kind: type[M]) -> M:
     except msgspec.MsgspecError:
         raise ChannelError("the peer is no engine of this kind") from None
     if isinstance(message, Refusal):
-        raise Refused(message.reason)
+        raise PeerRefused(message.reason)
     if not isinstance(message, kind):
         raise ChannelError("the peer broke off the handshake")
     return message
@@ -95,7 +94,7 @@ def _receive(channel: Channel, kind: type[M]) -> M:
 
 def _refuse(channel: Channel, reason: str) -> None:
     channel.send(_encode(Refusal(reason)))
-    raise Refused(reason)
+    raise PeerRefused(reason)
 
 
 def _code(key: bytes, label: bytes, identity: bytes, first: bytes, second: bytes) -> bytes:

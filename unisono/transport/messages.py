@@ -1,4 +1,4 @@
-"""What prefill and decode engines say to each other once they have shaken hands."""
+"""Messages of prefill and decode engines after the handshake."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import msgspec
 
 
 class Prefill(msgspec.Struct, tag=True):
-    """Compute these tokens' state and send it. number: the asking end's name of the request. salt: cache_salt.
+    """Compute the state of these tokens and send it. number: the sender's name of the request. salt: cache_salt.
 
-    first: the first page that is wanted.
+    first: the first requested page.
     """
 
     number: int
@@ -18,14 +18,15 @@ class Prefill(msgspec.Struct, tag=True):
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """Nobody waits for this request any more."""
+    """Abort a request."""
 
     number: int
 
 
 class Pages(msgspec.Struct, tag=True):
-    """Pages ``first`` … of a request. complete: of each page. parts: kind and the pages that have it, in the payload's
-    order: for each kind each tensor of its state, of all of its pages."""
+    """Pages of a request from ``first`` on. complete: per page. parts: kind and its pages, in the payload's order: for
+    each kind each tensor of its state, of all of its pages.
+    """
 
     number: int
     first: int
@@ -34,17 +35,17 @@ class Pages(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """Everything was sent. error: why it was not; empty: it was."""
+    """End of a request's pages. error: the reason of a failure; empty: success."""
 
     number: int
     error: str = ""
 
 
 Message = Prefill | Cancel | Pages | Done
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 encode = msgspec.msgpack.encode
 
 
 def decode(data: bytes) -> Message:
-    """Raises msgspec.MsgspecError."""
+    """Decode a message. Raises msgspec.MsgspecError."""
     return _decoder.decode(data)

@@ -1,7 +1,7 @@
-"""One small interface to NIXL: a peer reads what an agent registered, through UCX. Nothing else imports ``nixl``.
+"""Interface to NIXL: a peer reads an agent's registered memory through UCX. Nothing else imports ``nixl``.
 
-An agent serves one connection: whatever its peer may touch ends with it. One thread at a time uses it. It has no
-progress thread, which would poll for ever; its owner calls :meth:`Agent.progress` while a peer may be reading.
+An agent serves one connection, and the peer's access ends with it. One thread at a time uses it. It has no progress
+thread, which would poll for ever; its owner calls :meth:`Agent.progress` while a peer may be reading.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from unisono.transport.channel import ChannelError
 
 BACKEND = "UCX"
 MEMORY = "DRAM"
-"""Host memory. The device number that goes with it is 0."""
+"""Memory type: host memory. Its device number is 0."""
 
 
 class NixlError(ChannelError):
-    """NIXL is missing, or says that it cannot."""
+    """NIXL is missing or failed."""
 
 
 def why_not() -> str:
-    """Why this process cannot use NIXL; empty: it can."""
+    """Return the reason why this process cannot use NIXL; empty if it can."""
     try:
         Agent(np.zeros(4096, np.uint8)).close()
     except NixlError as error:
@@ -33,7 +33,7 @@ def why_not() -> str:
 
 
 class Agent:
-    """memory: uint8 [bytes], contiguous. It is registered until :meth:`close`. Raises NixlError."""
+    """Agent of one connection. memory: uint8 [bytes], contiguous; registered until :meth:`close`. Raises NixlError."""
 
     def __init__(self, memory: np.ndarray) -> None:
         try:
@@ -50,12 +50,13 @@ class Agent:
             self._registered = self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], MEMORY)
 
     def metadata(self) -> bytes:
-        """What a peer needs to read the registered memory."""
+        """Metadata with which a peer can read the registered memory."""
         with nixl_errors():
-            return self._agent.get_agent_metadata()
+            metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
 
     def connect(self, metadata: bytes) -> None:
-        """Make a peer of the agent that gave this metadata, once. Raises NixlError."""
+        """Add the agent with this metadata as the peer, once. Raises NixlError."""
         with nixl_errors():
             name = self._agent.add_remote_agent(metadata)
             self._peer = name.decode() if isinstance(name, bytes) else name
@@ -63,7 +64,7 @@ class Agent:
     def read(self, address: int, size: int) -> Reading:
         """Begin to read the peer's ``size`` bytes at ``address`` into the beginning of this agent's memory.
 
-        Raises NixlError, also for what the peer has not registered.
+        Raises NixlError, also for memory that the peer has not registered.
         """
         assert 0 < size <= self.memory.nbytes
         with nixl_errors():
@@ -72,12 +73,12 @@ class Agent:
             return Reading(self._agent, self._agent.initialize_xfer("READ", here, there, self._peer))
 
     def progress(self) -> None:
-        """Let a peer's reads go on where the network cannot do that alone (TCP). Raises NixlError."""
+        """Advance a peer's reads on networks that need it (TCP). Raises NixlError."""
         with nixl_errors():
             self._agent.get_new_notifs()  # nobody sends any
 
     def close(self) -> None:
-        """Forget the peer, then the memory, then the agent. Nothing is written to the memory from then on."""
+        """Forget the peer, then the memory, then the agent. Nothing is written to the memory afterwards."""
         if self._peer is not None:
             with contextlib.suppress(Exception):  # the peer may be gone
                 self._agent.remove_remote_agent(self._peer)
@@ -87,13 +88,13 @@ class Agent:
 
 
 class Reading:
-    """A read under way."""
+    """A read in progress."""
 
     def __init__(self, agent: Any, handle: Any) -> None:
         self._agent, self._handle, self._state = agent, handle, ""
 
     def done(self) -> bool:
-        """Whether the bytes are there. Raises NixlError when they will not come."""
+        """True once the bytes are there. Raises NixlError if the read failed."""
         with nixl_errors():
             check = self._agent.check_xfer_state if self._state else self._agent.transfer
             self._state = check(self._handle)
@@ -103,13 +104,13 @@ class Reading:
 
     def release(self) -> None:
         """Give the read up, done or not. An unfinished one may still write until its agent is closed."""
-        with contextlib.suppress(Exception):  # not every backend can break off
+        with contextlib.suppress(Exception):  # not every backend can cancel
             self._agent.release_xfer_handle(self._handle)
 
 
 @contextlib.contextmanager
 def nixl_errors() -> Any:
-    """The library's errors, a class for each code without a common one, as NixlError."""
+    """Raise the library's errors, a class for each code without a common base, as NixlError."""
     try:
         yield
     except NixlError:

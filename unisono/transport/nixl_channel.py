@@ -1,12 +1,12 @@
-"""Channels whose payloads are read by the receiver out of the sender's memory, through NIXL. Messages stay on TCP.
+"""Channels whose receiver reads payloads out of the sender's memory, through NIXL. Messages stay on TCP.
 
-A prefill engine stages a payload in segments, in memory that it registered for this one peer, and says over TCP where
-each lies. The decode engine reads it and says so; the segment's place is then free for the next one::
+A prefill engine stages a payload in segments, in memory registered for this one peer, and sends the place of each over
+TCP. The decode engine reads it and confirms; the segment's place is then free for the next one::
 
     sender    [ 0 | 1 | 2 | ... ]  --(offset, length)-->  receiver reads into its own segment, copies it out
               place 1 is free       <-----  TAKEN  -----
 
-What is staged is bounded, the peer can read nothing but that memory, and nobody writes to another's. Either side gives
+Staged memory is bounded, the peer can read that memory only, and neither end writes to the other's. Either side gives
 up after the channel's timeout without progress.
 """
 
@@ -24,13 +24,13 @@ from unisono.transport.channel import Buffer, Channel, ChannelError
 from unisono.transport.nixl_agent import Agent
 
 SEGMENT = 4 << 20
-"""Bytes that are read at once, at most; a receiver registers as many."""
+"""Largest number of bytes of one read; a receiver registers as many."""
 SEGMENTS = 8
-"""Of them a sender registers, for each peer."""
+"""Segments that a sender registers for each peer."""
 RECORD = struct.Struct("<QI")
 """Offset in the sender's area, length."""
 TAKEN = b""
-"""The message that the oldest segment was read. No other message is empty."""
+"""Confirmation that the oldest segment was read. No other message is empty."""
 POLL_SECONDS = 0.0005
 
 
@@ -84,7 +84,7 @@ class StagingChannel(Channel):
         self._wait(0)
 
     def _wait(self, most: int) -> None:
-        """Until at most this number of segments is staged."""
+        """Wait until at most this number of segments is staged."""
         staged, limit = self._staged, time.monotonic() + self._timeout
         while self._staged > most:
             if self._staged < staged:
@@ -115,14 +115,16 @@ class LandingChannel(Channel):
         self._area = area
 
     def connect(self, timeout: float, probe: bytes) -> None:
-        """Find a way to the sender, whose area begins with ``probe``. timeout: seconds. Raises ChannelError."""
+        """Connect to the sender, whose area begins with ``probe``. timeout: seconds. Raises ChannelError."""
         self.agent.connect(self._area.metadata)
         if self.read(0, len(probe), timeout).tobytes() != probe:
             raise ChannelError("what NIXL reads is not what the peer has")
 
     def read(self, offset: int, length: int, timeout: float) -> np.ndarray:
-        """Bytes of the sender's area, uint8 [length], valid until the next call. timeout: seconds. Raises ChannelError,
-        after which the channel is good for :meth:`close` and :meth:`release` only."""
+        """Read bytes of the sender's area: uint8 [length], valid until the next call. timeout: seconds.
+
+        Raises ChannelError, after which only :meth:`close` and :meth:`release` may be called.
+        """
         if not 0 < length <= self.agent.memory.nbytes or offset + length > self._area.size:
             raise ChannelError(f"{length} bytes at {offset} are not a segment of {self._area.size} bytes")
         limit, pause = time.monotonic() + timeout, 0.0
@@ -156,7 +158,7 @@ class LandingChannel(Channel):
 
 
 def _segments(payload: Sequence[Buffer], size: int) -> Iterator[list[memoryview]]:
-    """The payload's parts, cut and put together to lists of ``size`` bytes; the last is shorter."""
+    """Cut and join the payload's parts into lists of ``size`` bytes; the last is shorter."""
     parts: list[memoryview] = []
     room = size
     for part in payload:

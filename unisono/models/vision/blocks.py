@@ -1,6 +1,6 @@
-"""The modules of a vision tower, over the project's linear layers, norms and ops. Built by ``tower.py``.
+"""Modules of a vision tower, built from the project's linear layers, norms and ops. Built by ``tower.py``.
 
-Shapes: P patches of a pass, C numbers of a patch, W features of one, D of a head, u = merge² patches of a token.
+Shapes: P patches of a pass, C elements of a patch, W features of one, D of a head, u = merge² patches of a token.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from unisono.kernels.vision_activation import gelu
-from unisono.kernels.vision_attention import segment_attention
-from unisono.kernels.vision_rotary import axial_rotary
-from unisono.layers.formats import Place
+from unisono.kernels.vision.activation import gelu
+from unisono.kernels.vision.attention import segment_attention
+from unisono.kernels.vision.rotary import axial_rotary
+from unisono.layers.formats.base import WeightTarget
 from unisono.layers.linear import Linear
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import LayerNorm
-from unisono.models.build import Builder
+from unisono.models.load.build import Builder
 from unisono.models.vision.config import MAX_GRID_SIDE, TowerSpec, VisionConfig
 
 NORM_EPS = 1e-6
-"""Of all norms of a tower; no config.json has it."""
+"""Epsilon of all norms of a tower; no config.json has it."""
 
 
 def rotary_table(head_dim: int, theta: float) -> torch.Tensor:
-    """Cosines, then sines, of each position on an axis: [MAX_GRID_SIDE, D / 2] fp32, for D / 4 planes.
+    """Cosines followed by sines of each position on an axis: [MAX_GRID_SIDE, D / 2] fp32, for D / 4 planes.
 
     Computed on the CPU, so that the table is the same on every device.
     """
@@ -36,7 +36,8 @@ def rotary_table(head_dim: int, theta: float) -> torch.Tensor:
 
 
 class PatchEmbedding(nn.Module):
-    """[P, C] -> [P, W]. Checkpoints store a convolution whose stride is its size: the product of a patch with it."""
+    """[P, C] -> [P, W]. Checkpoints store a convolution whose stride equals its size, which is a product with each
+    patch."""
 
     def __init__(self, config: VisionConfig, builder: Builder) -> None:
         super().__init__()
@@ -48,31 +49,31 @@ class PatchEmbedding(nn.Module):
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.proj(pixels)
 
-    def places(self) -> Iterator[tuple[str, Place]]:
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """The weight is stored as [W, channels, frames, height, width]."""
         weight = self.proj.weight
         yield "weight", _Flattened(weight, (len(weight), *self.kernel))
         if self.proj.bias is not None:
-            yield "bias", Place(self.proj.bias, tuple(self.proj.bias.shape))
+            yield "bias", WeightTarget(self.proj.bias, tuple(self.proj.bias.shape))
 
 
 @dataclass(frozen=True)
-class _Flattened(Place):
-    """Where a tensor goes that has more dimensions than its parameter."""
+class _Flattened(WeightTarget):
+    """Target of a tensor with more dimensions than its parameter."""
 
     def fill(self, stored: torch.Tensor) -> None:
         self.parameter.copy_(stored.reshape(self.parameter.shape))
 
 
 class MLP(nn.Module):
-    """``down(gelu(up(x)))``; exact: GELU by the error function, otherwise by tanh."""
+    """``down(gelu(up(x)))``. exact: GELU by the error function, otherwise by tanh."""
 
     def __init__(self, up: Linear, down: Linear, exact: bool) -> None:
         super().__init__()
         self.up, self.down, self.exact = up, down, exact
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What ``down`` reads."""
+        """x -> the input of ``down``."""
         return gelu(self.up(x), self.exact)
 
 
@@ -97,7 +98,8 @@ class VisionBlock(nn.Module):
     def forward(
         self, x: torch.Tensor, bounds: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """x [P, W]; bounds [P, 2] i32: the patches that each one sees; positions [P, 2] i32: its row and column."""
+        """x [P, W]; bounds [P, 2] i32: range of patches visible to each; positions [P, 2] i32: row and column of
+        each."""
         qkv = self.qkv(self.norm1(x))
         axial_rotary(qkv, cos_sin, positions, self.heads)
         x = self.proj(segment_attention(qkv, bounds, self.heads, self.scale), x)
@@ -105,7 +107,7 @@ class VisionBlock(nn.Module):
 
 
 class Merger(nn.Module):
-    """``fc2(gelu(fc1(x)))`` of the u patches of a token side by side: [P, W] -> [P / u, H].
+    """``fc2(gelu(fc1(x)))`` of the concatenated u patches of a token: [P, W] -> [P / u, H].
 
     norm_first: the norm reads patches; otherwise it reads the u patches together, as in deepstack's levels.
     """

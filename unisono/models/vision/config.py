@@ -1,7 +1,7 @@
-"""What a vision tower is, as data, and what prompts with pictures need of it. Family files read it from config.json.
+"""Configuration of a vision tower, and of prompts with images. Family files read it from config.json.
 
-Owns :class:`VisionConfig`, which decoder config, engine and frontend read, and :class:`TowerSpec`, the tower's own
-sizes. Both are plain values: ``dataclasses.asdict`` makes a message of them.
+Owns :class:`VisionConfig`, read by decoder config, engine and frontend, and :class:`TowerSpec`, the tower's own sizes.
+Both are plain values: ``dataclasses.asdict`` makes a message of them.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.layers.rotary import rotary_axes
-from unisono.models.build import require
+from unisono.models.load.build import require
 
 MAX_GRID_SIDE = 8192
-"""Patches along one side of a grid that the table of rotary angles covers."""
+"""Patches along one side of a grid covered by the table of rotary angles."""
 
 
 @dataclass(frozen=True)
 class TowerSpec:
-    """The sizes and kinds of a tower's modules.
+    """Sizes and kinds of a tower's modules.
 
-    width: features of a patch. gated: RMSNorm and a gated MLP with SiLU (Qwen2.5-VL); otherwise LayerNorm and an MLP
-    with ``activation``. position_side: side of the learned square of positions; 0: there is none. deepstack_blocks:
-    the blocks whose output a merger of its own reads, one for each level. window: side of an attention window in
-    patches, a multiple of the merge size; 0: all blocks see a whole frame. full_blocks: the blocks that see a whole
-    frame although there is a window. rope_theta: base of the axial rotary angles.
+    width: features of a patch.
+    gated: RMSNorm and a gated MLP with SiLU (Qwen2.5-VL); otherwise LayerNorm and an MLP with ``activation``.
+    position_side: side of the learned square of positions; 0: none.
+    deepstack_blocks: blocks whose output is read by a merger of its own, one per level.
+    window: side of an attention window in patches, a multiple of the merge size; 0: all blocks see a whole frame.
+    full_blocks: blocks that see a whole frame despite a window.
+    rope_theta: base of the axial rotary angles.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -63,15 +65,19 @@ class TowerSpec:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """What is known of a model that sees.
+    """Vision settings of a model with a tower.
 
-    merge: patches along each side of the square that becomes one token. patch_size: pixels along a patch's side.
-    temporal_patch_size: pictures in a frame. patch_elements: numbers of a patch, channels · temporal_patch_size ·
-    patch_size². hidden_size: of the text model. deepstack: levels that the tower gives beside its main embedding; level
-    i is added to the hidden states after text layer i. mrope_section: rotary planes of each axis (time, height, width).
-    mrope_interleaved: the planes of the axes alternate; otherwise they lie in blocks. tokens_per_second: a video's
-    temporal positions are its seconds times this number; 0: every frame of a video is a grid of its own, and its time
-    is text.
+    merge: patches along each side of the square that becomes one token.
+    patch_size: pixels along a patch's side.
+    temporal_patch_size: images in a frame.
+    patch_elements: elements of a patch, channels · temporal_patch_size · patch_size².
+    hidden_size: of the text model.
+    deepstack: levels output by the tower besides its main embedding; level i is added to the hidden states after text
+        layer i.
+    mrope_section: rotary planes of each axis (time, height, width).
+    mrope_interleaved: the planes of the axes alternate; otherwise they lie in blocks.
+    tokens_per_second: a video's temporal positions are its seconds times this number; 0: every frame of a video is a
+        grid of its own, and its time is text.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -102,7 +108,7 @@ class VisionConfig:
 
     @property
     def deepstack_layers(self) -> tuple[int, ...]:
-        """The text layers after which a level is added."""
+        """Text layers after which a level is added."""
         return tuple(range(self.deepstack))
 
     @property
@@ -111,9 +117,9 @@ class VisionConfig:
         return self.merge**2
 
     def rotary_axes(self, planes: int) -> tuple[int, ...]:
-        """The axis (0 time, 1 height, 2 width) by whose position each of a text head's rotary planes turns.
+        """Axis (0 time, 1 height, 2 width) whose position rotates each of a text head's rotary planes.
 
-        planes: how many a head has, half of the dimensions that turn.
+        planes: number of planes of a head, half of its rotated dimensions.
         """
         return rotary_axes(self.mrope_section, self.mrope_interleaved, planes)
 
@@ -155,7 +161,7 @@ def read_vision(
 
 
 def _one(name: str, vision: Any) -> int:
-    """A size that config.json may give for each axis."""
+    """A size that config.json may specify per axis."""
     value = getattr(vision, name)
     sizes = {value} if isinstance(value, int) else {*value}
     require(len(sizes) == 1, f"vision_config.{name}", value, "it must be one number for all axes")

@@ -1,7 +1,7 @@
-"""What a tower reads of each patch beside its pixels, from the grids of a pass alone. Pure numpy; called by the tower.
+"""A tower's inputs besides pixels, computed from the grids of a pass. Pure numpy; called by the tower.
 
-Patches arrive as processors write them: frame by frame, and within a frame the ``merge · merge`` patches of a token one
-after the other, tokens in rows. A tower with windows wants them in another order (:attr:`Layout.order`).
+Patches arrive in processor order: frame by frame, and within a frame the ``merge · merge`` patches of a token
+contiguously, tokens in rows. A tower with windows uses another order (:attr:`GridLayout.order`).
 
 Shapes: n patches of an item, P of a pass, u = merge² patches of a token.
 """
@@ -20,17 +20,19 @@ Grid = tuple[int, int, int]
 """(frames, rows, columns) of patches."""
 
 GRIDS = 256
-"""Grids whose layouts are kept."""
+"""Number of grids whose layouts are cached."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One item's patches, in the order that the tower wants.
+class GridLayout:
+    """One item's patches, in the tower's order.
 
-    axes [n, 2] i32: the patch's row and column. frames, windows [n, 2] i32: the first patch, and the one after the
-    last, that a patch sees in blocks without and with windows, counted within the item. order [n]: where each patch
-    was in the item; None: in the same place. restore [n / u] i32: where each token is now. sources [n, 4] i32 and
-    weights [n, 4] f32: the learned positions that are interpolated for a patch.
+    axes [n, 2] i32: row and column of each patch.
+    frames, windows [n, 2] i32: range (first, end) of patches visible to each patch in blocks without and with windows,
+        within the item.
+    order [n]: index of each patch in the item; None: unchanged.
+    restore [n / u] i32: position of each token in the tower's order. sources [n, 4] i32, weights [n, 4] f32: the
+        learned positions interpolated for a patch.
     """
 
     axes: np.ndarray
@@ -43,8 +45,8 @@ class Layout:
 
 
 @lru_cache(GRIDS)
-def layout(grid: Grid, config: VisionConfig) -> Layout:
-    """The layout of an item. Raises ValueError for a grid that the tower does not compute."""
+def layout(grid: Grid, config: VisionConfig) -> GridLayout:
+    """Layout of an item. Raises ValueError for an unsupported grid."""
     check(grid, config)
     (frames, rows, columns), merge, tower = grid, config.merge, config.tower
     in_rows = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
@@ -61,11 +63,11 @@ def layout(grid: Grid, config: VisionConfig) -> Layout:
         order = (tokens[:, None] * config.unit + np.arange(config.unit)).reshape(-1)
         axes, sources, weights = axes[order], sources[order], weights[order]
         restore = np.argsort(tokens)
-    return Layout(axes, whole, windows, order, restore.astype(np.int32), sources, weights)
+    return GridLayout(axes, whole, windows, order, restore.astype(np.int32), sources, weights)
 
 
 def check(grid: Grid, config: VisionConfig) -> None:
-    """Raise ValueError for a grid that the tower does not compute."""
+    """Raise ValueError for an unsupported grid."""
     frames, rows, columns = grid
     sides = rows % config.merge == 0 == columns % config.merge and min(rows, columns) >= 1
     if frames < 1 or not sides or max(rows, columns) > MAX_GRID_SIDE:
@@ -76,7 +78,7 @@ def check(grid: Grid, config: VisionConfig) -> None:
 
 
 def patches(grids: Sequence[Grid]) -> int:
-    """How many patches these items have."""
+    """Number of patches of these items."""
     return sum(frames * rows * columns for frames, rows, columns in grids)
 
 
@@ -99,7 +101,7 @@ def _windows(grid: Grid, config: VisionConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _interpolation(axes: np.ndarray, rows: int, columns: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """(sources [n, 4] i32, weights [n, 4] f32): bilinear, where the corners of both grids are the same points."""
+    """(sources [n, 4] i32, weights [n, 4] f32): bilinear, with coinciding corners of both grids."""
     if not side:
         return np.zeros((len(axes), 4), np.int32), np.zeros((len(axes), 4), np.float32)
     taps, shares = [], []

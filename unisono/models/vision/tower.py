@@ -1,12 +1,12 @@
-"""The vision tower: from the patches of pictures and videos to embeddings for the text model.
+"""The vision tower: from patches of images and videos to embeddings for the text model.
 
-Owns the tower's forward pass and what it reads of each patch. The loader builds it (``loader.load_tower``); the engine
-runs it as a program. One class serves Qwen3-VL, Qwen3.5 (the same without deepstack) and Qwen2.5-VL (RMSNorm, gated
-MLPs, windows); ``TowerSpec`` says which parts there are. Sources: transformers, ``models/qwen3_vl``, ``qwen2_5_vl``.
+Owns the tower's forward pass and its inputs per patch. The loader builds it (``loader.load_tower``); the engine runs it
+as a program. One class serves Qwen3-VL, Qwen3.5 (the same without deepstack) and Qwen2.5-VL (RMSNorm, gated MLPs,
+windows); ``TowerSpec`` selects the parts. Sources: transformers, ``models/qwen3_vl``, ``qwen2_5_vl``.
 
-An item's outputs depend on its own pixels and grid only: products, norms and attention are exact in any batch.
+An item's outputs depend only on its own pixels and grid: products, norms and attention are exact in any batch.
 
-Shapes: P patches of a pass, C numbers of a patch, W features of one, u = merge² patches of a token, H hidden size of
+Shapes: P patches of a pass, C elements of a patch, W features of one, u = merge² patches of a token, H hidden size of
 the text model.
 """
 
@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from unisono.kernels.vision_positions import add_positions
-from unisono.models.build import Builder
+from unisono.graphs import Field
+from unisono.kernels.vision.positions import add_positions
+from unisono.models.load.build import Builder
 from unisono.models.vision.blocks import Merger, PatchEmbedding, VisionBlock, rotary_table
 from unisono.models.vision.config import VisionConfig
 from unisono.models.vision.grids import Grid, layout
-from unisono.program import Field
 
 
 class VisionTower(nn.Module):
@@ -47,7 +47,7 @@ class VisionTower(nn.Module):
         self.register_buffer("cos_sin", table, persistent=False)
 
     def fields(self) -> tuple[Field, ...]:
-        """What :meth:`forward` reads beside the pixels; "rows" are patches. Padding attends to nothing."""
+        """Inputs of :meth:`forward` besides the pixels; "rows" are patches. Padding attends to nothing."""
         spec = self.config.tower
         found = [
             Field("grid_positions", torch.int32, ("rows", 2)),
@@ -63,9 +63,9 @@ class VisionTower(nn.Module):
         return tuple(found)
 
     def host_inputs(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
-        """The :meth:`fields` of a pass's items, in order. Raises ValueError for a grid that is not computed.
+        """Values of :meth:`fields` for a pass's items, in order. Raises ValueError for an unsupported grid.
 
-        ``restore`` has an entry for each token; the others have one for each patch.
+        ``restore`` has one entry per token; the others have one per patch.
         """
         layouts = [layout(tuple(grid), self.config) for grid in grids]
         starts = np.cumsum([0, *(len(each.axes) for each in layouts)], dtype=np.int32)[:-1]
@@ -80,7 +80,8 @@ class VisionTower(nn.Module):
         return {field.name: np.concatenate(made[field.name]) for field in self.fields()}
 
     def order(self, grids: Sequence[Grid]) -> np.ndarray | None:
-        """Which patch of the items, side by side, :meth:`forward` wants in each row [P]; None: as they are."""
+        """Index of the patch, among the concatenated items, that :meth:`forward` reads in each row [P]; None:
+        unchanged."""
         if not self.config.tower.window:
             return None
         orders: list[np.ndarray] = []
@@ -92,9 +93,9 @@ class VisionTower(nn.Module):
         return np.concatenate(orders)
 
     def forward(self, pixels: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """pixels [P, C] in :meth:`order`, of any float type; inputs: the :meth:`fields`. P is a multiple of u.
+        """pixels [P, C] in :meth:`order`, of any float dtype; inputs: the :meth:`fields`. P is a multiple of u.
 
-        Returns [P / u, H · (1 + deepstack)]: a token's embedding, then one part for each level, in the order of the
+        Returns [P / u, H · (1 + deepstack)]: a token's embedding followed by one part per level, in the order of the
         items' positions. Rows of padding are finite.
         """
         x = self.patch_embed(pixels.to(self.dtype))

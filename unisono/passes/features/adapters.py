@@ -1,13 +1,13 @@
 """Adapters (LoRA): a request names one, and each of its tokens is computed with it. See docs/adapters.md.
 
-Of a request the device knows one number, in its slot: the place of its adapter among those on the device, from 1 on; 0
-is none. A pass in which some request has an adapter has graphs of its own; all others replay those that they always
-did. The prefix cache keeps adapters apart: every path of a request's begins with its adapter's digest.
+The device knows one number per request, in its slot: the place of its adapter on the device, from 1 on; 0 is none. A
+pass in which a request has an adapter uses graphs of its own; all other passes replay the same graphs as without
+adapters. The prefix cache keeps adapters apart: every path of such a request begins with its adapter's digest.
 
-There is room for ``max_loras`` adapters on the device. A request whose adapter is not there waits until a place is free
-of requests, and later ones that want adapters wait with it. Adapters in memory of the host are kept while
-requests want them, and beyond that ``max_cpu_loras`` of them. Rank 0 decides all of this; what is read, forgotten and
-written onto the device goes to every rank as a command (``models/held_adapters.py``).
+The device has room for ``max_loras`` adapters. A request whose adapter is not there waits until a place is free of
+requests, and later requests with adapters wait with it. Host memory keeps the adapters of active requests, and beyond
+that ``max_cpu_loras`` of them. Rank 0 makes all decisions; reading, forgetting and writing adapters are commands to
+every rank (``models/lora/host_adapters.py``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from unisono.kernels.adapters import AdapterPlan
-from unisono.models.adapters import AdapterLimits, AdapterWeights, check_adapter
+from unisono.graphs import Buffers, Features, Field
+from unisono.kernels.lora.adapters import AdapterPlan
 from unisono.models.config import DecoderConfig
-from unisono.models.held_adapters import AdapterCommand, HeldAdapters, KeepAdapters, ReadAdapter, WriteAdapter
+from unisono.models.lora.adapters import AdapterLimits, AdapterWeights, check_adapter
+from unisono.models.lora.host_adapters import AdapterCommand, HeldAdapters, KeepAdapters, ReadAdapter, WriteAdapter
 from unisono.passes.features.base import (
     Committed,
     Feature,
@@ -37,7 +38,6 @@ from unisono.passes.features.base import (
     RequestState,
     TargetTokens,
 )
-from unisono.program import Buffers, Features, Field
 from unisono.types import BadRequest, CheckpointError, ConfigError, EngineRequest, TokenDelta
 
 ADAPTED = Features(extra=frozenset({"adapters"}))
@@ -51,7 +51,7 @@ class _Slots(Protocol):
 
 @dataclass
 class Counts:
-    """What one adapter's requests did. rounds: those with drafts, one for each request and round."""
+    """Counters of one adapter's requests. rounds: rounds with drafts, one per request and round."""
 
     requests: int = 0
     tokens: int = 0
@@ -61,13 +61,13 @@ class Counts:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens that a drafting request commits in a round, the bonus token included."""
+        """Mean tokens committed per round by drafting requests, including the bonus token."""
         return 1 + self.accepted / max(1, self.rounds)
 
 
 @dataclass(eq=False)
-class Loaded:
-    """An adapter that requests may name. number: vLLM's ``lora_int_id``, counted here."""
+class LoadedAdapter:
+    """An adapter that requests may name. number: vLLM's ``lora_int_id``, assigned here."""
 
     name: str
     directory: Path
@@ -78,33 +78,34 @@ class Loaded:
 
 
 @dataclass(eq=False)
-class Place:
-    """Room for one adapter on the device. users: requests that hold slots and have it. used: when it was last taken."""
+class AdapterPlace:
+    """Room for one adapter on the device. users: requests in slots that use it. used: time of the last
+    :meth:`AdapterPlaces.take`."""
 
     number: int
-    loaded: Loaded | None = None
+    loaded: LoadedAdapter | None = None
     users: int = 0
     used: int = 0
 
 
-class Places:
-    """Which adapters are on the device. A place is written when no request has it; passes in flight come before.
+class AdapterPlaces:
+    """Adapters on the device. A place is written only if no request uses it; passes in flight run before the write.
 
-    write: puts the adapter of a digest, which is held, into the place of a number.
+    write: writes the held adapter with this digest to the place with this number.
     """
 
     def __init__(self, count: int, write: Callable[[int, bytes], object]) -> None:
-        self._write, self.all = write, [Place(number) for number in range(count)]
+        self._write, self.all = write, [AdapterPlace(number) for number in range(count)]
         self._clock = self.writes = 0
 
-    def of(self, loaded: Loaded) -> Place | None:
-        """The place that has the adapter, or could take it; None where requests hold them all."""
+    def of(self, loaded: LoadedAdapter) -> AdapterPlace | None:
+        """The place that has the adapter or could take it; None if requests use all places."""
         own = next((place for place in self.all if place.loaded is loaded), None)
         free = (place for place in self.all if not place.users)
         return own or min(free, key=lambda place: (place.loaded is not None, place.used), default=None)
 
-    def take(self, loaded: Loaded) -> Place:
-        """A place for one more request, with the adapter in it."""
+    def take(self, loaded: LoadedAdapter) -> AdapterPlace:
+        """Take the adapter's place for one more request, writing the adapter if needed."""
         place = self.of(loaded)
         assert place is not None, "the scheduler asks first"
         if place.loaded is not loaded:
@@ -116,26 +117,27 @@ class Places:
         place.users, place.used = place.users + 1, self._clock
         return place
 
-    def forget(self, loaded: Loaded) -> None:
-        """The adapter is no longer served: its place is the first to be written again."""
+    def forget(self, loaded: LoadedAdapter) -> None:
+        """Free the place of an adapter that is no longer served."""
         for place in self.all:
             if place.loaded is loaded and not place.users:
                 place.loaded = None
 
 
-class Adapters(Feature):
-    """Field: ``adapters``, how many requests of the pass have one. Only passes with some have it."""
+class AdapterFeature(Feature):
+    """Field: ``adapters``, the number of requests in the pass with an adapter. Only passes with such requests have
+    it."""
 
     name = "adapters"
-    asks_by = ("adapter",)
+    requested_by = ("adapter",)
     mixes = True
-    asks = ADAPTED
+    needs = ADAPTED
     _send: Callable[[AdapterCommand], object]
 
     def __init__(self, context: FeatureContext) -> None:
         super().__init__(context)
         self.limits: AdapterLimits | None = None
-        self.loaded: dict[str, Loaded] = {}
+        self.loaded: dict[str, LoadedAdapter] = {}
         self._numbers = 0
         if context.adapters is None:
             return
@@ -143,13 +145,13 @@ class Adapters(Feature):
         self.held: HeldAdapters = context.adapters
         self.layers = layers = self.held.layers
         self.limits = limits = layers.limits
-        self.places = Places(limits.loaded, lambda place, digest: self._send(WriteAdapter(place, digest)))
-        self._kept: OrderedDict[bytes, None] = OrderedDict()  # digests, the latest used last
+        self.places = AdapterPlaces(limits.loaded, lambda place, digest: self._send(WriteAdapter(place, digest)))
+        self._kept: OrderedDict[bytes, None] = OrderedDict()  # digests, most recently used last
         self._states: WeakSet[Adapted] = WeakSet()
         why = f"{limits.loaded} adapters of rank {limits.rank} at most, on {len(layers.layers)} layers"
         context.decide("adapters", f"{layers.nbytes >> 20} MiB", why)
         for _, directory in context.adapter_modules:
-            check_adapter(Path(directory), layers)  # what is wrong is said before anything is compiled
+            check_adapter(Path(directory), layers)  # report errors before compiling anything
 
     # ---- declared once --------------------------------------------------------------------------
 
@@ -165,16 +167,16 @@ class Adapters(Feature):
         for name, directory in self.context.adapter_modules if self.limits is not None else ():
             self.load(name, directory)
 
-    # ---- what operators do ----------------------------------------------------------------------
+    # ---- operator commands ----------------------------------------------------------------------
 
     def commands(self) -> Mapping[str, Callable[..., Any]]:
         return {"load_adapter": self.load, "unload_adapter": self.unload, "adapters": self.listed}
 
     def load(self, name: str, directory: str, again: bool = False) -> dict[str, Any]:
-        """Serve the adapter of a directory under a name; again: in place of one of that name.
+        """Serve the adapter in a directory under a name. again: replace an adapter of that name.
 
-        Raises ConfigError, and CheckpointError where a rank cannot read it; then nothing is changed. Requests that run
-        go on with the adapter that they began with.
+        Raises ConfigError, or CheckpointError if a rank cannot read it; then nothing is changed. Running requests
+        continue with the adapter they began with.
         """
         if self.limits is None:
             raise ConfigError(f"{NOT_ENABLED}.")
@@ -187,32 +189,32 @@ class Adapters(Feature):
             )
         weights = self._read(Path(directory))
         self._numbers += 1
-        loaded = Loaded(name, weights.directory, self._numbers, weights.digest, weights.rank)
+        loaded = LoadedAdapter(name, weights.directory, self._numbers, weights.digest, weights.rank)
         if known is not None:
             loaded.counts = known.counts
             self.places.forget(known)
         self.loaded[name] = loaded
-        return self._told(loaded)
+        return self._described(loaded)
 
     def unload(self, name: str) -> dict[str, Any]:
-        """Serve an adapter no longer; requests that were taken finish with it. Raises ConfigError."""
+        """Stop serving an adapter; accepted requests finish with it. Raises ConfigError."""
         loaded = self.loaded.pop(name, None)
         if loaded is None:
             raise ConfigError(f"The lora adapter {name!r} cannot be found.")
         self.places.forget(loaded)
-        return self._told(loaded)
+        return self._described(loaded)
 
     def listed(self) -> list[dict[str, Any]]:
         """The adapters that requests may name, as JSON-ready data."""
-        return [self._told(loaded) for loaded in self.loaded.values()]
+        return [self._described(loaded) for loaded in self.loaded.values()]
 
-    def _told(self, loaded: Loaded) -> dict[str, Any]:
+    def _described(self, loaded: LoadedAdapter) -> dict[str, Any]:
         return {"name": loaded.name, "path": str(loaded.directory), "id": loaded.number, "rank": loaded.rank}
 
-    def _read(self, directory: Path, known: Loaded | None = None) -> AdapterWeights:
-        """Have all ranks read and hold an adapter, this one first. Raises CheckpointError, having changed nothing.
+    def _read(self, directory: Path, known: LoadedAdapter | None = None) -> AdapterWeights:
+        """Read and hold an adapter on all ranks, this one first. Raises CheckpointError without changing anything.
 
-        known: which one it has to be still.
+        known: the adapter it must still equal.
         """
         weights = self.held.read(directory)
         if known is not None and weights.digest != known.digest:
@@ -235,14 +237,14 @@ class Adapters(Feature):
         self._forget_unwanted()
 
     def _forget_unwanted(self) -> None:
-        """Have all ranks forget the adapters that are neither kept nor any request's."""
-        wanted = {*self._kept, *(state.prefix_root for state in self._states)}
-        if self.held.digests - wanted:
-            self._send(KeepAdapters(sorted(wanted)))
+        """Make all ranks forget the adapters that are neither kept nor used by a request."""
+        needed = {*self._kept, *(state.prefix_root for state in self._states)}
+        if self.held.digests - needed:
+            self._send(KeepAdapters(sorted(needed)))
 
-    def _hold(self, loaded: Loaded) -> None:
-        """Have all ranks hold an adapter, read again where it was forgotten. Raises CheckpointError."""
-        self._forget_unwanted()  # of requests that have ended
+    def _hold(self, loaded: LoadedAdapter) -> None:
+        """Make all ranks hold an adapter, reading it again if it was forgotten. Raises CheckpointError."""
+        self._forget_unwanted()  # adapters of requests that have ended
         if loaded.digest in self.held.digests:
             self._keep(loaded.digest)
         else:
@@ -297,7 +299,7 @@ class Adapters(Feature):
         return {
             "adapters": [
                 {
-                    **self._told(loaded),
+                    **self._described(loaded),
                     "on_device": loaded in on_device,
                     "running": on_device[loaded].users if loaded in on_device else 0,
                     "requests": loaded.counts.requests,
@@ -324,15 +326,15 @@ class Adapters(Feature):
 
 
 class Adapted(RequestState):
-    """A request with an adapter. As long as it is there, its adapter is held in memory of the host."""
+    """A request with an adapter. While it exists, its adapter is held in host memory."""
 
-    def __init__(self, feature: Adapters, loaded: Loaded) -> None:
+    def __init__(self, feature: AdapterFeature, loaded: LoadedAdapter) -> None:
         self._feature, self._loaded = feature, loaded
-        self._place: Place | None = None
+        self._place: AdapterPlace | None = None
 
     @property
     def prefix_root(self) -> bytes:  # type: ignore[override]
-        """What the adapter's cached prefixes begin with."""
+        """Root of the adapter's cached prefixes."""
         return self._loaded.digest
 
     def ready(self) -> bool:

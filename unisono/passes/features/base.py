@@ -1,20 +1,20 @@
-"""What a feature is: one file that says all that the engine needs to know of it. See docs/adding-a-feature.md.
+"""Base classes of features: everything the engine needs to know about one. See docs/adding-a-feature.md.
 
-A :class:`Feature` exists once for each engine, a :class:`RequestState` for each request that asked for the feature.
+There is one :class:`Feature` per engine and one :class:`RequestState` per request that uses it.
 
 ::
 
-    the engine starts     Feature.start            what all ranks have to do        (host)
-    a request arrives     Feature.begin            checks it, makes its state       (host)
-    it is to get a slot   RequestState.ready       whether it can; then admitted    (host)
-    prompts are due       Feature.pass_ahead       a pass that has to run before    (host)
-    a pass is built       Feature.fill             fields of the batch, graph key   (host)
+    the engine starts     Feature.start            set up on all ranks              (host)
+    a request arrives     Feature.begin            validate, create its state       (host)
+    a slot is free        RequestState.ready       may it start now?                (host)
+    prompts are due       Feature.pre_pass         a pass that must run first       (host)
+    a pass is built       Feature.fill             batch fields, graph key          (host)
     the pass runs         override_embeddings, rotary, around_target,
                           allowed_tokens, report                                    (device, captured in graphs)
     the pass is read      Feature.read_prompt, RequestState.deliver                 (host)
 
 Device code follows the rules of graphs: it writes in place, to fixed addresses, with shapes that do not depend on data,
-and never waits for the host. Shapes: R requests of a pass, W positions sampled for each, N = R times the paths of a
+and never waits for the host. Shapes: R requests of a pass, W sampled positions per request, N = R times the paths of a
 tree, T tokens of a prompt pass, H hidden size, V vocabulary.
 """
 
@@ -34,18 +34,17 @@ import torch
 
 from unisono.attention.context import Rotary
 from unisono.distributed.columns import Columns, whole
+from unisono.graphs import NO_FEATURES, Buffers, Dimension, Features, Field, GraphKey, Program
+from unisono.models.blocks.embedding_overrides import Overriding
 from unisono.models.config import DecoderConfig
-from unisono.models.held_adapters import HeldAdapters
-from unisono.models.overriding import Overriding
+from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.config import VisionConfig
 from unisono.models.vision.tower import VisionTower
-from unisono.program import NO_FEATURES, Buffers, Dimension, Features, Field, Key, Program
 from unisono.sampling.pipeline import EditFields, Sampled
 from unisono.types import EngineRequest, SamplingParams, TokenDelta
 
 PassKind = Literal["extend", "mixed", "round", "verify"]
-"""Prompt passes; rounds in one pass; the second pass of rounds whose drafts the host reads
-(``Feature.reads_drafts``)."""
+"""Prompt passes; mixed passes; rounds in one pass; second passes of draft-verify rounds (``Feature.reads_drafts``)."""
 
 
 Metric = tuple[str, str, dict[str, str], float, str]
@@ -54,11 +53,13 @@ Metric = tuple[str, str, dict[str, str], float, str]
 
 @dataclass(frozen=True)
 class OwnProgram:
-    """A program of a feature's own, whose passes run ahead of prompt passes.
+    """A program of a feature, whose passes run before prompt passes.
 
-    multiple: rows of a pass are a multiple of it. least, most: rows of the smallest and of the largest pass that may be
-    captured. passes: how many are to be expected, for each that an engine has of prompt passes. share: of the graphs'
-    memory that its graphs may take. ms: on a CPU, where nothing is measured: milliseconds of a row.
+    multiple: the rows of a pass are a multiple of this.
+    least, most: rows of the smallest and largest pass that may be captured.
+    passes: expected number per prompt pass.
+    share: share of the graphs' memory budget.
+    ms: milliseconds per row on a CPU, where nothing is measured.
     """
 
     program: Program
@@ -71,41 +72,52 @@ class OwnProgram:
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """A pass of a feature's own program that has to run before a prompt pass can."""
+class PrePass:
+    """A pass of a feature's own program that must run before a prompt pass."""
 
-    key: Key
+    key: GraphKey
     batch: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Room:
-    """How long passes ahead of prompts may take now. ms: what a pass takes. left: milliseconds; least: whether the
-    smallest useful pass may run though it takes longer."""
+    """Time available for pre-passes.
 
-    ms: Callable[[Key], float]
+    ms: returns the milliseconds of a pass.
+    left: milliseconds left.
+    least: True if the smallest useful pass may run although it takes longer.
+    """
+
+    ms: Callable[[GraphKey], float]
     left: float
     least: bool
 
-    def has(self, key: Key) -> bool:
-        """Whether there is time for this pass."""
+    def has(self, key: GraphKey) -> bool:
+        """Return True if there is time for this pass."""
         return self.ms(key) <= self.left
 
 
 @dataclass(frozen=True)
 class FeatureContext:
-    """What the engine tells and lends each feature, once, before any pass.
+    """Engine data available to each feature, set once before any pass.
 
-    directory: the checkpoint's. eos: end-of-sequence ids. max_rows: requests of one prompt pass at most. paths: of a
-    tree of drafts; 1 for chains. processed_logprobs: report log-probabilities of what tokens are drawn from, not of the
-    model's own logits. synthetic: benchmarks: drafts are accepted without being verified.
-    slots: fields of the slots on the device. logits: the LM head, [N, H] -> [N, V].
-    vision, tower: of a model that sees. drafts: whether a drafter reads what prompt passes read. max_tokens: of a
-    prompt pass. max_model_len: of a request. cache_bytes: what ``--mm-encoder-cache-gb`` says; None: nothing.
-    decide: called with (name, value, reason) of each choice that the feature made by itself; ``explain`` shows them.
-    adapters: the target's room for adapters, and those that this rank holds; None: they are off.
-    adapter_modules: (name, directory) of those that are loaded at start. whole_logits: what a pass has to ask for where
-    whole rows of logits are read: nothing where each rank has them anyway.
+    directory: directory of the checkpoint.
+    eos: end-of-sequence ids.
+    max_rows: requests in one prompt pass, at most.
+    paths: paths of a draft tree; 1 for chains.
+    processed_logprobs: report log-probabilities of the distribution that tokens are drawn from, not of the raw logits.
+    synthetic: for benchmarks: drafts are accepted without verification.
+    slots: slot fields on the device.
+    logits: the LM head, [N, H] -> [N, V].
+    vision, tower: of a model with a vision tower.
+    drafts: True if a drafter reads the inputs of prompt passes.
+    max_tokens: tokens in a prompt pass, at most.
+    max_model_len: positions of a request, at most.
+    cache_bytes: value of ``--mm-encoder-cache-gb``; None if not set.
+    decide: called with (name, value, reason) of each choice made by the feature; ``explain`` shows them.
+    adapters: the target's adapter slots, and the adapters held by this rank; None: off.
+    adapter_modules: (name, directory) of adapters loaded at start.
+    whole_logits: features that a pass must have if whole rows of logits are read; empty if each rank has them anyway.
     """
 
     directory: Path
@@ -132,19 +144,19 @@ class FeatureContext:
     whole_logits: Features = NO_FEATURES
 
     def sampled(self, kind: PassKind) -> tuple[Dimension, Dimension]:
-        """The dimensions [R, W] of a field with a value for each sampled position of such a pass."""
+        """Dimensions [R, W] of a field with one value per sampled position in such a pass."""
         if kind == "mixed":
             return ("decodes", self.max_rows), 1
         return (self.max_rows, 1) if kind == "extend" else ("rows", "width")
 
 
 class RequestState:
-    """What a feature keeps of one request, on the host. Subclasses override what they need.
+    """A feature's host-side state of one request. Subclasses override what they need.
 
-    stop_ids: token ids that end the request, beside its own.
-    prompt_keys: what the prefix cache knows the prompt by, where that is not its token ids.
-    prefix_root: what the request's keys and values depend on beside its tokens; cached prefixes are shared by requests
-    of one root only.
+    stop_ids: additional token ids that end the request.
+    prompt_keys: prefix-cache keys of the prompt, if they differ from its token ids.
+    prefix_root: whatever the request's keys and values depend on besides its tokens. Only requests with the same root
+        share cached prefixes.
     """
 
     stop_ids: tuple[int, ...] = ()
@@ -152,42 +164,45 @@ class RequestState:
     prefix_root: bytes | None = None
 
     def slot_values(self) -> Mapping[str, int]:
-        """The values of the slot fields that the feature declares (:meth:`Feature.slot_fields`)."""
+        """Values of the slot fields declared by the feature (:meth:`Feature.slot_fields`)."""
         return {}
 
     def reach(self, start: int, end: int) -> int:
-        """Of a prompt pass of positions ``start … end`` that is about to be built: up to where it can go now."""
+        """Position up to which a prompt pass over ``start … end`` can go now."""
         return end
 
     def ready(self) -> bool:
-        """Whether the request can get a slot now. Where not, it waits, and others that ask for the feature with it."""
+        """Return True if the request can take a slot now. If not, it waits, and later requests with this feature wait
+        with it."""
         return True
 
     def admitted(self) -> None:
-        """The request gets a slot: take what it needs as long as it has one; :meth:`slot_values` follows."""
+        """Called when the request gets a slot: acquire resources for that time. :meth:`slot_values` is called next."""
 
     def released(self) -> None:
-        """The request has given its slot back: it ended, or it waits again."""
+        """Called when the request has released its slot: it ended, or was preempted."""
 
     def reusable(self, known: int) -> int:
-        """Of ``known`` leading tokens those that may come from the prefix cache, which has no outputs of passes."""
+        """Number of the ``known`` leading tokens that may come from the prefix cache, which has no pass outputs."""
         return known
 
     def forced(self) -> Sequence[int]:
-        """Token ids that must come next, as far as known. A round proposes them as drafts. Empty: none are known."""
+        """Token ids that must come next, as far as known. A round proposes them as drafts. Empty if unknown."""
         return ()
 
     def deliver(self, delta: TokenDelta, committed: Committed) -> None:
-        """Complete ``delta``, which brings the request's new tokens, by what the pass reported of them."""
+        """Add the pass's reported outputs to ``delta``, which has the request's new tokens."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One request of a pass that asked for a feature.
+    """One request of a pass that uses the feature.
 
-    index: its row in the pass. errors: what reading its results raised. Of prompt passes only: start, end: the
-    positions that are computed; first: the index of position ``start`` among the pass's tokens; samples: whether
-    the prompt ends here, so that a token is sampled.
+    index: its row in the pass.
+    errors: errors raised while reading its results.
+    start, end: computed positions, in prompt passes.
+    first: index of position ``start`` among the pass's tokens, in prompt passes.
+    samples: True if a token is sampled because the prompt ends here.
     """
 
     index: int
@@ -200,7 +215,8 @@ class Row:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Note an error of the block as this request's own: it ends with it, and the others of the pass go on."""
+        """Record an error of the block as this request's own: it ends with the error, and the others of the pass
+        continue."""
         try:
             yield
         except Exception as error:
@@ -209,10 +225,12 @@ class Row:
 
 @dataclass(frozen=True)
 class HostPass:
-    """A pass that is being built, as one feature sees it.
+    """A pass being built, as seen by one feature.
 
-    rows: the requests that asked for the feature, one at least. count: all requests. tokens: of a prompt pass.
-    drafts [count, P, k] int32: of a "verify" pass, -1 for none.
+    rows: the requests that use the feature, at least one.
+    count: number of all requests.
+    tokens: tokens of a prompt pass.
+    drafts [count, P, k] int32: drafts of a "verify" pass, -1 for none.
     """
 
     kind: PassKind
@@ -224,10 +242,14 @@ class HostPass:
 
 @dataclass(frozen=True)
 class Committed:
-    """What a pass committed of one request. tokens: ``count`` new ones, ``position`` the first one's.
+    """Tokens of one request committed by a pass.
 
-    kind: of the pass. index: the request's row in it. outputs: the pass's output fields. first: whether these are the
-    request's first tokens.
+    kind: kind of the pass.
+    index: the request's row in it.
+    tokens: the ``count`` new tokens.
+    position: position of the first one.
+    first: True if these are the request's first tokens.
+    outputs: the pass's output fields.
     """
 
     kind: str
@@ -243,10 +265,10 @@ class Committed:
 
 
 class Outputs:
-    """Where device code writes output fields.
+    """Destination of output fields in device code.
 
-    In a chain's pass these are the buffers themselves. In a tree's round a field has a row for each path, until
-    :meth:`choose` copies those of the best paths.
+    In a chain's pass these are the buffers themselves. In a tree's round a field has a row per path, until
+    :meth:`choose` copies the rows of the best paths.
     """
 
     def __init__(self, buffers: Buffers, paths: int = 1) -> None:
@@ -254,7 +276,7 @@ class Outputs:
         self._aside: dict[str, torch.Tensor] = {}
 
     def find(self, name: str) -> torch.Tensor | None:
-        """The field of this name, [N, …]; None where the pass has none."""
+        """The field of this name, [N, …]; None if the pass does not have it."""
         out = self._buffers.find(name)
         if out is None or self._paths == 1:
             return out
@@ -268,10 +290,13 @@ class Outputs:
 
 @dataclass(frozen=True)
 class TargetTokens:
-    """The tokens of a pass of the target, T of R rows.
+    """The T tokens of a pass of the target, in R rows.
 
-    slots [R]: of each row. width: tokens of a row in a round; None in a prompt pass, whose rows begin at query_start
-    [R + 1]. count: T. last [E]: the tokens that the last layer computes alone; None: it computes all.
+    slots [R]: slot of each row.
+    count: T.
+    width: tokens per row in a round; None in a prompt pass.
+    query_start [R + 1]: where the rows of a prompt pass begin.
+    last [E]: the only tokens that the last layer computes; None: all.
     """
 
     slots: torch.Tensor
@@ -281,7 +306,7 @@ class TargetTokens:
     last: torch.Tensor | None = None
 
     def spread(self, values: torch.Tensor, padding: int) -> torch.Tensor:
-        """[T] of ``values [R]`` int32, ``padding`` for tokens of no row."""
+        """Expand ``values [R]`` int32 to the tokens [T]; ``padding`` for tokens of no row."""
         if self.width is not None:
             return values[:, None].expand(-1, self.width).flatten()
         assert self.query_start is not None
@@ -292,12 +317,15 @@ class TargetTokens:
 
 @dataclass(frozen=True)
 class Computed:
-    """What a pass has computed when its tokens are sampled and not yet committed.
+    """Results of a pass after sampling and before commit.
 
-    buffers: the batch. hidden: final hidden states: [N · W, H] of a round; of a prompt pass [T, H] where a feature
-    reads all (``reads_all_tokens``), else [R, H] of last tokens. head [N · W, V]: what the LM head gave. rows [N]
-    int32: each row's slot, the padding slot where nothing is sampled. width: W. sampled: tokens and what was drawn
-    from.
+    buffers: the batch.
+    hidden: final hidden states, [N · W, H] of a round; in a prompt pass [T, H] if a feature reads all
+        (``reads_all_tokens``), else [R, H] of last tokens.
+    head [N · W, V]: output of the LM head.
+    rows [N] int32: slot of each row, the padding slot if nothing is sampled.
+    width: W.
+    sampled: tokens, and the values they were drawn from.
     """
 
     buffers: Buffers
@@ -310,33 +338,37 @@ class Computed:
 
     @cached_property
     def logits(self) -> torch.Tensor:
-        """[N · W, V], of sampled positions. Where the LM head is divided among ranks they are gathered if the pass has
-        not asked for whole logits; ``sampled`` then has tokens only."""
+        """Logits [N · W, V] of sampled positions. If the LM head is divided among ranks and the pass has no whole
+        logits, they are gathered; ``sampled`` then has tokens only."""
         return whole(self.head)
 
 
 class Feature:
-    """One feature. Subclasses override what they need; what is not overridden does nothing.
+    """One optional request feature. Subclasses override what they need; defaults do nothing.
 
-    name: as in the catalog. extra_args: the keys of ``SamplingParams.extra_args`` that it reads. asks: what every pass
-    with such a request needs beside its tokens; :meth:`fill` may say more. expected: what many prompt passes will need,
-    so that their graphs are captured at start; expected_rounds: the same of rounds. reads_all_tokens: a prompt pass
-    with this feature's fields computes the final hidden states of all its tokens, not of last tokens only.
-    reads_drafts: :meth:`fill` needs a round's drafts on the host, and the tokens before them: such rounds are two
-    passes. mixes: requests that ask for it may be in a mixed pass, which has its fields of that kind. asks_by: the
-    request's fields ("media", "params.logprobs") of which one is not its default where a request asks for this; None:
-    :meth:`begin` is called for every request.
+    name: as in the catalog.
+    extra_args: keys of ``SamplingParams.extra_args`` that it reads.
+    needs: Features of every pass with such a request; :meth:`fill` may add more.
+    expected: Features that many prompt passes will have, so that their graphs are captured at start.
+    expected_rounds: the same for rounds.
+    reads_all_tokens: a prompt pass with this feature's fields computes the final hidden states of all its tokens, not
+        only of last tokens.
+    reads_drafts: :meth:`fill` needs a round's drafts, and the tokens before them, on the host; such rounds are split
+        into two passes.
+    mixes: requests with this feature may be in a mixed pass, which has its fields of that kind.
+    requested_by: request fields ("media", "params.logprobs"); a request uses the feature only if one of them differs
+        from its default. None: :meth:`begin` is called for every request.
     """
 
     name = ""
     extra_args: tuple[str, ...] = ()
-    asks: Features = NO_FEATURES
+    needs: Features = NO_FEATURES
     expected: Features = NO_FEATURES
     expected_rounds: Features = NO_FEATURES
     reads_all_tokens = False
     reads_drafts = False
     mixes = False
-    asks_by: tuple[str, ...] | None = None
+    requested_by: tuple[str, ...] | None = None
 
     def __init__(self, context: FeatureContext) -> None:
         self.context = context
@@ -349,49 +381,51 @@ class Feature:
 
     @staticmethod
     def slot_fields(config: DecoderConfig) -> tuple[Field, ...]:
-        """Fields that every slot has for this feature, in engines with this target; pad: what most requests have."""
+        """Slot fields of this feature, in engines with this target. pad: the value for most requests."""
         return ()
 
     def programs(self) -> Sequence[OwnProgram]:
-        """The programs of passes that this feature wants run ahead (:meth:`pass_ahead`)."""
+        """Programs of the feature's pre-passes (:meth:`pre_pass`)."""
         return ()
 
     # ---- host -----------------------------------------------------------------------------------
 
     def start(self, send: Callable[[Any], object]) -> None:
-        """Every rank is built; only rank 0's features are told. Raises UnisonoError.
+        """Called on rank 0 once every rank is built. Raises UnisonoError.
 
-        send: has every rank execute a command, now and whenever :meth:`begin`, a command of operators or a call of a
-        request's state runs.
+        send: makes every rank execute a command; it may be called now, in :meth:`begin`, in operator commands, and in
+            methods of a request's state.
         """
 
     def prepare(self, request: EngineRequest) -> Future[Any] | None:
-        """Begin what :meth:`begin` would wait for; None where there is nothing."""
+        """Start work that :meth:`begin` would block on; None if there is none."""
         return None
 
     def begin(self, request: EngineRequest) -> RequestState | None:
-        """The request's state; None where it does not ask for this. Raises BadRequest for what cannot be served.
+        """The request's state; None if it does not use the feature. Raises BadRequest for requests that cannot be
+        served.
 
-        The request may be dropped again: what is dear is made when it is first needed.
+        The request may still be dropped, so make expensive state lazily.
         """
         return None
 
-    def pass_ahead(self, wanted: Sequence[Row], room: Room) -> Ahead | None:
-        """A pass that has to run before prompt passes of these positions can; None where none can or has to.
+    def pre_pass(self, rows: Sequence[Row], room: Room) -> PrePass | None:
+        """A pass that must run before prompt passes over these rows; None if none can or must run.
 
-        Called until it returns None before each prompt pass with requests that asked for the feature, in order.
+        Called before each prompt pass with requests of this feature, in order, until it returns None.
         """
         return None
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
-        """What this pass needs, and the input fields for it. Called only where a request of the pass has a state."""
-        return self.asks, {}
+        """Features and input fields of this pass. Called only if a request of the pass has a state."""
+        return self.needs, {}
 
     def read_prompt(self, rows: Sequence[Row], outputs: Mapping[str, np.ndarray]) -> None:
-        """A prompt pass with these requests was read; :meth:`RequestState.deliver` of those that sampled follows."""
+        """Called after a prompt pass with these requests was read; :meth:`RequestState.deliver` of sampled requests
+        follows."""
 
     def commands(self) -> Mapping[str, Callable[..., Any]]:
-        """What operators may call by name between two steps; JSON-ready data in and out. Raises UnisonoError."""
+        """Operator commands by name, run between two steps; JSON-ready data in and out. Raises UnisonoError."""
         return {}
 
     def metrics(self) -> Sequence[Metric]:
@@ -399,37 +433,37 @@ class Feature:
         return ()
 
     def info(self) -> Mapping[str, object]:
-        """What ``/server_info`` tells of it, as JSON-ready data by name."""
+        """Data for ``/server_info``, JSON-ready, by name."""
         return {}
 
     def close(self) -> None:
-        """The engine ends."""
+        """Called when the engine ends."""
 
     # ---- device ---------------------------------------------------------------------------------
 
     def override_embeddings(self, buffers: Buffers) -> Overriding | None:
-        """Before a prompt pass: embeddings that replace those of token ids."""
+        """Called before a prompt pass: embeddings that replace those of token ids."""
         return None
 
     def rotary(self, buffers: Buffers, positions: torch.Tensor) -> Rotary | None:
-        """Before a prompt pass: the positions that its tokens turn by, where these are not the absolute ``positions``
+        """Called before a prompt pass: rotary positions of its tokens, if they differ from the absolute ``positions``
         [T]."""
         return None
 
     def around_target(self, buffers: Buffers, tokens: TargetTokens) -> AbstractContextManager[None] | None:
-        """Before the target computes ``tokens``: what holds while it does; None: nothing."""
+        """Context manager held while the target computes ``tokens``; None: nothing."""
         return None
 
     def allowed_tokens(self, buffers: Buffers, rows: int) -> torch.Tensor | None:
-        """Before sampling ``rows`` rows: a bit for each token that a position may take, int32 [N · W, words]."""
+        """Called before sampling ``rows`` rows: one bit per allowed token, int32 [N · W, words]."""
         return None
 
     def report(self, computed: Computed) -> None:
-        """After sampling: write output fields, found by ``computed.outputs.find(name)``."""
+        """Called after sampling: write output fields, found by ``computed.outputs.find(name)``."""
 
 
 def words_of(size: int, dtype: torch.dtype) -> int:
-    """int32 words of a vector with this number of elements. Raises ValueError where that is no whole number."""
+    """int32 words of a vector with this number of elements. Raises ValueError if that is not a whole number."""
     words, rest = divmod(size * dtype.itemsize, 4)
     if rest:
         raise ValueError(f"{size} numbers of {dtype} do not fill four-byte words")
@@ -437,9 +471,10 @@ def words_of(size: int, dtype: torch.dtype) -> int:
 
 
 def plain_requests(features: Sequence[Feature]) -> Callable[[EngineRequest], bool]:
-    """A function that tells a request that asks for none of these, in one comparison; it may miss one that does not."""
-    names = {name for feature in features for name in feature.asks_by or ()}
-    if not names or any(feature.asks_by is None for feature in features):
+    """Return a fast test for requests that use none of the features. It may return False for such a request, but never
+    True for one that uses a feature."""
+    names = {name for feature in features for name in feature.requested_by or ()}
+    if not names or any(feature.requested_by is None for feature in features):
         return lambda request: not features
     read = operator.attrgetter(*names)
     plain = read(EngineRequest("", [0], SamplingParams()))

@@ -1,7 +1,8 @@
-"""Structured outputs and thinking budgets: what each position may sample follows from the tokens before it.
+"""Structured outputs and reasoning budgets: the allowed tokens of a position depend on the tokens before it.
 
-The grammar gives a bitmask for each position, drafts included, and only the host can compute it. So the rounds of such
-requests are two passes (``round.draft_program``, ``round.verify_program``): the host reads the drafts between them.
+The grammar computes a bitmask for each position, including drafts, and can do so only on the host. The rounds of such
+requests are therefore split into two passes (``round.draft_program``, ``round.verify_program``), and the host reads the
+drafts between them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.grammar.compiler import Compiled, Grammars
-from unisono.grammar.matcher import ALL, Follower, GrammarError, Matcher, fill, restricting
-from unisono.grammar.thinking import ThinkingMatcher, Thoughts
-from unisono.grammar.walk import allow, forbid
+from unisono.graphs import NO_FEATURES, Buffers, Features, Field
 from unisono.passes.features.base import Committed, Feature, FeatureContext, HostPass, PassKind, RequestState
-from unisono.program import NO_FEATURES, Buffers, Features, Field
+from unisono.structured_output.matcher import ALL, Follower, GrammarError, Matcher, fill, restricting
+from unisono.structured_output.thinking import MarksCache, ThinkingMatcher
+from unisono.structured_output.workers.compiler import Compiled, Grammars
+from unisono.structured_output.workers.walk import allow, forbid
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta
 
 MASKS = Features(masks=True)
@@ -30,14 +31,14 @@ class Grammar(Feature):
     """Field: ``mask`` [R, P, W, words]: bit i % 32 of word i // 32 allows token i. Padding allows all."""
 
     name = "grammar"
-    asks_by = ("params.structured_outputs", "params.thinking")
-    asks = MASKS
+    requested_by = ("params.structured_outputs", "params.thinking")
+    needs = MASKS
     reads_drafts = True
 
     def __init__(self, context: FeatureContext) -> None:
         super().__init__(context)
         self._grammars = Grammars(context.directory, context.vocab_size, context.eos)
-        self._thoughts = Thoughts(context.directory, context.vocab_size)
+        self._thoughts = MarksCache(context.directory, context.vocab_size)
         self._words = -(-context.vocab_size // 32)
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
@@ -48,32 +49,34 @@ class Grammar(Feature):
         return (Field("mask", torch.int32, (rows, paths, width, self._words), pad=-1, feature=MASKS),)
 
     def prepare(self, request: EngineRequest) -> Future[Any] | None:
-        asked, thinking = request.params.structured_outputs, request.params.followed_thinking
+        outputs, thinking = request.params.structured_outputs, request.params.followed_thinking
         marks = None if thinking is None else self._thoughts.prepare(thinking)
-        grammar = None if asked is None else self._grammars.prepare(asked)
+        grammar = None if outputs is None else self._grammars.prepare(outputs)
         return both(marks, grammar) if marks and grammar else marks or grammar
 
     def begin(self, request: EngineRequest) -> RequestState | None:
-        """Waits until the grammar is compiled and the marks of thoughts are found."""
+        """Wait until the grammar is compiled and the reasoning markers are found."""
         params = request.params
-        asked, thinking = params.structured_outputs, params.followed_thinking
-        if asked is None and thinking is None:
+        outputs, thinking = params.structured_outputs, params.followed_thinking
+        if outputs is None and thinking is None:
             return None
         if self.context.synthetic:
-            name = "thinking_token_budget" if asked is None else "structured_outputs"
+            name = "thinking_token_budget" if outputs is None else "structured_outputs"
             raise BadRequest(
                 f"{name} needs drafts that are verified; this server runs with synthetic acceptance, "
                 "which accepts them unseen.",
                 name,
             )
-        compiled = None if asked is None else self._grammars.get(asked)
+        compiled = None if outputs is None else self._grammars.get(outputs)
         if compiled is not None:
             check_first_token(compiled, request)
         if thinking is None:
             assert compiled is not None
-            return _State(Matcher(compiled, params), compiled.eos)
+            return GrammarState(Matcher(compiled, params), compiled.eos)
         marks = self._thoughts.prepare(thinking).result()
-        return _State(ThinkingMatcher(thinking, marks, compiled, params), () if compiled is None else compiled.eos)
+        return GrammarState(
+            ThinkingMatcher(thinking, marks, compiled, params), () if compiled is None else compiled.eos
+        )
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         rows = [row for row in host.rows if row.samples]
@@ -88,7 +91,7 @@ class Grammar(Feature):
         mask = buffers.find("mask")
         if mask is None:
             return None
-        return mask[:, : rows // mask.shape[0]].reshape(-1, self._words)  # without drafts all paths are one
+        return mask[:, : rows // mask.shape[0]].reshape(-1, self._words)  # without drafts all paths are equal
 
     def close(self) -> None:
         self._grammars.close()
@@ -96,7 +99,8 @@ class Grammar(Feature):
 
 
 def both(marks: Future[Any], grammar: Future[Any]) -> Future[None]:
-    """Done when both are, whatever became of them. Cancelling it cancels the grammar; the marks are everybody's."""
+    """A future that is done when both are, with any outcome. Cancelling it cancels the grammar only; the markers are
+    shared."""
     done: Future[None] = Future()
 
     def one(future: Future[Any]) -> None:
@@ -136,8 +140,8 @@ def check_first_token(compiled: Compiled, request: EngineRequest) -> None:
         raise BadRequest(f"{kept} the structured output: allow more tokens, or leave one of the two out.", param)
 
 
-class _State(RequestState):
-    """Follows the request's output. EOS always ends it: masks forbid it as long as the grammar can go on without."""
+class GrammarState(RequestState):
+    """Follows the request's output. EOS always ends it: masks forbid EOS until the grammar is complete."""
 
     def __init__(self, matcher: Follower, eos: tuple[int, ...]) -> None:
         self.stop_ids, self.matcher = eos, matcher

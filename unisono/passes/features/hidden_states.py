@@ -1,7 +1,7 @@
-"""Final hidden states for the caller, of prompt tokens and of generated ones but the last.
+"""Final hidden states returned to the caller, of prompt tokens and of all generated ones but the last.
 
-Position p's hidden state is the one that the token at p + 1 was sampled from. A request that resumes after preemption
-computes some of them again; they are passed over. Vectors travel as the int32 words of their bits.
+The token at p + 1 is sampled from the hidden state of position p. A request that resumes after preemption computes some
+of them again; these are skipped. Vectors travel as the int32 words of their bits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from unisono.graphs import NO_FEATURES, Features, Field
 from unisono.passes.features.base import (
     Committed,
     Computed,
@@ -21,34 +22,33 @@ from unisono.passes.features.base import (
     Row,
     words_of,
 )
-from unisono.program import NO_FEATURES, Features, Field
 from unisono.types import EngineRequest, TokenDelta, Vectors
 
 
 class ReturnedHiddenStates(Feature):
-    """Field: ``hidden``, of all tokens of a prompt pass, and of all positions of a round."""
+    """Field: ``hidden``, for all tokens of a prompt pass and all positions of a round."""
 
     name = "hidden_states"
-    asks_by = ("params.return_hidden_states",)
-    asks = Features(returned=True)
+    requested_by = ("params.return_hidden_states",)
+    needs = Features(returned=True)
     reads_all_tokens = True
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
         words = words_of(self.context.hidden_size, self.context.dtype)
         rows = ("rows",) if kind == "extend" else ("rows", "width")
-        return (Field("hidden", torch.int32, (*rows, words), output=True, feature=self.asks),)
+        return (Field("hidden", torch.int32, (*rows, words), output=True, feature=self.needs),)
 
     def begin(self, request: EngineRequest) -> RequestState | None:
         if not request.params.return_hidden_states:
             return None
         prompt_len = len(request.prompt_token_ids)
-        # Those of a prompt with several sequences come with the first of them.
+        # For several sequences of one prompt, the first returns the prompt's hidden states.
         known = 0 if request.shares_with is None else prompt_len
         return HiddenStates(known, prompt_len, str(self.context.dtype).removeprefix("torch."), self.context.hidden_size)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
-        wanted = host.kind != "extend" or any(row.end > row.state.known for row in host.rows)
-        return self.asks if wanted else NO_FEATURES, {}
+        needed = host.kind != "extend" or any(row.end > row.state.known for row in host.rows)
+        return self.needs if needed else NO_FEATURES, {}
 
     def report(self, computed: Computed) -> None:
         out = computed.outputs.find("hidden")
@@ -64,7 +64,7 @@ class ReturnedHiddenStates(Feature):
 
 
 class HiddenStates(RequestState):
-    """Of one request. known: positions read so far, from 0 on. prompt_len: where those of the prompt end.
+    """State of one request. known: positions read so far, from 0 on. prompt_len: end of the prompt's positions.
 
     dtype, size: of a hidden state.
     """
@@ -79,7 +79,8 @@ class HiddenStates(RequestState):
         return min(known, self.known)
 
     def read(self, position: int, rows: np.ndarray) -> None:
-        """Take the hidden states ``rows [n, words]`` of ``position`` and those after it; none may be left out."""
+        """Take the hidden states ``rows [n, words]`` of ``position`` and the positions after it; none may be
+        skipped."""
         if position > self.known:
             raise RuntimeError(f"hidden states from position {position} on, and only {self.known} are known")
         edge = max(0, self._prompt_len - position)
@@ -96,7 +97,7 @@ class HiddenStates(RequestState):
         delta.hidden_states = self._take(self._output)
 
     def _take(self, parts: list[bytes]) -> Vectors:
-        """What was read since the last call."""
+        """Hidden states read since the last call."""
         data = b"".join(parts)
         parts.clear()
         return Vectors(self._dtype, self._size, data)

@@ -1,9 +1,9 @@
-"""Pictures and videos in prompts: encoded ahead of the prompt passes that read them.
+"""Images and videos in prompts, encoded before the prompt passes that read them.
 
-The encoder's unit is a frame, which its attention never leaves: a picture is one, a video several. A prompt pass of a
-request runs when the frames that it reads are in the encoder cache, so a chunk may cut a picture. The prefix cache
-knows a picture's tokens by its digest and their place in it. Text after a picture stands at other rotary positions
-than its absolute ones; keys, pages and noise go by the absolute ones.
+The encoder's unit is a frame, which its attention never leaves: an image is one frame, a video several. A prompt pass
+of a request runs when the frames it reads are in the encoder cache, so a chunk may cut an image. The prefix cache
+identifies an image's tokens by its digest and their place in it. The rotary positions of text after an image differ
+from its absolute positions; keys, pages and noise use the absolute ones.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from unisono import vectors
 from unisono.attention.context import Rotary
+from unisono.graphs import NO_FEATURES, Buffers, Features, Field, GraphKey, PassShape
+from unisono.models.blocks.embedding_overrides import Overriding
+from unisono.models.blocks.rotary_positions import rotary_positions
 from unisono.models.config import DecoderConfig
-from unisono.models.overriding import Overriding
-from unisono.models.rotary_positions import rotary_positions
 from unisono.models.vision.config import VisionConfig
 from unisono.passes.encode import NAME, encode_program
 from unisono.passes.encoder_cache import EncoderCache
 from unisono.passes.features.base import (
-    Ahead,
     Feature,
     FeatureContext,
     HostPass,
     Metric,
     OwnProgram,
     PassKind,
+    PrePass,
     RequestState,
     Room,
     Row,
 )
-from unisono.program import NO_FEATURES, Buffers, Features, Field, Key, Shape
-from unisono.types import BadRequest, ConfigError, EngineRequest, MediaItem, Vectors
+from unisono.types import BadRequest, ConfigError, EngineRequest, MediaItem, Vectors, vectors
 
 DIGEST_BYTES = 20
-"""With a token's place in its frame, of no other digest's size."""
+"""Digest size; with a token's place in its frame appended, it equals no other digest's size."""
 
 SEEN = Features(extra=frozenset({"media"}))
 
 MOST_TOKENS = 1 << 14
-"""Tokens of one frame, at most: 4096 × 4096 pixels of a model with 32 × 32 pixels a token."""
+"""Tokens of one frame, at most: 4096 × 4096 pixels for a model with 32 × 32 pixels per token."""
 
 LEAST_TOKENS = 16
-"""Tokens of the smallest pass that has a graph of its own size."""
+"""Tokens of the smallest pass with a graph of its own size."""
 
 CACHE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
-"""Bytes of the encoder cache by default; more where two frames of the largest size need it."""
+"""Default size of the encoder cache in bytes; more if two frames of the largest size need it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """A frame of an item. key: what its embeddings depend on. rows: of the item's pixels. positions: of the prompt."""
+    """A frame of an item. key: digest of all inputs of its embeddings. rows: its rows in the item's pixels. positions:
+    its prompt positions."""
 
     key: bytes
     item: MediaItem
@@ -85,7 +85,7 @@ class Frame:
         return int(self.positions[-1])
 
     def words(self, dtype: torch.dtype) -> np.ndarray:
-        """The pixels' bits in this type, [patches, words] int32."""
+        """Bits of the pixels in this dtype, [patches, words] int32."""
         pixels, stored = self.item.pixels, vectors.dtype_of(self.item.pixels.dtype)
         if stored is dtype:
             words = np.frombuffer(pixels.data, dtype=np.int32)
@@ -96,18 +96,18 @@ class Frame:
 
 
 class Media(Feature):
-    """Fields: ``media_rows``, of each token its row in the encoder cache, -1 where it has none, and ``rotary_shift``,
-    how far it stands from its absolute position on each rotary axis. Where a drafter reads them too, the same of the
-    token after each request's last one in the pass.
+    """Fields: ``media_rows``, for each token its row in the encoder cache, -1 for none; ``rotary_shift``, the offset of
+    its rotary from its absolute position on each axis. If a drafter reads them too, also the same for the token after
+    each request's last one in the pass.
     """
 
     name = "media"
-    asks_by = ("media",)
+    requested_by = ("media",)
 
     def __init__(self, context: FeatureContext) -> None:
         super().__init__(context)
         vision, tower = context.vision, context.tower
-        self._ahead = int(context.drafts)  # a drafter reads one token further
+        self._ahead = int(context.drafts)  # a drafter reads one more token
         if vision is None or tower is None:
             return
         self.expected = SEEN
@@ -121,18 +121,18 @@ class Media(Feature):
         self._program = OwnProgram(program, vision.unit, least, self.most_patches, ms=0.4 / vision.unit)
 
     def _sizes(self, token_bytes: int) -> tuple[int, int]:
-        """Tokens of a frame at most, and of the whole cache. token_bytes: what each takes there."""
+        """(tokens of a frame, at most; tokens of the whole cache). token_bytes: cache bytes per token."""
         c = self.context
-        most, asked = min(MOST_TOKENS, c.max_model_len), c.cache_bytes
-        given = max(CACHE_BYTES[c.device.type], 2 * most * token_bytes) if asked is None else asked
-        rows = given // token_bytes
+        most, configured = min(MOST_TOKENS, c.max_model_len), c.cache_bytes
+        size = max(CACHE_BYTES[c.device.type], 2 * most * token_bytes) if configured is None else configured
+        rows = size // token_bytes
         if rows < 2:
             raise ConfigError(
-                f"--mm-encoder-cache-gb {given / (1 << 30):.6f}: a token of a picture takes {token_bytes} bytes, and "
+                f"--mm-encoder-cache-gb {size / (1 << 30):.6f}: a token of a picture takes {token_bytes} bytes, and "
                 "two have to fit. Raise it."
             )
         most = min(most, rows // 2)
-        why = "a default" if asked is None else "--mm-encoder-cache-gb"
+        why = "a default" if configured is None else "--mm-encoder-cache-gb"
         c.decide("encoder cache", f"{rows} tokens", f"{rows * token_bytes >> 20} MiB, {why}; {most} a frame at most")
         return most, rows
 
@@ -184,20 +184,21 @@ class Media(Feature):
                 "media",
             )
         frames = frames_of(request.media, c.vision)
-        return Pictures(frames, request.prompt_token_ids, positions.T, delta, self.cache, self._ahead)
+        return MediaState(frames, request.prompt_token_ids, positions.T, delta, self.cache, self._ahead)
 
-    def pass_ahead(self, wanted: Sequence[Row], room: Room) -> Ahead | None:
+    def pre_pass(self, rows: Sequence[Row], room: Room) -> PrePass | None:
         frames: list[Frame] = []
         cache_rows: list[np.ndarray] = []
         patches = 0
-        for row in wanted:
-            state: Pictures = row.state
+        for row in rows:
+            state: MediaState = row.state
             for number in state.missing(row.start, row.end):
                 frame = state.frames[number]
                 if not state.may_hold(frame):
                     break
                 if frame.key not in self.cache:
-                    key, full = Key(NAME, Shape(patches + frame.patches)), patches + frame.patches > self.most_patches
+                    total = patches + frame.patches
+                    key, full = GraphKey(NAME, PassShape(total)), total > self.most_patches
                     if (full and frames) or not (room.has(key) or (room.least and not frames)):
                         return self._pass(frames, cache_rows)
                     frames.append(frame)
@@ -207,8 +208,8 @@ class Media(Feature):
                     state.hold(number)
         return self._pass(frames, cache_rows)
 
-    def _pass(self, frames: Sequence[Frame], cache_rows: Sequence[np.ndarray]) -> Ahead | None:
-        """The pass that encodes these frames into these rows of the cache."""
+    def _pass(self, frames: Sequence[Frame], cache_rows: Sequence[np.ndarray]) -> PrePass | None:
+        """The pass that encodes these frames into these cache rows."""
         tower, dtype = self.context.tower, self.context.dtype
         if not frames or tower is None:
             return None
@@ -220,7 +221,7 @@ class Media(Feature):
             "cache_rows": np.concatenate(cache_rows),
             **tower.host_inputs(grids),
         }
-        return Ahead(Key(NAME, Shape(len(pixels))), batch)
+        return PrePass(GraphKey(NAME, PassShape(len(pixels))), batch)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         if host.kind != "extend":
@@ -228,7 +229,7 @@ class Media(Feature):
         media_rows, shift = np.full(host.tokens, -1, dtype=np.int32), np.zeros((host.tokens, 3), dtype=np.int32)
         rows_after, shift_after = np.full(host.count, -1, dtype=np.int32), np.zeros((host.count, 3), dtype=np.int32)
         for row in host.rows:
-            state: Pictures = row.state
+            state: MediaState = row.state
             here = slice(row.first, row.first + row.end - row.start)
             media_rows[here], shift[here] = state.cache_rows(row.start, row.end), state.shift(row.start, row.end)
             rows_after[row.index] = state.cache_rows(row.end, row.end + 1)[0]
@@ -263,9 +264,9 @@ class Media(Feature):
         if vision is None or self.context.tower is None:
             return {"vision": None}
         cache = self.cache
-        told = {"tokens": cache.capacity, "used": cache.used, "held": cache.held, "bytes": self.table.nbytes}
-        told |= {"queries": cache.queries, "hits": cache.hits, "evictions": cache.evictions}
-        return {"vision": {**dataclasses.asdict(vision), "max_frame_tokens": self.most_tokens, "encoder_cache": told}}
+        usage = {"tokens": cache.capacity, "used": cache.used, "held": cache.held, "bytes": self.table.nbytes}
+        usage |= {"queries": cache.queries, "hits": cache.hits, "evictions": cache.evictions}
+        return {"vision": {**dataclasses.asdict(vision), "max_frame_tokens": self.most_tokens, "encoder_cache": usage}}
 
     # ---- device ---------------------------------------------------------------------------------
 
@@ -280,18 +281,20 @@ class Media(Feature):
         shift, after = buffers.find("rotary_shift"), buffers.find("rotary_shift_after")
         if shift is None:
             return None
-        turned = positions[:, None] + shift
+        rotary_positions = positions[:, None] + shift
         if after is None:
-            return Rotary(turned)
+            return Rotary(rotary_positions)
         following = buffers.start + buffers.query_start.diff()
-        return Rotary(turned, following[:, None] + after)
+        return Rotary(rotary_positions, following[:, None] + after)
 
 
-class Pictures(RequestState):
-    """A request's frames, and which rows of the cache hold those that it holds.
+class MediaState(RequestState):
+    """A request's frames, and the cache rows of those that it holds.
 
-    token_ids: the prompt's. rotary [prompt, 3]: positions of its tokens; delta: what those of generated tokens are more
-    than their absolute ones. ahead: tokens that are read beyond those that a pass computes.
+    token_ids: the prompt's.
+    rotary [prompt, 3]: rotary positions of its tokens.
+    delta: offset of generated tokens' rotary positions from their absolute ones.
+    ahead: tokens read beyond those that a pass computes.
     """
 
     def __init__(
@@ -313,7 +316,7 @@ class Pictures(RequestState):
 
     @cached_property
     def prompt_keys(self) -> list[int | bytes]:  # type: ignore[override]
-        """Token ids, and of a frame's tokens its digest and their place in it."""
+        """Token ids; for a frame's tokens, its digest and their place in it."""
         keys: list[int | bytes] = list(self._token_ids)
         for frame in self.frames:
             for place, position in enumerate(frame.positions.tolist()):
@@ -324,7 +327,7 @@ class Pictures(RequestState):
         return {"rotary_delta": self._delta}
 
     def missing(self, start: int, end: int) -> list[int]:
-        """The frames, by number, that a pass of positions ``start … end`` reads and the request does not hold."""
+        """Indices of the frames that a pass over ``start … end`` reads and the request does not hold."""
         return [
             number
             for number, frame in enumerate(self.frames)
@@ -332,11 +335,11 @@ class Pictures(RequestState):
         ]
 
     def may_hold(self, frame: Frame) -> bool:
-        """Whether there is room for one frame more."""
+        """Return True if there is room for one more frame."""
         return self._cache.allows(id(self), frame.tokens, self._reserve)
 
     def hold(self, number: int) -> np.ndarray:
-        """Hold a frame from now on; returns its rows in the cache."""
+        """Hold a frame and return its cache rows."""
         frame = self.frames[number]
         rows = self._cache.hold(id(self), frame.key, frame.tokens, self._reserve)
         self._rows[frame.positions] = rows
@@ -348,15 +351,15 @@ class Pictures(RequestState):
         return max(start, self.frames[missing[0]].first - self._ahead) if missing else end
 
     def cache_rows(self, start: int, end: int) -> np.ndarray:
-        """Of each of these positions its row in the cache, -1 for none [end - start] int32."""
+        """Cache row of each of these positions, -1 for none: [end - start] int32."""
         return _padded(self._rows[start:end], end - start, -1)
 
     def shift(self, start: int, end: int) -> np.ndarray:
-        """How far these positions are from the rotary ones [end - start, 3] int32."""
+        """Offset of rotary from absolute positions: [end - start, 3] int32."""
         return _padded(self._shift[start:end], end - start, self._delta)
 
     def computed(self, end: int) -> None:
-        """A pass up to position ``end`` is launched: frames before it are read no more."""
+        """Called when a pass up to position ``end`` is launched: release the frames before it."""
         for number in tuple(self._held):
             if self.frames[number].last < end:
                 self._release(number)
@@ -373,18 +376,18 @@ class Pictures(RequestState):
 
 
 def _padded(values: np.ndarray, length: int, value: int) -> np.ndarray:
-    """``values`` [n, …] and ``value`` after them, [length, …]."""
+    """``values`` [n, …] followed by ``value``: [length, …]."""
     return np.concatenate((values, np.full((length - len(values), *values.shape[1:]), value, dtype=np.int32)))
 
 
 def frames_of(media: Sequence[MediaItem], vision: VisionConfig) -> list[Frame]:
-    """The frames of a request's items, in order of their positions."""
+    """Frames of a request's items, in order of position."""
     frames = []
     for item in media:
         count, size = item.grid[0], item.grid[1] * item.grid[2]
         positions = np.asarray(item.positions, dtype=np.int64).reshape(count, -1)
         for number in range(count):
-            # A video's frames may turn by their times, which the digest does not cover.
+            # Rotary positions of a video's frames may depend on their times, which the digest does not cover.
             text = f"{item.kind} {number} {item.seconds}".encode()
             key = hashlib.blake2b(item.digest + text, digest_size=DIGEST_BYTES).digest()
             frames.append(Frame(key, item, slice(number * size, (number + 1) * size), positions[number]))

@@ -1,24 +1,24 @@
-"""Log-probabilities of the generated tokens, and of the likeliest alternatives at each position."""
+"""Log-probabilities of the generated tokens and of the most likely alternatives at each position."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from unisono.kernels.logprobs import WORDS
+from unisono.graphs import Features, Field
+from unisono.kernels.sampling.logprobs import WORDS
 from unisono.passes.features.base import Committed, Computed, Feature, HostPass, PassKind, RequestState
-from unisono.program import Features, Field
 from unisono.sampling.logprobs import unpack_logprobs
 from unisono.sampling.pipeline import report_logprobs
 from unisono.types import EngineRequest, TokenDelta
 
 
 class OutputLogprobs(Feature):
-    """Every pass that has whole rows of logits has the field: rows that did not ask cost next to nothing, and one graph
-    serves all. Without ranks that divide the logits these are all passes that sample."""
+    """Field: ``logprobs``, present in every pass with whole rows of logits. Rows of other requests cost almost nothing,
+    so one graph serves all. Unless ranks divide the logits, these are all passes that sample."""
 
     name = "output_logprobs"
-    asks_by = ("params.logprobs", "params.logprob_token_ids")
+    requested_by = ("params.logprobs", "params.logprob_token_ids")
     mixes = True
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
@@ -26,8 +26,8 @@ class OutputLogprobs(Feature):
         return (Field("logprobs", torch.int32, shape, output=True, feature=self.context.whole_logits),)
 
     def begin(self, request: EngineRequest) -> RequestState | None:
-        wanted = request.params.found_logprobs
-        return None if wanted is None else _State(wanted)
+        alternatives = request.params.found_logprobs
+        return None if alternatives is None else OutputLogprobsState(alternatives)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         return self.context.whole_logits, {}
@@ -40,12 +40,12 @@ class OutputLogprobs(Feature):
         report_logprobs(c.logits, c.rows, c.width, c.sampled, self.context.slots, processed, out)
 
 
-class _State(RequestState):
-    """wanted: alternatives at each position."""
+class OutputLogprobsState(RequestState):
+    """State of one request. alternatives: tokens to report at each position."""
 
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
+    def __init__(self, alternatives: int) -> None:
+        self._alternatives = alternatives
 
     def deliver(self, delta: TokenDelta, committed: Committed) -> None:
         words = committed.outputs["logprobs"][committed.index, : committed.count]
-        delta.logprobs = unpack_logprobs(words, self._wanted)
+        delta.logprobs = unpack_logprobs(words, self._alternatives)

@@ -1,8 +1,8 @@
-"""Embeddings that stand in for those of prompt tokens: whole prompts (``prompt_embeds``), and single positions.
+"""Embeddings that replace those of prompt tokens: whole prompts (``prompt_embeds``), and single positions.
 
-A prompt position that is overridden has no token (PLACEHOLDER), so nothing that looks at tokens sees one there. The
-prefix cache knows it by a digest of its embedding: equal embeddings share pages, different ones and token ids never do.
-Vectors travel as the int32 words of their bits, since every field is of a four-byte type.
+An overridden prompt position has no token (PLACEHOLDER), so code that reads tokens sees none there. The prefix cache
+identifies it by a digest of its embedding: equal embeddings share pages, different ones and token ids never do. Vectors
+travel as the int32 words of their bits, since every field has a four-byte type.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from unisono import vectors
-from unisono.models.overriding import Overriding
+from unisono.graphs import NO_FEATURES, Buffers, Features, Field
+from unisono.models.blocks.embedding_overrides import Overriding
 from unisono.passes.features.base import Feature, HostPass, PassKind, RequestState, words_of
-from unisono.program import NO_FEATURES, Buffers, Features, Field
-from unisono.types import EngineRequest, Overrides
+from unisono.types import EngineRequest, Overrides, vectors
 
 DIGEST_BYTES = 16
 
@@ -26,14 +25,14 @@ EMBEDDINGS = Features(embeddings=True)
 
 
 class PromptEmbeds(Feature):
-    """Fields: ``embeddings``, and ``embedding_rows``: of each token its row there, -1 where it has none.
+    """Fields: ``embeddings``, and ``embedding_rows``: for each token its row in them, -1 for none.
 
-    Where a drafter reads them too, ``embeddings_after`` and ``has_embedding_after``: those of the token after each
+    If a drafter reads them too, also ``embeddings_after`` and ``has_embedding_after``, for the token after each
     request's last one in the pass.
     """
 
     name = "prompt_embeds"
-    asks_by = ("overrides",)
+    requested_by = ("overrides",)
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
         if kind != "extend":
@@ -53,17 +52,17 @@ class PromptEmbeds(Feature):
         )
 
     def begin(self, request: EngineRequest) -> RequestState | None:
-        given = request.overrides
-        return None if given is None else Embedded(given, request.prompt_token_ids, self.context.dtype)
+        overrides = request.overrides
+        return None if overrides is None else Embedded(overrides, request.prompt_token_ids, self.context.dtype)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         rows, words = [], []
         size = words_of(self.context.hidden_size, self.context.dtype)
         after, has_after = np.zeros((host.count, size), dtype=np.int32), np.zeros(host.count, dtype=np.int32)
         for row in host.rows if host.kind == "extend" else ():
-            positions, given = row.state.within(row.start, row.end)
+            positions, embeddings = row.state.within(row.start, row.end)
             rows.append(positions + (row.first - row.start))
-            words.append(given)
+            words.append(embeddings)
             _, following = row.state.within(row.end, row.end + 1)
             if len(following):
                 after[row.index], has_after[row.index] = following[0], 1
@@ -78,10 +77,10 @@ class PromptEmbeds(Feature):
         return EMBEDDINGS, fields
 
     def override_embeddings(self, buffers: Buffers) -> Overriding | None:
-        given, after = buffers.find("embeddings"), buffers.find("embeddings_after")
-        if given is None:
+        embeddings, after = buffers.find("embeddings"), buffers.find("embeddings_after")
+        if embeddings is None:
             return None
-        source, dtype = given.view(self.context.dtype), self.context.dtype
+        source, dtype = embeddings.view(self.context.dtype), self.context.dtype
         if after is None:
             return Overriding(source, buffers.embedding_rows)
         flags, tokens = buffers.has_embedding_after, source.shape[0]
@@ -91,26 +90,26 @@ class PromptEmbeds(Feature):
 
 
 class Embedded(RequestState):
-    """A request's overrides. positions [n], ascending; token_ids: the prompt's; dtype: the model's."""
+    """A request's overrides. positions [n]: ascending; token_ids: the prompt's; dtype: the model's."""
 
-    def __init__(self, given: Overrides, token_ids: Sequence[int], dtype: torch.dtype) -> None:
-        self.positions, self.token_ids = np.asarray(given.positions), token_ids
-        self._vectors, self._dtype = given.vectors, dtype
+    def __init__(self, overrides: Overrides, token_ids: Sequence[int], dtype: torch.dtype) -> None:
+        self.positions, self.token_ids = np.asarray(overrides.positions), token_ids
+        self._vectors, self._dtype = overrides.vectors, dtype
 
     @cached_property
     def words(self) -> np.ndarray:
-        """The embeddings' bits, [n, hidden's bytes / 4] int32."""
+        """Bits of the embeddings, [n, bytes per vector / 4] int32."""
         return vectors.unpack(self._vectors).to(self._dtype).view(torch.int32).numpy()
 
     @cached_property
     def prompt_keys(self) -> list[int | bytes]:  # type: ignore[override]
-        """Token ids, and a digest of each embedding."""
+        """Token ids, with a digest in place of each overridden one."""
         keys: list[int | bytes] = list(self.token_ids)
         for position, row in zip(self.positions.tolist(), self.words, strict=True):
             keys[position] = hashlib.blake2b(row.tobytes(), digest_size=DIGEST_BYTES).digest()
         return keys
 
     def within(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """(positions, words) of those from ``start`` to ``end``."""
+        """(positions, words) of the overrides from ``start`` to ``end``."""
         low, high = np.searchsorted(self.positions, (start, end))
         return self.positions[low:high], self.words[low:high]

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from unisono.kernels.logprobs import WORDS
+from unisono.graphs import Features, Field, Logits, selected_rows
+from unisono.kernels.sampling.logprobs import WORDS
 from unisono.passes.features.base import (
     Committed,
     Computed,
@@ -18,7 +19,6 @@ from unisono.passes.features.base import (
     RequestState,
     Row,
 )
-from unisono.program import Features, Field, Logits, selected_rows
 from unisono.sampling.logprobs import unpack_logprobs
 from unisono.sampling.pipeline import report_prompt_logprobs
 from unisono.types import EngineRequest, TokenDelta, TokenLogprobs
@@ -26,18 +26,18 @@ from unisono.types import EngineRequest, TokenDelta, TokenLogprobs
 SCORED = Features(logits=Logits.SELECTED)
 
 TOKENS_AT_ONCE = 256
-"""Prompt tokens whose logits exist at once where all of them are asked for."""
+"""Prompt tokens whose logits exist at one time if all of them are scored."""
 
 
 class PromptLogprobs(Feature):
-    """Fields: ``score_rows``, the tokens whose logits score the prompt token after them (-1: none), and what is
-    reported.
+    """Fields: ``score_rows``, tokens whose logits score the prompt token after them (-1: none), and the reported
+    values.
 
-    Passes that score replay graphs of a program of their own (``extend.prompt_program``).
+    Passes that score use graphs of their own program (``extend.prompt_program``).
     """
 
     name = "prompt_logprobs"
-    asks_by = ("params.prompt_logprobs",)
+    requested_by = ("params.prompt_logprobs",)
     reads_all_tokens = True
 
     def __init__(self, context: FeatureContext) -> None:
@@ -53,15 +53,15 @@ class PromptLogprobs(Feature):
         )
 
     def begin(self, request: EngineRequest) -> RequestState | None:
-        return None if request.params.prompt_logprobs is None else _State(request)
+        return None if request.params.prompt_logprobs is None else PromptLogprobsState(request)
 
     def fill(self, host: HostPass) -> tuple[Features, dict[str, np.ndarray]]:
         if host.kind != "extend":
-            return self.asks, {}
+            return self.needs, {}
         parts = [row.first - row.start + np.array(row.state.scored_by(row)) for row in host.rows]
         rows = np.concatenate(parts).astype(np.int32)
         if not len(rows):
-            return self.asks, {}
+            return self.needs, {}
         logits = Logits.SELECTED if len(rows) <= selected_rows(host.tokens) else Logits.ALL
         return Features(logits=logits), {"score_rows": rows}
 
@@ -88,13 +88,13 @@ class PromptLogprobs(Feature):
                 at += len(scored)
 
 
-class _State(RequestState):
-    """What is read so far, by position. positions: prompt positions to report; none once the first tokens are there."""
+class PromptLogprobsState(RequestState):
+    """Scores read so far, by position. ``_positions``: prompt positions to report; empty after they were delivered."""
 
     def __init__(self, request: EngineRequest) -> None:
-        wanted = request.params.prompt_logprobs
-        assert wanted is not None
-        self._wanted = wanted
+        alternatives = request.params.prompt_logprobs
+        assert alternatives is not None
+        self._alternatives = alternatives
         self._positions = range(request.first_scored, len(request.prompt_token_ids))
         self._read: dict[int, TokenLogprobs] = {}
 
@@ -103,12 +103,12 @@ class _State(RequestState):
 
     def scored_by(self, row: Row) -> range:
         """Positions of the row whose logits score the prompt token after them."""
-        wanted = self._positions
-        return range(max(row.start, wanted.start - 1), min(row.end, wanted.stop - 1))
+        positions = self._positions
+        return range(max(row.start, positions.start - 1), min(row.end, positions.stop - 1))
 
     def take(self, scored: range, words: np.ndarray) -> None:
         """Read ``words [n, WORDS]`` of the tokens after these n positions."""
-        self._read |= zip((p + 1 for p in scored), unpack_logprobs(words, self._wanted), strict=True)
+        self._read |= zip((p + 1 for p in scored), unpack_logprobs(words, self._alternatives), strict=True)
 
     def deliver(self, delta: TokenDelta, committed: Committed) -> None:
         if committed.first:

@@ -1,4 +1,4 @@
-"""What a source of answers gives the chat: pieces of text as they come, and figures of the whole answer."""
+"""The interface of a source of answers: pieces of text as they are generated, and figures of the whole answer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Draft:
-    """Where a token comes from. position: its place among its round's accepted drafts; None: the model's own pick.
+class DraftedToken:
+    """The origin of a token.
 
-    drafted, accepted: of the round.
+    position: its index among its round's accepted drafts; None: sampled by the model itself.
+
+    drafted, accepted: numbers of the round.
     """
 
     position: int | None
@@ -23,19 +25,19 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """New text: what the model thinks, and what it says. draft: where the text's last token comes from, if known."""
+class ChatPiece:
+    """New text: reasoning and content. draft: origin of the text's last token, if known."""
 
     reasoning: str = ""
     content: str = ""
-    draft: Draft | None = None
+    draft: DraftedToken | None = None
 
 
 @dataclass
-class Figures:
+class AnswerFigures:
     """Counts and times (seconds of ``time.perf_counter``) of an answer.
 
-    rounds: None where the source does not tell. exact: whether ``tokens`` is a count of tokens, not of chunks.
+    rounds: None if the source does not report them. exact: ``tokens`` counts tokens instead of chunks.
     """
 
     begun: float = field(default_factory=time.perf_counter)
@@ -51,59 +53,59 @@ class Figures:
     exact: bool = True
 
     def tick(self, tokens: int) -> None:
-        """Some tokens have come."""
+        """Record ``tokens`` new tokens."""
         self.last = time.perf_counter()
         self.first = self.last if self.first is None else self.first
         self.tokens += tokens
 
     @property
     def tokens_per_second(self) -> float | None:
-        """From the first token on; None for an answer of one token."""
+        """Rate after the first token; None for an answer of one token."""
         if self.first is None or self.last is None or self.tokens < 2 or self.last <= self.first:
             return None
         return (self.tokens - 1) / (self.last - self.first)
 
     @property
     def accept_length(self) -> float | None:
-        """Mean tokens that a round with drafts committed, its own token counted; None without drafts."""
+        """Mean tokens committed by a round with drafts, bonus token included; None without drafts."""
         return 1 + self.accepted / self.rounds if self.rounds and self.drafted else None
 
     def line(self) -> str:
         """The figures on one line."""
         unit = "tokens" if self.exact else "chunks"
-        told = [f"{self.tokens} {unit}"]
+        parts = [f"{self.tokens} {unit}"]
         if self.tokens_per_second is not None:
-            told.append(f"{self.tokens_per_second:.1f} {unit}/s")
+            parts.append(f"{self.tokens_per_second:.1f} {unit}/s")
         if self.first is not None:
-            told.append(f"first after {(self.first - self.begun) * 1000:.0f} ms")
+            parts.append(f"first after {(self.first - self.begun) * 1000:.0f} ms")
         if self.accept_length is not None:
-            told.append(f"accept length {self.accept_length:.2f} ({self.accepted} of {self.drafted} drafts)")
+            parts.append(f"accept length {self.accept_length:.2f} ({self.accepted} of {self.drafted} drafts)")
         if self.seed is not None:
-            told.append(f"seed {self.seed}")
+            parts.append(f"seed {self.seed}")
         if self.finish not in ("", "stop"):
-            told.append({"length": "cut at the token limit", "abort": "stopped"}.get(self.finish, self.finish))
-        return " · ".join(told)
+            parts.append({"length": "cut at the token limit", "abort": "stopped"}.get(self.finish, self.finish))
+        return " · ".join(parts)
 
 
-class Source(Protocol):
-    """Answers conversations.
+class AnswerSource(Protocol):
+    """A source of answers to conversations.
 
-    prompt_interrupts: whether Ctrl-C may be raised inside :meth:`answer`; otherwise it is looked at between tokens.
+    prompt_interrupts: Ctrl-C may be raised inside :meth:`answer`; otherwise it is checked between tokens.
     """
 
     name: str
     prompt_interrupts: bool
 
     def banner(self) -> Sequence[str]:
-        """Lines that say what is talked to."""
+        """Lines that describe the source."""
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """Raises BadRequest for parameters that this source knows to be wrong."""
+        """Raise BadRequest for parameters that this source knows to be wrong."""
 
     def defaults(self) -> Mapping[str, Any]:
-        """The parameters where none are given, as far as they are known."""
+        """The default parameters, as far as they are known."""
 
     def answer(
-        self, messages: Sequence[Message], params: Mapping[str, Any], figures: Figures, stop: Callable[[], object]
-    ) -> Iterator[Piece]:
-        """The answer as it comes, to its end or until ``stop()``. Raises UnisonoError."""
+        self, messages: Sequence[Message], params: Mapping[str, Any], figures: AnswerFigures, stop: Callable[[], object]
+    ) -> Iterator[ChatPiece]:
+        """The answer in pieces, to its end or until ``stop()``. Raises UnisonoError."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unisono.frontend.detokenizer import Detokenizer
-from unisono.frontend.reasoning import Splitter, parser_of
-from unisono.llm import LLM
-from unisono.tools.chat.answers import Draft, Figures, Message, Piece
+from unisono.entrypoints.llm import LLM
+from unisono.text.detokenizer import Detokenizer
+from unisono.text.reasoning import Splitter, parser_of
+from unisono.tools.chat.answers import AnswerFigures, ChatPiece, DraftedToken, Message
 from unisono.types import BadRequest, FinishReason, SamplingParams, TokenDelta, request_failure
 
 TEMPLATE_PARAMETERS = ("enable_thinking", "reasoning_effort")
@@ -19,7 +19,7 @@ SHOWN = ("temperature", "top_k", "top_p", "min_p")
 
 
 class OfflineModel:
-    """An :class:`unisono.llm.LLM`. Raises BadRequest for a checkpoint without a tokenizer."""
+    """An :class:`unisono.entrypoints.llm.LLM`. Raises BadRequest for a checkpoint without a tokenizer."""
 
     prompt_interrupts = False
 
@@ -50,8 +50,8 @@ class OfflineModel:
         self._params(params)
 
     def answer(
-        self, messages: Sequence[Message], params: Mapping[str, Any], figures: Figures, stop: Callable[[], object]
-    ) -> Iterator[Piece]:
+        self, messages: Sequence[Message], params: Mapping[str, Any], figures: AnswerFigures, stop: Callable[[], object]
+    ) -> Iterator[ChatPiece]:
         template = {name: params[name] for name in TEMPLATE_PARAMETERS if name in params}
         prompt = self._llm.chat_prompt(messages, chat_template_kwargs=template or None)
         sampling = self._params(params)
@@ -74,11 +74,11 @@ class OfflineModel:
                 figures.finish = "stop" if detokenizer.stop_string is not None else "abort"
                 break
         if splitter is not None:
-            yield Piece(*splitter.feed("", last=True))
+            yield ChatPiece(*splitter.feed("", last=True))
 
-    def _params(self, given: Mapping[str, Any]) -> SamplingParams:
-        """The checkpoint's defaults, what was asked for, and a seed. Raises BadRequest."""
-        own = {name: value for name, value in given.items() if name not in TEMPLATE_PARAMETERS}
+    def _params(self, params: Mapping[str, Any]) -> SamplingParams:
+        """The checkpoint's defaults, the user's settings, and a seed. Raises BadRequest."""
+        own = {name: value for name, value in params.items() if name not in TEMPLATE_PARAMETERS}
         if isinstance(own.get("stop"), str):
             own["stop"] = (own["stop"],)
         defaults = {name: value for name, value in self.defaults().items() if name in SHOWN}
@@ -86,13 +86,13 @@ class OfflineModel:
             return SamplingParams(**defaults | {"seed": secrets.randbits(31), "max_tokens": None} | own)
         except TypeError:
             unknown = next(name for name in own if name not in SamplingParams.__dataclass_fields__)
-            raise BadRequest(f"{unknown} is no sampling parameter.", unknown) from None
+            raise BadRequest(f"{unknown} is not a sampling parameter.", unknown) from None
 
 
 def _pieces(
-    delta: TokenDelta, detokenizer: Detokenizer, splitter: Splitter | None, figures: Figures
-) -> Iterator[Piece]:
-    """A delta token by token, each with where it comes from."""
+    delta: TokenDelta, detokenizer: Detokenizer, splitter: Splitter | None, figures: AnswerFigures
+) -> Iterator[ChatPiece]:
+    """The pieces of a delta, token by token, each with its origin."""
     done, last = 0, len(delta.token_ids) - 1
     for tokens, drafted, accepted in delta.rounds:
         figures.rounds = (figures.rounds or 0) + 1 if drafted else figures.rounds
@@ -101,8 +101,8 @@ def _pieces(
             finish = delta.finish if done == last else FinishReason.RUNNING
             text = detokenizer.feed([delta.token_ids[done]], finish)
             reasoning, content = ("", text) if splitter is None else splitter.feed(text)
-            yield Piece(reasoning, content, Draft(place if place < accepted else None, drafted, accepted))
+            yield ChatPiece(reasoning, content, DraftedToken(place if place < accepted else None, drafted, accepted))
             done += 1
     if not delta.token_ids and (text := detokenizer.feed([], delta.finish)):
         reasoning, content = ("", text) if splitter is None else splitter.feed(text)
-        yield Piece(reasoning, content)
+        yield ChatPiece(reasoning, content)

@@ -1,4 +1,4 @@
-"""Answers of a server that speaks OpenAI's API, over HTTP."""
+"""Answers of a server with OpenAI's API, over HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from unisono.tools.chat.answers import Draft, Figures, Message, Piece
+from unisono.tools.chat.answers import AnswerFigures, ChatPiece, DraftedToken, Message
 from unisono.types import BadRequest, ConfigError, UnisonoError
 
 CONNECT_SECONDS, READ_SECONDS = 10.0, 600.0
@@ -17,9 +17,11 @@ TEMPLATE_PARAMETERS = ("enable_thinking",)
 
 
 class RemoteModel:
-    """A server's model. url: with or without /v1. name: None takes the first that the server lists.
+    """A server's model.
 
-    Raises ConfigError for a URL that is none, UnisonoError where no such server answers.
+    url: with or without /v1. name: None takes the first model of the server.
+
+    Raises ConfigError for an invalid URL, UnisonoError if no such server answers.
     """
 
     prompt_interrupts = True
@@ -48,12 +50,12 @@ class RemoteModel:
     def banner(self) -> Sequence[str]:
         context = self._card.get("max_model_len")
         lines = [f"{self.name} at {self._url}" + (f" · context {context} tokens" if context else "")]
-        if self._tells_drafts and (told := self._speculation()):
-            lines.append(told)
+        if self._tells_drafts and (origin := self._speculation()):
+            lines.append(origin)
         return lines
 
     def _speculation(self) -> str:
-        """How the server speculates, where it says so."""
+        """The server's speculation in words, if it reports it."""
         with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
             found = self._http.get("/server_info").json()["engine"]["speculation"]
             if found["drafter"] == "none":
@@ -65,11 +67,11 @@ class RemoteModel:
         return {}
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """The server checks."""
+        """Check nothing: the server checks."""
 
     def answer(
-        self, messages: Sequence[Message], params: Mapping[str, Any], figures: Figures, stop: Callable[[], object]
-    ) -> Iterator[Piece]:
+        self, messages: Sequence[Message], params: Mapping[str, Any], figures: AnswerFigures, stop: Callable[[], object]
+    ) -> Iterator[ChatPiece]:
         body = self._body(messages, params)
         figures.exact = False
         with self._failures(), self._http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -108,7 +110,7 @@ class RemoteModel:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """What goes wrong on the way, as errors of ours."""
+        """Convert network errors to UnisonoError."""
         try:
             yield
         except httpx.HTTPError as error:
@@ -117,7 +119,7 @@ class RemoteModel:
             raise UnisonoError(f"{self._url}: the answer is not OpenAI's: {type(error).__name__}: {error}.") from None
 
 
-def _read(chunk: Mapping[str, Any], figures: Figures) -> Iterator[Piece]:
+def _read(chunk: Mapping[str, Any], figures: AnswerFigures) -> Iterator[ChatPiece]:
     """A chunk's text and figures."""
     if error := chunk.get("error"):
         raise UnisonoError(str(error.get("message") if isinstance(error, dict) else error))
@@ -128,19 +130,19 @@ def _read(chunk: Mapping[str, Any], figures: Figures) -> Iterator[Piece]:
     for choice in chunk.get("choices", [])[:1]:
         delta = choice.get("delta") or {}
         draft = None
-        if isinstance(told := choice.get("draft"), dict):
-            draft = Draft(told["position"], told["drafted"], told["accepted"])
+        if isinstance(origin := choice.get("draft"), dict):
+            draft = DraftedToken(origin["position"], origin["drafted"], origin["accepted"])
             _count(draft, figures)
         reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
         content = delta.get("content") or ""
         if reasoning or content or draft:
             figures.tick(1)
         figures.finish = choice.get("finish_reason") or figures.finish
-        yield Piece(reasoning, content, draft)
+        yield ChatPiece(reasoning, content, draft)
 
 
-def _count(draft: Draft, figures: Figures) -> None:
-    """Count a token's draft, and its round where the token is the round's first."""
+def _count(draft: DraftedToken, figures: AnswerFigures) -> None:
+    """Count a token's draft, and its round if the token is the round's first."""
     figures.accepted += draft.position is not None
     if draft.drafted and draft.position == (0 if draft.accepted else None):
         figures.rounds = (figures.rounds or 0) + 1
@@ -148,7 +150,7 @@ def _count(draft: Draft, figures: Figures) -> None:
 
 
 def _refusal(response: httpx.Response) -> UnisonoError:
-    """The error of a response that is no answer."""
+    """The error of a response with an error status."""
     response.read()
     try:
         error = response.json()["error"]

@@ -1,8 +1,8 @@
-"""Writes the chat: in colour on a terminal, one answer a line in a pipe.
+r"""Output of the chat: in colour on a terminal, one answer per line in a pipe.
 
-On a terminal thinking is dimmed and each accepted draft has the colour of its place in the draft; the model's own token
-in place of a rejected draft is underlined. In a pipe standard output has the answers alone, each on one line with its
-line breaks written as ``\\n``; everything else goes to standard error.
+On a terminal reasoning is dimmed and each accepted draft has the colour of its position in the draft; the model's own
+token after a rejected draft is underlined. In a pipe standard output has only the answers, each on one line with line
+breaks written as ``\n``; everything else goes to standard error.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from unisono.tools.chat.answers import Draft, Piece
+from unisono.tools.chat.answers import ChatPiece, DraftedToken
 
 PLACES = ("32", "36", "34", "35", "33")
-"""Colours (SGR codes) of accepted drafts by their place; from the fifth on they share one."""
+"""Colours (SGR codes) of accepted drafts by position; from the fifth on they share one."""
 OWN = "4"
 DIM = "2"
 
 
 class Screen:
-    """Writes to standard output and error. colours: by default whether standard output is a terminal without NO_COLOR
-    in its environment."""
+    """Writer to standard output and error.
+
+    colours: default: standard output is a terminal and NO_COLOR is unset.
+    """
 
     def __init__(self, colours: bool | None = None) -> None:
         self.terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        wanted = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        self.colours = (self.terminal and wanted) if colours is None else colours
+        coloured = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self.colours = (self.terminal and coloured) if colours is None else colours
         self.drafts = True
         self._thought = False
         self._line: list[str] = []
@@ -34,17 +36,17 @@ class Screen:
     # ---- lines ----------------------------------------------------------------------------------
 
     def tell(self, text: str) -> None:
-        """A line about the chat."""
+        """Print a line about the chat."""
         print(self._painted(text, DIM), file=sys.stdout if self.terminal else sys.stderr, flush=True)
 
     def table(self, rows: Mapping[str, str]) -> None:
-        """Names and what they mean."""
+        """Print names with descriptions."""
         width = max((len(name) for name in rows), default=0)
         for name, text in rows.items():
             self.tell(f"  {name.ljust(width)}  {text}")
 
     def banner(self, lines: Sequence[str], drafting: bool) -> None:
-        """What is talked to; only on a terminal."""
+        """Print the source's banner, on a terminal only."""
         if not self.terminal:
             return
         head, *rest = lines
@@ -59,11 +61,11 @@ class Screen:
     # ---- answers --------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """An answer begins."""
+        """Begin an answer."""
         self._thought, self._line = False, []
 
-    def write(self, piece: Piece) -> None:
-        """More of it."""
+    def write(self, piece: ChatPiece) -> None:
+        """Write a piece of the answer."""
         if not self.terminal:
             self._line.append(piece.content)
             return
@@ -78,14 +80,17 @@ class Screen:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """It is complete, or stopped."""
+        """End the answer."""
         if self.terminal:
             print(flush=True)
         else:
             print("".join(self._line).replace("\r\n", "\n").replace("\n", "\\n"), flush=True)
 
-    def _put(self, text: str, draft: Draft | None, *codes: str) -> None:
-        """Text in its token's colour. Line breaks stand outside, so that a colour never runs to the line's end."""
+    def _put(self, text: str, draft: DraftedToken | None, *codes: str) -> None:
+        """Write text in its token's colour.
+
+        Line breaks are written without colour, so that it never runs to the line's end.
+        """
         if self.drafts and draft is not None:
             if draft.position is not None:
                 codes = (*codes, PLACES[min(draft.position, len(PLACES) - 1)])

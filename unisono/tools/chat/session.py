@@ -1,4 +1,4 @@
-"""The chat itself: reads lines, runs commands that begin with a slash, asks for answers and keeps the conversation."""
+"""The chat session: reads lines, runs slash commands, requests answers and keeps the conversation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.cli_output import complain
-from unisono.tools.chat.answers import Figures, Message, Source
+from unisono.console.output import complain
+from unisono.tools.chat.answers import AnswerFigures, AnswerSource, Message
 from unisono.tools.chat.screen import Screen
 from unisono.types import BadRequest, UnisonoError
 
@@ -32,16 +32,16 @@ PARAMETERS: Mapping[str, str] = {
     "enable_thinking": "true or false, for the chat template",
     "reasoning_effort": "low, medium or high, for the chat template",
 }
-"""What ``/params`` sets."""
+"""Parameters of ``/params``."""
 HISTORY_LINES = 1000
 PROMPT, MORE = "› ", "… "
 
 
 class Session:
-    """A conversation with a source of answers. Returns from :meth:`run` at the input's end or ``/quit``."""
+    """A conversation with a source of answers. :meth:`run` returns at the input's end or after ``/quit``."""
 
     def __init__(
-        self, source: Source, screen: Screen, system: str | None = None, params: Mapping[str, Any] | None = None
+        self, source: AnswerSource, screen: Screen, system: str | None = None, params: Mapping[str, Any] | None = None
     ) -> None:
         self._source, self._screen = source, screen
         self._params = dict(params or {})
@@ -50,7 +50,7 @@ class Session:
         self._open = True
 
     def run(self) -> None:
-        """Talk until the end."""
+        """Chat until the end of the input."""
         lines = self._source.banner()
         self._screen.banner(lines, any("speculates" in line for line in lines))
         with _history(self._screen.terminal):
@@ -63,7 +63,7 @@ class Session:
     # ---- input ----------------------------------------------------------------------------------
 
     def _line(self) -> str | None:
-        """What the user says: lines that end with a backslash go on. None at the end of the input."""
+        """The user's next message: a backslash at the end of a line continues it. None at the end of the input."""
         terminal = self._screen.terminal
         parts: list[str] = []
         while True:
@@ -90,14 +90,14 @@ class Session:
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._messages
 
     def _ask(self, text: str) -> None:
-        """Ask for an answer, and keep what came of it; without any, the question is taken back."""
+        """Request an answer and add it to the conversation; without an answer, the question is removed."""
         self._messages.append({"role": "user", "content": text})
-        thought, answer, figures = "", "", Figures()
+        reasoning, answer, figures = "", "", AnswerFigures()
         self._screen.begin()
         try:
             with _stoppable(self._source.prompt_interrupts) as stopped:
                 for piece in self._source.answer(self._conversation(), self._params, figures, stopped):
-                    thought, answer = thought + piece.reasoning, answer + piece.content
+                    reasoning, answer = reasoning + piece.reasoning, answer + piece.content
                     self._screen.write(piece)
         except KeyboardInterrupt:
             figures.finish = "abort"
@@ -109,10 +109,10 @@ class Session:
                 raise
             return
         self._screen.end()
-        if figures.finish == "abort" and not (answer or thought):
+        if figures.finish == "abort" and not (answer or reasoning):
             self._messages.pop()
         else:
-            kept = {"reasoning_content": thought} if thought else {}
+            kept = {"reasoning_content": reasoning} if reasoning else {}
             self._messages.append({"role": "assistant", "content": answer, **kept})
         if self._screen.terminal:
             self._screen.tell(figures.line())
@@ -152,7 +152,7 @@ class Session:
         self._screen.tell(f"colours of drafts are {'on' if self._screen.drafts else 'off'}")
 
     def _set_params(self, rest: str) -> None:
-        """Show all, or set some: ``name=value`` each, ``name=default`` to forget one, ``reset`` to forget all."""
+        """Show all parameters, or set some: ``name=value``, ``name=default`` to unset one, ``reset`` to unset all."""
         params = {} if rest == "reset" else dict(self._params)
         for word in [] if rest in ("", "reset") else rest.split():
             name, equals, text = word.partition("=")
@@ -199,7 +199,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Session, str], None], str, str]] = {
 
 
 def _value(text: str) -> Any:
-    """A parameter's value: JSON, or else the text itself."""
+    """A parameter's value: JSON, or the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -208,10 +208,12 @@ def _value(text: str) -> Any:
 
 @contextlib.contextmanager
 def _stoppable(at_once: bool) -> Iterator[Callable[[], object]]:
-    """Whether Ctrl-C was pressed. at_once: it raises KeyboardInterrupt, too.
+    """A function that returns True after Ctrl-C.
 
-    An engine in this process is asked between tokens, so that no step of it is cut off. An exception may be lost, where
-    it comes while an object is freed for instance; that Ctrl-C was pressed is not.
+    at_once: Ctrl-C raises KeyboardInterrupt, too.
+
+    An engine in this process is interrupted between tokens, so that no step of it is cut off. An exception can be lost,
+    for example while an object is freed; the flag cannot.
     """
     pressed: list[int] = []
 

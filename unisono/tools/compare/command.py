@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from unisono.preflight.model import check_model
-from unisono.tools.problems import held_out_problems
+from unisono.config.preflight.model import check_model
+from unisono.tools.eval.problems import held_out_problems
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
 SHORT = {
@@ -19,7 +19,7 @@ SHORT = {
     "speculative_tree_nodes": "num_draft_tokens",
     "speculative_draft_quantization": "draft_quantization",
 }
-"""Short flags of the command line, and what they are in a speculative config."""
+"""Short flags of the command line -> fields of a speculative config."""
 SHOWN_TOKENS = 6
 TRACING = {"enforce_eager": True, "graphs": "auto", "compile": False, "enable_prefix_caching": False}
 
@@ -33,35 +33,37 @@ class Side:
 
     @classmethod
     def parse(cls, flag: str, model: str, text: str) -> Side:
-        """text: a JSON object of flags; ``model`` among them wins. Raises ConfigError and CheckpointError."""
+        """Parse one side. text: a JSON object of flags; its ``model`` wins. Raises ConfigError and CheckpointError."""
         try:
-            given = json.loads(text)
+            texts = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{flag} {text}: is not valid JSON: {error}.") from None
-        if not isinstance(given, dict):
+        if not isinstance(texts, dict):
             raise ConfigError(f'{flag} {text}: give a JSON object of flags, for example {{"dtype": "float32"}}.')
-        given = {name.removeprefix("--").replace("-", "_"): value for name, value in given.items()}
-        model = given.pop("model", model)
-        short = {SHORT[name]: given.pop(name) for name in list(given) if name in SHORT}
+        texts = {name.removeprefix("--").replace("-", "_"): value for name, value in texts.items()}
+        model = texts.pop("model", model)
+        short = {SHORT[name]: texts.pop(name) for name in list(texts) if name in SHORT}
         if short:
-            config = given.pop("speculative_config", None) or {}
-            given["speculative"] = SpeculativeConfig.parse({**config, **short})
+            config = texts.pop("speculative_config", None) or {}
+            texts["speculative"] = SpeculativeConfig.parse({**config, **short})
         names = ("quantization", "load_format", "tensor_parallel_size", "device", "hf_overrides", "tokenizer")
-        check_model(model, needs_text=True, **{name: given[name] for name in names if given.get(name) is not None})
-        return cls(model, given)
+        check_model(model, needs_text=True, **{name: texts[name] for name in names if texts.get(name) is not None})
+        return cls(model, texts)
 
     def open(self, **more: Any) -> Any:
-        """An engine of this configuration."""
-        from unisono.llm import LLM
+        """An ``LLM`` of this configuration."""
+        from unisono.entrypoints.llm import LLM
 
         return LLM(self.model, **{"graph_capture": "lazy", **self.flags, **more})
 
 
 @dataclass(frozen=True)
-class Found:
-    """What came of a prompt. index: of the first token that differs, None where none does. tokens: each side's there,
-    None where its answer had ended. traced: whether eager passes differ in the same token. op: what differs first.
-    ops: how many were compared."""
+class Finding:
+    """The result of a prompt.
+
+    index: of the first differing token; None if none differs. tokens: each side's there; None if its answer had ended.
+    traced: eager passes differ in the same token. op: the first difference. ops: number of compared ops.
+    """
 
     prompt: int
     length: int
@@ -75,28 +77,28 @@ class Found:
     def lines(self) -> list[str]:
         """The finding in words."""
         if self.index is None:
-            told = [f"prompt {self.prompt}: the same {self.length} tokens"]
+            lines = [f"prompt {self.prompt}: the same {self.length} tokens"]
             if self.op is not None:
-                told += self._op()
+                lines += self._op()
             elif self.traced:
-                told.append(f"    {self.ops} ops of the model ran in both, with the same bits for every position")
-            return told
+                lines.append(f"    {self.ops} ops of the model ran in both, with the same bits for every position")
+            return lines
         names = ["the end" if token is None else f"token {token}" for token in self.tokens]
-        told = [
+        lines = [
             f"prompt {self.prompt}: token {self.index} differs: A has {names[0]}, B has {names[1]}",
             f"    A: …{self.texts[0]!r}",
             f"    B: …{self.texts[1]!r}",
         ]
         if not self.traced:
-            told.append("    eager passes give both the same tokens: what replays graphs makes the difference")
+            lines.append("    eager passes give both the same tokens: what replays graphs makes the difference")
         elif self.op is None:
-            told.append(
+            lines.append(
                 f"    {self.ops} ops of the model ran in both, and gave the same bits for every position before: "
                 "sampling, acceptance or an op that only one of them has makes the difference"
             )
         else:
-            told += self._op()
-        return told
+            lines += self._op()
+        return lines
 
     def _op(self) -> list[str]:
         op = self.op
@@ -108,10 +110,10 @@ class Found:
         ]
 
 
-def prompts_of(llm: Any, given: Sequence[str], count: int) -> list[list[int]]:
-    """Token ids of the texts, or of held-out problems as conversations where there is a chat template."""
-    if given:
-        return [llm.tokenizer.encode(text) for text in given]
+def prompts_of(llm: Any, texts: Sequence[str], count: int) -> list[list[int]]:
+    """Token ids of the texts, or of held-out problems, as conversations if there is a chat template."""
+    if texts:
+        return [llm.tokenizer.encode(text) for text in texts]
     problems = held_out_problems(count)
     if llm.tokenizer.chat_template is None:
         return [llm.tokenizer.encode(one.question) for one in problems]
@@ -120,7 +122,7 @@ def prompts_of(llm: Any, given: Sequence[str], count: int) -> list[list[int]]:
 
 def compare(
     a: Side, b: Side, texts: Sequence[str], count: int, params: SamplingParams, trace_all: bool = False
-) -> list[Found]:
+) -> list[Finding]:
     """Run both sides, one after the other, and trace each prompt whose tokens differ; trace_all: all prompts.
 
     One finding for each prompt.
@@ -137,28 +139,28 @@ def compare(
     for number, (x, y) in enumerate(zip(of_a, of_b, strict=True)):
         index = _first(x, y)
         if index is None:
-            found.append(Found(number, len(x)))
+            found.append(Finding(number, len(x)))
             continue
         near = slice(max(0, index - SHOWN_TOKENS), index + SHOWN_TOKENS)
         shown = tokenizer.decode(x[near]), tokenizer.decode(y[near])
-        found.append(Found(number, len(x), index, (_at(x, index), _at(y, index)), shown))
+        found.append(Finding(number, len(x), index, (_at(x, index), _at(y, index)), shown))
     differing = [one for one in found if trace_all or one.index is not None]
     located = _located(a, b, differing, prompts, params) if differing else {}
     return [located.get(one.prompt, one) for one in found]
 
 
 def _located(
-    a: Side, b: Side, differing: Sequence[Found], prompts: Sequence[Sequence[int]], params: SamplingParams
-) -> dict[int, Found]:
-    """The findings with what traces of eager passes say; by prompt."""
+    a: Side, b: Side, differing: Sequence[Finding], prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> dict[int, Finding]:
+    """The findings of traces of eager passes, by prompt."""
     from unisono.tools.compare.trace import compared_ops, first_difference, traced
 
     traces = []
     for side in (a, b):
         with side.open(**TRACING, max_num_seqs=1) as llm:
             ends = [one.length if one.index is None else one.index + 1 for one in differing]
-            wanted = [replace(params, max_tokens=max(end, 1)) for end in ends]
-            pairs = zip(differing, wanted, strict=True)
+            limits = [replace(params, max_tokens=max(end, 1)) for end in ends]
+            pairs = zip(differing, limits, strict=True)
             traces.append([traced(llm, prompts[one.prompt], each) for one, each in pairs])
     located = {}
     for one, x, y in zip(differing, *traces, strict=True):
@@ -172,7 +174,7 @@ def _located(
     return located
 
 
-def report(found: Sequence[Found], as_json: bool) -> str:
+def report(found: Sequence[Finding], as_json: bool) -> str:
     """All findings, as lines or as JSON."""
     differ = sum(one.index is not None for one in found)
     if as_json:

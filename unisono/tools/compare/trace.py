@@ -1,8 +1,8 @@
-"""Records, position by position, what every op of the target model computed in a request's eager passes.
+"""Records the result of every op of the target model in a request's eager passes, position by position.
 
-A pass computes positions, some of which later passes compute again (rejected drafts). What counts for a position is the
-last pass that computed it from the tokens that were committed. An op is known by its *place*, the parameter it reads or
-the module that it runs in, by its name, and by its number among the ops of that name there.
+A pass computes positions, some of which later passes compute again (rejected drafts). The result of a position is that
+of the last pass that computed it from the committed tokens. An op is identified by its *place* (the parameter it reads
+or the module it runs in), its name, and its number among the ops of that name there.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unisono.llm import LLM
-from unisono.models.blocks import DecoderLayer
-from unisono.state.specs import ALL
+from unisono.entrypoints.llm import LLM
+from unisono.kv.specs import ALL
+from unisono.models.blocks.layers import DecoderLayer
 from unisono.types import SamplingParams
 
 Place = tuple[str, str, int]
-"""Where an op's result comes from: module or parameter, op, number."""
+"""The source of an op's result: module or parameter, op, number."""
 
 
 @dataclass
 class PassRecord:
-    """One pass. token_ids, positions [T]: of its tokens, -1 where there is none. last: of the tokens whose output is
-    read, where a prompt pass computes these alone: their rows there. ops: results by place, in the pass's order."""
+    """One pass.
+
+    token_ids, positions [T]: of its tokens, -1 for none.
+
+    last: for a prompt pass that computes only tokens with an output: token index -> row. ops: results by place, in
+    order.
+    """
 
     name: str
     token_ids: list[int] = field(default_factory=list)
@@ -38,7 +43,7 @@ class PassRecord:
     ops: dict[Place, list[torch.Tensor]] = field(default_factory=dict)
 
     def row(self, tensor: torch.Tensor, token: int) -> torch.Tensor | None:
-        """The row of a result that belongs to the pass's token of this index; None where none does."""
+        """The row of a result for the pass's token of this index; None if it has none."""
         if tensor.shape[0] == len(self.positions):
             return tensor[token]
         row = self.last.get(token, -1)
@@ -47,7 +52,7 @@ class PassRecord:
 
 @dataclass
 class Trace:
-    """A request. prompt, output: token ids. computed: for each position the pass, and the token's index in it."""
+    """A request. prompt, output: token ids. computed: the pass of each position, and the token's index in it."""
 
     prompt: list[int]
     output: list[int] = field(default_factory=list)
@@ -55,7 +60,7 @@ class Trace:
 
     @property
     def computed(self) -> dict[int, tuple[PassRecord, int]]:
-        """By position. Tokens of a pass count up to the first in a row that was not committed."""
+        """By position. Tokens of a pass count up to the first one that was not committed."""
         tokens, found = self.prompt + self.output, {}
         for record in self.passes:
             before, follows = None, False
@@ -68,10 +73,12 @@ class Trace:
         return found
 
 
-class Tracer(TorchDispatchMode):
-    """Records the passes of an engine while it is entered. The engine runs one request, and every pass eagerly.
+class OpTracer(TorchDispatchMode):
+    """Records the passes of an engine inside its context.
 
-    What follows a mixer is separate ops, whatever the engine has chosen: each has a name and a result.
+    The engine runs one request, and every pass eagerly.
+
+    Fused ops are split, whatever the engine has chosen, so that each result has a name.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -86,11 +93,11 @@ class Tracer(TorchDispatchMode):
         self._names = {id(module): name for name, module in self._model.named_modules()}
         self._parameters: dict[int, str] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            self._parameters[parameter.data_ptr()] = name.rpartition(".")[0]  # of tied ones the last: the LM head
+            self._parameters[parameter.data_ptr()] = name.rpartition(".")[0]  # the last of tied parameters: the LM head
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[PassRecord]]:
-        """Record what runs inside the block; the list grows."""
+        """Record the passes inside the block; the list grows."""
         programs = dict(self._graphs.programs)
         hooks = [hook for module in self._model.modules() for hook in self._hooks(module)]
         for layer in self._model.modules():
@@ -149,7 +156,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _place(self, func: Any, args: tuple) -> str:
-        """The parameter's module, or the innermost module that runs; empty outside of the target."""
+        """The parameter's module, or the innermost running module; empty outside of the target."""
         inside = self._inside[-1] if self._inside else ""
         read = [self._parameters[a.data_ptr()] for a in _tensors(args) if a.data_ptr() in self._parameters]
         if inside and read and "embed" in inside:
@@ -169,7 +176,7 @@ class Tracer(TorchDispatchMode):
 
 def traced(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> Trace:
     """Run a request on an engine without graphs and prefix cache, and record it."""
-    trace, tracer = Trace(list(prompt)), Tracer(llm)
+    trace, tracer = Trace(list(prompt)), OpTracer(llm)
     with tracer.recording() as passes:
         for delta in llm.stream(prompt, params):
             trace.output += delta.token_ids
@@ -179,8 +186,11 @@ def traced(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> Trace:
 
 @dataclass(frozen=True)
 class OpDifference:
-    """The first op whose bits differ. position: of the token it computed for. largest: the largest difference of two
-    elements; differing, elements: how many of them differ, and how many there are. passes: the programs that ran it."""
+    """The first op whose bits differ.
+
+    position: of its token. largest: the largest difference of two elements. differing, elements: numbers of differing
+    and of all elements. passes: the programs that ran it.
+    """
 
     position: int
     place: str
@@ -193,8 +203,10 @@ class OpDifference:
 
 
 def first_difference(a: Trace, b: Trace, positions: int) -> OpDifference | None:
-    """The first op, by position and then by order, whose bits differ below ``positions``. Ops that only one of the two
-    ran are passed over. None: every op that both ran gave the same bits."""
+    """The first op, by position and then by order, whose bits differ below ``positions``.
+
+    Ops that only one side ran are skipped. None: every op that both ran gave the same bits.
+    """
     of_a, of_b = a.computed, b.computed
     for position in range(positions):
         if position in of_a and position in of_b and (found := _in_position(position, of_a, of_b)) is not None:
@@ -203,7 +215,7 @@ def first_difference(a: Trace, b: Trace, positions: int) -> OpDifference | None:
 
 
 def compared_ops(a: Trace, b: Trace) -> int:
-    """How many different ops both ran."""
+    """Number of different ops that both ran."""
     return len({p for r in a.passes for p in r.ops} & {p for r in b.passes for p in r.ops})
 
 

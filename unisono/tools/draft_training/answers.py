@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.llm import LLM
-from unisono.tools.draft_training.data import Prompt
+from unisono.entrypoints.llm import LLM
+from unisono.tools.draft_training.data import TrainingPrompt
 from unisono.types import EngineRequest, FinishReason, SamplingParams, UnisonoError
 
 Progress = Callable[[str, float], None]
@@ -54,10 +54,12 @@ def answer_all(
 
 @dataclass(frozen=True)
 class AnswerConfig:
-    """How answers are generated. Prompts with even numbers are answered greedily, the others at ``temperature``.
+    """Settings of answer generation.
 
-    max_tokens: limit per answer. longest: limit for prompt and answer together. seconds: time limit, counted from when
-    the engine is ready.
+    Prompts with even numbers are answered greedily, the others at ``temperature``.
+
+    max_tokens: limit per answer. longest: limit for prompt and answer together. seconds: time limit from the engine's
+    start on.
     """
 
     temperature: float = 1.0
@@ -76,7 +78,7 @@ class AnswerConfig:
 
 
 def collect(
-    make_llm: Callable[[], LLM], prompts: list[Prompt], asking: AnswerConfig, file: Path, progress: Progress
+    make_llm: Callable[[], LLM], prompts: list[TrainingPrompt], asking: AnswerConfig, file: Path, progress: Progress
 ) -> None:
     """Generate the answers that ``file`` lacks and append them, one JSON object per line.
 
@@ -96,17 +98,17 @@ def collect(
         for number in missing:
             if prompts[number].complete:
                 append(number, 1, prompts[number].token_ids)
-        asked = [i for i in missing if not prompts[i].complete]
-        if not asked or asking.seconds <= 0:
+        open_prompts = [i for i in missing if not prompts[i].complete]
+        if not open_prompts or asking.seconds <= 0:
             return
         with make_llm() as llm:
-            ids, started = [prompts[i].token_ids for i in asked], time.monotonic()
-            answered = answer_all(llm, ids, lambda i: asking.params(asked[i], len(ids[i])))
+            ids, started = [prompts[i].token_ids for i in open_prompts], time.monotonic()
+            answered = answer_all(llm, ids, lambda i: asking.params(open_prompts[i], len(ids[i])))
             for done, (i, answer) in enumerate(answered, 1):
-                append(asked[i], len(ids[i]), ids[i] + answer)
+                append(open_prompts[i], len(ids[i]), ids[i] + answer)
                 spent = time.monotonic() - started
                 if done % 64 == 0:
-                    progress("answers", max(done / len(asked), min(1.0, spent / asking.seconds)))
+                    progress("answers", max(done / len(open_prompts), min(1.0, spent / asking.seconds)))
                 if spent > asking.seconds:
                     break
     progress("answers", 1.0)

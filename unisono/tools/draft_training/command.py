@@ -12,16 +12,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from unisono.cli_help import HelpfulCommand
-from unisono.llm import LLM
-from unisono.models.checkpoint import Checkpoint
-from unisono.tokenizer import Tokenizer
+from unisono.console.help import HelpfulCommand
+from unisono.entrypoints.llm import LLM
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.text.tokenizer import Tokenizer
 from unisono.tools.draft_training.answers import AnswerConfig, Progress, Text, collect, read_answers
 from unisono.tools.draft_training.bars import progress_bars
 from unisono.tools.draft_training.batches import Batches
-from unisono.tools.draft_training.data import Prompt, read_prompts, split_held_out
-from unisono.tools.draft_training.measure import DRAFTS, Acceptance, measure
-from unisono.tools.draft_training.methods import METHODS, Shape
+from unisono.tools.draft_training.data import TrainingPrompt, read_prompts, split_held_out
+from unisono.tools.draft_training.measure import DRAFTS, DraftAcceptance, measure
+from unisono.tools.draft_training.methods import METHODS, DraftShape
 from unisono.tools.draft_training.teacher import Teacher
 from unisono.tools.draft_training.trainer import RECIPE, STATE, Recipe, Trainer, check_recipe
 from unisono.types import ConfigError, SpeculativeConfig
@@ -44,7 +44,7 @@ class Run:
     target: str
     out: Path
     recipe: Recipe
-    shape: Shape
+    shape: DraftShape
     asking: AnswerConfig
     device: str = "auto"
     work: Path | None = None
@@ -104,7 +104,7 @@ def train_on_texts(run: Run, texts: list[Text], resume: bool, report: Progress, 
         torch.cuda.empty_cache()
 
 
-def measure_acceptance(run: Run, held: list[Prompt], **flags: Any) -> Acceptance:
+def measure_acceptance(run: Run, held: list[TrainingPrompt], **flags: Any) -> DraftAcceptance:
     """Acceptance of the exported draft model on the prompts ``held``; ``flags`` are those of the engine."""
     spec = SpeculativeConfig(run.method, str(run.out), DRAFTS)
     return measure(
@@ -116,7 +116,7 @@ def measure_acceptance(run: Run, held: list[Prompt], **flags: Any) -> Acceptance
 def train(
     run: Run, data: Path, *, held_out: int = 100, resume: bool = False, report: Progress, log: Callable[[str], None],
     **flags: Any,
-) -> Acceptance:  # fmt: skip
+) -> DraftAcceptance:  # fmt: skip
     """All of ``unisono train-draft``: generate answers, train, measure. ``flags`` are those of the engine.
 
     Raises BadRequest, ConfigError and CheckpointError for bad input.
@@ -192,7 +192,7 @@ def train_draft(
     if not minutes > 0:
         raise ConfigError(f"--minutes {minutes}: give a number above 0.")
     recipe = Recipe(steps, minutes * (1 - ANSWERS_SHARE), batch_tokens, lr, muon_lr, save_every, seed)
-    shape = Shape(
+    shape = DraftShape(
         unroll, modules, layout, beside_target, draft_vocab, _layers(aux_layers), intermediate_size, hidden_size, layers
     )
     longest = max_model_len or min(1024, Checkpoint.open(target).config.max_positions)

@@ -13,21 +13,21 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from unisono.tokenizer import Tokenizer
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest
 
 FIELDS = ("messages", "prompt", "text")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TrainingPrompt:
     """Token ids of a prompt. complete: a ``text`` line, for which no answer is generated."""
 
     token_ids: list[int]
     complete: bool = False
 
 
-def read_prompts(file: Path, tokenizer: Tokenizer, longest: int) -> list[Prompt]:
+def read_prompts(file: Path, tokenizer: Tokenizer, longest: int) -> list[TrainingPrompt]:
     """The prompts of a file in order, without duplicates.
 
     A text is truncated to ``longest`` tokens. Of a prompt the last ``longest`` / 2 tokens are kept. Raises BadRequest
@@ -35,7 +35,7 @@ def read_prompts(file: Path, tokenizer: Tokenizer, longest: int) -> list[Prompt]
     """
     if not file.is_file():
         raise BadRequest(f"{file} is not a file: give JSON lines with one of {', '.join(FIELDS)} each.", "data")
-    found: dict[tuple[int, ...], Prompt] = {}
+    found: dict[tuple[int, ...], TrainingPrompt] = {}
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -48,14 +48,16 @@ def read_prompts(file: Path, tokenizer: Tokenizer, longest: int) -> list[Prompt]
     return list(found.values())
 
 
-def split_held_out(prompts: list[Prompt], count: int, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+def split_held_out(
+    prompts: list[TrainingPrompt], count: int, seed: int
+) -> tuple[list[TrainingPrompt], list[TrainingPrompt]]:
     """(training, held out), both in the file's order. ``count`` random prompts are held out, but at most a fifth."""
     count = max(1, min(count, len(prompts) // 5))
     held = set(Random(f"held out {seed}").sample(range(len(prompts)), count))
     return [p for i, p in enumerate(prompts) if i not in held], [prompts[i] for i in sorted(held)]
 
 
-def _read_line(line: str, tokenizer: Tokenizer, longest: int, where: str) -> Prompt:
+def _read_line(line: str, tokenizer: Tokenizer, longest: int, where: str) -> TrainingPrompt:
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -76,7 +78,7 @@ def _read_line(line: str, tokenizer: Tokenizer, longest: int, where: str) -> Pro
     ids = tokenizer.encode(text, add_special_tokens=special)
     if len(ids) < 2:
         raise BadRequest(f"{where}: {field} makes {len(ids)} tokens; at least 2 are needed.", "data")
-    return Prompt(ids[:longest] if field == "text" else ids[-(longest // 2) :], field == "text")
+    return TrainingPrompt(ids[:longest] if field == "text" else ids[-(longest // 2) :], field == "text")
 
 
 def _conversation(messages: Any, tokenizer: Tokenizer, where: str) -> str:

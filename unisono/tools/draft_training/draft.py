@@ -2,7 +2,7 @@
 
 A head is unrolled as in drafting ("training-time test" of EAGLE-3, arXiv 2503.01840). Step 0 reads the hidden states of
 the target. Step s reads the head's own hidden states of step s - 1, one position later. Every step learns to predict
-the target's next token. Where every step has its own module (``models/mtp.py``), module s reads the output of
+the target's next token. Where every step has its own module (``drafters/mtp/model.py``), module s reads the output of
 module s - 1 for the whole row.
 
 Shapes: B rows, L tokens per row, V' draft vocabulary. Step s predicts from position 1 + s on.
@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from unisono.attention.context import PassContext
-from unisono.models.decoder import Decoder
-from unisono.models.draft import Eagle3Head, EagleHead
-from unisono.models.mtp import MTPModule
+from unisono.attention.context import ForwardContext
+from unisono.drafters.eagle.model import Eagle3Head, EagleHead
+from unisono.drafters.mtp.model import MTPModule
+from unisono.models.blocks.decoder import Decoder
 from unisono.tools.draft_training.attention import KV, new_pass
 from unisono.tools.draft_training.teacher import TeacherOutputs
 
@@ -31,7 +31,7 @@ Step = tuple[int, torch.Tensor]
 """(first position, logits [B, L - first, V'])."""
 
 
-class Draft(Protocol):
+class TrainableDraft(Protocol):
     """A draft model in training.
 
     module: holds the weights, including those shared with the target. ids [V']: the target's token id of each logit, or
@@ -101,7 +101,7 @@ class WholeModel:
     def unroll(self, outputs: TeacherOutputs, dtype: torch.dtype) -> Iterator[Step]:
         (rows, length), c = outputs.token_ids.shape, self.module.config
         inputs, kv = new_pass(c, rows, length, 0, length, c.num_layers, dtype, outputs.token_ids.device)
-        hidden, _ = self.module(outputs.token_ids.flatten(), PassContext.of(inputs), kv)
+        hidden, _ = self.module(outputs.token_ids.flatten(), ForwardContext.of(inputs), kv)
         yield 0, self.module.logits(hidden).unflatten(0, (rows, length))
 
 
@@ -112,7 +112,7 @@ def _run(
     """One pass over ids [B, L'] and hidden [B, L', H] -> (new hidden states, logits [B, L', V'], KV cache)."""
     (rows, length), config = ids.shape, module.config
     inputs, (kv,) = new_pass(config, rows, length, first, length, 1, dtype, ids.device, earlier)  # type: ignore[arg-type]
-    out = module(ids.flatten(), hidden.flatten(0, 1), PassContext.of(inputs), kv)
+    out = module(ids.flatten(), hidden.flatten(0, 1), ForwardContext.of(inputs), kv)
     state, logits = module.finish(out)  # type: ignore[operator]
     return state.unflatten(0, (rows, length)), logits.unflatten(0, (rows, length)), kv
 
@@ -125,7 +125,7 @@ class Loss:
     agreed: torch.Tensor
 
 
-def loss_of(draft: Draft, outputs: TeacherOutputs, dtype: torch.dtype) -> Loss:
+def loss_of(draft: TrainableDraft, outputs: TeacherOutputs, dtype: torch.dtype) -> Loss:
     """Cross entropy with the target's distribution, averaged over the loss mask, discounted by step.
 
     With a reduced vocabulary the target's probabilities are not renormalised over the remaining tokens.

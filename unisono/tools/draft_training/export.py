@@ -2,7 +2,7 @@
 
 EAGLE-3: ``midlayer.*`` with ``d2t`` and ``t2d``, which SGLang and vLLM read too. EAGLE: the original format. MTP: the
 keys of DeepSeek-V3 or Qwen3-Next, alone or in a copy of the target's directory. Standalone models: a Hugging Face
-directory. Tensor names are defined in ``models/draft_checkpoint.py`` and ``models/mtp_checkpoint.py``.
+directory. Tensor names are defined in ``drafters/eagle/checkpoint.py`` and ``drafters/mtp/checkpoint.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from unisono.models.checkpoint import INDEX, WEIGHTS, read_json
+from unisono.models.load.checkpoint import INDEX, WEIGHTS, read_json
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer.model",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.llm import LLM
+from unisono.entrypoints.llm import LLM
 from unisono.tools.draft_training.answers import answer_all
-from unisono.tools.draft_training.data import Prompt
+from unisono.tools.draft_training.data import TrainingPrompt
 from unisono.types import SamplingParams, SpeculativeConfig
 
 DRAFTS = 3
@@ -16,7 +16,7 @@ DRAFTS = 3
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class DraftAcceptance:
     """Acceptance of greedy chain drafting.
 
     length: mean tokens committed per round, including the bonus token. positions: share of rounds in which the draft at
@@ -36,9 +36,9 @@ class Acceptance:
 
 
 def measure(
-    target: str, prompts: Sequence[Prompt], spec: SpeculativeConfig | None, *, max_tokens: int, longest: int,
+    target: str, prompts: Sequence[TrainingPrompt], spec: SpeculativeConfig | None, *, max_tokens: int, longest: int,
     **flags: Any,
-) -> Acceptance:  # fmt: skip
+) -> DraftAcceptance:  # fmt: skip
     """Answer the prompts greedily with the speculation ``spec``, and read the engine's counters.
 
     A complete prompt is cut in half, and the target continues the first half.
@@ -50,7 +50,7 @@ def measure(
         params = SamplingParams(temperature=0, max_tokens=max_tokens, seed=0)
         answers = dict(answer_all(llm, halves, lambda i: params))
         counters = llm.engine.counters
-        return Acceptance(
+        return DraftAcceptance(
             counters.accept_length,
             counters.accepted_share_per_position,
             counters.drafted_tokens,

@@ -16,18 +16,18 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from unisono.models.blocks import MLPSpec
-from unisono.models.build import Builder
-from unisono.models.checkpoint import WEIGHTS, Checkpoint, read_json
-from unisono.models.decoder import Decoder
-from unisono.models.draft_checkpoint import DraftCheckpoint, open_eagle, open_eagle3
-from unisono.models.loader import checkpoint_names
-from unisono.models.mtp import MTPModule
-from unisono.models.mtp_checkpoint import LAYOUTS
-from unisono.models.weights import Places
+from unisono.drafters.eagle.checkpoint import DraftCheckpoint, open_eagle, open_eagle3
+from unisono.drafters.mtp.checkpoint import LAYOUTS
+from unisono.drafters.mtp.model import MTPModule
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layers import MLPSpec
+from unisono.models.load.build import Builder
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint, read_json
+from unisono.models.load.loader import checkpoint_names
+from unisono.models.load.weights import WeightTargets
 from unisono.tools.draft_training import export
 from unisono.tools.draft_training.answers import Text
-from unisono.tools.draft_training.draft import Draft, ModulePerStep, UnrolledHead, WholeModel
+from unisono.tools.draft_training.draft import ModulePerStep, TrainableDraft, UnrolledHead, WholeModel
 from unisono.tools.draft_training.teacher import Teacher
 from unisono.types import ConfigError
 
@@ -36,7 +36,7 @@ STD = 0.02
 
 
 @dataclass(frozen=True)
-class Shape:
+class DraftShape:
     """Sizes of a draft model. None means the default of the method.
 
     unroll: steps that a head is unrolled in training. modules: number of MTP modules. layout: names of the MTP tensors,
@@ -74,7 +74,7 @@ class Shape:
 class Method(Protocol):
     """A draft model in training and its checkpoint directory."""
 
-    draft: Draft
+    draft: TrainableDraft
 
     def save(self) -> None:
         """Write the checkpoint directory."""
@@ -84,7 +84,7 @@ class Method(Protocol):
 class Eagle:
     """EAGLE: one decoder layer that shares the target's embedding and LM head."""
 
-    def __init__(self, teacher: Teacher, shape: Shape, texts: Sequence[Text], out: Path) -> None:
+    def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
         self.out, self.dtype = out, stored_dtype(teacher)
         raw, c = _target_config(teacher)
         sizes = _without_none(intermediate_size=shape.intermediate_size)
@@ -103,7 +103,7 @@ class Eagle:
 class Eagle3:
     """EAGLE-3: reads the inputs of three target layers and drafts the most frequent tokens of the answers."""
 
-    def __init__(self, teacher: Teacher, shape: Shape, texts: Sequence[Text], out: Path) -> None:
+    def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
         self.out, self.dtype = out, stored_dtype(teacher)
         raw, c = _target_config(teacher)
         layers = shape.aux_layers or _default_layers(c.num_layers)
@@ -142,7 +142,7 @@ class Eagle3:
 class MTP:
     """MTP modules, initialised from the target's last layer."""
 
-    def __init__(self, teacher: Teacher, shape: Shape, texts: Sequence[Text], out: Path) -> None:
+    def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
         self.out, self.shape, self.teacher, self.dtype = out, shape, teacher, stored_dtype(teacher)
         target, last = teacher.decoder, teacher.decoder.layers[-1]
         c = target.config
@@ -162,7 +162,7 @@ class MTP:
                 module.norm.weight.copy_(target.norm.weight)
                 module.project.weight[:, c.hidden_size :] += torch.eye(c.hidden_size, device=teacher.device)
             modules.append(module)
-        self.draft: Draft = (
+        self.draft: TrainableDraft = (
             ModulePerStep(modules) if shape.modules > 1 else UnrolledHead(modules[0], shape.unroll)  # type: ignore[arg-type]
         )
         self.modules = modules
@@ -186,7 +186,7 @@ class MTP:
 class Standalone:
     """A small Qwen3 with the target's vocabulary and tokenizer."""
 
-    def __init__(self, teacher: Teacher, shape: Shape, texts: Sequence[Text], out: Path) -> None:
+    def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
         self.out, self.dtype = out, stored_dtype(teacher)
         raw, c = _target_config(teacher)
         heads = shape.hidden_size // 32
@@ -243,7 +243,7 @@ def stored_dtype(teacher: Teacher) -> torch.dtype:
     return teacher.checkpoint.dtype or torch.float32
 
 
-def trainable_parameters(draft: Draft, teacher: Teacher) -> dict[str, nn.Parameter]:
+def trainable_parameters(draft: TrainableDraft, teacher: Teacher) -> dict[str, nn.Parameter]:
     """The draft's parameters by name, without those shared with the target."""
     shared = {id(p) for p in teacher.decoder.parameters()}
     return {name: p for name, p in draft.module.named_parameters() if id(p) not in shared}
@@ -279,7 +279,7 @@ def _target_config(teacher: Teacher) -> tuple[dict[str, Any], Any]:
     return read_json(teacher.checkpoint.path / "config.json"), teacher.decoder.config
 
 
-def _parameters(places: Places) -> dict[str, torch.Tensor]:
+def _parameters(places: WeightTargets) -> dict[str, torch.Tensor]:
     """The parameters, or rows of one, that a checkpoint's tensors go to."""
     return {name: place.parameter for name, place in places.items()}
 

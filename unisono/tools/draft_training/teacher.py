@@ -10,12 +10,12 @@ from functools import cached_property
 
 import torch
 
-from unisono.attention.context import PassContext
+from unisono.attention.context import ForwardContext
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
-from unisono.models.checkpoint import Checkpoint
+from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import attention_of
-from unisono.models.decoder import Decoder
-from unisono.models.loader import load_model
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.loader import load_model
 from unisono.tools.draft_training.attention import TrainingAttention, new_pass
 from unisono.tools.draft_training.batches import PAGE, Batch
 from unisono.types import CheckpointError
@@ -23,10 +23,13 @@ from unisono.types import CheckpointError
 
 @dataclass(frozen=True)
 class TeacherOutputs:
-    """The batch and what the target computed for it. N positions are in the loss mask, V is the vocabulary size.
+    """A batch and the target's results for it.
+
+    N positions are in the loss mask, V is the vocabulary size.
 
     token_ids [B, L] int32. loss_mask [B, L] bool. hidden [B, L, H]: after the final norm. aux [B, L, layers · H], or
-    None. logits [N, V] fp32: at the positions in the loss mask, row by row.
+    None.
+    logits [N, V] fp32: at the positions in the loss mask, row by row.
     """
 
     token_ids: torch.Tensor
@@ -48,7 +51,7 @@ class Teacher:
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str, longest: int, load_format: str = "auto") -> None:
-        asked = EngineConfig(model=str(checkpoint.path), device=device)
+        config = EngineConfig(model=str(checkpoint.path), device=device)
         recurrent = [n for n, layer in enumerate(checkpoint.config.layers) if attention_of(layer) is None]
         if recurrent:
             raise CheckpointError(
@@ -56,7 +59,7 @@ class Teacher:
                 "are trained only for targets all of whose layers attend."
             )
         self.checkpoint = checkpoint
-        self.resolved: ResolvedConfig = resolve(asked, Hardware.detect(device), checkpoint)
+        self.resolved: ResolvedConfig = resolve(config, Hardware.detect(device), checkpoint)
         self.device, self.dtype, self.longest = self.resolved.device, self.resolved.dtype, longest
         self.backend = TrainingAttention()
         self.decoder: Decoder = load_model(
@@ -74,7 +77,7 @@ class Teacher:
         (rows, length), c = ids.shape, self.decoder.config
         inputs, kv = new_pass(c, rows, length, 0, PAGE, c.num_layers, self.dtype, self.device)
         with torch.autocast(self.device.type, enabled=False):
-            hidden, aux = self.decoder(ids.flatten(), PassContext.of(inputs), kv, aux_layers)
+            hidden, aux = self.decoder(ids.flatten(), ForwardContext.of(inputs), kv, aux_layers)
             logits = self.decoder.logits(hidden[loss_mask.flatten()]).float()
         aux = None if aux is None else aux.view(rows, length, -1)
         return TeacherOutputs(ids, loss_mask, hidden.view(rows, length, -1), aux, logits)

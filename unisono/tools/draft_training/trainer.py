@@ -35,7 +35,9 @@ STATE, RECIPE = "state.pt", "recipe.json"
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long to train, and the learning rates. The run ends after ``steps`` or ``minutes``, whichever is first.
+    """Length of the training, and the learning rates.
+
+    The run ends after ``steps`` or ``minutes``, whichever is first.
 
     batch_tokens: tokens per step, including padding. muon_lr: peak learning rate of the layers' matrices. lr: peak
     learning rate of all other parameters (AdamW). save_every: seconds between checkpoints.
@@ -63,7 +65,7 @@ class Recipe:
 
 
 @dataclass
-class Figures:
+class TrainingFigures:
     """The state of a run.
 
     seconds: training time, including runs before a resume. loss, agreed: means since the last synchronisation; agreed
@@ -91,7 +93,7 @@ class Trainer:
         for parameter in self.weights.values():
             parameter.requires_grad_(True)
         self.optimizers = _optimizers(self.weights, recipe)
-        self.figures = Figures()
+        self.figures = TrainingFigures()
 
     @property
     def progress(self) -> float:
@@ -100,7 +102,7 @@ class Trainer:
         by_clock = self.figures.seconds / (60 * self.recipe.minutes) if self.recipe.minutes else 0.0
         return min(1.0, max(by_steps, by_clock))
 
-    def run(self, report: Progress, log: Callable[[str], None]) -> Figures:
+    def run(self, report: Progress, log: Callable[[str], None]) -> TrainingFigures:
         """Train to the end of the recipe. Saves every ``save_every`` seconds and at the end."""
         figures, recent = self.figures, list[tuple[torch.Tensor, torch.Tensor]]()
         before, started = figures.seconds, time.monotonic()
@@ -185,7 +187,7 @@ class Trainer:
                 parameter.copy_(state["weights"][name])
         for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.figures = Figures(**state["figures"])
+        self.figures = TrainingFigures(**state["figures"])
         return True
 
 
@@ -194,25 +196,25 @@ def learning_rate(progress: float) -> float:
     return min(1.0, (progress + 1e-3) / WARM_UP, max(0.0, 1 - progress) / COOL_DOWN)
 
 
-def check_recipe(folder: Path, asked: dict[str, Any], resume: bool) -> None:
-    """Write the settings ``asked`` to ``folder``, or compare them with those of the run to resume.
+def check_recipe(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Write the settings ``settings`` to ``folder``, or compare them with those of the run to resume.
 
     Raises ConfigError that names a setting that differs. Limits of the run and ``save_every`` may differ.
     """
     file = folder / RECIPE
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asked, indent=2) + "\n")
+        file.write_text(json.dumps(settings, indent=2) + "\n")
         return
     if not resume:
         raise ConfigError(f"{folder.parent} already holds a run: give --resume to continue it, or another --out.")
     held = json.loads(file.read_text())
     free = {"steps", "minutes", "save_every"}
-    wrong = [n for n in sorted(held.keys() | asked.keys()) if n not in free and held.get(n) != asked.get(n)]
+    wrong = [n for n in sorted(held.keys() | settings.keys()) if n not in free and held.get(n) != settings.get(n)]
     if wrong:
         raise ConfigError(
-            f"{folder.parent} was started with {wrong[0]}={held.get(wrong[0])!r}, not {asked.get(wrong[0])!r}: resume "
-            "it with the same settings, or give another --out."
+            f"{folder.parent} was started with {wrong[0]}={held.get(wrong[0])!r}, not {settings.get(wrong[0])!r}: "
+            "resume it with the same settings, or give another --out."
         )
 
 

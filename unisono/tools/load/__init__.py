@@ -1,4 +1,4 @@
-"""A load of requests: what is asked (``mixes``), how it is sent (``wire``, ``client``, ``workers``), what came of it.
+"""Load generation: conversations (``mixes``), sending (``wire``, ``client``, ``workers``) and results (``figures``).
 
 ``serve_bench`` and ``throughput`` are the commands ``unisono bench serve`` and ``unisono bench throughput``.
 """

@@ -1,4 +1,4 @@
-"""Sends conversations at their times, a limited number of requests at once, and collects the answers.
+"""Sends conversations at their start times with limited concurrency, and collects the answers.
 
 One event loop in one process; ``workers`` runs several.
 """
@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.tools.load.mixes import Conversation, Turn
-from unisono.tools.load.prompts import Source
-from unisono.tools.load.streams import Answer, read
+from unisono.tools.load.prompts import PromptSource
+from unisono.tools.load.streams import RequestResult, read
 from unisono.tools.load.wire import Exchange, Wire, now
 
 HELD = 256 << 20
-"""Bytes of bodies that wait to be read until the load is over; with more, they are read while it runs."""
+"""Most bytes of bodies that are kept to be parsed after the load; beyond it, they are parsed while it runs."""
 LAG = 0.01
-"""Seconds that the probe of the client's own lag sleeps."""
+"""Interval of the probe of the client's own lag, seconds."""
 
 
 @dataclass(frozen=True)
-class Target:
-    """Where requests go and what they say besides the prompt.
+class LoadTarget:
+    """The server, and the fields of requests beside the prompt.
 
-    url: http(s)://host[:port]. endpoint: a path whose end says what it takes (``/chat/completions`` or
-    ``/completions``). model: its name in requests. body: more fields. timeout: seconds of a request.
+    url: http(s)://host[:port]. endpoint: a path that ends in ``/chat/completions`` or ``/completions``. model: its name
+    in requests. body: more fields. timeout: seconds of a request.
     """
 
     url: str
@@ -49,33 +49,38 @@ class Target:
 
 
 @dataclass
-class Outcome:
-    """What one client saw. answers: of all requests. lag: seconds that its event loop was late, p99. busy: share of a
-    processor that it used."""
+class ClientOutcome:
+    """The results of one client.
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: of all requests. lag: delay of its event loop in seconds, p99. busy: fraction of a processor that it used.
+    """
+
+    answers: list[RequestResult] = field(default_factory=list)
     lag: float = 0.0
     busy: float = 0.0
 
 
-class Client:
-    """Sends conversations. source: counts tokens where the server does not say. most: requests at once, None: any."""
+class LoadClient:
+    """Client that sends conversations.
 
-    def __init__(self, target: Target, source: Source, most: int | None) -> None:
+    source: counts tokens that the server does not. most: concurrency, None: no limit.
+    """
+
+    def __init__(self, target: LoadTarget, source: PromptSource, most: int | None) -> None:
         self.target, self.source = target, source
         self.wire = target.wire()
         self._turn = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
         self._finished: list[tuple[Exchange, int, float]] = []
         self._held = 0
-        self.answers: list[Answer] = []
+        self.answers: list[RequestResult] = []
 
-    async def run(self, asked: Sequence[Conversation], times: Sequence[float], start: float) -> Outcome:
+    async def run(self, conversations: Sequence[Conversation], times: Sequence[float], start: float) -> ClientOutcome:
         """Begin each conversation at its time, in seconds after ``start``. Returns when all have ended."""
         tasks = []
         lags: list[float] = []
         probe = asyncio.create_task(_probe(lags))
         begun, used = now(), time.process_time()
-        for one, at in zip(asked, times, strict=True):
+        for one, at in zip(conversations, times, strict=True):
             if (left := start + at - now()) > 0:
                 await asyncio.sleep(left)
             tasks.append(asyncio.create_task(self.converse(one)))
@@ -84,23 +89,23 @@ class Client:
         probe.cancel()
         self.wire.close()
         self._read_finished()
-        return Outcome(self.answers, sorted(lags)[int(0.99 * (len(lags) - 1))] if lags else 0.0, busy)
+        return ClientOutcome(self.answers, sorted(lags)[int(0.99 * (len(lags) - 1))] if lags else 0.0, busy)
 
     async def converse(self, one: Conversation) -> None:
-        """Ask the turns of a conversation one after another; the rest is left out after one that failed."""
-        said: list[Any] = list(one.messages) or ([{"role": "system", "content": one.system}] if one.system else [])
+        """Send the turns of a conversation one after another; a failure ends it."""
+        messages: list[Any] = list(one.messages) or ([{"role": "system", "content": one.system}] if one.system else [])
         before = one.system
         for place, turn in enumerate(one.turns):
             if turn.prompt:
-                said.append({"role": "user", "content": turn.prompt})
+                messages.append({"role": "user", "content": turn.prompt})
             prompt = _append(before, turn.prompt)
-            body = self.body(said if self.target.chats else prompt, turn)
+            body = self.body(messages if self.target.chats else prompt, turn)
             more = place + 1 < len(one.turns)
             text = await self._ask(body, turn, read_now=more)
             if text is None:
                 return
             if more:
-                said.append({"role": "assistant", "content": text})
+                messages.append({"role": "assistant", "content": text})
                 before = f"{prompt}{text}\n"
 
     def body(self, prompt: Any, turn: Turn) -> bytes:
@@ -112,7 +117,9 @@ class Client:
         return json.dumps(data | self.target.body).encode()
 
     async def _ask(self, body: bytes, turn: Turn, read_now: bool) -> str | None:
-        """The text of an answer if it is asked for, else an empty one; None after a failure that is known by now."""
+        """The text of an answer if needed for the next turn, else an empty one; None after a failure that is known by
+        now.
+        """
         request, ready = self.wire.request("POST", self.target.endpoint, body), now()
         async with self._turn:
             exchange = await self.wire.exchange(request)
@@ -132,7 +139,7 @@ class Client:
         self._finished.clear()
         self._held = 0
 
-    def _read(self, exchange: Exchange, prompt_len: int, queued: float) -> tuple[Answer, str]:
+    def _read(self, exchange: Exchange, prompt_len: int, queued: float) -> tuple[RequestResult, str]:
         count = self.source.count if self.source.tokenizer is not None else None
         answer, text = read(exchange, prompt_len, count)
         answer.queued = queued
@@ -141,7 +148,7 @@ class Client:
 
 
 async def _probe(lags: list[float]) -> None:
-    """Note how late this event loop is."""
+    """Record the delays of this event loop."""
     while True:
         due = now() + LAG
         await asyncio.sleep(LAG)

@@ -1,8 +1,8 @@
 """Figures of a load: percentiles, throughput, goodput, failures; as a table and as JSON.
 
 Definitions and JSON names are those of ``vllm bench serve``: TTFT from sending a request (connecting included) to its
-first text; TPOT = (last text − first text) / (output tokens − 1) of each request; ITL between texts that follow each
-other; E2EL to the end of the response.
+first text; TPOT = (last text − first text) / (output tokens − 1) of each request; ITL between consecutive texts; E2EL
+to the end of the response.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from unisono.tools.load.client import Outcome
-from unisono.tools.load.streams import Answer
+from unisono.tools.load.client import ClientOutcome
+from unisono.tools.load.streams import RequestResult
 from unisono.types import ConfigError
 
 METRICS = {
@@ -25,14 +25,14 @@ METRICS = {
     "e2el": "End to end (E2EL)",
 }
 SLOS = ("ttft", "tpot", "e2el")
-"""Metrics that a request has one of."""
+"""Metrics with one value per request."""
 BUSY, LATE = 0.85, 0.005
-"""Share of a processor, and seconds of lag, above which the client distorts what it measures."""
+"""Processor fraction, and lag in seconds, above which the client distorts the results."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a metric, in milliseconds. percentiles: by percentage."""
+    """The distribution of a metric, in milliseconds. percentiles: by percentage."""
 
     mean: float
     median: float
@@ -41,14 +41,14 @@ class Spread:
     percentiles: Mapping[float, float]
 
     @classmethod
-    def of(cls, seconds: Sequence[float], wanted: Sequence[float]) -> Spread:
+    def of(cls, seconds: Sequence[float], percentiles: Sequence[float]) -> Spread:
         ms = 1e3 * np.asarray(seconds, dtype=np.float64)
-        ranks = {p: float(np.percentile(ms, p)) for p in wanted}
+        ranks = {p: float(np.percentile(ms, p)) for p in percentiles}
         return cls(float(ms.mean()), float(np.median(ms)), float(ms.std()), float(ms.max()), ranks)
 
 
 @dataclass
-class Figures:
+class LoadFigures:
     """The results of a load. duration: seconds from the first request sent to the last response's end."""
 
     duration: float
@@ -64,7 +64,7 @@ class Figures:
     max_concurrent: int
     lag: float
     busy: float
-    answers: list[Answer] = field(repr=False, default_factory=list)
+    answers: list[RequestResult] = field(repr=False, default_factory=list)
 
     @property
     def failed(self) -> int:
@@ -75,7 +75,7 @@ class Figures:
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader of the figures should know."""
+        """Warnings about the reliability of the figures."""
         found = []
         if self.busy > BUSY:
             found.append(
@@ -122,7 +122,7 @@ class Figures:
         return "\n".join([*lines, "", *(f"Note: {text}" for text in self.warnings)]).rstrip()
 
     def json(self, detailed: bool) -> dict[str, Any]:
-        """The figures under vLLM's names. detailed: with lists of every request's."""
+        """The figures under vLLM's names. detailed: with a list of values per request."""
         data: dict[str, Any] = {
             "duration": self.duration,
             "completed": self.completed,
@@ -155,9 +155,12 @@ class Figures:
 
 
 def figures(
-    outcomes: Sequence[Outcome], goodput: Mapping[str, float], metrics: Sequence[str], percentiles: Sequence[float]
-) -> Figures:
-    """The figures of a load. goodput: milliseconds by metric that a good request keeps to."""
+    outcomes: Sequence[ClientOutcome],
+    goodput: Mapping[str, float],
+    metrics: Sequence[str],
+    percentiles: Sequence[float],
+) -> LoadFigures:
+    """The figures of a load. goodput: limits of a good request, milliseconds by metric."""
     answers = sorted((a for one in outcomes for a in one.answers), key=lambda a: a.sent)
     fine = [a for a in answers if a.failure is None]
     failures = Counter(a.failure[0] for a in answers if a.failure is not None)
@@ -168,7 +171,7 @@ def figures(
         "itl": [gap for a in fine for gap in a.gaps],
         "e2el": [a.e2el for a in fine],
     }
-    return Figures(
+    return LoadFigures(
         duration=max(a.ended for a in answers) - answers[0].sent if answers else 0.0,
         completed=len(fine),
         failures=dict(failures.most_common()),
@@ -186,12 +189,12 @@ def figures(
     )
 
 
-def _good(answer: Answer, limits: Mapping[str, float]) -> bool:
-    """Whether a request kept to every limit; one of a single token has no TPOT to break one."""
+def _good(answer: RequestResult, limits: Mapping[str, float]) -> bool:
+    """True if a request kept every limit; one of a single token has no TPOT."""
     return all(1e3 * (getattr(answer, name) or 0.0) <= limit for name, limit in limits.items())
 
 
-def _most_at_once(answers: Sequence[Answer]) -> int:
+def _most_at_once(answers: Sequence[RequestResult]) -> int:
     edges = sorted([(a.sent, 1) for a in answers] + [(a.ended, -1) for a in answers])
     running = most = 0
     for _, change in edges:
@@ -201,7 +204,7 @@ def _most_at_once(answers: Sequence[Answer]) -> int:
 
 
 def limits_of(pairs: Sequence[str]) -> dict[str, float]:
-    """``--goodput ttft:200 tpot:20`` as milliseconds by metric. Raises ConfigError."""
+    """Parse ``--goodput ttft:200 tpot:20`` into milliseconds by metric. Raises ConfigError."""
     found = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
@@ -215,7 +218,7 @@ def limits_of(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def chosen_metrics(text: str) -> list[str]:
-    """``--percentile-metrics``. Raises ConfigError."""
+    """Parse ``--percentile-metrics``. Raises ConfigError."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in METRICS]:
         raise ConfigError(f"--percentile-metrics {unknown[0]!r} is unknown; choose from {', '.join(METRICS)}.")
@@ -223,7 +226,7 @@ def chosen_metrics(text: str) -> list[str]:
 
 
 def chosen_percentiles(text: str) -> list[float]:
-    """``--metric-percentiles``. Raises ConfigError."""
+    """Parse ``--metric-percentiles``. Raises ConfigError."""
     try:
         found = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:

@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.cli_help import HelpfulCommand
-from unisono.cli_values import whole_numbers
+from unisono.console.help import HelpfulCommand
+from unisono.console.values import whole_numbers
 from unisono.tools.load.mixes import MIXES, MixFlags
-from unisono.tools.load.stall import Scene
+from unisono.tools.load.stall import StallScenario
 from unisono.types import ConfigError
 
 LISTS = ("--goodput", "--header", "--metadata")
-"""Flags that take one value or several, as ``--goodput ttft:200 tpot:20``."""
+"""Flags with one value or several, such as ``--goodput ttft:200 tpot:20``."""
 
 
 class SeveralValues(HelpfulCommand):
@@ -40,8 +40,8 @@ class SeveralValues(HelpfulCommand):
 
 
 def mix_flags(
-    dataset_name: Annotated[str, typer.Option(help=f"What is asked: {', '.join(MIXES)}.")] = "random",
-    dataset_path: Annotated[Path | None, typer.Option(help="Of custom: a JSONL file.")] = None,
+    dataset_name: Annotated[str, typer.Option(help=f"Request mix: {', '.join(MIXES)}.")] = "random",
+    dataset_path: Annotated[Path | None, typer.Option(help="custom: a JSONL file.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 1000,
     input_len: Annotated[str | None, typer.Option(help="Short for --random-input-len.")] = None,
     output_len: Annotated[str | None, typer.Option(help="Short for --random-output-len.")] = None,
@@ -58,37 +58,43 @@ def mix_flags(
     conversation_num_systems: Annotated[int, typer.Option(min=1, help="Different system prompts.")] = 4,
     conversation_input_len: Annotated[str, typer.Option(help="Tokens of a user's message: N or A:B.")] = "16:256",
     conversation_output_len: Annotated[str, typer.Option(help="Output tokens of a turn: N or A:B.")] = "32:256",
-    custom_output_len: Annotated[int, typer.Option(min=1, help="Of lines that name no output_len.")] = 256,
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
+    custom_output_len: Annotated[
+        int, typer.Option(min=1, help="custom: output tokens of lines without output_len.")
+    ] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and arrivals.")] = 0,
 ) -> None:
-    """What is asked."""
+    """Flags of the requests."""
 
 
 def stall_flags(
     scenario: Annotated[str, typer.Option(help="load, or stall: long prompts arrive while streams run.")] = "load",
-    streams: Annotated[int, typer.Option(min=1, help="Of stall: running streams.")] = 32,
-    prompts: Annotated[str, typer.Option(help="Of stall: prompts at once, separated by commas.")] = "1,8",
-    prompt_len: Annotated[int, typer.Option(min=1, help="Of stall: tokens of such a prompt.")] = 8000,
-    stream_input_len: Annotated[int, typer.Option(min=1, help="Of stall: prompt tokens of a stream.")] = 64,
-    stream_output_len: Annotated[int, typer.Option(min=1, help="Of stall: tokens of a stream, at most.")] = 4096,
+    streams: Annotated[int, typer.Option(min=1, help="stall: running streams.")] = 32,
+    prompts: Annotated[str, typer.Option(help="stall: simultaneous prompts, separated by commas.")] = "1,8",
+    prompt_len: Annotated[int, typer.Option(min=1, help="stall: tokens of such a prompt.")] = 8000,
+    stream_input_len: Annotated[int, typer.Option(min=1, help="stall: prompt tokens of a stream.")] = 64,
+    stream_output_len: Annotated[int, typer.Option(min=1, help="stall: output tokens of a stream at most.")] = 4096,
 ) -> None:
-    """What is measured."""
+    """Flags of the scenario."""
 
 
 def report_flags(
     goodput: Annotated[
         list[str] | None, typer.Option(help="Limits of a good request in ms: ttft:200 tpot:20 e2el:5000.")
     ] = None,
-    percentile_metrics: Annotated[str, typer.Option(help="Of ttft, tpot, itl, e2el.")] = "ttft,tpot,itl,e2el",
+    percentile_metrics: Annotated[
+        str, typer.Option(help="Metrics with percentiles: ttft, tpot, itl, e2el.")
+    ] = "ttft,tpot,itl,e2el",
     metric_percentiles: Annotated[str, typer.Option(help="Percentiles, separated by commas.")] = "90,99",
     out: Annotated[
         Path | None, typer.Option("--out", "--result-filename", help="Write the results to this file, as JSON.")
     ] = None,
-    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="With every request's figures.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw them: a PNG, SVG or PDF file.")] = None,
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="Add every request's figures to --out.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Plot the results to a PNG, SVG or PDF file.")] = None,
     metadata: Annotated[list[str] | None, typer.Option(help="KEY=VALUE to write into --out; several.")] = None,
 ) -> None:
-    """What is reported."""
+    """Flags of the report."""
 
 
 def target_flags(
@@ -96,28 +102,28 @@ def target_flags(
         str | None, typer.Option(help="http://HOST:PORT of a running server; without it, one is started.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Its name in requests; default: the server's first. Of a started server: PATH.")
+        str | None, typer.Option(help="Model name in requests; default: the server's first. PATH for a started server.")
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name in requests, where --model is the tokenizer's directory.")
+        str | None, typer.Option(help="Model name in requests, if --model is the tokenizer's directory.")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Directory; default: --model, or where the server has it.")] = (
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer directory; default: --model, or the server's.")] = (
         None
     ),
-    backend: Annotated[str, typer.Option(help="openai (vllm, sglang: the same) or openai-chat.")] = "openai",
+    backend: Annotated[str, typer.Option(help="API: openai (vllm, sglang: the same) or openai-chat.")] = "openai",
     endpoint: Annotated[
-        str | None, typer.Option(help="/v1/completions, or of openai-chat /v1/chat/completions.")
+        str | None, typer.Option(help="Path; default: /v1/completions, with openai-chat /v1/chat/completions.")
     ] = None,
     token_ids: Annotated[
         bool, typer.Option("--token-ids", help="Send prompts as token ids: exact lengths, /v1/completions only.")
     ] = False,
     header: Annotated[list[str] | None, typer.Option(help="KEY=VALUE to send with requests; several.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Authorization: Bearer KEY.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Take any TLS certificate.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds of a request.")] = 21600.0,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Accept any TLS certificate.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Timeout of a request, seconds.")] = 21600.0,
     ready_check_timeout_sec: Annotated[float, typer.Option(min=0, help="Seconds to wait for the server.")] = 0.0,
 ) -> None:
-    """Where requests go."""
+    """Flags of the server."""
 
 
 def rate_flags(
@@ -127,11 +133,11 @@ def rate_flags(
     burstiness: Annotated[
         float, typer.Option(help="1: Poisson arrivals; less: burstier; more: more even (gamma).")
     ] = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once.")] = None,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight at most.")] = None,
     num_warmups: Annotated[int, typer.Option(min=0, help="Requests before the measurement.")] = 0,
     client_processes: Annotated[int, typer.Option(min=1, help="Processes that send and read.")] = 1,
 ) -> None:
-    """How requests arrive."""
+    """Flags of the request rate."""
 
 
 def sampling_flags(
@@ -142,46 +148,46 @@ def sampling_flags(
     frequency_penalty: Annotated[float | None, typer.Option(help="Default: the server's.")] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="Default: the server's.")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Default: the server's.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate every token that is asked for.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate output_len tokens, ignoring EOS.")] = False,
     extra_body: Annotated[str, typer.Option(help="More fields of requests, JSON.")] = "{}",
 ) -> None:
-    """What requests say besides."""
+    """Flags of the sampling parameters."""
 
 
 def engine_flags(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="As of `unisono serve`.")] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="As for `unisono serve`.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Context length of the engine.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per pass, at most.")] = None,
-    max_stall_ms: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 50.0,
+    max_stall_ms: Annotated[float, typer.Option(help="As for `unisono serve`.")] = 50.0,
     enable_mixed_chunk: Annotated[
-        bool | None, typer.Option("--enable-mixed-chunk/--no-enable-mixed-chunk", help="As of `unisono serve`.")
+        bool | None, typer.Option("--enable-mixed-chunk/--no-enable-mixed-chunk", help="As for `unisono serve`.")
     ] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="As of `unisono serve`.")] = 0.9,
-    num_pages: Annotated[int | None, typer.Option(help="As of `unisono serve`.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="As for `unisono serve`.")] = 0.9,
+    num_pages: Annotated[int | None, typer.Option(help="As for `unisono serve`.")] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Capture no graphs.")] = False,
-    graphs: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
-    compile: Annotated[bool, typer.Option("--compile", help="As of `unisono serve`.")] = False,
-    attention_backend: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "auto",
+    graphs: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",
+    compile: Annotated[bool, typer.Option("--compile", help="As for `unisono serve`.")] = False,
+    attention_backend: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",
     enable_prefix_caching: Annotated[
-        bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="As of `unisono serve`.")
+        bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="As for `unisono serve`.")
     ] = True,
-    tensor_parallel_size: Annotated[int, typer.Option(help="As of `unisono serve`.")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(help="As for `unisono serve`.")] = 1,
     enable_expert_parallel: Annotated[
-        bool, typer.Option("--enable-expert-parallel", help="As of `unisono serve`.")
+        bool, typer.Option("--enable-expert-parallel", help="As for `unisono serve`.")
     ] = False,
-    tp_reduce: Annotated[str, typer.Option(help="As of `unisono serve`.")] = "gather",
+    tp_reduce: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "gather",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
-    """The engine of ``bench throughput``."""
+    """Flags of the engine of ``bench throughput``."""
 
 
 def grouped(command: Callable[..., None], **groups: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with the flags of all groups; it takes each group's as a dict under the group's name."""
+    """``command`` with the flags of all groups; it takes each group as a dict under the group's name."""
     names = {group: list(inspect.signature(flags).parameters) for group, flags in groups.items()}
     own = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name not in groups]
 
@@ -214,7 +220,7 @@ def mix_of(flags: dict[str, Any]) -> tuple[MixFlags, int]:
     return MixFlags(**flags), seed
 
 
-def scene_of(flags: dict[str, Any]) -> Scene | None:
+def scene_of(flags: dict[str, Any]) -> StallScenario | None:
     """The stall scenario; None for a load. Raises ConfigError."""
     if flags["scenario"] not in ("load", "stall"):
         raise ConfigError(f"--scenario {flags['scenario']!r} is unknown; choose load or stall.")
@@ -222,13 +228,13 @@ def scene_of(flags: dict[str, Any]) -> Scene | None:
         return None
     counts = whole_numbers("--prompts", flags["prompts"], some=True)
     lengths = (flags["prompt_len"], flags["stream_input_len"], flags["stream_output_len"])
-    return Scene(flags["streams"], counts, *lengths)
+    return StallScenario(flags["streams"], counts, *lengths)
 
 
-def pairs(flag: str, given: Sequence[str] | None) -> dict[str, str]:
-    """``KEY=VALUE`` texts as a dict. Raises ConfigError."""
+def pairs(flag: str, values: Sequence[str] | None) -> dict[str, str]:
+    """Parse ``KEY=VALUE`` texts into a dict. Raises ConfigError."""
     found = {}
-    for text in given or ():
+    for text in values or ():
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise ConfigError(f"{flag} {text!r}: give KEY=VALUE.")
@@ -237,7 +243,7 @@ def pairs(flag: str, given: Sequence[str] | None) -> dict[str, str]:
 
 
 def body_of(flags: dict[str, Any]) -> dict[str, Any]:
-    """Fields of requests. Raises ConfigError."""
+    """Extra fields of requests. Raises ConfigError."""
     flags = dict(flags)
     try:
         extra = json.loads(text := flags.pop("extra_body"))
@@ -250,7 +256,7 @@ def body_of(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as it was typed, for results files; values of keys are left out."""
+    """The command as typed, for results files, without the values of keys."""
     import sys
 
     shown, secret = [], False

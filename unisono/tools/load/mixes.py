@@ -1,8 +1,8 @@
-"""What a load asks: conversations of one or several turns, with a number of output tokens for each.
+"""Request mixes: conversations of one or several turns, with a number of output tokens for each.
 
-``random``: random prompts of fixed or evenly drawn lengths. ``prefix_repetition``: a few long prefixes, each followed
-by many suffixes. ``conversation``: chats whose system prompts are shared and whose later turns repeat what was said,
-real answers included. ``custom``: a JSONL file. Names and flags are vLLM's where it has them.
+``random``: random prompts of fixed or uniformly drawn lengths. ``prefix_repetition``: a few long prefixes, each
+followed by many suffixes. ``conversation``: chats with shared system prompts, whose later turns repeat the earlier
+ones, real answers included. ``custom``: a JSONL file. Names and flags are vLLM's where it has them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.tools.load.prompts import Prompt, Source, span
+from unisono.tools.load.prompts import Prompt, PromptSource, span
 from unisono.types import ConfigError
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request. prompt: what the user adds. prompt_len: its tokens, as far as they can be counted here.
-    output_len: tokens to generate at most; None: as many as the server gives."""
+    """One request.
+
+    prompt: the user's message. prompt_len: its tokens, as far as they can be counted here.
+
+    output_len: most tokens to generate; None: the server's default.
+    """
 
     prompt: Prompt
     prompt_len: int
@@ -30,7 +34,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of one user. system: text in front of them. messages: a chat to send as it is, instead of the prompt."""
+    """Turns of one user. system: text before them. messages: a chat that is sent as it is, instead of the prompt."""
 
     turns: tuple[Turn, ...]
     system: str = ""
@@ -60,8 +64,8 @@ class MixFlags:
     custom_output_len: int = 256
 
 
-def conversations(flags: MixFlags, source: Source, seed: int) -> list[Conversation]:
-    """``num_prompts`` requests in all. The same flags, source and seed give the same. Raises ConfigError."""
+def conversations(flags: MixFlags, source: PromptSource, seed: int) -> list[Conversation]:
+    """``num_prompts`` requests in all, a function of flags, source and seed. Raises ConfigError."""
     if flags.dataset_name not in MIXES:
         raise ConfigError(f"--dataset-name {flags.dataset_name!r} is unknown; choose from {', '.join(MIXES)}.")
     found: list[Conversation] = []
@@ -76,7 +80,7 @@ def conversations(flags: MixFlags, source: Source, seed: int) -> list[Conversati
 
 
 def _lengths(flag: str, text: str, ratio: float, rng: random.Random) -> Iterator[int]:
-    """Lengths of ``N``, ``A:B``, or N × (1 ± ratio) as vLLM's --random-range-ratio has it."""
+    """Lengths of ``N``, ``A:B``, or N × (1 ± ratio) as in vLLM's --random-range-ratio."""
     low, high = span(flag, text)
     if ratio:
         if low != high:
@@ -88,7 +92,7 @@ def _lengths(flag: str, text: str, ratio: float, rng: random.Random) -> Iterator
         yield rng.randint(low, high)
 
 
-def _random(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Conversation]:
+def _random(flags: MixFlags, source: PromptSource, rng: random.Random) -> Iterator[Conversation]:
     ratio = flags.random_range_ratio
     inputs = _lengths("--random-input-len", flags.random_input_len, ratio, rng)
     outputs = _lengths("--random-output-len", flags.random_output_len, ratio, rng)
@@ -98,7 +102,7 @@ def _random(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Con
         yield Conversation((Turn(_joined(prefix, own), flags.random_prefix_len + length, output),))
 
 
-def _prefix_repetition(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Conversation]:
+def _prefix_repetition(flags: MixFlags, source: PromptSource, rng: random.Random) -> Iterator[Conversation]:
     length, count = flags.prefix_repetition_prefix_len, flags.prefix_repetition_num_prefixes
     prefixes = [source.prompt(rng, length) for _ in range(count)]
     suffixes = _lengths("--prefix-repetition-suffix-len", flags.prefix_repetition_suffix_len, 0, rng)
@@ -107,7 +111,7 @@ def _prefix_repetition(flags: MixFlags, source: Source, rng: random.Random) -> I
         yield Conversation((Turn(_joined(rng.choice(prefixes), source.prompt(rng, own)), length + own, output),))
 
 
-def _conversation(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Conversation]:
+def _conversation(flags: MixFlags, source: PromptSource, rng: random.Random) -> Iterator[Conversation]:
     if source.as_ids:
         raise ConfigError("--dataset-name conversation repeats answers as text; leave out --token-ids.")
     systems = [source.text(rng, flags.conversation_system_len) for _ in range(flags.conversation_num_systems)]
@@ -115,12 +119,12 @@ def _conversation(flags: MixFlags, source: Source, rng: random.Random) -> Iterat
     inputs = _lengths("--conversation-input-len", flags.conversation_input_len, 0, rng)
     outputs = _lengths("--conversation-output-len", flags.conversation_output_len, 0, rng)
     for count in turns:
-        asked = tuple(Turn(source.text(rng, length := next(inputs)), length, next(outputs)) for _ in range(count))
-        yield Conversation(asked, rng.choice(systems))
+        chat_turns = tuple(Turn(source.text(rng, length := next(inputs)), length, next(outputs)) for _ in range(count))
+        yield Conversation(chat_turns, rng.choice(systems))
 
 
-def _custom(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Conversation]:
-    """Lines {"prompt": text or token ids} or {"messages": [...]}, with "output_len" or "max_tokens" if they like."""
+def _custom(flags: MixFlags, source: PromptSource, rng: random.Random) -> Iterator[Conversation]:
+    """Lines {"prompt": text or token ids} or {"messages": [...]}, with an optional "output_len" or "max_tokens"."""
     if flags.dataset_path is None:
         raise ConfigError("--dataset-name custom needs --dataset-path, a JSONL file.")
     try:
@@ -131,11 +135,11 @@ def _custom(flags: MixFlags, source: Source, rng: random.Random) -> Iterator[Con
     known = [_line(flags, source, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not known:
         raise ConfigError(f"--dataset-path {flags.dataset_path}: has no lines.")
-    while True:  # a short file is asked again
+    while True:  # a short file is repeated
         yield from known
 
 
-def _line(flags: MixFlags, source: Source, number: int, line: str) -> Conversation:
+def _line(flags: MixFlags, source: PromptSource, number: int, line: str) -> Conversation:
     where = f"--dataset-path {flags.dataset_path}, line {number}"
     try:
         data = json.loads(line)
@@ -159,7 +163,7 @@ def _joined(prefix: Prompt | None, own: Prompt) -> Prompt:
     return own if prefix is None else prefix + own  # type: ignore[operator]
 
 
-Mix = Callable[[MixFlags, Source, random.Random], Iterator[Conversation]]
+Mix = Callable[[MixFlags, PromptSource, random.Random], Iterator[Conversation]]
 MIXES: dict[str, Mix] = {
     "random": _random,
     "prefix_repetition": _prefix_repetition,
@@ -170,10 +174,11 @@ MIXES: dict[str, Mix] = {
 
 
 def arrivals(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """Seconds from the beginning at which ``count`` requests arrive, ``rate`` a second on average.
+    """Arrival times of ``count`` requests in seconds, ``rate`` per second on average.
 
     Gaps follow a gamma distribution of shape ``burstiness``: 1 is a Poisson process, less is burstier, more is more
-    even. An infinite rate: all at 0.
+    even.
+    An infinite rate: all at 0.
     """
     if rate == float("inf"):
         return [0.0] * count

@@ -1,4 +1,4 @@
-"""A picture of a load: the spread of each metric, and tokens a second over time. Needs the extra "plot"."""
+"""A plot of a load: the distribution of each metric, and tokens per second over time. Needs the extra "plot"."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from unisono.tools.load.figures import METRICS, Figures
+from unisono.tools.load.figures import METRICS, LoadFigures
 from unisono.types import ConfigError
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot. Raises ConfigError where it is not installed."""
+    """matplotlib's pyplot. Raises ConfigError if it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -23,8 +23,8 @@ def pyplot() -> Any:
     return pyplot
 
 
-def draw(figures: Figures, title: str, path: Path) -> None:
-    """Write the picture; ``path`` ends in .png, .svg or .pdf."""
+def draw(figures: LoadFigures, title: str, path: Path) -> None:
+    """Write the plot; ``path`` ends in .png, .svg or .pdf."""
     figure, panels = pyplot().subplots(2, 2, figsize=(10, 7), dpi=130)
     fine = [a for a in figures.answers if a.failure is None]
     values = {

@@ -1,7 +1,7 @@
-"""Prompts of a wanted length in tokens, made of random words or random token ids.
+"""Prompts of a given length in tokens, made of random words or random token ids.
 
 A tokenizer makes lengths exact or nearly so. Without one, each word of a short list counts as one token, and the
-server's own count (``usage``) says what the prompts really had.
+server's own count (``usage``) has the real lengths.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from unisono import catalog
-from unisono.tokenizer import Tokenizer
+from unisono.config import catalog
+from unisono.text.tokenizer import Tokenizer
 from unisono.types import ConfigError
 
 Prompt = str | list[int]
@@ -26,15 +26,15 @@ money story month right study job word business issue side kind head house servi
 end member law car city name team minute idea body back parent face level office door health art war party
 """
 WORDS = _WORDS.split()
-"""Words that nearly every tokenizer has as one token."""
+"""Words that are one token in nearly every tokenizer."""
 
 WORD, LETTER = re.compile(r" [a-zA-Z]{2,}"), re.compile(r"[a-zA-Z ]")
 FEWEST = 16
-"""Tokens of one kind that random text is made of, at least."""
+"""Fewest distinct tokens that random text is made of."""
 
 
 def span(flag: str, text: str) -> tuple[int, int]:
-    """A length ``N``, or a range ``A:B`` that lengths are drawn from evenly. Raises ConfigError."""
+    """Parse a length ``N``, or a range ``A:B`` for uniform draws. Raises ConfigError."""
     first, mark, last = text.partition(":")
     try:
         low, high = int(first), int(last if mark else first)
@@ -46,8 +46,8 @@ def span(flag: str, text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Makes prompts. tokenizer: counts tokens; None: words are counted. vocab_size: of random token ids."""
+class PromptSource:
+    """Generator of prompts. tokenizer: counts tokens; None: words are counted. vocab_size: of random token ids."""
 
     tokenizer: Tokenizer | None
     vocab_size: int = 0
@@ -71,7 +71,7 @@ class Source:
         return found
 
     def text(self, rng: random.Random, tokens: int) -> str:
-        """Random words that are ``tokens`` tokens; a few more or fewer where a tokenizer joins words."""
+        """Random words of ``tokens`` tokens; a few more or fewer if a tokenizer joins words."""
         if self.tokenizer is None:
             return " ".join(rng.choices(WORDS, k=tokens))
         pieces = rng.choices(self._pieces, k=tokens)
@@ -92,7 +92,7 @@ class Source:
 
     @cached_property
     def _pieces(self) -> Sequence[str]:
-        """Texts of single tokens that stay single tokens when they follow each other: words, or else letters."""
+        """Texts of single tokens that stay single tokens when concatenated: words, or else letters."""
         assert self.tokenizer is not None
         texts = [self.tokenizer.decode([i]) for i in range(self.tokenizer.size) if i not in self.tokenizer.special_ids]
         for kind in (WORD, LETTER):
@@ -102,8 +102,8 @@ class Source:
         return [" " + word for word in WORDS]
 
 
-def source_of(names: Sequence[str | None], as_ids: bool) -> Source:
-    """The source for the first of ``names`` that is a directory or bundled checkpoint here.
+def source_of(names: Sequence[str | None], as_ids: bool) -> PromptSource:
+    """The source for the first of ``names`` that is a directory or bundled checkpoint.
 
     as_ids: prompts are token ids, which needs a vocabulary: a tokenizer's or that of a config.json. Raises ConfigError.
     """
@@ -113,14 +113,16 @@ def source_of(names: Sequence[str | None], as_ids: bool) -> Source:
             continue
         tokenizer, size = Tokenizer.load(path), _vocab_size(path)
         if tokenizer is not None or (as_ids and size):
-            return Source(tokenizer, min(filter(None, (size, tokenizer.size if tokenizer else 0)), default=0), as_ids)
+            return PromptSource(
+                tokenizer, min(filter(None, (size, tokenizer.size if tokenizer else 0)), default=0), as_ids
+            )
     if as_ids:
         raise ConfigError("--token-ids needs a vocabulary: give --tokenizer, a directory with a tokenizer or config.")
-    return Source(None)
+    return PromptSource(None)
 
 
 def _vocab_size(path: Path) -> int:
-    """``vocab_size`` of a checkpoint's config.json; 0 where there is none."""
+    """``vocab_size`` of a checkpoint's config.json; 0 if there is none."""
     try:
         config = json.loads((path / "config.json").read_text())
         return int((config.get("text_config") or config).get("vocab_size") or 0)

@@ -1,4 +1,4 @@
-"""``unisono bench serve``: load on an OpenAI-compatible server, and what its users see of it.
+"""``unisono bench serve``: load on an OpenAI-compatible server, measured by its clients.
 
 It measures any server over HTTP, streamed, with the definitions of ``vllm bench serve`` (``figures``). Without
 ``--base-url`` it starts ``unisono serve`` with all flags that are not its own.
@@ -15,10 +15,10 @@ from typing import Any
 
 import typer
 
-from unisono.cli_values import writable
-from unisono.preflight.model import check_model
+from unisono.config.preflight.model import check_model
+from unisono.console.values import writable
 from unisono.tools.load import stall
-from unisono.tools.load.client import Target
+from unisono.tools.load.client import LoadTarget
 from unisono.tools.load.figures import chosen_metrics, chosen_percentiles, figures, limits_of
 from unisono.tools.load.flags import body_of, command_line, environment, mix_of, pairs, scene_of
 from unisono.tools.load.mixes import arrivals, conversations
@@ -26,7 +26,7 @@ from unisono.tools.load.plots import draw, pyplot
 from unisono.tools.load.prompts import source_of
 from unisono.tools.load.server_process import check_flags, served
 from unisono.tools.load.wire import Exchange
-from unisono.tools.load.workers import Load, run, run_load
+from unisono.tools.load.workers import ScheduledLoad, run, run_load
 from unisono.types import ConfigError, UnisonoError
 
 ENDPOINTS = {
@@ -35,7 +35,7 @@ ENDPOINTS = {
     "sglang": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
 }
-"""--backend -> the endpoint that it asks."""
+"""--backend -> endpoint."""
 
 
 def serve(
@@ -47,27 +47,27 @@ def serve(
     report: dict[str, Any],
     scene: dict[str, Any],
 ) -> None:
-    """Latency, throughput and goodput of a server under load, or (--scenario stall) its largest gap in a stream.
+    """Measure latency, throughput and goodput of a server, or with --scenario stall its largest gap in a stream.
 
     Flags that are not listed here are those of `unisono serve`, for a server that this command starts. Exit code 1 if
     no request succeeded.
     """
     _check(target, rate, report)
-    wanted = _Wanted(target, mix, rate, sampling, report, scene)
+    bench = _ServeBench(target, mix, rate, sampling, report, scene)
     if target["base_url"] is not None:
         if context.args:
             raise ConfigError(f"{context.args[0]}: no such flag; flags of the server belong to the server.")
-        wanted.measure(target["base_url"])
+        bench.measure(target["base_url"])
         return
     model = target["model"] or "tiny"
-    check_model(model, load_format="dummy")  # its weights are the server's to check
+    check_model(model, load_format="dummy")  # the server checks its weights
     check_flags(model, context.args)
     with served(model, context.args) as url:
-        wanted.measure(url)
+        bench.measure(url)
 
 
 def _check(target: dict[str, Any], rate: dict[str, Any], report: dict[str, Any]) -> None:
-    """What can be said before anything runs. Raises ConfigError."""
+    """Check the flags before anything runs. Raises ConfigError."""
     if target["backend"] not in ENDPOINTS:
         raise ConfigError(f"--backend {target['backend']!r} is unknown; choose from {', '.join(ENDPOINTS)}.")
     for flag, value in (("--request-rate", rate["request_rate"]), ("--burstiness", rate["burstiness"])):
@@ -79,7 +79,7 @@ def _check(target: dict[str, Any], rate: dict[str, Any], report: dict[str, Any])
         pyplot()
 
 
-class _Wanted:
+class _ServeBench:
     """The command's flags, checked."""
 
     def __init__(
@@ -91,7 +91,7 @@ class _Wanted:
         report: dict[str, Any],
         scene: dict[str, Any],
     ) -> None:
-        self.given, self.rate, self.report = target, rate, report
+        self.target_flags, self.rate, self.report = target, rate, report
         self.mix, self.seed = mix_of(mix)
         self.body, self.scene = body_of(sampling), scene_of(scene)
         self.limits, self.metadata = limits_of(report["goodput"] or ()), pairs("--metadata", report["metadata"])
@@ -107,14 +107,20 @@ class _Wanted:
     def measure(self, url: str) -> None:
         """Run the scenario against the server at ``url`` and report it."""
         url = url.rstrip("/").removesuffix("/v1")
-        target = Target(url, self.endpoint, "", self.body, self.headers, self.given["timeout"], self.given["insecure"])
+        target = LoadTarget(
+            url, self.endpoint, "", self.body, self.headers, self.target_flags["timeout"], self.target_flags["insecure"]
+        )
         listed = self._models(target)
-        name = self.given["served_model_name"] or self.given["model"] or (listed[0]["id"] if listed else "")
-        if self.given["base_url"] is None:
+        name = (
+            self.target_flags["served_model_name"] or self.target_flags["model"] or (listed[0]["id"] if listed else "")
+        )
+        if self.target_flags["base_url"] is None:
             name = listed[0]["id"]
         target = replace(target, model=name)
         root = next((one.get("root") for one in listed if one.get("id") == name), None)
-        source = source_of([self.given["tokenizer"], self.given["model"], root], self.given["token_ids"])
+        source = source_of(
+            [self.target_flags["tokenizer"], self.target_flags["model"], root], self.target_flags["token_ids"]
+        )
         if not source.exact:
             print("No tokenizer is at hand (--tokenizer): prompts are words, whose lengths are approximate.")
         if self.scene is not None:
@@ -126,14 +132,16 @@ class _Wanted:
             return
         self._load(target, source)
 
-    def _load(self, target: Target, source: Any) -> None:
-        asked = conversations(self.mix, source, self.seed)
+    def _load(self, target: LoadTarget, source: Any) -> None:
+        requests = conversations(self.mix, source, self.seed)
         processes = self.rate["client_processes"]
         if count := self.rate["num_warmups"]:
             warm = conversations(replace(self.mix, num_prompts=count), source, self.seed + 1_000_003)
-            run_load(Load(target, source, warm, [0.0] * len(warm), self.rate["max_concurrency"]), processes)
-        times = arrivals(len(asked), self.rate["request_rate"], self.rate["burstiness"], random.Random(self.seed + 1))
-        outcomes = run_load(Load(target, source, asked, times, self.rate["max_concurrency"]), processes)
+            run_load(ScheduledLoad(target, source, warm, [0.0] * len(warm), self.rate["max_concurrency"]), processes)
+        times = arrivals(
+            len(requests), self.rate["request_rate"], self.rate["burstiness"], random.Random(self.seed + 1)
+        )
+        outcomes = run_load(ScheduledLoad(target, source, requests, times, self.rate["max_concurrency"]), processes)
         found = figures(outcomes, self.limits, self.metrics, self.percentiles)
         print(found.markdown())
         self._write(target, found.json(self.report["save_detailed"]))
@@ -144,8 +152,8 @@ class _Wanted:
         if not found.completed:
             raise typer.Exit(1)
 
-    def _write(self, target: Target, results: dict[str, Any]) -> None:
-        """Write --out: the settings, what was measured, versions and the command."""
+    def _write(self, target: LoadTarget, results: dict[str, Any]) -> None:
+        """Write --out: settings, results, versions and the command."""
         path: Path | None = self.report["out"]
         if path is None:
             return
@@ -156,9 +164,12 @@ class _Wanted:
         data |= {"client": environment(), "settings": {**mix, "seed": self.seed, **rate, "body": target.body}}
         path.write_text(json.dumps(data | self.metadata | results, indent=1) + "\n")
 
-    def _models(self, target: Target) -> list[dict[str, Any]]:
-        """What the server lists; [] if it has no such route. Raises UnisonoError for a server that does not answer."""
-        end = time.monotonic() + self.given["ready_check_timeout_sec"]
+    def _models(self, target: LoadTarget) -> list[dict[str, Any]]:
+        """The server's model list; [] if it has no such route.
+
+        Raises UnisonoError for a server that does not answer.
+        """
+        end = time.monotonic() + self.target_flags["ready_check_timeout_sec"]
         while True:
             found = run(lambda: _get(target, "/v1/models"))
             if found.failure is None or time.monotonic() > end:
@@ -174,7 +185,7 @@ class _Wanted:
             return []
 
 
-async def _get(target: Target, path: str) -> Exchange:
+async def _get(target: LoadTarget, path: str) -> Exchange:
     wire = replace(target, timeout=min(target.timeout, 30.0)).wire()
     try:
         return await wire.exchange(wire.request("GET", path))

@@ -1,4 +1,4 @@
-"""A server that a benchmark starts for itself: ``unisono serve`` in a process of its own."""
+"""A server started by a benchmark: ``unisono serve`` in its own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_LIMIT, END_LIMIT = 600.0, 60.0
 
 
 def check_flags(model: str, flags: Sequence[str]) -> None:
-    """Whether ``unisono serve`` knows these flags, asked before anything is run. Raises ConfigError."""
+    """Check that ``unisono serve`` knows these flags, before anything runs. Raises ConfigError."""
     command = [sys.executable, "-m", "unisono", "serve", model, *flags, "--help"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
@@ -27,7 +27,7 @@ def check_flags(model: str, flags: Sequence[str]) -> None:
 
 
 def wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The URL that a starting server's log names once it serves. Raises UnisonoError if it ends or takes too long."""
+    """The URL in a starting server's log, once it serves. Raises UnisonoError if it ends or takes too long."""
     end = time.monotonic() + START_LIMIT
     while (match := re.search(r"Serving .* on (https?://\S+)/v1", log.read_text())) is None:
         if process.poll() is not None or time.monotonic() > end:
@@ -38,7 +38,7 @@ def wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
 
 @contextlib.contextmanager
 def served(model: str, flags: Sequence[str]) -> Iterator[str]:
-    """The URL of a server for ``model`` that lasts as long as this context."""
+    """The URL of a server for ``model`` that runs during this context."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the server ends with this process
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         log = Path(directory) / "log"

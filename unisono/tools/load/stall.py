@@ -1,8 +1,8 @@
-"""The stall scenario: streams run, long prompts arrive. How long does a stream wait, and how fast are the prompts?
+"""The stall scenario: long prompts arrive while streams run; measures the streams' gaps and the prompts' throughput.
 
-Two ways to ask: :func:`over_http`, any server; :func:`in_engine`, this process's engine. Both give a :class:`Stall` for
-each number of prompts: the largest gap between two tokens of a stream from the prompts' arrival until each stream went
-on after the last prompt's first token, and the prompt tokens a second, with the streams and with nothing else running.
+:func:`over_http` measures any server; :func:`in_engine` this process's engine. Both return a :class:`Stall` for each
+number of prompts: the largest gap between two tokens of a stream, from the prompts' arrival until each stream has
+continued after the last prompt's first token, and the prompt tokens per second, with the streams and without.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from unisono.tools.load.client import Client, Target
+from unisono.tools.load.client import LoadClient, LoadTarget
 from unisono.tools.load.mixes import Turn
-from unisono.tools.load.prompts import Source
-from unisono.tools.load.streams import Answer, read
+from unisono.tools.load.prompts import PromptSource
+from unisono.tools.load.streams import RequestResult, read
 from unisono.tools.load.wire import Exchange, now
 from unisono.types import ConfigError, UnisonoError
 
@@ -28,9 +28,12 @@ SETTLED, AFTER = 16, 4
 
 
 @dataclass(frozen=True)
-class Scene:
-    """streams: that run, each begun with ``stream_input_len`` tokens and going on for up to ``stream_output_len``.
-    prompts: numbers of prompts to send at once, one after another; of ``prompt_len`` tokens each."""
+class StallScenario:
+    """The sizes of the scenario.
+
+    streams: number of streams, each with a prompt of ``stream_input_len`` and up to ``stream_output_len`` tokens.
+    prompts: numbers of simultaneous prompts, one measurement each, of ``prompt_len`` tokens.
+    """
 
     streams: int
     prompts: Sequence[int]
@@ -41,9 +44,11 @@ class Scene:
 
 @dataclass(frozen=True)
 class Stall:
-    """What ``prompts`` prompts at once did. Gaps in milliseconds, rates in prompt tokens a second.
+    """The result for ``prompts`` simultaneous prompts.
 
-    passes: what ran meanwhile, see :func:`passes_of`; not known over HTTP.
+    Gaps in milliseconds, rates in prompt tokens per second.
+
+    passes: the engine's passes meanwhile, see :func:`passes_of`; unknown over HTTP.
     """
 
     prompts: int
@@ -59,12 +64,12 @@ class Stall:
 
     @property
     def share(self) -> float:
-        """Of the prompt throughput that is left with the streams running."""
+        """Fraction of the prompt throughput that is left while the streams run."""
         return self.prompt_tokens_per_s / self.prompt_tokens_per_s_alone
 
 
 def table(found: Sequence[Stall]) -> str:
-    """As a Markdown table."""
+    """The results as a Markdown table."""
     lines = [
         "| streams | prompts | gap before, ms | largest gap, ms | median gap, ms | prompt tokens/s | alone | share "
         "| mean TTFT, ms | passes |",
@@ -80,27 +85,30 @@ def table(found: Sequence[Stall]) -> str:
 
 
 def passes_of(engine: Any, before: Counter[tuple[str, str, str]]) -> str:
-    """The engine's passes since its counts were these: how many of each program, replayed, or eager for a reason; and
-    why passes were not mixed, since the start."""
+    """The engine's passes since the counts ``before``: number per program, replayed or eager with its reason; and the
+    reasons for passes that were not mixed, since the start.
+    """
     grown = engine.runner.planner.passes - before
     shown = ((count, program, f"{kind}: {why}" if why else kind) for (program, kind, why), count in grown.items())
-    told = ", ".join(f"{count} {program} ({how})" for count, program, how in sorted(shown, reverse=True))
+    counts = ", ".join(f"{count} {program} ({how})" for count, program, how in sorted(shown, reverse=True))
     mixing = engine.scheduler.mixing.info()
-    return f"{told}; not mixed: {mixing['apart']}, last expected {mixing['expected_ms']}" if mixing["apart"] else told
+    return (
+        f"{counts}; not mixed: {mixing['apart']}, last expected {mixing['expected_ms']}" if mixing["apart"] else counts
+    )
 
 
 def as_json(found: Sequence[Stall]) -> list[dict[str, Any]]:
-    """As JSON, one mapping for each number of prompts."""
+    """The results as JSON, one mapping per number of prompts."""
     return [asdict(one) | {"prompt_throughput_share": one.share} for one in found]
 
 
 # ---- over HTTP ----------------------------------------------------------------------------------
 
 
-async def over_http(target: Target, source: Source, scene: Scene, seed: int) -> list[Stall]:
+async def over_http(target: LoadTarget, source: PromptSource, scene: StallScenario, seed: int) -> list[Stall]:
     """Measure a server. Raises UnisonoError for a request that fails, ConfigError for streams that end too early."""
-    client, rng = Client(target, source, None), random.Random(seed)
-    await _prompts(client, source, rng, 1, scene.prompt_len)  # warm
+    client, rng = LoadClient(target, source, None), random.Random(seed)
+    await _prompts(client, source, rng, 1, scene.prompt_len)  # warm up
     alone = {}
     for count in scene.prompts:
         answers = await _prompts(client, source, rng, count, scene.prompt_len)
@@ -123,20 +131,24 @@ async def over_http(target: Target, source: Source, scene: Scene, seed: int) -> 
         client.wire.close()
 
 
-async def _stream(client: Client, into: Exchange, source: Source, rng: random.Random, scene: Scene) -> None:
-    """A stream until it is cancelled."""
+async def _stream(
+    client: LoadClient, into: Exchange, source: PromptSource, rng: random.Random, scene: StallScenario
+) -> None:
+    """Run a stream until it is cancelled."""
     turn = Turn(source.prompt(rng, scene.stream_input_len), scene.stream_input_len, scene.stream_output_len)
     into.sent = now()
     await client.wire.exchange(client.wire.request("POST", client.target.endpoint, _body(client, turn)), into)
 
 
-def _body(client: Client, turn: Turn) -> bytes:
+def _body(client: LoadClient, turn: Turn) -> bytes:
     chat = [{"role": "user", "content": turn.prompt}]
     return client.body(chat if client.target.chats else turn.prompt, turn)
 
 
-async def _prompts(client: Client, source: Source, rng: random.Random, count: int, length: int) -> list[Answer]:
-    """Send prompts at once, one token of output each. Raises UnisonoError for one that fails."""
+async def _prompts(
+    client: LoadClient, source: PromptSource, rng: random.Random, count: int, length: int
+) -> list[RequestResult]:
+    """Send simultaneous prompts with one output token each. Raises UnisonoError for one that fails."""
     turns = [Turn(source.prompt(rng, length), length, 1) for _ in range(count)]
     requests = [client.wire.request("POST", client.target.endpoint, _body(client, turn)) for turn in turns]
     exchanges = await asyncio.gather(*(client.wire.exchange(request) for request in requests))
@@ -148,14 +160,14 @@ async def _prompts(client: Client, source: Source, rng: random.Random, count: in
     return answers
 
 
-def _rate(answers: Sequence[Answer]) -> float:
-    """Prompt tokens a second from the first prompt sent to the last first token."""
+def _rate(answers: Sequence[RequestResult]) -> float:
+    """Prompt tokens per second from the first prompt sent to the last first token."""
     tokens = sum(answer.prompt_tokens for answer in answers)
     return tokens / (max(a.times[0] for a in answers) - min(a.sent for a in answers))
 
 
 async def _more(streams: Sequence[Exchange], tasks: Sequence[asyncio.Task[None]], count: int) -> None:
-    """Wait until each stream got ``count`` more pieces."""
+    """Wait until each stream has received ``count`` more pieces."""
     goals = [len(one.pieces) + count for one in streams]
     while any(len(one.pieces) < goal for one, goal in zip(streams, goals, strict=True)):
         for one, task in zip(streams, tasks, strict=True):
@@ -168,26 +180,31 @@ async def _more(streams: Sequence[Exchange], tasks: Sequence[asyncio.Task[None]]
 
 
 def _stall(
-    scene: Scene, count: int, streams: Sequence[Exchange], began: float, answers: Sequence[Answer], alone: float
+    scene: StallScenario,
+    count: int,
+    streams: Sequence[Exchange],
+    began: float,
+    answers: Sequence[RequestResult],
+    alone: float,
 ) -> Stall:
-    heard = [[at for at, _ in one.pieces] for one in streams]
+    arrivals = [[at for at, _ in one.pieces] for one in streams]
     done = max(answer.times[0] for answer in answers)
-    return _measured(scene, count, heard, began, done, [a.ttft for a in answers], _rate(answers), alone)
+    return _measured(scene, count, arrivals, began, done, [a.ttft for a in answers], _rate(answers), alone)
 
 
 def _measured(
-    scene: Scene,
+    scene: StallScenario,
     count: int,
-    heard: Sequence[Sequence[float]],
+    arrivals: Sequence[Sequence[float]],
     began: float,
     done: float,
     ttfts: Sequence[float],
     rate: float,
     alone: float,
 ) -> Stall:
-    """heard: times of each stream's tokens. began, done: of the prompts."""
+    """The result of one measurement. arrivals: times of each stream's tokens. began, done: of the prompts."""
     before, during = [], []
-    for times in heard:
+    for times in arrivals:
         pairs = list(pairwise(times))
         before += [b - a for a, b in pairs if b <= began][-SETTLED:]
         during += [b - a for a, b in pairs if b > began and a <= done]
@@ -207,8 +224,8 @@ def _measured(
 # ---- in this process's engine -------------------------------------------------------------------
 
 
-def in_engine(llm: Any, scene: Scene, seed: int) -> list[Stall]:
-    """Measure the engine's own loop. Raises ConfigError for more streams and prompts than it takes."""
+def in_engine(llm: Any, scene: StallScenario, seed: int) -> list[Stall]:
+    """Measure the engine's own loop. Raises ConfigError for more streams and prompts than it supports."""
     engine, rng = llm.engine, random.Random(seed)
     limit, most = engine.config.max_model_len, engine.config.max_num_seqs
     if scene.prompt_len + 2 > limit or scene.stream_input_len + scene.stream_output_len > limit:
@@ -217,35 +234,35 @@ def in_engine(llm: Any, scene: Scene, seed: int) -> list[Stall]:
         needed = scene.streams + max(scene.prompts)
         raise ConfigError(f"--streams and --prompts are {needed} requests at once; --max-num-seqs is {most}.")
     names = iter(f"stall-{i}" for i in range(1 << 30))
-    _prompts_in_engine(engine, rng, names, 1, scene.prompt_len, lambda at, deltas: None)  # warm
+    _prompts_in_engine(engine, rng, names, 1, scene.prompt_len, lambda at, deltas: None)  # warm up
     alone = {}
     for count in scene.prompts:
         began, ends = _prompts_in_engine(engine, rng, names, count, scene.prompt_len, lambda at, deltas: None)
         alone[count] = count * scene.prompt_len / (max(ends) - began)
-    heard: dict[str, list[float]] = {}
+    arrivals: dict[str, list[float]] = {}
 
     def note(at: float, deltas: Sequence[Any]) -> None:
         for delta in deltas:
-            if delta.request_id in heard and delta.token_ids:
-                heard[delta.request_id].append(at)
+            if delta.request_id in arrivals and delta.token_ids:
+                arrivals[delta.request_id].append(at)
                 if delta.finish:
                     raise ConfigError("a stream ended before the prompts were done: raise --stream-output-len.")
 
     for _ in range(scene.streams):
-        heard[name := next(names)] = []
+        arrivals[name := next(names)] = []
         engine.add(_request(engine, rng, name, scene.stream_input_len, scene.stream_output_len))
     found = []
     for count in scene.prompts:
-        _step_until_more(engine, heard, SETTLED, note)
+        _step_until_more(engine, arrivals, SETTLED, note)
         before = Counter(engine.runner.planner.passes)
         began, ends = _prompts_in_engine(engine, rng, names, count, scene.prompt_len, note)
         passes = passes_of(engine, before)
-        _step_until_more(engine, heard, AFTER, note)
+        _step_until_more(engine, arrivals, AFTER, note)
         rate = count * scene.prompt_len / (max(ends) - began)
         ttfts = [end - began for end in ends]
-        one = _measured(scene, count, list(heard.values()), began, max(ends), ttfts, rate, alone[count])
+        one = _measured(scene, count, list(arrivals.values()), began, max(ends), ttfts, rate, alone[count])
         found.append(replace(one, passes=passes))
-    for name in heard:
+    for name in arrivals:
         engine.abort(name)
     while engine.has_work():
         engine.step()
@@ -266,7 +283,7 @@ Note = Callable[[float, Sequence[Any]], None]
 def _prompts_in_engine(
     engine: Any, rng: random.Random, names: Any, count: int, length: int, note: Note
 ) -> tuple[float, list[float]]:
-    """Add prompts at once and step to their ends -> (when they were added, when each had its first token)."""
+    """Add simultaneous prompts and step to their ends -> (time of addition, times of the first tokens)."""
     requests = [_request(engine, rng, next(names), length, 1) for _ in range(count)]
     left, ends, began = {one.request_id for one in requests}, [], now()
     for one in requests:
@@ -282,8 +299,8 @@ def _prompts_in_engine(
     return began, ends
 
 
-def _step_until_more(engine: Any, heard: dict[str, list[float]], count: int, note: Note) -> None:
-    goals = {name: len(times) + count for name, times in heard.items()}
-    while any(len(heard[name]) < goal for name, goal in goals.items()):
+def _step_until_more(engine: Any, arrivals: dict[str, list[float]], count: int, note: Note) -> None:
+    goals = {name: len(times) + count for name, times in arrivals.items()}
+    while any(len(arrivals[name]) < goal for name, goal in goals.items()):
         deltas = engine.step()
         note(now(), deltas)

@@ -1,4 +1,4 @@
-"""Reads the bodies of streamed completions: when text came, how many tokens, what went wrong."""
+"""Parses the bodies of streamed completions: arrival times of text, token counts, errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _Choice(msgspec.Struct):
     token_ids: Any = None
 
 
-class _Usage(msgspec.Struct):
+class _StreamUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: _StreamUsage | None = None
     error: Any = None
 
 
@@ -40,13 +40,13 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 @dataclass
-class Answer:
-    """What came of one request; times are seconds of one clock.
+class RequestResult:
+    """The result of one request; times are seconds of one clock.
 
-    sent: when it was sent. queued: seconds that it waited for its turn under --max-concurrency. times: arrivals of
-    events with text (of all events with a choice where none has text: a model without a tokenizer). ended: the end of
-    the response. output_tokens: from ``usage`` if ``counted`` is "usage", else from "tokenizer" or "events".
-    failure: (kind, text), None for a complete answer.
+    sent: time of sending. queued: seconds of waiting under --max-concurrency. times: arrivals of events with text (of
+    all events with a choice if none has text: a model without a tokenizer). ended: the end of the response.
+    output_tokens: from ``usage`` if ``counted`` is "usage", else from "tokenizer" or "events". failure: (kind, text),
+    None for a complete answer.
     """
 
     sent: float
@@ -75,16 +75,16 @@ class Answer:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between texts that followed each other."""
+        """Seconds between consecutive texts."""
         return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
 Count = Callable[[str], int]
 
 
-def read(exchange: Exchange, prompt_len: int, count: Count | None) -> tuple[Answer, str]:
-    """The answer and its text. prompt_len: of the prompt where ``usage`` does not say; count: of a text, in tokens."""
-    answer = Answer(exchange.sent, exchange.ended, prompt_len, failure=exchange.failure)
+def read(exchange: Exchange, prompt_len: int, count: Count | None) -> tuple[RequestResult, str]:
+    """The answer and its text. prompt_len: used without ``usage``. count: counts the tokens of a text."""
+    answer = RequestResult(exchange.sent, exchange.ended, prompt_len, failure=exchange.failure)
     if exchange.failure is None and exchange.status != 200:
         answer.failure = (f"HTTP {exchange.status}", exchange.body[:500].decode(errors="replace"))
     if answer.failure is not None:
@@ -115,13 +115,13 @@ def read(exchange: Exchange, prompt_len: int, count: Count | None) -> tuple[Answ
 
 
 class _Events:
-    """Server-sent events as they are put together from pieces."""
+    """Server-sent events, assembled from pieces."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.times: list[float] = []
         self.silent: list[float] = []
-        self.usage: _Usage | None = None
+        self.usage: _StreamUsage | None = None
         self.error: Any = None
         self.done = False
         self._rest = b""
@@ -149,9 +149,9 @@ class _Events:
 
 
 def _text(choice: _Choice) -> str:
-    """The text of a chunk: content, thinking, or that it is part of a tool call."""
+    """The text of a chunk: content, reasoning, or a marker for a part of a tool call."""
     delta = choice.delta
     if delta is None:
         return choice.text or ""
-    said = delta.content or delta.reasoning_content or delta.reasoning or delta.refusal or ""
-    return said or (str(delta.tool_calls) if delta.tool_calls else "")
+    text = delta.content or delta.reasoning_content or delta.reasoning or delta.refusal or ""
+    return text or (str(delta.tool_calls) if delta.tool_calls else "")

@@ -1,6 +1,6 @@
-"""``unisono bench throughput``: requests and tokens a second of an engine in this process, without a server.
+"""``unisono bench throughput``: requests and tokens per second of an engine in this process, without a server.
 
-With ``--speculative-config`` the same load runs without speculation first; then both are compared.
+With ``--speculative-config`` the same load runs without speculation first, for comparison.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.cli_values import speculative, writable
-from unisono.heap import frozen_heap
-from unisono.preflight.model import check_model
+from unisono.cluster.heap import frozen_heap
+from unisono.config.preflight.model import check_model
+from unisono.console.values import speculative, writable
 from unisono.tools.load import stall
 from unisono.tools.load.flags import command_line, environment, mix_of, scene_of
 from unisono.tools.load.mixes import Conversation, conversations
@@ -55,7 +55,7 @@ HEAD = "| run | seconds | requests/s | output tokens/s | total tokens/s | tokens
 
 @dataclass
 class Runs:
-    """Passes and stalls of one engine, and what it was."""
+    """Passes and stalls of one engine, with its settings."""
 
     speculative: str
     start_seconds: float
@@ -66,16 +66,16 @@ class Runs:
 
     @property
     def median(self) -> float:
-        """Output tokens a second, the median of the passes."""
+        """Output tokens per second, the median of the passes."""
         return statistics.median(one.output_per_second for one in self.passes)
 
 
 @dataclass(frozen=True)
 class _Load:
-    """What is run. most: requests at once, None: all. stalls: the stall scenario instead of the load."""
+    """The load to run. most: concurrency, None: all. stalls: the stall scenario instead of the load."""
 
-    asked: list[Conversation]
-    stalls: stall.Scene | None
+    conversations: list[Conversation]
+    stalls: stall.StallScenario | None
     seed: int
     most: int | None
     repeats: int
@@ -90,10 +90,10 @@ def throughput(
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once; default: all.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of the load, the first one cold.")] = 3,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Generate every token that is asked for.")
+        bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Generate output_len tokens, ignoring EOS.")
     ] = True,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
-    speculative_config: Annotated[str | None, typer.Option(help="As of `unisono serve`, JSON.")] = None,
+    speculative_config: Annotated[str | None, typer.Option(help="As for `unisono serve`, JSON.")] = None,
     synthetic_acceptance_length: Annotated[
         float | None, typer.Option(help="Commit this many tokens per round, whatever the drafts are.")
     ] = None,
@@ -102,10 +102,11 @@ def throughput(
     ] = True,
     out: Annotated[Path | None, typer.Option(help="Write the results to this file, as JSON.")] = None,
 ) -> None:
-    """Requests/s and tokens/s of the engine alone, with and without speculation; or (--scenario stall) its gaps.
+    """Measure requests/s and tokens/s of the engine alone, with and without speculation; with --scenario stall its
+    gaps.
 
-    Prompts are random token ids (of a dataset's texts, their tokens); conversations have their first turn only. The
-    prefix cache is emptied before each run.
+    Prompts are random token ids (or a dataset's texts, tokenized); conversations have their first turn only. The prefix
+    cache is emptied before each run.
     """
     writable("--out", out)
     names = ("quantization", "load_format", "tensor_parallel_size", "device")
@@ -114,11 +115,11 @@ def throughput(
     if synthetic_acceptance_length is not None and spec is None:
         raise ConfigError("--synthetic-acceptance-length needs --speculative-config.")
     settings, seed = mix_of(mix)
-    stalls, asked = scene_of(scene), []
+    stalls, requests = scene_of(scene), []
     if stalls is None:
         source = source_of([engine["model"]], settings.dataset_name in ("random", "prefix_repetition"))
-        asked = conversations(settings, source, seed)
-    load = _Load(asked, stalls, seed, max_concurrency, repeats, ignore_eos, temperature)
+        requests = conversations(settings, source, seed)
+    load = _Load(requests, stalls, seed, max_concurrency, repeats, ignore_eos, temperature)
     found = []
     if spec is None or baseline:
         found.append(_run(engine, "none", {"speculative": SpeculativeConfig("none")}, load))
@@ -134,9 +135,9 @@ def throughput(
 
 
 def _run(engine: dict[str, Any], name: str, more: dict[str, Any], load: _Load) -> Runs:
-    """Start an engine, run the load, print what came of it."""
-    from unisono.llm import LLM
-    from unisono.tools.adaptive_bench import versions
+    """Start an engine, run the load, print the results."""
+    from unisono.entrypoints.llm import LLM
+    from unisono.tools.bench.versions import versions
 
     flags = dict(engine)
     if flags["max_num_seqs"] is None and load.stalls is not None:
@@ -145,10 +146,10 @@ def _run(engine: dict[str, Any], name: str, more: dict[str, Any], load: _Load) -
     with LLM(flags.pop("model"), **flags, **more) as llm:
         runs = Runs(name, time.perf_counter() - started, llm.engine.info()["settings"], versions(llm))  # type: ignore[arg-type]
         print(f"\nSpeculation: {name}; started in {runs.start_seconds:.1f} s", flush=True)
-        settled = time.perf_counter()
+        ready = time.perf_counter()
         while llm.engine.capture_missing():
-            pass  # as a server without requests does
-        print(f"Graphs captured while idle took {time.perf_counter() - settled:.1f} s.", flush=True)
+            pass  # like a server without requests
+        print(f"Graphs captured while idle took {time.perf_counter() - ready:.1f} s.", flush=True)
         with frozen_heap():
             if load.stalls is not None:
                 runs.stalls = stall.in_engine(llm, load.stalls, load.seed)
@@ -172,7 +173,7 @@ def _requests(llm: Any, load: _Load) -> list[tuple[list[int], Any, tuple[int, ..
     from unisono.types import SamplingParams
 
     limit, found = llm.engine.config.max_model_len, []
-    for place, one in enumerate(load.asked):
+    for place, one in enumerate(load.conversations):
         turn = one.turns[0]
         ids = turn.prompt if isinstance(turn.prompt, list) else None
         if ids is None and one.messages:

@@ -1,6 +1,6 @@
-"""HTTP/1.1 with as little work for each token as possible: a client must not be what a benchmark measures.
+"""HTTP/1.1 with minimal work per token, so that a benchmark does not measure its client.
 
-A response is kept as (arrival time, bytes) and read by ``streams`` when nobody waits for it. Times are seconds of
+A response is kept as (arrival time, bytes) and parsed by ``streams`` outside of the critical path. Times are seconds of
 ``time.perf_counter``, which all processes of a Linux machine share.
 """
 
@@ -23,8 +23,11 @@ now = time.perf_counter
 
 @dataclass
 class Exchange:
-    """A request and what came back. sent: when it was to be sent, connecting included. pieces: (arrival, bytes) of the
-    body. ended: when the body was complete. failure: why it is not, as a kind and a text."""
+    """A request and its response.
+
+    sent: scheduled time of sending, connecting included. pieces: (arrival, bytes) of the body. ended: end of the body.
+    failure: kind and text of an error.
+    """
 
     sent: float
     status: int = 0
@@ -39,7 +42,7 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, which takes one request at a time."""
+    """One connection with one request at a time."""
 
     def __init__(self) -> None:
         self.reusable = True
@@ -104,9 +107,11 @@ class Connection(asyncio.Protocol):
 
 
 class Wire:
-    """Connections to one server. url: http(s)://host[:port]. headers: sent with every request.
+    """Connections to one server.
 
-    insecure: take any certificate.
+    url: http(s)://host[:port]. headers: sent with every request.
+
+    insecure: accept any certificate.
     """
 
     def __init__(self, url: str, headers: dict[str, str], timeout: float, insecure: bool = False) -> None:
@@ -133,9 +138,11 @@ class Wire:
         return f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{more}{length}\r\n".encode() + body
 
     async def exchange(self, request: bytes, into: Exchange | None = None) -> Exchange:
-        """Send a request. Never raises for what the network or the server do: ``failure`` says it.
+        """Send a request.
 
-        A connection that the server closed while it was idle is replaced once.
+        Never raises errors of the network or the server: they are in ``failure``.
+
+        A connection that the server closed while idle is replaced once.
         """
         exchange = into or Exchange(now())
         try:

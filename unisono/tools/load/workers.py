@@ -1,4 +1,4 @@
-"""Runs a load in one event loop, or in several processes when one could not read the tokens fast enough."""
+"""Runs a load in one event loop, or in several processes if one cannot read the tokens fast enough."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unisono.tools.load.client import Client, Outcome, Target
+from unisono.tools.load.client import ClientOutcome, LoadClient, LoadTarget
 from unisono.tools.load.mixes import Conversation
-from unisono.tools.load.prompts import Source
+from unisono.tools.load.prompts import PromptSource
 from unisono.tools.load.wire import now
 from unisono.types import UnisonoError
 
@@ -21,26 +21,27 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Load:
-    """Conversations, when they begin (seconds after the start), and how many requests run at once (None: any)."""
+class ScheduledLoad:
+    """Conversations, their start times (seconds after the start), and the concurrency (None: no limit)."""
 
-    target: Target
-    source: Source
-    asked: Sequence[Conversation]
+    target: LoadTarget
+    source: PromptSource
+    conversations: Sequence[Conversation]
     times: Sequence[float]
     most: int | None = None
 
-    def parts(self, count: int) -> list[Load]:
-        """``count`` loads that together are this one."""
-        count = max(1, min(count, len(self.asked), self.most or len(self.asked)))
+    def parts(self, count: int) -> list[ScheduledLoad]:
+        """This load, divided into ``count`` loads."""
+        count = max(1, min(count, len(self.conversations), self.most or len(self.conversations)))
         most = [None] * count if self.most is None else [(self.most + i) // count for i in range(count)]
         return [
-            Load(self.target, self.source, self.asked[i::count], self.times[i::count], most[i]) for i in range(count)
+            ScheduledLoad(self.target, self.source, self.conversations[i::count], self.times[i::count], most[i])
+            for i in range(count)
         ]
 
 
 def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine in an event loop of its own: uvloop's where there is one."""
+    """Run a coroutine in an event loop of its own: uvloop's if installed."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
         import uvloop
@@ -50,7 +51,7 @@ def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return runner.run(work())
 
 
-def run_load(load: Load, processes: int = 1) -> list[Outcome]:
+def run_load(load: ScheduledLoad, processes: int = 1) -> list[ClientOutcome]:
     """Run a load in ``processes`` processes; one outcome for each. Raises UnisonoError if one of them died."""
     _raise_file_limit()
     parts = load.parts(processes)
@@ -81,25 +82,25 @@ def run_load(load: Load, processes: int = 1) -> list[Outcome]:
                 child.kill()
 
 
-def _child(pipe: Any, part: Load) -> None:
+def _child(pipe: Any, part: ScheduledLoad) -> None:
     with _no_collections():
         pipe.send(None)
         pipe.send(_run_part(part, pipe.recv()))
 
 
-def _run_part(part: Load, start: float | None) -> Outcome:
-    """start: when the load begins; None: now."""
+def _run_part(part: ScheduledLoad, start: float | None) -> ClientOutcome:
+    """Run a part of the load. start: its start time; None: now."""
 
-    async def work() -> Outcome:
-        client = Client(part.target, part.source, part.most)
-        return await client.run(part.asked, part.times, now() if start is None else start)
+    async def work() -> ClientOutcome:
+        client = LoadClient(part.target, part.source, part.most)
+        return await client.run(part.conversations, part.times, now() if start is None else start)
 
     return run(work)
 
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """A garbage collection in mid-load would look like a slow server."""
+    """Suspend garbage collection: a collection during the load would look like a slow server."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -111,7 +112,7 @@ def _no_collections() -> Iterator[None]:
 
 
 def _raise_file_limit() -> None:
-    """Every connection is a file."""
+    """Raise the limit of open files: every connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

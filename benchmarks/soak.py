@@ -1,0 +1,361 @@
+"""``python -m benchmarks.soak``: a server under every kind of request; it must lose, leak and change nothing.
+
+A quiet server answers each distinct request alone, without speculation. A second server, with the given flags, few
+pages and few slots, then gets them again and again, many at once, some of them aborted or left by their clients. Each
+answer is compared with the quiet one; afterwards the server must hold what it held before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.command import run
+from unisono.config.preflight.model import check_model
+from unisono.tools.load.server_process import check_flags, wait_for_url
+
+IDLE_LIMIT, END_LIMIT = 60.0, 60.0
+"""Seconds for a server to hold nothing after the last answer, and to end."""
+FLAT = 0.02
+"""Share that memory may grow by over the last half."""
+SAMPLES = 200
+"""Times that memory is looked at."""
+PAGE_TOKENS = 16
+CONTEXT = 512
+"""Tokens that most requests fit into; definitions of tools in a long chat template take more."""
+TABLE = "{:<20} {:>8} {:>8} {:>8} {:>6} {:>6} {:>6} {:>9} {:>9}"
+
+
+def soak(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=21)] = 10_000,
+    distinct: Annotated[int, typer.Option(help="Distinct requests among them.", min=21)] = 420,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 32,
+    max_num_seqs: Annotated[int, typer.Option(help="Of the server: requests that run at once.", min=1)] = 8,
+    max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=512)] = 1024,
+    limit: Annotated[float, typer.Option(help="Seconds after which a request counts as hung.", min=1)] = 120.0,
+    seed: Annotated[int, typer.Option(help="Of the choice of requests.")] = 0,
+) -> None:
+    """Send a server every kind of request; all other flags are those of `unisono serve`.
+
+    Exit code 1 if a request hung or failed, if a byte differs from a quiet run, if pages, slots, file descriptors or
+    processes are left, if memory grew by more than 2 % over the last half, or if nothing was preempted or refused.
+    """
+    check_model(model, load_format="dummy")  # its weights are the servers' to check
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers end with this process
+    check_flags(model, context.args)
+    plan = Plan(model, requests, min(distinct, requests), concurrency, max_num_seqs, max_model_len, limit, seed)
+    report = asyncio.run(_run(plan, context.args))
+    print(report.table())
+    if report.problems:
+        print("FAILED: " + "; ".join(report.problems))
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The command's flags."""
+
+    model: str
+    requests: int
+    distinct: int
+    concurrency: int
+    max_num_seqs: int
+    max_model_len: int
+    limit: float
+    seed: int
+
+    def flags(self, busy: bool) -> list[str]:
+        """The server's flags. busy: few pages and a short queue, so that requests are preempted, and some refused."""
+        own = ["--max-num-seqs", str(self.max_num_seqs), "--max-model-len", str(self.max_model_len)]
+        few = max(self.max_model_len + CONTEXT // 8, CONTEXT * 3 // 2) // PAGE_TOKENS
+        queue = max(1, self.concurrency - self.max_num_seqs)  # n > 1 goes beyond it
+        if not busy:
+            return [*own, "--speculative-method", "none"]
+        return [*own, "--num-pages", str(few), "--max-queued-requests", str(queue)]
+
+
+@dataclass
+class Held:
+    """What a server holds when nothing runs. files: open ones of the API and engine processes."""
+
+    pages: float
+    running: float
+    waiting: float
+    load: float
+    files: tuple[int, int]
+    processes: int
+
+
+@dataclass
+class Report:
+    """What came of a run. memory: MiB of the server's processes, over time, evenly spaced in requests."""
+
+    outcomes: list[Any] = field(default_factory=list)
+    before: Held | None = None
+    after: Held | None = None
+    memory: list[float] = field(default_factory=list)
+    preemptions: float = 0
+    drafts: float = 0
+    accepted: float = 0
+    seconds: float = 0
+    ended: list[str] = field(default_factory=list)
+
+    @property
+    def growth(self) -> float:
+        """Of memory over the last half, as a share: its last quarter against the first quarter of that half."""
+        half = self.memory[len(self.memory) // 2 :]
+        part = max(1, len(half) // 4)
+        return statistics.median(half[-part:]) / statistics.median(half[:part]) - 1
+
+    @property
+    def problems(self) -> list[str]:
+        """Every violation, in words."""
+        assert self.before is not None
+        assert self.after is not None
+        counts = Counter(one.verdict for one in self.outcomes)
+        found = [f"{counts[name]} {name}" for name in ("hung", "failed", "wrong") if counts[name]]
+        left = {"pages": self.after.pages, "running": self.after.running, "waiting": self.after.waiting}
+        left["requests in flight"] = self.after.load
+        found += [f"{name} left: {value:g}" for name, value in left.items() if value]
+        for name, before, after in zip(("API", "engine"), self.before.files, self.after.files, strict=True):
+            if after > before:
+                found.append(f"files of the {name} process: {before} before, {after} after")
+        if self.after.processes > self.before.processes:
+            found.append(f"processes: {self.before.processes} before, {self.after.processes} after")
+        if self.growth > FLAT:
+            found.append(f"memory grew by {100 * self.growth:.1f} % over the last half")
+        untested = {"preempted": self.preemptions, "refused for overload": counts["refused"]}
+        return [*found, *self.ended, *(f"not tested: nothing was {name}" for name, n in untested.items() if not n)]
+
+    def table(self) -> str:
+        """The run in a few lines."""
+        assert self.before is not None
+        assert self.after is not None
+        names = ("ok", "refused", "wrong", "failed", "hung")
+        lines = [TABLE.format("requests", "sent", *names, "p50 s", "p99 s")]
+        kinds = sorted({one.kind for one in self.outcomes})
+        for kind in [*kinds, "all"]:
+            these = [one for one in self.outcomes if kind in (one.kind, "all")]
+            counts, times = Counter(one.verdict for one in these), sorted(one.seconds for one in these)
+            quantiles = (f"{times[int(share * (len(times) - 1))]:.2f}" for share in (0.5, 0.99))
+            lines.append(TABLE.format(kind, len(these), *(counts[name] for name in names), *quantiles))
+        reasons = Counter(f"{one.kind}: {one.why}" for one in self.outcomes if one.why)
+        lines += [f"  {count} × {reason}" for reason, count in reasons.most_common(10)]
+        b, a = self.before, self.after
+        half = self.memory[len(self.memory) // 2 :]
+        rounds = f", {self.accepted:.0f} of {self.drafts:.0f} drafts accepted" if self.drafts else ""
+        return "\n".join(
+            [
+                *lines,
+                f"left: {100 * a.pages:g} % of pages, {a.running:g} running, {a.waiting:g} waiting, "
+                f"{a.load:g} in flight",
+                f"files: API process {b.files[0]} before, {a.files[0]} after; engine {b.files[1]}, {a.files[1]}; "
+                f"processes {b.processes}, {a.processes}",
+                f"memory: {half[0]:.0f} MiB at half time, {half[-1]:.0f} at the end, {100 * self.growth:+.2f} %",
+                f"{self.preemptions:.0f} preemptions{rounds}, {self.seconds:.0f} s",
+            ]
+        )
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
+    from benchmarks.soak_requests import Client, cases, kinds
+
+    report = Report()
+    with _server(plan, [*answering(serve_flags), *plan.flags(False)]) as quiet:
+        client = Client(quiet.url, plan.limit)
+        abilities = await client.abilities()
+        asked = cases(plan.distinct, plan.seed, CONTEXT, abilities)
+        print(f"A quiet run of {len(asked)} distinct requests of {len(kinds(abilities))} kinds …", flush=True)
+        expected = [await client.answer(case) if case.repeats else None for case in asked]
+        await client.http.aclose()
+        report.ended += quiet.end()
+    print(f"{plan.requests} requests, {plan.concurrency} at once …", flush=True)
+    with _server(plan, [*plan.flags(True), *serve_flags]) as server:
+        client = Client(server.url, plan.limit)
+        warm = list(range(len(asked)))
+        begun = time.monotonic()
+        report.outcomes += await _flood(plan, client, asked, expected, warm, server, None)
+        report.before = await server.held(client)
+        rng = random.Random(plan.seed + 1)
+        rest = [rng.randrange(len(asked)) for _ in range(plan.requests - len(warm))]
+        report.outcomes += await _flood(plan, client, asked, expected, rest, server, report)
+        report.seconds = time.monotonic() - begun
+        report.after = await server.held(client)
+        numbers = await _metrics(client)
+        report.preemptions = numbers["num_preemptions_total"]
+        report.drafts = numbers.get("spec_decode_num_draft_tokens_total", 0)
+        report.accepted = numbers.get("spec_decode_num_accepted_tokens_total", 0)
+        await client.http.aclose()
+        report.ended += server.end()
+    return report
+
+
+ANSWERING = frozenset({
+    "--enable-lora", "--lora-modules", "--max-lora-rank", "--max-loras", "--max-cpu-loras", "--dtype", "--quantization",
+    "--kv-cache-dtype", "--hf-overrides", "--tokenizer", "--chat-template", "--reasoning-parser", "--tool-call-parser",
+    "--generation-config", "--limit-mm-per-prompt", "--load-format", "--device",
+})  # fmt: skip
+"""Flags that decide about answers: the quiet server has them too."""
+
+
+def answering(flags: Sequence[str]) -> list[str]:
+    """The flags among ``flags``, with their values, that are in ANSWERING."""
+    found: list[str] = []
+    kept = False
+    for one in flags:
+        if one.startswith("--"):
+            kept = one.partition("=")[0].replace("_", "-") in ANSWERING
+        if kept:
+            found.append(one)
+    return found
+
+
+async def _flood(
+    plan: Plan, client: Any, asked: Any, expected: Any, order: list[int], server: _Server, report: Report | None
+) -> list[Any]:
+    """Ask the cases with these numbers, ``concurrency`` at once, until they are taken; notes memory in ``report``.
+
+    Without a report clients stay to the end, so that everything has been compiled once.
+    """
+    left, outcomes, done = iter(order), [], 0
+    every = max(1, len(order) // SAMPLES)
+
+    async def worker() -> None:
+        nonlocal done
+        for number in left:
+            case = asked[number].patient() if report is None else asked[number]
+            outcome = await client.ask(case, expected[number])
+            outcomes.append(outcome)
+            while outcome.verdict == "refused":  # clients do as Retry-After says
+                await asyncio.sleep(1)
+                outcome = await client.ask(case, expected[number])
+                outcomes.append(outcome)
+            done += 1
+            if report is not None and done % every == 0:
+                report.memory.append(server.memory())
+            if done % max(100, len(order) // 10) == 0:
+                counts = Counter(one.verdict for one in outcomes)
+                print(f"  {done} of {len(order)}: {dict(counts)}", flush=True)
+
+    await asyncio.gather(*(worker() for _ in range(plan.concurrency)))
+    return outcomes
+
+
+async def _metrics(client: Any) -> dict[str, float]:
+    text = (await client.http.get("/metrics")).text
+    return {name: float(value) for name, value in re.findall(r"^unisono:(\w+){[^}]*} (\S+)$", text, re.M)}
+
+
+# ---- the server ---------------------------------------------------------------------------------
+
+
+class _Server:
+    """A server in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, temp: Path) -> None:
+        self.process, self.log, self.temp = process, log, temp
+        self.url = wait_for_url(process, log)
+
+    async def held(self, client: Any) -> Held:
+        """What the server holds once it is idle, or after IDLE_LIMIT seconds."""
+        end = time.monotonic() + IDLE_LIMIT
+        while True:
+            await asyncio.sleep(2.5)  # an idle engine checks its bookkeeping after a second
+            numbers = await _metrics(client)
+            load = (await client.http.get("/load")).json()["server_load"]
+            held = (numbers["kv_cache_usage_perc"], numbers["num_requests_running"], numbers["num_requests_waiting"])
+            if not any((*held, load)) or time.monotonic() > end:
+                break
+        await client.http.aclose()  # its connections are files of the server's
+        await asyncio.sleep(0.5)
+        processes = self._processes()
+        files = tuple(len(os.listdir(f"/proc/{pid}/fd")) for pid in (self.process.pid, self._engine(processes)))
+        client.reopen()
+        return Held(*held, load, files, len(processes))  # type: ignore[arg-type]
+
+    def memory(self) -> float:
+        """MiB that the server's processes have for themselves."""
+        return sum(map(_anonymous, self._processes())) / 2**10
+
+    def end(self) -> list[str]:
+        """Stop the server; returns what went wrong with that, or before."""
+        self.process.send_signal(signal.SIGTERM)
+        processes = self._processes()
+        try:
+            status = self.process.wait(END_LIMIT)
+        except subprocess.TimeoutExpired:
+            return [f"the server did not end within {END_LIMIT:g} s of SIGTERM"]
+        found = [f"the server ended with status {status}"] if status else []
+        end = time.monotonic() + IDLE_LIMIT / 10
+        while (alive := [pid for pid in processes if _lives(pid)]) and time.monotonic() < end:
+            time.sleep(0.1)
+        found += [f"processes left: {alive}"] if alive else []
+        found += ["the server's log has a traceback"] if "Traceback" in self.log.read_text() else []
+        names = sorted(path.name for path in self.temp.glob("unisono-*"))
+        return [*found, *([f"files left: {names}"] if names else [])]
+
+    def _processes(self) -> list[int]:
+        """The server's process and all that come from it."""
+        found = [self.process.pid]
+        for pid in found:  # it grows meanwhile
+            for path in Path(f"/proc/{pid}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    found += map(int, path.read_text().split())
+        return found
+
+    def _engine(self, processes: list[int]) -> int:
+        return max(processes[1:], key=_anonymous)
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    return False
+
+
+def _anonymous(pid: int) -> int:
+    """KiB of a process that are no file's; 0 for one that has ended."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return sum(int(value) for value in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.M))
+    return 0
+
+
+@contextlib.contextmanager
+def _server(plan: Plan, flags: list[str]) -> Iterator[_Server]:
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        log, temp = Path(directory) / "log", Path(directory)
+        command = [sys.executable, "-m", "unisono", "serve", plan.model, "--port", "0", *flags]
+        with log.open("wb") as sink:
+            process = subprocess.Popen(command, stdout=sink, stderr=sink, env={**os.environ, "TMPDIR": directory})
+        try:
+            yield _Server(process, log, temp)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+if __name__ == "__main__":
+    run(soak, allow_extra_args=True, ignore_unknown_options=True)

@@ -1,0 +1,107 @@
+"""``unisono serve`` with the bundled model: the real engine behind the real server, driven by the openai package."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.http.conftest import Server, serving, until
+from unisono.entrypoints.llm import LLM
+from unisono.types import SamplingParams
+
+QUESTION = "Lena has 5 boxes with 12 pens each. She gives away 9 pens. How many pens are left?"
+
+TOKENS = 12
+HOT = 5.0
+"""So hot that no two seeds agree, however sure the model is."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--served-model-name", "tiny")
+    with serving(tmp_path_factory.mktemp("tiny"), *flags) as server:
+        yield server
+
+
+def chat(server: Server, content: str, max_tokens: int = 64, **options: Any) -> tuple[str, int]:
+    messages = [{"role": "user", "content": content}]
+    answer = server.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=max_tokens, **options)
+    return answer.choices[0].message.content, answer.usage.prompt_tokens_details.cached_tokens
+
+
+def test_it_answers(tiny: Server) -> None:
+    text, cached = chat(tiny, QUESTION, temperature=0)
+    assert "####" in text
+    again, cached_again = chat(tiny, QUESTION, temperature=0)
+    assert again == text
+    assert cached_again > cached
+
+
+def test_streaming_and_company_change_no_byte(tiny: Server) -> None:
+    """Sampled with a seed: alone, streamed, and among 64 clients at once the same text comes."""
+    requests = [(f"{QUESTION} {'And why? ' * (i % 2)}", 100 + i % 4) for i in range(64)]
+    alone = {(text, seed): chat(tiny, text, TOKENS, temperature=HOT, seed=seed)[0] for text, seed in set(requests)}
+
+    def streamed(request: tuple[str, int]) -> str:
+        stream = tiny.openai.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": request[0]}],
+            max_tokens=TOKENS,
+            temperature=HOT,
+            seed=request[1],
+            stream=True,
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    assert len(set(alone.values())) == len(alone)
+    with ThreadPoolExecutor(64) as pool:
+        assert list(pool.map(streamed, requests)) == [alone[request] for request in requests]
+    info = tiny.info()
+    assert info["requests"] == {"running": 0, "waiting": 0}
+    assert info["kv_cache"]["usage"] == 0
+
+
+def test_a_client_that_leaves_frees_its_pages(tiny: Server) -> None:
+    body = {"prompt": [5] * 40, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with tiny.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        while '"text":""' in next(lines):  # the opening: no token yet
+            next(lines)
+        assert tiny.info()["kv_cache"]["usage"] > 0
+    until(lambda: tiny.info()["kv_cache"]["usage"] == 0)
+    assert tiny.info()["requests"] == {"running": 0, "waiting": 0}
+
+
+def test_prompt_logprobs_are_the_offline_ones(tiny: Server) -> None:
+    """To the bit: in vLLM's wording, and echoed by each of several sequences."""
+    llm = LLM("tiny", device="cpu", max_num_seqs=8)
+    with llm:
+        params = SamplingParams(temperature=1, seed=3, max_tokens=5, n=3, logprobs=2, prompt_logprobs=2)
+        (expected,) = llm.generate(QUESTION, params)
+    options: dict[str, Any] = {"model": "tiny", "prompt": QUESTION, "temperature": 1, "seed": 3, "max_tokens": 5}
+    choices = tiny.openai.completions.create(
+        n=3, echo=True, logprobs=2, extra_body={"prompt_logprobs": 2}, **options
+    ).choices
+    assert expected.prompt_logprobs is not None
+    named = [None if e is None else {str(i): dataclasses.asdict(lp) for i, lp in e.items()}
+             for e in expected.prompt_logprobs]  # fmt: skip
+    prompt_values = [None if e is None else e[i].logprob
+                     for i, e in zip(expected.prompt_token_ids, expected.prompt_logprobs, strict=True)]  # fmt: skip
+    for choice, output in zip(choices, expected.outputs, strict=True):
+        assert choice.text == QUESTION + output.text
+        assert choice.model_extra["prompt_logprobs"] == named
+        assert output.logprobs is not None
+        values = [e[i].logprob for i, e in zip(output.token_ids, output.logprobs, strict=True)]
+        assert choice.logprobs.token_logprobs == prompt_values + values
+    assert len({c.text for c in choices}) > 1
+
+
+def test_it_leaves_quietly(tiny: Server) -> None:
+    tiny.signal()
+    assert tiny.wait() == 0
+    assert "Traceback" not in tiny.log.read_text()
+    assert not list(tiny.temp.glob("unisono-*"))

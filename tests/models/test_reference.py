@@ -1,0 +1,116 @@
+"""The fused forward of each block, over paged and recurrent state, against its plain ``reference`` in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.harness import Session
+from tests.models.one_block import HIDDEN, SPEC, TOKENS, builder, filled, one_pass, rotary, state_of
+from unisono.attention.context import ForwardContext
+from unisono.kernels.norm.activation import ExpertGate
+from unisono.kv.recurrent_state import RecurrentPass
+from unisono.kv.specs import Recurrent
+from unisono.kv.store import RecurrentView
+from unisono.layers.experts import ExpertKind
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.experts import ExpertsSpec
+from unisono.models.blocks.gated_delta import GatedDeltaSpec
+from unisono.models.blocks.layers import LayerSpec, MLPSpec
+from unisono.models.config import DecoderConfig
+
+EXPERTS = ExpertsSpec(num_experts=7, top_k=3, intermediate_size=24, shared_intermediate_size=24, shared_gate=True)
+CLAMPED = ExpertKind(ExpertGate(1.7, 1.0), bias=True)
+DELTA = GatedDeltaSpec(2, 4, 16, 16)
+MIXERS: dict[str, Any] = {
+    "attention": SPEC,
+    "attention, partial rotary": replace(SPEC, rotary=rotary(20, 0.4)),
+    "attention, output gate": replace(SPEC, output_gate=True),
+    "attention, head norms": replace(SPEC, qk_norm=True),
+    "attention, biases": replace(SPEC, qkv_bias=True),
+    "attention, window, sinks, soft cap": replace(SPEC, window=9, sink=True, soft_cap=2.0, scale=0.5),
+    "gated delta": DELTA,
+}
+FEED_FORWARDS: dict[str, Any] = {
+    "mlp": MLPSpec(30, bias=True),
+    "experts, shared rides": EXPERTS,
+    "experts, shared of another size": replace(EXPERTS, shared_intermediate_size=33),
+    "experts, shared without gate": replace(EXPERTS, shared_gate=False),
+    "experts, none shared": replace(EXPERTS, shared_intermediate_size=0, shared_gate=False, normalize=False),
+    "experts, clamped with biases": ExpertsSpec(
+        7, 3, 24, router_bias=True, kind=ExpertKind(ExpertGate(1.7, 1.0), bias=True)
+    ),
+}
+
+
+def inputs(seed: int = 1) -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def context_of(state: Any) -> ForwardContext:
+    """One prompt pass, and the start of a recurrence if the state is one."""
+    i = one_pass()
+    context = ForwardContext.of(i)
+    if isinstance(state, RecurrentView):
+        seen = torch.zeros(1, dtype=torch.int32)
+        context.recurrent = RecurrentPass.of(i.slots, i.positions, i.kv_len, i.query_start, seen)
+    return context
+
+
+def fresh_state(block: Any) -> Any:
+    specs = block.state_specs()
+    if not isinstance(specs, Recurrent):
+        return state_of(block)
+    return RecurrentView(
+        {name: torch.zeros(1, *shape, dtype=dtype) for name, (shape, dtype) in specs.snapshot.items()},
+        {name: torch.zeros(1, each.ring(1), *each.shape, dtype=each.dtype) for name, each in specs.inputs.items()},
+    )
+
+
+def assert_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got.double(), expected, atol=3e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_mixer_is_its_reference(name: str) -> None:
+    block, x, residual = filled(MIXERS[name].build(builder())), inputs(), inputs(2)
+    state = fresh_state(block)
+    got, _ = block.project(block(x, context_of(state), state), residual, None)
+    assert_equal(got, block.reference(x.double()) + residual.double())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FEED_FORWARDS)
+def test_a_feed_forward_is_its_reference(name: str) -> None:
+    block, x, residual = filled(FEED_FORWARDS[name].build(builder())), inputs(), inputs(2)
+    got, _ = block.project(block(x), residual, None)
+    assert_equal(got, block.reference(x.double()) + residual.double())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["attention, head norms", "gated delta"])
+@pytest.mark.parametrize("feed_forward", ["mlp", "experts, shared rides"])
+def test_a_layer_is_its_reference(mixer: str, feed_forward: str) -> None:
+    layer, x = filled(LayerSpec(MIXERS[mixer], FEED_FORWARDS[feed_forward]).build(builder())), inputs()
+    state = fresh_state(layer)
+    assert_equal(layer(layer.begin(x), context_of(state), state).x, layer.reference(x.double()))
+
+
+@torch.no_grad()
+def test_a_decoder_is_its_reference() -> None:
+    """Two texts in prompt passes, then in rounds: the logits of each are those of its plain forward."""
+    layers = [LayerSpec(SPEC, FEED_FORWARDS["mlp"]), LayerSpec(DELTA, EXPERTS), LayerSpec(SPEC, FEED_FORWARDS["mlp"])]
+    decoder = filled(Decoder(DecoderConfig("Mixed", 50, HIDDEN, tuple(layers), 1e-5, 64), builder()))
+    texts = [torch.randint(0, 50, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (23, 37)]
+    session = Session(decoder, len(texts), 64)
+    pieces: list[list[torch.Tensor]] = [[], []]
+    for start, width in ((0, 11), (11, 8), *((at, 4) for at in range(19, 37, 4))):
+        chunks = {i: text[start : start + width] for i, text in enumerate(texts) if text[start:]}
+        for i, logits in (session.round(4, chunks) if width == 4 else session.extend(chunks)).items():
+            pieces[i].append(logits)
+    for text, found in zip(texts, pieces, strict=True):
+        assert_equal(torch.cat(found), decoder.reference(torch.tensor(text)))

@@ -1,0 +1,113 @@
+"""Environment variables of Unisono: every ``UNISONO_*`` switch that the package reads, with a typed accessor.
+
+Other modules call the accessors; none reads a ``UNISONO_*`` variable itself (``tests/config/test_env.py``). A variable
+is read at each call, so a test or a program may set it before the engine starts. :func:`markdown` writes the table of
+docs/reference/environment.md. Variables of other projects (``CUDA_VISIBLE_DEVICES``, ``OMP_NUM_THREADS`` …) are read
+where they are used. Any module may import this one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A documented variable. values: accepted values; default: the effect if it is unset; both in Markdown."""
+
+    name: str
+    values: str
+    default: str
+    purpose: str
+
+    def read(self) -> str | None:
+        """Return the value; None if the variable is unset."""
+        return os.environ.get(self.name)
+
+
+API_KEY = Variable(
+    "UNISONO_API_KEY",
+    "a string that is not empty",
+    "none: every client is served",
+    "API key of `unisono serve` (`--api-key`), and the key that client commands send.",
+)
+
+TRANSFER_KEY = Variable(
+    "UNISONO_TRANSFER_KEY",
+    "a string, the same for all engines",
+    "none, which is an error over TCP",
+    "Key with which prefill and decode engines prove that they belong together.",
+)
+
+CACHE = Variable(
+    "UNISONO_CACHE",
+    "a directory",
+    "`$XDG_CACHE_HOME/unisono`, or `~/.cache/unisono`",
+    "Directory of parsed checkpoint configurations, which later starts read.",
+)
+
+COMPILE_PROCESSES = Variable(
+    "UNISONO_COMPILE_PROCESSES",
+    "a whole number; 0 compiles in threads of the engine process",
+    "one per other CPU core, at most 16",
+    "Number of processes that compile kernels at the start.",
+)
+
+GATHER = Variable(
+    "UNISONO_GATHER",
+    "`nccl`",
+    "a kernel over peer memory if it works, otherwise NCCL",
+    "Transport of small gathers between the GPUs of a model. `nccl` disables the kernel.",
+)
+
+STAYING_LAUNCHES = Variable(
+    "UNISONO_STAYING_LAUNCHES",
+    "`0`: no persistent launches",
+    "on",
+    "Persistent launches of fused layer tails. Set `0` for processes that share a GPU's multiprocessors (MPS).",
+)
+
+VARIABLES = (API_KEY, TRANSFER_KEY, CACHE, COMPILE_PROCESSES, GATHER, STAYING_LAUNCHES)
+"""All variables, in the order of the documentation."""
+
+
+def api_key() -> str | None:
+    """Return the API key; None if it is unset. An empty key is returned as it is, for the caller to refuse."""
+    return API_KEY.read()
+
+
+def transfer_key() -> bytes:
+    """Return the key that prefill and decode engines share; empty if it is unset."""
+    return (TRANSFER_KEY.read() or "").encode()
+
+
+def cache_directory() -> Path:
+    """Return the directory of parsed configurations. Raises RuntimeError if the user has no home directory."""
+    if directory := CACHE.read():
+        return Path(directory)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unisono"
+
+
+def compile_processes() -> int | None:
+    """Return the number of processes that compile kernels; None for the default."""
+    value = COMPILE_PROCESSES.read() or ""
+    return int(value) if value.isdecimal() else None
+
+
+def gathers_by_nccl() -> bool:
+    """True if NCCL carries small gathers, too."""
+    return GATHER.read() == "nccl"
+
+
+def persistent_launches() -> bool:
+    """Return True unless persistent launches are disabled."""
+    return STAYING_LAUNCHES.read() != "0"
+
+
+def markdown() -> str:
+    """Return the table of docs/reference/environment.md."""
+    rows = ["| Variable | Values | Default | Purpose |", "|---|---|---|---|"]
+    rows += [f"| `{v.name}` | {v.values} | {v.default} | {v.purpose} |" for v in VARIABLES]
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,101 @@
+"""The model types of each architecture, and the config.json fields that its family reads beside the common ones.
+
+``formula`` checks a config.json by this table, for the early check and for the loader. An architecture of an installed
+package (entry point ``unisono.models``) has no entry here; its own ``read`` checks the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+ANY = object()
+"""A value of :attr:`Facts.takes`: the family reads every value of the field, or its tensors are compared."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Values that an architecture's config.json may have.
+
+    model_types: values of ``model_type``. text_types: values of ``text_config.model_type``, if the config has one.
+    takes: field of config.json -> ANY, or the values that the family computes; a field of ``formula.FORMULA`` that is
+    missing here must be neutral. windows: "by layer": ``layer_types`` chooses sliding windows; "all": every layer has
+    ``sliding_window``; "none": no layer has one. experts: layers may have experts. partial_rotary: a fraction of a head
+    may be rotated.
+    """
+
+    model_types: Sequence[str]
+    text_types: Sequence[str] = ()
+    takes: Mapping[str, Any] = field(default_factory=dict)
+    windows: str = "none"
+    experts: bool = False
+    partial_rotary: bool = False
+
+
+_BIASES = {"attention_bias": ANY}
+_QWEN2_BIASES = {"attention_bias": ANY, "qkv_bias": (True,), "use_qkv_bias": (True,), "add_qkv_bias": (True,)}
+_HEAD_NORMS = {"use_qk_norm": (True,), "qk_norm": (True,), "qk_layernorm": (True,)}
+_EXPERTS = {"num_experts": ANY, "num_local_experts": ANY, "num_experts_per_tok": ANY}
+_SPARSE = {**_EXPERTS, "decoder_sparse_step": ANY, "mlp_only_layers": ANY}
+_HYBRID = {
+    **_BIASES, **_HEAD_NORMS, "layer_types": ANY, "attn_output_gate": ANY, "use_attention_gate": (True,),
+    "shared_expert_intermediate_size": ANY,
+}  # fmt: skip
+
+_QWEN3_5 = Facts(("qwen3_5", "qwen3_5_text"), ("qwen3_5_text",), _HYBRID, partial_rotary=True)
+_QWEN3_5_MOE = Facts(
+    ("qwen3_5_moe", "qwen3_5_moe_text"),
+    ("qwen3_5_moe_text",),
+    {**_HYBRID, **_EXPERTS},
+    experts=True,
+    partial_rotary=True,
+)
+
+ARCHITECTURES: Mapping[str, Facts] = {
+    "GptOssForCausalLM": Facts(
+        ("gpt_oss",),
+        takes={**_BIASES, **_EXPERTS, "swiglu_limit": ANY, "swiglu_alpha": ANY, "layer_types": ANY},
+        windows="by layer",
+        experts=True,
+    ),
+    "LlamaForCausalLM": Facts(("llama",), takes={**_BIASES, "mlp_bias": ANY}),
+    "MistralForCausalLM": Facts(("mistral",), windows="all"),
+    "MixtralForCausalLM": Facts(("mixtral",), takes=_EXPERTS, windows="all", experts=True),
+    "Qwen2ForCausalLM": Facts(("qwen2",), takes={**_QWEN2_BIASES, "layer_types": ANY}, windows="by layer"),
+    "Qwen3ForCausalLM": Facts(("qwen3",), takes={**_BIASES, **_HEAD_NORMS, "layer_types": ANY}, windows="by layer"),
+    "Qwen3NextForCausalLM": Facts(
+        ("qwen3_next",),
+        takes={**_HYBRID, **_SPARSE, "norm_topk_prob": ANY},
+        experts=True,
+        partial_rotary=True,
+    ),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": Facts(("qwen3_5",), ("qwen3_5_text",), _HYBRID, partial_rotary=True),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": Facts(
+        ("qwen3_5_moe",), ("qwen3_5_moe_text",), _QWEN3_5_MOE.takes, experts=True, partial_rotary=True
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Facts(
+        ("qwen2_5_vl",), ("qwen2_5_vl_text",), {**_QWEN2_BIASES, "layer_types": ANY}, windows="by layer"
+    ),
+    "Qwen3MoeForCausalLM": Facts(
+        ("qwen3_moe",),
+        takes={**_BIASES, **_HEAD_NORMS, **_SPARSE, "norm_topk_prob": ANY},
+        windows="all",
+        experts=True,
+    ),
+    "Qwen3VLForConditionalGeneration": Facts(("qwen3_vl",), ("qwen3_vl_text",), {**_BIASES, **_HEAD_NORMS}),
+    "Qwen3VLMoeForConditionalGeneration": Facts(
+        ("qwen3_vl_moe",), ("qwen3_vl_moe_text",), {**_BIASES, **_HEAD_NORMS, **_SPARSE}, experts=True
+    ),
+}
+"""By ``architectures[0]``; the keys are those of ``catalog.models`` (a test compares them)."""
+
+DRAFT_LAYERS: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""The architecture whose family reads a draft head's layer, by its ``model_type``."""

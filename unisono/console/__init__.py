@@ -1,0 +1,1 @@
+"""Output, help texts and flag values, shared by all commands."""

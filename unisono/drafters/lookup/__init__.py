@@ -1,0 +1,1 @@
+"""Drafters without weights: prompt lookup (n-gram) and suffix decoding."""

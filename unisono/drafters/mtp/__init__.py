@@ -1,0 +1,1 @@
+"""Multi-token prediction (MTP, NEXTN): one module, several modules, and frozen-KV modules, with their checkpoints."""

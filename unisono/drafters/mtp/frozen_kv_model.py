@@ -1,0 +1,237 @@
+"""Frozen-KV multi-token prediction model: a small decoder whose queries attend over the target's keys and values.
+
+Owns its forward pass, its tensor names and the checks against the target. It has no keys, values or cache, so nothing
+to catch up with. Its structure is that of Gemma 4's assistants (transformers ``Gemma4AssistantForCausalLM`` and
+``SinglePositionMultiTokenCandidateGenerator``; vLLM's ``gemma4_mtp``) over the blocks of the supported families::
+
+    x = pre_projection([embed(token) ; hidden])      the target's embedding and last hidden state, both Ht wide
+    x = layers(x)                                    pre-norm blocks; queries only, over the target's last layer
+    y = norm(x)        draft: lm_head(y)        the next step's hidden: post_projection(y)
+
+All steps of a round are at the last committed token's position and see the positions before it. Gemma's own assistants
+have unsupported blocks and are refused by name.
+
+Shapes: R rows, H hidden, Ht the target's, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from unisono.attention.context import ForwardContext
+from unisono.config import catalog
+from unisono.kv.specs import Tree
+from unisono.layers.embedding import Embedding
+from unisono.layers.formats.base import WeightTarget
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec, QuerySpec, build_layers
+from unisono.models.config import DecoderConfig, attention_of, checkpoint_name
+from unisono.models.families import llama
+from unisono.models.load import weights
+from unisono.models.load.build import AttentionFactory, Builder, no_attention
+from unisono.models.load.checkpoint import read_tensors
+from unisono.models.load.tensor_files import TensorInfo
+from unisono.types import CheckpointError
+
+NAMES = {
+    **llama.NAMES,
+    "layers.*.mixer.q_norm": "model.layers.*.self_attn.q_norm",
+    "pre_projection": "pre_projection",
+    "post_projection": "post_projection",
+}
+"""Our modules -> the checkpoint's. A missing LM head is tied to ``model.embed_tokens``."""
+
+EMBED = "model.embed_tokens.weight"
+
+UNSUPPORTED = {
+    r"\.self_attn\.(k_proj|v_proj)\.": "keys of its own, so that it needs a cache: give the method that fits it",
+    r"\.(pre_feedforward_layernorm|layer_scalar)": "Gemma 4's blocks, which are not supported yet",
+    r"^masked_embedding\.": "centroids over the vocabulary, which are not supported yet",
+}
+
+
+class FrozenHead(nn.Module):
+    """The whole drafter model.
+
+    config: its layers, whose mixers attend over keys and values of the target.
+    reads: for each layer, the number of the target layer that wrote these.
+    embed: the target's embedding.
+    """
+
+    def __init__(self, config: DecoderConfig, reads: Sequence[int], embed: Embedding, builder: Builder) -> None:
+        super().__init__()
+        wide = embed.weight.shape[1]
+        self.config, self.reads, self.embed = config, tuple(reads), embed
+        self.pre_projection = builder.linear("pre_projection", 2 * wide, config.hidden_size)
+        norm = builder.norm()
+        self.layers = build_layers(config.layers, builder, norm)
+        self.norm = norm
+        self.lm_head = builder.linear("lm_head", config.hidden_size, config.vocab_size)
+        self.post_projection = builder.linear("post_projection", config.hidden_size, wide)
+
+    def state_specs(self) -> Tree:
+        """None: the keys and values are the target's."""
+        return ()
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        kv: Sequence[Sequence[torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one step: token_ids [R] i32, hidden [R, Ht] -> (the next step's hidden [R, Ht], logits [R, V]).
+
+        The context's inputs define the visible keys, up to its positions. ``context.rotary_positions`` [R] i32, the
+        positions of the queries, lie after those. kv: the target's state, per layer; read-only.
+        """
+        x = self.pre_projection(torch.cat((self.embed(token_ids), hidden), dim=1))
+        stream = self.layers[0].begin(x)  # type: ignore[operator]
+        for layer, read in zip(self.layers, self.reads, strict=True):
+            stream = layer(stream, context, kv[read])
+        return self.post_projection(stream.normed), self.lm_head(stream.normed)
+
+
+@dataclass(frozen=True)
+class FrozenCheckpoint:
+    """An opened directory, checked against the target. Make one with :meth:`open`."""
+
+    path: Path
+    config: DecoderConfig
+    reads: tuple[int, ...]
+    why: str
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path, target: DecoderConfig) -> FrozenCheckpoint:
+        """Read the headers of a directory's safetensors, and ``layer_types`` of its config.json if it has one.
+
+        Raises CheckpointError: no directory, not of this kind, unsupported blocks, sizes that do not fit the target's.
+        """
+        directory = catalog.resolve_name(path)
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory} is no directory: give the one that holds the frozen-KV drafter.")
+        tensors = read_tensors(directory)
+        for pattern, what in UNSUPPORTED.items():
+            name = next((n for n in tensors if re.search(pattern, n)), None)
+            if name is not None:
+                raise CheckpointError(f"{directory} has {what} ({name}).")
+        reads, why = _reads(directory, _depth(tensors), target)
+        opened = cls(directory, _config(directory, tensors, target, reads), reads, why, tensors)
+        opened._check(target)
+        return opened
+
+    def load(
+        self,
+        target: Decoder,
+        attention: AttentionFactory,
+        dtype: torch.dtype,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> FrozenHead:
+        """Load the model with its weights in ``dtype`` on the target's device.
+
+        ``progress`` is called with the fraction of its elements that is loaded, 0 … 1.
+        """
+        builder = target.builder.beside(attention, dtype, self.config.hidden_size, ranks=target.builder.ranks)
+        head = FrozenHead(self.config, self.reads, target.embed, builder)
+        weights.fill(self._targets(head), self.tensors, target.embed.weight.device, progress)
+        return head.eval()
+
+    def _check(self, target: DecoderConfig) -> None:
+        """Compare the tensors with the head's parameters. Raises CheckpointError naming the first misfit."""
+        builder = Builder(self.config.hidden_size, self.config.rms_eps, torch.float32, "meta", no_attention, 1)
+        embed = Embedding(target.vocab_size, target.hidden_size, torch.float32, "meta")
+        reason = "it has no place in this drafter"
+        targets = self._targets(FrozenHead(self.config, self.reads, embed, builder))
+        weights.check(targets, self.tensors, self.path, lambda name: None if name == EMBED else reason)
+
+    def _targets(self, head: FrozenHead) -> dict[str, WeightTarget]:
+        """Checkpoint names of the head's own tensors -> the parameters they fill."""
+        targets = {
+            f"{checkpoint_name(NAMES, path)}.{kind}": place
+            for path, kind, place in weights.places(head)
+            if path != "embed"
+        }
+        if "lm_head.weight" not in self.tensors:
+            targets[EMBED] = targets.pop("lm_head.weight")
+        return targets
+
+
+def _depth(tensors: Mapping[str, TensorInfo]) -> int:
+    """Number of layers."""
+    return sum(re.fullmatch(r"model\.layers\.\d+\.self_attn\.q_proj\.weight", name) is not None for name in tensors)
+
+
+def _config(
+    directory: Path, tensors: Mapping[str, TensorInfo], target: DecoderConfig, reads: Sequence[int]
+) -> DecoderConfig:
+    """Config of the head's layers, from the tensors and from the target layers whose keys they read."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        if name not in tensors:
+            raise CheckpointError(f"{directory} is no frozen-KV drafter: tensor {name} is missing.")
+        return tensors[name].shape
+
+    hidden, wide = shape("pre_projection.weight")
+    if wide != 2 * target.hidden_size:
+        raise CheckpointError(
+            f"{directory}: pre_projection.weight has shape {[hidden, wide]}; a target of hidden size "
+            f"{target.hidden_size} needs {2 * target.hidden_size} columns. It belongs to another model."
+        )
+    layers = []
+    for number, read in enumerate(reads or _attending(target)[-1:]):
+        layer, theirs = f"model.layers.{number}.", cast(AttentionSpec, target.layers[read].mixer)
+        heads = shape(f"{layer}self_attn.q_proj.weight")[0] // theirs.head_dim
+        if heads % theirs.num_kv_heads:
+            raise CheckpointError(
+                f"{directory}: {heads} query heads of size {theirs.head_dim} cannot share the target's "
+                f"{theirs.num_kv_heads} KV heads."
+            )
+        mixer = QuerySpec(
+            heads,
+            theirs.num_kv_heads,
+            theirs.head_dim,
+            theirs.rotary,
+            # The query is one position after the last visible key, so its own position uses up one of the window.
+            max(theirs.window - 1, 0),
+            qk_norm=f"{layer}self_attn.q_norm.weight" in tensors,
+            qkv_bias=f"{layer}self_attn.q_proj.bias" in tensors,
+            o_bias=f"{layer}self_attn.o_proj.bias" in tensors,
+            pages=theirs.window_group,
+        )
+        down = f"{layer}mlp.down_proj"
+        layers.append(LayerSpec(mixer, MLPSpec(shape(f"{down}.weight")[1], f"{down}.bias" in tensors)))
+    return replace(target, hidden_size=hidden, layers=tuple(layers))
+
+
+def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[tuple[int, ...], str]:
+    """The target's last attention layer, or the last of each type listed in config.json; and the reason."""
+    file = directory / "config.json"
+    types = json.loads(file.read_text()).get("layer_types") if file.is_file() else None
+    if types is None:
+        return (_attending(target)[-1],) * depth, "the target's last that attends; config.json lists no layer_types"
+    if len(types) != depth:
+        raise CheckpointError(f"{file}: layer_types names {len(types)} layers, the weights hold {depth}.")
+    reads = []
+    for kind in types:
+        same = [i for i in _attending(target) if (target.windows[i] > 0) == (kind == "sliding_attention")]
+        if not same:
+            raise CheckpointError(f"{file}: layer_types has {kind!r}, and no layer of the target is of that type.")
+        reads.append(same[-1])
+    return tuple(reads), "the target's last layer of each type that layer_types in config.json lists"
+
+
+def _attending(target: DecoderConfig) -> list[int]:
+    """Numbers of the target's attention layers, at least one."""
+    found = [number for number, layer in enumerate(target.layers) if attention_of(layer) is not None]
+    if not found:
+        raise CheckpointError(f"a frozen-KV drafter reads keys, and no layer of a {target.architecture} has any.")
+    return found

@@ -1,0 +1,101 @@
+"""fp8 weights of draft modules, and an fp8 copy of the LM head for drafting.
+
+Drafts need not have the target's precision, since the target verifies them: the text does not depend on how they are
+made. A module's step reads little besides its LM head, and fp8 halves that. Called by drafters
+(``drafters/hidden.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from unisono.kernels.gemm.fp8 import multiplies_e4m3
+from unisono.layers.formats.base import PLAIN, WeightFormat
+from unisono.layers.formats.fp8 import ONLINE_FP8
+from unisono.layers.linear import Linear
+from unisono.models.blocks.decoder import Decoder
+from unisono.types import ConfigError
+
+CHOICES = ("auto", "fp8", "none")
+"""Values of ``draft_quantization``, the default first."""
+
+LARGE = 1 << 26
+"""Size of an LM head in bytes from which ``auto`` makes a copy."""
+
+
+@dataclass
+class DraftWeights:
+    """Weight format of a drafter's modules. One object serves all its modules, so that they share one copy of the LM
+    head.
+
+    format: format of linear layers that the checkpoint does not quantise.
+    why: reason of the choice.
+    """
+
+    target: Decoder = field(repr=False)
+    format: WeightFormat = PLAIN
+    why: str = ""
+    _copy: Linear | None = field(default=None, repr=False)
+
+    @classmethod
+    def choose(cls, choice: str, target: Decoder, *, shares_head: bool = True) -> DraftWeights:
+        """Choose the format. Raises ConfigError for fp8 on a GPU without e4m3 products.
+
+        choice: one of CHOICES; ``auto`` is fp8 if that pays: with a large 16-bit LM head that is the target's, on a GPU
+            with e4m3 products.
+        shares_head: True if the modules draft with the target's LM head.
+        """
+        weight, device = target.lm_head.weight, target.embed.weight.device
+        able = multiplies_e4m3(device)
+        if choice == "fp8" and device.type == "cuda" and not able:
+            raise ConfigError(
+                f'"draft_quantization": "fp8": this GPU has compute capability '
+                f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and e4m3 products need 8.9: "
+                'give "none", or leave it out.'
+            )
+        if choice != "auto":
+            return cls(target, ONLINE_FP8 if choice == "fp8" else PLAIN, f"draft_quantization={choice!r}")
+        reasons = {
+            "the drafter has an LM head of its own": not shares_head,
+            f"the LM head is stored as {target.lm_head.format.name}": target.lm_head.format is not PLAIN,
+            f"the LM head is {weight.dtype}, not of 16 bits": weight.itemsize != 2,
+            f"the LM head has {weight.nbytes} bytes; a copy is made from {LARGE} on": weight.nbytes < LARGE,
+            "the device has no products of e4m3": not able,
+        }
+        for against, holds in reasons.items():
+            if holds:
+                return cls(target, PLAIN, against)
+        return cls(target, ONLINE_FP8, "a large LM head is what drafts read most")
+
+    def of(self, module: str) -> WeightFormat:
+        """Format of a module by its path in a drafter's module; embedding and LM head are plain until :meth:`head`."""
+        return PLAIN if module in ("embed", "lm_head") else self.format
+
+    def head(self, head: Linear) -> Linear:
+        """LM head to draft with, in place of a loaded module's: a copy, or the head itself if it stays."""
+        if self.format is PLAIN or head.format is not PLAIN:
+            return head
+        if head is not self.target.lm_head:
+            return _converted(head, self.format)
+        self._copy = self._copy or _converted(head, self.format)
+        return self._copy
+
+    def decision(self) -> tuple[str, str]:
+        """(value, reason) of the choice, with the bytes of the copy. Call it after modules have their heads."""
+        if self.format is PLAIN:
+            return "as the checkpoint has them", self.why
+        nbytes = sum(p.nbytes for p in self._copy.parameters()) if self._copy else 0
+        copied = f"the copy of the LM head takes {nbytes} bytes" if nbytes else "the LM head is the drafter's own"
+        return "fp8", f"{self.why}; {copied}; the text does not depend on it"
+
+
+@torch.no_grad()
+def _converted(head: Linear, format: WeightFormat) -> Linear:
+    """Copy of a plain linear layer in another format that is made from plain weights."""
+    copy = Linear(head.inputs, head.outputs, head.bias is not None, head.dtype, head.weight.device, format)
+    for kind, place in copy.places():
+        place.fill(getattr(head, kind))
+    copy.ranks, copy.joins = head.ranks, head.joins
+    return copy.eval()

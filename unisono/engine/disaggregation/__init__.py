@@ -1,0 +1,1 @@
+"""Prefill and decode in separate engines: roles, services and the pages that they exchange."""

@@ -1,0 +1,1 @@
+"""Scheduling: admission, prompt chunks, rounds, and the number of drafts of each round."""

@@ -1,0 +1,233 @@
+"""Adaptive number of drafts: the most expected tokens per second, from measured costs and acceptance.
+
+Pure arithmetic on values that the host has read. :class:`AcceptanceEstimate` estimates, per request and draft position,
+the probability of acceptance given that the drafts before it were accepted. :class:`RoundCosts` estimates the time of a
+round: its graph's time on padding plus a measured offset for rounds with this number of requests. :class:`AdaptiveK`
+chooses. A wrong estimate costs time and does not change the text.
+
+Shapes: R rows of a round, K drafts at most, S slots.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+PRIOR, PRIOR_TRIALS = 0.7, 8.0
+"""Prior acceptance at each position, and its weight in trials. It is high so that drafting is tried at first."""
+
+OWN_DECAY, SHARED_DECAY = 0.98, 0.998
+"""Factor by which the weight of a trial decays per later trial of the same request, and of any request."""
+
+SHARED_TRIALS = 16.0
+"""Weight of the shared estimate, in trials of one request."""
+
+HYSTERESIS = 0.005
+"""Least relative gain for which the number of drafts changes."""
+
+PROBE_SHARE, PROBE_PAUSE = 0.003, 16
+"""Fraction of the time for rounds with more drafts than seem best, and the least number of rounds between two of them.
+"""
+
+PAYBACK_ROUNDS = 64
+"""Rounds within which resuming has to pay for the drafter's catch-up."""
+
+STEADY, WINDOW = 5, 9
+"""Rounds with a constant number of drafts before their times count, and the length of the window of times."""
+
+BELIEF = 0.25
+"""Weight of a single measured round in the correction for its number of drafts."""
+
+FREE_PROBES = 4
+"""Probes of fewer drafts at the start that are free of the time budget: one round each."""
+
+MOST_CORRECTION = 4.0
+"""Largest relative correction of one number of drafts against the others, as a factor of its graph's time on padding.
+"""
+
+
+class AcceptanceEstimate:
+    """Acceptance estimates for S slots and K positions: moving averages per request, shrunk towards the shared
+    average.
+    """
+
+    def __init__(self, slots: int, drafts: int) -> None:
+        self._places = np.arange(drafts)
+        self._tried, self._taken = np.zeros((slots, drafts)), np.zeros((slots, drafts))
+        self._all_tried = np.full(drafts, PRIOR_TRIALS)
+        self._all_taken = PRIOR * self._all_tried
+
+    def begin(self, slots: np.ndarray | int) -> None:
+        """Reset the estimates of slots that were assigned to other requests."""
+        self._tried[slots] = self._taken[slots] = 0
+
+    def count(self, slots: np.ndarray, requested: np.ndarray, accepted: np.ndarray) -> None:
+        """Count a round: slots [R], requested drafts [R], accepted drafts [R]. A draft that was not found counts as
+        rejected.
+        """
+        taken = self._places < accepted[:, None]
+        tried = (self._places <= accepted[:, None]) & (self._places < requested[:, None])
+        fade = np.where(tried, OWN_DECAY, 1.0)
+        self._tried[slots] = self._tried[slots] * fade + tried
+        self._taken[slots] = self._taken[slots] * fade + (taken & tried)
+        count = tried.sum(0)
+        fade = SHARED_DECAY**count
+        self._all_tried = self._all_tried * fade + count
+        self._all_taken = self._all_taken * fade + (taken & tried).sum(0)
+
+    def conditional(self, slots: np.ndarray) -> np.ndarray:
+        """Return [R, K]: the probability that each position is accepted if all before it were."""
+        shared = SHARED_TRIALS * self._all_taken / self._all_tried
+        rates: np.ndarray = (self._taken[slots] + shared) / (self._tried[slots] + SHARED_TRIALS)
+        return rates
+
+    def expected(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """Return [K + 1]: expected tokens of a round of slots [R] with 0 … K drafts. ``most`` [R]: each row's limit."""
+        reached = np.where(self._places < most[:, None], self.conditional(slots), 0.0).cumprod(axis=1)
+        return len(slots) + np.concatenate(([0.0], reached.sum(0).cumsum()))
+
+
+@dataclass
+class _Level:
+    """Measurements of rounds with about this number of requests.
+
+    Holds the time beyond the time on padding, and the difference of each number of drafts from the first one seen.
+    recent: times beyond padding for ``drafts``, while it did not change.
+    """
+
+    offset: float | None = None
+    correction: dict[int, float] = field(default_factory=dict)
+    drafts: int = -1
+    follows: bool = False
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+
+class RoundCosts:
+    """Milliseconds of rounds. table: (rows, drafts) -> time of the graph on padding, None without a graph.
+
+    Real rounds take longer because they read the keys and values of real texts; the increase is about the same for any
+    number of drafts. One measured number therefore serves all (``offset``). Only if the number of drafts changes
+    between two otherwise equal rounds is a difference to the table attributed to it (``correction``).
+    """
+
+    def __init__(self, table: Callable[[int, int], float | None]) -> None:
+        self._table = table
+        self._levels: dict[int, _Level] = {}
+        self._last: _Level | None = None
+
+    def ms(self, rows: int, drafts: int) -> float | None:
+        """Milliseconds of a round with this number of requests; None: it has no graph and should not be chosen."""
+        padding = self._table(rows, drafts)
+        if padding is None:
+            return None
+        level = self._levels.get(rows.bit_length())
+        if level is None:
+            return padding
+        more = (level.offset or 0.0) + level.correction.get(drafts, 0.0)
+        return max(padding + more, 0.25 * padding)
+
+    def interrupted(self) -> None:
+        """Discard the last time: the next rounds have other requests, so a difference is not due to the number of
+        drafts.
+        """
+        self._last = None
+
+    def measured(self, rows: int, drafts: int, ms: float) -> None:
+        """Record the time of a round like the ones around it."""
+        padding = self._table(rows, drafts)
+        if padding is None:
+            return
+        level = self._levels.setdefault(rows.bit_length(), _Level())
+        if drafts != level.drafts or level is not self._last:
+            level.follows = level is self._last and level.offset is not None
+            level.drafts = drafts
+            level.recent.clear()
+        self._last = level
+        level.recent.append(ms - padding)
+        if len(level.recent) < STEADY:
+            return
+        known = level.correction.get(drafts, 0.0)
+        more = statistics.median(level.recent)
+        if level.follows and level.offset is not None:
+            bound = MOST_CORRECTION * padding
+            level.correction[drafts] = min(max(more - level.offset, -bound), bound)
+            level.follows = False
+        else:
+            level.offset = more - known
+
+    def probed(self, rows: int, drafts: int, ms: float) -> None:
+        """Record the time of a single round with another number of drafts than those around it."""
+        padding, level = self._table(rows, drafts), self._levels.get(rows.bit_length())
+        if padding is None or level is None or level.offset is None:
+            return
+        bound, known = MOST_CORRECTION * padding, level.correction.get(drafts, 0.0)
+        found = min(max(ms - padding - level.offset, -bound), bound)
+        belief = BELIEF if drafts in level.correction or drafts else 1.0  # only probes measure zero drafts
+        level.correction[drafts] = known + belief * (found - known)
+
+
+class AdaptiveK:
+    """Choose the number of drafts of each round among ``choices``, ascending.
+
+    ``choose`` is called for every round with the knowledge at that time. ``drafts``: the current number, probes aside.
+    down: probe the fewest drafts too, for a drafter that can pause at no cost. The time of such a drafter depends on
+    the text (a look-up) and shows only while it pauses.
+    """
+
+    def __init__(
+        self, choices: Sequence[int], acceptance: AcceptanceEstimate, costs: RoundCosts, down: bool = False
+    ) -> None:
+        self.choices, self.acceptance, self.costs, self.down = tuple(choices), acceptance, costs, down
+        self.drafts = self.choices[-1]
+        self._budget = 0.0  # milliseconds that probes may cost
+        self._since_probe = 0
+        self._rung = 0  # the larger number to probe next
+
+    def choose(self, slots: np.ndarray, most: np.ndarray, catch_up_ms: float, standby_ms: float = 0.0) -> int:
+        """Return the drafts for a round of slots [R]. ``most`` [R]: each row's limit.
+
+        catch_up_ms: time the drafter needs to catch up before it can draft, 0 if nothing is pending. standby_ms: later
+        cost of a round without drafts, for a paused drafter that remembers a limited number of tokens.
+        """
+        costs = [self.costs.ms(len(slots), k) for k in self.choices]
+        ms = {k: cost for k, cost in zip(self.choices, costs, strict=True) if cost is not None}
+        if not ms:
+            return self.choices[-1]
+        if 0 in ms:
+            ms[0] += standby_ms
+        tokens = self.acceptance.expected(slots, most)
+        fewest = min(ms)
+        rate = {k: tokens[k] / ms[k] for k in ms if k == fewest or tokens[k] > tokens[k - 1]}
+        self.drafts = self._best(rate, ms, catch_up_ms)
+        return self._probe(rate, ms, tokens, catch_up_ms)
+
+    def _best(self, rate: dict[int, float], ms: dict[int, float], catch_up_ms: float) -> int:
+        best, now = max(rate, key=lambda k: (rate[k], -k)), self.drafts
+        if now not in rate or rate[best] <= 0:
+            return best
+        if rate[best] < rate[now] * (1 + HYSTERESIS):
+            return now
+        if now == 0 and PAYBACK_ROUNDS * ms[best] * (1 - rate[now] / rate[best]) < catch_up_ms:
+            return now
+        return best
+
+    def _probe(self, rate: dict[int, float], ms: dict[int, float], tokens: np.ndarray, catch_up_ms: float) -> int:
+        """From time to time, return more drafts than seem best: an untried position would never be measured."""
+        best = self.drafts
+        others = [k for k in rate if k > best or (self.down and k == min(ms) < best)]
+        self._since_probe += 1
+        if not others:
+            return best
+        probed = others[self._rung % len(others)]
+        loss = max(0.0, ms[probed] - tokens[probed] / rate[best]) + (catch_up_ms if best == 0 else 0.0)
+        self._budget = min(self._budget + PROBE_SHARE * ms[best], loss)
+        if self._since_probe < PROBE_PAUSE or (
+            self._budget < loss and not (probed < best and self._rung < FREE_PROBES)
+        ):
+            return best
+        self._budget, self._since_probe, self._rung = 0.0, 0, self._rung + 1
+        return probed

@@ -1,0 +1,200 @@
+"""``explain --dry-run``: decisions and memory of an engine, without starting one.
+
+The model is built on the meta device, so sizes are those of the real modules and their declared state; no weight is
+read and no pass runs. Values that only a start measures (activations, graphs, proofs of kernels) are marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.config import EngineConfig, Hardware, ResolvedConfig, catalog, resolve
+from unisono.distributed.gather import ALONE, Ranks
+from unisono.drafters.from_checkpoint import carried_bytes
+from unisono.engine.scheduling.default_drafts import with_default_drafts
+from unisono.engine.startup.memory import CPU_KV_BYTES, GPU_SLACK
+from unisono.kv.specs import PAGE_SIZE, Paged, PerSlot, Recurrent, leaves
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.load.build import Builder, no_attention
+from unisono.models.load.checkpoint import Checkpoint, read_tensors
+from unisono.models.load.tensor_files import nbytes
+from unisono.models.vision.blocks import NORM_EPS
+from unisono.models.vision.tower import VisionTower
+from unisono.types import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a model's state. token: per token of keys and values. request: per request, for its other state."""
+
+    token: int
+    request: int
+
+    @classmethod
+    def of(cls, specs: Any, width: int) -> StateBytes:
+        """Build the store of declared specs. width: tokens per request in the widest round, 1 + drafts."""
+        found = list(leaves(specs))
+        pages = sum(each.page_bytes for each in found if isinstance(each, Paged))
+        slots = sum(each.slot_bytes for each in found if isinstance(each, PerSlot))
+        recurrent = sum(each.row_bytes(width) for each in found if isinstance(each, Recurrent))
+        return cls(pages // PAGE_SIZE, slots + recurrent)
+
+
+def dry_run(config: EngineConfig, directory: Path, weight_bytes: int | None = None) -> dict[str, Any]:
+    """Return the decisions and the memory of an engine with these flags, as JSON-ready data.
+
+    directory: the model's, as ``preflight`` found it. weight_bytes: size of the weight files on a hub, if they are not
+    downloaded; None: read them in ``directory``. Raises CheckpointError and ConfigError as a start would, as far as
+    files tell.
+    """
+    checkpoint = Checkpoint.open(directory, config.quantization, config.hf_overrides)
+    resolved = resolve(config, Hardware.detect(config.device), checkpoint)
+    here = weight_bytes is None and config.load_format != "dummy"
+    if here:
+        resolved = with_default_drafts(resolved, checkpoint)
+    model = _on_meta(checkpoint, resolved)
+    spec = resolved.speculative
+    width = 1 + (spec.num_speculative_tokens if spec is not None else 0)
+    state = StateBytes.of(model.state_specs(), width)
+    weights = module_bytes(model) + _tower_bytes(checkpoint, resolved)
+    drafter = _drafter_bytes(resolved, checkpoint)
+    method, reason = checkpoint.quantization.decision()
+    return {
+        "model": {
+            "directory": str(directory),
+            "architecture": checkpoint.config.architecture,
+            "layers": checkpoint.config.num_layers,
+            "vocabulary": checkpoint.config.vocab_size,
+            "context": checkpoint.config.max_positions,
+            "dtype": str(resolved.dtype).removeprefix("torch."),
+            "weights": f"{method} ({reason})",
+            "drafter": _drafter(resolved) if here or spec is not None else "known once the weights are here",
+            "files": weight_bytes if weight_bytes is not None else _file_bytes(directory) if here else 0,
+        },
+        "memory": _memory(resolved, weights, drafter, state),
+        "decisions": resolved.explain()["decisions"],
+    }
+
+
+def _on_meta(checkpoint: Checkpoint, config: ResolvedConfig) -> Decoder:
+    """Build one rank's part of the decoder on the meta device. Raises ConfigError if it cannot be divided."""
+    c, requested = checkpoint.config, config.requested
+    ranks = ALONE
+    if requested.tensor_parallel_size > 1:
+        ranks = Ranks(
+            0,
+            requested.tensor_parallel_size,
+            requested.enable_expert_parallel,
+            ordered=requested.tp_reduce == "ordered",
+        )
+    c.check_divides(ranks)
+    builder = Builder(
+        c.hidden_size,
+        c.rms_eps,
+        config.dtype,
+        "meta",
+        no_attention,
+        1,
+        checkpoint.format_of_module,
+        c.zero_centered_norms,
+        ranks=ranks,
+        kv_dtype=config.kv_dtype,
+    )
+    return Decoder(c, builder)
+
+
+def _tower_bytes(checkpoint: Checkpoint, config: ResolvedConfig) -> int:
+    """Bytes of the vision tower's weights, which are not quantised."""
+    vision = checkpoint.config.vision
+    if vision is None:
+        return 0
+    builder = Builder(vision.tower.width, NORM_EPS, config.dtype, "meta", no_attention, 0)
+    return module_bytes(VisionTower(vision, builder))
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters; shared ones count once."""
+    return sum(each.numel() * each.element_size() for each in {id(p): p for p in module.parameters()}.values())
+
+
+def _drafter(config: ResolvedConfig) -> str:
+    spec = config.speculative
+    if spec is None or spec.method == "none":
+        return "none"
+    return f"{spec.method}{f' ({spec.model})' if spec.model else ''}, k = {spec.num_speculative_tokens}"
+
+
+def _drafter_bytes(config: ResolvedConfig, checkpoint: Checkpoint) -> int:
+    """Bytes of the drafter's own files, or of its tensors among the target's weights."""
+    spec = config.speculative
+    if spec is None or spec.method == "none":
+        return 0
+    if spec.model is not None:
+        return _file_bytes(catalog.find_directory(spec.model))
+    return carried_bytes(checkpoint.path)
+
+
+def _file_bytes(directory: Path) -> int:
+    """Bytes of all tensors in a directory; 0 without safetensors."""
+    if not any(directory.glob("*.safetensors")):
+        return 0
+    return sum(map(nbytes, read_tensors(directory).values()))
+
+
+def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateBytes) -> dict[str, Any]:
+    """Return the bytes of each part on one device, and the tokens of context that fit in the rest."""
+    requested = config.requested
+    found: dict[str, Any] = {
+        "weights": weights,
+        "drafter": drafter,
+        "kv_token": state.token,
+        "kv_request": config.max_model_len * state.token,
+        "state_request": state.request,
+        "requests": config.max_num_seqs,
+        "states": config.max_num_seqs * state.request,
+    }
+    if config.device.type == "cpu":
+        total, left, why = None, CPU_KV_BYTES, f"at most {CPU_KV_BYTES >> 20} MiB of KV cache on a CPU"
+    else:
+        total = torch.cuda.get_device_properties(config.device).total_memory
+        held = weights + drafter + found["states"] + GPU_SLACK
+        left = int(requested.gpu_memory_utilization * total) - held
+        why = "before activations and graphs, which a start measures"
+    found |= {"device": total, "kv_left": max(0, left), "kv_left_why": why}
+    found["kv_tokens"] = max(0, left) // max(1, found["kv_token"]) if state.token else 0
+    if total is not None and left <= 0:
+        raise ConfigError(
+            f"the weights take {weights / GIB:.1f} GiB on each GPU, and --gpu-memory-utilization "
+            f"{requested.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no room for keys and values: use "
+            "--tensor-parallel-size, --quantization fp8 or a larger GPU."
+        )
+    return found
+
+
+def rows(info: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """Return the tables that ``explain --dry-run`` prints: title -> (name, value)."""
+    memory, model = info["memory"], info["model"]
+    shown = [(name, f"{value / GIB:.2f} GiB" if name == "files" else str(value)) for name, value in model.items()]
+    parts = [
+        ("weights on a device", _size(memory["weights"])),
+        ("files of the drafter", _size(memory["drafter"])),
+        ("keys and values of a token", f"{memory['kv_token']} bytes"),
+        ("of a request with the whole context", _size(memory["kv_request"])),
+    ]
+    if memory["state_request"]:
+        parts.append((f"recurrent state of {memory['requests']} requests", _size(memory["states"])))
+    parts.append(("left for keys and values", f"{_size(memory['kv_left'])} ({memory['kv_left_why']})"))
+    parts.append(("tokens that fit", str(memory["kv_tokens"])))
+    return {"Model": shown, "Memory": parts}
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.1f} MiB"

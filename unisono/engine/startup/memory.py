@@ -1,0 +1,142 @@
+"""Number of KV pages that fit on the device, beside the weights, the largest pass and the graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from unisono.config import ResolvedConfig
+from unisono.engine.startup.buckets import CPU_GRAPH_BYTES, gpu_graph_bytes, with_graph_bytes
+from unisono.graphs import Buffers, PassShape, Program
+from unisono.kv.pages import pages_for
+from unisono.kv.specs import ALL, PAGE_SIZE
+from unisono.types import ConfigError
+
+GPU_SLACK = 1 << 29
+"""Bytes of a GPU that are left to the allocator, beside the budget for graphs."""
+
+CPU_KV_BYTES = 1 << 30
+"""Largest KV cache on a CPU, in bytes: enough for the bundled models."""
+
+
+MOST_SNAPSHOTS = 4096
+"""Largest number of snapshots of recurrent layers."""
+
+
+@dataclass(frozen=True)
+class PageDemand:
+    """Inputs of the KV cache's size.
+
+    page_bytes: bytes of one page of target and drafter, by window group. windows: useful pages at most, by window
+    group. snapshot_bytes: bytes of one snapshot of the recurrent state. path_pages: pages of a tree's ``paths``, beside
+    the pool's. logits_bytes: fp32 logits of the largest round, if no measured pass contains them. staging_bytes: buffer
+    for pages that move to and from host memory.
+    """
+
+    page_bytes: Mapping[int, int]
+    windows: Mapping[int, int] = field(default_factory=dict)
+    snapshot_bytes: int = 0
+    paths: int = 1
+    path_pages: int = 0
+    logits_bytes: int = 0
+    staging_bytes: int = 0
+
+    def bytes(self, pages: int) -> int:
+        """Bytes of the KV cache with this number of pages of window group ALL, including those of tree paths."""
+        counts = self.counts(pages)
+        return sum((counts[w] + self.path_pages) * size for w, size in self.page_bytes.items())
+
+    def counts(self, pages: int) -> dict[int, int]:
+        """Return the pages of each window group for this number of pages of ALL."""
+        return {ALL: pages, **{w: min(pages, most) for w, most in self.windows.items()}}
+
+    def fit(self, free: int, most: int) -> int:
+        """Return the pages of window group ALL, up to ``most``, that fit in ``free`` bytes."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.bytes(middle) <= free else (low, middle - 1)
+        return low
+
+
+def fit_pages(
+    config: ResolvedConfig, demand: PageDemand, peak_bytes: Callable[[], int]
+) -> tuple[dict[int, int], int, ResolvedConfig]:
+    """Return the pages of the pool by window group, the number of snapshots, and the configuration with the decisions.
+
+    peak_bytes: measures the bytes in use at the peak of the largest pass; called on a GPU only. Raises ConfigError if
+    not even one request fits.
+    """
+    num_pages, path_pages = config.requested.num_pages, demand.path_pages
+    whole = config.max_num_seqs * pages_for(config.max_model_len) + 1  # more can never be used
+    if config.device.type == "cpu":
+        free, why = CPU_KV_BYTES, f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
+        config = with_graph_bytes(config, CPU_GRAPH_BYTES, "the default on a CPU")
+    else:
+        used = peak_bytes()
+        held = used + GPU_SLACK + demand.logits_bytes + demand.staging_bytes
+        free = int(config.requested.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - held
+        config = gpu_graph_bytes(config, free)
+        free -= config.graph_bytes
+        why = f"measured: weights and the largest pass take {used >> 20} MiB"
+    if path_pages:
+        why += f"; {path_pages} more are for {demand.paths} paths of {config.max_num_seqs} requests"
+        path_bytes = path_pages * sum(demand.page_bytes.values())
+        config = config.decide("path_pages", path_pages, f"{path_bytes} bytes; {why}")
+    snapshots = 0
+    if demand.snapshot_bytes:
+        share = config.requested.snapshot_share
+        snapshots = min(MOST_SNAPSHOTS, max(1, int(share * free) // demand.snapshot_bytes))
+        free -= snapshots * demand.snapshot_bytes
+        reason = f"--snapshot-share: {share:.0%} of the KV cache's bytes, for prefixes of a model with recurrent layers"
+        config = config.decide("snapshots", snapshots, reason)
+    pages = num_pages or demand.fit(free, whole)
+    if pages < 2:
+        raise ConfigError(
+            f"the model leaves room for {pages} KV pages of {sum(demand.page_bytes.values())} bytes ({why}): "
+            "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
+            f"{', or ask for fewer paths or a lower --max-num-seqs' if path_pages else ''}."
+        )
+    config = _within_context(config, pages, why)
+    if num_pages is None:
+        config = config.decide("num_pages", pages, f"{PAGE_SIZE} tokens each; {why}")
+    counts = {**demand.counts(pages), **demand.windows} if num_pages else demand.counts(pages)
+    return counts, snapshots, config
+
+
+def _within_context(config: ResolvedConfig, pages: int, why: str) -> ResolvedConfig:
+    """Lower ``max_model_len`` to the capacity of the pages. Raises ConfigError if the user set a larger one."""
+    capacity = (pages - 1) * PAGE_SIZE
+    if capacity >= config.max_model_len:
+        return config
+    if config.requested.max_model_len is not None:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} needs {pages_for(config.max_model_len)} KV pages, "
+            f"{pages - 1} fit ({why}): lower it to {capacity}, or raise --gpu-memory-utilization."
+        )
+    reason = f"the KV cache holds {capacity} tokens; the model's context is {config.max_model_len}"
+    return config.decide("max_model_len", capacity, reason, max_model_len=capacity)
+
+
+def peak_bytes(passes: Sequence[tuple[Program, PassShape]], device: torch.device) -> int:
+    """Bytes of the GPU in use at the peak of the largest of these passes, including other processes.
+
+    The passes run on padding tokens: they compute everything but attention, which keeps no activations.
+    """
+    torch.cuda.synchronize()
+    gc.collect()  # reserved by an earlier engine of this process
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    for program, shape in passes:
+        program.run(Buffers(program.schema, shape, device))
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    grown = max(0, torch.cuda.max_memory_reserved() - before)
+    used = total - free - (torch.cuda.memory_reserved() - before) + grown
+    gc.collect()
+    torch.cuda.empty_cache()
+    return used

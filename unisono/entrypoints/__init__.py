@@ -1,0 +1,1 @@
+"""Python entry points: LLM, AsyncLLM, and the application for Ray Serve."""

@@ -1,0 +1,1 @@
+"""Limits of connections, request bodies and load."""

@@ -1,0 +1,1 @@
+"""Metrics, latency history, traces and log notes of requests."""

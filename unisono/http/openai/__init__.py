@@ -1,0 +1,1 @@
+"""OpenAI's API: request bodies, checks, and response objects."""

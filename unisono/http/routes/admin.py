@@ -1,0 +1,133 @@
+"""Operators' routes: cached prefixes, running requests, profiles, sleep.
+
+Open to operators' keys; without keys, to this machine. Users may abort their own requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from unisono.cluster.commands import CommandError
+from unisono.http.errors import ApiError, unavailable
+from unisono.http.limits.fields import SleepLevel, Strings
+from unisono.http.openai.translation import checked
+from unisono.http.request_body import load_object
+from unisono.http.routes.common import described, json_response, operators_only, owners_only, parsed_body
+from unisono.http.service import Service
+from unisono.types import EngineDead
+
+LIMIT = 60.0
+"""Timeout of a command in the engine process, seconds; writing a long profile takes most."""
+KEPT = (
+    "weights, KV pages and graphs: graphs hold the addresses of all of them, so only the end of the process frees them"
+)
+
+
+class AbortRequest(BaseModel):
+    """Body of ``/abort``: some requests by the ids of their answers, or all."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    request_ids: Strings | None = Field(None, description="a list of ids of answers")
+    request_id: str | None = Field(None, description="an id of an answer")
+    rid: str | None = Field(None, description="an id of an answer")
+    abort_all: bool | None = Field(None, description="true or false")
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+    operators = operators_only(service)
+    _add_sleep(app, service)
+
+    for path in ("/reset_prefix_cache", "/flush_cache"):  # vLLM's name and SGLang's
+
+        @app.post(path, dependencies=operators, **described("Forget every cached prefix that no request uses."))
+        async def reset() -> Response:
+            return json_response({"freed_pages": await _call(service, "reset_prefix_cache")})
+
+    for path in ("/abort", "/abort_request"):
+
+        @app.post(path, dependencies=owners_only(service), **described("End requests early.", AbortRequest))
+        async def abort(request: Request) -> Response:
+            ids = await _abort_body(request)
+            return json_response({"aborted": _abort(service, ids, service.keys.scope(request))})
+
+    @app.post("/start_profile", dependencies=operators, **described("Begin to record what the engine does."))
+    async def start_profile() -> Response:
+        if service.profile_dir is None:
+            raise ApiError(400, "Profiles are off; start the server with --profile-dir DIR.", code="profiles_off")
+        await _call(service, "start_profile", directory=str(service.profile_dir))
+        return json_response({"recording": True})
+
+    @app.post("/stop_profile", dependencies=operators, **described("Write the record as a Chrome trace."))
+    async def stop_profile() -> Response:
+        return json_response({"recording": False, "path": await _call(service, "stop_profile")})
+
+
+def _add_sleep(app: FastAPI, service: Service) -> None:
+    operators = operators_only(service)
+
+    @app.post(
+        "/sleep",
+        dependencies=operators,
+        **described("Finish what runs, take no more requests, free what can be freed. Weights stay."),
+    )
+    async def sleep(level: SleepLevel = 1) -> Response:
+        if level not in (0, 1):
+            raise ApiError(400, f"level={level} is not supported, as sleep keeps {KEPT}. Use 1.", param="level")
+        service.sleeping = True
+        service.metrics.sleeping(True)
+        try:
+            async with asyncio.timeout(service.drain_timeout):
+                while service.running:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            _abort(service, None)
+        pages = await _call(service, "reset_prefix_cache")
+        freed = await _call(service, "free_memory")
+        return json_response({"is_sleeping": True, "freed_pages": pages, "freed_bytes": freed, "kept": KEPT})
+
+    @app.post("/wake_up", dependencies=operators, **described("Take requests again."))
+    async def wake_up() -> Response:
+        service.sleeping = False
+        service.metrics.sleeping(False)
+        return json_response({"is_sleeping": False})
+
+    @app.get("/is_sleeping", dependencies=operators, **described("Whether the server sleeps."))
+    async def is_sleeping() -> Response:
+        return json_response({"is_sleeping": service.sleeping})
+
+
+async def _abort_body(request: Request) -> list[str] | None:
+    """The ids to abort; None for all. Raises ApiError."""
+    body = await parsed_body(request, lambda raw: checked(load_object(raw), AbortRequest))
+    ids = [*(body.request_ids or []), *(one for one in (body.request_id, body.rid) if one is not None)]
+    if not ids and not body.abort_all:
+        raise ApiError(400, "request_ids is missing; name answers, or set abort_all=true.", param="request_ids")
+    return None if body.abort_all else ids
+
+
+def _abort(service: Service, ids: list[str] | None, key: str | None = None) -> list[str]:
+    """End these answers early, or all, of the key with this name or of all clients. Returns the running ones."""
+    named = list(service.running) if ids is None else ids
+    found = [one for one in dict.fromkeys(named) if one in service.running]
+    if key is not None:
+        found = [one for one in found if all(generation.key == key for generation in service.running[one])]
+    for one in found:
+        for generation in service.running[one]:
+            generation.cancel()
+    return found
+
+
+async def _call(service: Service, command: str, **arguments: Any) -> Any:
+    try:
+        return await service.client.call(command, LIMIT, **arguments)
+    except CommandError as error:
+        raise ApiError(409, str(error), "conflict_error", code="command_failed") from None
+    except (EngineDead, TimeoutError) as error:
+        raise unavailable(f"The engine does not answer: {error or 'it is busy'}.", "engine_unavailable") from None

@@ -1,0 +1,1 @@
+"""API keys, roles, allowed hosts, and secrets on the command line."""

@@ -1,0 +1,1 @@
+"""Paged attention: kernels for prompts and rounds, in Triton and Gluon, with CPU twins."""

@@ -1,0 +1,1 @@
+"""Gathers between the GPUs of one host."""

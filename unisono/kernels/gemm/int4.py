@@ -1,0 +1,309 @@
+"""Products of activations and 4-bit weights whose bits do not depend on the batch. Owns the ``int4_linear`` op.
+
+A weight is ``(q - zero) * scale``, computed in fp32 and rounded to the activations' dtype; activations are not
+quantised. The product of rounded weights accumulates K in one sequence in fp32, exactly as ``kernels/gemm/linear.py``
+does. Up to FEW_ROWS rows one Triton kernel unpacks weights in registers. Above, the weight is unpacked into a buffer
+and the plain product runs on it, if :func:`prove_int4` found the same bits on the present GPU; otherwise the Triton
+kernel runs at every M.
+
+The kernel's products have swapped operands, outputs as M and rows as N, so that they always run on wgmma. For tiles of
+fewer than 64 rows Triton would take mma.sync, and for unpacked operands it permutes the inputs of that instruction,
+which changes bits (seen on an H200).
+
+Shapes: M rows, K inputs, N outputs, G = ceil(K / group) groups. A byte of the weight [N, K / 2] holds inputs 2 i (low
+bits) and 2 i + 1 (high bits) as 0 … 15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.gemm.linear import (
+    exact_blas,
+    launch_linear,
+    linear_cuda,
+    linear_op,
+    residual_tile,
+    store_sums,
+)
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.library import AotCase, op
+from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.proofs import ExactKernel
+
+FEW_ROWS = 64
+"""Maximum rows for which weights are unpacked in registers."""
+
+PROOF_ROWS = (1, 16, 33, 64)
+"""Numbers of rows at which the product of packed weights is compared with the plain one of unpacked weights."""
+
+MIDDLE = 8
+"""Zero point of a weight without stored zeros."""
+
+
+_TILES = {16: Tile(16, 64, 0, 4, 4), 32: Tile(32, 64, 0, 4, 3), 64: Tile(64, 64, 0, 4, 3)}
+_LARGE = Tile(128, 64, 0, 4, 3)
+"""At least 64 outputs, for wgmma."""
+
+
+def _tile(rows: int, dtype: torch.dtype) -> Tile:
+    if dtype is torch.float32:
+        return Tile(16, 32, 0, 4, 2)
+    return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
+
+
+def int4_steps(group: int) -> tuple[int, int]:
+    """(inputs of a step, which share a scale; steps per iteration)."""
+    width = 128 if group % 128 == 0 else 64 if group % 64 == 0 else 32
+    return width, 256 // width
+
+
+@triton.jit
+def _unpacked(packed, zero, scale, dtype: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    """Unpack a tile [outputs, inputs / 2] to weights [outputs, inputs]. zero, scale [outputs]."""
+    values = tl.reshape(tl.join(packed & 15, packed >> 4), (BLOCK_N, WIDTH)).to(tl.float32)
+    return ((values - zero[:, None]) * scale[:, None]).to(dtype)
+
+
+@triton.jit
+def int4_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+                 EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr):  # fmt: skip
+    """Compute the product over K of x and a packed weight, unpacked in registers: fp32 [rows, outputs].
+
+    x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / 2]: the first step's; rows of x that are not ``x_ok`` count as 0.
+    s_ptrs, z_ptrs [BLOCK_N]: of the first group, followed by the next ones.
+    """
+    ks, pairs = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
+    last = tl.cdiv(K, group) - 1
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for first in range(0, K, WIDTH * STEPS):
+        for j in tl.static_range(STEPS):
+            start = first + j * WIDTH
+            at = tl.minimum(start // group, last)
+            if EVEN_K:
+                x_tile = tl.load(x_ptrs + start, mask=x_ok[:, None], other=0.0)
+                packed = tl.load(w_ptrs + start // 2)
+            else:
+                x_tile = tl.load(x_ptrs + start, mask=x_ok[:, None] & (ks < K - start)[None, :], other=0.0)
+                packed = tl.load(w_ptrs + start // 2, mask=(pairs < (K - start) // 2)[None, :], other=0)
+            scale = tl.load(s_ptrs + at)
+            zero = tl.load(z_ptrs + at).to(tl.float32) if HAS_ZEROS else tl.full((BLOCK_N,), 8.0, tl.float32)
+            w_tile = _unpacked(packed, zero, scale, x_tile.dtype, BLOCK_N, WIDTH)
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+    return tl.trans(acc)
+
+
+@triton.jit
+def _int4_linear_kernel(x, weight, scales, zeros, bias, residual, out, M, N, K, group,
+                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+                        EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
+                        HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    # Row tiles of one weight tile are neighbours in the grid, so that the weight is read from memory once.
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ok = rows < M
+    # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
+    weight_rows = tl.minimum(cols, N - 1).to(tl.int64)
+    G = tl.cdiv(K, group)
+    x_ptrs = x + rows.to(tl.int64)[:, None] * K + tl.arange(0, WIDTH)[None, :]
+    w_ptrs = weight + weight_rows[:, None] * (K // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    follow(OVERLAP)
+    z_ptrs = zeros + weight_rows * G if HAS_ZEROS else zeros
+    acc = int4_product(x_ptrs, row_ok, w_ptrs, scales + weight_rows * G, z_ptrs, K, group,
+                       BLOCK_M, BLOCK_N, WIDTH, STEPS, EVEN_K, HAS_ZEROS)  # fmt: skip
+    r = residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL)
+    store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit
+def _unpack_kernel(weight, scales, zeros, out, K, group, WIDTH: tl.constexpr, HAS_ZEROS: tl.constexpr,
+                   OVERLAP: tl.constexpr):  # fmt: skip
+    """Unpack WIDTH inputs of one output per program."""
+    follow(OVERLAP)
+    row, ks = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    bytes_ = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
+    packed = tl.load(weight + row * (K // 2) + bytes_, mask=bytes_ < K // 2, other=0)
+    values = tl.reshape(tl.join(packed & 15, packed >> 4), (WIDTH,)).to(tl.float32)
+    at = row * tl.cdiv(K, group) + ks // group
+    scale = tl.load(scales + at, mask=ks < K, other=0.0)
+    if HAS_ZEROS:
+        values -= tl.load(zeros + at, mask=ks < K, other=0).to(tl.float32)
+    else:
+        values -= 8.0
+    tl.store(out + row * K + ks, (values * scale).to(out.dtype.element_ty), mask=ks < K)
+
+
+def launch_int4_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Launch the Triton product of packed weights at any M. tile: overrides the blocking (speed only)."""
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    (rows, k), n = x.shape, weight.shape[0]
+    tile, (width, steps) = tile or _tile(rows, x.dtype), int4_steps(group)
+    out = x.new_empty(rows, n)
+    _int4_linear_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
+        x, weight, scales, zeros, bias, residual, out, rows, n, k, group,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, WIDTH=width, STEPS=steps, EVEN_K=k % (width * steps) == 0,
+        HAS_ZEROS=zeros is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
+    )  # fmt: skip
+    return out
+
+
+def launch_unpack(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Unpack the weight to [N, K] in ``dtype``."""
+    n, k = weight.shape[0], 2 * weight.shape[1]
+    out = scales.new_empty(n, k, dtype=dtype)
+    _unpack_kernel[(n, triton.cdiv(k, 2048))](
+        weight, scales, zeros, out, k, group, WIDTH=2048, HAS_ZEROS=zeros is not None, **overlapped(weight.device)
+    )
+    return out
+
+
+def unpack_cpu(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Unpack the weight in plain torch; CPU twin of :func:`launch_unpack`."""
+    n, k = weight.shape[0], 2 * weight.shape[1]
+    values = torch.stack((weight & 15, weight >> 4), 2).view(n, k).float()
+    of = torch.arange(k, device=weight.device) // group
+    values = values - (MIDDLE if zeros is None else zeros.float()[:, of])
+    return (values * scales[:, of]).to(dtype)
+
+
+def _keys(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> tuple[Hashable, ...]:
+    """(N, K, group, dtype of activations)."""
+    return ((weight.shape[0], 2 * weight.shape[1], group, dtype),) if weight.device.type == "cuda" else ()
+
+
+def _same_bits(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> bool:
+    """Compare the products of the packed and the unpacked weight with random inputs of each number of rows."""
+    plain = launch_unpack(weight, scales, zeros, group, dtype)
+    for rows in PROOF_ROWS:
+        generator = torch.Generator(weight.device).manual_seed(rows)
+        x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(dtype)
+        packed = launch_int4_linear(x, weight, scales, zeros, group, None, None)
+        if not torch.equal(packed, launch_linear(x, plain, None, None)):
+            return False
+    return True
+
+
+exact_unpacked = ExactKernel("products of unpacked int4 weights", _keys, _same_bits)
+"""The plain product of the unpacked weight, above FEW_ROWS rows."""
+
+
+def prove_int4(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> bool:
+    """Prove the product of the unpacked weight, and that of its shape on cuBLASLt.
+
+    Returns the first result: where cuBLASLt's bits differ, the plain product is Triton's at every M.
+    """
+    if weight.device.type == "cuda":
+        exact_blas.prove(launch_unpack(weight, scales, zeros, group, dtype))
+    return exact_unpacked.prove(weight, scales, zeros, group, dtype)
+
+
+def rehearse_int4(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> None:
+    """Launch the kernels of :func:`prove_int4` and ignore the results: this compiles them ahead of time."""
+    if weight.device.type == "cuda":
+        exact_blas.rehearse(launch_unpack(weight, scales, zeros, group, dtype))
+    exact_unpacked.rehearse(weight, scales, zeros, group, dtype)
+
+
+def int4_linear_cuda(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    if x.shape[0] > FEW_ROWS and exact_unpacked.serves((weight.shape[0], x.shape[1], group, x.dtype)):
+        return linear_cuda(x, launch_unpack(weight, scales, zeros, group, x.dtype), bias, residual)
+    return launch_int4_linear(x, weight, scales, zeros, group, bias, residual)
+
+
+@op(cuda=int4_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+def int4_linear_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    return linear_op.cpu(x, unpack_cpu(weight, scales, zeros, group, x.dtype), bias, residual)
+
+
+def int4_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``x [M, K] @ ((weight - zeros) * scales)^T (+ bias [N]) (+ residual [M, N])``: [M, N] in x's dtype.
+
+    weight [N, K / 2] uint8, packed as the module says; scales fp32 and zeros int8 [N, G], one for each output and
+    ``group`` inputs, a multiple of 32 or at least K; without zeros 8 is subtracted. Weights are rounded to x's dtype,
+    the product is rounded, then the bias is added and rounded, then the residual. A row's bits depend on that row, the
+    weight, its bias and its residual only.
+    """
+    return int4_linear_op(x, weight, scales, zeros, group, bias, residual)
+
+
+def _aot_int4(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bool) -> AotCase:
+    width, steps = int4_steps(group)
+    tensors = {name: f"*{dtype}" for name in ("x", "bias", "residual", "out")}
+    packed = {"weight": "*u8", "scales": "*fp32", "zeros": "*i8"}
+    return AotCase(
+        _int4_linear_kernel,
+        {**tensors, **packed, **dict.fromkeys(("M", "N", "K", "group"), "i32")},
+        {
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "WIDTH": width, "STEPS": steps, "EVEN_K": even_k,
+            "HAS_ZEROS": zeros, "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+
+
+AOT: list[AotCase] = [
+    *(_aot_int4("bf16", tile, 128, has, True, False) for tile in (*_TILES.values(), _LARGE) for has in (False, True)),
+    *(_aot_int4("fp16", _TILES[16], group, True, False, True) for group in (32, 64, 128)),
+    _aot_int4("fp32", _tile(1, torch.float32), 128, True, True, True),
+    *(
+        AotCase(
+            _unpack_kernel,
+            {"weight": "*u8", "scales": "*fp32", "zeros": "*i8", "out": "*bf16", "K": "i32", "group": "i32"},
+            {"WIDTH": 2048, "HAS_ZEROS": zeros, "OVERLAP": True},
+        )
+        for zeros in (False, True)
+    ),
+]

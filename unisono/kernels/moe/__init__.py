@@ -1,0 +1,1 @@
+"""Mixture of experts: router, placement of tokens, expert products by weight format, and the weighted sum."""

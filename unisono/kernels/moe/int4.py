@@ -1,0 +1,229 @@
+"""Matrix products of experts with 4-bit weights. Owns the ops ``expert_int4_gate_up`` and ``expert_int4_down``.
+
+They are ``kernels/moe/experts.py`` with weights that are unpacked in registers (``kernels/gemm/int4.py``) and rounded
+to the activations' dtype: the same product of the same values in the same order, at any number of tokens.
+
+Shapes: M tokens, H features, I intermediate features, E experts in the stack with a fused shared one, P = M * top_k
+pairs, G(k) = ceil(k / group). Packed weights uint8 [E, 2 I, H / 2] and [E, H, I / 2]; scales fp32 and zeros int8
+[E, 2 I, G(H)] and [E, H, G(I)].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.gemm.int4 import int4_product, int4_steps, unpack_cpu
+from unisono.kernels.gemm.tile import ExpertTiles, Tile
+from unisono.kernels.library import DTYPES, AotCase, op
+from unisono.kernels.moe.experts import down_cpu, down_rows, gate_up_cpu, gate_up_rows, store_gated
+from unisono.kernels.moe.plan import (
+    ExpertPlan,
+    Shapes,
+    product_case,
+    product_launch,
+    program_place,
+    store_pairs,
+    tile_of,
+    tile_pairs,
+    tile_rows,
+    tokens_of,
+)
+from unisono.kernels.overlap import follow, overlapped
+
+TILES = {
+    16: ExpertTiles(Tile(16, 64, 0, 4, 4, across=True), Tile(16, 64, 0, 4, 4, across=True)),
+    32: ExpertTiles(Tile(32, 128, 0, 4, 3), Tile(32, 64, 0, 4, 3)),
+    64: ExpertTiles(Tile(64, 128, 0, 8, 3), Tile(64, 128, 0, 8, 3)),
+    128: ExpertTiles(Tile(128, 128, 0, 8, 2), Tile(128, 128, 0, 8, 2)),
+}
+"""Blocking by rows of a plan's tile. Also used for MXFP4 weights, for which it was not tuned."""
+
+
+def packed_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
+    """Choose the rows of a tile in both products for this number of pairs, from shapes alone."""
+    return 16 if dtype is torch.float32 else tile_of(pairs, experts)
+
+
+@triton.jit
+def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, count, group,
+                    H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
+                    TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
+                    LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+                    HAS_ZEROS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Compute h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
+    follow(OVERLAP)
+    HALF: tl.constexpr = BLOCK_N // 2
+    t, part = program_place(tl.cdiv(I, HALF), ACROSS)
+    e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
+    r = tl.arange(0, BLOCK_N)
+    # The last outputs repeat: that is cheaper than a mask, and they are not stored.
+    rows = tl.minimum(part * HALF + r % HALF, I - 1) + (r // HALF) * I
+    w_ptrs = weight + e.to(tl.int64) * (I * H) + rows[:, None] * (H // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    of_rows = (e.to(tl.int64) * (2 * I) + rows) * tl.cdiv(H, group)
+    z_ptrs = zeros + of_rows if HAS_ZEROS else zeros
+    for base in range(0, n, TILE):
+        pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
+        x_ptrs = x + tokens_of(pair, M, TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, WIDTH)[None, :]
+        acc = int4_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, H, group,
+                           TILE, BLOCK_N, WIDTH, STEPS, H % (WIDTH * STEPS) == 0, HAS_ZEROS)  # fmt: skip
+        store_gated(h, acc, part, pair, valid, I, TILE, HALF)
+
+
+@triton.jit
+def _int4_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, group,
+                 H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
+                 TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
+                 LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+                 HAS_ZEROS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Compute y [pairs, H]."""
+    follow(OVERLAP)
+    t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
+    e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
+    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(cols, H - 1)
+    w_ptrs = weight + e.to(tl.int64) * (H * I // 2) + rows[:, None] * (I // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    of_rows = (e.to(tl.int64) * H + rows) * tl.cdiv(I, group)
+    z_ptrs = zeros + of_rows if HAS_ZEROS else zeros
+    for base in range(0, n, TILE):
+        pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
+        x_ptrs = h + pair.to(tl.int64)[:, None] * I + tl.arange(0, WIDTH)[None, :]
+        acc = int4_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, I, group,
+                           TILE, BLOCK_N, WIDTH, STEPS, I % (WIDTH * STEPS) == 0, HAS_ZEROS)  # fmt: skip
+        store_pairs(y, acc, pair, valid, cols, H)
+
+
+def _blocking(tile: Tile, group: int, has_zeros: bool) -> dict[str, int]:
+    """Compile-time arguments of the tile and the weight."""
+    width, steps = int4_steps(group)
+    return {
+        "BLOCK_N": tile.n, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": has_zeros, "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }  # fmt: skip
+
+
+def launch_int4_gate_up(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    plan: ExpertPlan,
+) -> torch.Tensor:
+    """Launch the kernel of :func:`expert_int4_gate_up`."""
+    x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile].up
+    parts = triton.cdiv(inner, tile.n // 2)
+    grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
+    h = x.new_empty(results, inner)
+    _int4_gate_up_kernel[grid](
+        x, weight, scales, zeros, h, *plan.operands, group,
+        **options, **_blocking(tile, group, zeros is not None), **overlapped(x.device),
+    )  # fmt: skip
+    return h
+
+
+def launch_int4_down(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    plan: ExpertPlan,
+) -> torch.Tensor:
+    """Launch the kernel of :func:`expert_int4_down`."""
+    h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile].down
+    parts = triton.cdiv(hidden, tile.n)
+    grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
+    y = h.new_empty(results, hidden)
+    _int4_down_kernel[grid](
+        h, weight, scales, zeros, y, *plan.operands, group,
+        **options, **_blocking(tile, group, zeros is not None), **overlapped(h.device),
+    )  # fmt: skip
+    return y
+
+
+def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles):
+    return launch_int4_gate_up(x, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles))
+
+
+def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles):
+    return launch_int4_down(h, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles))
+
+
+def _unpacked(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> Callable[[int], torch.Tensor]:
+    """Make a function that unpacks one expert's weight."""
+    return lambda e: unpack_cpu(weight[e], scales[e], None if zeros is None else zeros[e], group, dtype)
+
+
+def _gate_up_meta(x, weight, scales, zeros, group, *plan):
+    return gate_up_rows(x, weight, *plan)
+
+
+@op(cuda=_gate_up_cuda, meta=_gate_up_meta)
+def expert_int4_gate_up_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    h = gate_up_rows(x, weight, ids, experts)
+    return gate_up_cpu(h, x, _unpacked(weight, scales, zeros, group, x.dtype), ids, experts, len(weight))
+
+
+@op(cuda=_down_cuda, meta=down_rows)
+def expert_int4_down_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    unpacked = _unpacked(weight, scales, zeros, group, x.dtype)
+    return down_cpu(down_rows(x, weight), x, unpacked, ids, experts, len(weight))
+
+
+def expert_int4_gate_up(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    plan: ExpertPlan,
+) -> torch.Tensor:
+    """Compute ``silu(gate(x)) * up(x)`` of each pair for x [M, H]: [P (+ M), I] in x's dtype; gate's rows first in the
+    weight.
+
+    group: inputs that share a scale, as in ``int4_linear``. Rounded after the products, after SiLU and after its
+    product. Rows of pairs without an expert are not written.
+    """
+    return expert_int4_gate_up_op(x, weight, scales, zeros, group, *plan)
+
+
+def expert_int4_down(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    plan: ExpertPlan,
+) -> torch.Tensor:
+    """Multiply each row of h [P (+ M), I] by its expert's weight: [P (+ M), H] in h's dtype."""
+    return expert_int4_down_op(h, weight, scales, zeros, group, *plan)
+
+
+def _aot(dtype: str, shapes: Shapes, group: int) -> list[AotCase]:
+    """AotCases of both products. With a fused shared expert there are zeros."""
+    tile_m, zeros, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), shapes.rides, []
+    tiles = TILES[tile_m]
+    for kernel, (x, out), tile in ((_int4_gate_up_kernel, "xh", tiles.up), (_int4_down_kernel, "hy", tiles.down)):
+        tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": "*i8", out: f"*{dtype}"}
+        options = _blocking(tile, group, zeros)
+        cases.append(product_case(kernel, tensors, shapes, tile_m, tile.across, options, "group"))
+    return cases
+
+
+AOT: list[AotCase] = [
+    *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True), 128)),
+    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8), 128)),
+    *(case for dtype in ("fp16", "fp32") for case in _aot(dtype, Shapes(16, 192, 96, 5, 2, True), 32)),
+]

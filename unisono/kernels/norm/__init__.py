@@ -1,0 +1,1 @@
+"""RMSNorm and its fused forms, and activations."""

@@ -1,0 +1,1 @@
+"""Recurrent mixers: Gated DeltaNet and causal convolutions."""

@@ -1,0 +1,1 @@
+"""Sampling: logit edits, candidates, noise, and log-probabilities."""

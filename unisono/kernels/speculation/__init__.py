@@ -1,0 +1,1 @@
+"""Rounds of speculation: acceptance, trees, lookup drafts, and catching up."""

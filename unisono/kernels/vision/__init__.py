@@ -1,0 +1,1 @@
+"""Vision towers: attention, norms, activations and positions."""

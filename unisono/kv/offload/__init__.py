@@ -1,0 +1,1 @@
+"""KV offload to host memory and to files."""

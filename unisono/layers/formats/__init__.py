@@ -1,0 +1,1 @@
+"""Weight formats of linear layers and experts."""

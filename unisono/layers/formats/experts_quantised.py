@@ -1,0 +1,135 @@
+"""Stacks of experts in fp8, 4 bits and MXFP4: each weight is stored as in a linear layer, and applied by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from unisono.kernels.gemm.fp8_quantize import GROUP
+from unisono.kernels.moe.fp8 import (
+    exact_fp8_experts,
+    expert_fp8_down,
+    expert_fp8_gate_up,
+    expert_fp8_gate_up_fp8,
+    fp8_expert_tile,
+)
+from unisono.kernels.moe.gluon import TILE_PAIRS
+from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
+from unisono.kernels.moe.mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
+from unisono.kernels.moe.plan import ExpertPlan
+from unisono.layers.activations import InputFormat, Operand
+from unisono.layers.formats.base import WHOLE, StoredTensor
+from unisono.layers.formats.experts import ExpertWeights
+
+
+class Weights(Protocol):
+    """Part of a weight format used by the expert formats here, besides its products' operands."""
+
+    @property
+    def name(self) -> str: ...
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]: ...
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]: ...
+
+
+class Fp8Weights(Weights, Protocol):
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and scales, from the parameters of a layer or of a stack."""
+        ...
+
+
+class Int4Weights(Weights, Protocol):
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+        """Weight, scales, zeros and group, from the parameters of a layer or of a stack."""
+        ...
+
+
+class MXFP4Weights(Weights, Protocol):
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and scales, from the parameters of a stack."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Stacks:
+    """A stack stored as ``weights`` stores one weight."""
+
+    weights: Weights
+
+    @property
+    def name(self) -> str:
+        return self.weights.name
+
+    def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
+        return self.weights.tensors(dtype)
+
+    def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
+        return self.weights.read(kind, stored)
+
+
+@dataclass(frozen=True)
+class Fp8Experts(_Stacks):
+    """e4m3 stacks with scales per block or per output."""
+
+    weights: Fp8Weights
+
+    def input_format(self, stack: ExpertWeights) -> InputFormat:
+        """Input format of the product with a pass's tokens: see ``layers/activations.py``."""
+        return InputFormat(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
+
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
+        return fp8_expert_tile(pairs, experts, self.weights.operands(stack), stack.dtype)
+
+    def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
+        """See :data:`unisono.kernels.moe.fp8.exact_fp8_experts`."""
+        stacks = self.weights.operands(gate_up), self.weights.operands(down)
+        return exact_fp8_experts.prove(*stacks, gate_up.dtype, experts, top_k)
+
+    def rehearse(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> None:
+        stacks = self.weights.operands(gate_up), self.weights.operands(down)
+        exact_fp8_experts.rehearse(*stacks, gate_up.dtype, experts, top_k)
+
+    def gate_up(self, stack: ExpertWeights, x: Operand, plan: ExpertPlan) -> Operand:
+        """Quantised where the kernel of prompts can, and the ranks' parts are not gathered."""
+        weight, scales = self.weights.operands(stack)
+        if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
+            return expert_fp8_gate_up_fp8(x, weight, scales, plan)
+        return expert_fp8_gate_up(x, weight, scales, plan)
+
+    def down(self, stack: ExpertWeights, h: Operand, plan: ExpertPlan) -> torch.Tensor:
+        return expert_fp8_down(h, *self.weights.operands(stack), plan)
+
+
+@dataclass(frozen=True)
+class Int4Experts(_Stacks):
+    """Packed stacks."""
+
+    weights: Int4Weights
+
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
+        return packed_tile_rows(pairs, experts, stack.dtype)
+
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        return expert_int4_gate_up(x, *self.weights.operands(stack), plan)
+
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        return expert_int4_down(h, *self.weights.operands(stack), plan)
+
+
+@dataclass(frozen=True)
+class MXFP4Experts(_Stacks):
+    """Packed stacks with a power of two per 32 inputs."""
+
+    weights: MXFP4Weights
+    biases = True
+
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
+        return packed_tile_rows(pairs, experts, stack.dtype)
+
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        return expert_mxfp4_gate_up(x, *self.weights.operands(stack), plan, stack.bias, stack.gate)
+
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        return expert_mxfp4_down(h, *self.weights.operands(stack), plan, stack.bias)

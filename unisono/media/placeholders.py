@@ -1,0 +1,89 @@
+"""Expansion of placeholders in token ids: as many tokens as the item has embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from unisono.media.fetching.sources import LoadedMedia
+from unisono.media.loader import Vision
+from unisono.types import BadRequest, MediaItem
+
+Encode = Callable[[str], list[int]]
+
+
+def expanded(
+    token_ids: Sequence[int], items: Sequence[LoadedMedia], vision: Vision, end: int, encode: Encode, param: str
+) -> tuple[list[int], tuple[MediaItem, ...]]:
+    """The prompt with every placeholder expanded, and the items with their positions, in order.
+
+    The prompt has one placeholder per item, as a chat template writes it, or is expanded already. A video with
+    timestamps becomes ``<0.5 seconds>`` and marks around each frame, as transformers' processors write it; the marks
+    around the placeholder stay. end: the token that closes an image. Raises BadRequest if placeholders and items do not
+    match.
+    """
+    tokens = {"image": vision.image_token_id, "video": vision.video_token_id}
+    queues = {kind: [one for one in items if one.kind == kind] for kind in tokens}
+    done = {kind: _written_out(token_ids, tokens[kind], queues[kind], vision) for kind in tokens}
+    for kind, queue in queues.items():
+        count = len(queue) if done[kind] else sum(one == tokens[kind] for one in token_ids)
+        if count != len(queue):
+            raise _mismatch(kind, count, len(queue), param)
+    ids: list[int] = []
+    placed: list[MediaItem] = []
+    start, place = 0, {kind: 0 for kind in tokens}
+    kinds = {token: kind for kind, token in tokens.items()}
+    while start < len(token_ids):
+        token = token_ids[start]
+        kind_here = kinds.get(token)
+        if kind_here is None or place[kind_here] == len(queues[kind_here]):
+            ids.append(token)
+            start += 1
+            continue
+        item = queues[kind_here][place[kind_here]]
+        place[kind_here] += 1
+        written, at = _item(item, token, vision, end, encode)
+        placed.append(
+            MediaItem(item.kind, item.digest, item.grid, item.pixels, [len(ids) + i for i in at], item.seconds)
+        )
+        ids += written
+        start += len(written) if done[kind_here] else 1
+    return ids, tuple(placed)
+
+
+def _item(item: LoadedMedia, token: int, vision: Vision, end: int, encode: Encode) -> tuple[list[int], list[int]]:
+    """The tokens of one item, and the indices of its embeddings among them."""
+    frames, rows, columns = item.grid
+    each = rows * columns // vision.merge**2
+    if not item.timestamps:
+        return [token] * (frames * each), list(range(frames * each))
+    ids: list[int] = []
+    at: list[int] = []
+    for stamp in item.timestamps:
+        ids += [*encode(f"<{stamp} seconds>"), vision.vision_start_token_id]
+        at += range(len(ids), len(ids) + each)
+        ids += [*[token] * each, end]
+    return ids, at
+
+
+def _written_out(token_ids: Sequence[int], token: int, items: Sequence[LoadedMedia], vision: Vision) -> bool:
+    """True if the prompt's placeholders are expanded: runs with the lengths of the items' embeddings."""
+    lengths = [one.grid[0] * one.grid[1] * one.grid[2] // vision.merge**2 for one in items]
+    if any(one.timestamps for one in items) or sum(lengths) == len(items):
+        return False
+    runs: list[int] = []
+    before = None
+    for one in token_ids:
+        if one == token and before == token:
+            runs[-1] += 1
+        elif one == token:
+            runs.append(1)
+        before = one
+    return runs == lengths
+
+
+def _mismatch(kind: str, placeholders: int, items: int, param: str) -> BadRequest:
+    return BadRequest(
+        f"{param}: the prompt has {placeholders} placeholders for {items} {kind}{'' if items == 1 else 's'}. A text "
+        f"must not spell the {kind}'s placeholder itself, and a prompt without a chat template must have one for each.",
+        param,
+    )

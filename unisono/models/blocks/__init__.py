@@ -1,0 +1,1 @@
+"""Blocks of decoder models: layers, attention, feed-forward, experts, Gated DeltaNet."""

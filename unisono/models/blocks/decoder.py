@@ -1,0 +1,129 @@
+"""The decoder shared by all families: an embedding, layers built from their specs, a norm and an LM head.
+
+Owns the forward pass and its parameters (uninitialised until the loader fills them). Inference only. The loader builds
+it; the engine and drafters call it. Shapes: T tokens in a pass, E tokens whose output is read, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from unisono.attention.context import ForwardContext
+from unisono.distributed.columns import Columns
+from unisono.distributed.gather import Ranks
+from unisono.kv.specs import Tree
+from unisono.layers.activations import plain
+from unisono.layers.formats.base import Share
+from unisono.layers.linear import Linear
+from unisono.models.blocks.embedding_overrides import Overriding, merged
+from unisono.models.blocks.layers import DecoderLayer, Stream, build_layers
+from unisono.models.config import DecoderConfig
+from unisono.models.load.build import Builder
+
+
+def rows_of(head: Linear, ranks: Ranks) -> Linear:
+    """A rank's part of an LM head held whole by every rank; shares its memory."""
+    share = Share(ranks.index, ranks.count)
+    part = Linear(head.inputs, head.outputs, False, head.dtype, "meta", head.format, share)
+    start, stop = share.part(head.outputs)
+    part.weight = nn.Parameter(head.weight[start:stop], requires_grad=False)
+    return part.joined(ranks, split_inputs=False)
+
+
+class Decoder(nn.Module):
+    """A whole model, or a rank's part of one, on one device, in one dtype, for up to ``builder.max_positions``
+    positions.
+
+    With tied embeddings ``lm_head.weight`` *is* ``embed.weight``, or a view of it.
+    """
+
+    def __init__(self, config: DecoderConfig, builder: Builder) -> None:
+        super().__init__()
+        self.config, self.builder = config, builder
+        self.embed = builder.embedding(config.vocab_size)
+        norm = builder.norm()
+        self.layers = build_layers(config.layers, builder, norm)
+        self.norm = norm
+        sizes = config.hidden_size, config.vocab_size
+        if config.tie_embeddings:
+            self.lm_head = builder.linear("lm_head", *sizes, empty=True)
+            self.lm_head.weight = self.embed.weight
+            if builder.ranks.count > 1 and builder.can_divide({"lm_head": config.vocab_size}):
+                self.lm_head = rows_of(self.lm_head, builder.ranks)
+        else:
+            self.lm_head = builder.joined("lm_head", *sizes, split_inputs=False)
+
+    def state_specs(self) -> Tree:
+        """State specs of each layer, in a list."""
+        return [cast(DecoderLayer, layer).state_specs() for layer in self.layers]
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        context: ForwardContext,
+        state: Sequence[object],
+        aux_layers: Sequence[int] = (),
+        overriding: Sequence[Overriding] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run T tokens through all layers and the final norm.
+
+        token_ids [T] i32: valid ids, also for padding tokens.
+        state: state of each layer, in the form of :meth:`state_specs`.
+        aux_layers: layers whose inputs are returned; the number of layers denotes the last one's output, which is not
+            allowed together with last tokens.
+        overriding: embeddings that replace those of some token ids, and their additions after the first layers. Returns
+            hidden [T, H], or [E, H] for ``context.last_tokens``; and the concatenated inputs of ``aux_layers`` [T,
+            len(aux_layers) · H], or None.
+        """
+        x = merged(self.embed(token_ids), overriding)
+        deepest = max((len(each.levels) for each in overriding), default=0)
+        seen = dict.fromkeys(aux_layers, x)  # keeps only these alive
+        stream = cast(DecoderLayer, self.layers[0]).begin(x)
+        inner, last = context.all_tokens, len(self.layers) - 1
+        for number, (layer, of_layer) in enumerate(zip(self.layers, state, strict=True)):
+            if number in seen:
+                seen[number] = stream.x
+            stream = layer(stream, context if number == last else inner, of_layer)
+            if number < deepest:
+                stream = self._add_levels(stream, number, overriding, context if number == last else inner)
+        if len(self.layers) in seen:
+            seen[len(self.layers)] = stream.x
+        aux = torch.cat([seen[number] for number in aux_layers], dim=1) if aux_layers else None
+        return plain(stream.normed), aux
+
+    def reference(self, token_ids: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Plain forward of one text from its start in ``dtype``, token_ids [T] -> logits [T, V]: the tests' oracle."""
+        x = self.embed(token_ids).to(dtype)
+        for layer in self.layers:
+            x = cast(DecoderLayer, layer).reference(x)
+        return self.lm_head.reference(self.norm.reference(x))
+
+    def _add_levels(
+        self, stream: Stream, number: int, overriding: Sequence[Overriding], context: ForwardContext
+    ) -> Stream:
+        """The residual stream after layer ``number``, plus that level of the embeddings with levels."""
+        x = stream.x
+        for each in overriding:
+            if number < len(each.levels):
+                here = each if context.last_tokens is None else each.select(context.last_tokens.last)
+                x = here.add_level(x, number)
+        following = number + 1
+        norm = cast(DecoderLayer, self.layers[following]).mixer_norm if following < len(self.layers) else self.norm
+        return Stream(x, norm(x))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [M, H] -> logits [M, V], in the model's dtype, on every rank."""
+        return self.lm_head(hidden)
+
+    def logit_columns(self, hidden: torch.Tensor) -> torch.Tensor | Columns:
+        """:meth:`logits`, not gathered if the LM head is divided among ranks (:attr:`divides_logits`)."""
+        return self.lm_head.columns(hidden)
+
+    @property
+    def divides_logits(self) -> bool:
+        """True if each rank computes a part of the logits."""
+        return self.lm_head.joins

@@ -1,0 +1,415 @@
+"""Blocks of decoder models: a decoder layer is a mixer and a feed-forward, each built from a spec.
+
+A spec is data (sizes and kinds, read from config.json by a family file); its ``build`` makes the module. A new kind of
+layer is another spec and module that follow the protocols below; the existing blocks stay unchanged.
+
+Shapes: T tokens of a pass, E tokens whose output is read, H hidden, Hq / Hkv query / KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import torch
+from torch import nn
+
+from unisono.attention.base import KV, AttentionOptions, attended
+from unisono.attention.context import ForwardContext
+from unisono.config.preflight.ranks import check_attention_heads
+from unisono.distributed.gather import Ranks
+from unisono.kernels import rope_and_cache
+from unisono.kernels.gemm.fp8_quantize import E4M3
+from unisono.kv.specs import ALL, PAGE_SIZE, Paged, Tree
+from unisono.layers.activations import Activations, InputFormat, common_input_format, consumers_of, plain, sigmoid_gated
+from unisono.layers.formats.base import WHOLE, PartOf, Share
+from unisono.layers.mlp import GatedMLP
+from unisono.layers.norm import RMSNorm
+from unisono.layers.rotary import RotarySpec
+from unisono.models.load.build import Builder, require
+from unisono.types import ConfigError
+
+
+class Stream(NamedTuple):
+    """Values passed between layers: the residual sum x, and its norm, which the next block reads; each [T, H] or [E,
+    H].
+
+    A product, its sum with the residual and the next norm are one fused step, so a layer ends with the next one's norm.
+    """
+
+    x: torch.Tensor
+    normed: Activations
+
+
+class FeedForward(Protocol):
+    """The second half of a layer.
+
+    It may have ``consumers``, the layers that read its input: the norm before it then emits their format.
+    """
+
+    def __call__(self, x: Activations, positions: torch.Tensor | None = None) -> Any:
+        """[T, H] -> the input of :meth:`project`. positions [T]: tokens below 0 are padding; None: no padding."""
+        ...
+
+    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
+        """(residual + the block's output, ``norm`` of it); without a norm, the sum twice."""
+        ...
+
+
+class Mixer(Protocol):
+    """The first half of a layer, in which a token reads other tokens. It may have ``consumers``, as a feed-forward."""
+
+    def __call__(self, x: Activations, context: ForwardContext, state: Any) -> Any:
+        """x [T, H] -> the input of :meth:`project`, for T tokens or for ``context.last_tokens``. Updates the state."""
+        ...
+
+    def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
+        """See :meth:`FeedForward.project`."""
+        ...
+
+    def state_specs(self) -> Tree:
+        """Specs of the mixer's state; calls get the same tree with tensors in place of specs."""
+        ...
+
+
+@runtime_checkable
+class AdvancesSnapshot(Protocol):
+    """A mixer with recurrent state (:class:`unisono.kv.specs.Recurrent`)."""
+
+    def advance(self, context: ForwardContext, state: Any) -> None:
+        """Advance the recurrent snapshot to ``context.recurrent.until`` from buffered inputs, in a pass without
+        tokens."""
+        ...
+
+
+class BlockSpec(Protocol):
+    """Spec of a mixer or a feed-forward."""
+
+    def build(self, builder: Builder) -> nn.Module: ...
+
+
+# ---- attention --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention layer.
+
+    rotary: the rotary table, and the fraction of each head it rotates (partial rotary).
+    window: positions a token sees, itself included; 0: all.
+    scale: of scores; None: head_dim ** -0.5.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: no cap.
+    sink: each head has a learnt logit in the softmax's denominator.
+    output_gate: q_proj yields the query and then a gate for each head, whose sigmoid scales the head's output.
+    qk_norm: RMSNorm over each query and key head.
+    input_size: elements of a token that it reads; None: H.
+
+    Raises CheckpointError for values that cannot be computed.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: RotarySpec
+    window: int = 0
+    scale: float | None = None
+    soft_cap: float = 0.0
+    sink: bool = False
+    output_gate: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    input_size: int | None = None
+
+    def __post_init__(self) -> None:
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        require(heads >= 1, "num_heads", heads, "it must be at least 1")
+        require(kv_heads >= 1 and heads % kv_heads == 0, "num_kv_heads", kv_heads, f"it must divide {heads} heads")
+        require(dim >= 2 and dim % 2 == 0, "head_dim", dim, "rotary needs an even head size")
+
+    @property
+    def window_group(self) -> int:
+        """Window group of the layer's pages: see :class:`unisono.kv.specs.Paged`."""
+        return self.window or ALL
+
+    def of(self, ranks: Ranks) -> AttentionSpec:
+        """The heads of one rank: its part of the query heads, and the KV heads that they share.
+
+        With fewer KV heads than ranks, several ranks hold the same KV head. Raises ConfigError if the heads cannot be
+        divided like this.
+        """
+        if ranks.count == 1:
+            return self
+        heads, kv_heads, count = self.num_heads, self.num_kv_heads, ranks.count
+        check_attention_heads(heads, kv_heads, count)
+        return replace(self, num_heads=heads // count, num_kv_heads=max(1, kv_heads // count))
+
+    def shares(self, ranks: Ranks) -> dict[str, Share]:
+        """A rank's share of each projection."""
+        if ranks.count == 1:
+            return dict.fromkeys(("q", "k", "v"), WHOLE)
+        count = min(ranks.count, self.num_kv_heads)
+        kv = Share(ranks.index * count // ranks.count, count) if count > 1 else WHOLE
+        return {"q": Share(ranks.index, ranks.count), "k": kv, "v": kv}
+
+    def build(self, builder: Builder) -> Attention:
+        return Attention(self, builder)
+
+
+class Attention(nn.Module):
+    """Attention block: merged qkv; optional head norms, rotary and cache write in one op; paged attention."""
+
+    def __init__(self, spec: AttentionSpec, builder: Builder) -> None:
+        super().__init__()
+        whole, spec = spec, spec.of(builder.ranks)
+        self.spec, self.eps = spec, builder.rms_eps
+        self.kv_dtype = builder.kv_dtype or builder.dtype
+        if self.kv_dtype == E4M3 and spec.head_dim % 4:
+            raise ConfigError(f"--kv-cache-dtype fp8 needs heads of a multiple of 4 elements, not {spec.head_dim}.")
+        self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self.backend = builder.backend(spec.num_heads, spec.num_kv_heads)
+        self.cos_sin, self.axes = builder.rotary(spec.rotary), builder.rotary_axes(spec.rotary)
+        inputs, queries = spec.input_size or builder.hidden_size, whole.num_heads * spec.head_dim
+        projections = {"q": 2 * queries if spec.output_gate else queries}
+        projections |= dict.fromkeys(("k", "v"), whole.num_kv_heads * spec.head_dim) if self.kv_heads else {}
+        shares = {name: share for name, share in whole.shares(builder.ranks).items() if name in projections}
+        self.qkv = builder.linear("qkv", inputs, projections, spec.qkv_bias, share=shares)
+        self.o = builder.joined("o", queries, builder.hidden_size, spec.o_bias)
+        self.q_norm = builder.norm(spec.head_dim) if spec.qk_norm else None
+        self.k_norm = builder.norm(spec.head_dim) if spec.qk_norm and self.kv_heads else None
+        sinks = torch.zeros(spec.num_heads, dtype=torch.float32, device=builder.device) if spec.sink else None
+        self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
+        if self.sinks is not None and spec != whole:
+            self.sinks.part_of = PartOf((whole.num_heads,), 0, (builder.ranks.part(whole.num_heads),))  # type: ignore[attr-defined]
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads computed by the layer."""
+        return self.spec.num_kv_heads
+
+    def state_specs(self) -> Tree:
+        """Keys and values, and the scales of e4m3 ones: the fields of :class:`KV`."""
+        spec = self.spec
+        rows = Paged((spec.num_kv_heads, PAGE_SIZE, spec.head_dim), self.kv_dtype, spec.window_group)
+        scales = Paged((spec.num_kv_heads, PAGE_SIZE, 1), torch.uint8, spec.window_group)
+        return (rows, rows, scales, scales) if self.kv_dtype == E4M3 else (rows, rows)
+
+    @property
+    def consumers(self) -> tuple[object, ...]:
+        """Consumers of the block's input."""
+        return (self.qkv,)
+
+    def forward(self, x: Activations, context: ForwardContext, state: Sequence[torch.Tensor]) -> Activations:
+        """x [T, H] -> [T, Hq · D], the input of ``o``, or [E, Hq · D] with last tokens. Writes T keys and values."""
+        qkv, kv = self.qkv(x), KV(*state)
+        q = self._rotate(qkv, context, kv)
+        if context.last_tokens is not None:
+            q = context.last_tokens.select(q)
+        if not self.spec.output_gate:
+            return self._attend(q, context.queries, kv, self.o.input_format)
+        out = plain(self._attend(q, context.queries, kv))
+        gates = qkv if context.last_tokens is None else context.last_tokens.select(qkv)
+        return sigmoid_gated(out, gates, q.shape[1], self.o.input_format)
+
+    def project(
+        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
+        return self.o.then_norm(y, residual, norm)
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain attention in x's dtype over one text from its start, x [T, H] -> [T, H]: the tests' oracle."""
+        spec, tokens = self.spec, torch.arange(len(x))
+        heads = self.qkv.reference(x).unflatten(1, (-1, spec.head_dim))
+        q, k, v = heads.split((spec.num_heads * (1 + spec.output_gate), spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        q, gate = (q[:, ::2], q[:, 1::2]) if spec.output_gate else (q, None)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.reference(q), self.k_norm.reference(k)
+        q, k = (_rotated(each, self.cos_sin[: len(x)].to(x.dtype)) for each in (q, k))
+        k, v = (each.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for each in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
+        if spec.soft_cap:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        ago = tokens[:, None] - tokens
+        scores = scores.masked_fill((ago < 0) | ((ago >= spec.window) if spec.window else False), -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat((self.sinks.to(x.dtype)[:, None, None].expand(-1, len(x), 1), scores), dim=2)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(2)[:, :, -len(x) :], v)
+        return self.o.reference((out if gate is None else out * gate.sigmoid()).flatten(1))
+
+    def _rotate(self, qkv: torch.Tensor, context: ForwardContext, kv: KV) -> torch.Tensor:
+        """Norm and rotate the heads, write keys and values; return the queries [T, Hq, D]."""
+        inputs, q_norm = context.inputs(self.spec.window_group), self.q_norm.weight if self.q_norm else None
+        k_norm = self.k_norm.weight if self.k_norm else q_norm  # the op needs both norms even without keys
+        table, positions = context.rotary(self.cos_sin, self.axes, self.spec.window_group)
+        where, heads = (positions, inputs.slot_mapping, kv.k, kv.v), (self.spec.num_heads, self.kv_heads)
+        return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales)
+
+    def _attend(
+        self, q: torch.Tensor, context: ForwardContext, kv: KV, input_format: InputFormat | None = None
+    ) -> Activations:
+        inputs = context.plan(self.backend, self.spec.window_group, self.spec.window)
+        options = AttentionOptions(self.scale, self.spec.window, soft_cap=self.spec.soft_cap, sinks=self.sinks)
+        return attended(self.backend, input_format, q, kv, inputs, options)
+
+
+def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D] rotated by cos_sin [T, rot_dim] (cosines, then sines); the other elements stay."""
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    first, second, rest = x.split((cos.shape[-1], cos.shape[-1], x.shape[-1] - cos_sin.shape[-1]), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+@dataclass(frozen=True)
+class QuerySpec(AttentionSpec):
+    """Attention of new queries over keys and values written by another layer.
+
+    num_kv_heads: of that layer. pages: window group of its pages.
+    """
+
+    pages: int = ALL
+
+    @property
+    def window_group(self) -> int:
+        return self.pages
+
+    def build(self, builder: Builder) -> QueryAttention:
+        return QueryAttention(self, builder)
+
+
+class QueryAttention(Attention):
+    """Attention without keys of its own: its state is another layer's pages, which it only reads."""
+
+    @property
+    def kv_heads(self) -> int:
+        return 0
+
+    def state_specs(self) -> Tree:
+        """None of its own."""
+        return ()
+
+    def _rotate(self, qkv: torch.Tensor, context: ForwardContext, kv: KV) -> torch.Tensor:
+        nothing = kv.k[:, :0]  # a cache of no heads
+        return super()._rotate(qkv, context, KV(nothing, nothing))
+
+
+# ---- feed-forward -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """A gated MLP with SiLU. bias: all three products have one. Raises CheckpointError for other activations."""
+
+    intermediate_size: int
+    bias: bool = False
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        require(self.intermediate_size >= 1, "intermediate_size", self.intermediate_size, "it must be at least 1")
+        require(self.activation == "silu", "hidden_act", self.activation, "only 'silu' is supported")
+
+    def build(self, builder: Builder) -> GatedMLP:
+        size, hidden = self.intermediate_size, builder.hidden_size
+        projections = {"gate": size, "up": size}
+        divided = builder.ranks.count > 1 and builder.can_divide({"gate_up": projections})
+        share = builder.share if divided else WHOLE
+        return GatedMLP(
+            builder.linear("gate_up", hidden, projections, self.bias, share=share),
+            builder.joined("down", size, hidden, self.bias, split_inputs=divided),
+        )
+
+
+# ---- layers -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A pre-norm layer: ``x + mixer(norm(x))``, then ``x + feed_forward(norm(x))``.
+
+    A family with another order of norms or residuals derives a spec that builds its own layer.
+    """
+
+    mixer: BlockSpec
+    feed_forward: BlockSpec
+
+    def build(self, builder: Builder) -> DecoderLayer:
+        mixer = self.mixer.build(builder.at("mixer"))
+        feed_forward = self.feed_forward.build(builder.at("feed_forward"))
+        return DecoderLayer(mixer, feed_forward, builder.norm(), builder.norm())
+
+
+class DecoderLayer(nn.Module):
+    """A mixer and a feed-forward, each after a norm. Each sum, and the norm after it, is fused with the product before
+    it.
+
+    next_norm: the norm that reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for
+        none.
+    next_mixer: the mixer that reads that norm; None: another consumer. The model that owns them sets both
+        (:meth:`then`).
+    tail: fused layer tail, everything after the mixer in one launch, for few rows; None: separate launches
+        (``models/blocks/layer_tails.py``).
+    """
+
+    tail: Callable[[Any, torch.Tensor], Stream | None] | None = None
+
+    def __init__(
+        self, mixer: nn.Module, feed_forward: nn.Module, mixer_norm: nn.Module, feed_forward_norm: nn.Module
+    ) -> None:
+        super().__init__()
+        self.mixer_norm, self.mixer = mixer_norm, mixer
+        self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
+        self._next: tuple[nn.Module | None, ...] = (None, None)  # in a tuple, so that they are not submodules
+        self.set_norm_formats()
+
+    def set_norm_formats(self) -> None:
+        """Set each norm's output format (bf16/fp8) from its consumers. Call it again when these change."""
+        for norm, block in ((self.mixer_norm, self.mixer), (self.feed_forward_norm, self.feed_forward)):
+            if isinstance(norm, RMSNorm):
+                norm.input_format = common_input_format(consumers_of(block))
+
+    def begin(self, x: torch.Tensor) -> Stream:
+        """Input of a pass's first layer: x [T, H] and its norm."""
+        return Stream(x, self.mixer_norm(x))
+
+    @property
+    def next_norm(self) -> nn.Module | None:
+        return self._next[0]
+
+    @property
+    def next_mixer(self) -> nn.Module | None:
+        return self._next[1]
+
+    def then(self, norm: nn.Module, mixer: nn.Module | None) -> None:
+        """Set the norm that reads the layer's sum, and the mixer that reads the norm, if any."""
+        self._next = (norm, mixer)
+
+    def forward(self, stream: Stream, context: ForwardContext, state: Any) -> Stream:
+        """Return the residual stream after the layer, for T tokens or for ``context.last_tokens``. state: the
+        mixer's."""
+        mixer, feed_forward = cast(Mixer, self.mixer), cast(FeedForward, self.feed_forward)
+        mixed = mixer(stream.normed, context, state)
+        x = stream.x if context.last_tokens is None else context.last_tokens.select(stream.x)
+        if self.tail is not None and (after := self.tail(mixed, x)) is not None:
+            return after
+        x, normed = mixer.project(mixed, x, self.feed_forward_norm)
+        return Stream(*feed_forward.project(feed_forward(normed, context.queries.positions), x, self.next_norm))
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain formula in x's dtype over one text from its start, x [T, H] -> [T, H]: the tests' oracle."""
+        mixer, feed_forward = cast(Any, self.mixer), cast(Any, self.feed_forward)
+        x = x + mixer.reference(cast(RMSNorm, self.mixer_norm).reference(x))
+        return x + feed_forward.reference(cast(RMSNorm, self.feed_forward_norm).reference(x))
+
+    def state_specs(self) -> Tree:
+        """The mixer's specs."""
+        return cast(Mixer, self.mixer).state_specs()
+
+
+def build_layers(specs: Sequence[LayerSpec], builder: Builder, norm: nn.Module) -> nn.ModuleList:
+    """The layers ``layers.0`` … of a model: each ends with the norm that the next one reads, the last with ``norm``."""
+    layers = [spec.build(builder.at(f"layers.{number}")) for number, spec in enumerate(specs)]
+    for layer, following in itertools.pairwise(layers):
+        layer.then(following.mixer_norm, following.mixer)
+    layers[-1].then(norm, None)
+    return nn.ModuleList(layers)

@@ -1,0 +1,1 @@
+"""Loading: checkpoints, tensors, slices of ranks, and weight formats."""

@@ -1,0 +1,359 @@
+"""Loader: from an opened checkpoint to a decoder, and its vision tower, with weights on a device.
+
+The engine calls :func:`load_model` and :func:`load_tower`.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from unisono.distributed.gather import ALONE, Ranks
+from unisono.layers.experts import ExpertStack
+from unisono.layers.formats.base import PLAIN, Slice, Slices, WeightFormat, WeightTarget, part_of
+from unisono.layers.norm import LayerNorm, RMSNorm
+from unisono.models.blocks.decoder import Decoder
+from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
+from unisono.models.load.build import AttentionFactory, Builder, no_attention
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.tensor_files import TensorInfo, read, tensor
+from unisono.models.load.weights import check, fill, places, tensor_name
+from unisono.models.vision.blocks import NORM_EPS
+from unisono.models.vision.tower import VisionTower
+from unisono.types import CheckpointError
+
+LoadFormat = Literal["auto", "dummy"]
+Progress = Callable[[str, float], None]
+Built = TypeVar("Built", bound=nn.Module)
+
+DUMMY_STD = 0.02
+
+PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+"""Prefixes of a text model's tensors in exports of the whole model, of the text model and of its base."""
+
+EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+"""An expert's number in checkpoint names."""
+
+SEED_NAMES = {".mixer.": ".attention.", ".feed_forward.": ".mlp."}
+"""Parts of parameter names -> their older names in the seeds of dummy weights, so that these stay unchanged."""
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    attention: AttentionFactory,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_positions: int,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    progress: Progress = lambda stage, share: None,
+    ranks: Ranks = ALONE,
+    kv_dtype: torch.dtype | None = None,
+) -> Decoder:
+    """Build the checkpoint's decoder on ``device`` in ``dtype`` (weights are converted) and fill it.
+
+    attention: builds the backend for a pair of (query heads, KV heads).
+    load_format: ``auto`` reads the checkpoint's safetensors; ``dummy`` needs config.json only and draws N(0, 0.02^2)
+        from ``seed``, norms 1.
+    max_positions: length of the rotary tables, in tokens.
+    progress: called with ``"load"`` and the fraction of elements loaded, 0 … 1, after each tensor.
+    ranks: processes that hold the model together; this one reads only its part.
+    kv_dtype: of the KV cache; None: ``dtype``.
+
+    Raises ConfigError if the model cannot be divided among them, CheckpointError naming the file and the tensor that is
+    missing, unexpected, misshapen or broken.
+    """
+    config = checkpoint.config
+    builder = Builder(
+        config.hidden_size,
+        config.rms_eps,
+        dtype,
+        device,
+        attention,
+        max_positions,
+        checkpoint.format_of_module,
+        config.zero_centered_norms,
+        ranks=ranks,
+        kv_dtype=kv_dtype,
+    )
+    if load_format != "dummy":
+        _check_sizes(checkpoint)
+    decoder = _made(checkpoint, lambda: Decoder(config, builder))
+    if load_format == "dummy":
+        fill_randomly(decoder, seed)
+    else:
+        _fill_from_files(decoder, checkpoint, progress)
+    return decoder.eval()
+
+
+def load_tower(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    progress: Progress = lambda stage, share: None,
+) -> VisionTower | None:
+    """Build and fill the checkpoint's vision tower; arguments and errors as for :func:`load_model`.
+
+    Returns None if config.json describes none, or if the checkpoint has no tensor of it: the export of a text model.
+    """
+    config, family = checkpoint.config.vision, checkpoint.family
+    tensors = checkpoint.tensors() if config is not None and load_format != "dummy" else {}
+    prefix = next((p for p in TOWER_PREFIXES if any(name.startswith(p) for name in tensors)), None)
+    if config is None or (prefix is None and load_format != "dummy"):
+        return None
+
+    # Publishers leave the tower plain without always declaring it.
+    more = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] not in ("weight", "bias")}
+
+    def format(module: str) -> WeightFormat:
+        name = checkpoint_name(family.tower, module)
+        if prefix is not None and prefix + name not in more:
+            return PLAIN
+        return checkpoint.quantization.format(f"tower.{module}", TOWER_PREFIXES[0] + name)
+
+    def made_on(device: torch.device | str) -> VisionTower:
+        builder = Builder(config.tower.width, NORM_EPS, dtype, device, no_attention, 0, format)
+        return _made(checkpoint, lambda: VisionTower(config, builder))
+
+    def named(tower: VisionTower, prefix: str) -> dict[str, WeightTarget]:
+        names = ((prefix + checkpoint_name(family.tower, module), kind, p) for module, kind, p in places(tower))
+        return {tensor_name(name, kind): place for name, kind, place in names}
+
+    if prefix is None:
+        tower = made_on(device)
+        fill_randomly(tower, seed)
+        return tower.eval()
+    why = f"the vision tower of a {checkpoint.config.architecture} with this config.json has no place for it"
+    if config.tower.depth > len(tensors):
+        raise CheckpointError(
+            f"{checkpoint.path}: vision_config asks for {config.tower.depth} blocks; there are {len(tensors)} tensors."
+        )
+    targets = named(made_on("meta"), prefix)  # check before allocating memory
+    check(targets, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
+    tower = made_on(device)
+    fill(named(tower, prefix), tensors, device, lambda share: progress("load tower", share))
+    _check_finite(tower, checkpoint)
+    return tower.eval()
+
+
+def _made(checkpoint: Checkpoint, make: Callable[[], Built]) -> Built:
+    """Result of ``make``. Raises CheckpointError if torch cannot allocate it, or even count its elements."""
+    try:
+        return make()
+    except (RuntimeError, MemoryError, OverflowError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise CheckpointError(f"{checkpoint.path}: a model of this config.json cannot be made: {error}") from None
+
+
+def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] = ()) -> dict[str, WeightTarget]:
+    """Target of each tensor that a checkpoint must hold, by its name there. tensors: tensors in the checkpoint."""
+    layers = decoder.config.layers
+
+    def held(module: str, kind: str) -> bool:
+        try:
+            return tensor_name(family.name(module, layers), kind) in tensors
+        except KeyError:  # the family does not store it in this form
+            return False
+
+    found: dict[str, WeightTarget] = {}
+    for module, kind, place in places(decoder, held):
+        if not (module == "lm_head" and decoder.config.tie_embeddings):
+            name, rows = tensor_name(family.name(module, layers), kind), family.rows_of(module, layers)
+            found[name] = place if rows is None else Shared.of(name, place, rows, found.get(name))
+    return found
+
+
+@dataclass(frozen=True)
+class Shared(WeightTarget):
+    """A checkpoint tensor whose rows belong to several projections. parts: (target, its rows of the tensor)."""
+
+    parts: tuple[tuple[WeightTarget, torch.Tensor], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, place: WeightTarget, rows: torch.Tensor, others: WeightTarget | None) -> Shared:
+        """``others``, or an empty one, with one more target. rows: of a weight with one row per output.
+
+        Raises CheckpointError if the format stores blocks of outputs that the rows would cut or mix.
+        """
+        block = len(rows) // max(1, place.shape[0])
+        blocks = rows.view(-1, block)
+        if not torch.equal(blocks, blocks[:, :1] // block * block + torch.arange(block)):
+            raise CheckpointError(
+                f"tensor {name} has a value for each {block} outputs, which belong to different projections here. "
+                "Give a checkpoint in which this layer is not quantised."
+            )
+        each = blocks[:, 0] // block
+        held = each if place.part is None else place.part.of(each)
+        parts = (*getattr(others, "parts", ()), (place, held))
+        shape = (others.shape[0] if others else 0) + len(each), *place.shape[1:]
+        return cls(place.parameter, shape, place.accepts, parts=parts)
+
+    def part_of(self, shape: tuple[int, ...]) -> Slice | Slices | None:
+        """Rows from the first to the last one needed."""
+        if all(place.part is None for place, _ in self.parts):
+            return None
+        return Slice(0, self._first, 1 + max(int(rows.max()) for _, rows in self.parts))
+
+    @property
+    def _first(self) -> int:
+        return min(int(rows.min()) for _, rows in self.parts)
+
+    def fill(self, stored: torch.Tensor) -> None:
+        first = 0 if all(place.part is None for place, _ in self.parts) else self._first
+        for place, rows in self.parts:
+            place.fill(stored[rows.to(stored.device) - first])
+
+
+@torch.no_grad()
+def fill_randomly(root: nn.Module, seed: int) -> None:
+    """Fill all parameters but norms with N(0, 0.02^2); parameters without memory, to be shared later, are skipped.
+
+    A tensor's values depend only on the seed and its name, so a model's first layers are those of a smaller model, and
+    a rank's parts are those of the whole tensors. A tensor inside another one, such as a tied head, fills that one.
+    """
+    first: dict[int, nn.Parameter] = {}
+    for path, module in root.named_modules():
+        if not isinstance(module, (LayerNorm, RMSNorm)):  # norms are initialised to ones
+            for kind, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    continue
+                generator = torch.Generator(parameter.device)
+                name = f"{path}.{kind}"
+                for part, old in SEED_NAMES.items():
+                    name = name.replace(part, old)
+                generator.manual_seed(seed ^ zlib.crc32(name.encode()))
+                held = first.setdefault(parameter.untyped_storage().data_ptr(), parameter)
+                draw_held(held, generator, getattr(parameter, "drawn", None))
+
+
+def draw_held(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None) -> None:
+    """:func:`draw`; a part of a whole tensor, or a transposed one, gets the values it has there."""
+    whole = part_of(parameter)
+    if whole is None and parameter.is_contiguous():
+        draw(parameter, generator, between)
+        return
+    shape = parameter.shape if whole is None else whole.shape
+    drawn = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    draw(drawn, generator, between)
+    parameter.copy_(drawn if whole is None else whole.of(drawn))
+
+
+def draw(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None) -> None:
+    """Draw random values. Those of a quantised weight are around 1 or any bits; its scales are floating-point
+    parameters.
+
+    between: range (least, end) of integers, if not all bits are valid.
+    """
+    if between is not None:
+        parameter.random_(*between, generator=generator)
+    elif not parameter.is_floating_point():
+        signed = parameter.dtype is torch.int8
+        parameter.random_(-8 if signed else 0, 8 if signed else 256, generator=generator)
+    elif parameter.itemsize > 1:
+        parameter.normal_(0, DUMMY_STD, generator=generator)
+    else:
+        parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(generator=generator))
+
+
+def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
+    tensors = _as_named(checkpoint.tensors(), checkpoint.family)
+    head = f"{checkpoint.family.name('lm_head')}.weight"
+    tied, ranks = decoder.config.tie_embeddings, decoder.builder.ranks
+    targets = checkpoint_names(decoder, checkpoint.family, tensors)
+    unread = _apart(tensors, checkpoint.family)
+
+    def unexpected(name: str) -> str | None:
+        if name.startswith(unread) or (tied and name == head):
+            return None
+        if ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in targets:
+            return None  # held by another rank
+        if checkpoint.quantization.method is not None and name.endswith(".bias") and not tensor(name, tensors).any():
+            return None  # GPTQ's tools store a zero bias for layers without one
+        return f"a {checkpoint.config.architecture} with this config.json has no place for it"
+
+    check(targets, tensors, checkpoint.path, unexpected)
+    fill(targets, tensors, decoder.embed.weight.device, lambda share: progress("load", share))
+    if tied and head in tensors:
+        _check_tied_head(decoder, head, tensors)
+    _check_finite(decoder, checkpoint)
+
+
+def experts_of(decoder: Decoder) -> int:
+    """Number of experts in a layer of the model; 0: none."""
+    return next((m.experts for m in decoder.modules() if isinstance(m, ExpertStack)), 0)
+
+
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError, before allocating memory, if embedding or layers do not match config.json."""
+    config, family = checkpoint.config, checkpoint.family
+    tensors = _as_named(checkpoint.tensors(), family)
+    name, shape = f"{family.name('embed')}.weight", (config.vocab_size, config.hidden_size)
+    found = tensors.get(name)
+    if found is not None and found.shape != shape:
+        raise CheckpointError(
+            f"{found.file}: tensor {name} has shape {list(found.shape)}; config.json asks for {list(shape)}."
+        )
+    if config.num_layers > len(tensors):
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json asks for {config.num_layers} layers, and there are {len(tensors)} tensors."
+        )
+
+
+@torch.no_grad()
+def _check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError naming the first weights that are NaN or infinite: every output would be nonsense."""
+    for name, weight in module.named_parameters():
+        if weight.is_floating_point() and weight.numel() and weight.element_size() > 1:
+            low, high = torch.aminmax(weight)
+            if not (low.isfinite() and high.isfinite()):
+                raise CheckpointError(f"{checkpoint.path}: {name} has weights that are NaN or infinite.")
+
+
+def _as_named(tensors: Mapping[str, TensorInfo], family: Family) -> Mapping[str, TensorInfo]:
+    """The text model's tensors by the family's names: exports may have another prefix.
+
+    The prefix is the one under which the token embedding is found.
+    """
+    own, _, embed = family.name("embed").rpartition(".")
+    own = f"{own}." if own else ""
+    prefix = next((p for p in (own, *PREFIXES) if f"{p}{embed}.weight" in tensors), own)
+    apart = (f"{family.name('lm_head')}.", *_apart(tensors, family))
+    if prefix == own:
+        return tensors
+    return {
+        own + name[len(prefix) :] if name.startswith(prefix) and not name.startswith(apart) else name: info
+        for name, info in tensors.items()
+    }
+
+
+def _apart(tensors: Iterable[str], family: Family) -> tuple[str, ...]:
+    """Name prefixes of tensors outside the text model: draft modules, a tower, tensors that the family skips."""
+    return (*draft_prefixes(tensors), *family.unread, *(TOWER_PREFIXES if family.tower else ()))
+
+
+def draft_prefixes(tensors: Iterable[str]) -> tuple[str, ...]:
+    """Name prefixes of multi-token prediction modules in a model's checkpoint; a drafter may read them."""
+    layers = {name.removesuffix("eh_proj.weight") for name in tensors if name.endswith(".eh_proj.weight")}
+    return ("mtp.", "model.mtp.", "model.mtp_layers.", *sorted(layers))
+
+
+def _check_tied_head(decoder: Decoder, head: str, tensors: Mapping[str, TensorInfo]) -> None:
+    """Check that a head stored beside the embedding it is tied to equals it, so that dropping it changes nothing."""
+    embedding = decoder.embed.weight
+    ((_, stored),) = read({head: None}, tensors, embedding.device)
+    if stored.shape != embedding.shape or not torch.equal(stored.to(embedding.dtype), embedding):
+        raise CheckpointError(
+            f"{tensors[head].file}: {head} differs from the token embedding, though config.json ties them. "
+            "If the head is meant, set tie_word_embeddings to false."
+        )

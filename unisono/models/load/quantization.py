@@ -1,0 +1,75 @@
+"""Weight format of each module of a model: from config.json, or from ``--quantization``.
+
+Called by ``models/load/checkpoint.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.config import catalog
+from unisono.config.preflight.quantization import quantization_config, quantization_method
+from unisono.layers.formats.base import PLAIN, WeightFormat
+from unisono.models.load.build import plain
+from unisono.types import CheckpointError
+
+ONLINE = re.compile(r"layers\.\d+\.(mixer|feed_forward)\.")
+"""Modules, by path in the model, quantised while a plain checkpoint is loaded …"""
+
+KEPT_PLAIN = ("gates", "router", "shared_gate")
+"""… unless a part of their path is one of these, which are small and sensitive."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Storage format of a model's weights on the device.
+
+    method: a name of ``catalog.formats``; None: plain.
+    by_name: a module's format by its checkpoint name.
+    online: format applied to weights while they are loaded; None: as in the checkpoint.
+    """
+
+    method: str | None = None
+    by_name: Callable[[str], WeightFormat] = field(default=plain, repr=False)
+    online: WeightFormat | None = None
+
+    def format(self, module: str, name: str) -> WeightFormat:
+        """Format of the module with this path in the model and this checkpoint name."""
+        if self.online is None:
+            return self.by_name(name)
+        return self.online if ONLINE.match(module) and not {*module.split(".")} & {*KEPT_PLAIN} else PLAIN
+
+    def decision(self) -> tuple[str, str]:
+        """(value, reason) for the start-up log: the method, and why."""
+        if self.method is None:
+            return "plain", "the checkpoint is not quantised; --quantization fp8 quantises while loading"
+        if self.online is None:
+            return self.method, "quantization_config of config.json"
+        stay = "embeddings, LM head, routers, norms and gates stay plain"
+        return self.method, f"linear layers of mixers and feed-forwards are quantised while loading; {stay}"
+
+
+PLAIN_WEIGHTS = Quantization()
+
+
+def find_quantization(raw: Mapping[str, Any], directory: Path, requested: str | None = None) -> Quantization:
+    """Quantisation from config.json, and ``--quantization`` if set.
+
+    Raises CheckpointError for a quantization_config that is not supported, ConfigError for a flag that contradicts it.
+    """
+    methods, online = catalog.formats.names, catalog.online_formats.names
+    method = quantization_method(raw, directory, requested, methods, online)
+    if method is None:
+        return (
+            PLAIN_WEIGHTS
+            if requested is None
+            else Quantization(requested, online=catalog.online_formats.load(requested))
+        )
+    try:
+        return Quantization(method, catalog.formats.load(method)(quantization_config(raw)))
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory / 'config.json'}: quantization_config: {error}") from None

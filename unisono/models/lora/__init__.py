@@ -1,0 +1,1 @@
+"""Adapters (LoRA): checkpoints, and copies in host memory."""

@@ -1,5 +1,0 @@
-"""Checks of a checkpoint and of flags that need neither torch nor transformers, so that a refusal takes a second.
-
-The command line and ``LLM`` call :func:`unisono.preflight.model.check_model` before anything slow is imported; the
-loader calls the same functions, so that there is one table of what is supported.
-"""

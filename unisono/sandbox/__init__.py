@@ -1,0 +1,1 @@
+"""Limited processes for work on untrusted input, and the channels to them."""

@@ -1,0 +1,1 @@
+"""Syntaxes of structured outputs: EBNF, Lark, regular expressions, structural tags."""

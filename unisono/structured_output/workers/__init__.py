@@ -1,0 +1,1 @@
+"""Processes that compile grammars and compute masks."""

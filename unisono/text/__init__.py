@@ -1,0 +1,1 @@
+"""Text: tokenizer, chat templates, detokenizer, stop strings, reasoning and tool parsers."""

@@ -1,0 +1,1 @@
+"""``unisono bench``: ``latency`` and ``exact``; ``serve`` and ``throughput`` are in ``tools/load``."""

@@ -1,0 +1,1 @@
+"""``unisono eval``: held-out problems, and the accuracy of a model on them."""
