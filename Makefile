@@ -1,25 +1,31 @@
-# make serve   serve the bundled model on port 8000 (sets up .venv first, on a fresh machine)
-# make test    set up, lint, type-check and test; make test-all adds the long matrix
-# make same BASE=COMMIT  compares tokens, PTX, HTTP schema, flags and wheel with those of a commit, for refactorings
-# make clients installs 15 clients of the field in an environment of their own, and talks with each
+# make serve    serve the bundled model on port 8000 (sets up .venv first, on a fresh machine)
+# make unit     tests that start no engine, under 3 minutes
+# make test     lint, type-check and test; ROOM=kv: the tests of one folder of tests/; make test-all adds the long matrix
+# make docs     build the documentation into build/site; make reference writes its generated parts
+# make same BASE=COMMIT  compare tokens, PTX, HTTP schema, flags and wheel with those of a commit, for refactorings
+# make clients  install 15 clients of the field in an environment of their own, and talk with each
 VENV ?= .venv
 # One more than CI has cores: tests of servers wait a third of their time.
 WORKERS ?= 3
-# A test that waited in vain is tried once more, and the summary names it: a machine may stand still for a minute. Nothing else is.
+# Retry only tests that failed by a timeout, once. The summary names them.
 RETRY := --reruns 1 -rR --only-rerun "TimeoutError|TimeoutExpired|ReadTimeout|ConnectTimeout|it did not happen|did not start"
 BIN := $(VENV)/bin
+TESTS := $(if $(ROOM),tests/$(ROOM))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: serve test test-all same clients lint clean
+.PHONY: serve unit test test-all same clients lint docs reference clean
 
 serve: $(VENV)/.ready
 	exec env -u OMP_NUM_THREADS $(BIN)/unisono serve
 
+unit: $(VENV)/.ready
+	$(BIN)/python -m pytest -n $(WORKERS) -m "unit and not full" --durations=10 $(RETRY) $(TESTS)
+
 test: $(VENV)/.ready $(VENV)/oldest-triton lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not full" --durations=25 $(RETRY)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not full" --durations=25 $(RETRY) $(TESTS)
 
 test-all: $(VENV)/.ready $(VENV)/oldest-triton lint
-	$(BIN)/python -m pytest -n $(WORKERS) --durations=25 $(RETRY)
+	$(BIN)/python -m pytest -n $(WORKERS) --durations=25 $(RETRY) $(TESTS)
 
 same: $(VENV)/.ready
 	$(BIN)/python scripts/same.py $(or $(BASE),main)
@@ -35,6 +41,14 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/words.py
 	$(BIN)/mypy
+
+docs: $(VENV)/.ready
+	$(BIN)/python -c "import mkdocs, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+reference: $(VENV)/.ready
+	$(BIN)/python scripts/reference.py
+	$(BIN)/python scripts/reference.py metrics
 
 # The oldest Triton that pyproject.toml allows: kernels in Gluon have to compile with it, too.
 $(VENV)/oldest-triton: $(VENV)/.ready

@@ -7,7 +7,10 @@ import gc
 import os
 import signal
 
+import pytest
 import torch
+
+from tests.tiers import in_unit_tier
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads a model
 
@@ -17,6 +20,13 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell started the tests in the background. The programs that they start would ignore Ctrl-C, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the unit tier (tests/tiers.py)."""
+    for item in items:
+        if in_unit_tier(item.path):
+            item.add_marker(pytest.mark.unit)
 
 
 def pytest_collection_finish() -> None:

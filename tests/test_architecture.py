@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import in_unit_tier
+
 PACKAGE = Path(__file__).parent.parent / "unisono"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT = PACKAGE.parent
@@ -203,3 +205,17 @@ def test_nothing_names_a_feature() -> None:
             text = text.replace(protocol, "")
         hit = named.search(text)
         assert hit is None, f"{path} names {hit.group(0)!r}"
+
+
+def test_tiers() -> None:
+    """The unit tier has tests of bookkeeping and models, and no test of an engine, a server or a kernel."""
+    unit = {str(path.relative_to(ROOT / "tests")) for path in TESTS if path.name[:5] == "test_" and in_unit_tier(path)}
+    assert {"kv/test_pages.py", "graphs/test_planner.py", "models/test_parity.py", "text/test_stop_regex.py"} <= unit
+    started = {
+        "engine/test_engine.py",
+        "http/test_api.py",
+        "graphs/test_matrix.py",
+        "test_docs.py",
+        "tools/test_soak.py",
+    }
+    assert not started & unit

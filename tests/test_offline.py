@@ -375,7 +375,7 @@ def test_keywords_of_other_engines() -> None:
     ("given", "says"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2: layers are not divided among GPUs"),
-        ({"speculative_method": "ngram"}, r"Write speculative_config={'method': 'ngram'} \(docs/speculation.md\)"),
+        ({"speculative_method": "ngram"}, r"Write speculative_config={'method': 'ngram'} \(docs/guide/speculate.md\)"),
         ({"speculative_algorithm": "NEXTN"}, "Write speculative_config={'method': 'mtp'}"),
         ({"speculative_model": "x", "num_speculative_tokens": 2}, "'model': 'x', 'num_speculative_tokens': 2}"),
         ({"hf_overrides": lambda config: config}, "hf_overrides: a function: give an object"),

@@ -46,7 +46,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     for name, home in catalog.bundled.items():
         assert {f"unisono/bundled/{name}/{file.name}" for file in home.iterdir()} <= names
     assert {"unisono/py.typed", "unisono/tools/eval/problems.jsonl"} <= names
-    page = (ROOT / "unisono" / "server" / "page").rglob("*.*")
+    page = (ROOT / "unisono" / "http" / "page").rglob("*.*")
     assert {str(path.relative_to(ROOT)) for path in page} <= names
     assert {"unisono/http/page/vendor/marked/marked.esm.js", "unisono/http/page/vendor/marked/LICENSE.txt"} <= names
     known = (
@@ -110,7 +110,7 @@ def test_the_sdist_has_what_a_build_and_the_tests_need(tmp_path: Path) -> None:
     (made,) = tmp_path.glob("unisono-*.tar.gz")
     with tarfile.open(made) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for needed in ("pyproject.toml", "LICENSE", "Makefile", "unisono/py.typed", "tests/conftest.py", "docs/cli.md"):
+    for needed in ("pyproject.toml", "LICENSE", "Makefile", "unisono/py.typed", "tests/conftest.py", "docs/index.md"):
         assert needed in names
     assert {"tests/test_package.py", "scripts/check_wheel.py", "training/tiny/train.py"} <= names
     assert [name for name in names if ".venv" in name or "__pycache__" in name or name.startswith("build/")] == []

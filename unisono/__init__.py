@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from unisono.types.lora import LoRARequest
     from unisono.types.prompts import TextPrompt, TokensPrompt
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncEngineArgs",

@@ -73,7 +73,7 @@ def test_freed_memory_returns_to_the_system() -> None:
 
 
 @pytest.mark.skipif(not (sys.platform == "linux" and platform.libc_ver()[0] == "glibc"), reason="it tunes glibc")
-def test_large_blocks_are_given_back() -> None:
+def test_large_blocks_return_to_the_system() -> None:
     """Between small objects, too, and after larger ones have been freed, which raises glibc's own limit."""
     code = """if True:
         import sys

@@ -68,7 +68,7 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 def resolve(name: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """``catalog.find_directory`` of a name in a process of its own; its standard output is the directory."""
     code = (
-        "import sys; from unisono import catalog\n"
+        "import sys; from unisono.config import catalog\n"
         f"try: print(catalog.find_directory({name!r}))\nexcept Exception as error: sys.exit(str(error))"
     )
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -47,7 +47,7 @@ FLAGS: dict[str, str] = {
     '{"method": 7}': "method=7: choose a drafter with --speculative-method",
     '{"num_speculative_tokens": 2}': "num_speculative_tokens=2: choose a drafter with --speculative-method",
     '{"method": "mtp", "num_speculative_tokens": 0}': "from 1 to 15, or the method none to draft",
-    '{"model": "x"}': "model='x': say how drafts are made",
+    '{"model": "x"}': "model='x': choose a drafter",
     "{method}": "--speculative-config is not valid JSON",
     "[1]": "--speculative-config '[1]': give a JSON object",
 }
@@ -62,7 +62,7 @@ def test_a_flag_that_cannot_be_honoured(text: str) -> None:
 
 def test_short_flags_alone() -> None:
     result = explain("tiny", "--num-speculative-tokens", "3")
-    assert (result.exit_code, "num_speculative_tokens=3: say how drafts are made" in result.stderr) == (2, True)
+    assert (result.exit_code, "num_speculative_tokens=3: choose a drafter" in result.stderr) == (2, True)
 
 
 def refused(target: Path, method: str, model: Path) -> str:

@@ -175,14 +175,18 @@ def test_a_right_drafter_is_always_accepted(sure: tuple[Path, Path], k: int, fla
         (lambda w: w.pop("model.layers.1.self_attn.o_proj.weight"), ("layers.1.self_attn.o_proj.weight", "missing")),
         (lambda w: w.update({"pre_projection.weight": torch.zeros(WIDTH, 64)}), ("[44, 64]", "180", "another model")),
         (lambda w: w.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(2, 2)}), ("keys of its own",)),
-        (lambda w: w.update({"model.layers.0.layer_scalar": torch.zeros(1)}), ("Gemma 4's blocks",)),
+        (lambda w: w.update({"model.layers.0.layer_scalar": torch.zeros(1)}), ("layer_scalar", "unexpected")),
+        (
+            lambda w: w.update({"model.layers.1.pre_feedforward_layernorm.weight": torch.zeros(WIDTH)}),
+            ("layers.0.pre_feedforward_layernorm.weight", "missing"),
+        ),
         (
             lambda w: w.update({"model.layers.0.self_attn.q_proj.weight": torch.zeros(4 * 24, WIDTH)}),
             ("4 query heads",),
         ),
         (lambda w: w.update({"extra.weight": torch.zeros(1)}), ("extra.weight", "unexpected")),
     ],
-    ids=["no projection", "no output", "other target", "own keys", "Gemma", "heads", "unexpected"],
+    ids=["no projection", "no output", "other target", "own keys", "scale", "norms", "heads", "unexpected"],
 )
 def test_what_does_not_fit_is_named(change, words, tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", "llama", **options())

@@ -1,4 +1,4 @@
-"""docs/adding-a-drafter.md works as written: its package is found by its entry point, its one command passes."""
+"""docs/extend/drafter.md works as written: its package is found by its entry point, its one command passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.config import catalog
 from unisono.drafters.lookup.ngram import NgramDrafter
 from unisono.types import ConfigError
 
-PAGE, MODULE = "adding-a-drafter", "repeat_drafter"
+PAGE, MODULE = "extend/drafter", "repeat_drafter"
 
 
 @pytest.fixture

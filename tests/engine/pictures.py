@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.models.make import COMMON, _randomise, make_tokenizer
+from tests.models.make import COMMON, make_tokenizer, randomise
 from unisono.entrypoints.llm import LLM
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.vision.config import VisionConfig
@@ -80,7 +80,7 @@ def make_seeing(directory: Path, family: str = "qwen3_vl", seed: int = 0, **chan
         vision_end_token_id=END,
     )
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    _randomise(model, seed)
+    randomise(model, seed)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return Path(directory)

@@ -1,4 +1,4 @@
-"""docs/api.md, /openapi.json and /docs tell of exactly the routes that there are."""
+"""docs/reference/http-api.md, /openapi.json and /docs tell of exactly the routes that there are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.http.conftest import Server
 from unisono.http import app as application
 from unisono.http.routes.docs import api_routes
 
-PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/reference/http-api.md").read_text()
 
 
 def routes() -> dict[tuple[str, str], Any]:

@@ -18,7 +18,7 @@ LINE = (
     "--speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens 4 --reasoning-parser qwen3 --mamba-scheduler-strategy extra_buffer"
 )
-"""Of the launch line in ``docs/cli.md``, all but model and quantisation."""
+"""Of the launch line in ``docs/reference/command-line.md``, all but model and quantisation."""
 
 
 def test_the_launch_line_runs_verbatim(served: Any) -> None:
@@ -27,7 +27,7 @@ def test_the_launch_line_runs_verbatim(served: Any) -> None:
     assert config.speculative == SpeculativeConfig("mtp", num_speculative_tokens=3)
     assert settings.reasoning_parser == "qwen3"
     assert "snapshots" in output
-    page = (ROOT / "docs/cli.md").read_text()
+    page = (ROOT / "docs/reference/command-line.md").read_text()
     assert LINE in " ".join(page.replace("\\\n", " ").split())
 
 
@@ -107,8 +107,8 @@ def test_values_are_not_taken_for_flags() -> None:
 
 
 def test_the_page_lists_every_alias() -> None:
-    page = (ROOT / "docs/cli.md").read_text()
-    assert markdown() in page, "print(unisono.config.flag_aliases.markdown()) gives the table of docs/cli.md"
+    page = (ROOT / "docs/reference/flags.md").read_text()
+    assert markdown() in page, "write the table: python scripts/reference.py"
     assert set(ALIASES) <= set(re.findall(r"`(--?[\w-]+)", page))
     assert all(strategy in page for strategy in MAMBA_STRATEGIES)
 

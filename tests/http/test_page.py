@@ -95,7 +95,7 @@ def test_vendored_files_are_unchanged_and_documented() -> None:
     assert found == VENDORED
     assert b"marked v18.2.1" in contents["vendor/marked/marked.esm.js"]
     assert b"MIT license" in contents["vendor/marked/LICENSE.txt"]
-    assert "marked 18.2.1" in (ROOT / "docs" / "page.md").read_text()
+    assert "marked 18.2.1" in (ROOT / "docs/guide/web-page.md").read_text()
 
 
 def test_scripts_of_the_page_are_short() -> None:
@@ -124,7 +124,7 @@ def test_the_package_has_the_files() -> None:
     """pyproject.toml names them: a wheel has data files only where it does."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["unisono"]
     named = {found for pattern in data for found in (ROOT / "unisono").glob(pattern)}
-    assert {ROOT / "unisono" / "server" / "page" / name for name in NAMES} <= named
+    assert {ROOT / "unisono" / "http" / "page" / name for name in NAMES} <= named
 
 
 # ---- which tokens were drafted ----

@@ -15,7 +15,7 @@ from tests.http.conftest import ROOT
 
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="there is no Node.js")
-PAGE = ROOT / "unisono" / "server" / "page"
+PAGE = ROOT / "unisono" / "http" / "page"
 SCRIPT = """
 import { readFileSync } from "node:fs";
 import { growing, parse, safeLink } from "./page/markdown.js";

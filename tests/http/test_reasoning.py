@@ -16,6 +16,7 @@ from unisono.text.reasoning import PARSERS, parser_named, parser_of
 from unisono.types import ConfigError, EngineRequest, SamplingParams, StructuredOutputs
 
 QWEN, R1, OSS = PARSERS["qwen3"], PARSERS["deepseek_r1"], PARSERS["openai_gptoss"]
+GEMMA, MODEL = PARSERS["gemma4"], "<|turn>model\n"
 ROLE, SAID = "<|end|><|start|>assistant", "<|start|>assistant<|channel|>final<|message|>"
 TURN = "<|im_start|>assistant\n"
 OPEN, CLOSED = TURN + "<think>\n", TURN + "<think>\n\n</think>\n\n"
@@ -32,6 +33,8 @@ CASES = {
     "second close": (QWEN, OPEN, "a</think>b</think>c", ("a", "b</think>c")),
     "nothing": (QWEN, OPEN, "", ("", "")),
     "a blank answer": (QWEN, TURN, " \n", ("", " \n")),
+    "gemma": (GEMMA, MODEL, "<|channel>thought\na < b\n<channel|>Yes.", ("a < b", "Yes.")),
+    "gemma turned off": (GEMMA, MODEL + "<|channel>thought\n<channel|>", "Yes <channel|>", ("", "Yes <channel|>")),
     "r1 without an opening mark": (R1, TURN, "step\n</think>\nYes", ("step", "Yes")),
     "r1 never closed": (R1, TURN, "step by step", ("step by step", "")),
     "r1 turned off": (R1, CLOSED, "Yes", ("", "Yes")),

@@ -1,4 +1,5 @@
-"""``unisono serve tiny-hybrid`` for real: the launch line of docs/cli.md, and what is asked of it over HTTP."""
+"""``unisono serve tiny-hybrid`` for real: the launch line of docs/reference/command-line.md, and
+requests over HTTP."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def streamed(server: Server, **options: Any) -> tuple[str, str]:
 
 
 def test_the_line_is_that_of_the_page() -> None:
-    assert LINE in " ".join((ROOT / "docs/cli.md").read_text().replace("\\\n", " ").split())
+    assert LINE in " ".join((ROOT / "docs/reference/command-line.md").read_text().replace("\\\n", " ").split())
 
 
 def test_the_launch_line_thinks_and_answers(line: Server) -> None:

@@ -180,7 +180,7 @@ def test_names_of_forms() -> None:
 
 
 def test_the_page_has_every_name() -> None:
-    page = (ROOT / "docs/tools-and-thinking.md").read_text()
+    page = (ROOT / "docs/guide/tools.md").read_text()
     for form in FORMATS:
         (line,) = [one for one in page.splitlines() if one.startswith(f"| `{form.name}` |")][:1]
         others = {name.strip() for name in line.split("|")[3].split(",")} - {""}

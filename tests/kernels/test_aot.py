@@ -29,8 +29,8 @@ WRITES = re.compile(r"\b(st|atom|red)\.[\w.:]*global")
 NORMS = ("_rms_norm_kernel", "_combine_kernel", "_gated_norm_kernel")
 """Kernels with a sum over a row, which quantise it or do not. They are in one part."""
 
-LAYER_TAILS = ("layer_tail_kernel", "_gather_norm_kernel")
-"""Kernels with norms between their products, or after a gather. They are in the same part."""
+LAYER_TAILS = ("layer_tail_kernel", "_gather_norm_kernel", "_add_normed_kernel")
+"""Kernels with norms between their products, after a gather, or around a sum. They are in the same part."""
 
 APART = ("_adapter_expand_kernel", "_adapter_silu_kernel", "_adapted_linear_kernel")
 """Kernels that add a product to a base. Left to itself the compiler begins the product's sum with the base."""
@@ -169,7 +169,7 @@ def main(part: str, every: bool) -> None:
         for index, case in enumerate(cases):
             kernel = case.kernel.__name__
             line = {"module": module.name, "index": index, "kernel": kernel, "is": str(dict(case.constexprs))}
-            sizes = [case.constexprs.get(name) for name in ("D", "HALF", "HAS_NORM")]
+            sizes = [case.constexprs.get(name) for name in ("D", "HALF", "HAS_NORM", "V_NORM")]
             line["head"] = str([*sizes, case.signature.get("qkv"), case.signature.get("q_norm")])
             sizes = [case.constexprs.get(name) for name in ("BLOCK_H", "V")]
             line["row"] = sizes[0]
@@ -275,7 +275,10 @@ def norms_add_in_one_order(norms):
 
 def tails_add_as_norms(lines):
     """The norms between a layer's products add up a row as the norm's own kernel."""
-    plain = {line["row"]: set(line["sums"]) for line in lines if line["kernel"] == "_rms_norm_kernel"}
+    plain: dict[int, set[str]] = {}
+    for line in lines:
+        if line["kernel"] == "_rms_norm_kernel":  # fp32 rows have another layout than 16-bit rows
+            plain.setdefault(line["row"], set()).update(line["sums"])
     tails = [line for line in lines if line["kernel"] in LAYER_TAILS]
     assert {line["kernel"] for line in tails} == set(LAYER_TAILS)
     assert all(line["sums"] and set(line["sums"]) <= plain[line["row"]] for line in tails)

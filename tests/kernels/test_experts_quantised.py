@@ -26,6 +26,7 @@ from unisono.kernels.moe.fp8 import (
 )
 from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, launch_int4_down, launch_int4_gate_up
 from unisono.kernels.moe.plan import LEAD_PAIRS, ExpertPlan, Shapes, launch_sort_pairs, sort_pairs_op
+from unisono.kernels.norm.activation import SILU
 from unisono.layers.formats.base import WHOLE, Share
 from unisono.layers.formats.experts_quantised import Fp8Experts
 
@@ -219,7 +220,7 @@ def test_what_ranks_gather_is_not_quantised() -> None:
     up = stack_of("fp8 by block", 4, [128, 128], 128)
     format = Fp8Experts(SimpleNamespace(operands=lambda _: up))
     x, plan = torch.randn(3, 128), ExpertPlan(choice(3, 4, 2), 4, experts_gluon.TILE_PAIRS)
-    whole, part = (format.gate_up(SimpleNamespace(rows=rows), x, plan) for rows in (WHOLE, Share(0, 2)))
+    whole, part = (format.gate_up(SimpleNamespace(rows=rows, gate=SILU), x, plan) for rows in (WHOLE, Share(0, 2)))
     assert isinstance(whole, Quantised)
     assert torch.equal(whole.x8[: len(part)].float(), quantize(part, GROUP).x8[: len(part)].float())
 

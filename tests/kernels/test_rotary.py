@@ -139,7 +139,8 @@ def test_partial_rotation_makes_a_narrower_table():
 
 def test_unsupported_scaling_is_refused_with_the_supported():
     config = SimpleNamespace(rope_parameters={"rope_theta": 1e4, "rope_type": "longrope"})
-    with pytest.raises(ConfigError, match="'longrope' is not supported; supported are default, linear, llama3, yarn"):
+    supported = "default, linear, llama3, proportional, yarn"
+    with pytest.raises(ConfigError, match=f"'longrope' is not supported; supported are {supported}"):
         rotary_table(config, 64, 8, "cpu")
 
 

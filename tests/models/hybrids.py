@@ -67,7 +67,10 @@ def reference(directory: Path) -> torch.nn.Module:
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     if "quantization_config" in config:
         options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
-    return kind.from_pretrained(directory, **options).eval()
+    model = kind.from_pretrained(directory, **options).eval()
+    # Without it transformers 5.24 cuts inputs of layers that a Gemma 4 without per-layer inputs does not have.
+    model.config.get_text_config().output_hidden_states = True
+    return model
 
 
 def renamed(

@@ -76,6 +76,43 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
     },
+    "gemma2": {
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "sliding_window": 19,
+        "query_pre_attn_scalar": 31,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma3_text": {
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "sliding_window": 19,
+        "query_pre_attn_scalar": 31,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gemma4_text": {
+        "hidden_size": 72,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 20,
+        "global_head_dim": 40,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 19,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "final_logit_softcapping": 4.0,
+    },
     "gpt_oss": {
         "hidden_size": 96,
         "intermediate_size": 64,
@@ -116,6 +153,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+
+GEMMA4_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "use_double_wide_mlp": True,
+}
+"""Fields of a Gemma 4 whose last layers read the keys of earlier ones."""
+GEMMA4_INPUTS: dict[str, Any] = {
+    **GEMMA4_SHARED,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 28,
+    "vocab_size_per_layer_input": 263,
+}
+"""Fields of a Gemma 4 with inputs of every layer, as E2B and E4B have them."""
+GEMMA4_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 11,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 44,
+}
+"""Fields of a Gemma 4 with experts, as 26B-A4B has them."""
 
 _HYBRID: dict[str, Any] = {
     "hidden_size": 80,
@@ -225,7 +284,7 @@ def make_checkpoint(
     else:
         config = AutoConfig.for_model(family, **fields)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _randomise(model, seed)
+    randomise(model, seed)
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=PAD, bos_token_id=BOS)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     if mxfp4:
@@ -254,14 +313,18 @@ def make_tokenizer(special: tuple[str, ...] = SPECIAL) -> PreTrainedTokenizerFas
 
 
 @torch.no_grad()
-def _randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Draw every weight, so that logits spread over a few units."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    buffers = ((name, each) for name, each in model.named_buffers() if name.endswith("layer_scalar"))
+    for name, parameter in (*model.named_parameters(), *buffers):
         noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("norm.weight"):
+        if "norm" in name and parameter.dim() == 1:
             value = parameter.mean() + 0.2 * noise  # transformers starts norms at 1, zero-centred ones at 0
         elif name.endswith(("_proj_bias", "sinks", "router.bias")):
             value = 0.5 * noise
+        elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            value = 1 + 0.2 * noise
         elif name.endswith("A_log"):
             value = noise - 2.5  # states that remember tens of tokens
         elif parameter.dim() == 1:

@@ -17,7 +17,8 @@ from unisono.attention.triton import TritonAttention
 from unisono.kv.specs import ALL, Paged, leaves
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks.decoder import Decoder
-from unisono.models.blocks.layers import Attention, LayerSpec, MLPSpec, QuerySpec
+from unisono.models.blocks.layers import Attention, LayerSpec, MLPSpec
+from unisono.models.blocks.query_attention import QuerySpec
 from unisono.models.config import DecoderConfig
 
 

@@ -200,7 +200,7 @@ def test_what_cannot_be_computed_is_refused():
         ({"num_experts": 4096}, "1 to 1024"),
         ({"top_k": 8}, "num_experts_per_tok=8: it must be 1 to num_experts=7"),
         ({"intermediate_size": 0}, "moe_intermediate_size=0"),
-        ({"activation": "gelu"}, "only 'silu'"),
+        ({"activation": "gelu"}, "supported are silu, gelu_pytorch_tanh"),
     ):
         with pytest.raises(CheckpointError, match=words):
             replace(SPEC, **change)

@@ -42,7 +42,7 @@ def test_the_published_config() -> None:
     assert config.windows == (128, 0) * 12
     first, experts = config.layers[0].mixer, config.layers[0].feed_forward
     assert (first.num_heads, first.num_kv_heads, first.head_dim, first.sink, first.o_bias) == (64, 8, 64, True, True)
-    assert (experts.num_experts, experts.top_k, tuple(experts.kind.gate)) == (32, 4, (1.702, 7.0))
+    assert (experts.num_experts, experts.top_k, tuple(experts.kind.gate)) == (32, 4, (1.702, 7.0, False))
     formats = {name: checkpoint.format_of_module(f"layers.3.{name}").name for name in ("mixer.qkv.q", "mixer.o")}
     assert set(formats.values()) == {"plain"}
     assert checkpoint.format_of_module("layers.3.feed_forward.experts.down").name == "MXFP4"

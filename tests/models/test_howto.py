@@ -1,4 +1,4 @@
-"""docs/adding-a-model.md and docs/adding-a-weight-format.md work as written, each with one command."""
+"""docs/extend/model.md and docs/extend/weight-format.md work as written, each with one command."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PACKAGE = Path(unisono.__file__).parent
 FAMILIES = PACKAGE / "models" / "families"
 
 PAGES = {
-    "adding-a-model": ("tides", 2, ("(out * gate.sigmoid())", "(out * gate)")),
-    "adding-a-weight-format": ("row_int8", 2, ("* layer.weight_scale)", "* 1)")),
+    "extend/model": ("tides", 2, ("(out * gate.sigmoid())", "(out * gate)")),
+    "extend/weight-format": ("row_int8", 2, ("* layer.weight_scale)", "* 1)")),
 }
 """By page: its module, how many tests pass, and (in the module or in its test) what to break."""
 
@@ -29,7 +29,7 @@ def test_the_one_command_passes(page: str, tmp_path: Path) -> None:
     assert f"{PAGES[page][1]} passed" in printed, printed
 
 
-@pytest.mark.parametrize("page", ["adding-a-model", pytest.param("adding-a-weight-format", marks=pytest.mark.full)])
+@pytest.mark.parametrize("page", ["extend/model", pytest.param("extend/weight-format", marks=pytest.mark.full)])
 def test_the_one_command_fails_what_is_broken(page: str, tmp_path: Path) -> None:
     install(page, PAGES[page][0], tmp_path)
     right, wrong = PAGES[page][2]
@@ -40,12 +40,12 @@ def test_the_one_command_fails_what_is_broken(page: str, tmp_path: Path) -> None
 
 
 def test_the_family_is_a_small_file() -> None:
-    assert len(blocks("adding-a-model", "python")[0].splitlines()) <= 150
+    assert len(blocks("extend/model", "python")[0].splitlines()) <= 150
 
 
 def test_the_page_lists_every_family() -> None:
-    """Every architecture and every family's file, which is as small as docs/models.md says."""
-    page = text_of("models")
+    """Every architecture and every family's file, which is as small as docs/reference/models.md says."""
+    page = text_of("reference/models")
     for architecture, where in catalog.models.entries.items():
         file = where.partition(":")[0].rpartition(".")[2] + ".py"
         assert f"`{architecture}`" in page
@@ -56,6 +56,6 @@ def test_the_page_lists_every_family() -> None:
 def test_a_family_is_one_file() -> None:
     """Only the two tables of families, and families that are built on Mixtral, name it."""
     naming = {file.name for file in PACKAGE.rglob("*.py") if "mixtral" in file.read_text().lower()}
-    (lines,) = re.findall(r"`unisono/models/families/mixtral\.py` has (\d+) lines", text_of("adding-a-model"))
+    (lines,) = re.findall(r"`unisono/models/families/mixtral\.py` has (\d+) lines", text_of("extend/model"))
     assert len((FAMILIES / "mixtral.py").read_text().splitlines()) == int(lines)
     assert naming == {"mixtral.py", "catalog.py", "families.py", "qwen3_moe.py", "qwen3_5_moe.py"}

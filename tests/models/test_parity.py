@@ -9,7 +9,7 @@ import torch
 
 from tests.models.harness import Session, chunked, load, rounds, together, whole
 from tests.models.hybrids import reference
-from tests.models.make import make_checkpoint
+from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint
 
 CASES = {
     "llama-llama3-rope": ("llama", {}),
@@ -56,6 +56,22 @@ CASES = {
     "qwen2_5_vl": ("qwen2_5_vl", {"tie_word_embeddings": True}),
     "qwen3_vl": ("qwen3_vl", {"max_shard_size": "100KB"}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {"max_shard_size": "100KB"}),
+    "gemma3-capped-biases": (
+        "gemma3_text",
+        {
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+            "num_key_value_heads": 6,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4": ("gemma4_text", {"max_shard_size": "100KB"}),
+    "gemma4-own-values": ("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
+    "gemma4-shared-keys": ("gemma4_text", GEMMA4_SHARED),
+    "gemma4-layer-inputs": ("gemma4_text", GEMMA4_INPUTS),
+    "gemma4-experts": ("gemma4_text", GEMMA4_EXPERTS),
     "gpt_oss": ("gpt_oss", {}),
     "mixtral": ("mixtral", {"max_shard_size": "100KB"}),
     "mixtral-one-expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1, "sliding_window": None}),

@@ -17,11 +17,14 @@ from unisono.kv.specs import Recurrent
 from unisono.kv.store import RecurrentView
 from unisono.layers.experts import ExpertKind
 from unisono.models.blocks.decoder import Decoder
-from unisono.models.blocks.experts import ExpertsSpec
+from unisono.models.blocks.experts import BesideSpec, ExpertsSpec
 from unisono.models.blocks.gated_delta import GatedDeltaSpec
-from unisono.models.blocks.layers import LayerSpec, MLPSpec
+from unisono.models.blocks.layers import POST, SANDWICH, LayerSpec, MLPSpec, NormOrder
 from unisono.models.config import DecoderConfig
 
+GELU = "gelu_pytorch_tanh"
+CLAMPED = ExpertKind(ExpertGate(1.7, 1.0), bias=True)
+GELU_EXPERTS = ExpertsSpec(7, 3, 24, activation=GELU, router_factors=True)
 EXPERTS = ExpertsSpec(num_experts=7, top_k=3, intermediate_size=24, shared_intermediate_size=24, shared_gate=True)
 CLAMPED = ExpertKind(ExpertGate(1.7, 1.0), bias=True)
 DELTA = GatedDeltaSpec(2, 4, 16, 16)
@@ -32,17 +35,20 @@ MIXERS: dict[str, Any] = {
     "attention, head norms": replace(SPEC, qk_norm=True),
     "attention, biases": replace(SPEC, qkv_bias=True),
     "attention, window, sinks, soft cap": replace(SPEC, window=9, sink=True, soft_cap=2.0, scale=0.5),
+    "attention, values normed": replace(SPEC, v_norm=True),
+    "attention, values from keys": replace(SPEC, qk_norm=True, v_norm=True, k_is_v=True),
     "gated delta": DELTA,
 }
 FEED_FORWARDS: dict[str, Any] = {
     "mlp": MLPSpec(30, bias=True),
+    "mlp, GELU": MLPSpec(30, activation=GELU),
     "experts, shared rides": EXPERTS,
     "experts, shared of another size": replace(EXPERTS, shared_intermediate_size=33),
     "experts, shared without gate": replace(EXPERTS, shared_gate=False),
     "experts, none shared": replace(EXPERTS, shared_intermediate_size=0, shared_gate=False, normalize=False),
-    "experts, clamped with biases": ExpertsSpec(
-        7, 3, 24, router_bias=True, kind=ExpertKind(ExpertGate(1.7, 1.0), bias=True)
-    ),
+    "experts, clamped with biases": ExpertsSpec(7, 3, 24, router_bias=True, kind=CLAMPED),
+    "experts, GELU with factors": GELU_EXPERTS,
+    "mlp beside experts": BesideSpec(MLPSpec(30, activation=GELU), GELU_EXPERTS),
 }
 
 
@@ -101,10 +107,19 @@ def test_a_layer_is_its_reference(mixer: str, feed_forward: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("feed_forward", "order"), [("mlp, GELU", SANDWICH), ("mlp beside experts", POST)])
+def test_a_scaled_layer_with_norms_after_its_blocks_is_its_reference(feed_forward: str, order: NormOrder) -> None:
+    spec = LayerSpec(MIXERS["attention, values normed"], FEED_FORWARDS[feed_forward], SANDWICH, order, scaled=True)
+    layer, x = filled(spec.build(builder())), inputs()
+    state = fresh_state(layer)
+    assert_equal(layer(layer.begin(x), context_of(state), state).x, layer.reference(x.double()))
+
+
+@torch.no_grad()
 def test_a_decoder_is_its_reference() -> None:
     """Two texts in prompt passes, then in rounds: the logits of each are those of its plain forward."""
     layers = [LayerSpec(SPEC, FEED_FORWARDS["mlp"]), LayerSpec(DELTA, EXPERTS), LayerSpec(SPEC, FEED_FORWARDS["mlp"])]
-    decoder = filled(Decoder(DecoderConfig("Mixed", 50, HIDDEN, tuple(layers), 1e-5, 64), builder()))
+    decoder = filled(Decoder(DecoderConfig("Mixed", 50, HIDDEN, tuple(layers), 1e-5, 64, logit_cap=3.0), builder()))
     texts = [torch.randint(0, 50, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (23, 37)]
     session = Session(decoder, len(texts), 64)
     pieces: list[list[torch.Tensor]] = [[], []]

@@ -1,4 +1,4 @@
-"""docs/adding-a-feature.md works as written: its package is found by its entry point, its one command passes."""
+"""docs/extend/feature.md works as written: its package is found by its entry point, its one command passes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.howto import blocks, install, run, text_of
 
-PAGE, MODULE = "adding-a-feature", "top_logit_feature"
+PAGE, MODULE = "extend/feature", "top_logit_feature"
 
 
 @pytest.fixture

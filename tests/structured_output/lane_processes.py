@@ -23,8 +23,8 @@ def children(pid: int) -> list[int]:
     return found[1:]
 
 
-def lanes(grammars: Grammars, asked: StructuredOutputs) -> list[int]:
-    (result,) = [job.result for job in grammars._jobs.values() if job.outputs == asked]
+def lanes(grammars: Grammars, outputs: StructuredOutputs) -> list[int]:
+    (result,) = [job.result for job in grammars._jobs.values() if job.outputs == outputs]
     assert isinstance(result, Compiled)
     found = children(result.process._pid)
     assert found

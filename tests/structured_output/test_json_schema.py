@@ -238,9 +238,9 @@ def test_choices() -> None:
 
 
 def test_the_page_has_the_table_of_the_code() -> None:
-    page = (Path(__file__).parents[2] / "docs/speculation.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guide/structure.md").read_text()
     assert tables() in page, (
-        "print(unisono.structured_output.documentation.tables()) gives this part of docs/speculation.md"
+        "print(unisono.structured_output.documentation.tables()) gives this part of docs/guide/structure.md"
     )
 
 

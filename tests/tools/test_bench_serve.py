@@ -432,17 +432,17 @@ def test_a_server_that_it_starts(tmp_path: Path) -> None:
 
 
 def test_the_page_names_flags_that_exist() -> None:
-    """Commands and the table of docs/benchmarks.md, against the commands' own parameters."""
+    """Commands and the table of docs/guide/benchmark.md, against the commands' own parameters."""
     from typer.main import get_command
 
     from unisono.tools.bench.latency import app as bench_app
 
     commands = get_command(bench_app).commands  # type: ignore[attr-defined]
-    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guide/benchmark.md").read_text()
     own = {"--max-num-seqs"}  # of `unisono serve`, which it starts
     blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     shown = [line for block in blocks for line in block.split("unisono bench ") if line.strip()]
-    assert len(shown) == 5
+    assert len(shown) == 6
     for line in shown:
         known = {name for p in commands[line.split()[0]].params for name in p.opts}
         assert not set(re.findall(r"--[a-z][\w-]+", line)) - known - own, line

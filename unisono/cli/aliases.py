@@ -1,4 +1,4 @@
-"""Flag names of SGLang and vLLM for the commands that start an engine; ``docs/cli.md`` has the table.
+"""Flag names of SGLang and vLLM for the commands that start an engine; ``docs/reference/flags.md`` has the table.
 
 :func:`translate` rewrites a command line before it is parsed. An alias is replaced by its flag, or accepted with a note
 of what happens instead. No flag is ignored silently: a value that cannot be honoured is an error, and so is an unknown
@@ -210,4 +210,7 @@ def _whole(flag: str, value: str, way_out: str = "") -> int:
 def _nearest(flag: str, known: Collection[str]) -> str:
     flags = sorted({*known, *ALIASES})
     nearest = max(flags, key=lambda one: difflib.SequenceMatcher(None, flag, one).ratio())
-    return f"The nearest known flag is {nearest}; --help=all lists all, and docs/cli.md the names of other engines."
+    return (
+        f"The nearest known flag is {nearest}; --help=all lists all flags, and docs/reference/flags.md the names of "
+        "other engines."
+    )

@@ -105,7 +105,7 @@ def feature_flags(
 def memory_flags(
     tensor_parallel_size: Annotated[
         int,
-        typer.Option(help="GPUs that hold the model together (docs/scale.md); the text is the same for every number."),
+        typer.Option(help="GPUs that hold one model; the text is the same for every number (docs/guide/scale.md)."),
     ] = 1,
     enable_expert_parallel: Annotated[
         bool,

@@ -23,7 +23,7 @@ from unisono.cli.config_file import with_config
 from unisono.cli.engine_flags import ENGINE_FLAGS
 from unisono.cli.server_flags import answer_flags, http_flags, load_flags, media_flags, operation_flags, scale_flags
 from unisono.config import catalog, env, hub
-from unisono.config.preflight.model import check_engine_model, check_model, read_overrides
+from unisono.config.preflight.model import check_engine_model, check_model, read_overrides, with_method
 from unisono.console.help import HelpfulCommand, group_of
 from unisono.console.output import CommandGroup, note, show_progress
 from unisono.console.values import (
@@ -239,7 +239,7 @@ def _speculative(text: str | None, **short: Any) -> SpeculativeConfig | None:
     """The speculative config of the JSON and of the short flags, which take precedence. Raises ConfigError."""
     settings = speculative_dict(text) if text else {}
     settings |= {name: value for name, value in short.items() if value is not None}
-    return SpeculativeConfig.parse(settings) if settings else None
+    return SpeculativeConfig.parse(with_method(settings)) if settings else None
 
 
 def _print_version(ctx: typer.Context, requested: bool) -> None:

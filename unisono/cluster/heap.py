@@ -13,7 +13,7 @@ LARGE_BLOCK = 1 << 20
 """Bytes of a block that is mapped by itself; see :func:`return_freed_memory`."""
 
 _M_MMAP_THRESHOLD = -3
-"""Number of the parameter for ``mallopt``, from malloc.h."""
+"""Parameter of ``mallopt`` in malloc.h."""
 
 
 def freeze_heap() -> None:
@@ -28,16 +28,6 @@ def freeze_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.collect()
-
-
-def return_freed_memory() -> None:
-    """Have glibc map each block of LARGE_BLOCK bytes or more by itself, so that freeing it returns it to the system.
-
-    Unless it is set, this limit rises to 32 MiB with the first large blocks that are freed. Bodies of requests then lie
-    between small objects, and the process keeps much of the memory of its peak. No-op with other C libraries.
-    """
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 @contextmanager
@@ -62,6 +52,16 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def return_freed_memory() -> None:
+    """Have glibc map each block of LARGE_BLOCK bytes or more by itself, so that freeing it returns it to the system.
+
+    By default this limit rises to 32 MiB when the first large blocks are freed. Bodies of requests then lie between
+    small objects, and the process keeps much of its peak memory. Does nothing with other C libraries.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 class HeapTrimmer:

@@ -64,6 +64,11 @@ class Registry:
 models = Registry(
     "model architecture",
     {
+        "Gemma2ForCausalLM": "unisono.models.families.gemma3:GEMMA2",
+        "Gemma3ForCausalLM": "unisono.models.families.gemma3:GEMMA3",
+        "Gemma3ForConditionalGeneration": "unisono.models.families.gemma3:GEMMA3_VISION",
+        "Gemma4ForCausalLM": "unisono.models.families.gemma4:GEMMA4",
+        "Gemma4ForConditionalGeneration": "unisono.models.families.gemma4:GEMMA4_VISION",
         "GptOssForCausalLM": "unisono.models.families.gpt_oss:GPT_OSS",
         "LlamaForCausalLM": "unisono.models.families.llama:LLAMA",
         "MistralForCausalLM": "unisono.models.families.mistral:MISTRAL",

@@ -43,7 +43,7 @@ class EngineConfig(Concise):
     ``None`` and ``"auto"`` are resolved.
 
     model: a checkpoint directory or the name of a bundled one. dtype: auto, float32, float16 (half) or bfloat16.
-    kv_cache_dtype: dtype of keys and values. auto: the model's. fp8 or fp8_e4m3: e4m3 (docs/quantisation.md).
+    kv_cache_dtype: dtype of keys and values. auto: the model's. fp8 or fp8_e4m3: e4m3 (docs/guide/quantise.md).
     max_model_len: tokens per request, prompt and output together.
     gpu_memory_utilization: fraction of the GPU's memory that the engine may use, 0 … 1.
     snapshot_share: fraction of the KV cache's bytes for snapshots of recurrent layers, which the prefix cache needs.
@@ -70,7 +70,7 @@ class EngineConfig(Concise):
     the drafts are. The text is then meaningless.
     synthetic_acceptance_rates: for benchmarks: fraction of rounds in which draft 1, 2 … is accepted; later drafts are
     never accepted.
-    enable_lora: requests may name adapters (docs/adapters.md). max_loras: adapters on the device at once.
+    enable_lora: requests may name adapters (docs/guide/adapters.md). max_loras: adapters on the device at once.
     max_lora_rank: largest rank of an adapter; memory is reserved for it. max_cpu_loras: adapters in host memory; None:
     as many as on the device. lora_modules: (name, directory) of adapters to load at start. lora_dtype: "auto" only: the
     model's.

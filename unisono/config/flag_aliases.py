@@ -2,7 +2,8 @@
 
 ``--tensor-parallel-size 1`` and ``LLM(tensor_parallel_size=1)`` are the same entry. An entry maps a name to a flag of
 Unisono, states that some or all of its values change nothing, or gives the reason of its refusal and the nearest
-alternative. ``cli/aliases.py`` and ``entrypoints`` read it; ``docs/cli.md`` prints it (a test compares them).
+alternative. ``cli/aliases.py`` and ``entrypoints`` read it; ``docs/reference/flags.md`` prints it (a test compares
+them).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ SWITCHES = {
 
 _GRAMMARS = ("auto", "llguidance", "guidance", "xgrammar")
 _LLGUIDANCE = "the grammar engine is llguidance; the forms of xgrammar are read, too"
-_RANKS = "--tensor-parallel-size divides a model among the GPUs of one machine (docs/scale.md)"
+_RANKS = "--tensor-parallel-size divides a model among the GPUs of one machine (docs/guide/scale.md)"
 _CONTEXT = f"a context is not divided among GPUs; {_RANKS}"
 _STAGES = f"layers are not divided among GPUs; {_RANKS}"
 _MACHINES = (
@@ -148,7 +149,7 @@ NOTED_SWITCHES = {
     "--enable-metrics": _ALWAYS_METRICS,
     "--enable-p2p-check": "ranks reach each other's memory where torch says so, else through NCCL",
     "--enable-server-load-tracking": "the load is always tracked",
-    "--is-embedding": "/v1/embeddings is always served, and text too (docs/embeddings.md)",
+    "--is-embedding": "/v1/embeddings is always served, and text too (docs/guide/embed.md)",
     "--enable-multimodal": "models with a vision tower take images",
     "--skip-mm-profiling": "memory of the tower's passes is measured with the others",
     "--no-async-scheduling": "the host always works while the device does; the text is the same",
@@ -160,7 +161,7 @@ NOTED_SWITCHES = {
 }
 """Settings without a value that change nothing, and what happens instead."""
 
-_POOLING = "embeddings are pooled as the checkpoint's 1_Pooling/config.json says (docs/embeddings.md)"
+_POOLING = "embeddings are pooled as the checkpoint's 1_Pooling/config.json says (docs/guide/embed.md)"
 
 REFUSED = {
     "--completion-template": "there are no completion templates; put the prompt together in the client",
@@ -179,15 +180,15 @@ REFUSED = {
     "--hf-token": "the token is read from the environment (HF_TOKEN), not from a flag that others see",
     "--kv-cache-memory-bytes": "the KV cache takes what --gpu-memory-utilization leaves; --num-pages bounds it",
     "--log-config-file": "logging is set by --log-level",
-    "--logits-processors": "write a feature (docs/adding-a-feature.md)",
+    "--logits-processors": "write a feature (docs/extend/feature.md)",
     "--max-total-tokens": "the KV cache takes what --gpu-memory-utilization leaves; --num-pages bounds it",
     "--middleware": "no code is loaded into the server; put a proxy in front of it",
     "--override-pooler-config": _POOLING,
     "--pooler-config": _POOLING,
     "--skip-tokenizer-init": "prompts may be token ids with a tokenizer, too; leave it out",
     "--trust-remote-code": (
-        "code of a checkpoint is never run. An architecture of docs/models.md needs none; for another one write a "
-        "family (docs/adding-a-model.md)"
+        "code of a checkpoint is never run. An architecture of docs/reference/models.md needs none; for another one "
+        "write a family (docs/extend/model.md)"
     ),
     "--uds": "the server listens on --host and --port",
 }
@@ -231,7 +232,7 @@ def algorithm(flag: str, value: Any) -> str:
 
 
 def markdown() -> str:
-    """The table of ``docs/cli.md``."""
+    """The table of ``docs/reference/flags.md``."""
     rows = ["| Name | Here |", "|---|---|"]
     same = {**SHORT, **RENAMED, **{flag: ours or "nothing: it is so anyway" for flag, ours in SWITCHES.items()}}
     rows += [f"| `{flag}` | {f'`{ours}`' if ours.startswith('-') else ours} |" for flag, ours in sorted(same.items())]

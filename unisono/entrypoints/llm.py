@@ -71,7 +71,7 @@ class LLM:
     """A model in this process. Keyword arguments are :class:`unisono.config.EngineConfig`'s fields and vLLM's names.
 
     ``chat_template`` stands in for the checkpoint's, ``revision`` picks one of a checkpoint on the Hugging Face hub.
-    A keyword of vLLM is honoured, accepted where it changes nothing, or refused with the reason (docs/offline.md).
+    A keyword of vLLM is honoured, accepted where it changes nothing, or refused with the reason: docs/guide/offline.md.
     The start shows a progress bar on a terminal and in a notebook; ``use_tqdm_on_load=False`` shows none, and
     ``progress(stage, share)`` is called in place of it. Use as a context manager, or call
     :meth:`shutdown`, to free the device. Every method may be called in any thread, and several at once: all share one
@@ -199,7 +199,7 @@ class LLM:
         message go on; use it with add_generation_prompt=False. tools: functions that the model may call, in OpenAI's
         form. chat_template_kwargs: variables of the template, for example ``{"enable_thinking": False}``.
         chat_template: a Jinja template in place of the checkpoint's. documents: for templates that read them. Contents
-        may be lists of parts, including images and videos (docs/vision.md); mm_processor_kwargs are for these.
+        may be lists of parts, including images and videos (docs/guide/images.md); mm_processor_kwargs are for these.
         """
         (messages,) = as_conversations([messages] if isinstance(messages, (list, tuple)) else messages)
         check_template_arguments(locals())

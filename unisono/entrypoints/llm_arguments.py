@@ -26,7 +26,7 @@ from unisono.config.flag_aliases import (
     check_accepted,
     refuse,
 )
-from unisono.config.preflight.model import read_overrides
+from unisono.config.preflight.model import read_overrides, with_method
 from unisono.types import ConfigError, SpeculativeConfig
 from unisono.types.lora import read_modules
 
@@ -161,7 +161,7 @@ def _speculative(config: Any) -> SpeculativeConfig | None:
         raise ConfigError(f"speculative_config is not valid JSON: {error}.") from None
     if not isinstance(config, Mapping):
         raise ConfigError(f"speculative_config={config!r}: give a dict.")
-    return SpeculativeConfig.parse(config)
+    return SpeculativeConfig.parse(with_method(config))
 
 
 def _instead(name: str, keywords: Mapping[str, Any]) -> str:
@@ -172,14 +172,14 @@ def _instead(name: str, keywords: Mapping[str, Any]) -> str:
     method = parts.get("method")
     if isinstance(method, str):
         parts["method"] = ALGORITHMS.get(method.upper(), method)
-    return f"Write speculative_config={ {'method': 'ngram, eagle3, mtp …', **parts} } (docs/speculation.md)."
+    return f"Write speculative_config={ {'method': 'ngram, eagle3, mtp …', **parts} } (docs/guide/speculate.md)."
 
 
 def _nearest(name: str) -> str:
     tables = (RENAMED, SWITCHES, ACCEPTED)
     known = sorted(FIELDS | MEDIA | {"speculative_config"} | {_name(flag) for table in tables for flag in table})
     nearest = max(known, key=lambda one: difflib.SequenceMatcher(None, name, one).ratio())
-    return f"The nearest one is {nearest}; docs/offline.md lists all."
+    return f"The nearest one is {nearest}; docs/guide/offline.md lists all."
 
 
 def _flag(name: str) -> str:

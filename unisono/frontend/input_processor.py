@@ -33,8 +33,9 @@ PromptType = str | Sequence[int] | Mapping[str, Any]
 """A prompt as callers pass it: text, token ids, or a mapping with some of PROMPT_KEYS."""
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "prompt_embeds", "embedding_overrides", "cache_salt", *KEYS}
 FREE_CHARS, CHARS_OF_A_TOKEN = 1 << 18, 16
-"""Longest text that is tokenized although it need not fit the context, characters: at least FREE_CHARS, and
-CHARS_OF_A_TOKEN for each token of the context. The tokenizer takes some 500 bytes of memory for each token.
+"""Characters of a text that is tokenized without having to fit: at least so many, and for each token of the context.
+
+The tokenizer takes some 500 bytes of memory for each token.
 """
 MAX_SALT_CHARS = 1024
 """Characters of a cache_salt; vLLM's limit."""

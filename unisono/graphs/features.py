@@ -53,7 +53,7 @@ class Features:
     masks: positions are sampled under token masks in the batch.
     whole_logits: each rank has whole rows of logits. Only set if the LM head is divided among ranks; otherwise they are
         always whole.
-    extra: names of features added by other packages (docs/adding-a-feature.md).
+    extra: names of features added by other packages (docs/extend/feature.md).
     """
 
     hidden: Hidden = Hidden.NULL

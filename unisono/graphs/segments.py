@@ -101,7 +101,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 def refusal(what: object, why: str) -> CaptureError:
     """Error for an op that no graph can hold."""
     return CaptureError(
-        f"{what} cannot be captured: {why}. Work that must read values belongs in an @eager_break (docs/graphs.md)"
+        f"{what} cannot be captured: {why}. Put work that reads values into an @eager_break (docs/design/graphs.md)"
     )
 
 

@@ -1,6 +1,6 @@
 """The adapters that the server offers: their names, and loading and unloading at run time.
 
-The engine holds the weights (docs/adapters.md); the routes read this registry. Created once by ``serve``.
+The engine holds the weights (docs/guide/adapters.md); the routes read this registry. Created once by ``serve``.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
 
 
 def load_object(body: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object in ``body``. Raises ApiError (400) for too many values, and for values that no field may hold."""
+    """The JSON object in ``body``. Raises ApiError (400) for too many values, and naming what no field may hold."""
     check_size(body)
     try:
         data = pydantic_core.from_json(body, allow_inf_nan=False)
@@ -117,7 +117,7 @@ def check_size(body: bytes | bytearray) -> None:
 
 
 def _is_suspicious(body: bytes | bytearray) -> bool:
-    """True if the body may have a number above 64 bits or a surrogate: only such bodies are searched."""
+    """True if there may be a number above 64 bits or a surrogate: only such bodies are looked through."""
     for start in range(0, len(body), CHUNK):
         end = start + CHUNK + len(LONG_NUMBER)  # a number across the border is in both pieces
         if HALF.search(body, start, end) or LONG_NUMBER in body[start:end].translate(DIGITS):
@@ -126,7 +126,7 @@ def _is_suspicious(body: bytes | bytearray) -> bool:
 
 
 def _name_the_field(body: bytes | bytearray) -> None:
-    """Raise the error with the field, if Python's more tolerant parser can locate it."""
+    """Raise the error of a field where Python's reader, which takes more, can tell which it is."""
     if len(body) <= NAMED_BYTES and _is_suspicious(body):
         try:
             data = json.loads(body, parse_int=_integer)

@@ -17,7 +17,7 @@ import torch
 from unisono.kernels import sigmoid_gate, silu_mul
 from unisono.kernels.gemm.fp8_quantize import Quantised
 from unisono.kernels.norm import gated_norm as gated
-from unisono.kernels.norm.activation import sigmoid_gate_fp8, silu_mul_fp8
+from unisono.kernels.norm.activation import SILU, ExpertGate, gelu_mul, gelu_mul_fp8, sigmoid_gate_fp8, silu_mul_fp8
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,10 @@ def in_format(x: Activations, input_format: InputFormat | None) -> Operand:
     return x if isinstance(x, Quantised) and input_format is not None and input_format.group == x.group else plain(x)
 
 
-def silu_product(x: torch.Tensor, input_format: InputFormat | None) -> Activations:
-    """``silu_mul(x)``, emitted in ``input_format``."""
-    return silu_mul(x) if input_format is None or input_format.keep else silu_mul_fp8(x, input_format.group)
+def gate_product(x: torch.Tensor, gate: ExpertGate, input_format: InputFormat | None) -> Activations:
+    """``silu_mul(x)`` or ``gelu_mul(x)`` by ``gate``, SILU or GELU_TANH, emitted in ``input_format``."""
+    plain, quantised = (silu_mul, silu_mul_fp8) if gate == SILU else (gelu_mul, gelu_mul_fp8)
+    return plain(x) if input_format is None or input_format.keep else quantised(x, input_format.group)
 
 
 def sigmoid_gated(x: torch.Tensor, qkv: torch.Tensor, num_heads: int, input_format: InputFormat | None) -> Activations:

@@ -25,7 +25,7 @@ from unisono.layers.activations import Activations, InputFormat, in_format, plai
 from unisono.layers.formats.base import FLOATS, WHOLE, PartOf, Runs, Share, Slice, Slices, StoredTensor, WeightTarget
 from unisono.layers.formats.experts import ExpertFormat
 from unisono.layers.mlp import GatedMLP
-from unisono.layers.norm import RMSNorm
+from unisono.layers.norm import Factor, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,11 @@ class ExpertStack(nn.Module):
             found += [(at + start, at + stop) for start, stop in stored.rows(own)]
             at += stored.shape(outputs, self.inputs)[0]
         return at, tuple(found)
+
+    @property
+    def whole_outputs(self) -> int:
+        """Outputs of a whole weight, including those held by other ranks."""
+        return sum(self.projections.values())
 
     @property
     def experts_held(self) -> int:
@@ -281,6 +286,7 @@ class Experts(nn.Module):
     gated: the shared expert has a gate, sigmoid of a product with x; otherwise its weight is 1.
     normalize: a token's weights sum to 1. The router's weight [E, H] is followed by the gate's.
     router_bias: the router adds a bias.
+    router_factors: each expert's weight is multiplied by a learnt number.
     counts [E]: tokens per expert, see :func:`expert_counts`.
     ranks: processes that hold the experts together; a rank computes its own part.
     """
@@ -297,6 +303,7 @@ class Experts(nn.Module):
         gated: bool = False,
         ranks: Ranks = ALONE,
         router_bias: bool = False,
+        router_factors: bool = False,
     ) -> None:
         super().__init__()
         self.top_k, self.normalize, self.gated, self.ranks = top_k, normalize, gated, ranks
@@ -305,6 +312,7 @@ class Experts(nn.Module):
         )
         self.router = nn.Parameter(router, requires_grad=False)
         self.router_bias = nn.Parameter(router.new_zeros(len(router)), requires_grad=False) if router_bias else None
+        self.factors = Factor(gate_up.experts, gate_up.dtype, router.device) if router_factors else None
         self.register_buffer("counts", torch.zeros(gate_up.experts, dtype=torch.int64, device=router.device), False)
         self.experts, self.shared = nn.ModuleDict({"gate_up": gate_up, "down": down}), shared
 
@@ -318,14 +326,19 @@ class Experts(nn.Module):
         shared = () if self.shared is None else self.shared.consumers
         return self.stacks[0], *shared, None
 
-    def forward(self, x: Activations, positions: torch.Tensor | None = None) -> Mixed:
+    def forward(
+        self, x: Activations, positions: torch.Tensor | None = None, router_input: torch.Tensor | None = None
+    ) -> Mixed:
         """x [M, H] -> the input of :meth:`project`.
 
         positions [M] i32: rows below 0 are padding and go to no expert; None: no padding.
+        router_input [M, H]: rows that the router reads; None: x.
         """
         gate_up, down = self.stacks
         chosen = positions, self.counts, gate_up.experts, self.top_k, self.normalize
-        ids, weights, gates = route(plain(x), self.router, *chosen, self.router_bias)
+        factors = None if self.factors is None else self.factors.weight
+        read = plain(x) if router_input is None else router_input
+        ids, weights, gates = route(read, self.router, *chosen, self.router_bias, factors)
         pairs, format, held = ids.numel(), gate_up.format, gate_up.experts_held
         own = ids if held == gate_up.experts else self._own(ids, held)
         plan = plan_experts(own, held, format.tile(gate_up, pairs, held))
@@ -340,13 +353,16 @@ class Experts(nn.Module):
             shared = self._columns(self.shared.down(self.shared(x)))
         return Mixed(y[:pairs], weights, shared, gates if self.gated else None)
 
-    def reference(self, x: torch.Tensor) -> torch.Tensor:
+    def reference(self, x: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
         """Plain formula in x's dtype, [M, H] -> [M, H], one expert after the other: the tests' oracle."""
+        read = x if router_input is None else router_input
         experts, bias = self.stacks[0].experts, None if self.router_bias is None else self.router_bias.to(x.dtype)
-        scores = nn.functional.linear(x, self.router.to(x.dtype), bias)
+        scores = nn.functional.linear(read, self.router.to(x.dtype), bias)
         weights, ids = scores[:, :experts].softmax(-1).topk(self.top_k)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.factors is not None:
+            weights = weights * self.factors.weight.to(x.dtype)[ids]
         out = torch.zeros_like(x)
         for expert in range(experts):
             token, choice = (ids == expert).nonzero(as_tuple=True)
@@ -361,10 +377,11 @@ class Experts(nn.Module):
         gate_up, down = self.stacks
         biases = [None if stack.bias is None else stack.bias[number].to(x.dtype) for stack in self.stacks]
         gate, up = nn.functional.linear(x, gate_up.weight[number].to(x.dtype), biases[0]).chunk(2, dim=-1)
-        alpha, limit = gate_up.gate
+        alpha, limit, gelu = gate_up.gate
         if limit:  # gpt-oss's clamped SwiGLU
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-        return nn.functional.linear(gate * (alpha * gate).sigmoid() * up, down.weight[number].to(x.dtype), biases[1])
+        gated = nn.functional.gelu(gate, approximate="tanh") if gelu else gate * (alpha * gate).sigmoid()
+        return nn.functional.linear(gated * up, down.weight[number].to(x.dtype), biases[1])
 
     def _own(self, ids: torch.Tensor, held: int) -> torch.Tensor:
         """ids [M, top_k] as indices of this rank's ``held`` experts; ``held``, the index of padding, for other ranks'
@@ -399,6 +416,11 @@ class Experts(nn.Module):
         total = combine_experts(*y, residual)
         return total, total if norm is None else norm(total)
 
+    def output(self, y: Mixed) -> torch.Tensor:
+        """The weighted sum alone, [M, H]."""
+        rows = self.router.new_zeros(len(y.weights), self.stacks[1].whole_outputs)
+        return self.project(y, rows, None)[0]
+
     @property
     def idle_share(self) -> float:
         """Fraction of the stacks' weights that a token is not multiplied with."""
@@ -413,6 +435,8 @@ class Experts(nn.Module):
                 yield f"{name}.weight", WeightTarget(rows, tuple(rows.shape))
         if self.router_bias is not None:
             yield "router.bias", WeightTarget(self.router_bias[:count], (count,))
+        if self.factors is not None:
+            yield "factors.", WeightTarget(self.factors.weight, (count,))
         for name, stack in self.experts.items():
             assert isinstance(stack, ExpertStack)
             for kind, place in stack.fused():

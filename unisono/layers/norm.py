@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from unisono.distributed.gather import Ranks
 from unisono.kernels import rms_norm
+from unisono.kernels.norm import sandwich_norm
 from unisono.kernels.norm.add_norm import add_rms_norm, add_rms_norm_fp8
 from unisono.kernels.norm.rms_norm import rms_norm_fp8
 from unisono.kernels.vision.norm import layer_norm
@@ -20,19 +22,25 @@ class RMSNorm(nn.Module):
     """``x [M, size] -> [M, size]``; see :func:`unisono.kernels.rms_norm`.
 
     zero_centered: the checkpoint stores w, and the norm multiplies by 1 + w in fp32 and rounds once (Qwen3-Next,
-        Qwen3.5). ``weight`` is then an fp32 parameter that holds 1 + w.
+        Qwen3.5, Gemma 2 and 3). ``weight`` is then an fp32 parameter that holds 1 + w.
+    wide: it multiplies by w in fp32 and rounds once (Gemma 4).
+    factor: of the stored weight, in fp32; a factor other than 1 makes the weight wide.
     input_format: format of the norm's consumers; set by the owner of norm and consumers.
     """
 
     input_format: InputFormat | None = None
+    stored_as = "weight"
+    """Suffix of the weight's name in a checkpoint."""
 
     def __init__(
-        self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str, zero_centered: bool = False
-    ) -> None:
+        self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str, zero_centered: bool = False,
+        wide: bool = False, factor: float = 1.0,
+    ) -> None:  # fmt: skip
         super().__init__()
-        dtype = torch.float32 if zero_centered else dtype
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
-        self.eps, self.zero_centered = eps, zero_centered
+        dtype = torch.float32 if zero_centered or wide or factor != 1 else dtype
+        weight = torch.full((size,), factor, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps, self.zero_centered, self.factor = eps, zero_centered, factor
 
     def forward(self, x: torch.Tensor) -> Activations:
         """[M, size] -> the norm, quantised according to ``input_format``."""
@@ -61,8 +69,23 @@ class RMSNorm(nn.Module):
 
     def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the norm, target) of each checkpoint tensor."""
-        kind = _ZeroCenteredWeight if self.zero_centered else WeightTarget
-        yield "weight", kind(self.weight, tuple(self.weight.shape))
+        shape = tuple(self.weight.shape)
+        if self.zero_centered or self.factor != 1:
+            yield self.stored_as, _ChangedWeight(self.weight, shape, plus=float(self.zero_centered), factor=self.factor)
+        else:
+            yield self.stored_as, WeightTarget(self.weight, shape)
+
+
+class Factor(nn.Module):
+    """Learnt factors, 1 at first: ``weight`` [size]. A checkpoint stores them without a name inside the module."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
+
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+        """See :meth:`RMSNorm.places`."""
+        yield "", WeightTarget(self.weight, tuple(self.weight.shape))
 
 
 class LayerNorm(nn.Module):
@@ -78,8 +101,31 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class _ZeroCenteredWeight(WeightTarget):
-    """Target of a stored w: the parameter holds 1 + w, computed in fp32."""
+@dataclass(frozen=True)
+class _ChangedWeight(WeightTarget):
+    """Target of a stored w: the parameter holds factor · (plus + w), computed in fp32."""
+
+    plus: float = 0.0
+    factor: float = 1.0
 
     def fill(self, stored: torch.Tensor) -> None:
-        self.parameter.copy_(1 + stored.float())
+        self.parameter.copy_(self.factor * (self.plus + stored.float()))
+
+
+def add_normed(
+    x: torch.Tensor, residual: torch.Tensor, after: RMSNorm | None, norm: nn.Module | None,
+    scale: Factor | None = None,
+) -> tuple[torch.Tensor, Activations]:  # fmt: skip
+    """(``total = scale * (residual + after(x))``, ``norm(total)``), each [M, H], in one launch.
+
+    Without a norm the sum twice. scale: one number; None: there is none.
+    """
+    assert after is not None
+    inputs = x, residual, after.weight, after.eps, None if scale is None else scale.weight
+    if isinstance(norm, RMSNorm):
+        if norm.input_format is None:
+            return sandwich_norm.add_normed(*inputs, norm.weight, norm.eps)
+        group, keep = norm.input_format.group, norm.input_format.keep
+        return sandwich_norm.add_normed_fp8(*inputs, norm.weight, norm.eps, group, keep)
+    total, _ = sandwich_norm.add_normed(*inputs, None, 0.0)
+    return total, total if norm is None else norm(total)

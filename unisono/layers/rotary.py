@@ -14,7 +14,7 @@ import torch
 
 from unisono.types import ConfigError
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "llama3", "proportional", "yarn")
 """Rope types whose angles depend on the position alone (dynamic and longrope depend on the length)."""
 
 
@@ -62,6 +62,8 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
 
 
 def _rot_dim(head_dim: int, parameters: dict[str, Any]) -> int:
+    if parameters.get("rope_type") == "proportional":  # all planes are in the table; some do not rotate
+        return head_dim
     return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
@@ -112,6 +114,11 @@ def _inverse_frequencies(config: Any, head_dim: int, parameters: dict[str, Any])
         rot_dim = _rot_dim(head_dim, parameters)
         exponents = torch.arange(0, rot_dim, 2, dtype=torch.float32) / rot_dim
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    if kind == "proportional":
+        rotating = int(parameters.get("partial_rotary_factor", 1.0) * head_dim / 2)
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies = 1.0 / (parameters["rope_theta"] ** exponents) / parameters.get("factor", 1.0)
+        return torch.where(torch.arange(head_dim // 2) < rotating, frequencies, 0.0), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = copy.deepcopy(config)
@@ -129,7 +136,8 @@ def rotary_table(
     """Cosines followed by sines of every position: [max_positions, rot_dim] fp32 on ``device``.
 
     parameters: the rope parameters, by default the configuration's. rot_dim is ``head_dim`` times their
-        partial_rotary_factor. The frequencies, scaling (linear; Llama 3; YaRN, arXiv 2309.00071) and its attention
+        partial_rotary_factor; for ``proportional`` (Gemma 4) it is head_dim, and the other planes have the angle 0.
+        The frequencies, scaling (linear; Llama 3; YaRN, arXiv 2309.00071) and its attention
         factor are those of transformers. Computed on the CPU, so that the table is the same on every device. Raises
         ConfigError for other rope types.
     """

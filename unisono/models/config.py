@@ -15,6 +15,7 @@ import torch
 
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.rotary import RotarySpec
+from unisono.models.blocks.layer_inputs import LayerInputsSpec
 from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.load.build import require
 from unisono.models.vision.config import VisionConfig
@@ -27,7 +28,10 @@ class DecoderConfig:
 
     layers: spec of each layer.
     max_positions: context length declared by config.json.
-    zero_centered_norms: kind of all norms that the builder makes (``layers.norm``).
+    zero_centered_norms, wide_norms: kind of all norms that the builder makes (``layers.norm``).
+    embed_scale: factor of token embeddings.
+    logit_cap: logits become logit_cap * tanh(logit / logit_cap); 0: no cap.
+    layer_inputs: inputs of every layer beside the stream; None: there are none.
     mtp_modules: number of multi-token prediction modules declared by config.json.
     vision: the vision tower beside the decoder; None: there is none.
     hf_config: the transformers config it was read from; that of the text model if there are several. Raises
@@ -42,6 +46,10 @@ class DecoderConfig:
     max_positions: int
     tie_embeddings: bool = False
     zero_centered_norms: bool = False
+    wide_norms: bool = False
+    embed_scale: float = 1.0
+    logit_cap: float = 0.0
+    layer_inputs: LayerInputsSpec | None = None
     mtp_modules: int = 0
     vision: VisionConfig | None = None
     hf_config: Any = field(default=None, repr=False, compare=False)
@@ -70,6 +78,12 @@ class DecoderConfig:
     def windows(self) -> tuple[int, ...]:
         """Positions a token sees in each layer, itself included; 0: all."""
         return tuple(getattr(layer.mixer, "window", 0) for layer in self.layers)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Number of the layer whose state each layer reads: its own, or an earlier one's."""
+        found = [getattr(layer.mixer, "reads", None) for layer in self.layers]
+        return tuple(number if read is None else read for number, read in enumerate(found))
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:

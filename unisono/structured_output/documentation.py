@@ -1,4 +1,4 @@
-"""The generated part of docs/speculation.md: enforced keywords of structured outputs.
+"""The generated part of docs/guide/structure.md: enforced keywords of structured outputs.
 
 A test compares it with the page.
 """
@@ -15,15 +15,14 @@ from unisono.structured_output.syntax.xml_parameters import STYLES
 
 def tables() -> str:
     """Keywords, formats and parts of structural tags, as Markdown."""
-    return "\n\n".join(
-        [
-            markdown(),
-            f"Formats that are enforced: {_names(FORMATS)}.",
-            f"Formats that are refused: {_names(REFUSED)}. Other names of `format` are annotations.",
-            f"Parts of structural tags: {_names(sorted(KINDS))}.",
-            f"Styles of `json_schema` in them: `json`, `python`, {_names(STYLES)}.",
-        ]
-    )
+    rows = [
+        ("Formats that are enforced", _names(FORMATS)),
+        ("Formats that are refused; other names of `format` are annotations", _names(REFUSED)),
+        ("Parts of structural tags", _names(sorted(KINDS))),
+        ("Styles of `json_schema` in structural tags", f"`json`, `python`, {_names(STYLES)}"),
+    ]
+    lists = "\n".join(["| List | Names |", "| --- | --- |", *(f"| {name} | {names} |" for name, names in rows)])
+    return f"{markdown()}\n\n{lists}"
 
 
 def _names(names: Iterable[str]) -> str:

@@ -52,7 +52,7 @@ LATE = f"its structured output got no mask within {LONGEST_WAIT:g} s after {{}} 
 class GrammarError(UnisonoError):
     """A request cannot continue: no token continues its grammar, or advancing it takes too long.
 
-    param: the request's field that causes this; None for an error of the engine.
+    param: the field of the request that causes it; None if the engine does.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -61,7 +61,7 @@ class GrammarError(UnisonoError):
 
 
 def restricting(params: SamplingParams) -> str | None:
-    """The field of a request that removes tokens which its grammar allows; None without such a field."""
+    """The field of a request that restricts the tokens beside its grammar; None if no field does."""
     if params.allowed_token_ids is not None:
         return "allowed_token_ids"
     return "bad_words" if params.bad_words else None
@@ -102,8 +102,8 @@ class Matcher:
         self._asked: tuple[np.ndarray, np.ndarray] | None = None
         self._dead: set[int] = set()
         self._restricting = restricting(params)
-        self._failure: tuple[str, str | None] | None = None  # arguments of GrammarError: an exception holds its frames
-        self._late = False  # the last answer did not arrive in time
+        self._failure: tuple[str, str | None] | None = None  # arguments of the GrammarError: an error holds frames
+        self._late = False  # the last answer did not come in time
         self._forced: list[int] | None = None  # after the committed tokens; None: unknown
         self._tells = False  # each accept requests forced tokens from the lane at once
         self._peeked = False  # the answer to that request is not read yet

@@ -73,6 +73,7 @@ PARSERS: Mapping[str, Parser] = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v31", "glm45", "glm47", "holo2", "interns1", "kimi_k2", "mimo"), THINK),
     **dict.fromkeys(("nemotron_v3", "olmo3"), THINK),
     **dict.fromkeys(("minimax_m2", "qwen3_thinking", "step3", "step3p5"), OPENED),
+    "gemma4": Parser("<|channel>thought", "<channel|>"),
     "kimi": Parser("◁think▷", "◁/think▷"),
     "mistral": Parser("[THINK]", "[/THINK]"),
     "seed_oss": Parser("<seed:think>", "</seed:think>", opens=True),
@@ -96,7 +97,7 @@ def parser_of(template: str) -> Parser | None:
     """The parser for a chat template with this text; None if it has no reasoning."""
     if PARSERS["openai_gptoss"].start in template:
         return PARSERS["openai_gptoss"]
-    for parser in (PARSERS["seed_oss"], PARSERS["mistral"], PARSERS["kimi"], THINK):
+    for parser in (PARSERS["seed_oss"], PARSERS["mistral"], PARSERS["kimi"], PARSERS["gemma4"], THINK):
         if parser.end in template:
             return parser if parser.start in template else replace(parser, opens=True)
     return None

@@ -64,7 +64,7 @@ class Limit(Protocol):
         """
 
     def __str__(self) -> str:
-        """The limit in the words of docs/limits.md."""
+        """The limit in the words of docs/reference/limits.md."""
 
 
 @dataclass(frozen=True)

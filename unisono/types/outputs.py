@@ -142,8 +142,8 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     hidden_states: of generated tokens, if requested: the state before each of these tokens except the very first.
     prompt_hidden_states: those of the prompt, on the first delta.
     extra: reports of features of other packages, a list by name; lists of successive deltas are concatenated.
-    error: the request failed inside the engine; ``finish`` is then ABORT. error_param: the request's field that caused
-    it; None for an error of the engine.
+    error: the request failed inside the engine; ``finish`` is then ABORT. error_param: the request's field
+        that caused it; None if the engine did.
     joined: rounds of a delta that combines several; see :attr:`rounds`.
     """
 

@@ -64,7 +64,7 @@ class SamplingParams(Concise):
     truncate_prompt_tokens: keep this many prompt tokens, by default the last ones (truncation_side "left"); -1 keeps as
     many as the context leaves beside max_tokens.
     max_drafts: most drafts per round for this request; 0 turns speculation off; None: the engine's k.
-    extra_args (vLLM's name): parameters of features of other packages, by name (docs/adding-a-feature.md).
+    extra_args (vLLM's name): parameters of features of other packages, by name (docs/extend/feature.md).
     structured_outputs: the form of the output. Once it is complete, only EOS may follow; ignore_eos and min_tokens
     forbid the end only while the output can continue.
     thinking: the marks of the reasoning section; structured_outputs applies after it.

@@ -22,7 +22,7 @@ class Facts:
     takes: field of config.json -> ANY, or the values that the family computes; a field of ``formula.FORMULA`` that is
     missing here must be neutral. windows: "by layer": ``layer_types`` chooses sliding windows; "all": every layer has
     ``sliding_window``; "none": no layer has one. experts: layers may have experts. partial_rotary: a fraction of a head
-    may be rotated.
+    may be rotated. rope_by_type: the rope parameters are those of layer types.
     """
 
     model_types: Sequence[str]
@@ -31,6 +31,7 @@ class Facts:
     windows: str = "none"
     experts: bool = False
     partial_rotary: bool = False
+    rope_by_type: bool = False
 
 
 _BIASES = {"attention_bias": ANY}
@@ -52,7 +53,36 @@ _QWEN3_5_MOE = Facts(
     partial_rotary=True,
 )
 
+_GEMMA2 = {
+    **_BIASES, "hidden_act": ("gelu_pytorch_tanh",), "hidden_activation": ("gelu_pytorch_tanh",), "layer_types": ANY,
+    "query_pre_attn_scalar": ANY, "final_logit_softcapping": ANY, "attn_logit_softcapping": ANY,
+}  # fmt: skip
+_GEMMA3 = {
+    **{name: values for name, values in _GEMMA2.items() if name != "attn_logit_softcapping"},
+    "sliding_window_pattern": ANY, "_sliding_window_pattern": ANY, "rope_local_base_freq": ANY,
+}  # fmt: skip
+
+_GEMMA4 = {
+    **{name: values for name, values in _GEMMA3.items() if name != "query_pre_attn_scalar"}, **_EXPERTS,
+    **dict.fromkeys(
+        ("attention_k_eq_v", "enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers",
+         "per_layer_config", "top_k_experts", "use_double_wide_mlp"), ANY
+    ),
+    "use_bidirectional_attention": ("vision",),
+}  # fmt: skip
+
 ARCHITECTURES: Mapping[str, Facts] = {
+    "Gemma2ForCausalLM": Facts(("gemma2",), takes=_GEMMA2, windows="by layer"),
+    "Gemma3ForCausalLM": Facts(("gemma3_text",), takes=_GEMMA3, windows="by layer", rope_by_type=True),
+    "Gemma3ForConditionalGeneration": Facts(
+        ("gemma3",), ("gemma3_text",), _GEMMA3, windows="by layer", rope_by_type=True
+    ),
+    "Gemma4ForCausalLM": Facts(
+        ("gemma4_text",), takes=_GEMMA4, windows="by layer", experts=True, partial_rotary=True, rope_by_type=True
+    ),
+    "Gemma4ForConditionalGeneration": Facts(
+        ("gemma4",), ("gemma4_text",), _GEMMA4, "by layer", experts=True, partial_rotary=True, rope_by_type=True
+    ),
     "GptOssForCausalLM": Facts(
         ("gpt_oss",),
         takes={**_BIASES, **_EXPERTS, "swiglu_limit": ANY, "swiglu_alpha": ANY, "layer_types": ANY},

@@ -259,7 +259,8 @@ def _check_windows(facts: Facts, config: Mapping[str, Any], architecture: str, w
         elif not beyond and not _only_full(types):
             raise CheckpointError(_refusal(where, name, value, architecture))
     for name in _PATTERNS:
-        if (value := config.get(name)) and not (facts.windows == "by layer" and types):
+        known = name in facts.takes or (facts.windows == "by layer" and types)
+        if (value := config.get(name)) and not known:
             raise CheckpointError(_refusal(where, name, value, architecture))
     if isinstance(types, list) and facts.takes.get("layer_types") is not ANY:
         kind = "sliding_attention" if window else "full_attention"
@@ -281,9 +282,15 @@ def _check_rope(facts: Facts, config: Mapping[str, Any], architecture: str, wher
         parameters = config.get(name)
         if not isinstance(parameters, Mapping):
             continue
-        for key, value in parameters.items():
-            ok = one(value, config) or facts.partial_rotary if key == "partial_rotary_factor" else True
-            ok = ok and not (key == "llama_4_scaling_beta" and value) and not isinstance(value, Mapping)
+        of_types = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
+        if facts.rope_by_type and of_types:
+            pairs = [(f"{key}.{inner}", value) for key, of_type in of_types.items() for inner, value in of_type.items()]
+        else:
+            pairs = list(parameters.items())
+        for key, value in pairs:
+            kind = key.rpartition(".")[2]
+            ok = one(value, config) or facts.partial_rotary if kind == "partial_rotary_factor" else True
+            ok = ok and not (kind == "llama_4_scaling_beta" and value) and not isinstance(value, Mapping)
             if not ok:
                 raise CheckpointError(_refusal(where, f"{name}.{key}", value, architecture))
 

@@ -125,6 +125,19 @@ def check_engine_model(
     return directory
 
 
+def with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add the ``method`` to a speculative config with only a ``model`` whose config.json determines it.
+
+    As in vLLM, for the assistants of Gemma 4. Raises CheckpointError for a hub id that cannot be downloaded.
+    """
+    model = settings.get("model")
+    if settings.get("method") is not None or not isinstance(model, str):
+        return settings
+    names = (read_object(catalog.resolve_name(model) / CONFIG) or {}).get("architectures")
+    first = str(names[0]) if isinstance(names, list) and names else ""
+    return {**settings, "method": "mtp_frozen"} if first.startswith(_ASSISTANTS) else settings
+
+
 def check_drafter(speculative: SpeculativeConfig | None) -> None:
     """Check the checkpoint of ``--speculative-model`` by its files.
 
@@ -200,7 +213,7 @@ def architecture_of(raw: Mapping[str, Any], directory: Path) -> str:
     if _is_draft_head(names[0], raw):
         raise CheckpointError(
             f"{directory} is a draft head ({names[0][:80]}), not a model: give its target as the model, and this with "
-            "--speculative-method eagle3 (or eagle) --speculative-model PATH."
+            f"--speculative-method {_method_of(names[0])} --speculative-model PATH."
         )
     if names[0] not in catalog.models:
         raise CheckpointError(f"{directory}: architecture {names[0][:80]!r} is not supported. Supported: {supported}.")
@@ -209,7 +222,17 @@ def architecture_of(raw: Mapping[str, Any], directory: Path) -> str:
 
 def _is_draft_head(architecture: str, raw: Mapping[str, Any]) -> bool:
     fields = ("speculators_model_type", "eagle_config", "draft_vocab_size", "dflash_config")
-    return "Eagle" in architecture or any(raw.get(name) is not None for name in fields)
+    marked = any(kind in architecture for kind in ("Eagle", *_ASSISTANTS))
+    return marked or any(raw.get(name) is not None for name in fields)
+
+
+_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
+"""Beginnings of the architectures of drafters that read their target's keys."""
+
+
+def _method_of(architecture: str) -> str:
+    """The drafter that loads a draft head."""
+    return "mtp_frozen" if architecture.startswith(_ASSISTANTS) else "eagle3 (or eagle)"
 
 
 def has_tokenizer(directory: Path) -> bool:

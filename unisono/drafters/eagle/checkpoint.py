@@ -112,7 +112,7 @@ class DraftCheckpoint:
         else:
             weights.fill(self.targets(head), self.tensors, device, progress)
         if not self.own_embed or weights.same_as(head.embed, target.embed):
-            head.embed = target.embed
+            head.embed = target.embed.unscaled
         if not self.own_head and self.own_embed and self.tied:
             head.lm_head.weight = head.embed.weight
         elif not self.own_head or weights.same_as(head.lm_head, target.lm_head):
@@ -133,10 +133,10 @@ class DraftCheckpoint:
         vocabulary = f"{self.config.draft_vocab} of the target's {self.config.layer.vocab_size}"
         found.append(("draft vocabulary", vocabulary, mapped))
         for name, part, theirs, own in (
-            ("embedding", head.embed, target.embed, self.own_embed),
+            ("embedding", head.embed, target.embed.unscaled, self.own_embed),
             ("LM head", head.lm_head, target.lm_head, self.own_head),
         ):
-            shared = part is theirs
+            shared = part.weight is theirs.weight
             value = "the target's" if shared else "its own" if own else "its own embedding"
             reason = "the checkpoint stores none" + ("" if own or shared else ", tie_word_embeddings is set")
             if own:

@@ -5,11 +5,12 @@ to catch up with. Its structure is that of Gemma 4's assistants (transformers ``
 ``SinglePositionMultiTokenCandidateGenerator``; vLLM's ``gemma4_mtp``) over the blocks of the supported families::
 
     x = pre_projection([embed(token) ; hidden])      the target's embedding and last hidden state, both Ht wide
-    x = layers(x)                                    pre-norm blocks; queries only, over the target's last layer
+    x = layers(x)                                    queries only, over the target's last layer of their type
     y = norm(x)        draft: lm_head(y)        the next step's hidden: post_projection(y)
 
-All steps of a round are at the last committed token's position and see the positions before it. Gemma's own assistants
-have unsupported blocks and are refused by name.
+All steps of a round are at the last committed token's position and see the positions before it. The checkpoint's
+tensors determine the order of norms; kinds of norms, scales and gates are the target's. With centroids, only the tokens
+of the best clusters have a logit (``drafters/mtp/ordered_vocabulary.py``).
 
 Shapes: R rows, H hidden, Ht the target's, V vocabulary.
 """
@@ -21,18 +22,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from unisono.attention.context import ForwardContext
 from unisono.config import catalog
+from unisono.drafters.mtp.ordered_vocabulary import TOP_K, OrderedSpec
 from unisono.kv.specs import Tree
+from unisono.layers.activations import plain
 from unisono.layers.embedding import Embedding
 from unisono.layers.formats.base import WeightTarget
 from unisono.models.blocks.decoder import Decoder
-from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec, QuerySpec, build_layers
+from unisono.models.blocks.layers import PRE, SANDWICH, AttentionSpec, LayerSpec, MLPSpec, build_layers
+from unisono.models.blocks.query_attention import QuerySpec
 from unisono.models.config import DecoderConfig, attention_of, checkpoint_name
 from unisono.models.families import llama
 from unisono.models.load import weights
@@ -49,12 +53,21 @@ NAMES = {
 }
 """Our modules -> the checkpoint's. A missing LM head is tied to ``model.embed_tokens``."""
 
+SANDWICH_NAMES = {
+    **NAMES,
+    "layers.*.mixer_post_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.feed_forward_norm": "model.layers.*.pre_feedforward_layernorm",
+    "layers.*.feed_forward_post_norm": "model.layers.*.post_feedforward_layernorm",
+    "layers.*.scale": "model.layers.*.layer_scalar",
+    "ordered.centroids": "masked_embedding.centroids",
+    "ordered.ordering": "masked_embedding.token_ordering",
+}
+"""The same of layers with norms before and after each block."""
+
 EMBED = "model.embed_tokens.weight"
 
 UNSUPPORTED = {
     r"\.self_attn\.(k_proj|v_proj)\.": "keys of its own, so that it needs a cache: give the method that fits it",
-    r"\.(pre_feedforward_layernorm|layer_scalar)": "Gemma 4's blocks, which are not supported yet",
-    r"^masked_embedding\.": "centroids over the vocabulary, which are not supported yet",
 }
 
 
@@ -64,9 +77,13 @@ class FrozenHead(nn.Module):
     config: its layers, whose mixers attend over keys and values of the target.
     reads: for each layer, the number of the target layer that wrote these.
     embed: the target's embedding.
+    ordered: the choice of tokens that have a logit; None: all have one.
     """
 
-    def __init__(self, config: DecoderConfig, reads: Sequence[int], embed: Embedding, builder: Builder) -> None:
+    def __init__(
+        self, config: DecoderConfig, reads: Sequence[int], embed: Embedding, builder: Builder,
+        ordered: OrderedSpec | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         wide = embed.weight.shape[1]
         self.config, self.reads, self.embed = config, tuple(reads), embed
@@ -76,6 +93,7 @@ class FrozenHead(nn.Module):
         self.norm = norm
         self.lm_head = builder.linear("lm_head", config.hidden_size, config.vocab_size)
         self.post_projection = builder.linear("post_projection", config.hidden_size, wide)
+        self.ordered = None if ordered is None else ordered.build(builder.at("ordered"))
 
     def state_specs(self) -> Tree:
         """None: the keys and values are the target's."""
@@ -97,7 +115,9 @@ class FrozenHead(nn.Module):
         stream = self.layers[0].begin(x)  # type: ignore[operator]
         for layer, read in zip(self.layers, self.reads, strict=True):
             stream = layer(stream, context, kv[read])
-        return self.post_projection(stream.normed), self.lm_head(stream.normed)
+        y = stream.normed
+        logits = self.lm_head(y) if self.ordered is None else self.ordered(plain(y), self.lm_head.weight)
+        return self.post_projection(y), logits
 
 
 @dataclass(frozen=True)
@@ -109,6 +129,7 @@ class FrozenCheckpoint:
     reads: tuple[int, ...]
     why: str
     tensors: Mapping[str, TensorInfo] = field(repr=False)
+    ordered: OrderedSpec | None = None
 
     @classmethod
     def open(cls, path: str | Path, target: DecoderConfig) -> FrozenCheckpoint:
@@ -125,7 +146,8 @@ class FrozenCheckpoint:
             if name is not None:
                 raise CheckpointError(f"{directory} has {what} ({name}).")
         reads, why = _reads(directory, _depth(tensors), target)
-        opened = cls(directory, _config(directory, tensors, target, reads), reads, why, tensors)
+        config = _config(directory, tensors, target, reads)
+        opened = cls(directory, config, reads, why, tensors, _ordered(directory, tensors, config))
         opened._check(target)
         return opened
 
@@ -140,8 +162,10 @@ class FrozenCheckpoint:
 
         ``progress`` is called with the fraction of its elements that is loaded, 0 … 1.
         """
-        builder = target.builder.beside(attention, dtype, self.config.hidden_size, ranks=target.builder.ranks)
-        head = FrozenHead(self.config, self.reads, target.embed, builder)
+        builder = target.builder.beside(
+            attention, dtype, self.config.hidden_size, ranks=target.builder.ranks, wide_norms=self.config.wide_norms
+        )
+        head = FrozenHead(self.config, self.reads, target.embed, builder, self.ordered)
         weights.fill(self._targets(head), self.tensors, target.embed.weight.device, progress)
         return head.eval()
 
@@ -150,13 +174,14 @@ class FrozenCheckpoint:
         builder = Builder(self.config.hidden_size, self.config.rms_eps, torch.float32, "meta", no_attention, 1)
         embed = Embedding(target.vocab_size, target.hidden_size, torch.float32, "meta")
         reason = "it has no place in this drafter"
-        targets = self._targets(FrozenHead(self.config, self.reads, embed, builder))
+        targets = self._targets(FrozenHead(self.config, self.reads, embed, builder, self.ordered))
         weights.check(targets, self.tensors, self.path, lambda name: None if name == EMBED else reason)
 
     def _targets(self, head: FrozenHead) -> dict[str, WeightTarget]:
         """Checkpoint names of the head's own tensors -> the parameters they fill."""
+        names = SANDWICH_NAMES if self.config.layers[0].mixer_norms.after else NAMES
         targets = {
-            f"{checkpoint_name(NAMES, path)}.{kind}": place
+            weights.tensor_name(checkpoint_name(names, path), kind): place
             for path, kind, place in weights.places(head)
             if path != "embed"
         }
@@ -186,8 +211,8 @@ def _config(
             f"{directory}: pre_projection.weight has shape {[hidden, wide]}; a target of hidden size "
             f"{target.hidden_size} needs {2 * target.hidden_size} columns. It belongs to another model."
         )
-    layers = []
-    for number, read in enumerate(reads or _attending(target)[-1:]):
+    layers, order = [], SANDWICH if any("pre_feedforward_layernorm" in name for name in tensors) else PRE
+    for number, read in enumerate(reads or [target.reads[_attending(target)[-1]]]):
         layer, theirs = f"model.layers.{number}.", cast(AttentionSpec, target.layers[read].mixer)
         heads = shape(f"{layer}self_attn.q_proj.weight")[0] // theirs.head_dim
         if heads % theirs.num_kv_heads:
@@ -202,22 +227,54 @@ def _config(
             theirs.rotary,
             # The query is one position after the last visible key, so its own position uses up one of the window.
             max(theirs.window - 1, 0),
+            theirs.scale,
+            theirs.soft_cap,
             qk_norm=f"{layer}self_attn.q_norm.weight" in tensors,
             qkv_bias=f"{layer}self_attn.q_proj.bias" in tensors,
             o_bias=f"{layer}self_attn.o_proj.bias" in tensors,
             pages=theirs.window_group,
         )
         down = f"{layer}mlp.down_proj"
-        layers.append(LayerSpec(mixer, MLPSpec(shape(f"{down}.weight")[1], f"{down}.bias" in tensors)))
-    return replace(target, hidden_size=hidden, layers=tuple(layers))
+        mlp = MLPSpec(shape(f"{down}.weight")[1], f"{down}.bias" in tensors, _activation(target.layers[read]))
+        layers.append(LayerSpec(mixer, mlp, order, order, scaled=order.after and f"{layer}layer_scalar" in tensors))
+    return replace(target, hidden_size=hidden, layers=tuple(layers), layer_inputs=None, logit_cap=0.0)
+
+
+def _activation(layer: LayerSpec) -> str:
+    """The gate of a target's layer, of its dense part where there are several."""
+    found: str = getattr(getattr(layer.feed_forward, "dense", layer.feed_forward), "activation", "silu")
+    return found
+
+
+def _ordered(directory: Path, tensors: Mapping[str, TensorInfo], config: DecoderConfig) -> OrderedSpec | None:
+    """The choice of tokens, where there are centroids. Raises CheckpointError where the vocabulary has no equal
+    clusters."""
+    centroids = tensors.get("masked_embedding.centroids.weight")
+    if centroids is None:
+        return None
+    top_k = _settings(directory).get("centroid_intermediate_top_k", TOP_K)
+    if config.vocab_size % centroids.shape[0] or not 1 <= top_k <= centroids.shape[0]:
+        raise CheckpointError(
+            f"{directory}: {centroids.shape[0]} centroids of {config.vocab_size} tokens, of which {top_k} are chosen: "
+            "they must have equally many, and there must be as many."
+        )
+    return OrderedSpec(config.vocab_size, centroids.shape[0], top_k)
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """config.json; empty where there is none."""
+    file = directory / "config.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return found
 
 
 def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[tuple[int, ...], str]:
     """The target's last attention layer, or the last of each type listed in config.json; and the reason."""
-    file = directory / "config.json"
-    types = json.loads(file.read_text()).get("layer_types") if file.is_file() else None
+    file, settings = directory / "config.json", _settings(directory)
+    types = settings.get("text_config", settings).get("layer_types")
     if types is None:
-        return (_attending(target)[-1],) * depth, "the target's last that attends; config.json lists no layer_types"
+        last = target.reads[_attending(target)[-1]]
+        return (last,) * depth, "the target's last that attends; config.json lists no layer_types"
     if len(types) != depth:
         raise CheckpointError(f"{file}: layer_types names {len(types)} layers, the weights hold {depth}.")
     reads = []
@@ -225,7 +282,7 @@ def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[tuple[in
         same = [i for i in _attending(target) if (target.windows[i] > 0) == (kind == "sliding_attention")]
         if not same:
             raise CheckpointError(f"{file}: layer_types has {kind!r}, and no layer of the target is of that type.")
-        reads.append(same[-1])
+        reads.append(target.reads[same[-1]])
     return tuple(reads), "the target's last layer of each type that layer_types in config.json lists"
 
 

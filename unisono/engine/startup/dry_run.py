@@ -107,6 +107,7 @@ def _on_meta(checkpoint: Checkpoint, config: ResolvedConfig) -> Decoder:
         c.zero_centered_norms,
         ranks=ranks,
         kv_dtype=config.kv_dtype,
+        wide_norms=c.wide_norms,
     )
     return Decoder(c, builder)
 

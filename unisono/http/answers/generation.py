@@ -212,7 +212,7 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[OutputPiece]:
         """Yield text as soon as later tokens cannot change it; the last piece has ``finish``.
 
-        Raises UnisonoError: EngineDead, and the error of a request that fails.
+        Raises UnisonoError: that of a failure.
         """
         assert self._stream is not None
         reason, failed = FinishReason.RUNNING, False

@@ -1,7 +1,7 @@
 """Limits of a connection before any key is checked: sizes, counts and times of requests, and number of connections.
 
 :class:`LimitedProtocol` is ``connection``'s HTTP protocol with these limits; ``serve`` passes it to uvicorn.
-docs/limits.md lists the numbers.
+docs/reference/limits.md lists the numbers.
 """
 
 from __future__ import annotations

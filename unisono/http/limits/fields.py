@@ -1,9 +1,9 @@
-"""Limits of every field of every request body in one table, and the check of a body by its limits and its model.
+"""Limits of every field of request bodies and of every parameter of paths and queries, and the check of a body.
 
 ``BODIES`` has a limit for each field of a body that is a number, a text, a list or an object. They are checked before
-the body's model, so that no code processes a value beyond its limit. ``PARAMETERS`` has the limits of parameters of
-paths and queries; routes annotate them with the types below it. docs/limits.md has both tables
-(tests/http/test_field_limits.py writes them). Limits of the whole body are in ``request_body.py``.
+the body's model, so that no code processes a value beyond its limit. ``PARAMETERS`` has the limits of paths and
+queries, which routes name by the types below it. docs/reference/limits.md has the same tables (scripts/reference.py
+writes them). Limits of the whole body are in ``request_body.py``.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ TABLE_HEAD = "| field | limit | body |\n|---|---|---|\n"
 
 
 def table() -> str:
-    """The table of docs/limits.md: each field and limit, and the bodies with it."""
+    """The table of docs/reference/limits.md: each field and limit, and the bodies with it."""
     rows: dict[tuple[str, str], list[str]] = {}
     for body, limits in BODIES.items():
         for name, limit in limits.items():
@@ -282,6 +282,6 @@ def table() -> str:
 
 
 def parameter_table() -> str:
-    """The table of docs/limits.md of parameters of paths and queries."""
+    """The table of docs/reference/limits.md of parameters of paths and queries."""
     lines = [f"| `{name}` | {limit} |\n" for name, limit in sorted(PARAMETERS.items())]
-    return "| parameter | limit |\n|---|---|\n" + "".join(lines)
+    return "| Parameter | Limit |\n|---|---|\n" + "".join(lines)

@@ -1,6 +1,6 @@
 """Every field of the chat and completion bodies of OpenAI, vLLM and SGLang, and its treatment here.
 
-``protocol.parse`` refuses fields by this table, and docs/compatibility.md is generated from it
+``protocol.parse`` refuses fields by this table, and docs/reference/request-fields.md is generated from it
 (tests/http/test_compatibility.py). A field is
 
 * honoured: it is a field of the request models of ``protocol.py``, and ``HONOURED`` has its description,
@@ -40,7 +40,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     # ---- prompt ----
     "messages": (
         "ovs",
-        "the conversation; contents are text or parts, with images and videos ([vision.md](vision.md))",
+        "the conversation; contents are text or parts, with images and videos ([Images](../guide/images.md))",
     ),
     "prompt": ("ovs", "text, token ids, or a list of either; a choice for each"),
     "prompt_embeds": ("v", "with `--enable-prompt-embeds`"),
@@ -48,7 +48,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "suffix": ("ovs", "what follows the answer; for tokenizers with infill tokens (`unisono/text/infill.py`)"),
     "mm_processor_kwargs": ("v", "settings of images and videos: min_pixels, max_pixels, size, fps, num_frames"),
     "media_io_kwargs": ("v", "settings of videos: fps, num_frames; of images: rgba_background_color"),
-    "model": ("ovs", "a served name, or an adapter's ([adapters.md](adapters.md))"),
+    "model": ("ovs", "a served name, or an adapter's ([Adapters](../guide/adapters.md))"),
     "documents": ("v", "passed to the chat template"),
     "chat_template": ("v", "with `--trust-request-chat-template`; rendered in a sandbox"),
     "chat_template_kwargs": ("vs", "variables of the chat template"),
@@ -74,7 +74,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "use_beam_search": ("v", "n is the beam width, 2 n at most --max-logprobs; see below"),
     "length_penalty": ("v", "of beams: cumulative log-probability / tokens ^ length_penalty, prompt tokens included"),
     "speculative": ("", "Unisono's: drafts of this request; changes when tokens come, never which"),
-    "vllm_xargs": ("v", "parameters of installed features (docs/adding-a-feature.md); other names are refused"),
+    "vllm_xargs": ("v", "parameters of installed features (docs/extend/feature.md); other names are refused"),
     # ---- the form of the answer ----
     "response_format": ("ovs", "text, json_object, json_schema, structural_tag"),
     "structured_outputs": ("v", "json, regex, choice, grammar, json_object, structural_tag"),
@@ -106,7 +106,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "return_drafts": (
         "",
         "Unisono's, streams only: a chunk for each token, whose `draft` says whether it is an accepted draft "
-        "([api.md](api.md))",
+        "([HTTP API](http-api.md))",
     ),
     "return_prompt_token_ids": ("s", "prompt_token_ids alone"),
     "return_prompt_text": ("v", "what the chat template wrote"),
@@ -267,7 +267,7 @@ def _same(a: object, b: object) -> bool:
 OWNERS = {"o": "OpenAI", "v": "vLLM", "s": "SGLang"}
 PAGE = """# Fields of request bodies
 
-Written from `unisono/http/openai/compatibility.py` by tests/http/test_compatibility.py; do not edit it by hand.
+Generated from `unisono/http/openai/compatibility.py`: do not edit it, run `python scripts/reference.py fields`.
 
 Every field of the chat and completion bodies of OpenAI, vLLM and SGLang is honoured, taken where its value asks for
 nothing, or refused with an error (400) that names the field, the reason and the nearest field that exists. An unknown
@@ -296,7 +296,7 @@ Taken and not read, for they cannot change an answer: {labels}.
 
 
 def page(chat: Collection[str], text: Collection[str]) -> str:
-    """docs/compatibility.md, for the fields of the two request models."""
+    """docs/reference/request-fields.md, for the fields of the two request models."""
     rows = ["| Field | Of | Chat | Completions | |", "|---|---|---|---|---|"]
     for name, (owners, note) in HONOURED.items():
         if name in chat or name in text:

@@ -403,7 +403,7 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 
 def parse(body: bytes | bytearray, kind: type[Body]) -> Body:
-    """A request body as ``kind``. Raises ApiError and BadRequest (400) with the field, its value and the rule."""
+    """A request body as ``kind``. Raises ApiError and BadRequest (400) naming the field, its value and the rule."""
     return parse_fields(load_object(body), kind)
 
 

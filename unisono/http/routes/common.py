@@ -115,8 +115,8 @@ async def parsed_body(request: Request, parse: Callable[[bytearray], T]) -> T:
     except ClientDisconnect:
         raise ApiError(CLIENT_GONE, "The client went before its request was read.") from None
     finally:
-        with suppress(BufferError):  # a thread still parses it for a client that has left
-            body.clear()  # a traceback may hold this frame, and the ticket releases the bytes now
+        with suppress(BufferError):  # a thread reads it for a client that has left
+            body.clear()  # a traceback may hold this frame, and the ticket gives the bytes back now
 
 
 INPUTS = ("messages", "prompt", "prompt_embeds", "embedding_overrides", "image_data", "video_data")

@@ -376,6 +376,10 @@ AOT = [
     _case(8, 4, 256, 64, cut=False),
     _case(8, 4, 256, 4, cut=True, window=True, soft_cap=50.0),  # Gemma 2
     _case(8, 4, 256, 64, cut=False, soft_cap=50.0),
+    *(_case(16, 2, 512, width, cut=True) for width in (1, 4)),  # Gemma 4, full layers: rounds
+    _case(16, 2, 512, 64, cut=False),  # and extend passes
+    _case(16, 8, 256, 4, cut=True, window=True),  # and layers with a window
+    _case(16, 2, 512, 4, cut=True, e4m3=True),
     _case(64, 8, 64, 4, cut=True, sinks=True),  # gpt-oss
     _case(64, 8, 64, 16, cut=False, window=True, sinks=True),
     *(_case(32, 8, 128, width, cut=True, e4m3=True) for width in (1, 4, 6)),

@@ -29,11 +29,12 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
                            k_scales, v_scales, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
                            GATED: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
                            BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr,
-                           OVERLAP: tl.constexpr):  # fmt: skip
+                           V_NORM: tl.constexpr, K_IS_V: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     # A program's heads are all queries, all keys or all values; the last of a kind may have room for more heads. A
     # head is four runs of dimensions: ``first`` and ``second`` rotate together, element by element; ``third`` and
     # ``fourth`` do not rotate (absent if BLOCK_REST is 0). No sum of a product is left to the compiler, which fuses one
     # of two products and chooses it anew for each number of heads. With scales the caches are e4m3 (kv_e4m3.py).
+    # V_NORM: values are normed, without a weight. K_IS_V: values are the keys' projection, before norm and rotation.
     follow(OVERLAP, True)
     QUERIES: tl.constexpr = (HQ + GROUP - 1) // GROUP
     KEYS: tl.constexpr = (HKV + GROUP - 1) // GROUP
@@ -48,8 +49,9 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
         r = 2 * HALF + every + tl.arange(0, BLOCK_REST)[None, :]
     dtype = qkv.dtype.element_ty
     # With gates a query head is followed by its gate.
-    before = tl.where(is_query, each * GATED, (1 + GATED) * HQ + tl.where(is_value, HKV, 0))
-    x = qkv + (token * ((1 + GATED) * HQ + 2 * HKV) + each + before) * D
+    APART: tl.constexpr = 0 if K_IS_V else HKV
+    before = tl.where(is_query, each * GATED, (1 + GATED) * HQ + tl.where(is_value, APART, 0))
+    x = qkv + (token * ((1 + GATED) * HQ + HKV + APART) + each + before) * D
     # All loads come first, so none waits for a sum.
     position, slot = tl.load(positions + token), tl.load(slot_mapping + token).to(tl.int64)
     first, second, third, fourth = _loaded(x, h, r, exists, D, HALF, BLOCK_REST)
@@ -60,13 +62,14 @@ def _rope_and_cache_kernel(qkv, q_norm, k_norm, eps, cos_sin, positions, slot_ma
         if not is_query:
             weight = k_norm
         weights = _loaded(weight, h, r, is_value == 0, D, HALF, BLOCK_REST)
-
     if not is_value:
         if HAS_NORM:
             first, second, third, fourth = _normed(first, second, third, fourth, weights, eps,
                                                    q_norm.dtype.element_ty, dtype, D, BLOCK_REST)  # fmt: skip
         first, second = tl.fma(first, cos, second * -sin), tl.fma(second, cos, first * sin)
-
+    elif V_NORM:
+        first, second, third, fourth = _normed(first, second, third, fourth, (1.0, 1.0, 1.0, 1.0), eps,
+                                               tl.float32, dtype, D, BLOCK_REST)  # fmt: skip
     cached = ((slot // PAGE * HKV + each) * PAGE + slot % PAGE) * D
     out = q_out + (token * HQ + each) * D
     if k_scales is None:
@@ -194,6 +197,8 @@ def launch_rope_and_cache(
     num_kv_heads: int,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    v_norm: bool = False,
+    k_is_v: bool = False,
 ) -> torch.Tensor:
     """See :func:`rope_and_cache`."""
     qkv = qkv.contiguous()
@@ -207,9 +212,10 @@ def launch_rope_and_cache(
     programs = triton.cdiv(num_heads, blocks["GROUP"]) + 2 * triton.cdiv(num_kv_heads, blocks["GROUP"])
     _rope_and_cache_kernel[(tokens, programs)](
         qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, q, k_cache, v_cache, k_scales, v_scales,
-        HQ=num_heads, HKV=num_kv_heads, D=head_dim, GATED=int(has_gates(qkv, num_heads, num_kv_heads, head_dim)),
-        HALF=rot_dim // 2, PAGE=page,
-        HAS_NORM=q_norm is not None, **blocks, num_warps=_warps(blocks), **overlapped(qkv.device),
+        HQ=num_heads, HKV=num_kv_heads, D=head_dim,
+        GATED=0 if k_is_v else int(has_gates(qkv, num_heads, num_kv_heads, head_dim)), HALF=rot_dim // 2, PAGE=page,
+        HAS_NORM=q_norm is not None, V_NORM=v_norm, K_IS_V=k_is_v, **blocks, num_warps=_warps(blocks),
+        **overlapped(qkv.device),
     )  # fmt: skip
     return q
 
@@ -242,12 +248,17 @@ def _rope_and_cache_formula(
     num_kv_heads: int,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    v_norm: bool = False,
+    k_is_v: bool = False,
 ) -> torch.Tensor:
     """Compute :func:`rope_and_cache` with a gradient."""
     head_dim = k_cache.shape[3]
-    each = 1 + has_gates(qkv, num_heads, num_kv_heads, head_dim)
+    each = 1 if k_is_v else 1 + has_gates(qkv, num_heads, num_kv_heads, head_dim)
     heads = qkv.unflatten(1, (-1, head_dim))
-    q, k, v = heads.split((each * num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, *rest = heads.split((each * num_heads, *[num_kv_heads] * (2 - k_is_v)), dim=1)
+    v = rest[0] if rest else k
+    if v_norm:
+        v = rms_norm_formula(v, v.new_ones(head_dim), eps)
     q = q[:, ::each]
     angles = cos_sin[positions.clamp(min=0)]
     page = k_cache.shape[2]
@@ -285,13 +296,16 @@ def rope_and_cache(
     num_kv_heads: int,
     k_scales: Mutated[torch.Tensor | None] = None,
     v_scales: Mutated[torch.Tensor | None] = None,
+    v_norm: bool = False,
+    k_is_v: bool = False,
 ) -> torch.Tensor:
     """Norm and rotate the query and key heads, write keys and values to the cache, return the queries.
 
     qkv [T, (Hq + 2 Hkv) D]: query, key and value heads of each token, one after the other; or [T, (2 Hq + 2 Hkv) D],
-    where each query head is followed by a gate, which ``sigmoid_gate`` reads.
+    where each query head is followed by a gate, which ``sigmoid_gate`` reads; or with ``k_is_v`` [T, (Hq + Hkv) D]:
+    values are the key heads before norm and rotation.
     q_norm, k_norm [D]: per-head RMSNorm weights (Qwen3); both or neither, of one dtype, as in ``rms_norm``.
-    eps: of both norms.
+    eps: of all norms. v_norm: norm value heads as well, without a weight (Gemma 4).
     cos_sin [max_positions, rot_dim] fp32: ``rot_dim / 2`` cosines, then as many sines. The first rot_dim
     dimensions of a head rotate in the NeoX order (d with d + rot_dim / 2; Su et al., arXiv 2104.09864),
     in fp32 with one rounding at the end; the others pass unchanged.
@@ -318,12 +332,14 @@ def rope_and_cache(
         num_kv_heads,
         k_scales,
         v_scales,
+        v_norm,
+        k_is_v,
     )
 
 
 def _aot_rope(
     dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, rot_dim: int, norm: bool | str, gated: int = 0,
-    e4m3: bool = False,
+    e4m3: bool = False, v_norm: bool = False, k_is_v: bool = False,
 ) -> AotCase:  # fmt: skip
     """Make the AotCase. norm: True with head norms, or the dtype of their weights. e4m3: the caches are e4m3."""
     tensors = dict.fromkeys(("qkv", "q_out"), f"*{dtype}")
@@ -340,6 +356,8 @@ def _aot_rope(
         "HALF": rot_dim // 2,
         "PAGE": 16,
         "HAS_NORM": bool(norm),
+        "V_NORM": v_norm,
+        "K_IS_V": k_is_v,
     }
     blocks = _blocks(head_dim, rot_dim)
     constants: dict[str, object] = sizes | blocks | {"OVERLAP": True} | ({} if e4m3 else dict.fromkeys(scales))
@@ -360,6 +378,10 @@ AOT: list[AotCase] = [
     _aot_rope("bf16", 8, 1, 256, 64, "fp32"),
     _aot_rope("fp16", 24, 4, 256, 64, "fp32"),
     _aot_rope("bf16", 16, 4, 256, 64, "fp32", gated=1),
+    _aot_rope("bf16", 16, 8, 256, 256, "fp32", v_norm=True),  # Gemma 4, sliding and full
+    _aot_rope("bf16", 16, 2, 512, 512, "fp32", v_norm=True, k_is_v=True),
+    _aot_rope("bf16", 8, 0, 512, 512, "fp32"),
+    _aot_rope("bf16", 16, 2, 512, 512, "fp32", e4m3=True, v_norm=True, k_is_v=True),
     _aot_rope("bf16", 32, 8, 128, 128, True, e4m3=True),
     _aot_rope("bf16", 32, 8, 128, 128, False, e4m3=True),
     _aot_rope("fp16", 32, 8, 80, 80, True, e4m3=True),

@@ -27,11 +27,13 @@ def rope_and_cache_cpu(
     num_kv_heads: int,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    v_norm: bool = False,
+    k_is_v: bool = False,
 ) -> torch.Tensor:
     """See ``rope_and_cache``."""
     tokens, dim, both = qkv.shape[0], k_cache.shape[3], num_heads + num_kv_heads
     heads = qkv.reshape(tokens, -1, dim)
-    if heads.shape[1] == 2 * both:  # a gate follows each query head
+    if heads.shape[1] == 2 * both and not k_is_v:  # a gate follows each query head
         queries = 2 * num_heads
         x = torch.cat((heads[:, 0:queries:2], heads[:, queries : queries + num_kv_heads]), 1)
     else:
@@ -40,10 +42,13 @@ def rope_and_cache_cpu(
         x = rms_norm.cpu(x, torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1))), eps)
     x = _rotated(x, cos_sin.index_select(0, positions.clamp(min=0)))
     if num_kv_heads:
+        values = heads[:, -num_kv_heads:]
+        if v_norm:
+            values = rms_norm.cpu(values, values.new_ones(dim, dtype=torch.float32), eps)
         at = _rows(slot_mapping, num_kv_heads, k_cache.shape[2])
         for new, cache, scales in (
             (x[:, num_heads:], k_cache, k_scales),
-            (heads[:, -num_kv_heads:], v_cache, v_scales),
+            (values, v_cache, v_scales),
         ):
             if scales is not None:
                 new, exponents = quantised(new)

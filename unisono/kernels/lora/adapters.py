@@ -31,9 +31,9 @@ import torch
 import triton
 import triton.language as tl
 
-import unisono.kernels.moe.plan  # noqa: F401  (it declares sort_pairs)
 from unisono.kernels.gemm.cpu import row_exact_product
 from unisono.kernels.library import DTYPES, AotCase, Mutated, ints, op
+from unisono.kernels.moe.plan import sort_pairs_op
 from unisono.kernels.norm.activation import silu_mul, silu_product
 from unisono.kernels.overlap import follow, overlapped, overlapping
 
@@ -69,7 +69,7 @@ class AdapterPlan:
         At least one launch must come between this and ``shrink``, which reads the tiles before it waits.
         """
         if self._sorted is None:
-            self._sorted = torch.ops.unisono.sort_pairs(self.ids, self.adapters + 1, self.tile)
+            self._sorted = sort_pairs_op(self.ids, self.adapters + 1, self.tile)
 
     @property
     def sorted(self) -> tuple[torch.Tensor, torch.Tensor]:

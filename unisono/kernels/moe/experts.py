@@ -35,7 +35,7 @@ from unisono.kernels.moe.plan import (
     tile_rows,
     tokens_of,
 )
-from unisono.kernels.norm.activation import SILU, ExpertGate, gated_cpu, gated_product, silu_product
+from unisono.kernels.norm.activation import GELU_TANH, SILU, ExpertGate, gated_cpu, gated_product
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
@@ -97,12 +97,18 @@ def biased(y, bias, e, first, cols, OF: tl.constexpr, N: tl.constexpr, dtype: tl
 
 
 @triton.jit
-def store_gated(h, acc, part, pair, valid, I: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr):  # noqa: E741
-    """Store ``silu(gate) * up`` of products acc [TILE, 2 HALF], gates first, as block ``part`` of h [pairs, I]."""
+def store_gated(h, acc, part, pair, valid, I: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr,  # noqa: E741
+                GELU: tl.constexpr):  # fmt: skip
+    """Store ``silu(gate) * up`` of products acc [TILE, 2 HALF], gates first, as block ``part`` of h [pairs, I].
+
+    GELU: in place of SiLU.
+    """
     gate, up = tl.split(acc.reshape(TILE, 2, HALF).permute(0, 2, 1))
     cols = part * HALF + tl.arange(0, HALF)
     at = pair.to(tl.int64)[:, None] * I + cols[None, :]
-    tl.store(h + at, silu_product(gate, up, h.dtype.element_ty), mask=valid[:, None] & (cols < I)[None, :])
+    tl.store(
+        h + at, gated_product(gate, up, h.dtype.element_ty, 1.0, 0.0, GELU), mask=valid[:, None] & (cols < I)[None, :]
+    )
 
 
 @triton.jit
@@ -110,7 +116,7 @@ def _gate_up_kernel(x, weight, bias, h, ids, order, tiles, M, count,
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
                     ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
-                    BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                    BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GELU: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
     """Compute h [pairs, I]. weight [E, 2 I, H]: an expert's gate rows, then its up rows; bias [E, 2 I] with BIAS."""
     follow(OVERLAP)
@@ -137,7 +143,7 @@ def _gate_up_kernel(x, weight, bias, h, ids, order, tiles, M, count,
         if BIAS:
             gate = biased(gate, bias, e, 0, cols, 2 * I, I, h.dtype.element_ty)
             up = biased(up, bias, e, I, cols, 2 * I, I, h.dtype.element_ty)
-        store_pairs(h, gated_product(gate, up, h.dtype.element_ty, ALPHA, LIMIT), pair, valid, cols, I)
+        store_pairs(h, gated_product(gate, up, h.dtype.element_ty, ALPHA, LIMIT, GELU), pair, valid, cols, I)
 
 
 @triton.jit
@@ -241,11 +247,12 @@ def down_rows(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor
 def gate_up_cpu(
     h: torch.Tensor, x: torch.Tensor, weight_of: Callable[[int], torch.Tensor], ids: torch.Tensor, experts: int,
     stack: int, bias: torch.Tensor | None = None, alpha: float = SILU.alpha, limit: float = SILU.limit,
+    gelu: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Fill and return h, for CPU twins of any weight format. weight_of: an expert's weight [2 I, H] in x's dtype."""
     for expert, pairs, tokens in pairs_by_expert(ids, experts, stack):
         product = row_exact_product(x[tokens], weight_of(expert)).to(h.dtype)
-        h[pairs] = gated_cpu(product, None if bias is None else bias[expert], alpha, limit)
+        h[pairs] = gated_cpu(product, None if bias is None else bias[expert], alpha, limit, gelu)
     return h
 
 
@@ -260,8 +267,8 @@ def down_cpu(
     return y
 
 
-def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit):
-    plan, gate = ExpertPlan(ids, experts, tile, order, tiles), ExpertGate(alpha, limit)
+def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit, gelu):
+    plan, gate = ExpertPlan(ids, experts, tile, order, tiles), ExpertGate(alpha, limit, gelu)
     if _is_fast(weight, plan, bias, gate):
         return experts_gluon.launch_expert_rows(x, weight, plan, gated=True)
     return launch_gate_up(x, weight, plan, None, bias, gate)
@@ -333,10 +340,10 @@ def same_products(
 @op(cuda=_gate_up_cuda, meta=gate_up_rows)
 def expert_gate_up_op(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None,
-    tiles: torch.Tensor | None, bias: torch.Tensor | None, alpha: float, limit: float,
+    tiles: torch.Tensor | None, bias: torch.Tensor | None, alpha: float, limit: float, gelu: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     h = gate_up_rows(x, weight, ids, experts)
-    return gate_up_cpu(h, x, functools.partial(slice_of, weight), ids, experts, len(weight), bias, alpha, limit)
+    return gate_up_cpu(h, x, functools.partial(slice_of, weight), ids, experts, len(weight), bias, alpha, limit, gelu)
 
 
 @op(cuda=_down_cuda, meta=down_rows)
@@ -369,16 +376,16 @@ def expert_down(
     return expert_down_op(h, weight, *plan, bias)
 
 
-def _aot(dtype: str, shapes: Shapes, gate: ExpertGate | None = None) -> list[AotCase]:
-    """AotCases of both products. gate: gate of experts with biases; None: SiLU without biases."""
+def _aot(dtype: str, shapes: Shapes, gate: ExpertGate = SILU, biased: bool = False) -> list[AotCase]:
+    """AotCases of both products. biased: the experts have biases."""
     chosen = expert_tiles(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
     cases = []
     for kernel, (x, out), tile, more in (
-        (_gate_up_kernel, "xh", chosen.up, (gate or SILU).constants),
+        (_gate_up_kernel, "xh", chosen.up, gate.constants),
         (_down_kernel, "hy", chosen.down, {}),
     ):
-        tensors = {x: f"*{dtype}", "weight": f"*{dtype}", "bias": f"*{dtype}" if gate else None, out: f"*{dtype}"}
-        options = _blocking(tile) | more | {"BIAS": gate is not None}
+        tensors = {x: f"*{dtype}", "weight": f"*{dtype}", "bias": f"*{dtype}" if biased else None, out: f"*{dtype}"}
+        options = _blocking(tile) | more | {"BIAS": biased}
         cases.append(product_case(kernel, tensors, shapes, chosen.rows, tile.across, options))
     return cases
 
@@ -389,6 +396,7 @@ AOT: list[AotCase] = [
     *(case for rows in (1, 16, 64, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True))),
     *(case for rows in (1, 64, 4096) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8))),
     *(case for rows in (1, 64, 512) for case in _aot("bf16", Shapes(rows, 4096, 14336, 8, 2))),
-    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2880, 2880, 32, 4), GPT_OSS)),
+    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2880, 2880, 32, 4), GPT_OSS, True)),
+    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2816, 704, 128, 8), GELU_TANH)),  # Gemma 4
     *(case for kind in ("fp16", "fp32") for rows in (1, 512) for case in _aot(kind, Shapes(rows, 100, 60, 5, 2, True))),
 ]

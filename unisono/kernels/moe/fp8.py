@@ -76,7 +76,7 @@ def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M,
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
-                    OVERLAP: tl.constexpr):  # fmt: skip
+                    GELU: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Compute h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
@@ -100,7 +100,7 @@ def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M,
         x_ptrs = x8 + token.to(tl.int64)[:, None] * H + ks[None, :]
         acc = e4m3_product(x_ptrs, valid, x_scales + token, w_ptrs, ws_ptrs, H, PADDED,
                            TILE, BLOCK_N, AHEAD, BY_BLOCK, True, EVEN)  # fmt: skip
-        store_gated(h, tl.trans(acc), part, pair, valid, I, TILE, HALF)
+        store_gated(h, tl.trans(acc), part, pair, valid, I, TILE, HALF, GELU)
 
 
 @triton.jit
@@ -204,7 +204,7 @@ def _launched(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> tuple[torc
 
 
 def launch_fp8_gate_up(
-    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan, gelu: bool = False
 ) -> torch.Tensor:
     """Launch the kernels of :func:`expert_fp8_gate_up`."""
     inner, by_block = weight.shape[1] // 2, w_scales.dim() == 3
@@ -217,7 +217,7 @@ def launch_fp8_gate_up(
     h = x8.new_empty(results, inner, dtype=x.dtype)
     _fp8_gate_up_kernel[grid](
         x8, x_scales, weight, w_scales, h, *plan.operands,
-        x8.shape[0], **options, **_blocking(tiles.up, by_block), **overlapped(x8.device),
+        x8.shape[0], **options, **_blocking(tiles.up, by_block), GELU=gelu, **overlapped(x8.device),
     )  # fmt: skip
     return h
 
@@ -245,9 +245,9 @@ def _as_quantised(x8, x_scales, dtype, w_scales, rows):
     return Quantised(x8, x_scales, _group(w_scales), rows, dtype)
 
 
-def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
+def _gate_up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles, gelu):
     x = _as_quantised(x8, x_scales, dtype, w_scales, len(ids))
-    return launch_fp8_gate_up(x, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles))
+    return launch_fp8_gate_up(x, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles), gelu)
 
 
 def _gate_up_fp8_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
@@ -280,13 +280,14 @@ def _down_meta(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
 def expert_fp8_gate_up_op(
     x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+    gelu: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     def widened(expert: int) -> torch.Tensor:
         halves = zip(weight[expert].chunk(2), w_scales[expert].chunk(2), strict=True)
         return torch.cat([widened_weight(half, scales) for half, scales in halves])
 
     h = _gate_up_meta(x8, x_scales, dtype, weight, w_scales, ids, experts)
-    return gate_up_cpu(h, widened_activations(x8, x_scales), widened, ids, experts, len(weight))
+    return gate_up_cpu(h, widened_activations(x8, x_scales), widened, ids, experts, len(weight), gelu=gelu)
 
 
 @op(cuda=_gate_up_fp8_cuda, meta=_gate_up_fp8_meta)
@@ -314,16 +315,17 @@ def _operand(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> Quantised:
 
 
 def expert_fp8_gate_up(
-    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan, gelu: bool = False
 ) -> torch.Tensor:
     """Compute ``silu(gate(x)) * up(x)`` of each pair for x [M, H]: [P (+ M), I] in x's dtype. weight e4m3 [E, 2 I, H].
 
-    x may be quantised already, for the weight's scales.
+    gelu: GELU by tanh in place of SiLU; the plan's tile must not be that of ``experts_gluon``. x may be quantised
+    already, for the weight's scales.
 
     Rounded after the products, after SiLU and after its product. Rows of pairs without an expert are not written.
     """
     x = _operand(x, w_scales)
-    return expert_fp8_gate_up_op(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
+    return expert_fp8_gate_up_op(x.x8, x.scales, x.dtype, weight, w_scales, *plan, gelu)
 
 
 def expert_fp8_gate_up_fp8(
@@ -349,7 +351,7 @@ def expert_fp8_down(
     return expert_fp8_down_op(h.x8, h.scales, h.dtype, weight, w_scales, *plan)
 
 
-def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:
+def _aot(shapes: Shapes, by_block: bool, gelu: bool = False) -> list[AotCase]:
     """AotCases of both products."""
     tile_m, cases = fp8_tile_rows(shapes.rows * shapes.top_k, shapes.experts), []
     chosen = _TILES[tile_m]
@@ -359,7 +361,7 @@ def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:
     ):
         x, scales, out = names.split()
         tensors = {x: "*fp8e4nv", "weight": "*fp8e4nv", scales: "*fp32", "w_scales": "*fp32", out: "*bf16"}
-        options = _blocking(tile, by_block)
+        options = _blocking(tile, by_block) | ({"GELU": gelu} if kernel is _fp8_gate_up_kernel else {})
         cases.append(product_case(kernel, tensors, shapes, tile_m, chosen.up.across, options, "PADDED"))
     return cases
 
@@ -367,5 +369,6 @@ def _aot(shapes: Shapes, by_block: bool) -> list[AotCase]:
 AOT: list[AotCase] = [
     *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot(Shapes(rows, 2048, 512, 256, 8, True), True)),
     *(case for rows in (1, 512) for case in _aot(Shapes(rows, 2048, 768, 128, 8), False)),
+    *_aot(Shapes(16, 2816, 704, 128, 8), True, gelu=True),  # Gemma 4
     *(case for rows in (1, 64) for case in _aot(Shapes(rows, 200, 100, 5, 2, True), True)),
 ]

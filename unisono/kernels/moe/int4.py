@@ -53,7 +53,7 @@ def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, coun
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-                    HAS_ZEROS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                    HAS_ZEROS: tl.constexpr, GELU: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Compute h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
@@ -70,7 +70,7 @@ def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, coun
         x_ptrs = x + tokens_of(pair, M, TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, WIDTH)[None, :]
         acc = int4_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, H, group,
                            TILE, BLOCK_N, WIDTH, STEPS, H % (WIDTH * STEPS) == 0, HAS_ZEROS)  # fmt: skip
-        store_gated(h, acc, part, pair, valid, I, TILE, HALF)
+        store_gated(h, acc, part, pair, valid, I, TILE, HALF, GELU)
 
 
 @triton.jit
@@ -112,6 +112,7 @@ def launch_int4_gate_up(
     zeros: torch.Tensor | None,
     group: int,
     plan: ExpertPlan,
+    gelu: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_int4_gate_up`."""
     x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile].up
@@ -120,7 +121,7 @@ def launch_int4_gate_up(
     h = x.new_empty(results, inner)
     _int4_gate_up_kernel[grid](
         x, weight, scales, zeros, h, *plan.operands, group,
-        **options, **_blocking(tile, group, zeros is not None), **overlapped(x.device),
+        **options, **_blocking(tile, group, zeros is not None), GELU=gelu, **overlapped(x.device),
     )  # fmt: skip
     return h
 
@@ -145,8 +146,8 @@ def launch_int4_down(
     return y
 
 
-def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles):
-    return launch_int4_gate_up(x, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles))
+def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles, gelu):
+    return launch_int4_gate_up(x, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles), gelu)
 
 
 def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles):
@@ -168,9 +169,10 @@ def _gate_up_meta(x, weight, scales, zeros, group, *plan):
 def expert_int4_gate_up_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+    gelu: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    h = gate_up_rows(x, weight, ids, experts)
-    return gate_up_cpu(h, x, _unpacked(weight, scales, zeros, group, x.dtype), ids, experts, len(weight))
+    h, unpacked = gate_up_rows(x, weight, ids, experts), _unpacked(weight, scales, zeros, group, x.dtype)
+    return gate_up_cpu(h, x, unpacked, ids, experts, len(weight), gelu=gelu)
 
 
 @op(cuda=_down_cuda, meta=down_rows)
@@ -189,14 +191,15 @@ def expert_int4_gate_up(
     zeros: torch.Tensor | None,
     group: int,
     plan: ExpertPlan,
+    gelu: bool = False,
 ) -> torch.Tensor:
     """Compute ``silu(gate(x)) * up(x)`` of each pair for x [M, H]: [P (+ M), I] in x's dtype; gate's rows first in the
     weight.
 
-    group: inputs that share a scale, as in ``int4_linear``. Rounded after the products, after SiLU and after its
-    product. Rows of pairs without an expert are not written.
+    gelu: GELU by tanh in place of SiLU. group: inputs that share a scale, as in ``int4_linear``. Rounded after the
+    products, after SiLU and after its product. Rows of pairs without an expert are not written.
     """
-    return expert_int4_gate_up_op(x, weight, scales, zeros, group, *plan)
+    return expert_int4_gate_up_op(x, weight, scales, zeros, group, *plan, gelu)
 
 
 def expert_int4_down(
@@ -211,13 +214,14 @@ def expert_int4_down(
     return expert_int4_down_op(h, weight, scales, zeros, group, *plan)
 
 
-def _aot(dtype: str, shapes: Shapes, group: int) -> list[AotCase]:
+def _aot(dtype: str, shapes: Shapes, group: int, gelu: bool = False) -> list[AotCase]:
     """AotCases of both products. With a fused shared expert there are zeros."""
     tile_m, zeros, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), shapes.rides, []
     tiles = TILES[tile_m]
     for kernel, (x, out), tile in ((_int4_gate_up_kernel, "xh", tiles.up), (_int4_down_kernel, "hy", tiles.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": "*i8", out: f"*{dtype}"}
         options = _blocking(tile, group, zeros)
+        options |= {"GELU": gelu} if kernel is _int4_gate_up_kernel else {}
         cases.append(product_case(kernel, tensors, shapes, tile_m, tile.across, options, "group"))
     return cases
 
@@ -225,5 +229,6 @@ def _aot(dtype: str, shapes: Shapes, group: int) -> list[AotCase]:
 AOT: list[AotCase] = [
     *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True), 128)),
     *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8), 128)),
+    *_aot("bf16", Shapes(16, 2816, 704, 128, 8), 64, gelu=True),  # Gemma 4
     *(case for dtype in ("fp16", "fp32") for case in _aot(dtype, Shapes(16, 192, 96, 5, 2, True), 32)),
 ]

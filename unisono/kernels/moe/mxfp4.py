@@ -97,7 +97,7 @@ def _mxfp4_gate_up_kernel(x, weight, scales, bias, h, ids, order, tiles, M, coun
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-                    BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                    BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GELU: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
     """Compute h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
@@ -118,7 +118,7 @@ def _mxfp4_gate_up_kernel(x, weight, scales, bias, h, ids, order, tiles, M, coun
         if BIAS:
             gate = biased(gate, bias, e, 0, cols, 2 * I, I, h.dtype.element_ty)
             up = biased(up, bias, e, I, cols, 2 * I, I, h.dtype.element_ty)
-        store_pairs(h, gated_product(gate, up, h.dtype.element_ty, ALPHA, LIMIT), pair, valid, cols, I)
+        store_pairs(h, gated_product(gate, up, h.dtype.element_ty, ALPHA, LIMIT, GELU), pair, valid, cols, I)
 
 
 @triton.jit
@@ -199,9 +199,9 @@ def decode(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
     return scaled.flatten(-2).to(dtype)
 
 
-def _gate_up_cuda(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit):
+def _gate_up_cuda(x, weight, scales, ids, experts, tile, order, tiles, bias, alpha, limit, gelu):
     return launch_mxfp4_gate_up(
-        x, weight, scales, ExpertPlan(ids, experts, tile, order, tiles), bias, ExpertGate(alpha, limit)
+        x, weight, scales, ExpertPlan(ids, experts, tile, order, tiles), bias, ExpertGate(alpha, limit, gelu)
     )
 
 
@@ -222,9 +222,10 @@ def _gate_up_meta(x, weight, scales, *plan):
 def expert_mxfp4_gate_up_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor, experts: int, tile: int,
     order: torch.Tensor | None, tiles: torch.Tensor | None, bias: torch.Tensor | None, alpha: float, limit: float,
+    gelu: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     h, decoded = gate_up_rows(x, weight, ids, experts), _decoded_expert(weight, scales, x.dtype)
-    return gate_up_cpu(h, x, decoded, ids, experts, len(weight), bias, alpha, limit)
+    return gate_up_cpu(h, x, decoded, ids, experts, len(weight), bias, alpha, limit, gelu)
 
 
 @op(cuda=_down_cuda, meta=down_rows)

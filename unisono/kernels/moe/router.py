@@ -33,9 +33,9 @@ _SEEN = 512
 def _choose_kernel(logits, positions, ids, weights, gates, counts, stride, E,
                    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, NORMALIZE: tl.constexpr,
                    GATE: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, SEEN: tl.constexpr,
-                   OVERLAP: tl.constexpr):  # fmt: skip
+                   OVERLAP: tl.constexpr, factors=None):  # fmt: skip
     """Choose one row's experts per program. EXPERTS, CHOSEN: E and TOP_K rounded up to powers of two. GATE: logit E is
-    the shared expert's."""
+    the shared expert's. factors [E], or None: multiply the experts' weights."""
     follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     e, k = tl.arange(0, EXPERTS), tl.arange(0, CHOSEN)
@@ -70,7 +70,11 @@ def _choose_kernel(logits, positions, ids, weights, gates, counts, stride, E,
         total = tl.sum(tl.where(e < E, tl.exp(x - top), 0.0), 0)
     padding = tl.where(furthest < 0, (row * TOP_K + k) % E, E).to(tl.int32)
     tl.store(ids + row * TOP_K + k, tl.where(real, own, padding), mask=k < TOP_K)
-    tl.store(weights + row * TOP_K + k, tl.where(real, chosen / total, 0.0), mask=k < TOP_K)
+    if factors is not None:
+        scaled = chosen / total * tl.load(factors + own).to(tl.float32)
+        tl.store(weights + row * TOP_K + k, tl.where(real, scaled, 0.0), mask=k < TOP_K)
+    else:
+        tl.store(weights + row * TOP_K + k, tl.where(real, chosen / total, 0.0), mask=k < TOP_K)
     if COUNT:  # of integers, so their order does not matter
         tl.atomic_add(counts + own, 1, mask=real & (k < TOP_K), sem="relaxed")
 
@@ -82,6 +86,7 @@ def launch_choose(
     experts: int,
     top_k: int,
     normalize: bool,
+    factors: torch.Tensor | None = None,
 ) -> Routing:
     """Choose experts from fp32 logits [M, E], or [M, E + 1] with the shared expert's gate."""
     rows, width = logits.shape
@@ -92,7 +97,7 @@ def launch_choose(
         logits, positions, ids, weights, gates, counts, width, experts,
         TOP_K=top_k, EXPERTS=block, CHOSEN=triton.next_power_of_2(top_k), NORMALIZE=normalize, GATE=width > experts,
         PADDED=positions is not None, COUNT=counts is not None, SEEN=_SEEN, num_warps=_warps(block),
-        **overlapped(logits.device),
+        **overlapped(logits.device), factors=factors,
     )  # fmt: skip
     return ids, weights, gates
 
@@ -111,9 +116,10 @@ def route_cuda(
     top_k: int,
     normalize: bool,
     bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> Routing:
     logits = launch_linear(x, weight, bias, None, out_dtype=torch.float32)
-    return launch_choose(logits, positions, counts, experts, top_k, normalize)
+    return launch_choose(logits, positions, counts, experts, top_k, normalize, factors)
 
 
 def choose_cpu(
@@ -123,6 +129,7 @@ def choose_cpu(
     experts: int,
     top_k: int,
     normalize: bool,
+    factors: torch.Tensor | None = None,
 ) -> Routing:
     scores = logits[:, :experts]
     scores = torch.where(scores.isnan(), -torch.inf, scores)
@@ -135,6 +142,8 @@ def choose_cpu(
         total = total + column
     gates = 1 / (1 + torch.exp(-logits[:, experts:].flatten().contiguous()))
     weights = chosen / total[:, None]
+    if factors is not None:
+        weights = weights * factors.float()[ids]
     if counts is not None:
         counts += torch.bincount(ids[slice(None) if positions is None else positions >= 0].flatten(), minlength=experts)
     if positions is not None:
@@ -154,6 +163,7 @@ def _route_meta(
     top_k: int,
     normalize: bool,
     bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> Routing:
     rows = x.shape[0]
     ids, weights = (x.new_empty(rows, top_k, dtype=dtype) for dtype in (torch.int32, torch.float32))
@@ -170,10 +180,11 @@ def route_op(
     top_k: int,
     normalize: bool,
     bias: torch.Tensor | None,
+    factors: torch.Tensor | None = None,
 ) -> Routing:
     logits = row_exact_product(x.float(), weight.float())
     logits = logits if bias is None else logits + bias.float()
-    return choose_cpu(logits, positions, counts, experts, top_k, normalize)
+    return choose_cpu(logits, positions, counts, experts, top_k, normalize, factors)
 
 
 def route(
@@ -185,11 +196,13 @@ def route(
     top_k: int,
     normalize: bool,
     bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> Routing:
     """Choose the ``top_k`` experts of each row of x [M, H], in descending order of softmax(x @ weight^T + bias).
 
     Ties go to the lower id. weight [E, H], or [E + 1, H] with the shared expert's gate as its last row; bias [E] or
-    [E + 1]. Logits are summed and kept in fp32.
+    [E + 1]. Logits are summed and kept in fp32. factors [E]: each expert's weight is multiplied by its factor, in fp32,
+    after normalisation; None: no factors.
     positions [M] i32: rows below 0 are padding; None: no padding. counts [E] i64, or None: incremented by each expert's
     number of rows, without padding.
 
@@ -198,7 +211,7 @@ def route(
     where x is NaN. Padding has id E, no expert, and weight 0, so no expert's weights are read for it; in a pass of
     padding only, which is run for measurement, its ids cycle through the experts.
     """
-    return route_op(x, weight, positions, counts, experts, top_k, normalize, bias)
+    return route_op(x, weight, positions, counts, experts, top_k, normalize, bias, factors)
 
 
 AOT: list[AotCase] = [
@@ -206,15 +219,17 @@ AOT: list[AotCase] = [
         _choose_kernel,
         {
             **dict.fromkeys(("logits", "weights", "gates"), "*fp32"), **ints("positions ids", "stride E"),
-            "counts": "*i64",
+            "counts": "*i64", **({"factors": "*bf16"} if factors else {}),
         },
         {
             "TOP_K": top_k, "EXPERTS": experts, "CHOSEN": triton.next_power_of_2(top_k), "NORMALIZE": normalize,
             "GATE": gate, "PADDED": gate, "COUNT": gate, "SEEN": _SEEN, "OVERLAP": True,
+            **({} if factors else {"factors": None}),
         },
         num_warps=_warps(experts),
     )
-    for experts, top_k, normalize, gate in (
-        (256, 8, True, True), (128, 8, True, False), (512, 10, False, True), (8, 2, True, False)
+    for experts, top_k, normalize, gate, factors in (
+        (256, 8, True, True, False), (128, 8, True, False, False), (512, 10, False, True, False),
+        (8, 2, True, False, False), (128, 8, True, False, True),
     )
 ]  # fmt: skip

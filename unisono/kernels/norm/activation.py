@@ -1,7 +1,8 @@
 """Gates of a gated MLP and of gated attention.
 
-Owns the ops ``silu_mul`` and ``sigmoid_gate``; called by ``layers`` and ``models``. For consumers with e4m3 weights the
-same kernels store the result quantised (``kernels/gemm/fp8_quantize.py``): ``silu_mul_fp8``, ``sigmoid_gate_fp8``.
+Owns the ops ``silu_mul``, ``gelu_mul`` and ``sigmoid_gate``; called by ``layers`` and ``models``. For consumers with
+e4m3 weights the same kernels store the result quantised (``kernels/gemm/fp8_quantize.py``): ``silu_mul_fp8``,
+``gelu_mul_fp8``, ``sigmoid_gate_fp8``.
 
 Shapes: M rows, I intermediate features, Hq query heads, D head dimension. An MLP's input holds gate and up side by
 side, [M, 2 I].
@@ -9,6 +10,7 @@ side, [M, 2 I].
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -30,22 +32,38 @@ _BLOCK = 1024
 
 
 class ExpertGate(NamedTuple):
-    """Gating function of experts: ``silu(gate) * up`` by default.
+    """Gating function of experts and of dense MLPs: ``silu(gate) * up`` by default.
 
     limit > 0: gpt-oss's clamped SwiGLU ``(up' + 1) * gate' * sigmoid(alpha * gate')``, with gate' at most ``limit`` and
     up' within ± ``limit``.
+    gelu: ``gelu(gate) * up`` with GELU by tanh (``gelu_pytorch_tanh``).
     """
 
     alpha: float = 1.0
     limit: float = 0.0
+    gelu: bool = False
 
     @property
-    def constants(self) -> dict[str, float]:
+    def constants(self) -> dict[str, float | bool]:
         """Compile-time arguments of :func:`gated_product`."""
-        return {"ALPHA": self.alpha, "LIMIT": self.limit}
+        return {"ALPHA": self.alpha, "LIMIT": self.limit, "GELU": self.gelu}
 
 
 SILU = ExpertGate()
+GELU_TANH = ExpertGate(gelu=True)
+GATES = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
+"""Gates by the names of activations in config.json."""
+
+TWICE_ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
+"""GELU by tanh of x is x · sigmoid(TWICE_ROOT · (x + CUBE · x³)), for tanh(u) = 2 sigmoid(2 u) - 1."""
+CUBE = tl.constexpr(TWICE_ROOT.value * 0.044715)
+"""The factor of x³ in GELU, times TWICE_ROOT."""
+
+
+@triton.jit
+def gelu_tanh(x):
+    """Compute GELU by tanh in fp32. Every sum of a product is a fused one, so all kernels round alike."""
+    return x / (1.0 + tl.exp(-x * tl.fma(x * CUBE, x, TWICE_ROOT)))
 
 
 @triton.jit
@@ -59,9 +77,19 @@ def silu_product(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def gelu_product(gate, up, dtype: tl.constexpr):
+    """Compute ``gelu(gate) * up`` of fp32 products, rounded like :func:`silu_product`."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    return (gelu_tanh(gate).to(dtype).to(tl.float32) * up).to(dtype)
+
+
+@triton.jit
+def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                  GELU: tl.constexpr = False):  # fmt: skip
     """Apply a :class:`ExpertGate` to fp32 products, in ``dtype``. Both are rounded first."""
-    if LIMIT > 0:
+    if GELU:
+        return gelu_product(gate, up, dtype)
+    elif LIMIT > 0:
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -73,8 +101,10 @@ def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
 @overlapping(leads=True)
 @triton.jit
 def _silu_mul_kernel(x, out, scales, I, M, PADDED,  # noqa: E741
-                     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Compute ``silu_mul``. COLUMNS: columns that share a scale of an e4m3 out; 0: out has x's dtype."""
+                     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+                     GELU: tl.constexpr = False):  # fmt: skip
+    """Compute ``silu_mul``, or ``gelu_mul`` with GELU. COLUMNS: columns that share a scale of an e4m3 out; 0: out has
+    x's dtype."""
     follow(OVERLAP, COLUMNS > 0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
@@ -83,7 +113,10 @@ def _silu_mul_kernel(x, out, scales, I, M, PADDED,  # noqa: E741
         inside = inside & (row < M)
     gate = tl.load(x + row * 2 * I + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * I + I + cols, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(x.dtype.element_ty).to(tl.float32)
+    if GELU:
+        silu = gelu_tanh(gate).to(x.dtype.element_ty).to(tl.float32)
+    else:
+        silu = (gate / (1.0 + tl.exp(-gate))).to(x.dtype.element_ty).to(tl.float32)
     if COLUMNS > 0:
         value = (silu * up).to(x.dtype.element_ty)
         store_quantised(value, out, scales, tl.program_id(0), tl.program_id(1) * BLOCK, I, PADDED, COLUMNS)
@@ -91,12 +124,14 @@ def _silu_mul_kernel(x, out, scales, I, M, PADDED,  # noqa: E741
         tl.store(out + row * I + cols, (silu * up).to(out.dtype.element_ty), mask=inside)
 
 
-def launch_silu_mul(x: torch.Tensor) -> torch.Tensor:
+def launch_silu_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     x = x.contiguous()
     rows, width = x.shape
     out = x.new_empty(rows, width // 2)
     grid = (rows, triton.cdiv(width // 2, _BLOCK))
-    _silu_mul_kernel[grid](x, out, None, width // 2, None, None, BLOCK=_BLOCK, COLUMNS=0, **overlapped(x.device))
+    _silu_mul_kernel[grid](
+        x, out, None, width // 2, None, None, BLOCK=_BLOCK, COLUMNS=0, GELU=gelu, **overlapped(x.device)
+    )
     return out
 
 
@@ -108,21 +143,34 @@ def quantising_block(k: int, group: int) -> tuple[int, int, int]:
     return block, block, min(max(block // 512, 1), 16)
 
 
-def launch_silu_mul_fp8(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    return launch_silu_mul(x, gelu=True)
+
+
+def launch_gelu_mul_fp8(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch_silu_mul_fp8(x, group, gelu=True)
+
+
+def launch_silu_mul_fp8(x: torch.Tensor, group: int, gelu: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`silu_mul_fp8`."""
     x = x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
     x8, scales = empty_quantised(x, rows, width, group)
     block, columns, warps = quantising_block(width, group)
     _silu_mul_kernel[(len(x8), triton.cdiv(width, block))](
-        x, x8, scales, width, rows, len(x8), BLOCK=block, COLUMNS=columns, num_warps=warps, **overlapped(x.device)
-    )
+        x, x8, scales, width, rows, len(x8), BLOCK=block, COLUMNS=columns, GELU=gelu, num_warps=warps,
+        **overlapped(x.device),
+    )  # fmt: skip
     return x8, scales
 
 
-def gated_cpu(x: torch.Tensor, bias: torch.Tensor | None, alpha: float, limit: float) -> torch.Tensor:
+def gated_cpu(
+    x: torch.Tensor, bias: torch.Tensor | None, alpha: float, limit: float, gelu: bool = False
+) -> torch.Tensor:
     """Apply a :class:`ExpertGate` to rounded products x [M, 2 I], gate, then up, and a bias [2 I]."""
     x = x if bias is None else x + bias
+    if gelu:
+        return gelu_mul.cpu(x)
     if limit == 0:
         return silu_mul.cpu(x)
     gate, up = (half.float().contiguous() for half in x.chunk(2, dim=-1))
@@ -155,6 +203,32 @@ def silu_mul_fp8_op(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Te
 def silu_mul_fp8(x: torch.Tensor, group: int) -> Quantised:
     """Compute :func:`silu_mul` in e4m3, with the bits of ``quantize(silu_mul(x), group)``, in one launch."""
     return handed_on(silu_mul_fp8_op(x, group), x, group)
+
+
+def _gelu_mul_formula(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+@op(cuda=launch_gelu_mul, shape=lambda x: (x.shape[0], x.shape[1] // 2), gradient=_gelu_mul_formula)
+def gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``gelu(x[:, :I]) * x[:, I:]`` for x [M, 2 I]: [M, I]. GELU by tanh, with the roundings of
+    :func:`silu_mul`.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    value = gate.float().contiguous()  # not F.gelu: see silu_mul
+    inner = value * (CUBE.value * value * value + TWICE_ROOT.value)
+    return (value / (1.0 + torch.exp(-inner))).to(x.dtype) * up
+
+
+@op(cuda=launch_gelu_mul_fp8, meta=lambda x, group: empty_quantised(x, x.shape[0], x.shape[1] // 2, group))
+def gelu_mul_fp8_op(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantised_cpu(gelu_mul.cpu(x), group)
+
+
+def gelu_mul_fp8(x: torch.Tensor, group: int) -> Quantised:
+    """Compute :func:`gelu_mul` in e4m3, with the bits of ``quantize(gelu_mul(x), group)``, in one launch."""
+    return handed_on(gelu_mul_fp8_op(x, group), x, group)
 
 
 @overlapping(leads=True)
@@ -248,7 +322,10 @@ def _aot(dtype: str, width: int | None, group: int) -> list[AotCase]:
     tensors = {"x": f"*{dtype}", "out": f"*{dtype}" if width is None else "*fp8e4nv", **extra}
     gate = {"qkv": f"*{dtype}", "stride": "i32", "HEADS": "i32"}
     return [
-        AotCase(_silu_mul_kernel, tensors | {"I": "i32"}, options, num_warps=warps),
+        *(
+            AotCase(_silu_mul_kernel, tensors | {"I": "i32"}, options | {"GELU": g}, num_warps=warps)
+            for g in (False, True)
+        ),
         AotCase(_sigmoid_gate_kernel, tensors | gate, options | {"D": 256}, num_warps=warps),
     ]
 

@@ -2,7 +2,7 @@
 
 A ``Linear`` delegates to a :class:`WeightFormat`; ``Plain`` is the format of unquantised weights. A
 :class:`WeightTarget` says which parameter a checkpoint tensor fills; the loader (``models/load/weights.py``) fills
-them. docs/adding-a-weight-format.md shows how to write one.
+them. docs/extend/weight-format.md shows how to write one.
 
 Shapes: N outputs, K inputs of a linear layer.
 """

@@ -67,8 +67,9 @@ class ExpertFormat(Protocol):
 
     A pair's result may depend on its token's row and its expert's weight only: never on other rows, on their number, on
     the plan or its tile. A format whose products add biases and compute every :class:`ExpertGate` has an attribute
-    ``biases`` that is true; the others get neither. One that has several kernels for a product has ``prove`` and
-    ``rehearse``, as :class:`PlainExperts`: the first compares their bits when an engine starts.
+    ``biases`` that is true; the others get neither, except GELU's gate if their attribute ``gelu`` is true. One that
+    has several kernels for a product has ``prove`` and ``rehearse``, as :class:`PlainExperts`: the first compares their
+    bits when an engine starts.
     """
 
     @property
@@ -138,15 +139,16 @@ def _is_plain(stack: ExpertWeights) -> bool:
 PLAIN_EXPERTS = PlainExperts()
 
 
-def expert_format(format: WeightFormat, biases: bool = False) -> ExpertFormat:
-    """Expert format of a weight format. biases: the experts have biases, or a gate other than SiLU's.
+def expert_format(format: WeightFormat, biases: bool = False, gelu: bool = False) -> ExpertFormat:
+    """Expert format of a weight format. biases: the experts have biases, or a clamped gate. gelu: their gate is GELU's.
 
     Raises CheckpointError if the format does not store stacks, or does not compute these.
     """
     found = PLAIN_EXPERTS if format is PLAIN else getattr(format, "experts", None)
     if found is None:
         raise CheckpointError(f"weights of experts in format {format.name!r} are not supported: it has no `experts`.")
-    if biases and not getattr(found, "biases", False):
+    every_gate = getattr(found, "biases", False)
+    if (biases and not every_gate) or (gelu and not (every_gate or getattr(found, "gelu", False))):
         raise CheckpointError(
             f"weights of experts in format {format.name!r} are not supported where experts have biases or a clamped "
             "SwiGLU: plain weights and MXFP4 are."

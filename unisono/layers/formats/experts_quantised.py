@@ -15,6 +15,7 @@ from unisono.kernels.moe.fp8 import (
     expert_fp8_gate_up,
     expert_fp8_gate_up_fp8,
     fp8_expert_tile,
+    fp8_tile_rows,
 )
 from unisono.kernels.moe.gluon import TILE_PAIRS
 from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
@@ -74,20 +75,27 @@ class Fp8Experts(_Stacks):
     """e4m3 stacks with scales per block or per output."""
 
     weights: Fp8Weights
+    gelu = True
 
     def input_format(self, stack: ExpertWeights) -> InputFormat:
         """Input format of the product with a pass's tokens: see ``layers/activations.py``."""
         return InputFormat(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
+        if stack.gate.gelu:  # the kernel of prompts computes SiLU only
+            return fp8_tile_rows(pairs, experts)
         return fp8_expert_tile(pairs, experts, self.weights.operands(stack), stack.dtype)
 
     def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
         """See :data:`unisono.kernels.moe.fp8.exact_fp8_experts`."""
+        if gate_up.gate.gelu:
+            return False
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
         return exact_fp8_experts.prove(*stacks, gate_up.dtype, experts, top_k)
 
     def rehearse(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> None:
+        if gate_up.gate.gelu:
+            return
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
         exact_fp8_experts.rehearse(*stacks, gate_up.dtype, experts, top_k)
 
@@ -96,7 +104,7 @@ class Fp8Experts(_Stacks):
         weight, scales = self.weights.operands(stack)
         if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
             return expert_fp8_gate_up_fp8(x, weight, scales, plan)
-        return expert_fp8_gate_up(x, weight, scales, plan)
+        return expert_fp8_gate_up(x, weight, scales, plan, stack.gate.gelu)
 
     def down(self, stack: ExpertWeights, h: Operand, plan: ExpertPlan) -> torch.Tensor:
         return expert_fp8_down(h, *self.weights.operands(stack), plan)
@@ -107,12 +115,13 @@ class Int4Experts(_Stacks):
     """Packed stacks."""
 
     weights: Int4Weights
+    gelu = True
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
     def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
-        return expert_int4_gate_up(x, *self.weights.operands(stack), plan)
+        return expert_int4_gate_up(x, *self.weights.operands(stack), plan, stack.gate.gelu)
 
     def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_int4_down(h, *self.weights.operands(stack), plan)

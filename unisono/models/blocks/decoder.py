@@ -15,6 +15,7 @@ from torch import nn
 from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
+from unisono.kernels.sampling.soft_cap import soft_cap
 from unisono.kv.specs import Tree
 from unisono.layers.activations import plain
 from unisono.layers.formats.base import Share
@@ -44,7 +45,10 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, builder: Builder) -> None:
         super().__init__()
         self.config, self.builder = config, builder
-        self.embed = builder.embedding(config.vocab_size)
+        self.embed = builder.embedding(config.vocab_size, scale=config.embed_scale)
+        inputs = config.layer_inputs
+        self.layer_inputs = None if inputs is None else inputs.build(builder.at("layer_inputs"))
+        self.reads = config.reads
         norm = builder.norm()
         self.layers = build_layers(config.layers, builder, norm)
         self.norm = norm
@@ -82,12 +86,13 @@ class Decoder(nn.Module):
         x = merged(self.embed(token_ids), overriding)
         deepest = max((len(each.levels) for each in overriding), default=0)
         seen = dict.fromkeys(aux_layers, x)  # keeps only these alive
-        stream = cast(DecoderLayer, self.layers[0]).begin(x)
+        per_layer = None if self.layer_inputs is None else self.layer_inputs(token_ids, x)
+        stream = cast(DecoderLayer, self.layers[0]).begin(x, per_layer)
         inner, last = context.all_tokens, len(self.layers) - 1
-        for number, (layer, of_layer) in enumerate(zip(self.layers, state, strict=True)):
+        for number, layer in enumerate(self.layers):
             if number in seen:
                 seen[number] = stream.x
-            stream = layer(stream, context if number == last else inner, of_layer)
+            stream = layer(stream, context if number == last else inner, state[self.reads[number]])
             if number < deepest:
                 stream = self._add_levels(stream, number, overriding, context if number == last else inner)
         if len(self.layers) in seen:
@@ -100,7 +105,8 @@ class Decoder(nn.Module):
         x = self.embed(token_ids).to(dtype)
         for layer in self.layers:
             x = cast(DecoderLayer, layer).reference(x)
-        return self.lm_head.reference(self.norm.reference(x))
+        logits, cap = self.lm_head.reference(self.norm.reference(x)), self.config.logit_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def _add_levels(
         self, stream: Stream, number: int, overriding: Sequence[Overriding], context: ForwardContext
@@ -113,15 +119,22 @@ class Decoder(nn.Module):
                 x = here.add_level(x, number)
         following = number + 1
         norm = cast(DecoderLayer, self.layers[following]).mixer_norm if following < len(self.layers) else self.norm
-        return Stream(x, norm(x))
+        return Stream(x, x if norm is None else norm(x), stream.per_layer)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [M, H] -> logits [M, V], in the model's dtype, on every rank."""
-        return self.lm_head(hidden)
+        return self._capped(self.lm_head(hidden))
 
     def logit_columns(self, hidden: torch.Tensor) -> torch.Tensor | Columns:
         """:meth:`logits`, not gathered if the LM head is divided among ranks (:attr:`divides_logits`)."""
-        return self.lm_head.columns(hidden)
+        columns = self.lm_head.columns(hidden)
+        if isinstance(columns, Columns):
+            return Columns(self._capped(columns.own), columns.ranks)
+        return self._capped(columns)
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self.config.logit_cap
+        return soft_cap(logits, cap) if cap > 0 else logits
 
     @property
     def divides_logits(self) -> bool:

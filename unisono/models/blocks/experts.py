@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
 
 from unisono.distributed.gather import Ranks
-from unisono.layers.experts import SILU_EXPERTS, ExpertKind, Experts, ExpertStack
+from unisono.kernels.norm.activation import GATES, SILU
+from unisono.layers.activations import Activations, common_input_format, plain
+from unisono.layers.experts import SILU_EXPERTS, ExpertKind, Experts, ExpertStack, Mixed
 from unisono.layers.formats.base import WHOLE, Share, WeightFormat
 from unisono.layers.formats.experts import expert_format
+from unisono.layers.norm import add_normed
 from unisono.models.blocks.layers import MLPSpec
 from unisono.models.load.build import Builder, require
 from unisono.types import CheckpointError, ConfigError
@@ -23,8 +29,9 @@ class ExpertsSpec:
     shared_intermediate_size: of an expert that every token uses; 0: none.
     shared_gate: a sigmoid of ``shared_gate(x)`` scales the shared expert.
     normalize: the chosen experts' weights are divided by their sum, which equals the softmax over the chosen.
-    kind: variant of the experts, by default with SiLU and without biases.
+    kind: variant of the experts, by default with the gate of ``activation`` and without biases.
     router_bias: the router adds a bias.
+    router_factors: each expert's weight is multiplied by a learnt number, after normalisation.
 
     Modules, as named by families: ``router``; ``experts.gate_up`` and ``experts.down``, fused [E, 2 I, H] (gate rows
     first) and [E, H, I] or as ``kind`` says, with biases if it has them; ``experts.each.gate``, ``.up`` and ``.down``,
@@ -44,6 +51,7 @@ class ExpertsSpec:
     activation: str = "silu"
     kind: ExpertKind = SILU_EXPERTS
     router_bias: bool = False
+    router_factors: bool = False
 
     def __post_init__(self) -> None:
         count, top_k = self.num_experts, self.top_k
@@ -52,7 +60,9 @@ class ExpertsSpec:
         require(self.intermediate_size >= 1, "moe_intermediate_size", self.intermediate_size, "it must be at least 1")
         shared = self.shared_intermediate_size
         require(shared >= 0, "shared_expert_intermediate_size", shared, "it must be at least 0")
-        require(self.activation == "silu", "hidden_act", self.activation, "only 'silu' is supported")
+        require(self.activation in GATES, "hidden_act", self.activation, f"supported are {', '.join(GATES)}")
+        if self.kind == SILU_EXPERTS:
+            object.__setattr__(self, "kind", ExpertKind(GATES[self.activation]))
 
     def build(self, builder: Builder) -> Experts:
         size, hidden, shared = self.intermediate_size, builder.hidden_size, self.shared_intermediate_size
@@ -60,7 +70,9 @@ class ExpertsSpec:
         sizes = {"gate_up": size, "down": hidden} if self.kind.bias else {"gate": size, "up": size, "down": hidden}
         format = _one_format(each, *sizes)
         rides = shared == size and {apart.format(apart.at(n).path) for n in _SHARED} == {format}
-        common = rides, builder.dtype, builder.device, expert_format(format, self.kind != SILU_EXPERTS)
+        gelu = self.kind.gate.gelu
+        biased = (replace(self.kind, gate=SILU) if gelu else self.kind) != SILU_EXPERTS
+        common = rides, builder.dtype, builder.device, expert_format(format, biased, gelu)
         ranks, share, rows = builder.ranks, WHOLE, WHOLE
         if ranks.whole_experts:
             share = self._of_experts(ranks)
@@ -71,10 +83,11 @@ class ExpertsSpec:
             ExpertStack(self.num_experts, size, {"": hidden}, *common, share, rows, self.kind),
             self.top_k,
             self.normalize,
-            MLPSpec(shared).build(apart) if shared and not rides else None,
+            MLPSpec(shared, activation=self.activation).build(apart) if shared and not rides else None,
             self.shared_gate and shared > 0,
             ranks,
             self.router_bias,
+            self.router_factors,
         )
 
     def of(self, ranks: Ranks) -> ExpertsSpec:
@@ -91,6 +104,69 @@ class ExpertsSpec:
                 "give another --tensor-parallel-size, or leave --enable-expert-parallel out."
             )
         return Share(ranks.index, ranks.count)
+
+
+@dataclass(frozen=True)
+class BesideSpec:
+    """A dense feed-forward and experts side by side, each with norms of its own around it (Gemma 4).
+
+    It reads the residual sum, so the layer has no norm before it: ``dense_post_norm(dense(dense_norm(x))) +
+    sparse_post_norm(sparse(sparse_norm(x)))``. The router reads ``router_norm(x)``, whose weight is divided by the root
+    of the hidden size. Modules: these norms, ``dense`` and ``sparse``.
+    """
+
+    dense: MLPSpec
+    sparse: ExpertsSpec
+
+    def of(self, ranks: Ranks) -> BesideSpec:
+        """The same; raises ConfigError where the experts cannot be divided among the ranks."""
+        self.sparse.of(ranks)
+        return self
+
+    def build(self, builder: Builder) -> Beside:
+        return Beside(self, builder)
+
+
+class Beside(nn.Module):
+    """See :class:`BesideSpec`. A feed-forward (``models/blocks.py``)."""
+
+    def __init__(self, spec: BesideSpec, builder: Builder) -> None:
+        super().__init__()
+        self.dense, self.sparse = spec.dense.build(builder.at("dense")), spec.sparse.build(builder.at("sparse"))
+        self.dense_norm, self.dense_post_norm = builder.norm(), builder.norm()
+        self.sparse_norm, self.sparse_post_norm = builder.norm(), builder.norm()
+        self.router_norm = builder.norm(factor=builder.hidden_size**-0.5)
+        self.router_norm.stored_as = ""
+        self.set_norm_formats()
+
+    def set_norm_formats(self) -> None:
+        """See :meth:`DecoderLayer.set_norm_formats`."""
+        self.dense_norm.input_format = common_input_format(self.dense.consumers)
+        self.sparse_norm.input_format = common_input_format(self.sparse.stacks[:1])
+
+    def forward(self, x: Activations, positions: torch.Tensor | None = None) -> tuple[Activations, Mixed]:
+        """x [M, H] -> the input of :meth:`output`. positions: see :meth:`Experts.forward`."""
+        rows = plain(x)
+        routed = plain(self.router_norm(rows))
+        return self.dense(self.dense_norm(rows)), self.sparse(self.sparse_norm(rows), positions, routed)
+
+    def output(self, y: tuple[Activations, Mixed]) -> torch.Tensor:
+        """The sum of both normed outputs, [M, H]."""
+        dense = plain(self.dense_post_norm(self.dense.output(y[0])))
+        return add_normed(self.sparse.output(y[1]), dense, self.sparse_post_norm, None)[0]
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Plain formula in x's dtype, [M, H] -> [M, H]: the tests' oracle."""
+        dense = self.dense_post_norm.reference(self.dense.reference(self.dense_norm.reference(x)))
+        sparse = self.sparse.reference(self.sparse_norm.reference(x), self.router_norm.reference(x))
+        return dense + self.sparse_post_norm.reference(sparse)
+
+    def project(
+        self, y: tuple[Activations, Mixed], residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
+        """(residual + the sum, ``norm`` of it); without a norm the sum twice."""
+        total = self.output(y) + residual
+        return total, total if norm is None else norm(total)
 
 
 _SHARED = ("gate_up.gate", "gate_up.up", "down")

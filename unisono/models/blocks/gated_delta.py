@@ -1,6 +1,6 @@
 """Gated DeltaNet: a mixer with recurrent state of fixed size (Yang, Kautz and Hatamizadeh, arXiv 2412.06464).
 
-Built by a family's blocks (docs/adding-a-model.md), as attention is. Shapes: T tokens of a pass, E tokens whose output
+Built by a family's blocks (docs/extend/model.md), as attention is. Shapes: T tokens of a pass, E tokens whose output
 is read, H hidden, Hk / Hv key / value heads, K / V their sizes, J taps of the convolution.
 """
 
@@ -179,6 +179,11 @@ class GatedDelta(nn.Module):
     ) -> tuple[torch.Tensor, Activations]:
         """(residual + ``o(y)``, ``norm`` of it); without a norm, the sum twice."""
         return self.o.then_norm(y, residual, norm)
+
+    def output(self, y: Activations) -> torch.Tensor:
+        """``o(y)``."""
+        out: torch.Tensor = self.o(y)
+        return out
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

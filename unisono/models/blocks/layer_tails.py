@@ -21,6 +21,7 @@ from unisono.kernels.gemm import layer_tail
 from unisono.kernels.gemm.layer_tail import LayerTailWeights
 from unisono.kernels.gemm.layer_tail_gluon import MOST_ROWS
 from unisono.kernels.gemm.persistent import claim_device
+from unisono.kernels.norm.activation import SILU
 from unisono.layers.activations import Activations, Projected, consumers_of, plain
 from unisono.layers.adapters import LinearAdapter
 from unisono.layers.experts import prove_experts
@@ -100,7 +101,9 @@ def _possible(modules: Iterable[nn.Module]) -> tuple[list[DecoderLayer], dict[in
 def _tail(layer: DecoderLayer) -> FusedTail | None:
     """Fused tail of the layer, if a kernel can compute it."""
     mixer, mlp, norm, next_norm = layer.mixer, layer.feed_forward, layer.feed_forward_norm, layer.next_norm
-    if type(layer) is not DecoderLayer or not isinstance(mlp, GatedMLP):
+    if type(layer) is not DecoderLayer or not isinstance(mlp, GatedMLP) or mlp.gate != SILU:
+        return None
+    if layer.mixer_post_norm is not None or layer.feed_forward_post_norm is not None or layer.per_layer is not None:
         return None
     if type(norm) is not RMSNorm or type(next_norm) not in (RMSNorm, NoneType):
         return None

@@ -16,17 +16,18 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 
-from unisono.attention.base import KV, AttentionOptions, attended
+from unisono.attention.base import KV, AttentionOptions, LastTokens, attended
 from unisono.attention.context import ForwardContext
 from unisono.config.preflight.ranks import check_attention_heads
 from unisono.distributed.gather import Ranks
 from unisono.kernels import rope_and_cache
 from unisono.kernels.gemm.fp8_quantize import E4M3
+from unisono.kernels.norm.activation import GATES
 from unisono.kv.specs import ALL, PAGE_SIZE, Paged, Tree
 from unisono.layers.activations import Activations, InputFormat, common_input_format, consumers_of, plain, sigmoid_gated
 from unisono.layers.formats.base import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
-from unisono.layers.norm import RMSNorm
+from unisono.layers.norm import Factor, RMSNorm, add_normed
 from unisono.layers.rotary import RotarySpec
 from unisono.models.load.build import Builder, require
 from unisono.types import ConfigError
@@ -37,10 +38,18 @@ class Stream(NamedTuple):
     H].
 
     A product, its sum with the residual and the next norm are one fused step, so a layer ends with the next one's norm.
+    per_layer: inputs of every layer beside the stream (``models/blocks/layer_inputs.py``); None in most models.
     """
 
     x: torch.Tensor
     normed: Activations
+    per_layer: torch.Tensor | None = None
+
+    def select(self, last: LastTokens) -> Stream:
+        """The stream of these tokens alone, without the norm."""
+        per_layer = None if self.per_layer is None else last.select(self.per_layer)
+        x = last.select(self.x)
+        return Stream(x, x, per_layer)
 
 
 class FeedForward(Protocol):
@@ -57,6 +66,10 @@ class FeedForward(Protocol):
         """(residual + the block's output, ``norm`` of it); without a norm, the sum twice."""
         ...
 
+    def output(self, y: Any) -> torch.Tensor:
+        """The block's output alone, [T, H] or [E, H]: for layers that norm it before it is added."""
+        ...
+
 
 class Mixer(Protocol):
     """The first half of a layer, in which a token reads other tokens. It may have ``consumers``, as a feed-forward."""
@@ -67,6 +80,10 @@ class Mixer(Protocol):
 
     def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
         """See :meth:`FeedForward.project`."""
+        ...
+
+    def output(self, y: Any) -> torch.Tensor:
+        """See :meth:`FeedForward.output`."""
         ...
 
     def state_specs(self) -> Tree:
@@ -104,6 +121,8 @@ class AttentionSpec:
     sink: each head has a learnt logit in the softmax's denominator.
     output_gate: q_proj yields the query and then a gate for each head, whose sigmoid scales the head's output.
     qk_norm: RMSNorm over each query and key head.
+    v_norm: RMSNorm over each value head, without a weight.
+    k_is_v: values are the keys' projection, before norm and rotation.
     input_size: elements of a token that it reads; None: H.
 
     Raises CheckpointError for values that cannot be computed.
@@ -122,12 +141,15 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     input_size: int | None = None
+    v_norm: bool = False
+    k_is_v: bool = False
 
     def __post_init__(self) -> None:
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         require(heads >= 1, "num_heads", heads, "it must be at least 1")
         require(kv_heads >= 1 and heads % kv_heads == 0, "num_kv_heads", kv_heads, f"it must divide {heads} heads")
         require(dim >= 2 and dim % 2 == 0, "head_dim", dim, "rotary needs an even head size")
+        require(not (self.k_is_v and self.output_gate), "output_gate", True, "values must have a projection then")
 
     @property
     def window_group(self) -> int:
@@ -173,7 +195,8 @@ class Attention(nn.Module):
         self.cos_sin, self.axes = builder.rotary(spec.rotary), builder.rotary_axes(spec.rotary)
         inputs, queries = spec.input_size or builder.hidden_size, whole.num_heads * spec.head_dim
         projections = {"q": 2 * queries if spec.output_gate else queries}
-        projections |= dict.fromkeys(("k", "v"), whole.num_kv_heads * spec.head_dim) if self.kv_heads else {}
+        of_keys = ("k",) if spec.k_is_v else ("k", "v")
+        projections |= dict.fromkeys(of_keys, whole.num_kv_heads * spec.head_dim) if self.kv_heads else {}
         shares = {name: share for name, share in whole.shares(builder.ranks).items() if name in projections}
         self.qkv = builder.linear("qkv", inputs, projections, spec.qkv_bias, share=shares)
         self.o = builder.joined("o", queries, builder.hidden_size, spec.o_bias)
@@ -218,11 +241,19 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, Activations]:
         return self.o.then_norm(y, residual, norm)
 
+    def output(self, y: Activations) -> torch.Tensor:
+        out: torch.Tensor = self.o(y)
+        return out
+
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         """Plain attention in x's dtype over one text from its start, x [T, H] -> [T, H]: the tests' oracle."""
         spec, tokens = self.spec, torch.arange(len(x))
         heads = self.qkv.reference(x).unflatten(1, (-1, spec.head_dim))
-        q, k, v = heads.split((spec.num_heads * (1 + spec.output_gate), spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        sizes = (spec.num_heads * (1 + spec.output_gate), *[spec.num_kv_heads] * (1 if spec.k_is_v else 2))
+        q, k, *values = heads.split(sizes, dim=1)
+        v = values[0] if values else k
+        if spec.v_norm:
+            v = v / (v.square().mean(-1, keepdim=True) + self.eps).sqrt()
         q, gate = (q[:, ::2], q[:, 1::2]) if spec.output_gate else (q, None)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm.reference(q), self.k_norm.reference(k)
@@ -244,7 +275,8 @@ class Attention(nn.Module):
         k_norm = self.k_norm.weight if self.k_norm else q_norm  # the op needs both norms even without keys
         table, positions = context.rotary(self.cos_sin, self.axes, self.spec.window_group)
         where, heads = (positions, inputs.slot_mapping, kv.k, kv.v), (self.spec.num_heads, self.kv_heads)
-        return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales)
+        values = self.spec.v_norm, self.spec.k_is_v
+        return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales, *values)
 
     def _attend(
         self, q: torch.Tensor, context: ForwardContext, kv: KV, input_format: InputFormat | None = None
@@ -261,45 +293,13 @@ def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-@dataclass(frozen=True)
-class QuerySpec(AttentionSpec):
-    """Attention of new queries over keys and values written by another layer.
-
-    num_kv_heads: of that layer. pages: window group of its pages.
-    """
-
-    pages: int = ALL
-
-    @property
-    def window_group(self) -> int:
-        return self.pages
-
-    def build(self, builder: Builder) -> QueryAttention:
-        return QueryAttention(self, builder)
-
-
-class QueryAttention(Attention):
-    """Attention without keys of its own: its state is another layer's pages, which it only reads."""
-
-    @property
-    def kv_heads(self) -> int:
-        return 0
-
-    def state_specs(self) -> Tree:
-        """None of its own."""
-        return ()
-
-    def _rotate(self, qkv: torch.Tensor, context: ForwardContext, kv: KV) -> torch.Tensor:
-        nothing = kv.k[:, :0]  # a cache of no heads
-        return super()._rotate(qkv, context, KV(nothing, nothing))
-
-
 # ---- feed-forward -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """A gated MLP with SiLU. bias: all three products have one. Raises CheckpointError for other activations."""
+    """A gated MLP. bias: all three products have one. activation: one of ``kernels.norm.activation.GATES``; raises
+    CheckpointError for others."""
 
     intermediate_size: int
     bias: bool = False
@@ -307,7 +307,7 @@ class MLPSpec:
 
     def __post_init__(self) -> None:
         require(self.intermediate_size >= 1, "intermediate_size", self.intermediate_size, "it must be at least 1")
-        require(self.activation == "silu", "hidden_act", self.activation, "only 'silu' is supported")
+        require(self.activation in GATES, "hidden_act", self.activation, f"supported are {', '.join(GATES)}")
 
     def build(self, builder: Builder) -> GatedMLP:
         size, hidden = self.intermediate_size, builder.hidden_size
@@ -317,31 +317,60 @@ class MLPSpec:
         return GatedMLP(
             builder.linear("gate_up", hidden, projections, self.bias, share=share),
             builder.joined("down", size, hidden, self.bias, split_inputs=divided),
+            GATES[self.activation],
         )
 
 
 # ---- layers -----------------------------------------------------------------------------------------
 
 
+class NormOrder(NamedTuple):
+    """Norms of one half of a layer. before: of the block's input. after: of its output, before it is added."""
+
+    before: bool = True
+    after: bool = False
+
+
+PRE, SANDWICH, POST = NormOrder(), NormOrder(True, True), NormOrder(False, True)
+
+
 @dataclass(frozen=True)
 class LayerSpec:
-    """A pre-norm layer: ``x + mixer(norm(x))``, then ``x + feed_forward(norm(x))``.
+    """``x + mixer(x)``, then ``x + feed_forward(x)``, with norms by ``mixer_norms`` and ``feed_forward_norms``.
 
-    A family with another order of norms or residuals derives a spec that builds its own layer.
+    per_layer: a third part that gates the layer's own inputs by the stream (``models/blocks/layer_inputs.py``), with a
+        norm after it.
+    scaled: the layer's result is multiplied by a learnt number; the last part must then have a norm after it.
+
+    A family with another order of residuals derives a spec that builds its own layer.
     """
 
     mixer: BlockSpec
     feed_forward: BlockSpec
+    mixer_norms: NormOrder = PRE
+    feed_forward_norms: NormOrder = PRE
+    per_layer: BlockSpec | None = None
+    scaled: bool = False
 
     def build(self, builder: Builder) -> DecoderLayer:
         mixer = self.mixer.build(builder.at("mixer"))
         feed_forward = self.feed_forward.build(builder.at("feed_forward"))
-        return DecoderLayer(mixer, feed_forward, builder.norm(), builder.norm())
+        norms = [builder.norm() if order.before else None for order in (self.mixer_norms, self.feed_forward_norms)]
+        layer = DecoderLayer(mixer, feed_forward, *norms)
+        if self.mixer_norms.after:
+            layer.mixer_post_norm = builder.norm()
+        if self.feed_forward_norms.after:
+            layer.feed_forward_post_norm = builder.norm()
+        if self.per_layer is not None:
+            layer.per_layer, layer.per_layer_post_norm = self.per_layer.build(builder.at("per_layer")), builder.norm()
+        if self.scaled:
+            layer.scale = Factor(1, builder.dtype, builder.device)
+        return layer
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward, each after a norm. Each sum, and the norm after it, is fused with the product before
-    it.
+    """A mixer and a feed-forward, with norms around each. Each sum, and the norm after it, is fused with the step
+    before it: the product, or the norm of the block's output.
 
     next_norm: the norm that reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for
         none.
@@ -349,16 +378,23 @@ class DecoderLayer(nn.Module):
         (:meth:`then`).
     tail: fused layer tail, everything after the mixer in one launch, for few rows; None: separate launches
         (``models/blocks/layer_tails.py``).
+    mixer_post_norm, feed_forward_post_norm, per_layer_post_norm: norms of outputs before they are added; None: no norm.
     """
 
     tail: Callable[[Any, torch.Tensor], Stream | None] | None = None
 
     def __init__(
-        self, mixer: nn.Module, feed_forward: nn.Module, mixer_norm: nn.Module, feed_forward_norm: nn.Module
-    ) -> None:
+        self, mixer: nn.Module, feed_forward: nn.Module, mixer_norm: nn.Module | None,
+        feed_forward_norm: nn.Module | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.mixer_norm, self.mixer = mixer_norm, mixer
         self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
+        self.mixer_post_norm: RMSNorm | None = None
+        self.feed_forward_post_norm: RMSNorm | None = None
+        self.per_layer: nn.Module | None = None
+        self.per_layer_post_norm: RMSNorm | None = None
+        self.scale: Factor | None = None
         self._next: tuple[nn.Module | None, ...] = (None, None)  # in a tuple, so that they are not submodules
         self.set_norm_formats()
 
@@ -367,10 +403,13 @@ class DecoderLayer(nn.Module):
         for norm, block in ((self.mixer_norm, self.mixer), (self.feed_forward_norm, self.feed_forward)):
             if isinstance(norm, RMSNorm):
                 norm.input_format = common_input_format(consumers_of(block))
+            inside = getattr(block, "set_norm_formats", None)  # of a block with norms of its own
+            if inside is not None:
+                inside()
 
-    def begin(self, x: torch.Tensor) -> Stream:
-        """Input of a pass's first layer: x [T, H] and its norm."""
-        return Stream(x, self.mixer_norm(x))
+    def begin(self, x: torch.Tensor, per_layer: torch.Tensor | None = None) -> Stream:
+        """Input of a pass's first layer: x [T, H] and its norm. per_layer: see :class:`Stream`."""
+        return Stream(x, x if self.mixer_norm is None else self.mixer_norm(x), per_layer)
 
     @property
     def next_norm(self) -> nn.Module | None:
@@ -380,7 +419,7 @@ class DecoderLayer(nn.Module):
     def next_mixer(self) -> nn.Module | None:
         return self._next[1]
 
-    def then(self, norm: nn.Module, mixer: nn.Module | None) -> None:
+    def then(self, norm: nn.Module | None, mixer: nn.Module | None) -> None:
         """Set the norm that reads the layer's sum, and the mixer that reads the norm, if any."""
         self._next = (norm, mixer)
 
@@ -389,21 +428,44 @@ class DecoderLayer(nn.Module):
         mixer's."""
         mixer, feed_forward = cast(Mixer, self.mixer), cast(FeedForward, self.feed_forward)
         mixed = mixer(stream.normed, context, state)
-        x = stream.x if context.last_tokens is None else context.last_tokens.select(stream.x)
+        x, _, per_layer = stream if context.last_tokens is None else stream.select(context.last_tokens)
         if self.tail is not None and (after := self.tail(mixed, x)) is not None:
             return after
-        x, normed = mixer.project(mixed, x, self.feed_forward_norm)
-        return Stream(*feed_forward.project(feed_forward(normed, context.queries.positions), x, self.next_norm))
+        x, normed = joined(mixer, mixed, x, self.mixer_post_norm, self.feed_forward_norm)
+        y = feed_forward(normed, context.queries.positions)
+        if self.per_layer is None:
+            return Stream(
+                *joined(feed_forward, y, x, self.feed_forward_post_norm, self.next_norm, self.scale), per_layer
+            )
+        x, _ = joined(feed_forward, y, x, self.feed_forward_post_norm, None)
+        out = self.per_layer(x, per_layer)
+        return Stream(*add_normed(out, x, self.per_layer_post_norm, self.next_norm, self.scale), per_layer)
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         """Plain formula in x's dtype over one text from its start, x [T, H] -> [T, H]: the tests' oracle."""
-        mixer, feed_forward = cast(Any, self.mixer), cast(Any, self.feed_forward)
-        x = x + mixer.reference(cast(RMSNorm, self.mixer_norm).reference(x))
-        return x + feed_forward.reference(cast(RMSNorm, self.feed_forward_norm).reference(x))
+        if self.per_layer is not None:
+            raise TypeError("a layer with inputs of its own has no reference")
+        for norm, block, after in (
+            (self.mixer_norm, self.mixer, self.mixer_post_norm),
+            (self.feed_forward_norm, self.feed_forward, self.feed_forward_post_norm),
+        ):
+            out = cast(Any, block).reference(x if norm is None else cast(RMSNorm, norm).reference(x))
+            x = x + (out if after is None else after.reference(out))
+        return x if self.scale is None else x * self.scale.weight.to(x.dtype)
 
     def state_specs(self) -> Tree:
         """The mixer's specs."""
         return cast(Mixer, self.mixer).state_specs()
+
+
+def joined(
+    block: Mixer | FeedForward, y: Any, residual: torch.Tensor, after: RMSNorm | None, norm: nn.Module | None,
+    scale: Factor | None = None,
+) -> tuple[torch.Tensor, Activations]:  # fmt: skip
+    """(residual + the block's output, normed by ``after`` if there is one, times ``scale``; ``norm`` of the result)."""
+    if after is None:
+        return block.project(y, residual, norm)
+    return add_normed(block.output(y), residual, after, norm, scale)
 
 
 def build_layers(specs: Sequence[LayerSpec], builder: Builder, norm: nn.Module) -> nn.ModuleList:

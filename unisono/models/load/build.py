@@ -48,7 +48,7 @@ class Builder:
     attention: builds backends.
     max_positions: length of rotary tables, in tokens.
     format: weight format of a module by its path in the model, such as ``layers.0.mixer.o``.
-    zero_centered_norms: see :class:`RMSNorm`.
+    zero_centered_norms, wide_norms: see :class:`RMSNorm`.
     path: path of the module being built.
     ranks: processes that hold the model together, and the index of this one.
     undivided: paths of layers held whole by every rank, because their outputs cannot be divided.
@@ -67,6 +67,7 @@ class Builder:
     ranks: Ranks = ALONE
     undivided: list[str] = field(default_factory=list, repr=False)
     kv_dtype: torch.dtype | None = None
+    wide_norms: bool = False
     _tables: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
     _axes: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
     _backends: dict[tuple[int, int], AttentionBackend] = field(default_factory=dict, repr=False)
@@ -87,6 +88,7 @@ class Builder:
         hidden_size: int | None = None,
         zero_centered_norms: bool = False,
         ranks: Ranks = ALONE,
+        wide_norms: bool = False,
     ) -> Builder:
         """Builder of a draft module for this model: plain, with this model's rotary tables.
 
@@ -99,6 +101,7 @@ class Builder:
             attention=attention,
             format=plain,
             zero_centered_norms=zero_centered_norms,
+            wide_norms=wide_norms,
             path="",
             ranks=ranks,
             _backends={},
@@ -164,13 +167,14 @@ class Builder:
             raise CheckpointError(f"{' and '.join(paths)} are computed as one product, but stored in formats {names}.")
         return formats.pop()
 
-    def embedding(self, vocab_size: int, empty: bool = False) -> Embedding:
-        """A table of token embeddings [vocab_size, hidden size]."""
-        return Embedding(vocab_size, self.hidden_size, self.dtype, "meta" if empty else self.device)
+    def embedding(self, vocab_size: int, empty: bool = False, size: int | None = None, scale: float = 1.0) -> Embedding:
+        """A table of token embeddings [vocab_size, size], by default the hidden size; scale: of its rows."""
+        return Embedding(vocab_size, size or self.hidden_size, self.dtype, "meta" if empty else self.device, scale)
 
-    def norm(self, size: int | None = None) -> RMSNorm:
-        """An RMSNorm of the model's kind over ``size`` elements, by default the hidden size."""
-        return RMSNorm(size or self.hidden_size, self.rms_eps, self.dtype, self.device, self.zero_centered_norms)
+    def norm(self, size: int | None = None, factor: float = 1.0) -> RMSNorm:
+        """An RMSNorm of the model's kind over ``size`` elements, by default the hidden size; factor: of its weight."""
+        kind = self.zero_centered_norms, self.wide_norms, factor
+        return RMSNorm(size or self.hidden_size, self.rms_eps, self.dtype, self.device, *kind)
 
     def backend(self, num_heads: int, num_kv_heads: int) -> AttentionBackend:
         """Backend of layers with these heads: one per pair."""

@@ -17,7 +17,7 @@ from torch import nn
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.experts import ExpertStack
 from unisono.layers.formats.base import PLAIN, Slice, Slices, WeightFormat, WeightTarget, part_of
-from unisono.layers.norm import LayerNorm, RMSNorm
+from unisono.layers.norm import Factor, LayerNorm, RMSNorm
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
 from unisono.models.load.build import AttentionFactory, Builder, no_attention
@@ -82,6 +82,7 @@ def load_model(
         config.zero_centered_norms,
         ranks=ranks,
         kv_dtype=kv_dtype,
+        wide_norms=config.wide_norms,
     )
     if load_format != "dummy":
         _check_sizes(checkpoint)
@@ -224,7 +225,7 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
     """
     first: dict[int, nn.Parameter] = {}
     for path, module in root.named_modules():
-        if not isinstance(module, (LayerNorm, RMSNorm)):  # norms are initialised to ones
+        if not isinstance(module, (Factor, LayerNorm, RMSNorm)):  # norms are initialised to ones
             for kind, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
                     continue
@@ -271,7 +272,7 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied, ranks = decoder.config.tie_embeddings, decoder.builder.ranks
     targets = checkpoint_names(decoder, checkpoint.family, tensors)
-    unread = _apart(tensors, checkpoint.family)
+    unread = (*_apart(tensors, checkpoint.family), *_passed_over(decoder, checkpoint.family))
 
     def unexpected(name: str) -> str | None:
         if name.startswith(unread) or (tied and name == head):
@@ -287,6 +288,13 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
     if tied and head in tensors:
         _check_tied_head(decoder, head, tensors)
     _check_finite(decoder, checkpoint)
+
+
+def _passed_over(decoder: Decoder, family: Family) -> list[str]:
+    """The checkpoint's names of modules that blocks have no use for (``passed_over``)."""
+    layers = decoder.config.layers
+    found = ((n, name) for n, layer in enumerate(decoder.layers) for name in getattr(layer.mixer, "passed_over", ()))
+    return [f"{family.name(f'layers.{number}.mixer.{name}', layers)}." for number, name in found]
 
 
 def experts_of(decoder: Decoder) -> int:

@@ -3,8 +3,8 @@
 The import takes 2 to 5 seconds, mostly for libraries that a configuration does not use. The parsed config depends only
 on the file's bytes and on transformers' version, so these are the key of the file in ``$UNISONO_CACHE/configs`` (by
 default ``~/.cache/unisono``). A missing, damaged or unwritable file is not an error: transformers reads the
-configuration. It also does if positions are scaled, because its functions need its own objects. Called by
-``models/load/checkpoint.py`` and ``drafters/eagle/checkpoint.py``.
+configuration. It also does if positions are scaled, because its functions need its own objects, and if fields differ by
+layer. Called by ``models/load/checkpoint.py`` and ``drafters/eagle/checkpoint.py``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def stored_config(source: bytes, name_or_path: str, read: Callable[[], Any]) -> 
             return found
     config = read()
     with suppress(*TROUBLE):
-        if not _scales_positions(config.get_text_config()):
+        text = config.get_text_config()
+        if not _scales_positions(text) and not hasattr(text, "per_layer_config"):
             _write(env.cache_directory() / "configs" / f"{key}.json", json.dumps(_encoded(config)))
     return config
 

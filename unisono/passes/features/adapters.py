@@ -1,4 +1,4 @@
-"""Adapters (LoRA): a request names one, and each of its tokens is computed with it. See docs/adapters.md.
+"""Adapters (LoRA): a request names one, and each of its tokens is computed with it. See docs/guide/adapters.md.
 
 The device knows one number per request, in its slot: the place of its adapter on the device, from 1 on; 0 is none. A
 pass in which a request has an adapter uses graphs of its own; all other passes replay the same graphs as without

@@ -1,4 +1,4 @@
-"""Base classes of features: everything the engine needs to know about one. See docs/adding-a-feature.md.
+"""Base classes of features: everything the engine needs to know about one. See docs/extend/feature.md.
 
 There is one :class:`Feature` per engine and one :class:`RequestState` per request that uses it.
 

@@ -1,6 +1,6 @@
 """The keywords of JSON Schema: enforced, enforced in some forms, refused, or without effect on an answer.
 
-``compile.py`` refuses by this table, and the tables of docs/speculation.md are generated from it (:func:`markdown`,
+``compile.py`` refuses by this table, and the tables of docs/guide/structure.md are generated from it (:func:`markdown`,
 checked by a test).
 """
 

@@ -118,7 +118,7 @@ class XmlCallParser(ToolCallParser):
 def typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
     """The value of a parameter's text by its schema; the text itself if it does not fit."""
     own = _own(schema, key)
-    listed = [one for part in own for one in _listed(part)]
+    listed = [one for part in own for one in _given(part)]
     kinds = {kind for part in own for kind in _types(part)}
     if "string" in kinds and any(name in part for part in own for name in EXACT):
         text = text.strip()  # surrounding blanks do not belong to such a value
@@ -169,7 +169,7 @@ def _referred(schema: Any, reference: str) -> Any:
     return schema
 
 
-def _listed(part: Mapping[str, Any]) -> list[Any]:
+def _given(part: Mapping[str, Any]) -> list[Any]:
     """The values that a schema lists; none where it lists none, or is malformed."""
     listed = part.get("enum")
     if isinstance(listed, list) and listed:

@@ -174,7 +174,7 @@ def _outputs(form: Tag) -> StructuredOutputs:
 
 
 def reworded(message: str) -> str:
-    """An error of the grammar of tools, worded as an error of tools; any other error unchanged."""
+    """An error of the grammar that tools became, as one of tools; any other as it is."""
     mark = ":" if "is not valid:" in message else "compiled:"
     return f"tools cannot be made a grammar:{message.partition(mark)[2]}" if mark in message else message
 
