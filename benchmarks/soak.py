@@ -37,6 +37,8 @@ FLAT = 0.02
 SAMPLES = 200
 """Times that memory is looked at."""
 PAGE_TOKENS = 16
+CONTEXT = 512
+"""Tokens that most requests fit into; definitions of tools in a long chat template take more."""
 TABLE = "{:<20} {:>8} {:>8} {:>8} {:>6} {:>6} {:>6} {:>9} {:>9}"
 
 
@@ -47,7 +49,7 @@ def soak(
     distinct: Annotated[int, typer.Option(help="Distinct requests among them.", min=21)] = 420,
     concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 32,
     max_num_seqs: Annotated[int, typer.Option(help="Of the server: requests that run at once.", min=1)] = 8,
-    max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=512)] = 512,
+    max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=512)] = 1024,
     limit: Annotated[float, typer.Option(help="Seconds after which a request counts as hung.", min=1)] = 120.0,
     seed: Annotated[int, typer.Option(help="Of the choice of requests.")] = 0,
 ) -> None:
@@ -83,7 +85,7 @@ class Plan:
     def flags(self, busy: bool) -> list[str]:
         """The server's flags. busy: few pages and a short queue, so that requests are preempted, and some refused."""
         own = ["--max-num-seqs", str(self.max_num_seqs), "--max-model-len", str(self.max_model_len)]
-        few = self.max_model_len // PAGE_TOKENS * 3 // 2
+        few = max(self.max_model_len + CONTEXT // 8, CONTEXT * 3 // 2) // PAGE_TOKENS
         queue = max(1, self.concurrency - self.max_num_seqs)  # n > 1 goes beyond it
         if not busy:
             return [*own, "--speculative-method", "none"]
@@ -183,7 +185,7 @@ async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
     with _server(plan, [*answering(serve_flags), *plan.flags(False)]) as quiet:
         client = Client(quiet.url, plan.limit)
         abilities = await client.abilities()
-        asked = cases(plan.distinct, plan.seed, plan.max_model_len, abilities)
+        asked = cases(plan.distinct, plan.seed, CONTEXT, abilities)
         print(f"A quiet run of {len(asked)} distinct requests of {len(kinds(abilities))} kinds …", flush=True)
         expected = [await client.answer(case) if case.repeats else None for case in asked]
         await client.http.aclose()

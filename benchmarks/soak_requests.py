@@ -322,7 +322,7 @@ class Client:
         self.http = httpx.AsyncClient(base_url=self._url, timeout=self._limit, limits=sockets)
 
     async def abilities(self) -> Abilities:
-        """What the server can take beside text."""
+        """Ask the server which adapters it has and whether its model sees."""
         models, state = await self.http.get("/v1/models"), await self.http.get("/page/state")
         return Abilities.read(models.json(), state.json())
 

@@ -59,6 +59,7 @@ def test_token_errors(server: Server) -> None:
         refused(server, "/tokenize", {"messages": [{"role": "robot", "content": "a"}]})["param"] == "messages[0].role"
     )
     assert "0 to 999" in refused(server, "/detokenize", {"tokens": [5, 1000]})["message"]
+    assert "at most 262144" in refused(server, "/detokenize", {"tokens": [5] * (2**18 + 1)})["message"]
     assert refused(server, "/detokenize", {"tokens": "a"})["param"] == "tokens"
 
 

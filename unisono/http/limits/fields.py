@@ -284,4 +284,4 @@ def table() -> str:
 def parameter_table() -> str:
     """The table of docs/reference/limits.md of parameters of paths and queries."""
     lines = [f"| `{name}` | {limit} |\n" for name, limit in sorted(PARAMETERS.items())]
-    return "| parameter | limit |\n|---|---|\n" + "".join(lines)
+    return "| Parameter | Limit |\n|---|---|\n" + "".join(lines)
