@@ -37,6 +37,9 @@ AXES = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 LAYERS = (2, 1, 3)
 CLOSE = 3e-4 if torch.cuda.is_available() else 1e-4
 
+NO_MEDIA = {IMAGE: -100.0, VIDEO: -100.0}
+"""Logit bias: transformers would look for the picture of a generated placeholder."""
+
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -185,6 +188,7 @@ class Module(Target):
             turned = positions[1 : len(ids) + step]
             states = forward(self.weights, self.config, embedded[1:], hidden, turned)
             logits.append(states[-1] @ self.lm_head.T)
+            logits[-1][list(NO_MEDIA)] += torch.tensor(list(NO_MEDIA.values()))
             embedded = torch.cat((embedded, self.embed[logits[-1].argmax()][None]))
             hidden = torch.cat((hidden, states[-1:]))
         return logits
@@ -197,7 +201,8 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Module:
 
 def proposed(module: Module) -> list[tuple[list[int], list[int]]]:
     """Proposals of the drafter, in chunks, after prefix hits and in rounds: (committed tokens, drafts)."""
-    how = [SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, seed=0)] * len(module.given)
+    params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, seed=0, logit_bias=NO_MEDIA)
+    how = [params] * len(module.given)
     spec = SpeculativeConfig("mtp", num_speculative_tokens=3)
     with engine(module.path, dtype="float32", max_num_batched_tokens=21) as llm:
         plain = run(llm, module.given, how)

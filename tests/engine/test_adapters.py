@@ -305,7 +305,7 @@ def test_a_request_is_checked_while_no_step_runs(
     with engine(qwen3, **ON) as llm:
         feature, led = next(f for f in llm.engine.runner.request_features if f.name == "adapters"), []
         begin = feature.begin
-        monkeypatch.setattr(feature, "begin", lambda request: (led.append(llm.loop._lead.locked()), begin(request))[1])
+        monkeypatch.setattr(feature, "begin", lambda request: (led.append(llm.loop._owned.locked()), begin(request))[1])
         run(llm, [PROMPTS[0]], BRIEF, adapters["one"])
         assert led == [True, True], "checked, then added"
 
