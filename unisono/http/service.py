@@ -26,9 +26,6 @@ from unisono.http.openai.hosted_tools import HostedTools
 from unisono.http.openai.serving import Serving
 from unisono.http.security.auth import Keys
 
-MAX_BODY_BYTES = 64 * 2**20
-SMALL_BODY_BYTES = 2**20
-"""Largest body of operators' routes, in bytes."""
 INSPECT_LIMIT = 5.0
 """Timeout of /server_info and /metrics for the engine's current step, seconds."""
 CLIENT_GONE = 499
