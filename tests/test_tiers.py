@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tiers import pairwise
+from tests.nightly import KEPT, left_to_night
+from tests.tiers import ROOT, pairwise
 
 NAMES = "abcd"
 
@@ -34,3 +36,20 @@ def test_few_cells_are_left_of_a_product() -> None:
     values = [object() for _ in range(5)], (128, 0), (True, False), ("float32", "float16")
     cells = [dict(zip(NAMES, cell, strict=True)) for cell in itertools.product(*values)]
     assert len(pairwise(cells)) == 10
+
+
+def test_entries_of_the_long_matrix_name_tests() -> None:
+    for test, kept in KEPT.items():
+        path, name = test.split("::")
+        functions = {node.name for node in ast.walk(ast.parse((ROOT / "tests" / path).read_text()))
+                     if isinstance(node, ast.FunctionDef)}  # fmt: skip
+        assert name in functions, test
+        assert kept.cells, f"{test}: the default suite has at least one cell"
+        assert kept.covered_by, test
+
+
+def test_cells_without_an_entry_stay() -> None:
+    assert not left_to_night("engine/test_engine.py::test_x", "anything")
+    test = "graphs/test_matrix.py::test_larger_than_the_largest_bucket"
+    assert left_to_night(test, "mtp-full")
+    assert not left_to_night(test, "eagle3-segmented")
