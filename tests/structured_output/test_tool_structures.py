@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.text_check import CheckVocabulary, TextCheck
 from unisono.config.catalog import resolve_name
 from unisono.http.openai.tool_definitions import tool_use
-from unisono.structured_output.check import CheckVocabulary, TextCheck
 from unisono.structured_output.json_schema.refs import References
 from unisono.structured_output.json_schema.values import Validator
 from unisono.structured_output.matcher import GrammarError, Matcher

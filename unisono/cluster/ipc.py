@@ -79,6 +79,7 @@ class Rejected(msgspec.Struct, tag="rejected"):
     message: str
     param: str | None = None
     code: str | None = None
+    reason: str | None = None
     failed: bool = False
 
 

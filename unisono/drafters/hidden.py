@@ -259,7 +259,7 @@ class HiddenDrafter(CatchesUp):
 
     def _first_drafts(self, slots: torch.Tensor, of_paths: bool) -> torch.Tensor:
         """Draft 0 of each row [R, 1]: the best stored candidate, or the candidate of the row's path."""
-        kept = self._context.state["draft"].index_select(0, slots)
+        kept: torch.Tensor = self._context.state["draft"].index_select(0, slots)
         if not of_paths:
             return kept[:, :1]
         paths = self._first.shape[0]

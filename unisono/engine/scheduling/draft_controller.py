@@ -1,6 +1,6 @@
 """Draft controller: chooses the number of drafts of each round and schedules catch-up passes of paused drafters.
 
-Called between the scheduler, which chooses the requests, and the runner. Owns the bookkeeping of paused drafters
+The scheduler asks it for the drafts of each round that it has composed. Owns the bookkeeping of paused drafters
 (*pending* tokens of each sequence, ``Progress.unobserved``) and feeds :mod:`unisono.engine.scheduling.adaptive` with
 the results and times of rounds.
 """

@@ -26,7 +26,7 @@ from unisono.http.openai.responses import HiddenStates, PromptLogprobs, TokenOri
 from unisono.http.security.auth import ApiClient
 from unisono.text.answer_parser import AnswerParser, AnswerParts
 from unisono.text.tool_parsers.base import ToolDelta
-from unisono.text.tool_parsers.structure import reworded
+from unisono.text.tool_parsers.structure import tools_error
 from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError, request_failure
 from unisono.types.acceptance import DraftCount
 from unisono.types.vectors import numbers
@@ -197,7 +197,7 @@ class Generation:
         """The error, which names tools where it is about the grammar that they became."""
         constrained = self._answer_parser is not None and self._answer_parser.constrains
         if constrained and isinstance(error, BadRequest) and error.param == "structured_outputs":
-            return BadRequest(reworded(str(error)), "tools", error.code)
+            return tools_error(error)
         return error
 
     def cancel(self) -> None:

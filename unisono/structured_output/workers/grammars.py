@@ -310,7 +310,7 @@ class Grammars:
 def _deliver(future: Future[Compiled], result: Compiled | BadRequest) -> None:
     with suppress(InvalidStateError):  # it was cancelled concurrently
         if isinstance(result, BadRequest):
-            future.set_exception(BadRequest(str(result), result.param, result.code))
+            future.set_exception(BadRequest(result.parts, result.param, result.code, result.reason))
         else:
             future.set_result(result)
 
@@ -318,4 +318,5 @@ def _deliver(future: Future[Compiled], result: Compiled | BadRequest) -> None:
 def _refusal(outputs: StructuredOutputs, why: str) -> BadRequest:
     shown = repr(getattr(outputs, outputs.kind))
     shown = shown if len(shown) <= 80 else shown[:79] + "…"
-    return BadRequest(f"structured_outputs.{outputs.kind}={shown} cannot be compiled: {why}.", "structured_outputs")
+    message = f"structured_outputs.{outputs.kind}={shown} cannot be compiled: {why}."
+    return BadRequest(message, "structured_outputs", reason=f"{why}.")
