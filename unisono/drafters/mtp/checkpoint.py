@@ -30,6 +30,7 @@ from unisono.models.load.build import AttentionFactory, Builder, no_attention, p
 from unisono.models.load.checkpoint import formats_in, read_tensors
 from unisono.models.load.loader import fill_randomly
 from unisono.models.load.tensor_files import TensorInfo
+from unisono.models.load.update import WeightUpdate, check_shared, require_all
 from unisono.types import CheckpointError
 
 BLOCK = {
@@ -226,6 +227,23 @@ class MTPCheckpoint:
             if not self._stores(part, number) or weights.same_as(getattr(module, part), getattr(target, part)):
                 setattr(module, part, getattr(target, part))
         return module.eval()
+
+    def update(self, module: MTPModule, step: int, target: Decoder, shares_head: bool) -> WeightUpdate:
+        """This checkpoint's weights for the module of a step that another one made. shares_head: its LM head is the
+        target's.
+
+        Raises CheckpointError if the other one has another config.
+        """
+        if self.config != module.config or step >= self.depth:
+            raise CheckpointError(f"{self.path}: its MTP modules are not of the config of those that are served.")
+        number, tensors = self.numbers[step], self.tensors or {}
+        shared = ["embed"] if module.embed is target.embed else []
+        shared += ["lm_head"] if shares_head else []
+        targets = self.layout.targets(module, number, shared, tensors)
+        require_all(targets, tensors, self.path)
+        named = (part for part in shared if part in self.layout.names)
+        stored = {f"{self.layout.name(part, number)}.weight": getattr(target, part).weight for part in named}
+        return WeightUpdate(module, targets, tensors, lambda: check_shared(stored, tensors))
 
     def choices(self, modules: Sequence[MTPModule], target: Decoder) -> list[tuple[str, str, str]]:
         """(name, value, reason) of the inferred settings of modules made by :meth:`load`."""

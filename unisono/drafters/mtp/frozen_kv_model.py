@@ -43,6 +43,7 @@ from unisono.models.load import weights
 from unisono.models.load.build import AttentionFactory, Builder, no_attention
 from unisono.models.load.checkpoint import read_tensors
 from unisono.models.load.tensor_files import TensorInfo
+from unisono.models.load.update import WeightUpdate
 from unisono.types import CheckpointError
 
 NAMES = {
@@ -168,6 +169,14 @@ class FrozenCheckpoint:
         head = FrozenHead(self.config, self.reads, target.embed, builder, self.ordered)
         weights.fill(self._targets(head), self.tensors, target.embed.weight.device, progress)
         return head.eval()
+
+    def update(self, head: FrozenHead) -> WeightUpdate:
+        """This checkpoint's weights for a head that another one made. Raises CheckpointError if that has another
+        config.
+        """
+        if self.config != head.config or self.reads != head.reads:
+            raise CheckpointError(f"{self.path}: its config is not that of the drafter that is served.")
+        return WeightUpdate(head, self._targets(head), self.tensors)
 
     def _check(self, target: DecoderConfig) -> None:
         """Compare the tensors with the head's parameters. Raises CheckpointError naming the first misfit."""
