@@ -1,6 +1,6 @@
 """Client of one engine: sends requests, delivers deltas, restarts the engine after its death.
 
-Runs in one event loop; ``server`` alone uses it. :mod:`unisono.cluster.engine_handle` has the process itself.
+Runs in one event loop; ``http`` alone uses it. :mod:`unisono.cluster.engine_handle` has the process itself.
 """
 
 from __future__ import annotations

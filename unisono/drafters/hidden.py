@@ -1,5 +1,8 @@
 """Base of drafters that read the target's hidden states and reuse one module for k steps.
 
+The hidden states come from the target's pass: ``Features`` names the layers, ``Decoder.forward`` collects their inputs,
+and they arrive in ``Verified.hidden`` and ``PromptPass.hidden``.
+
 Owns the module's KV cache, the state carried from one round to the next, and the order of its passes. A subclass says
 which hidden states it needs and builds its module; it does not touch slots or pages.
 

@@ -47,7 +47,8 @@ class Planner:
     graphs: graph set of rank 0's own worker, whose measured times and sizes are used.
     send: executes a command that captures, measures or frees on every rank; by default on ``graphs`` alone.
     enabled: False runs everything eagerly.
-    budget: bytes available for graphs; None: no limit. ``idle_captures`` counts graphs captured after the start.
+    budget: bytes available for graphs (``engine/startup/memory.py``), compared with the cost of each captured graph; a
+    graph beyond it is released. None: no limit. ``idle_captures`` counts graphs captured after the start.
     """
 
     def __init__(

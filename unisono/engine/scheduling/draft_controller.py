@@ -32,6 +32,8 @@ ROUNDS_PER_CHOICE = 16
 class DraftController:
     """Choose drafts for the rounds of one engine. ``pinned``: a fixed number of drafts; None: adapt.
 
+    The numbers to choose from are ``runner.choices`` (``startup.buckets.draft_choices``).
+
     ``rounds[k]`` counts rounds with k drafts.
     """
 

@@ -208,6 +208,7 @@ class Scheduler:
             self.device.prompt_committed(chunk)
 
     def _give_back(self, sequence: Sequence, keep: bool = True) -> None:
+        """Free a request's slot and pages. keep: its computed pages stay in the prefix tree, evictable."""
         if sequence.pages is None:
             return
         if keep:
@@ -464,6 +465,7 @@ class Scheduler:
                 self._preempt(max(self.active, key=self.waiting.rank))
 
     def _preempt(self, sequence: Sequence) -> None:
+        """Free a running request's slot and pages (:meth:`_give_back`), and queue it again."""
         queue = self._queue_of(sequence)
         self._give_back(sequence)
         queue.remove(sequence)
