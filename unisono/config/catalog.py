@@ -115,6 +115,7 @@ drafters = Registry(
     "drafter",
     {
         "none": "unisono.drafters.none:NoDrafter",
+        "dflash": "unisono.drafters.block.drafter:DFlashDrafter",
         "eagle": "unisono.drafters.eagle.eagle:EagleDrafter",
         "eagle3": "unisono.drafters.eagle.eagle3:Eagle3Drafter",
         "mtp": "unisono.drafters.mtp.mtp:MTPDrafter",
