@@ -6,7 +6,7 @@ loader. Forward passes run in float64 over the whole text anew: DFlash (arXiv 26
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,44 @@ def make_dspark(directory: Path, target: DecoderConfig, outputs: tuple[int, ...]
     return Block(directory, weights, fields, tuple(i + 1 for i in outputs), masks, anchor=True)
 
 
+CONV, SELECTOR = (2, 6), (5, 9)
+"""(taps, channels of a group) and (rank, candidates) of DFlash2 heads."""
+
+
+def make_dflash2(
+    directory: Path, target: DecoderConfig, outputs: tuple[int, ...] = (0, 2), *, suffix: str = "", **changes: Any
+) -> Block:
+    """A DFlash2 head as published; suffix ".weight": the codebooks' names in speculators."""
+    (taps, group), (rank, candidates) = CONV, SELECTOR
+    fields = block_fields(target, **changes)
+    weights, hidden = block_weights(fields, target, len(outputs), target.vocab_size), fields["hidden_size"]
+    generator = torch.Generator().manual_seed(12)
+    for i in range(fields["num_hidden_layers"]):
+        for name in ("attention_conv", "mlp_conv"):
+            base = 0.3 * torch.randn(2, taps, hidden, generator=generator)
+            base[:, 0] += 1
+            weights[f"layers.{i}.{name}.base_kernel"] = base
+            weights[f"layers.{i}.{name}.kernel_projection.weight"] = (
+                0.3 * torch.randn(2 * taps * hidden // group, hidden, generator=generator) / hidden**0.5
+            )
+    for name in ("predecessor_codebook", "successor_codebook"):
+        codes = torch.randn(target.vocab_size, rank, generator=generator)
+        weights[f"candidate_selector.{name}{suffix}"] = codes
+    weights["candidate_selector.hidden_projection.weight"] = (
+        torch.randn(rank, hidden, generator=generator) / hidden**0.5
+    )
+    nested = {
+        "mask_token_id": MASK, "target_layer_ids": list(outputs), "conv_kernel_size": taps, "conv_group_size": group,
+        "selector_rank": rank, "selector_top_k": candidates,
+    }  # fmt: skip
+    top = {"block_size": 8, "is_causal": False, "architectures": ["DFlash2DraftModel"]}
+    write(directory, {**fields, **top, "dflash_config": nested}, weights)
+    masks = ((0, False),) * fields["num_hidden_layers"]
+    if suffix:
+        weights = {name.removesuffix(suffix) if "codebook" in name else name: t for name, t in weights.items()}
+    return Block(directory, weights, fields, tuple(i + 1 for i in outputs), masks)
+
+
 # ---- the papers' forward passes ---------------------------------------------------------------------
 
 
@@ -170,6 +208,7 @@ def backbone(
             return y.transpose(0, 1).repeat_interleave(fields["num_attention_heads"] // y.shape[1], 0)
 
         h = norm(x, own["input_layernorm.weight"], eps)
+        h, after = convolved(own, "attention_conv", h)
         both = torch.cat((context, h))
         queries, keys, values = heads("q", h, at[past:]), heads("k", both, at), heads("v", both, at)
         visible = torch.ones(size, past + size, dtype=torch.bool)
@@ -180,22 +219,49 @@ def backbone(
             visible &= at > since - window - (0 if causal else block.extra)
         scores = (queries @ keys.mT / fields["head_dim"] ** 0.5).masked_fill(~visible, -torch.inf)
         out = (scores.softmax(-1) @ values).transpose(0, 1).reshape(size, -1)
-        x = x + out @ own["self_attn.o_proj.weight"].T
+        x = x + after(out @ own["self_attn.o_proj.weight"].T)
         h = norm(x, own["post_attention_layernorm.weight"], eps)
+        h, after = convolved(own, "mlp_conv", h)
         h = silu(h @ own["mlp.gate_proj.weight"].T) * (h @ own["mlp.up_proj.weight"].T)
-        x = x + h @ own["mlp.down_proj.weight"].T
+        x = x + after(h @ own["mlp.down_proj.weight"].T)
     return norm(x, w["norm.weight"], eps)[size - k :]
+
+
+def convolved(own: Weights, name: str, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """(x [B, H] after the first convolution, the second one); both unchanged in a layer that has none."""
+    if f"{name}.base_kernel" not in own:
+        return x, lambda y: y
+    base, (taps, group) = own[f"{name}.base_kernel"], CONV
+    terms = (x @ own[f"{name}.kernel_projection.weight"].T).view(len(x), 2, taps, -1).repeat_interleave(group, -1)
+
+    def side(number: int, y: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(y)
+        for t in range(len(y)):
+            for tap in range(min(taps, t + 1)):
+                out[t] += (base[number, tap] + terms[t, number, tap]) * y[t - tap]
+        return out
+
+    return side(0, x), lambda y: side(1, y)
 
 
 def reference(
     block: Block, embed: torch.Tensor, lm_head: torch.Tensor, ids: Sequence[int], seen: torch.Tensor,
     drafts: Sequence[int],
-) -> torch.Tensor:  # fmt: skip
-    """Logits [k, V'] of the drafts after ``ids``; DSpark's are those given the drafts that were made before."""
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(logits, scores) [k, V'] of the drafts after ``ids``: a greedy draft has the best score.
+
+    Scores of DSpark and DFlash2 are those given the drafts that were made before.
+    """
     w = {n: t.double() if t.is_floating_point() else t for n, t in block.weights.items()}
     hidden = backbone(block, w, w.get("embed_tokens.weight", embed.double()), ids, seen.double(), len(drafts))
-    logits = hidden @ w.get("lm_head.weight", lm_head.double()).T
+    logits = scores = hidden @ w.get("lm_head.weight", lm_head.double()).T
+    before = torch.tensor([ids[-1], *drafts[:-1]])
     if "markov_head.markov_w1.weight" in w:
-        before = torch.tensor([ids[-1], *drafts[:-1]])
-        logits = logits + w["markov_head.markov_w1.weight"][before] @ w["markov_head.markov_w2.weight"].T
-    return logits
+        scores = logits + w["markov_head.markov_w1.weight"][before] @ w["markov_head.markov_w2.weight"].T
+    if "candidate_selector.predecessor_codebook" in w:
+        left = w["candidate_selector.predecessor_codebook"][before]
+        left = left * (hidden @ w["candidate_selector.hidden_projection.weight"].T)
+        pairs = logits + left @ w["candidate_selector.successor_codebook"].T
+        known = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(SELECTOR[1]).indices, True)
+        scores = pairs.masked_fill(~known, -torch.inf)
+    return logits, scores

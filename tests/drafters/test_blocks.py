@@ -12,7 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.drafters.make_blocks import FULL, SLIDING, Block, make_dflash, make_speculators_block, reference
+from tests.drafters.make_blocks import (
+    FULL,
+    SLIDING,
+    Block,
+    make_dflash,
+    make_dflash2,
+    make_dspark,
+    make_speculators_block,
+    reference,
+)
 from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
@@ -66,6 +75,12 @@ HEADS: dict[str, Make] = {
     "DFlash, windows over whole blocks": lambda path, target: make_dflash(
         path, target, masks=((11, False),) * 2, nested={"use_swa": True, "swa_window_size": 11}
     ),
+    "DSpark as published": make_dspark,
+    "DFlash2 as published": make_dflash2,
+    "DFlash2, other names": lambda path, target: make_dflash2(path, target, suffix=".weight"),
+    "speculators DSpark, from the first mask, reduced vocabulary": lambda path, target: make_speculators_block(
+        path, target, kind="dspark", markov_rank=5, draft_vocab=140
+    ),
     "speculators, reduced vocabulary, another hidden size": lambda path, target: make_speculators_block(
         path, target, draft_vocab=120, hidden_size=66
     ),
@@ -84,7 +99,8 @@ def head(request: pytest.FixtureRequest, target: Target, tmp_path_factory: pytes
 
 
 def spec(head: Block, k: int = K, **options: str) -> SpeculativeConfig:
-    return SpeculativeConfig("dflash", str(head.path), k, options)
+    method = "dspark" if "markov_head.markov_w1.weight" in head.weights else "dflash"
+    return SpeculativeConfig(method, str(head.path), k, options)
 
 
 @dataclass
@@ -128,9 +144,10 @@ def compare(target: Target, head: Block, watch: Watch, every: int = 1) -> tuple[
     """The largest relative error of logits, and the number of greedy drafts that were not the best."""
     error, wrong = 0.0, 0
     for ids, greedy, drafts, got in watch.rounds[::every]:
-        want = reference(head, target.embed, target.lm_head, ids, target.shows(ids[:-1], head.layers), drafts)
+        shown = target.shows(ids[:-1], head.layers)
+        want, scores = reference(head, target.embed, target.lm_head, ids, shown, drafts)
         error = max(error, float((got - want).norm() / want.norm()))
-        for draft, row in zip(drafts, want, strict=True):
+        for draft, row in zip(drafts, scores, strict=True):
             column = draft if head.ids is None else int((head.ids == draft).nonzero())
             wrong += greedy and bool(row[column] < row.max() - 1e-3)
     return error, wrong

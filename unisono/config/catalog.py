@@ -116,6 +116,7 @@ drafters = Registry(
     {
         "none": "unisono.drafters.none:NoDrafter",
         "dflash": "unisono.drafters.block.drafter:DFlashDrafter",
+        "dspark": "unisono.drafters.block.drafter:DSparkDrafter",
         "eagle": "unisono.drafters.eagle.eagle:EagleDrafter",
         "eagle3": "unisono.drafters.eagle.eagle3:Eagle3Drafter",
         "mtp": "unisono.drafters.mtp.mtp:MTPDrafter",

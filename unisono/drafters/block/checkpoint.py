@@ -18,6 +18,7 @@ from typing import Any
 
 from unisono.config.catalog import find_directory
 from unisono.drafters.block.model import BlockConfig, BlockHead
+from unisono.drafters.block.variants import MarkovHead, SelectingHead
 from unisono.drafters.eagle.checkpoint import (
     DraftCheckpoint,
     head_tensors,
@@ -36,7 +37,12 @@ logger = logging.getLogger(__name__)
 
 SLIDING = "sliding_attention"
 
+_CONVS = [f"layers.*.{conv}{part}" for conv in ("attention_conv", "mlp_conv") for part in ("", ".kernel_projection")]
+_NAMES = {**QWEN3.names, **{name: name for name in _CONVS}}
+"""Module of a layer -> module of a checkpoint."""
+
 ARCHITECTURES = {
+    "DFlash2DraftModel": "dflash",
     "DFlashDraftModel": "dflash",
     "DFlashSpeculator": "dflash",
     "DSparkDraftModel": "dspark",
@@ -46,9 +52,10 @@ ARCHITECTURES = {
 """Architecture in config.json -> method."""
 
 _NESTED = {
-    "attention_sink_bias", "block_size", "causal", "final_logit_softcapping", "input_embedding_scale", "layer_ids",
-    "mask_token_id", "output_multiplier", "projector_type", "shift_label", "swa_window_size", "target_layer_ids",
-    "use_aux_hidden_state", "use_swa",
+    "attention_sink_bias", "block_size", "causal", "conv_group_size", "conv_kernel_size", "final_logit_softcapping",
+    "input_embedding_scale", "mask_token_id", "output_multiplier", "projector_type", "sample_from_anchor",
+    "selector_rank", "selector_top_k", "shift_label", "swa_window_size", "target_layer_ids", "use_aux_hidden_state",
+    "use_swa",
 }  # fmt: skip
 """HeadFields of ``dflash_config`` that are read, here or to refuse them."""
 
@@ -110,13 +117,14 @@ class HeadFields:
         """The method that reads this head. Raises CheckpointError for other kinds of heads."""
         kind = self.raw.get("speculators_model_type")
         architectures = self.raw.get("architectures") or [None]
-        found = kind if kind in ("dflash", "dspark") else None if kind else ARCHITECTURES.get(architectures[0])
+        kinds = {"dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
+        found = kinds.get(kind) if kind else ARCHITECTURES.get(architectures[0])
         if found is None:
             named = f"speculators_model_type={kind!r}" if kind else f"architectures={architectures!r}"
             known = ", ".join(ARCHITECTURES)
             raise CheckpointError(
                 f"{self.path}: {named} is not a block drafter that is supported. Supported: {known}, and speculators' "
-                "'dflash' and 'dspark'."
+                "'dflash', 'dflash2' and 'dspark'."
             )
         return found
 
@@ -133,7 +141,7 @@ class BlockCheckpoint(DraftCheckpoint):
     def stored_name(self, module: str) -> str:
         if not module.startswith("layers."):
             return {"embed": "embed_tokens"}.get(module, module)
-        return checkpoint_name(QWEN3.names, module).removeprefix("model.")
+        return checkpoint_name(_NAMES, module).removeprefix("model.")
 
     def unexpected(self, name: str) -> str | None:
         """As :meth:`DraftCheckpoint.unexpected`. Copies of the target's modules and the confidence head are not
@@ -179,6 +187,8 @@ def open_block(
     )
     config = dataclasses.replace(config, layers=layers)
     tensors = None if dummy else head_tensors(directory)
+    if tensors is not None:
+        tensors = {re.sub(r"(_codebook)\.weight$", r"\1", name): info for name, info in tensors.items()}
     draft_vocab = fields.get("draft_vocab_size", target.vocab_size)
     if not isinstance(draft_vocab, int) or not 1 <= draft_vocab <= target.vocab_size:
         raise CheckpointError(
@@ -201,11 +211,33 @@ def open_block(
         mask_embedding=method == "dflash" and tensors is not None and "mask_embedding" in tensors,
         fc_bias=tensors is not None and "fc.bias" in tensors,
     )
+    kind, settings = _variant(fields, method, settings)
     ids = target_ids(tensors, draft_vocab, target.vocab_size, directory)
     tied = tied_embeddings(fields.layers)
-    opened = BlockCheckpoint(directory, BlockHead, settings, tied, tensors, ids, why, why_first)  # type: ignore[arg-type]
+    opened = BlockCheckpoint(directory, kind, settings, tied, tensors, ids, why, why_first)  # type: ignore[arg-type]
     opened.check()
     return opened
+
+
+def _variant(fields: HeadFields, method: str, settings: BlockConfig) -> tuple[type[BlockHead], BlockConfig]:
+    """(the module of this kind of head, the config with its sizes)."""
+    if method == "dspark":
+        return MarkovHead, dataclasses.replace(settings, markov_rank=fields.number("markov_rank", 1))
+    if fields.get("conv_kernel_size") is None:
+        return BlockHead, settings
+    taps, group = fields.number("conv_kernel_size", 1), fields.number("conv_group_size", 1)
+    if settings.layer.hidden_size % group:
+        raise CheckpointError(
+            f"{fields.path}: conv_group_size={group} must divide the hidden size {settings.layer.hidden_size}."
+        )
+    if settings.draft_vocab != settings.layer.vocab_size:
+        raise CheckpointError(
+            f"{fields.path}: a DFlash2 head with draft_vocab_size={settings.draft_vocab} is not supported; the "
+            f"target's vocabulary of {settings.layer.vocab_size} is."
+        )
+    rank, most = fields.number("selector_rank", 1), fields.number("selector_top_k", 1)
+    sizes = {"conv": (taps, group), "selector_rank": rank, "selector_candidates": min(most, settings.draft_vocab)}
+    return SelectingHead, dataclasses.replace(settings, **sizes)
 
 
 def _check_supported(fields: HeadFields) -> None:

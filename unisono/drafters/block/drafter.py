@@ -1,10 +1,13 @@
-"""DFlash: a block of masks filled by a few layers over the target's hidden states. Loaded by the catalog.
+"""DFlash, DFlash2 and DSpark: a block of masks filled by a few layers over the target's hidden states.
 
 With n committed tokens, position p having the target's states of the token at p::
 
     kept from before      context of positions 0 … n - 2, in every layer's keys and values
     propose               block [token n - 1, mask, mask, …] at positions n - 1 …  →  all drafts
     observe               context of the tokens n - 1 … whose states the round computed
+
+DFlash samples all drafts at once. DFlash2 and DSpark pick them one after another, each by the one before it. All draw
+with the request's own noise. Loaded by the catalog.
 
 The context is written by the pass that computes a token's states: prompt passes, rounds of any width and catch-ups
 leave the same bits, and a cached page has all of it. The block's own keys and values are provisional.
@@ -18,10 +21,12 @@ import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.attention.context import ForwardContext
+from unisono.distributed.columns import whole
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.block.checkpoint import BlockCheckpoint, open_block
 from unisono.drafters.block.model import BlockHead
+from unisono.drafters.block.variants import MarkovHead, SelectingHead
 from unisono.drafters.eagle.checkpoint import CONVENTIONS
 from unisono.drafters.hidden import OTHER_TARGET, RANDOM
 from unisono.drafters.options import DRAFT_QUANTIZATION, LOAD_FORMAT, read_options, required_model
@@ -126,7 +131,26 @@ class DFlashDrafter:
     def _draw(self, slots: torch.Tensor, drafts: torch.Tensor, hidden: torch.Tensor) -> None:
         """Write drafts [R, k] from the outputs [R · k, H] of the rows that predict them."""
         logits = self.module.logits(hidden)
-        drafts.copy_(self._context.sample_block(logits, slots, drafts.shape[1], self.module.ids))
+        if isinstance(self.module, SelectingHead):
+            self._select(self.module, slots, drafts, hidden, whole(logits))
+        else:
+            drafts.copy_(self._context.sample_block(logits, slots, drafts.shape[1], self.module.ids))
+
+    def _select(
+        self, head: SelectingHead, slots: torch.Tensor, drafts: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor
+    ) -> None:
+        """Pick drafts left to right among each position's best tokens, by their logits and the pairs' scores."""
+        rows, k = drafts.shape
+        unary, candidates = logits.float().topk(head.settings.selector_candidates)
+        unary, candidates = unary.view(rows, k, -1), candidates.view(rows, k, -1)
+        projected = head.candidate_selector.hidden_projection(hidden).view(rows, k, -1)
+        before = self._context.slots.last_token.index_select(0, slots)
+        for step in range(k):
+            scores = head.selected(unary[:, step], candidates[:, step], projected[:, step], before)
+            row = logits.new_full((rows, logits.shape[1]), -torch.inf)
+            row.scatter_(1, candidates[:, step], scores.to(row.dtype))
+            drafts[:, step].copy_(self._context.sample(row, slots, step, None))
+            before = drafts[:, step].clamp_min(0)
 
     def observe(self, verified: Verified) -> None:
         """Write the context of the committed tokens whose states the round computed: all but the last."""
@@ -144,6 +168,26 @@ class DFlashDrafter:
             prompt.positions.shape[0],
         )  # fmt: skip
         self.module.write_context(prompt.hidden, positions, slot_mapping, self._context.state["kv"])
+
+
+class DSparkDrafter(DFlashDrafter):
+    """DSpark: DFlash's backbone, and a Markov head that adds a bias by the draft before. Options: as DFlash.
+
+    The confidence head of a checkpoint is not read: the width of a round does not depend on drafts.
+    """
+
+    name = "dspark"
+
+    def _draw(self, slots: torch.Tensor, drafts: torch.Tensor, hidden: torch.Tensor) -> None:
+        rows, k = drafts.shape
+        head = self.module
+        assert isinstance(head, MarkovHead)
+        logits = whole(head.logits(hidden)).view(rows, k, -1)
+        before = self._context.slots.last_token.index_select(0, slots)
+        for step in range(k):
+            biased = head.biased(logits[:, step], before)
+            drafts[:, step].copy_(self._context.sample(biased, slots, step, head.ids))
+            before = drafts[:, step].clamp_min(0)
 
 
 FIRST_DRAFTS = ("auto", "anchor", "mask")

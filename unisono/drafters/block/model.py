@@ -51,6 +51,9 @@ class BlockConfig:
         itself.
     embed_scale: factor of the embeddings. logit_scale, logit_cap: of the logits, in this order; cap 0: none.
     mask_embedding: the checkpoint stores the mask's embedding apart from the table.
+    markov_rank: rank of DSpark's bias; 0: none.
+    conv, selector_rank, selector_candidates: DFlash2: (taps, channels of a group) of the convolutions, and sizes of the
+        selector; 0: none.
     """
 
     layer: DecoderConfig
@@ -66,6 +69,10 @@ class BlockConfig:
     logit_cap: float = 0.0
     mask_embedding: bool = False
     fc_bias: bool = False
+    markov_rank: int = 0
+    conv: tuple[int, int] = (0, 0)
+    selector_rank: int = 0
+    selector_candidates: int = 0
 
     @property
     def max_drafts(self) -> int:
