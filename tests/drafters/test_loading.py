@@ -21,6 +21,11 @@ CHOICES = {
         "draft embedding": ("the target's", "stores none"),
         "draft LM head": ("the target's", "stores none"),
     },
+    "dspark": {
+        "target layers read by the draft head": ("inputs of [1, 3]", "target_layer_ids names outputs of layers"),
+        "row of the first draft": ("the last token's", "the default of a dspark head"),
+        "draft LM head": ("the target's", "stores none"),
+    },
     "eagle": {
         "draft vocabulary": ("263 of the target's 263", "one of its own"),
         "draft embedding": ("the target's", "stores none"),
