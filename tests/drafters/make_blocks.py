@@ -147,7 +147,7 @@ def make_dspark(directory: Path, target: DecoderConfig, outputs: tuple[int, ...]
     return Block(directory, weights, fields, tuple(i + 1 for i in outputs), masks, anchor=True)
 
 
-CONV, SELECTOR = (2, 6), (5, 9)
+CONV, SELECTOR = (2, 2), (5, 9)
 """(taps, channels of a group) and (rank, candidates) of DFlash2 heads."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,11 +26,14 @@ from tests.drafters.make_blocks import (
 from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
+from unisono.config import catalog
+from unisono.drafters.block.checkpoint import open_block
+from unisono.drafters.block.drafter import DFlashDrafter
 from unisono.drafters.block.model import BlockHead
 from unisono.entrypoints.llm import LLM
 from unisono.models.config import DecoderConfig
 from unisono.models.load.checkpoint import Checkpoint
-from unisono.types import FinishReason, SamplingParams, SpeculativeConfig
+from unisono.types import CheckpointError, ConfigError, FinishReason, SamplingParams, SpeculativeConfig
 
 LAYERS, K = 4, 5
 GREEDY = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
@@ -220,3 +224,97 @@ def test_the_text_is_the_targets(target: Target, head: Block, k: int, plain_text
         assert tokens(llm, batch, params) == expected
         assert tokens(llm, batch, params) == expected
         llm.engine.check_integrity()
+
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "fp8 target and head": ({"quantization": "fp8"}, {"draft_quantization": "fp8"}),
+    "fp8 keys and values": ({"kv_cache_dtype": "fp8"}, {}),
+    "mixed passes": ({"enable_mixed_chunk": True, "max_num_batched_tokens": 24}, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_targets(target: Target, tmp_path: Path, way: str) -> None:
+    """The text with the head is the text without it, and the head's drafts follow from the same states."""
+    head, (flags, options) = make_dspark(tmp_path, target.config), WAYS[way]
+    batch, params = prompts(6, 250, seed=8), mixed_params(6)
+    with engine(target.path, **flags) as llm:
+        expected = tokens(llm, batch, params)
+    with engine(target.path, speculative=spec(head, **options), **flags) as llm:
+        assert tokens(llm, batch, params) == expected
+        assert tokens(llm, batch, params) == expected
+        llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("make", [make_dflash, make_dflash2, make_dspark])
+def test_hybrids(make: Make, tmp_path: Path) -> None:
+    """A target with recurrent layers: rounds replay its state, contexts need nothing of it."""
+    path = catalog.bundled_path("tiny-hybrid")
+    head = make(tmp_path, Checkpoint.open(path).config)
+    batch, params = prompts(5, 250, seed=4), mixed_params(5)
+    with engine(path) as llm:
+        expected = tokens(llm, batch, params)
+    with engine(path, speculative=spec(head, 4), max_num_batched_tokens=48) as llm:
+        assert tokens(llm, batch, params) == expected
+        assert tokens(llm, batch, params) == expected
+        llm.engine.check_integrity()
+
+
+def test_one_product_writes_every_layers_context(target: Target, tmp_path: Path) -> None:
+    """The joined rows give the bits of each layer's own, with fewer reads."""
+    head = make_dflash(tmp_path, target.config)
+    with engine(target.path, speculative=spec(head), enforce_eager=True) as llm:
+        module = llm.engine.worker.drafter.module
+        c = torch.randn(3, target.config.hidden_size, device=llm.engine.worker.model.embed.weight.device)
+        joined = list(module._context_rows(c))
+        assert module.context is not None
+        module.context = None
+        for one, other in zip(joined, module._context_rows(c), strict=True):
+            assert torch.equal(one, other)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "another vocabulary": ({"vocab_size": 100}, "vocab_size is 100"),
+    "a mask that is no token": ({"mask_token_id": 5000}, "mask_token_id=5000 is not in the target's vocabulary"),
+    "no mask": ({"mask_token_id": None}, "mask_token_id=None"),
+    "layers of a larger target": ({"target_layer_ids": [1, 9]}, "inputs of layers .2, 10. .* the target has 4 layers"),
+    "another depth": ({"num_target_layers": 36}, "a target of 36 layers; the target has 4"),
+    "no layers": ({"target_layer_ids": None}, "must list the target layers"),
+    "another kind": ({"architectures": ["DominoDraftModel"]}, "DominoDraftModel'. is not a block drafter"),
+    "sinks": ({"attention_sink_bias": True}, "attention_sink_bias=True is not supported"),
+    "a gated Markov head": ({"markov_head_type": "gated"}, "markov_head_type='gated' is not supported"),
+    "a window without size": ({"use_swa": True}, "sliding_window=None: layers with a window need"),
+    "DSpark": ({"architectures": ["Qwen3DSparkModel"]}, "is a dspark head: give the method 'dspark'"),
+    "more layers": ({"num_hidden_layers": 3}, "tensor layers.2.* is missing"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_does_not_fit_is_refused(target: Target, tmp_path: Path, case: str) -> None:
+    changes, says = CHANGES[case]
+    make_dflash(tmp_path, target.config)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    for name, value in changes.items():
+        place = raw["dflash_config"] if name in ("mask_token_id", "target_layer_ids", "use_swa") else raw
+        place[name] = value
+    file.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=says):
+        open_block(tmp_path, target.config, "dflash")
+
+
+def test_k_is_limited_by_the_block(target: Target, tmp_path: Path) -> None:
+    head = make_dflash(tmp_path, target.config, block_size=4)
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens=4: .* blocks of 4: give at most 3"):
+        DFlashDrafter(spec(head, 4), target.config)
+    assert DFlashDrafter(spec(head, 3), target.config).num_drafts == 3
+
+
+def test_conventions_can_be_set(target: Target, tmp_path: Path) -> None:
+    make_dflash(tmp_path, target.config, (1, 2))
+    opened = open_block(tmp_path, target.config, "dflash")
+    assert (opened.config.aux_layers, opened.config.from_anchor) == ((2, 3), False)
+    opened = open_block(tmp_path, target.config, "dflash", convention="input", first_draft="anchor")
+    assert (opened.config.aux_layers, opened.config.from_anchor) == ((1, 2), True)
+    assert "speculative config" in opened.why
+    assert "speculative config" in opened.why_first
