@@ -14,6 +14,10 @@ from tests.engine.matrix import DRAFTERS, Checkpoints, config_of, drafting
 from unisono.types import SpeculativeConfig
 
 CHOICES = {
+    "combined": {
+        "drafts": ("dflash, after ngram", "a match of 8 tokens or more"),
+        "row of the first draft": ("the first mask's", "the default of a dflash head"),
+    },
     "dflash": {
         "target layers read by the draft head": ("inputs of [1, 3]", "target_layer_ids names outputs of layers"),
         "row of the first draft": ("the first mask's", "the default of a dflash head"),

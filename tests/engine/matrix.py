@@ -34,6 +34,7 @@ Checkpoints = tuple[Path, Path | None]
 """(target, draft checkpoint); None for a drafter without a checkpoint."""
 
 DRAFTERS: dict[str, Callable[[dict[str, Path], Path], Checkpoints]] = {
+    "combined": lambda targets, folder: (targets["mistral"], make_dflash(folder, config_of(targets["mistral"])).path),
     "dflash": lambda targets, folder: (targets["mistral"], make_dflash(folder, config_of(targets["mistral"])).path),
     "dspark": lambda targets, folder: (targets["qwen3"], make_dspark(folder, config_of(targets["qwen3"])).path),
     "eagle": lambda targets, folder: (targets["mistral"], make_eagle(folder, config_of(targets["mistral"])).path),

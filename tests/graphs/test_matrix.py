@@ -315,7 +315,7 @@ def test_a_drafters_needs_cost_prompt_passes_no_graph(
     assert all(key.features == features for key in extends)
     assert all(graph.key.features.covers(features) for graph in planner.graphs())
     assert (features.hidden is not Hidden.NULL) == (
-        method in ("dflash", "dspark", "eagle", "eagle3", "mtp", "mtp_frozen")
+        method in ("combined", "dflash", "dspark", "eagle", "eagle3", "mtp", "mtp_frozen")
     )
     assert {(k, r): n for (p, k, r), n in ran.passes.items() if p == "extend"} == {(FULL, ""): len(extends)}
 

@@ -115,6 +115,7 @@ drafters = Registry(
     "drafter",
     {
         "none": "unisono.drafters.none:NoDrafter",
+        "combined": "unisono.drafters.combined:CombinedDrafter",
         "dflash": "unisono.drafters.block.drafter:DFlashDrafter",
         "dspark": "unisono.drafters.block.drafter:DSparkDrafter",
         "eagle": "unisono.drafters.eagle.eagle:EagleDrafter",
