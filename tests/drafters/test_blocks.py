@@ -313,8 +313,8 @@ def test_k_is_limited_by_the_block(target: Target, tmp_path: Path) -> None:
 def test_conventions_can_be_set(target: Target, tmp_path: Path) -> None:
     make_dflash(tmp_path, target.config, (1, 2))
     opened = open_block(tmp_path, target.config, "dflash")
-    assert (opened.config.aux_layers, opened.config.from_anchor) == ((2, 3), False)
+    assert (opened.config.aux_layers, opened.settings.from_anchor) == ((2, 3), False)
     opened = open_block(tmp_path, target.config, "dflash", convention="input", first_draft="anchor")
-    assert (opened.config.aux_layers, opened.config.from_anchor) == ((1, 2), True)
+    assert (opened.config.aux_layers, opened.settings.from_anchor) == ((1, 2), True)
     assert "speculative config" in opened.why
     assert "speculative config" in opened.why_first

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from unisono.config.catalog import find_directory
 from unisono.drafters.block.model import BlockConfig, BlockHead
@@ -92,7 +92,7 @@ class HeadFields:
     def read(cls, directory: Path) -> HeadFields:
         raw = read_config(directory)
         speculators = "speculators_model_type" in raw
-        layers = raw.get("transformer_layer_config") if speculators else raw
+        layers: Any = raw.get("transformer_layer_config") if speculators else raw
         nested = raw.get("dflash_config") or {}
         for name, value in (("transformer_layer_config", layers), ("dflash_config", nested)):
             if not isinstance(value, dict):
@@ -138,6 +138,11 @@ class BlockCheckpoint(DraftCheckpoint):
 
     why_first: str = ""
 
+    @property
+    def settings(self) -> BlockConfig:
+        """:attr:`config`, as block drafters have it."""
+        return cast(BlockConfig, self.config)
+
     def stored_name(self, module: str) -> str:
         if not module.startswith("layers."):
             return {"embed": "embed_tokens"}.get(module, module)
@@ -151,7 +156,7 @@ class BlockCheckpoint(DraftCheckpoint):
         return super().unexpected(name)
 
     def choices(self, head: Any, target: Decoder) -> list[tuple[str, str, str]]:
-        settings: BlockConfig = self.config  # type: ignore[assignment]
+        settings = self.settings
         row = "the last token's" if settings.from_anchor else "the first mask's"
         masks = ["causal" if causal else "whole block" for causal in settings.causal]
         windows = [f", window {window}" if window else "" for window in settings.layer.windows]
@@ -236,8 +241,10 @@ def _variant(fields: HeadFields, method: str, settings: BlockConfig) -> tuple[ty
             f"target's vocabulary of {settings.layer.vocab_size} is."
         )
     rank, most = fields.number("selector_rank", 1), fields.number("selector_top_k", 1)
-    sizes = {"conv": (taps, group), "selector_rank": rank, "selector_candidates": min(most, settings.draft_vocab)}
-    return SelectingHead, dataclasses.replace(settings, **sizes)
+    most = min(most, settings.draft_vocab)
+    return SelectingHead, dataclasses.replace(
+        settings, conv=(taps, group), selector_rank=rank, selector_candidates=most
+    )
 
 
 def _check_supported(fields: HeadFields) -> None:
@@ -288,7 +295,7 @@ def _masks(fields: HeadFields, num_layers: int) -> tuple[list[int], tuple[bool, 
         causal = slides if stated is None else [bool(stated)] * num_layers
         if fields.get("use_swa") and not any(slides):
             slides = [True] * num_layers
-    window = fields.get("swa_window_size") or fields.layers.get("sliding_window")
+    window: Any = fields.get("swa_window_size") or fields.layers.get("sliding_window")
     if any(slides) and (not isinstance(window, int) or window < 1):
         raise CheckpointError(f"{fields.path}: sliding_window={window!r}: layers with a window need a whole number.")
     # speculators counts a block's window from before its first token, the others from the token itself

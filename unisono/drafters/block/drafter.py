@@ -62,11 +62,11 @@ class DFlashDrafter:
         opened = open_block(
             model, target, self.name, dummy=dummy, convention=options["aux_layers"], first_draft=options["first_draft"]
         )
-        self.num_drafts, most = spec.num_speculative_tokens, opened.config.max_drafts
+        self.num_drafts, most = spec.num_speculative_tokens, opened.settings.max_drafts
         if self.num_drafts > most:
             raise ConfigError(
                 f"num_speculative_tokens={self.num_drafts}: the head {opened.path} fills blocks of "
-                f"{opened.config.block_size}: give at most {most}."
+                f"{opened.settings.block_size}: give at most {most}."
             )
         self._checkpoint: BlockCheckpoint = opened
         self._quantization, self._shares_head = options["draft_quantization"], not opened.own_head
@@ -143,10 +143,10 @@ class DFlashDrafter:
         rows, k = drafts.shape
         unary, candidates = logits.float().topk(head.settings.selector_candidates)
         unary, candidates = unary.view(rows, k, -1), candidates.view(rows, k, -1)
-        projected = head.candidate_selector.hidden_projection(hidden).view(rows, k, -1)
+        projected = head.candidate_selector.project(hidden).view(rows, k, -1)
         before = self._context.slots.last_token.index_select(0, slots)
         for step in range(k):
-            scores = head.selected(unary[:, step], candidates[:, step], projected[:, step], before)
+            scores = head.candidate_selector(unary[:, step], candidates[:, step], projected[:, step], before)
             row = logits.new_full((rows, logits.shape[1]), -torch.inf)
             row.scatter_(1, candidates[:, step], scores.to(row.dtype))
             drafts[:, step].copy_(self._context.sample(row, slots, step, None))
@@ -185,7 +185,7 @@ class DSparkDrafter(DFlashDrafter):
         logits = whole(head.logits(hidden)).view(rows, k, -1)
         before = self._context.slots.last_token.index_select(0, slots)
         for step in range(k):
-            biased = head.biased(logits[:, step], before)
+            biased = head.markov_head(before, logits[:, step])
             drafts[:, step].copy_(self._context.sample(biased, slots, step, head.ids))
             before = drafts[:, step].clamp_min(0)
 

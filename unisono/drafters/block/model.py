@@ -182,7 +182,8 @@ class BlockHead(nn.Module):
         if self.context is None:
             linears = [cast(Attention, layer.mixer).qkv for layer in self.layers]
             return [linear(c)[:, linear.held[0] :] for linear in linears]
-        return self.context(c).view(c.shape[0], len(self.layers), -1).transpose(0, 1).contiguous()
+        rows: torch.Tensor = self.context(c)
+        return rows.view(c.shape[0], len(self.layers), -1).transpose(0, 1).contiguous().unbind()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | Columns:
         """hidden [M, H], normed -> logits [M, V'], not gathered."""

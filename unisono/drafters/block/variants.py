@@ -25,21 +25,58 @@ from unisono.models.blocks.layers import DecoderLayer, FeedForward, LayerSpec, M
 from unisono.models.load.build import Builder
 
 
+class MarkovTables(nn.Module):
+    """The two factors of DSpark's bias: rows [V, r] by token, and a product r -> V'."""
+
+    def __init__(self, builder: Builder, vocab: int, rank: int, draft_vocab: int) -> None:
+        super().__init__()
+        self.markov_w1 = builder.embedding(vocab, size=rank)
+        self.markov_w2 = builder.linear("markov_w2", rank, draft_vocab)
+
+    def forward(self, before: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """logits [R, V'] plus the bias by the tokens before [R] int32."""
+        out: torch.Tensor = self.markov_w2(self.markov_w1(before), logits.contiguous())
+        return out
+
+
+class PairSelector(nn.Module):
+    """DFlash2's scores of neighbouring tokens: ``Σ_r left[token before] · project(hidden) · right[token]``."""
+
+    predecessor_codebook: nn.Parameter
+    successor_codebook: nn.Parameter
+
+    def __init__(self, builder: Builder, vocab: int, rank: int) -> None:
+        super().__init__()
+        for name in ("predecessor_codebook", "successor_codebook"):
+            table = torch.empty(vocab, rank, dtype=builder.dtype, device=builder.device)
+            self.register_parameter(name, nn.Parameter(table, requires_grad=False))
+        self.hidden_projection = builder.linear("hidden_projection", builder.hidden_size, rank)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [M, H] -> [M, r]."""
+        out: torch.Tensor = self.hidden_projection(hidden)
+        return out
+
+    def forward(
+        self, unary: torch.Tensor, candidates: torch.Tensor, projected: torch.Tensor, before: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores [R, C] fp32 of the candidates of one position.
+
+        unary [R, C] fp32: their logits. candidates [R, C] int64. projected [R, r]: of :meth:`project`. before [R]
+        int32: the tokens before them.
+        """
+        left = nn.functional.embedding(before, self.predecessor_codebook) * projected
+        right = nn.functional.embedding(candidates, self.successor_codebook)
+        return unary + (left[:, None].float() * right.float()).sum(-1)
+
+
 class MarkovHead(BlockHead):
     """DSpark: the logits of a draft get a bias by the token before it, ``markov_w2(markov_w1[token])`` of rank r."""
 
     def __init__(self, config: BlockConfig, embed: Embedding, lm_head: Linear, builder: Builder) -> None:
         super().__init__(config, embed, lm_head, builder)
-        rank, whole = config.markov_rank, builder.at("markov_head")
-        self.markov_head = nn.Module()
-        self.markov_head.markov_w1 = builder.embedding(config.layer.vocab_size, size=rank)
-        self.markov_head.markov_w2 = whole.linear("markov_w2", rank, config.draft_vocab)
-
-    def biased(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """logits [R, V'] of one position, before [R] int32: the target's tokens before it -> logits [R, V']."""
-        head = self.markov_head
-        out: torch.Tensor = head.markov_w2(head.markov_w1(before), logits.contiguous())
-        return out
+        sizes = config.layer.vocab_size, config.markov_rank, config.draft_vocab
+        self.markov_head = MarkovTables(builder.at("markov_head"), *sizes)
 
 
 class BlockConv(nn.Module):
@@ -107,13 +144,8 @@ class SelectingHead(BlockHead):
 
     def __init__(self, config: BlockConfig, embed: Embedding, lm_head: Linear, builder: Builder) -> None:
         super().__init__(config, embed, lm_head, builder)
-        vocab, rank = config.layer.vocab_size, config.selector_rank
-        own = builder.at("candidate_selector")
-        self.candidate_selector = nn.Module()
-        for name in ("predecessor_codebook", "successor_codebook"):
-            table = torch.empty(vocab, rank, dtype=builder.dtype, device=builder.device)
-            self.candidate_selector.register_parameter(name, nn.Parameter(table, requires_grad=False))
-        self.candidate_selector.hidden_projection = own.linear("hidden_projection", builder.hidden_size, rank)
+        sizes = config.layer.vocab_size, config.selector_rank
+        self.candidate_selector = PairSelector(builder.at("candidate_selector"), *sizes)
 
     def _build_layers(self, builder: Builder, norm: nn.Module) -> nn.ModuleList:
         taps, group = self.settings.conv
@@ -121,16 +153,3 @@ class SelectingHead(BlockHead):
             ConvolvedLayerSpec(layer.mixer, layer.feed_forward, taps=taps, group=group) for layer in self.config.layers
         ]
         return build_layers(specs, builder, norm)
-
-    def selected(
-        self, unary: torch.Tensor, candidates: torch.Tensor, hidden: torch.Tensor, before: torch.Tensor
-    ) -> torch.Tensor:
-        """Scores [R, C] fp32 of the candidates of one position.
-
-        unary [R, C] fp32: their logits. candidates [R, C] int64. hidden [R, r]: projected outputs. before [R] int32:
-        the tokens before them.
-        """
-        selector = self.candidate_selector
-        left = nn.functional.embedding(before, selector.predecessor_codebook) * hidden
-        right = nn.functional.embedding(candidates, selector.successor_codebook)
-        return unary + (left[:, None].float() * right.float()).sum(-1)
