@@ -116,6 +116,9 @@ drafters = Registry(
     "drafter",
     {
         "none": "unisono.drafters.none:NoDrafter",
+        "combined": "unisono.drafters.combined:CombinedDrafter",
+        "dflash": "unisono.drafters.block.drafter:DFlashDrafter",
+        "dspark": "unisono.drafters.block.drafter:DSparkDrafter",
         "eagle": "unisono.drafters.eagle.eagle:EagleDrafter",
         "eagle3": "unisono.drafters.eagle.eagle3:Eagle3Drafter",
         "mtp": "unisono.drafters.mtp.mtp:MTPDrafter",

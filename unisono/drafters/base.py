@@ -47,6 +47,8 @@ class DrafterContext:
     sample: ``sample(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters and
         noise, for position length + offset. ``ids`` maps columns to target token ids (None: identity). Logits of the
         target's LM head may be Columns (``Linear.columns``), so that only what the rule needs is gathered.
+    sample_block: ``sample_block(logits [R · k, V], slots [R], k, ids)``: the sampling rule for positions length …
+        length + k - 1 of each row at once, [R, k]. Penalties see committed tokens, not the block's earlier drafts.
     best: ``best(logits [R, V], slots [R], count, ids)``: the ``count`` best tokens of that rule for position length,
         [R, count], best first, padded with -1.
     state: the drafter's state, the tree of its ``state_specs()`` with tensors in place of specs; available from the
@@ -68,6 +70,7 @@ class DrafterContext:
     slots: Any
     attention: Callable[[int, int], AttentionBackend]
     sample: Callable[[torch.Tensor | Columns, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+    sample_block: Callable[[torch.Tensor | Columns, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     best: Callable[[torch.Tensor | Columns, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     state: StateView
     target_state: StateView

@@ -240,6 +240,7 @@ class Build:
             slots=worker.slots,
             attention=self._attention,
             sample=sampler,
+            sample_block=sampler.block,
             best=sampler.best,
             state=worker.store.view("drafter"),
             target_state=worker.store.view("target"),
