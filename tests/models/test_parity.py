@@ -89,6 +89,15 @@ CASES = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [1]}),
+    "glm4_moe": ("glm4_moe", {"max_shard_size": "100KB"}),
+    "glm4_moe-groups-norms": (
+        "glm4_moe",
+        {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": False, "n_shared_experts": 2},
+    ),
+    "dots1": ("dots1", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "minimax_m2": ("minimax_m2", {}),
 }
 
 LENGTHS = (270, 33, 5)

@@ -15,7 +15,7 @@ from unisono.kernels.norm.activation import ExpertGate
 from unisono.kv.recurrent_state import RecurrentPass
 from unisono.kv.specs import Recurrent
 from unisono.kv.store import RecurrentView
-from unisono.layers.experts import ExpertKind
+from unisono.layers.expert_stacks import ExpertKind
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import BesideSpec, ExpertsSpec
 from unisono.models.blocks.gated_delta import GatedDeltaSpec
