@@ -22,7 +22,7 @@ from unisono.layers.formats.base import PLAIN, WeightFormat, WeightTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.layers import BlockSpec, LayerSpec, MLPSpec
-from unisono.models.config import DecoderConfig, checkpoint_name
+from unisono.models.config import DecoderConfig, Name, checkpoint_name
 from unisono.models.families.qwen3 import QWEN3
 from unisono.models.families.qwen3_5_moe import EXPERTS
 from unisono.models.load import weights
@@ -32,7 +32,10 @@ from unisono.models.load.loader import fill_randomly
 from unisono.models.load.tensor_files import TensorInfo
 from unisono.types import CheckpointError
 
-BLOCK = {
+LAYER = "layers.*."
+"""Prefix of a decoder layer's modules."""
+
+BLOCK: dict[str, Name] = {
     ours.removeprefix("layers.*."): str(theirs).removeprefix("model.layers.*.")
     for ours, theirs in {**QWEN3.names, **EXPERTS}.items()
     if ours.startswith("layers.*.")
@@ -50,18 +53,31 @@ class MTPLayout:
     block: prefix of a decoder block's names.
     names: names of the rest of the module, and exceptions within the block.
     root: prefix of all modules' tensors and of no others.
+    a_layer: the block is a decoder layer of the target, named as its family names one (:meth:`of`).
+    within: names within the block.
     """
 
     block: str
     names: Mapping[str, str]
     hidden_first: bool = False
     root: str = ""
+    a_layer: bool = False
+    within: Mapping[str, Name] = field(default_factory=lambda: BLOCK)
+
+    def of(self, architecture: str) -> MTPLayout:
+        """The layout for a target of this architecture."""
+        if not self.a_layer or architecture not in catalog.models:
+            return self
+        names: Mapping[str, Name] = catalog.models.load(architecture).names
+        own = {ours: theirs for ours, theirs in names.items() if ours.startswith(LAYER) and isinstance(theirs, str)}
+        within = {ours.removeprefix(LAYER): theirs.partition(LAYER)[2] for ours, theirs in own.items()}
+        return replace(self, within={**BLOCK, **within})
 
     def name(self, module: str, number: int) -> str:
         """Checkpoint name of a module of ours in MTP module ``number``."""
         if module in self.names:
             return self.names[module].replace("*", str(number))
-        return self.block.replace("*", str(number)) + checkpoint_name(BLOCK, module.removeprefix("layer."))
+        return self.block.replace("*", str(number)) + checkpoint_name(self.within, module.removeprefix("layer."))
 
     def targets(
         self, module: MTPModule, number: int, shared: Sequence[str] = SHARED, tensors: Container[str] = ()
@@ -90,7 +106,8 @@ class MTPLayout:
 def _nextn(block: str, **names: str) -> MTPLayout:
     """A layout whose projection and norms lie in the module, with DeepSeek's names unless ``names`` differ."""
     inside = {"embed_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "final_layernorm"}
-    return MTPLayout(block, {ours: block + theirs for ours, theirs in {**inside, **names}.items()})
+    of_block = {ours: block + theirs for ours, theirs in {**inside, **names}.items()}
+    return MTPLayout(block, of_block, a_layer=block == f"model.{LAYER}")
 
 
 QWEN = "Qwen3-Next, Qwen3.5"
@@ -174,6 +191,7 @@ class MTPCheckpoint:
         for layout in LAYOUTS.values():
             numbers = layout.numbers(tensors)
             if numbers:
+                layout = layout.of(target.architecture)
                 formats = formats_in(directory)
                 config = _block_config(directory, layout, numbers[0], tensors, target, formats)
                 opened = cls(directory, layout, config, tuple(numbers), tensors, formats)
@@ -229,7 +247,7 @@ class MTPCheckpoint:
 
     def choices(self, modules: Sequence[MTPModule], target: Decoder) -> list[tuple[str, str, str]]:
         """(name, value, reason) of the inferred settings of modules made by :meth:`load`."""
-        layout = next(models for models, layout in LAYOUTS.items() if layout is self.layout)
+        layout = next(models for models, layout in LAYOUTS.items() if layout.block == self.layout.block)
         used = f"{len(modules)} of {self.depth}, named as by {layout}"
         found = [("draft modules", used, "one for each step" if len(modules) > 1 else "reused for every step")]
         for name, part in (("embedding", "embed"), ("LM head", "lm_head")):
