@@ -1,4 +1,4 @@
-"""Latent attention: the walk, the cache's rows and the products of heads against float64; rounds, chunks and batches."""
+"""Latent attention: the walk, the cache's rows and the heads' products against float64; rounds, chunks and batches."""
 
 from __future__ import annotations
 

@@ -210,6 +210,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+_LATENT: dict[str, Any] = {
+    "hidden_size": 72,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "kv_lora_rank": 36,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+}
+FAMILIES["glm4_moe_lite"] = {**_LATENT, "num_nextn_predict_layers": 0}
+FAMILIES["deepseek_v3"] = {
+    **_LATENT,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 64,
+    },
+}
+FAMILIES["deepseek_v2"] = {
+    **_LATENT,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "topk_method": "group_limited_greedy",
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 4.0,
+}
+"""Families with latent attention."""
+
 GEMMA4_SHARED: dict[str, Any] = {
     "num_hidden_layers": 6,
     "num_kv_shared_layers": 3,

@@ -35,9 +35,8 @@ class LayerMTP:
         x = torch.cat((embedded, norm(hidden, self.around["hnorm"], eps)), dim=1) @ self.around["eh_proj"].T
         positions = torch.arange(len(x))[None]
         mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
-        out = base.layers[-1](
-            x[None], attention_mask=mask, position_ids=positions, position_embeddings=base.rotary_emb(x[None], positions)
-        )
+        angles = base.rotary_emb(x[None], positions)
+        out = base.layers[-1](x[None], attention_mask=mask, position_ids=positions, position_embeddings=angles)
         return norm((out[0] if isinstance(out, tuple) else out).view_as(x), self.around["shared_head.norm"], eps)
 
 

@@ -10,7 +10,11 @@ from tests.models.make_layer_mtp import make_layer_mtp
 from tests.models.mtp_pass import open_modules, run
 from unisono.drafters.from_checkpoint import carried_speculation
 
-CASES = {"glm4_moe": {"num_hidden_layers": 3, "num_attention_heads": 6}}
+CASES = {
+    "glm4_moe": {"num_hidden_layers": 3},
+    "glm4_moe_lite": {"num_hidden_layers": 3},
+    "deepseek_v3": {"num_hidden_layers": 3},
+}
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -43,6 +43,7 @@ _DEEPSEEK = dict.fromkeys(
     ("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "first_k_dense_replace", "n_shared_experts",
      "num_experts_per_tok", "num_local_experts", "scoring_func", "topk_method"), ANY
 )  # fmt: skip
+_LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "rope_interleave"), ANY)
 _HYBRID = {
     **_BIASES, **_HEAD_NORMS, "layer_types": ANY, "attn_output_gate": ANY, "use_attention_gate": (True,),
     "shared_expert_intermediate_size": ANY,
@@ -123,6 +124,10 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "Qwen3VLMoeForConditionalGeneration": Facts(
         ("qwen3_vl_moe",), ("qwen3_vl_moe_text",), {**_BIASES, **_HEAD_NORMS, **_SPARSE}, experts=True
     ),
+    "DeepseekV2ForCausalLM": Facts(
+        ("deepseek_v2",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "norm_topk_prob": (False,)}, experts=True
+    ),
+    "DeepseekV3ForCausalLM": Facts(("deepseek_v3",), takes={**_BIASES, **_DEEPSEEK, **_LATENT}, experts=True),
     "Dots1ForCausalLM": Facts(
         ("dots1",), takes={**_BIASES, **_HEAD_NORMS, **_DEEPSEEK, "layer_types": ANY}, windows="by layer", experts=True
     ),
@@ -134,6 +139,9 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "Glm4MoeForCausalLM": Facts(
         ("glm4_moe",), takes={**_BIASES, **_HEAD_NORMS, **_DEEPSEEK, "use_qk_norm": ANY}, experts=True,
         partial_rotary=True,
+    ),
+    "Glm4MoeLiteForCausalLM": Facts(
+        ("glm4_moe_lite",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "mlp_layer_types": ANY}, experts=True
     ),
     "MiniMaxM2ForCausalLM": Facts(
         ("minimax_m2",), takes={**_EXPERTS, "rotary_dim": ANY, "scoring_func": ANY, "use_qk_norm": ANY},

@@ -21,7 +21,8 @@ from unisono.drafters.mtp.model import MTPModule
 from unisono.layers.formats.base import PLAIN, WeightFormat, WeightTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import ExpertsSpec
-from unisono.models.blocks.layers import BlockSpec, LayerSpec, MLPSpec
+from unisono.models.blocks.latent_attention import LatentSpec
+from unisono.models.blocks.layers import AttentionSpec, BlockSpec, LayerSpec, MLPSpec
 from unisono.models.config import DecoderConfig, Name, checkpoint_name
 from unisono.models.families.qwen3 import QWEN3
 from unisono.models.families.qwen3_5_moe import EXPERTS
@@ -140,8 +141,9 @@ LAYOUTS = {
 EXPERTS_NAMES = r"\.(mlp\.experts|mlp\.gate\.|mlp\.shared_expert|moe\.)"
 """Tensors of a mixture of experts."""
 
+MLA = "multi-head latent attention (MLA), unlike its target,"
 UNSUPPORTED = {
-    r"\.self_attn\.(q_a_proj|kv_a_proj|kv_b_proj)": "multi-head latent attention (MLA)",
+    r"\.self_attn\.(q_a_proj|kv_a_proj|kv_b_proj)": MLA,
     r"\.(linear_attn|mamba)\.": "linear attention",
 }
 
@@ -311,7 +313,9 @@ def _block_config(
     def like(pattern: str) -> list[str]:
         return [name for name in tensors if name.startswith(prefix) and re.search(pattern, name)]
 
-    refused = {what: like(pattern) for pattern, what in UNSUPPORTED.items()}
+    last = target.layers[-1]
+    latent = layout.a_layer and isinstance(last.mixer, LatentSpec)
+    refused = {what: like(pattern) for pattern, what in UNSUPPORTED.items() if not (latent and what == MLA)}
     undeclared = [name for name in like(QUANTISED) if formats(name.rpartition(".")[0]) is PLAIN]
     refused["quantised weights that config.json does not declare"] = undeclared
     for what, names in refused.items():
@@ -338,9 +342,14 @@ def _block_config(
             f"{directory}: {layout.name('project', number)}.weight has shape {list(shape('project'))}; a target of "
             f"hidden size {hidden} needs {[hidden, 2 * hidden]}. These modules belong to another model."
         )
-    dim, queries = target.attention.head_dim, shape("layer.mixer.o")[1]
+    if latent:
+        return replace(target, layers=(last,))
+    attention = target.attention
+    if not isinstance(attention, AttentionSpec):
+        raise CheckpointError(f"{directory}: the MTP module attends over heads; a {target.architecture} over latents.")
+    dim, queries = attention.head_dim, shape("layer.mixer.o")[1]
     mixer = replace(
-        target.attention,
+        attention,
         num_heads=queries // dim,
         num_kv_heads=shape("layer.mixer.qkv.k")[0] // dim,
         qkv_bias=has("layer.mixer.qkv.q", "bias"),

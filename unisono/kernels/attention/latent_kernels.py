@@ -42,7 +42,7 @@ def _latent_walk(
         keys, known, offset = find_keys(
             pages_ptr, start, end, FIRST, page_stride, LATENT + ROPE, DIM, PAGE, KEYS, FIRST > 0, MASKED
         )
-        _, _, apart = find_keys(
+        _again, _known, apart = find_keys(
             pages_ptr, start, end, FIRST, page_stride, LATENT + ROPE, TURNED, PAGE, KEYS, FIRST > 0, MASKED
         )
         valid, valid_rope = (dims < LATENT)[None, :], (turned < ROPE)[None, :]

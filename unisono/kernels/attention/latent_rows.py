@@ -56,11 +56,11 @@ def _rotate_latent_kernel(
         head = (program - 1) * GROUP + tl.arange(0, GROUP)
         there = (head < HEADS)[:, None] & inside[None, :]
         of_head = q + token * q_stride + head[:, None] * (NOPE + 2 * HALF) + NOPE + h[None, :] * STEP
-        first = tl.load(of_head, mask=there, other=0.0).to(tl.float32)
-        second = tl.load(of_head + APART, mask=there, other=0.0).to(tl.float32)
+        firsts = tl.load(of_head, mask=there, other=0.0).to(tl.float32)
+        seconds = tl.load(of_head + APART, mask=there, other=0.0).to(tl.float32)
         to = out + (token * HEADS + head[:, None]) * (LATENT + 2 * HALF) + LATENT + h[None, :]
-        tl.store(to, tl.fma(first, cos[None, :], second * -sin[None, :]).to(dtype), mask=there)
-        tl.store(to + HALF, tl.fma(second, cos[None, :], first * sin[None, :]).to(dtype), mask=there)
+        tl.store(to, tl.fma(firsts, cos[None, :], seconds * -sin[None, :]).to(dtype), mask=there)
+        tl.store(to + HALF, tl.fma(seconds, cos[None, :], firsts * sin[None, :]).to(dtype), mask=there)
 
 
 def launch_rotate_latent(
