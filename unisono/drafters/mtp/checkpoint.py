@@ -315,17 +315,7 @@ def _block_config(
 
     last = target.layers[-1]
     latent = layout.a_layer and isinstance(last.mixer, LatentSpec)
-    refused = {what: like(pattern) for pattern, what in UNSUPPORTED.items() if not (latent and what == MLA)}
-    undeclared = [name for name in like(QUANTISED) if formats(name.rpartition(".")[0]) is PLAIN]
-    refused["quantised weights that config.json does not declare"] = undeclared
-    for what, names in refused.items():
-        if names:
-            raise CheckpointError(f"{directory}: the MTP module has {what} ({names[0]}), which is not supported yet.")
-    if layout.root and getattr(target.hf_config, "mtp_use_dedicated_embeddings", False):
-        raise CheckpointError(
-            f"{directory}: mtp_use_dedicated_embeddings=True in the target's config.json is not supported: the modules "
-            "share the target's embedding."
-        )
+    _refuse(directory, layout, target, like, formats, MLA if latent else "")
 
     def shape(module: str, kind: str = "weight") -> tuple[int, ...]:
         name = f"{layout.name(module, number)}.{kind}"
@@ -364,6 +354,31 @@ def _block_config(
     else:
         feed_forward = MLPSpec(shape(down)[1], has(down, "bias"))
     return replace(target, layers=(LayerSpec(mixer, feed_forward),))
+
+
+def _refuse(
+    directory: Path,
+    layout: MTPLayout,
+    target: DecoderConfig,
+    like: Callable[[str], list[str]],
+    formats: Callable[[str], WeightFormat],
+    computed: str,
+) -> None:
+    """Raise CheckpointError for parts of a module that are not supported.
+
+    like: pattern -> the module's tensors that match it. computed: one of UNSUPPORTED that is supported here, or "".
+    """
+    refused = {what: like(pattern) for pattern, what in UNSUPPORTED.items() if what != computed}
+    undeclared = [name for name in like(QUANTISED) if formats(name.rpartition(".")[0]) is PLAIN]
+    refused["quantised weights that config.json does not declare"] = undeclared
+    for what, names in refused.items():
+        if names:
+            raise CheckpointError(f"{directory}: the MTP module has {what} ({names[0]}), which is not supported yet.")
+    if layout.root and getattr(target.hf_config, "mtp_use_dedicated_embeddings", False):
+        raise CheckpointError(
+            f"{directory}: mtp_use_dedicated_embeddings=True in the target's config.json is not supported: the modules "
+            "share the target's embedding."
+        )
 
 
 def _experts(directory: Path, target: DecoderConfig, name: str) -> ExpertsSpec:

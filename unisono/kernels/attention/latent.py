@@ -106,7 +106,7 @@ def _case(heads: int, latent: int, tile_tokens: int, cut: bool, first: int = 0) 
 
 AOT = [
     *(_case(20, 512, width, cut=True) for width in (1, 4)),  # GLM-4.7-Flash: rounds
-    _case(20, 512, 4, cut=True, first=1),  # its MTP module
+    _case(20, 512, 4, cut=True, first=1),  # its draft module
     _case(20, 512, 3, cut=False),  # extend passes
     *(_case(128, 512, width, cut=True) for width in (1, 4)),  # DeepSeek-V3
     _case(128, 512, 1, cut=False),
