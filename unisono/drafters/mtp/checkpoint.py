@@ -18,7 +18,7 @@ import torch
 from unisono.config import catalog
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.mtp.model import MTPModule
-from unisono.layers.formats.base import PLAIN, WeightFormat, WeightTarget
+from unisono.layers.formats.base import FLOATS, PLAIN, WeightFormat, WeightTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.latent_attention import LatentSpec
@@ -272,9 +272,17 @@ class MTPCheckpoint:
         return MTPModule(config, embed, lm_head, builder, self.layout.hidden_first)
 
     def _format(self, number: int, module: str) -> WeightFormat:
-        """Weight format of a submodule of module ``number``; shared parts have the target's."""
-        shared = module in SHARED and not self._stores(module, number)
-        return PLAIN if shared else self.formats(self.layout.name(module, number))
+        """Weight format of a submodule of module ``number``; shared parts have the target's.
+
+        In DeepSeek's layout the projection, embedding and head are plain if they are stored in a floating-point dtype:
+        its fp8 checkpoints do not list them.
+        """
+        if module in SHARED and not self._stores(module, number):
+            return PLAIN
+        name = self.layout.name(module, number)
+        stored = (self.tensors or {}).get(f"{name}.weight")
+        around = self.layout.a_layer and module in ("project", *SHARED)
+        return PLAIN if around and stored is not None and stored.dtype in FLOATS else self.formats(name)
 
     def _targets(self, module: MTPModule, number: int) -> dict[str, WeightTarget]:
         shared = [part for part in SHARED if not self._stores(part, number)]
