@@ -16,7 +16,7 @@ from unisono.kernels.moe.scored_router import (
 GLM = RouterScores(correction=True, scale=1.8)
 V3 = RouterScores(correction=True, groups=4, top_groups=2, scale=2.5)
 V2 = RouterScores(False, groups=3, top_groups=2, group_best=1, scale=16.0)
-ERNIE = RouterScores(False, correction=True, least=1e-12)
+ERNIE = RouterScores(False, correction=True, epsilon=1e-12)
 CASES = [(12, 4, GLM, True), (16, 4, V3, True), (12, 3, V2, False), (12, 4, ERNIE, True), (9, 2, RouterScores(), True)]
 CHOOSE = pytest.mark.parametrize("choose", [launch_choose_scored, choose_scored_cpu])
 

@@ -298,6 +298,23 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_HYBRID, **_EXPERTS, "full_attention_interval": 2},
 }
 HYBRIDS["qwen3_5_text"]["num_hidden_layers"] = 6
+_SHORT: dict[str, Any] = {
+    "hidden_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "norm_eps": 1e-3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+HYBRIDS["lfm2"] = {**_SHORT, "block_multiple_of": 8}
+HYBRIDS["lfm2_moe"] = {
+    **_SHORT,
+    "num_experts": 11,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+    "num_dense_layers": 1,
+    "routed_scaling_factor": 1.5,
+}
 HYBRIDS["qwen3_5"], HYBRIDS["qwen3_5_moe"] = HYBRIDS["qwen3_5_text"], HYBRIDS["qwen3_5_moe_text"]
 """Families with Gated DeltaNet layers. Those without ``_text`` have a vision tower beside the text model."""
 
@@ -410,7 +427,7 @@ def make_tokenizer(special: tuple[str, ...] = SPECIAL) -> PreTrainedTokenizerFas
     return fast
 
 
-BUFFERS = ("layer_scalar", "e_score_correction_bias")
+BUFFERS = ("layer_scalar", "e_score_correction_bias", "expert_bias")
 """Buffers that are weights, by the ends of their names."""
 
 
@@ -427,7 +444,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             value = 0.5 * noise
         elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             value = 1 + 0.2 * noise
-        elif name.endswith("e_score_correction_bias"):
+        elif name.endswith(("e_score_correction_bias", "expert_bias")):
             value = 0.1 * noise
         elif name.endswith("A_log"):
             value = noise - 2.5  # states that remember tens of tokens

@@ -99,3 +99,15 @@ def test_what_is_not_computed_is_refused_by_name(case: str, plain: Path, tmp_pat
 def test_an_fp8_cache_is_refused(plain: Path) -> None:
     with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 is not supported with latent attention"):
         load(plain, kv_dtype=torch.float8_e4m3fn)
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+    """Its config.json has a model type, and code of its own, that transformers does not know."""
+    sizes = {"n_group": 1, "topk_group": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+    path = make_checkpoint(tmp_path, "deepseek_v3", **sizes)
+    prompt = [[5, 9, 200, 31, 7]]
+    expected = whole(load(path), prompt)
+    raw = json.loads((path / "config.json").read_text())
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    (path / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k2", "auto_map": code}))
+    assert torch.equal(whole(load(path), prompt)[0], expected[0])

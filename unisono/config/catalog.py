@@ -90,6 +90,8 @@ models = Registry(
         "Ernie4_5_MoeForCausalLM": "unisono.models.families.ernie4_5_moe:ERNIE4_5_MOE",
         "Glm4MoeForCausalLM": "unisono.models.families.glm4_moe:GLM4_MOE",
         "Glm4MoeLiteForCausalLM": "unisono.models.families.glm4_moe_lite:GLM4_MOE_LITE",
+        "Lfm2ForCausalLM": "unisono.models.families.lfm2:LFM2",
+        "Lfm2MoeForCausalLM": "unisono.models.families.lfm2:LFM2_MOE",
         "MiniMaxM2ForCausalLM": "unisono.models.families.minimax_m2:MINIMAX_M2",
         "Qwen2MoeForCausalLM": "unisono.models.families.qwen2_moe:QWEN2_MOE",
     },

@@ -43,6 +43,7 @@ _DEEPSEEK = dict.fromkeys(
     ("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "first_k_dense_replace", "n_shared_experts",
      "num_experts_per_tok", "num_local_experts", "scoring_func", "topk_method"), ANY
 )  # fmt: skip
+_SHORT_CONV = dict.fromkeys(("layer_types", "conv_L_cache", "norm_eps"), ANY)
 _LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "rope_interleave"), ANY)
 _HYBRID = {
     **_BIASES, **_HEAD_NORMS, "layer_types": ANY, "attn_output_gate": ANY, "use_attention_gate": (True,),
@@ -127,7 +128,7 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "DeepseekV2ForCausalLM": Facts(
         ("deepseek_v2",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "norm_topk_prob": (False,)}, experts=True
     ),
-    "DeepseekV3ForCausalLM": Facts(("deepseek_v3",), takes={**_BIASES, **_DEEPSEEK, **_LATENT}, experts=True),
+    "DeepseekV3ForCausalLM": Facts(("deepseek_v3", "kimi_k2"), takes={**_BIASES, **_DEEPSEEK, **_LATENT}, experts=True),
     "Dots1ForCausalLM": Facts(
         ("dots1",), takes={**_BIASES, **_HEAD_NORMS, **_DEEPSEEK, "layer_types": ANY}, windows="by layer", experts=True
     ),
@@ -143,6 +144,15 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "Glm4MoeLiteForCausalLM": Facts(
         ("glm4_moe_lite",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "mlp_layer_types": ANY}, experts=True
     ),
+    "Lfm2ForCausalLM": Facts(("lfm2",), takes=_SHORT_CONV),
+    "Lfm2MoeForCausalLM": Facts(
+        ("lfm2_moe",),
+        takes={
+            **_SHORT_CONV, **_EXPERTS, "num_dense_layers": ANY, "use_expert_bias": ANY, "norm_topk_prob": ANY,
+            "routed_scaling_factor": ANY,
+        },
+        experts=True,
+    ),
     "MiniMaxM2ForCausalLM": Facts(
         ("minimax_m2",), takes={**_EXPERTS, "rotary_dim": ANY, "scoring_func": ANY, "use_qk_norm": ANY},
         experts=True, partial_rotary=True,
@@ -155,6 +165,9 @@ ARCHITECTURES: Mapping[str, Facts] = {
     ),
 }  # fmt: skip
 """By ``architectures[0]``; the keys are those of ``catalog.models`` (a test compares them)."""
+
+READ_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers does not know -> the one whose configuration has the same fields."""
 
 DRAFT_LAYERS: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",

@@ -1,4 +1,4 @@
-"""What latent attention needs around its walk: the cache's rows, rotated queries, and a product for each head.
+"""Steps around the walk of latent attention: the cache's rows, rotated queries, and a product for each head.
 
 Owns the ops ``rotate_latent`` and ``head_product``; called by the latent attention block. Every row of a result depends
 on its own token alone: one program norms and rotates one token, and products accumulate K in one sequence.

@@ -28,13 +28,13 @@ _SEEN = 512
 
 @dataclass(frozen=True)
 class RouterScores:
-    """How a token scores experts, chooses some and weighs them. Hashable data of a layer.
+    """Scores of experts, the choice among them and their weights, as hashable data of a layer.
 
     sigmoid: an expert's score is the sigmoid of its logit; otherwise the softmax over all experts.
     correction: experts are chosen by score plus a learnt fp32 number each; their weights are the scores alone.
     groups: groups of neighbouring experts, of equal size. top_groups: groups in which a token may choose.
     group_best: a group counts as much as the sum of this many of its best experts (1 or 2).
-    least: lower bound of the sum by which weights are divided. scale: factor of the weights.
+    epsilon: added to the sum by which weights are divided. scale: factor of the weights.
     """
 
     sigmoid: bool = True
@@ -42,13 +42,13 @@ class RouterScores:
     groups: int = 1
     top_groups: int = 1
     group_best: int = 2
-    least: float = 1e-20
+    epsilon: float = 1e-20
     scale: float = 1.0
 
 
 @triton.jit
 def _choose_scored_kernel(
-    logits, correction, positions, ids, weights, gates, counts, stride, E, least, scale,
+    logits, correction, positions, ids, weights, gates, counts, stride, E, epsilon, scale,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, GATE: tl.constexpr, PADDED: tl.constexpr,
     COUNT: tl.constexpr, SEEN: tl.constexpr, OVERLAP: tl.constexpr,
@@ -96,7 +96,7 @@ def _choose_scored_kernel(
         total += weight
         chosen, own = tl.where(k == slot, weight, chosen), tl.where(k == slot, at, own)
     if NORMALIZE:
-        chosen = chosen / tl.maximum(total, least)
+        chosen = chosen / (total + epsilon)
     padding = tl.where(furthest < 0, (row * TOP_K + k) % E, E).to(tl.int32)
     tl.store(ids + row * TOP_K + k, tl.where(real, own, padding), mask=k < TOP_K)
     tl.store(weights + row * TOP_K + k, tl.where(real, chosen * scale, 0.0), mask=k < TOP_K)
@@ -137,7 +137,7 @@ def launch_choose_scored(
     ids = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
     weights, gates = logits.new_empty(rows, top_k), logits.new_empty(rows if width > experts else 0)
     _choose_scored_kernel[(rows,)](
-        logits, correction, positions, ids, weights, gates, counts, width, experts, scores.least, scores.scale,
+        logits, correction, positions, ids, weights, gates, counts, width, experts, scores.epsilon, scores.scale,
         **_constants(experts, top_k, normalize, scores), GATE=width > experts, PADDED=positions is not None,
         COUNT=counts is not None, SEEN=_SEEN, num_warps=1, **overlapped(logits.device),
     )  # fmt: skip
@@ -180,7 +180,7 @@ def choose_scored_cpu(
         ids = choice.argsort(dim=1, descending=True, stable=True)[:, :top_k]
     weights = score.gather(1, ids)
     if normalize:
-        weights = weights / _in_order(weights).clamp_min(scores.least)[:, None]
+        weights = weights / (_in_order(weights) + scores.epsilon)[:, None]
     weights = weights * scores.scale
     gates = 1 / (1 + torch.exp(-logits[:, experts:].flatten().contiguous()))
     if counts is not None:
@@ -222,9 +222,9 @@ def _route_scored_meta(
 
 
 def _restored(sigmoid: bool, correction: bool, groups: list[float]) -> RouterScores:
-    """The scores from an op's numbers: (groups, top_groups, group_best, least, scale)."""
-    count, top, best, least, scale = groups
-    return RouterScores(sigmoid, correction, int(count), int(top), int(best), least, scale)
+    """The scores from an op's numbers: (groups, top_groups, group_best, epsilon, scale)."""
+    count, top, best, epsilon, scale = groups
+    return RouterScores(sigmoid, correction, int(count), int(top), int(best), epsilon, scale)
 
 
 @op(cuda=_route_scored_cuda, meta=_route_scored_meta)
@@ -251,13 +251,13 @@ def route_scored(
     ``scores.scale``.
     """
     s = scores
-    groups = [float(s.groups), float(s.top_groups), float(s.group_best), s.least, s.scale]
+    groups = [float(s.groups), float(s.top_groups), float(s.group_best), s.epsilon, s.scale]
     return route_scored_op(x, weight, correction, positions, counts, experts, top_k, normalize, s.sigmoid, groups, bias)
 
 
 def _case(experts: int, top_k: int, scores: RouterScores, normalize: bool = True, padded: bool = True) -> AotCase:
     signature = {**dict.fromkeys(("logits", "weights", "gates"), "*fp32"), **ints("positions ids", "stride E")}
-    signature |= {"counts": "*i64", "least": "fp32", "scale": "fp32"}
+    signature |= {"counts": "*i64", "epsilon": "fp32", "scale": "fp32"}
     constants: dict[str, object] = {
         **_constants(experts, top_k, normalize, scores), "GATE": False, "PADDED": padded, "COUNT": padded,
         "SEEN": _SEEN, "OVERLAP": True,
@@ -275,5 +275,5 @@ AOT: list[AotCase] = [
     _case(256, 8, RouterScores(correction=True), padded=False),  # MiniMax-M2
     _case(256, 8, RouterScores(correction=True, groups=8, top_groups=4, scale=2.5)),  # DeepSeek-V3
     _case(160, 6, RouterScores(False, groups=8, top_groups=3, group_best=1, scale=16.0), normalize=False),  # V2
-    _case(64, 6, RouterScores(False, correction=True, least=1e-12)),  # ERNIE 4.5
+    _case(64, 6, RouterScores(False, correction=True, epsilon=1e-12)),  # ERNIE 4.5
 ]

@@ -40,7 +40,7 @@ def read(hf_config: Any) -> DecoderConfig:
         intermediate_size=size,
         shared_intermediate_size=size * hf_config.moe_num_shared_experts,
         activation=hf_config.hidden_act,
-        scores=RouterScores(sigmoid=False, correction=True, least=hf_config.moe_norm_min),
+        scores=RouterScores(sigmoid=False, correction=True, epsilon=hf_config.moe_norm_min),
     )
 
     def feed_forward(layer: int) -> BlockSpec:
