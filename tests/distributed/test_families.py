@@ -15,6 +15,7 @@ COUNT = 6
 SIZES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"num_attention_heads": 6, "num_key_value_heads": 6},
     "minimax_m2": {},
+    "lfm2_moe": {"vocab_size": 264},
 }
 
 

@@ -22,6 +22,7 @@ from unisono.models.blocks.experts import BesideSpec, ExpertsSpec
 from unisono.models.blocks.gated_delta import GatedDeltaSpec
 from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.blocks.layers import POST, SANDWICH, LayerSpec, MLPSpec, NormOrder
+from unisono.models.blocks.short_conv import ShortConvSpec
 from unisono.models.config import DecoderConfig
 
 GELU = "gelu_pytorch_tanh"
@@ -43,6 +44,7 @@ MIXERS: dict[str, Any] = {
     "attention, values from keys": replace(SPEC, qk_norm=True, v_norm=True, k_is_v=True),
     "attention, norms over all heads": replace(SPEC, joint_qk_norm=True, num_kv_heads=2),
     "gated delta": DELTA,
+    "short convolution": ShortConvSpec(HIDDEN, 3),
     "latent attention": LATENT,
     "latent attention, plain queries in halves": replace(LATENT, query_rank=0, bias=False, interleaved=False),
 }

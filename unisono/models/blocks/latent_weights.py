@@ -29,9 +29,11 @@ class UpProjections(nn.Module):
         super().__init__()
         self.sizes, (heads, keys, values, latent) = sizes, sizes
         first, end = builder.ranks.part(heads)
-        self.first, held, made = first, end - first, {"dtype": builder.dtype, "device": builder.device}
-        self.keys = nn.Parameter(torch.empty(held, latent, keys, **made), requires_grad=False)
-        self.values = nn.Parameter(torch.empty(held, values, latent, **made), requires_grad=False)
+        self.first = first
+        self.keys, self.values = (
+            nn.Parameter(torch.empty(end - first, *of_head, dtype=builder.dtype, device=builder.device), False)
+            for of_head in ((latent, keys), (values, latent))
+        )
         if builder.ranks.count > 1:
             for parameter in (self.keys, self.values):
                 shape = (heads, *parameter.shape[1:])

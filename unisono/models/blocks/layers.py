@@ -286,8 +286,8 @@ class Attention(nn.Module):
         inputs, q_norm = context.inputs(self.spec.window_group), self.q_norm.weight if self.q_norm else None
         k_norm = self.k_norm.weight if self.k_norm else q_norm  # the op needs both norms even without keys
         if self.spec.joint_qk_norm:
-            heads, norms = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim), (q_norm, k_norm)
-            qkv, q_norm, k_norm = normed_jointly(qkv, heads, norms, self.eps, self.ranks), None, None
+            sizes = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
+            qkv, q_norm, k_norm = normed_jointly(qkv, sizes, (q_norm, k_norm), self.eps, self.ranks), None, None
         table, positions = context.rotary(self.cos_sin, self.axes, self.spec.window_group)
         where, heads = (positions, inputs.slot_mapping, kv.k, kv.v), (self.spec.num_heads, self.kv_heads)
         values = self.spec.v_norm, self.spec.k_is_v
