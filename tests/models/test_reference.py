@@ -13,7 +13,7 @@ from tests.models.one_block import HIDDEN, SPEC, TOKENS, builder, filled, one_pa
 from unisono.attention.context import ForwardContext
 from unisono.kernels.moe.scored_router import RouterScores
 from unisono.kernels.norm.activation import ExpertGate
-from unisono.kv.recurrent_state import RecurrentPass
+from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.kv.specs import Recurrent
 from unisono.kv.store import RecurrentView
 from unisono.layers.expert_stacks import ExpertKind

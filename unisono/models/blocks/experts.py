@@ -30,9 +30,9 @@ class ExpertsSpec:
 
     shared_intermediate_size: of an expert that every token uses; 0: none.
     shared_gate: a sigmoid of ``shared_gate(x)`` scales the shared expert.
-    normalize: the chosen experts' weights are divided by their sum, which equals the softmax over the chosen.
+    normalize: the chosen experts' weights are divided by their sum.
     kind: variant of the experts, by default with the gate of ``activation`` and without biases.
-    router_bias: the router adds a bias.
+    router_bias: the router adds a bias to the logits; it changes the choice and the weights.
     router_factors: each expert's weight is multiplied by a learnt number, after normalisation.
     scores: another score than the softmax, a correction of the choice, groups and a scale
         (:class:`unisono.kernels.moe.scored_router.RouterScores`); None: softmax alone.
@@ -42,6 +42,9 @@ class ExpertsSpec:
     one by one, with a second ``*`` of the checkpoint's name for the expert's number; ``shared.gate_up.gate``,
     ``shared.gate_up.up``, ``shared.down``; ``shared_gate``; ``correction``. The loader takes fused or single tensors,
     whichever a checkpoint has; those with biases are fused.
+
+    A new rule of choice also needs a kernel (``kernels/moe/router.py``), and its fields of config.json have to be
+    allowed (``config/preflight/formula.py``).
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -149,7 +152,7 @@ class BesideSpec:
 
 
 class Beside(nn.Module):
-    """See :class:`BesideSpec`. A feed-forward (``models/blocks.py``)."""
+    """See :class:`BesideSpec`. A feed-forward (``models/blocks/layers.py``)."""
 
     def __init__(self, spec: BesideSpec, builder: Builder) -> None:
         super().__init__()
