@@ -47,3 +47,9 @@ def test_a_module_of_latent_attention_changes_nothing(tmp_path: Path) -> None:
     alone = run(made.path, 1, COUNT, captures=1, speculative=spec("none"))
     found = same(made.path, alone, speculative=spec("mtp", num_speculative_tokens=3))
     assert found["replays"] > 0
+
+
+@pytest.mark.full
+def test_whole_experts_with_scores_change_nothing(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "glm4_moe", num_attention_heads=4, num_key_value_heads=2)
+    same(path, run(path, 1, COUNT, captures=1), ranks=2, enable_expert_parallel=True)

@@ -115,7 +115,7 @@ def short_conv(
 
     u [T, C]: inputs of the pass's tokens. weight [C, 1, J]: the last tap is the token's own. snapshot [NR, J - 1, C],
     ring [NR, RING, C]: inputs before ``since`` tokens and since then; both are updated. rows … end [R], query_start
-    [R + 1] or None in a round: see :class:`unisono.kv.recurrent_state.RecurrentPass`. Inputs before position 0 are
+    [R + 1] or None in a round: see :class:`unisono.kv.recurrent_pass.RecurrentPass`. Inputs before position 0 are
     zero. Taps are added in order in fp32, with one rounding at the end.
     """
     token, acc = convolved_cpu(u, weight, snapshot, ring, (rows, since, first, until, end), query_start)
