@@ -35,7 +35,8 @@ def read_experts(hf_config: Any) -> ExpertsSpec:
     Raises CheckpointError for a router of another kind.
     """
     scoring, method = getattr(hf_config, "scoring_func", None), getattr(hf_config, "topk_method", None)
-    require(scoring in (None, "sigmoid"), "scoring_func", scoring, "only 'sigmoid' is supported in this architecture")
+    sigmoid = scoring in (None, "sigmoid", "noaux_tc")  # dots.llm1's config.json has the method's name there
+    require(sigmoid, "scoring_func", scoring, "only 'sigmoid' is supported in this architecture")
     require(method in (None, "noaux_tc"), "topk_method", method, "only 'noaux_tc' is supported in this architecture")
     size = hf_config.moe_intermediate_size
     return ExpertsSpec(
