@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from unisono.drafters.eagle.model import DraftConfig, Eagle3Head, EagleHead
 from unisono.layers.formats.base import WeightFormat, WeightTarget
 from unisono.layers.norm import RMSNorm
 from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layers import AttentionSpec
 from unisono.models.config import DecoderConfig
 from unisono.models.families.qwen3 import QWEN3
 from unisono.models.load import tensor_files, weights
@@ -340,7 +341,7 @@ def layer_config(
             f"{directory}: the head's vocab_size is {config.vocab_size}, the target's {target.vocab_size}: it was made "
             "for another target."
         )
-    attention = config.attention
+    attention = cast(AttentionSpec, config.attention)  # those of DRAFT_LAYERS attend over heads
     attention = dataclasses.replace(attention, qkv_bias=attention.qkv_bias or bool(fields.get("qkv_bias")))
     layers = tuple(dataclasses.replace(layer, mixer=attention) for layer in config.layers)
     return dataclasses.replace(config, layers=layers, tie_embeddings=False)

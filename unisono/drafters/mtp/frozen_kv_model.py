@@ -37,7 +37,7 @@ from unisono.layers.formats.base import WeightTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layers import PRE, SANDWICH, AttentionSpec, LayerSpec, MLPSpec, build_layers
 from unisono.models.blocks.query_attention import QuerySpec
-from unisono.models.config import DecoderConfig, attention_of, checkpoint_name
+from unisono.models.config import DecoderConfig, checkpoint_name
 from unisono.models.families import llama
 from unisono.models.load import weights
 from unisono.models.load.build import AttentionFactory, Builder, no_attention
@@ -297,7 +297,7 @@ def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[tuple[in
 
 def _attending(target: DecoderConfig) -> list[int]:
     """Numbers of the target's attention layers, at least one."""
-    found = [number for number, layer in enumerate(target.layers) if attention_of(layer) is not None]
+    found = [number for number, layer in enumerate(target.layers) if isinstance(layer.mixer, AttentionSpec)]
     if not found:
         raise CheckpointError(f"a frozen-KV drafter reads keys, and no layer of a {target.architecture} has any.")
     return found

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.layers.experts import ExpertStack
+from unisono.layers.expert_stacks import ExpertStack
 from unisono.layers.formats.base import PLAIN, Slice, Slices, WeightFormat, WeightTarget, part_of
 from unisono.layers.norm import Factor, LayerNorm, RMSNorm
 from unisono.models.blocks.decoder import Decoder
