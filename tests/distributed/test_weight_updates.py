@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engine.changed_weights import answers, other, speculation
 from tests.engine.conftest import checkpoints, checkpoints_of  # noqa: F401
 from tests.engine.helpers import engine
-from tests.engine.test_weight_updates import answers, other, speculation
 from unisono.types import CheckpointError
 
 

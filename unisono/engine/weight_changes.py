@@ -4,20 +4,34 @@ forgotten.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from unisono.config import ResolvedConfig
+from unisono.drafters.base import UpdatableDrafter
+from unisono.engine.scheduling.scheduler import Scheduler
+from unisono.engine.worker.runner import Runner
 from unisono.engine.worker.weight_updates import EndUpdate, UpdateWeights
 from unisono.types import CheckpointError, ConfigError
 
-if TYPE_CHECKING:
-    from unisono.engine.engine import Engine
+
+class ChangedEngine(Protocol):
+    """The parts of an engine that a change of weights reaches. weight_updates: number of changes so far."""
+
+    runner: Runner
+    scheduler: Scheduler
+    weight_updates: int
+    weight_version: str
+
+    @property
+    def config(self) -> ResolvedConfig: ...
+    def reset_prefix_cache(self) -> int: ...
 
 
-def change_weights(engine: Engine, directory: str, draft_directory: str, version: str | None) -> dict[str, Any]:
+def change_weights(engine: ChangedEngine, directory: str, draft_directory: str, version: str | None) -> dict[str, Any]:
     """Replace the weights by those of directories with the same tensors. No pass may be in flight. Graphs stay.
 
-    directory: the target's, with its MTP modules if it drafts with them; empty: the target stays. draft_directory: the
-    drafter's. version: its name in answers; None counts updates.
+    directory: the target's, with the drafter's modules if these are in it; empty: the target stays. draft_directory:
+    the drafter's. version: its name in answers; None counts updates.
 
     Cached prefixes and encoded pictures are forgotten. Running requests keep their tokens; the new weights compute the
     rest of their texts, from all of their tokens. Returns JSON-ready data. Raises CheckpointError and ConfigError with
@@ -31,7 +45,8 @@ def change_weights(engine: Engine, directory: str, draft_directory: str, version
         )
     if not directory and not draft_directory:
         raise ConfigError("name a directory of weights.")
-    if directory and not draft_directory and spec is not None and spec.method == "mtp" and spec.model is None:
+    in_target = spec is not None and spec.model is None and isinstance(engine.runner.worker.drafter, UpdatableDrafter)
+    if directory and not draft_directory and in_target:
         draft_directory = directory
     try:
         engine.runner.send(UpdateWeights(directory, draft_directory))
