@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -32,6 +33,7 @@ from unisono.kv.specs import Tree
 from unisono.kv.store import StateView
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.embedding_overrides import Overriding
+from unisono.models.load.update import WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,18 @@ class DrafterContext:
     max_unobserved: int = 0
     ranks: Ranks = ALONE
     rotary: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] = lambda slots, positions: None
+
+
+@runtime_checkable
+class UpdatableDrafter(Protocol):
+    """A drafter whose weights can be replaced while it is served."""
+
+    def weight_updates(self, directory: Path) -> list[WeightUpdate]:
+        """Updates from another directory, called after :meth:`Drafter.bind`; nothing is written yet.
+
+        Raises CheckpointError unless the directory fits as the one of the start does.
+        """
+        ...
 
 
 @dataclass(frozen=True)

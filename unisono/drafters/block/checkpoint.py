@@ -28,6 +28,7 @@ from unisono.drafters.eagle.checkpoint import (
     tied_embeddings,
 )
 from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layers import AttentionSpec
 from unisono.models.config import DecoderConfig, checkpoint_name
 from unisono.models.families.qwen3 import QWEN3
 from unisono.models.load.checkpoint import read_config
@@ -186,8 +187,9 @@ def open_block(
     own = {name: value for name, value in fields.layers.items() if name not in (*_OWN, "final_logit_softcapping")}
     config = layer_config(own, fields.raw, target, directory, single=False)
     windows, causal = _masks(fields, config.num_layers)
+    attention = cast(AttentionSpec, config.attention)  # layer_config makes no other
     layers = tuple(
-        dataclasses.replace(layer, mixer=dataclasses.replace(config.attention, window=window))
+        dataclasses.replace(layer, mixer=dataclasses.replace(attention, window=window))
         for layer, window in zip(config.layers, windows, strict=True)
     )
     config = dataclasses.replace(config, layers=layers)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from unisono.drafters.eagle.model import DraftConfig, Eagle3Head, EagleHead
 from unisono.layers.formats.base import WeightFormat, WeightTarget
 from unisono.layers.norm import RMSNorm
 from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layers import AttentionSpec
 from unisono.models.config import DecoderConfig
 from unisono.models.families.qwen3 import QWEN3
 from unisono.models.load import tensor_files, weights
@@ -37,6 +38,7 @@ from unisono.models.load.checkpoint import read_config, read_tensors
 from unisono.models.load.loader import draw_held
 from unisono.models.load.stored_config import stored_config
 from unisono.models.load.tensor_files import TensorInfo
+from unisono.models.load.update import WeightUpdate, check_shared, require_all
 from unisono.types import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -119,6 +121,23 @@ class DraftCheckpoint:
             head.lm_head = target.lm_head
         head.ids = None if self.ids is None else self.ids.to(device)
         return head.eval()
+
+    def update(self, head: Head, target: Decoder, shares_head: bool) -> WeightUpdate:
+        """This checkpoint's weights for a head that another one made. shares_head: its LM head is the target's.
+
+        Raises CheckpointError if the other one has another config, or other tokens in its draft vocabulary.
+        """
+        ids = None if self.ids is None or head.ids is None else torch.equal(self.ids, head.ids.cpu())
+        if self.config.layer != head.config or ids is False or (ids is None and self.ids is not head.ids):
+            raise CheckpointError(
+                f"{self.path}: its config or draft vocabulary is not that of the head that is served."
+            )
+        shared = {EMBED: target.embed.unscaled.weight} if head.embed is target.embed.unscaled else {}
+        shared |= {LM_HEAD: target.lm_head.weight} if shares_head else {}
+        tensors, targets = self.tensors or {}, self.targets(head)
+        targets = {name: place for name, place in targets.items() if name not in shared}
+        require_all(targets, tensors, self.path)
+        return WeightUpdate(head, targets, tensors, lambda: check_shared(shared, tensors))
 
     def choices(self, head: Head, target: Decoder) -> list[tuple[str, str, str]]:
         """(name, value, reason) of the inferred settings of a head made by :meth:`build`."""
@@ -322,7 +341,7 @@ def layer_config(
             f"{directory}: the head's vocab_size is {config.vocab_size}, the target's {target.vocab_size}: it was made "
             "for another target."
         )
-    attention = config.attention
+    attention = cast(AttentionSpec, config.attention)  # those of DRAFT_LAYERS attend over heads
     attention = dataclasses.replace(attention, qkv_bias=attention.qkv_bias or bool(fields.get("qkv_bias")))
     layers = tuple(dataclasses.replace(layer, mixer=attention) for layer in config.layers)
     return dataclasses.replace(config, layers=layers, tie_embeddings=False)
