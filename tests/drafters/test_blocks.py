@@ -318,3 +318,16 @@ def test_conventions_can_be_set(target: Target, tmp_path: Path) -> None:
     assert (opened.config.aux_layers, opened.settings.from_anchor) == ((1, 2), True)
     assert "speculative config" in opened.why
     assert "speculative config" in opened.why_first
+
+
+def test_rounds_of_any_width_leave_the_same_context(target: Target, tmp_path: Path, monkeypatch) -> None:
+    """k is drawn for each round, 0 included: a block drafter observes those rounds, it has nothing to catch up with."""
+    helpers.draw_drafts(monkeypatch)
+    monkeypatch.setattr("unisono.engine.worker.build.draft_choices", lambda config, most: ((0, 1, 2, 4, 5), "drawn"))
+    head = make_dflash(tmp_path, target.config)
+    with engine(target.path, speculative=spec(head), enforce_eager=True, adaptive=True) as llm:
+        watch = Watch(llm)
+        tokens(llm, prompts(4, 250, seed=6), GREEDY)
+    assert len({len(drafts) for _, _, drafts, _ in watch.rounds}) > 2
+    error, wrong = compare(target, head, watch)
+    assert (error < CLOSE, wrong) == (True, 0)
