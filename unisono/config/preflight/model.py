@@ -133,9 +133,20 @@ def with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     model = settings.get("model")
     if settings.get("method") is not None or not isinstance(model, str):
         return settings
-    names = (read_object(catalog.resolve_name(model) / CONFIG) or {}).get("architectures")
-    first = str(names[0]) if isinstance(names, list) and names else ""
-    return {**settings, "method": "mtp_frozen"} if first.startswith(_ASSISTANTS) else settings
+    return {**settings, "method": "mtp_frozen"} if is_assistant(catalog.resolve_name(model)) else settings
+
+
+def is_assistant(directory: Path) -> bool:
+    """True if a directory's config.json names a drafter that reads its target's keys."""
+    config = read_object(directory / CONFIG)
+    names = config.get("architectures") if isinstance(config, dict) else None
+    return isinstance(names, list) and bool(names) and str(names[0]).startswith(_ASSISTANTS)
+
+
+def assistant_beside(directory: Path) -> Path | None:
+    """The assistant that lies beside a checkpoint: ``<directory>-assistant``, or its subdirectory ``assistant``."""
+    places = directory.parent / f"{directory.name}-assistant", directory / "assistant"
+    return next((place for place in places if is_assistant(place)), None)
 
 
 def check_drafter(speculative: SpeculativeConfig | None) -> None:
