@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.drafters.make_assistant import make_assistant
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import counted, engine, mixed_params
 from tests.engine.matrix import Checkpoints, config_of
 from tests.engine.pictures import make_seeing, run, several, vision_of
 from tests.engine.two_engines import stepping
 from tests.graphs.kinds import say, text
-from tests.models.make import make_checkpoint
+from tests.models.make import GEMMA4_EXPERTS, GEMMA4_SHARED, make_checkpoint
 from tests.models.make_adapters import make_adapter
 from unisono.engine.scheduling.mixing import Mixing
 from unisono.entrypoints.llm import LLM
@@ -136,6 +137,14 @@ def mixed_passes(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> C
         return came(llm, outputs, sum(n for (program, *_), n in counted(llm).items() if program == "mixed"))
 
 
+def gemma(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:
+    """A target whose layers differ: windows, values from keys, keys of other layers, experts beside the MLP."""
+    more = {} if own else {"max_num_seqs": 1}
+    with engine(target, speculative=spec, **{**flags, **more}) as llm:
+        config = llm.engine.worker.model.config
+        return came(llm, texts(llm), sum(number != read for number, read in enumerate(config.reads)))
+
+
 @dataclass(frozen=True)
 class Column:
     """``run(own, target, speculative, flags)``. methods: the drafters that it is run with; none: all. make: makes its
@@ -155,6 +164,11 @@ def mixture(folder: Path) -> Path:
     return make_checkpoint(folder / "mixture", "qwen3_5_moe_text", vocab_size=264)
 
 
+def layers_apart(folder: Path) -> Path:
+    fields = {**GEMMA4_SHARED, **GEMMA4_EXPERTS, "vocab_size": 272}
+    return make_checkpoint(folder / "gemma4", "gemma4_text", tokenizer=False, **fields)
+
+
 LOOKUPS = ("none", "ngram", "suffix")
 
 COLUMNS = {
@@ -164,6 +178,7 @@ COLUMNS = {
     "roles": Column(roles, same=False),
     "adapters": Column(adapters, same=False),
     "mixed passes": Column(mixed_passes, same=False),
+    "Gemma 4": Column(gemma, ("none", "ngram", "mtp_frozen", "eagle3"), layers_apart, same=False),
     "pictures": Column(pictures, (*LOOKUPS, "eagle3"), seeing, same=False),
 }
 
@@ -173,7 +188,8 @@ def checkpoints(column: Column, method: str, usual: Callable[[str], Checkpoints]
     if column.make is None:
         return usual(method)
     target = column.make(folder)
-    made = (
-        make_eagle3(folder / "head", config_of(target), (1, 1, 2), aux=[1, 1, 2]).path if method == "eagle3" else None
-    )
-    return target, made
+    if method == "mtp_frozen":
+        return target, make_assistant(folder / "assistant", target)
+    if method == "eagle3":
+        return target, make_eagle3(folder / "head", config_of(target), (1, 1, 2), aux=[1, 1, 2]).path
+    return target, None
