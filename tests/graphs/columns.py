@@ -14,6 +14,7 @@ from unittest import mock
 
 from tests.drafters.make_assistant import make_assistant
 from tests.drafters.make_heads import make_eagle3
+from tests.engine import gemma_pictures
 from tests.engine.helpers import counted, engine, mixed_params
 from tests.engine.matrix import Checkpoints, config_of
 from tests.engine.pictures import make_seeing, run, several, vision_of
@@ -124,6 +125,16 @@ def pictures(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:
         return came(llm, outputs, sum(n for (program, *_), n in counted(llm).items() if program == "encode"))
 
 
+def pictures_both_ways(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:
+    """Pictures whose tokens see each other in both directions, in chunks that cut none; then the same, behind hits."""
+    more = {} if own else {"max_num_seqs": 1, "max_num_batched_tokens": 128}
+    with engine(target, speculative=spec, **{**flags, **more}) as llm:
+        prompts = gemma_pictures.several(vision_of(target), llm.engine.config.dtype)
+        params: list[SamplingParams] = mixed_params(len(prompts), 8)
+        outputs = [run(llm, prompts, params) for _ in range(2)]
+        return came(llm, outputs, sum(n for (program, *_), n in counted(llm).items() if program == "encode"))
+
+
 def mixed_passes(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:
     """Requests decode in the prompt passes of others while rounds draft nothing; then rounds draft."""
     with (
@@ -179,8 +190,12 @@ COLUMNS = {
     "adapters": Column(adapters, same=False),
     "mixed passes": Column(mixed_passes, same=False),
     "Gemma 4": Column(gemma, ("none", "ngram", "mtp_frozen", "eagle3"), layers_apart, same=False),
+    "pictures, both ways": Column(
+        pictures_both_ways, ("none", "ngram", "eagle3"), lambda folder: gemma_pictures.make_gemma3(folder / "gemma3"),
+        same=False,
+    ),
     "pictures": Column(pictures, (*LOOKUPS, "eagle3"), seeing, same=False),
-}
+}  # fmt: skip
 
 
 def checkpoints(column: Column, method: str, usual: Callable[[str], Checkpoints], folder: Path) -> Checkpoints:

@@ -30,6 +30,8 @@ FAST = {
     ("Gemma 4", "ngram", "full"),
     ("Gemma 4", "mtp_frozen", "full"),
     ("Gemma 4", "eagle3", "full"),
+    ("pictures, both ways", "ngram", "segmented"),
+    ("pictures, both ways", "eagle3", "full"),
     ("mixed passes", "eagle3", "segmented"),
 }
 CELLS = [

@@ -20,6 +20,7 @@ from PIL import Image
 
 from unisono.media.decoding import images as image_decoding
 from unisono.media.decoding import videos
+from unisono.media.decoding.squares import SquareImages
 from unisono.media.memory import memory_file
 from unisono.sandbox.channel import ForkChannel
 from unisono.sandbox.forks import keep_freed_memory, limit_memory, limit_time, serve
@@ -120,7 +121,8 @@ class _Nothing:
 class MediaDecoder:
     """The processors of one checkpoint.
 
-    images: transformers' processor. setup: dtype, max_tokens of an item, max_bytes, max_pixels, max_frames.
+    images: transformers' processor, or one for images of one size. setup: dtype, max_tokens of an item, max_bytes,
+    max_pixels, max_frames.
     """
 
     images: Any
@@ -138,6 +140,8 @@ class MediaDecoder:
         Image.init()  # Pillow's readers, once for all forks
         directory = Path(setup["directory"])
         images = AutoImageProcessor.from_pretrained(str(directory), backend="pil", local_files_only=True)
+        if type(images).__name__.startswith("Gemma3ImageProcessor"):
+            return cls(SquareImages.of(images, setup["vision"]), None, setup)
         if "image_grid_thw" not in images.model_input_names:
             raise ValueError(f"its image processor is a {type(images).__name__}; those of Qwen2-VL and later are known")
         own = {
@@ -164,6 +168,10 @@ class MediaDecoder:
         image = self._opened(payload, data)
         width, height = image.size
         image_decoding.check_size(width, height, self.setup["max_pixels"])
+        if isinstance(self.images, SquareImages):
+            self.images.check(message)
+            rgb = image_decoding.decoded(image, tuple(message["background"]))
+            return self._packed("image", self.images.patches(rgb), self.images.grid, 0.0, [])
         bounds = self._bounds(message)
         if max(width, height) / min(width, height) > 200:
             raise image_decoding.InvalidImage(

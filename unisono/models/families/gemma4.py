@@ -23,7 +23,7 @@ from unisono.models.config import (
     windows_by_layer_type,
 )
 from unisono.models.families.gemma3 import NAMES as GEMMA3_NAMES
-from unisono.models.families.gemma3 import NO_TOWER, rotary_of
+from unisono.models.families.gemma3 import rotary_of
 from unisono.models.load.build import require
 
 DENSE, LAYER = "layers.*.feed_forward.", "model.layers.*."
@@ -54,6 +54,7 @@ NAMES: dict[str, Name] = {
     f"{DENSE}sparse.experts.each.down": f"{LAYER}experts.*.down_proj",
 }
 
+NO_TOWER = "pictures are refused: the tower of Gemma 4 is not supported yet"
 UNREAD = {
     **dict.fromkeys(("model.vision_tower.", "model.embed_vision."), NO_TOWER),
     **dict.fromkeys(("model.audio_tower.", "model.embed_audio."), "audio is refused: it is not supported"),

@@ -108,7 +108,8 @@ def load_tower(
     Returns None if config.json describes none, or if the checkpoint has no tensor of it: the export of a text model.
     """
     config, family = checkpoint.config.vision, checkpoint.family
-    tensors = checkpoint.tensors() if config is not None and load_format != "dummy" else {}
+    stored = checkpoint.tensors() if config is not None and load_format != "dummy" else {}
+    tensors = {own: info for name, info in stored.items() if (own := family.tower_name(name)) is not None}
     prefix = next((p for p in TOWER_PREFIXES if any(name.startswith(p) for name in tensors)), None)
     if config is None or (prefix is None and load_format != "dummy"):
         return None
@@ -347,7 +348,7 @@ def _as_named(tensors: Mapping[str, TensorInfo], family: Family) -> Mapping[str,
 
 def _apart(tensors: Iterable[str], family: Family) -> tuple[str, ...]:
     """Name prefixes of tensors outside the text model: draft modules, a tower, tensors that the family skips."""
-    return (*draft_prefixes(tensors), *family.unread, *(TOWER_PREFIXES if family.tower else ()))
+    return (*draft_prefixes(tensors), *family.unread, *family.tower_prefixes)
 
 
 def draft_prefixes(tensors: Iterable[str]) -> tuple[str, ...]:

@@ -70,6 +70,8 @@ def check(grid: Grid, config: VisionConfig) -> None:
     """Raise ValueError for an unsupported grid."""
     frames, rows, columns = grid
     sides = rows % config.merge == 0 == columns % config.merge and min(rows, columns) >= 1
+    if config.side and (rows, columns) != (config.side, config.side):
+        raise ValueError(f"grid {grid} of patches: the tower takes {config.side} rows and columns only.")
     if frames < 1 or not sides or max(rows, columns) > MAX_GRID_SIDE:
         raise ValueError(
             f"grid {grid} of patches: it must have at least one frame, and rows and columns that are multiples of "

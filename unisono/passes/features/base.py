@@ -171,6 +171,10 @@ class RequestState:
         """Position up to which a prompt pass over ``start … end`` can go now."""
         return end
 
+    def least_end(self, start: int) -> int:
+        """Least end of a prompt chunk that begins at ``start``. :meth:`reach` cuts no chunk between both."""
+        return start + 1
+
     def ready(self) -> bool:
         """Return True if the request can take a slot now. If not, it waits, and later requests with this feature wait
         with it."""
@@ -448,6 +452,10 @@ class Feature:
     def rotary(self, buffers: Buffers, positions: torch.Tensor) -> Rotary | None:
         """Called before a prompt pass: rotary positions of its tokens, if they differ from the absolute ``positions``
         [T]."""
+        return None
+
+    def seen_until(self, buffers: Buffers, positions: torch.Tensor) -> torch.Tensor | None:
+        """Called before a prompt pass: ``AttentionInputs.until`` [T] of its tokens; None: each sees up to itself."""
         return None
 
     def around_target(self, buffers: Buffers, tokens: TargetTokens) -> AbstractContextManager[None] | None:
