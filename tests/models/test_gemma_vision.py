@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.gemma_pictures import SIDE, images_of, make_gemma3, several
+from tests.engine.gemma_pictures import SIDE, images_of, make_gemma3, make_gemma4, padded, several, shapes
 from tests.engine.helpers import engine
-from tests.engine.pictures import IMAGE, TEXT, Picture, Prompt, prompt, run, stepped, vision_of, words
+from tests.engine.pictures import IMAGE, TEXT, VOCAB, Picture, Prompt, prompt, run, stepped, vision_of, words
 from tests.models.hybrids import reference, renamed
+from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS
 from unisono.entrypoints.llm import LLM
 from unisono.models.load.build import no_attention
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.loader import load_model, load_tower
+from unisono.models.vision.config import VisionConfig
 from unisono.passes.features.media import MediaState
 from unisono.types import BadRequest, CheckpointError, SamplingParams, vectors
 
@@ -161,3 +163,60 @@ def test_names_of_other_exports(path: Path, tmp_path: Path) -> None:
     ((_, count, why),) = Checkpoint.open(text).unread()
     assert count == "no tensors"
     assert "pictures are refused" in why
+
+
+# ---- Gemma 4 ----------------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "both ways in windows": {},
+    "experts, bounds in the tower": {**GEMMA4_EXPERTS, "clipped": True},
+    "causal, inputs of layers, shared keys": {**GEMMA4_INPUTS, "vocab_size_per_layer_input": VOCAB,
+                                              "use_bidirectional_attention": None},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=list(KINDS))
+def path4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gemma4(tmp_path_factory.mktemp("gemma4"), **KINDS[request.param])
+
+
+def given4(prompt: Prompt, vision: VisionConfig) -> dict[str, Any]:
+    """transformers' inputs of a prompt's pictures."""
+    patches = [vectors.unpack(item.pixels) for item in prompt.media]
+    return padded(patches, [item.grid[1:] for item in prompt.media], vision) if patches else {}
+
+
+@torch.no_grad()
+def test_gemma4_embeddings_are_transformers(path4: Path) -> None:
+    vision, model = vision_of(path4), reference(path4).model
+    tower = load_tower(Checkpoint.open(path4), dtype=torch.float32, device="cpu")
+    assert tower is not None
+    pictures = [Picture(4, 6, 1), Picture(8, 4, 2), Picture(2, 2, 3), Picture(2, 16, 4)]
+    grids, pixels = [(1, p.rows, p.columns) for p in pictures], [p.pixels(vision) for p in pictures]
+
+    def run(pixels: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+        return tower(pixels, {name: torch.from_numpy(v) for name, v in tower.host_inputs(grids).items()})
+
+    ours, start = run(torch.cat(pixels), grids), 0
+    theirs = model.get_image_features(**padded(pixels, [g[1:] for g in grids], vision)).pooler_output
+    for grid, each, expected in zip(grids, pixels, theirs, strict=True):
+        tokens = len(each) // 4
+        torch.testing.assert_close(ours[start : start + tokens], expected, atol=1e-4, rtol=0)
+        assert torch.equal(run(each, [grid]), ours[start : start + tokens])
+        start += tokens
+    with pytest.raises(ValueError, match="at most 16"):
+        tower.host_inputs([(1, 2, 18)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("most", [128, 21])
+def test_gemma4_logits_and_text_are_transformers(path4: Path, most: int) -> None:
+    vision, model = vision_of(path4), reference(path4)
+    prompts = shapes(vision)
+    with engine(path4, dtype="float32", max_num_batched_tokens=most) as llm:
+        outputs = written(llm, prompts)
+    for each, (tokens, logits) in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([each.ids + tokens[:-1]])
+        theirs = model(input_ids=ids, mm_token_type_ids=(ids == IMAGE).int(), **given4(each, vision)).logits[0]
+        torch.testing.assert_close(logits, theirs, atol=2e-4, rtol=0)  # 1.1e-4 with experts
+        assert theirs[len(each.ids) - 1 :, :TEXT].argmax(-1).tolist() == tokens

@@ -86,7 +86,11 @@ class Decoder(nn.Module):
         x = merged(self.embed(token_ids), overriding)
         deepest = max((len(each.levels) for each in overriding), default=0)
         seen = dict.fromkeys(aux_layers, x)  # keeps only these alive
-        per_layer = None if self.layer_inputs is None else self.layer_inputs(token_ids, x)
+        per_layer = None
+        if self.layer_inputs is not None:
+            for each in overriding:
+                token_ids = each.looked_up(token_ids)
+            per_layer = self.layer_inputs(token_ids, x)
         stream = cast(DecoderLayer, self.layers[0]).begin(x, per_layer)
         inner, last = context.all_tokens, len(self.layers) - 1
         for number, layer in enumerate(self.layers):

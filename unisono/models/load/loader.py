@@ -25,7 +25,7 @@ from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.tensor_files import TensorInfo, read, tensor
 from unisono.models.load.weights import check, fill, places, tensor_name
 from unisono.models.vision.blocks import NORM_EPS
-from unisono.models.vision.tower import VisionTower
+from unisono.models.vision.tower import AnyTower, make_tower
 from unisono.types import CheckpointError
 
 LoadFormat = Literal["auto", "dummy"]
@@ -102,7 +102,7 @@ def load_tower(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     progress: Progress = lambda stage, share: None,
-) -> VisionTower | None:
+) -> AnyTower | None:
     """Build and fill the checkpoint's vision tower; arguments and errors as for :func:`load_model`.
 
     Returns None if config.json describes none, or if the checkpoint has no tensor of it: the export of a text model.
@@ -123,11 +123,11 @@ def load_tower(
             return PLAIN
         return checkpoint.quantization.format(f"tower.{module}", TOWER_PREFIXES[0] + name)
 
-    def made_on(device: torch.device | str) -> VisionTower:
+    def made_on(device: torch.device | str) -> AnyTower:
         builder = Builder(config.tower.width, NORM_EPS, dtype, device, no_attention, 0, format)
-        return _made(checkpoint, lambda: VisionTower(config, builder))
+        return _made(checkpoint, lambda: make_tower(config, builder))
 
-    def named(tower: VisionTower, prefix: str) -> dict[str, WeightTarget]:
+    def named(tower: nn.Module, prefix: str) -> dict[str, WeightTarget]:
         names = ((prefix + checkpoint_name(family.tower, module), kind, p) for module, kind, p in places(tower))
         return {tensor_name(name, kind): place for name, kind, place in names}
 

@@ -62,6 +62,11 @@ class TowerSpec:
         require(ordered, "vision_config.deepstack_visual_indexes", levels, f"blocks in order, below {self.depth}")
 
     @property
+    def most_side(self) -> int:
+        """Most rows and columns of a grid, patches."""
+        return MAX_GRID_SIDE
+
+    @property
     def head_dim(self) -> int:
         return self.width // self.heads
 
@@ -84,6 +89,7 @@ class VisionConfig:
     side: rows and columns of every picture, patches; 0: any.
     both_ways: in some text layers the tokens of a picture see each other in both directions.
     video_token_id: -1: the model takes no videos.
+    padding_token_id: token whose inputs of layers those of a picture have (Gemma 4); -1: their own.
     placeholder_token_id: token that a prompt has for a picture, where that is not its marks and tokens; -1: it has
         these. around: text on both sides of the marks that take its place.
 
@@ -108,6 +114,7 @@ class VisionConfig:
     both_ways: bool = False
     placeholder_token_id: int = -1
     around: str = ""
+    padding_token_id: int = -1
 
     def __post_init__(self) -> None:
         for name in ("merge", "patch_size", "temporal_patch_size", "patch_elements"):

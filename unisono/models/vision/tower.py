@@ -23,9 +23,15 @@ from torch import nn
 from unisono.graphs import Field
 from unisono.kernels.vision.positions import add_positions
 from unisono.models.load.build import Builder
+from unisono.models.vision.axial_tower import AxialTower, AxialTowerSpec
 from unisono.models.vision.blocks import Merger, PatchEmbedding, PoolingMerger, VisionBlock, rotary_table
 from unisono.models.vision.config import VisionConfig
 from unisono.models.vision.grids import Grid, layout
+
+
+def make_tower(config: VisionConfig, builder: Builder) -> AnyTower:
+    """The tower of a configuration; builder: see :class:`VisionTower`."""
+    return (AxialTower if isinstance(config.tower, AxialTowerSpec) else VisionTower)(config, builder)
 
 
 class VisionTower(nn.Module):
@@ -114,3 +120,7 @@ class VisionTower(nn.Module):
         merged = self.merger(x)
         out = torch.cat((merged, *levels), dim=1) if levels else merged
         return out if not spec.window else out.index_select(0, inputs["restore"][: len(out)])
+
+
+AnyTower = VisionTower | AxialTower
+"""A tower of one of both kinds."""

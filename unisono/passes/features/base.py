@@ -39,7 +39,7 @@ from unisono.models.blocks.embedding_overrides import Overriding
 from unisono.models.config import DecoderConfig
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.config import VisionConfig
-from unisono.models.vision.tower import VisionTower
+from unisono.models.vision.tower import AnyTower
 from unisono.sampling.pipeline import EditFields, Sampled
 from unisono.types import EngineRequest, SamplingParams, TokenDelta
 
@@ -132,7 +132,7 @@ class FeatureContext:
     slots: EditFields
     logits: Callable[[torch.Tensor], torch.Tensor]
     vision: VisionConfig | None
-    tower: VisionTower | None
+    tower: AnyTower | None
     device: torch.device
     drafts: bool
     max_tokens: int

@@ -291,7 +291,8 @@ class Media(Feature):
         if rows is None or vision is None:
             return None
         embeddings, *levels = self.table.split(self.context.hidden_size, dim=1)
-        return Overriding(embeddings, rows, buffers.find("media_rows_after"), tuple(levels))
+        after, looked_up = buffers.find("media_rows_after"), vision.padding_token_id
+        return Overriding(embeddings, rows, after, tuple(levels), looked_up)
 
     def rotary(self, buffers: Buffers, positions: torch.Tensor) -> Rotary | None:
         shift, after = buffers.find("rotary_shift"), buffers.find("rotary_shift_after")
