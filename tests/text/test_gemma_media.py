@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,47 @@ def test_refusals(directory: Path, inputs: InputProcessor, tmp_path: Path) -> No
         with pytest.raises(CheckpointError, match=what):
             other.media.prepare()
         other.media.close()
+
+
+# ---- Gemma 4 ----------------------------------------------------------------------------------------
+
+GEMMA4 = {
+    "do_convert_rgb": True, "do_normalize": False, "do_rescale": True, "do_resize": True, "max_soft_tokens": 70,
+    "image_processor_type": "Gemma4ImageProcessor", "patch_size": 16, "pooling_kernel_size": 3, "resample": 3,
+    "rescale_factor": 1 / 255,
+}  # fmt: skip
+
+
+def test_gemma4_images_are_transformers(tmp_path: Path) -> None:
+    """Pixels, grids and the marks around an image's tokens; its placeholder is the token itself."""
+    own = tokenizer()
+    own.chat_template = None
+    own.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(GEMMA4))
+    seen = replace(vision(), merge=3, patch_size=16, side=0, placeholder_token_id=own.image_token_id, around="")
+    facts = ModelFacts(4096, 1000, 6, "float32", (), {}, False, False, vision=seen)
+    inputs = InputProcessor(
+        Tokenizer.load(tmp_path), facts, MediaLoader(seen, tmp_path, MediaSettings(), "float32", 99)
+    )
+    images = [pics.picture(200, 90, 1), pics.picture(33, 170, 2)]
+    prompt = inputs.prompt({"prompt": f"Look: {IMAGE} and {IMAGE}.", "multi_modal_data": {"image": images}})
+    found = AutoImageProcessor.from_pretrained(str(tmp_path), backend="pil").preprocess(images, return_tensors="np")
+    for item, pixels, places, count in zip(
+        prompt.media,
+        found["pixel_values"],
+        found["image_position_ids"],
+        found["num_soft_tokens_per_image"],
+        strict=True,
+    ):
+        rows, columns = item.grid[1:]
+        assert rows * columns == 9 * count == 9 * len(item.positions)
+        assert places.max(0).tolist() == [columns - 1, rows - 1]
+        parts = unpack(item.pixels).view(rows // 3, columns // 3, 3, 3, -1).transpose(1, 2).reshape(rows * columns, -1)
+        theirs = 2 * (torch.from_numpy(pixels[: rows * columns]).float() - 0.5)
+        assert torch.equal(parts, theirs)
+        first, last = item.positions[0], item.positions[-1]
+        marks = [prompt.token_ids[first - 1], prompt.token_ids[last + 1]]
+        assert marks == [own.boi_token_id, own.eoi_token_id]
+    with pytest.raises(BadRequest, match="at most 70 tokens by this model; leave out"):
+        inputs.media.load(MediaSource("image", "image", images[0], Options(max_pixels=9000)))
+    inputs.media.close()

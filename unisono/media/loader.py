@@ -23,7 +23,9 @@ from unisono.media.settings import MediaSettings
 from unisono.media.workers import Workers
 from unisono.types import BadRequest, CheckpointError, Vectors
 
-SEEING = "Qwen3-VL, Qwen2.5-VL, Qwen3.5 and Gemma 3 checkpoints with a vision tower see (docs/reference/models.md)"
+SEEING = (
+    "Qwen3-VL, Qwen2.5-VL, Qwen3.5, Gemma 3 and Gemma 4 checkpoints with a vision tower see (docs/reference/models.md)"
+)
 """The models that take images, for the refusal by other models."""
 CHECKED = ("merge", "patch_size", "temporal_patch_size", "tokens_per_second", "side")
 """Settings in which the checkpoint's processors must agree with the tower."""

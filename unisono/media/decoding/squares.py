@@ -34,10 +34,6 @@ class SquareImages:
             raise ValueError("do_pan_and_scan, which adds crops of an image, is not supported; set it to false")
         return cls(processor, side, patch, vision["merge"])
 
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        return 1, self.side, self.side
-
     def check(self, message: Mapping[str, Any]) -> None:
         """Raise InvalidImage for bounds of a request: there is one size."""
         if message["min_pixels"] is not None or message["max_pixels"] is not None:
@@ -46,9 +42,12 @@ class SquareImages:
                 f"is resized to {pixels} x {pixels} pixels by this model; leave out min_pixels and max_pixels."
             )
 
-    def patches(self, image: Any) -> np.ndarray:
-        """Patches of an RGB image, [side², 3 · patch_size²] float32, those of a token next to each other."""
+    def patches(self, image: Any) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """Patches of an RGB image, [side², 3 · patch_size²] float32, those of a token next to each other, and their
+        grid.
+        """
         (pixels,) = self.processor.preprocess([image], return_tensors="np")["pixel_values"]
         tokens, merge, patch = self.side // self.merge, self.merge, self.patch_size
         parts = pixels.reshape(3, tokens, merge, patch, tokens, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
-        return np.ascontiguousarray(parts, dtype=np.float32).reshape(self.side**2, 3 * patch**2)
+        flat = np.ascontiguousarray(parts, dtype=np.float32).reshape(self.side**2, 3 * patch**2)
+        return flat, (1, self.side, self.side)
