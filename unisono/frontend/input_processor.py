@@ -171,11 +171,11 @@ class InputProcessor:
         vision = self.model.vision
         if self.tokenizer is None or vision is None or vision.placeholder_token_id < 0:
             return text
-        ids = (vision.vision_start_token_id, vision.image_token_id, vision.vision_end_token_id)
+        ids = (vision.vision_start_token_id, vision.image_token_id, vision.vision_end_token_id or 0)
         start, token, end = (self._token_text(one) for one in ids)
         return with_marks(text, self._token_text(vision.placeholder_token_id), (start, token, end), vision.around)
 
-    def _token_text(self, token: int | None) -> str:
+    def _token_text(self, token: int) -> str:
         assert self.tokenizer is not None
         return str(self.tokenizer.backend.convert_ids_to_tokens(token))
 

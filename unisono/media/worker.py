@@ -27,7 +27,10 @@ from unisono.sandbox.channel import ForkChannel
 from unisono.sandbox.forks import keep_freed_memory, limit_memory, limit_time, serve
 from unisono.types.media_item import DIGEST_BYTES
 
-KINDS = {"Gemma3ImageProcessor": SquareImages, "Gemma4ImageProcessor": PooledImages}
+KINDS: dict[str, type[SquareImages] | type[PooledImages]] = {
+    "Gemma3ImageProcessor": SquareImages,
+    "Gemma4ImageProcessor": PooledImages,
+}
 """Beginning of the name of transformers' image processor -> the class that uses it. Others are as Qwen2-VL's."""
 LIST_FPS = 2.0
 """Default rate of a list of frames, frames per second: Qwen's models were trained with it."""
@@ -172,7 +175,7 @@ class MediaDecoder:
         image = self._opened(payload, data)
         width, height = image.size
         image_decoding.check_size(width, height, self.setup["max_pixels"])
-        if isinstance(self.images, tuple(KINDS.values())):
+        if isinstance(self.images, (SquareImages, PooledImages)):
             self.images.check(message)
             pixels, own_grid = self.images.patches(image_decoding.decoded(image, tuple(message["background"])))
             self._check_tokens(len(pixels), 1, f"{width} x {height} pixels")

@@ -191,12 +191,12 @@ class AxialTower(nn.Module):
         angles = torch.stack((self.cos_sin.index_select(0, column), self.cos_sin.index_select(0, row)), 1)
         cos, sin = angles[..., :planes], angles[..., planes:]
         for block in self.blocks:
-            x = block(x, inputs["frame_bounds"], cos, sin)
+            x = cast(AxialBlock, block)(x, inputs["frame_bounds"], cos, sin)
         first, *others = x.float().view(-1, self.config.unit, x.shape[1]).unbind(1)
         for patch in others:  # one by one, so that the bits are the same in any pass
             first = first + patch
         pooled = (first / self.config.unit).to(self.dtype).float() * self.spec.width**0.5
         if self.bias is not None and self.scale is not None:
             pooled = (pooled - self.bias.weight.float()) * self.scale.weight.float()
-        out: torch.Tensor = self.project(plain(self._norm[0](pooled.to(self.dtype))))
-        return out
+        normed = plain(self._norm[0](pooled.to(self.dtype)))
+        return cast(torch.Tensor, self.project(normed))

@@ -149,7 +149,7 @@ class Media(Feature):
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
         if kind != "extend" or self.context.tower is None:
             return ()
-        own = (
+        own: tuple[Field, ...] = (
             Field("media_rows", torch.int32, ("rows",), pad=-1, feature=SEEN),
             Field("rotary_shift", torch.int32, ("rows", 3), feature=SEEN),
         )
