@@ -188,7 +188,8 @@ class AxialTower(nn.Module):
         tables = self.positions.weight
         x = self.patch_embed(pixels.to(self.dtype))
         x = x + (tables[0].index_select(0, column) + tables[1].index_select(0, row))
-        angles = torch.stack((self.cos_sin.index_select(0, column), self.cos_sin.index_select(0, row)), 1)
+        table = cast(torch.Tensor, self.cos_sin)
+        angles = torch.stack((table.index_select(0, column), table.index_select(0, row)), 1)
         cos, sin = angles[..., :planes], angles[..., planes:]
         for block in self.blocks:
             x = cast(AxialBlock, block)(x, inputs["frame_bounds"], cos, sin)
