@@ -121,7 +121,7 @@ def read_feed_forward(text: Any, number: int) -> BlockSpec:
     """Read a layer's feed-forward, twice as wide in layers without keys if ``use_double_wide_mlp`` is true."""
     wide = text.use_double_wide_mlp and number >= text.num_hidden_layers - text.num_kv_shared_layers
     dense = MLPSpec(text.intermediate_size * (2 if wide else 1), activation=text.hidden_activation)
-    if not text.enable_moe_block:
+    if not getattr(text, "enable_moe_block", False):  # a Gemma4Unified has none of these fields
         return dense
     experts = ExpertsSpec(
         text.num_experts,
@@ -136,7 +136,7 @@ def read_feed_forward(text: Any, number: int) -> BlockSpec:
 def read_tower(hf_config: Any) -> VisionConfig | None:
     """The tower, whose pictures have any shape; ``pooling_kernel_size`` squared patches are averaged to a token."""
     vision, text = getattr(hf_config, "vision_config", None), hf_config.get_text_config()
-    if vision is None:
+    if vision is None or vision.model_type == "gemma4_unified_vision":
         return None
     heads, kv_heads = vision.num_attention_heads, vision.num_key_value_heads
     require(heads == kv_heads, "vision_config.num_key_value_heads", kv_heads, f"it must be {heads}, as the heads")
@@ -180,7 +180,8 @@ def read_tower(hf_config: Any) -> VisionConfig | None:
 def read(hf_config: Any) -> DecoderConfig:
     """Read the config. ``layer_types`` lists the layers with a window; ``per_layer_config`` has the other heads."""
     text = hf_config.get_text_config()
-    both_ways, size = text.use_bidirectional_attention, text.hidden_size_per_layer_input or 0
+    both_ways, size = text.use_bidirectional_attention, getattr(text, "hidden_size_per_layer_input", 0) or 0
+    experts = getattr(text, "enable_moe_block", False)
     require(both_ways in (None, "vision"), "use_bidirectional_attention", both_ways, "texts are attended causally only")
     windows, inputs = windows_by_layer_type(text), None
     if size:
@@ -193,7 +194,7 @@ def read(hf_config: Any) -> DecoderConfig:
             read_attention(text, number, windows[number]),
             read_feed_forward(text, number),
             SANDWICH,
-            POST if text.enable_moe_block else SANDWICH,
+            POST if experts else SANDWICH,
             LayerInputSpec(number, size, text.hidden_activation) if size else None,
             scaled=True,
         )
@@ -209,5 +210,11 @@ def read(hf_config: Any) -> DecoderConfig:
     )
 
 
+NO_EMBEDDER = "pictures are refused: the embeddings of patches of a Gemma4Unified are not supported yet"
+UNIFIED_UNREAD = {"model.embed_vision.": NO_EMBEDDER, "model.embed_audio.": "audio is refused: it is not supported"}
+
 GEMMA4 = Family(read, NAMES)
+GEMMA4_UNIFIED = Family(read, NAMES)
+GEMMA4_UNIFIED_MEDIA = Family(read, in_language_model(NAMES), unread=UNIFIED_UNREAD)
+"""Gemma 4 12B: the same text model, without inputs of layers and experts. It has no towers; media are refused."""
 GEMMA4_VISION = Family(read, in_language_model(NAMES), unread=UNREAD, tower=TOWER, tower_roots=TOWER_ROOTS)
