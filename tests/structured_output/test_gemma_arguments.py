@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unisono.structured_output.check import TextCheck
+from benchmarks.text_check import TextCheck
 from unisono.text.tool_parsers.base import ParserContext, Tool
 from unisono.text.tool_parsers.formats import NAMES
 from unisono.text.tool_parsers.structure import Structure
@@ -96,6 +96,21 @@ def test_small_schemas(schema: dict[str, Any], good: list[str], bad: list[str]) 
     form = check(schema)
     assert all(form.accepts(f"<|tool_call>call:f{text}<tool_call|>") for text in good)
     assert not any(form.accepts(f"<|tool_call>call:f{text}<tool_call|>") for text in bad)
+
+
+def test_definitions_of_nested_objects_are_told_apart() -> None:
+    """An inner object that refers to the second definition alone names it as the outer one names the first."""
+    first, second = {"type": "string", "pattern": "^a+$"}, {"type": "string", "pattern": "^b+$"}
+    inner = {"type": "object", "properties": {"y": {"$ref": "#/$defs/B"}}, "required": ["y"]}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/A"}, "i": inner},
+        "required": ["x", "i"],
+        "$defs": {"A": first, "B": second},
+    }
+    form = check(schema)
+    assert form.accepts(f"<|tool_call>call:f{{x:{Q}aa{Q},i:{{y:{Q}bb{Q}}}}}<tool_call|>")
+    assert not form.accepts(f"<|tool_call>call:f{{x:{Q}aa{Q},i:{{y:{Q}aa{Q}}}}}<tool_call|>")
 
 
 def test_what_cannot_be_written_is_refused() -> None:

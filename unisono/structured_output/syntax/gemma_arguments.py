@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.structured_output.json_schema.compile import normalised
 from unisono.structured_output.json_schema.flat import FlatArguments, alternatives
 from unisono.structured_output.json_schema.keywords import SchemaRefusedError
+from unisono.structured_output.json_schema.normalise import normalised
 
 Tag = dict[str, Any]
 
@@ -75,10 +75,15 @@ class GemmaValues:
         return self._typed(_merged(parts), root)
 
     def _definition(self, reference: str, root: Mapping[str, Any]) -> Tag:
-        if reference not in self._shared:
-            made = self._shared[reference] = SharedTag(reference)
-            made["content"] = self._value(root[reference.removeprefix("#/$defs/")], root)
-        return self._shared[reference]
+        """The rule of a definition. Its key has all definitions that it reaches: objects inside a schema are normalised
+        again, which gives other names to them.
+        """
+        name = reference.removeprefix("#/$defs/")
+        key = json.dumps([name, {one: root[one] for one in sorted(_reached(root[name], root, {name}))}])
+        if key not in self._shared:
+            made = self._shared[key] = SharedTag(key)
+            made["content"] = self._value(root[name], root)
+        return self._shared[key]
 
     def _typed(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Tag:
         types = schema.get("type", list(TYPES))
@@ -212,6 +217,21 @@ def _names_object(schema: Any, root: Mapping[str, Any], seen: tuple[str, ...] = 
         return all(_names_object(option, root, seen) for option in schema["anyOf"])
     name = schema.get("$ref", "").removeprefix("#/$defs/")
     return bool(name) and name not in seen and _names_object(root.get(name), root, (*seen, name))
+
+
+def _reached(schema: Any, root: Mapping[str, Any], found: set[str]) -> set[str]:
+    """Add the names of the definitions that ``schema`` refers to, directly or not, to ``found``."""
+    if isinstance(schema, Mapping):
+        name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+        if name in root and name not in found:
+            found.add(name)
+            _reached(root[name], root, found)
+        for own in schema.values():
+            _reached(own, root, found)
+    elif isinstance(schema, list):
+        for one in schema:
+            _reached(one, root, found)
+    return found
 
 
 def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
