@@ -125,6 +125,8 @@ class AttentionOptions:
     it are invisible, and tokens there yield zeros. soft_cap > 0: scores become soft_cap · tanh(score / soft_cap) before
     they are masked. sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax. both_ways: a token
     sees keys up to ``AttentionInputs.until``, and its window ends there too; it begins where it does otherwise.
+    values > 0: the first elements of a key are its value (latent attention): KV.k and KV.v are the same pages [NP, 1, P,
+    D], and outputs have this many elements a head.
     """
 
     scale: float
@@ -133,6 +135,7 @@ class AttentionOptions:
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
     both_ways: bool = False
+    values: int = 0
 
 
 class AttentionBackend(Protocol):
@@ -161,7 +164,7 @@ class AttentionBackend(Protocol):
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """Attend. q [T, Hq, D]; kv: the layer's pages, with the pass's own keys and values. Returns [T, Hq · D] in q's
-        dtype.
+        dtype; [T, Hq · ``options.values``] where the values are a part of the keys.
         """
         ...
 
