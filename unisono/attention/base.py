@@ -125,8 +125,8 @@ class AttentionOptions:
     it are invisible, and tokens there yield zeros. soft_cap > 0: scores become soft_cap · tanh(score / soft_cap) before
     they are masked. sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax. both_ways: a token
     sees keys up to ``AttentionInputs.until``, and its window ends there too; it begins where it does otherwise.
-    values > 0: the first elements of a key are its value (latent attention): KV.k and KV.v are the same pages [NP, 1, P,
-    D], and outputs have this many elements a head.
+    values > 0: the first elements of a key are its value (latent attention): KV.k and KV.v are the same pages [NP, 1,
+    P, D], and outputs have this many elements a head.
     """
 
     scale: float
