@@ -1,13 +1,13 @@
 #!/bin/sh
 # What is measured on an H200 after a change, in parts of under ten minutes:
 #
-#   sh benchmarks/on_gpu.sh PART OUT      PART: bars, tails, surface, house, mixed, kv, blocks (one GPU), ranks (two GPUs); OUT: a folder for results
+#   sh benchmarks/on_gpu.sh PART OUT      PART: bars, tails, surface, house, mixed, kv, blocks, gemma (one GPU), ranks (two GPUs); OUT: a folder for results
 #
 # Each step has a time limit and a file OUT/NAME.txt; the ends of all of them are printed last.
 # PYTHON names the interpreter that has Unisono's dependencies (python3).
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?PART: bars, tails, surface, house, mixed, kv, blocks or ranks}
+part=${1:?PART: bars, tails, surface, house, mixed, kv, blocks, gemma or ranks}
 out=${2:?OUT: a folder for results}
 python=${PYTHON:-python3}
 unisono="$python -m unisono"
@@ -99,6 +99,20 @@ kv) # the KV cache in e4m3: bits, a layer's time, rounds and prompts, kernels' t
     step exact-fp8 100 $unisono bench exact $shape --requests 100 --kv-cache-dtype fp8 --speculative-config "$head"
     tests kv-tests 60 tests/kernels/test_kv_e4m3.py tests/kernels/test_rotary.py
     ;;
+gemma) # Gemma 4: bytes in six ways, decode and first tokens in bf16 and fp8, rounds with an assistant of random weights
+    for model in 26b-a4b 31b e4b; do
+        shape="--model benchmarks/shapes/gemma-4-$model --load-format dummy"
+        latency="bench latency $shape --max-num-seqs 64 --output-len 96 --max-model-len 9000 --batch 1,16,64 --prompts 2048,8192"
+        step "assistant-$model" 60 "$python" -m benchmarks.gemma_assistant "benchmarks/shapes/gemma-4-$model" "$out/assistant-$model"
+        drafts="{\"method\":\"mtp_frozen\",\"model\":\"$out/assistant-$model\",\"num_speculative_tokens\":3}"
+        step "exact-$model" 140 $unisono bench exact $shape --requests 200 --output-len 16 --speculative-config "$drafts"
+        step "latency-$model" 120 $unisono $latency
+        step "fp8-$model" 100 $unisono $latency --quantization fp8
+        step "drafts-$model" 80 $unisono bench latency $shape --max-num-seqs 64 --output-len 96 --max-model-len 2048 --batch 1,16 --prompts "" \
+            --speculative-config "$drafts" --synthetic-acceptance-length 2.5
+    done
+    tests gemma-tests 120 tests/kernels/test_attention_pictures.py tests/kernels/test_gemma_kernels.py tests/kernels/test_sandwich_norm.py
+    ;;
 blocks) # block drafters with random weights: rounds, drafting and catching up beside EAGLE-3; bytes; kernels' tests
     shape="--model benchmarks/shapes/qwen3-8b --load-format dummy"
     block() { # METHOD SHAPE K
@@ -115,7 +129,7 @@ ranks) # two GPUs: parts of one GPU's bits, then whole models
     step ranks 420 "$python" -m benchmarks.tensor_parallel --limit 400 --out "$out/ranks.json"
     ;;
 *)
-    echo "PART $part is not one of bars, tails, surface, house, mixed, kv, blocks, ranks." >&2
+    echo "PART $part is not one of bars, tails, surface, house, mixed, kv, blocks, gemma, ranks." >&2
     exit 2
     ;;
 esac

@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import gelu
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma4AssistantForCausalLM, Gemma4TextConfig
+from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
 
+from tests.drafters.make_assistant import EPS, TYPES, WIDTH, make_assistant
 from tests.drafters.proposals import GREEDY, mistakes, record
 from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.hybrids import reference
-from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint, randomise
+from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint
 from tests.models.make_mtp import norm, rotate
 from unisono.config.preflight.model import with_method
 from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
@@ -28,8 +29,6 @@ from unisono.entrypoints.llm import LLM
 from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.types import CheckpointError, SpeculativeConfig
 
-EPS, WIDTH = 1e-3, 48
-TYPES = ["sliding_attention", "full_attention"]
 CLUSTERED = {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_intermediate_top_k": 5}
 VOCABULARY = 272
 """A multiple of the clusters."""
@@ -46,27 +45,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def engine(path: Path | str, **flags: Any) -> LLM:
     """In float32 everywhere, as the references compute."""
     return helpers.engine(path, dtype="float32", **flags)
-
-
-def make_assistant(directory: Path, target: Path, **fields: Any) -> Path:
-    """A random assistant for a target, with the target's heads of keys and rotary tables."""
-    of = AutoConfig.from_pretrained(target)
-    text = Gemma4TextConfig(
-        vocab_size=of.vocab_size, hidden_size=WIDTH, intermediate_size=52, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=3, head_dim=20, global_head_dim=40, num_global_key_value_heads=2, attention_k_eq_v=True,
-        num_kv_shared_layers=2, layer_types=TYPES, sliding_window=of.sliding_window, hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=0, rms_norm_eps=EPS, max_position_embeddings=512,
-    )  # fmt: skip
-    config = AutoConfig.for_model(
-        "gemma4_assistant", text_config=text, backbone_hidden_size=of.hidden_size, tie_word_embeddings=True, **fields
-    )
-    model = Gemma4AssistantForCausalLM(config)
-    randomise(model, seed=5)
-    if fields:
-        order = torch.randperm(of.vocab_size, generator=torch.Generator().manual_seed(6))
-        model.masked_embedding.token_ordering.copy_(order)
-    model.save_pretrained(directory)
-    return directory
 
 
 class Case:

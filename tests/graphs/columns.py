@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.drafters.make_assistant import make_assistant
 from tests.drafters.make_heads import make_eagle3
+from tests.engine import gemma_pictures
 from tests.engine.helpers import counted, engine, mixed_params
 from tests.engine.matrix import Checkpoints, config_of
 from tests.engine.pictures import make_seeing, run, several, vision_of
 from tests.engine.two_engines import stepping
 from tests.graphs.kinds import say, text
-from tests.models.make import make_checkpoint
+from tests.models.make import GEMMA4_EXPERTS, GEMMA4_SHARED, make_checkpoint
 from tests.models.make_adapters import make_adapter
 from unisono.engine.scheduling.mixing import Mixing
 from unisono.entrypoints.llm import LLM
@@ -123,6 +125,16 @@ def pictures(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:
         return came(llm, outputs, sum(n for (program, *_), n in counted(llm).items() if program == "encode"))
 
 
+def pictures_both_ways(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:
+    """Pictures whose tokens see each other in both directions, in chunks that cut none; then the same, behind hits."""
+    more = {} if own else {"max_num_seqs": 1, "max_num_batched_tokens": 128}
+    with engine(target, speculative=spec, **{**flags, **more}) as llm:
+        prompts = gemma_pictures.several(vision_of(target), llm.engine.config.dtype)
+        params: list[SamplingParams] = mixed_params(len(prompts), 8)
+        outputs = [run(llm, prompts, params) for _ in range(2)]
+        return came(llm, outputs, sum(n for (program, *_), n in counted(llm).items() if program == "encode"))
+
+
 def mixed_passes(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:
     """Requests decode in the prompt passes of others while rounds draft nothing; then rounds draft."""
     with (
@@ -134,6 +146,14 @@ def mixed_passes(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> C
         llm.engine.pin_drafts(llm.engine.runner.choices[-1])
         outputs += say(llm, [text(n, n) for n in (5, 50)])
         return came(llm, outputs, sum(n for (program, *_), n in counted(llm).items() if program == "mixed"))
+
+
+def gemma(own: bool, target: Path, spec: Any, flags: dict[str, Any]) -> Came:
+    """A target whose layers differ: windows, values from keys, keys of other layers, experts beside the MLP."""
+    more = {} if own else {"max_num_seqs": 1}
+    with engine(target, speculative=spec, **{**flags, **more}) as llm:
+        config = llm.engine.worker.model.config
+        return came(llm, texts(llm), sum(number != read for number, read in enumerate(config.reads)))
 
 
 @dataclass(frozen=True)
@@ -155,6 +175,11 @@ def mixture(folder: Path) -> Path:
     return make_checkpoint(folder / "mixture", "qwen3_5_moe_text", vocab_size=264)
 
 
+def layers_apart(folder: Path) -> Path:
+    fields = {**GEMMA4_SHARED, **GEMMA4_EXPERTS, "vocab_size": 272}
+    return make_checkpoint(folder / "gemma4", "gemma4_text", tokenizer=False, **fields)
+
+
 LOOKUPS = ("none", "ngram", "suffix")
 
 COLUMNS = {
@@ -164,8 +189,13 @@ COLUMNS = {
     "roles": Column(roles, same=False),
     "adapters": Column(adapters, same=False),
     "mixed passes": Column(mixed_passes, same=False),
+    "Gemma 4": Column(gemma, ("none", "ngram", "mtp_frozen", "eagle3"), layers_apart, same=False),
+    "pictures, both ways": Column(
+        pictures_both_ways, ("none", "ngram", "eagle3"), lambda folder: gemma_pictures.make_gemma3(folder / "gemma3"),
+        same=False,
+    ),
     "pictures": Column(pictures, (*LOOKUPS, "eagle3"), seeing, same=False),
-}
+}  # fmt: skip
 
 
 def checkpoints(column: Column, method: str, usual: Callable[[str], Checkpoints], folder: Path) -> Checkpoints:
@@ -173,7 +203,8 @@ def checkpoints(column: Column, method: str, usual: Callable[[str], Checkpoints]
     if column.make is None:
         return usual(method)
     target = column.make(folder)
-    made = (
-        make_eagle3(folder / "head", config_of(target), (1, 1, 2), aux=[1, 1, 2]).path if method == "eagle3" else None
-    )
-    return target, made
+    if method == "mtp_frozen":
+        return target, make_assistant(folder / "assistant", target)
+    if method == "eagle3":
+        return target, make_eagle3(folder / "head", config_of(target), (1, 1, 2), aux=[1, 1, 2]).path
+    return target, None

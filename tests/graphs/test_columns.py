@@ -26,6 +26,12 @@ FAST = {
     ("roles", "mtp", "full"),
     ("adapters", "ngram", "full"),
     ("pictures", "suffix", "segmented"),
+    ("Gemma 4", "none", "segmented"),
+    ("Gemma 4", "ngram", "full"),
+    ("Gemma 4", "mtp_frozen", "full"),
+    ("Gemma 4", "eagle3", "full"),
+    ("pictures, both ways", "ngram", "segmented"),
+    ("pictures, both ways", "eagle3", "full"),
     ("mixed passes", "eagle3", "segmented"),
 }
 CELLS = [

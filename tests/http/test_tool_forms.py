@@ -76,6 +76,9 @@ def test_arguments_come_as_they_are_written() -> None:
         reader = NAMES[form].parser(ParserContext(TOOLS, str))
         given = [[d.arguments for d in reader.feed(char).calls] for char in answer]
         assert sum(bool("".join(one)) for one in given) > 20, form
+    reader = NAMES["gemma4"].parser(ParserContext(TOOLS, str))
+    reader.feed('<|tool_call>call:get_weather{city:<|"|>')
+    assert ["".join(delta.arguments for delta in reader.feed(char).calls) for char in 'a"b'] == ["a", '\\"', "b"]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -99,6 +102,8 @@ def test_what_a_grammar_allows_is_read_back(form: Any, specials: bool) -> None:
             case "json_schema":
                 if one.get("style") == "python":
                     return 'city="Paris", days=2'
+                if one.get("style") == "gemma":
+                    return '{city:<|"|>Paris<|"|>,days:2}'
                 if one.get("style") == "glm_xml":
                     pairs = {"city": "Paris", "days": "2"}.items()
                     return "\n".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>" for k, v in pairs)
@@ -159,6 +164,7 @@ def test_a_schema_that_refers_to_itself() -> None:
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("<|tool_call|> <|start_of_role|>", "granite"),
         ("<|action_start|><|plugin|>", "internlm"),
+        ('<|tool_call>call: <|"|>', "gemma4"),
         ("[func_name1(params_name1=params_value1)] <|python_tag|>", "pythonic"),
         ("<|python_start|>", "pythonic"),
         ("<|channel|>analysis<|message|> <|channel|>commentary <tool_call>", "openai"),

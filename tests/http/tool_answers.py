@@ -245,6 +245,55 @@ CASES: dict[str, tuple[str, str, tuple[str, list[Call]]]] = {
         ("Hm.", [PARIS, OSLO]),
     ),
     "internlm text": ("internlm", "<|action_start|> no", ("<|action_start|> no", [])),
+    "gemma4": (
+        "gemma4",
+        'Sure.\n<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:2}<tool_call|>',
+        ("Sure.", [PARIS]),
+    ),
+    "gemma4 two": (
+        "gemma4",
+        '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>, days: 2}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|> done",
+        ("done", [PARIS, ("now", "{}")]),
+    ),
+    "gemma4 nested": (
+        "gemma4",
+        '<|tool_call>call:get_weather{tags:[<|"|>a "b"\n<|"|>,<|"|><|"|>,[],{x:[1,{}]}],note:null,code:<|"|>{[,:<|'
+        '<tool_call|><|"|>,<|"|>odd key:<|"|>:-1.5e3,flag:true}<tool_call|>',
+        (
+            "",
+            [
+                (
+                    "get_weather",
+                    '{"tags": ["a \\"b\\"\\n", "", [], {"x": [1, {}]}], "note": null, "code": "{[,:<|<tool_call|>"'
+                    ', "odd key:": -1.5e3, "flag": true}',
+                )
+            ],
+        ),
+    ),
+    "gemma4 bare words": (
+        "gemma4",
+        '<|tool_call>call:get_weather{city:Os lo,days:007,note:None,unit:NaN,code:"x",tags:}<tool_call|>',
+        (
+            "",
+            [("get_weather", '{"city": "Os lo", "days": "007", "note": null, "unit": "NaN", "code": "x", "tags": ""}')],
+        ),
+    ),
+    "gemma4 open brackets": (
+        "gemma4",
+        "<|tool_call>call:f{a:[1,{b:2<tool_call|><|tool_call>call:g{x:1}}<|tool_call>call:h{word}",
+        ("}", [("f", '{"a": [1, {"b": 2}]}'), ("g", '{"x": 1}'), ("h", "{}")]),
+    ),
+    "gemma4 text": (
+        "gemma4",
+        "A <|tool_call> is a mark, <|tool_call>calls are none. <|tool_call>call:now",
+        ("A <|tool_call> is a mark, <|tool_call>calls are none. <|tool_call>call:now", []),
+    ),
+    "gemma4 cut": (
+        "gemma4",
+        '<|tool_call>call:get_weather{days:2,city:<|"|>Pa',
+        ("", [("get_weather", '{"days": 2, "city": "Pa')]),
+    ),
     "pythonic": ("pythonic", "[get_weather(city='Paris', days=2)]", ("", [PARIS])),
     "pythonic two": (
         "pythonic",

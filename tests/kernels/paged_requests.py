@@ -46,6 +46,7 @@ class Requests:
     e4m3: bool = False
     spread: bool = False
     to_e4m3: bool = False
+    pictures: tuple[tuple[int, int, int], ...] = ()  # (request, first, end): tokens that see each other
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +79,10 @@ class Requests:
         self.scale = self.dim**-0.5
         self.sink = torch.randn(self.heads).mul(3) if self.sinks else None
 
+    def until(self, row: int, position: int) -> int:
+        """The last position that a token sees."""
+        return next((b - 1 for r, a, b in self.pictures if r == row and a <= position < b), position)
+
     def _int32(self, values) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
@@ -85,14 +90,16 @@ class Requests:
         parts = [self.q[row][a:b] if row >= 0 else torch.randn(b, self.heads, self.dim) for row, a, b in spans]
         return torch.cat(parts).to(self.device, self.dtype)
 
-    def _attend(self, q, positions, slots, kv_len, query_start, tile_tokens, programs, partials) -> torch.Tensor:
+    def _attend(
+        self, q, positions, slots, kv_len, query_start, tile_tokens, programs, partials, until=None
+    ) -> torch.Tensor:
         plan, attend = TRITON if self.triton else TWIN
         window = self.window if self.planned_window else 0
         planned = plan(slots, kv_len, query_start, len(q), tile_tokens, self.kv_heads, partials, programs, window)
         caches = (self.k_cache, self.v_cache, self.table)
         sink = None if self.sink is None else self.sink.to(self.device)
         args = (q, *caches, self._int32(positions), *planned, partials, self.scale, self.window, self.first)
-        args += (self.soft_cap, sink, *self.scales)
+        args += (self.soft_cap, sink, *(self.scales or (None, None)), None if until is None else self._int32(until))
         out = attend(*args)
         if self.to_e4m3:
             quantising, quantise = QUANTISING if self.triton else TWIN_QUANTISING
@@ -119,7 +126,9 @@ class Requests:
         positions = [p for _, a, b in spans for p in range(a, b)] + [-1] * padding
         rows, _, ends = (self._int32(x) for x in zip(*spans, strict=True))
         q = self._queries([*spans, (-1, 0, padding)])
-        return self._attend(q, positions, rows, ends, self._int32(starts), tile_tokens, programs, partials)
+        until = [self.until(row, p) for row, a, b in spans for p in range(a, b)] + [-1] * padding
+        own = tile_tokens, programs, partials, until if self.pictures else None
+        return self._attend(q, positions, rows, ends, self._int32(starts), *own)
 
     def oracle(self, row: int, first: int, end: int) -> torch.Tensor:
         """float64 attention of a request's tokens first … end, from its definition."""
@@ -127,7 +136,8 @@ class Requests:
         q = self.q[row][first:end].double().transpose(0, 1)
         k, v = (t[row][:end].double().transpose(0, 1).repeat_interleave(group, 0) for t in (self.k, self.v))
         position, key = torch.arange(first, end)[:, None], torch.arange(end)[None]
-        seen = (key <= position) & (key >= self.first) & ((key > position - self.window) | (self.window == 0))
+        until = torch.tensor([self.until(row, p) for p in range(first, end)])[:, None]
+        seen = (key <= until) & (key >= self.first) & ((key > position - self.window) | (self.window == 0))
         scores = q @ k.mT * self.scale
         if self.soft_cap:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()

@@ -16,6 +16,7 @@ from tests.engine.helpers import engine, prompts, tokens
 from tests.models.harness import load, whole
 from tests.models.hybrids import reference, renamed
 from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint
+from unisono.entrypoints.llm import LLM
 from unisono.models.families.gemma4 import key_heads
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
@@ -137,11 +138,10 @@ def in_vision_model(source: Path, directory: Path, kind: str, architecture: str,
 
 
 def test_the_model_with_towers_is_read_as_text(shared: Path, tmp_path: Path) -> None:
-    towers = {"model.vision_tower.std_bias": torch.zeros(2), "model.audio_tower.x.weight": torch.zeros(2)}
+    towers = {"model.audio_tower.x.weight": torch.zeros(2)}
     path = in_vision_model(shared, tmp_path / "v", "gemma4", "Gemma4ForConditionalGeneration", **towers)
     assert torch.equal(logits_of(path), logits_of(shared))
     found = {beginning: why for beginning, _, why in Checkpoint.open(path).unread()}
-    assert "pictures are refused" in found["model.vision_tower.*"]
     assert "audio is refused" in found["model.audio_tower.*"]
     assert Checkpoint.open(path).config.vision is None
 
@@ -236,3 +236,34 @@ def test_the_embedding_scale_is_rounded_to_the_weights_dtype(shared: Path) -> No
     ids = torch.arange(9)
     assert torch.equal(embed(ids), embed.weight[:9] * torch.tensor(8.5, dtype=torch.bfloat16))
     assert torch.equal(embed.unscaled(ids), embed.weight[:9])
+
+
+@pytest.mark.parametrize("fields", [GEMMA4_SHARED, GEMMA4_INPUTS], ids=["shared keys", "inputs of layers"])
+def test_prompts_skip_layers_without_keys(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for each request's last token, with the bits of a pass that computes all of them."""
+    path = make_checkpoint(tmp_path, "gemma4_text", **fields)
+    batch = [[7 * i % 251 for i in range(n)] for n in (70, 33, 41)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+    rows: dict[int, list[int]] = {}
+
+    def answers(skips: bool) -> Any:
+        rows.clear()
+        with LLM(str(path), max_num_seqs=3, max_model_len=128, max_num_batched_tokens=48, enforce_eager=True) as llm:
+            model = llm.engine.worker.model
+            if not skips:
+                monkeypatch.setattr(type(model), "_turn", lambda self, context, deepest: len(self.layers) - 1)
+            for number in (2, 4):
+                model.layers[number].feed_forward.register_forward_pre_hook(
+                    lambda _, given, n=number: rows.setdefault(n, []).append(len(given[1]))
+                )
+            found = [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(batch, params)]
+            llm.engine.check_integrity()
+            return found
+
+    skipped = answers(True)
+    assert max(rows[4]) <= 3, "a layer without keys of its own"
+    assert max(rows[2]) <= 3, "the last one with keys writes them and goes on with the last tokens"
+    assert skipped == answers(False)
+    assert max(rows[4]) > 30

@@ -71,6 +71,7 @@ CASES = {
     "gemma4-own-values": ("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
     "gemma4-shared-keys": ("gemma4_text", GEMMA4_SHARED),
     "gemma4-layer-inputs": ("gemma4_text", GEMMA4_INPUTS),
+    "gemma4-unified": ("gemma4_unified_text", {}),
     "gemma4-experts": ("gemma4_text", GEMMA4_EXPERTS),
     "gpt_oss": ("gpt_oss", {}),
     "mixtral": ("mixtral", {"max_shard_size": "100KB"}),

@@ -39,8 +39,10 @@ TOOLS = [Tool("weather", SCHEMA, strict=True), Tool("clock", {"type": "object", 
 JSON, XML = '{"unit": "C", "days": 2}', "<parameter=unit>\nC\n</parameter>\n<parameter=days>\n2\n</parameter>"
 GLM = "<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
 PYTHON = 'unit="C", days=2'
+GEMMA = '{unit:<|"|>C<|"|>,days:2}'
 WRONG = {JSON: '{"unit": "K", "days": 2}'} | {text: text.replace("C", "K") for text in (XML, GLM, PYTHON)}
-ARGUMENTS = {"qwen3_coder": XML, "glm45": GLM, "pythonic": PYTHON}
+WRONG[GEMMA] = '{unit:<|"|>K<|"|>,days:2}'
+ARGUMENTS = {"qwen3_coder": XML, "glm45": GLM, "pythonic": PYTHON, "gemma4": GEMMA}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,13 @@ def written(form: Any, arguments: str, calls: int) -> str:
 
 @pytest.mark.parametrize(
     ("name", "special"),
-    [*((name, None) for name in NAMES), ("mistral", "[TOOL_CALLS]"), ("deepseek_v3", "<｜tool▁calls▁begin｜>")],
+    [
+        *((name, None) for name in NAMES),
+        ("mistral", "[TOOL_CALLS]"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>"),
+        ("gemma4", "<|tool_call>"),
+        ("gemma4", '<|"|>'),
+    ],
 )
 def test_calls_that_must_come(grammars: Grammars, name: str, special: str | None) -> None:
     form, specials = NAMES[name], {special: SPECIAL} if special else {}
@@ -100,7 +108,7 @@ def test_calls_that_must_come(grammars: Grammars, name: str, special: str | None
     [("hermes", None), ("qwen3_coder", None), ("llama3_json", None), ("mistral", "[TOOL_CALLS]"), ("mistral_v11", None),
      ("deepseek_v3", "<｜tool▁calls▁begin｜>"), ("glm45", None), ("kimi_k2", None), ("granite", "<|tool_call|>"),
      ("internlm", None), ("internlm", "<|action_start|>"), ("kimi_k2", "<|tool_calls_section_begin|>"),
-     ("openai", None)],
+     ("openai", None), ("gemma4", None), ("gemma4", "<|tool_call>")],
 )  # fmt: skip
 def test_strict_calls_in_free_text(grammars: Grammars, name: str, special: str | None) -> None:
     form, specials = NAMES[name], {special: SPECIAL} if special else {}

@@ -47,6 +47,8 @@ class AttentionInputs:
     query_start [R + 1]: first token of each row when ``width`` is None (an extend pass). Tokens from
         ``query_start[R]`` on belong to no row and are padding.
     singles: number of leading rows of an extend pass that have one token each and are attended as a round of width 1.
+    until [T]: last position that a token sees in layers that attend both ways, at least its own; all tokens up to it
+        are in the pass or in the cache. None: its own.
     plan: filled in by the backend.
     """
 
@@ -58,6 +60,7 @@ class AttentionInputs:
     width: int | None
     query_start: torch.Tensor | None = None
     singles: int = 0
+    until: torch.Tensor | None = None
     plan: Any = None
 
     @staticmethod
@@ -120,9 +123,10 @@ class AttentionOptions:
 
     scale: factor of the scores. window: positions a token sees, itself included; 0: all. first: keys at positions below
     it are invisible, and tokens there yield zeros. soft_cap > 0: scores become soft_cap · tanh(score / soft_cap) before
-    they are masked. sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax. values > 0: the first
-    elements of a key are its value (latent attention): KV.k and KV.v are the same pages [NP, 1, P, D], and outputs have
-    this many elements a head.
+    they are masked. sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax. both_ways: a token
+    sees keys up to ``AttentionInputs.until``, and its window ends there too; it begins where it does otherwise.
+    values > 0: the first elements of a key are its value (latent attention): KV.k and KV.v are the same pages [NP, 1,
+    P, D], and outputs have this many elements a head.
     """
 
     scale: float
@@ -130,6 +134,7 @@ class AttentionOptions:
     first: int = 0
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
+    both_ways: bool = False
     values: int = 0
 
 

@@ -53,6 +53,7 @@ class ForwardContext:
     _plans: dict[tuple[AttentionBackend, int, int], AttentionInputs] = field(default_factory=dict, repr=False)
     _angles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
     _queries: ForwardContext | None = field(default=None, repr=False)
+    _after: ForwardContext | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -110,9 +111,33 @@ class ForwardContext:
         return self._queries
 
     @property
+    def after_last_keys(self) -> ForwardContext:
+        """Context of ``last_tokens`` for layers without keys of their own, which follow the last layer that has some.
+
+        Positions are absolute: there must be no ``rotary_positions``.
+        """
+        if self.last_tokens is None:
+            return self
+        if self._after is None:
+            assert self.rotary_positions is None
+            last = self.last_tokens.last
+            groups = {
+                group: dataclasses.replace(
+                    inputs.last_tokens(last).inputs, slot_mapping=inputs.slot_mapping.index_select(0, last)
+                )
+                for group, inputs in self.groups.items()
+            }
+            self._after = ForwardContext(groups)
+        return self._after
+
+    @property
     def all_tokens(self) -> ForwardContext:
         """Context for layers before the last one: the outputs of all tokens are read. Shares the plans."""
-        return self if self.last_tokens is None else dataclasses.replace(self, last_tokens=None, _queries=None)
+        return (
+            self
+            if self.last_tokens is None
+            else dataclasses.replace(self, last_tokens=None, _queries=None, _after=None)
+        )
 
     @property
     def positions(self) -> torch.Tensor:

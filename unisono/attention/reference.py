@@ -25,8 +25,10 @@ class ReferenceAttention:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
-        """Fill ``inputs.plan`` with (token, position, its row's page table [MP]) of each token except padding."""
+        """Fill ``inputs.plan`` with (token, position, ``until``, its row's page table [MP]) of each token except
+        padding."""
         positions, slots = inputs.positions.tolist(), inputs.slots.tolist()
+        until = positions if inputs.until is None else inputs.until.tolist()
         if inputs.width is not None:
             rows = [token // inputs.width for token in range(len(positions))]
         elif inputs.query_start is not None:
@@ -35,7 +37,7 @@ class ReferenceAttention:
         else:
             raise ValueError("Set width or query_start of the attention inputs.")
         inputs.plan = [
-            (token, positions[token], inputs.page_table[slots[row]])
+            (token, positions[token], until[token], inputs.page_table[slots[row]])
             for token, row in enumerate(rows)
             if positions[token] >= 0
         ]
@@ -46,11 +48,12 @@ class ReferenceAttention:
         kv_heads, page_size = kv.k.shape[1:3]
         pages = (kv.k, kv.k_scales), (kv.v, kv.v_scales)
         out = q.new_zeros(tokens, heads * (options.values or dim))
-        for token, position, table in inputs.plan:
+        for token, position, until, table in inputs.plan:
+            last = until if options.both_ways else position
             since = max(options.first, position - options.window + 1 if options.window > 0 else 0)
-            if since > position:
+            if since > last:
                 continue
-            at = torch.arange(since, position + 1, device=q.device)
+            at = torch.arange(since, last + 1, device=q.device)
             page, offset = table[at // page_size].long(), at % page_size
             k_HND, v_HND = (_rows(*each, page, offset) for each in pages)
             q_HGD = q[token].view(kv_heads, heads // kv_heads, dim).float()

@@ -140,4 +140,5 @@ def _choose_kernel(suits: bool, proves: Callable[[], bool], otherwise: str) -> t
 def _arguments(kv: KV, inputs: AttentionInputs, o: AttentionOptions) -> tuple[Any, ...]:
     """Arguments of the ops after the queries."""
     where = kv.k, kv.v, inputs.page_table, inputs.positions, inputs.plan
-    return *where, o.scale, o.window, o.first, o.soft_cap, o.sinks, kv.k_scales, kv.v_scales
+    until = inputs.until if o.both_ways else None
+    return *where, o.scale, o.window, o.first, o.soft_cap, o.sinks, kv.k_scales, kv.v_scales, until

@@ -69,6 +69,8 @@ models = Registry(
         "Gemma3ForConditionalGeneration": "unisono.models.families.gemma3:GEMMA3_VISION",
         "Gemma4ForCausalLM": "unisono.models.families.gemma4:GEMMA4",
         "Gemma4ForConditionalGeneration": "unisono.models.families.gemma4:GEMMA4_VISION",
+        "Gemma4UnifiedForCausalLM": "unisono.models.families.gemma4:GEMMA4_UNIFIED",
+        "Gemma4UnifiedForConditionalGeneration": "unisono.models.families.gemma4:GEMMA4_UNIFIED_MEDIA",
         "GptOssForCausalLM": "unisono.models.families.gpt_oss:GPT_OSS",
         "LlamaForCausalLM": "unisono.models.families.llama:LLAMA",
         "MistralForCausalLM": "unisono.models.families.mistral:MISTRAL",

@@ -1,39 +1,55 @@
-"""Speculation with modules included in a checkpoint: MTP modules beside the target's weights.
+"""Speculation with what a checkpoint brings along: MTP modules among the target's weights, or an assistant beside it.
 
-The engine calls this before it builds the model. The decision depends on the headers of the safetensors files only,
-never on a name.
+The engine calls this before it builds the model. The decision on modules depends on the headers of the safetensors
+files only, never on a name; an assistant is found by its directory's name and checked against the target.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from unisono.config.preflight.model import assistant_beside
 from unisono.drafters.mtp.checkpoint import LAYOUTS, MTPCheckpoint
+from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
 from unisono.models.config import DecoderConfig
 from unisono.models.load.checkpoint import read_tensors
 from unisono.models.load.tensor_files import nbytes
 from unisono.types import CheckpointError, SpeculativeConfig
 
 METHOD = "mtp"
+ASSISTANT_METHOD = "mtp_frozen"
+OFF = "--speculative-method none turns it off"
 
 
 def carried_speculation(directory: Path, target: DecoderConfig) -> tuple[SpeculativeConfig | None, str] | None:
-    """The speculation possible with a checkpoint's own modules, and the reason; None if it has none.
+    """The speculation possible with a checkpoint's own modules or its assistant, and the reason; None if it has none.
 
-    If its modules cannot be used, the result is no speculation, with the reason. Raises CheckpointError for files that
-    cannot be read at all.
+    If these cannot be used, the result is no speculation, with the reason. Raises CheckpointError for files that cannot
+    be read at all.
     """
     tensors = read_tensors(directory)
     found = {models: numbers for models, layout in LAYOUTS.items() if (numbers := layout.numbers(tensors))}
     if not found:
-        return None
+        return _beside(directory, target)
     models, numbers = next(iter(found.items()))
     modules = f"{len(numbers)} MTP module{'s' if len(numbers) > 1 else ''}, named as by {models}"
     try:
         MTPCheckpoint.open(directory, target)
     except CheckpointError as error:
         return None, f"the checkpoint carries {modules}, which cannot be used: {error}"
-    return SpeculativeConfig(METHOD), f"the checkpoint carries {modules}; --speculative-method none turns it off"
+    return SpeculativeConfig(METHOD), f"the checkpoint carries {modules}; {OFF}"
+
+
+def _beside(directory: Path, target: DecoderConfig) -> tuple[SpeculativeConfig | None, str] | None:
+    """The speculation with the assistant beside a checkpoint."""
+    assistant = assistant_beside(directory)
+    if assistant is None:
+        return None
+    try:
+        FrozenCheckpoint.open(assistant, target)
+    except CheckpointError as error:
+        return None, f"the assistant {assistant} cannot be used: {error}"
+    return SpeculativeConfig(ASSISTANT_METHOD, str(assistant)), f"the assistant beside the checkpoint; {OFF}"
 
 
 def carried_bytes(directory: Path) -> int:

@@ -98,6 +98,10 @@ class Sequence:
             end = state.reach(self.extended, end)
         return end
 
+    def least_end(self) -> int:
+        """Return the least end of the next prompt chunk, beyond which a feature does not cut."""
+        return max((state.least_end(self.extended) for state in self.states.values()), default=self.extended + 1)
+
     def forced(self) -> Iterable[int]:
         """Token ids that must come next, as far as a feature of the request knows."""
         return next((tokens for state in self.states.values() if (tokens := state.forced())), ())

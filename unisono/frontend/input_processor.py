@@ -15,7 +15,7 @@ from unisono.media.fetching.sources import LoadedMedia, MediaSource
 from unisono.media.inputs import KEYS, KWARGS, sources_of
 from unisono.media.loader import MediaLoader, Vision
 from unisono.media.parts import with_request
-from unisono.media.placeholders import expanded
+from unisono.media.placeholders import expanded, with_marks
 from unisono.media.settings import MediaSettings
 from unisono.media.templates import MediaTemplate, has_media
 from unisono.text.infill import infill_prompt
@@ -135,11 +135,12 @@ class InputProcessor:
         if "prompt_embeds" in prompt:
             embedded = embedded_prompt(prompt["prompt_embeds"], self.model.dtype)
             return PreparedPrompt(embedded[0], overrides=embedded[1], param="prompt_embeds", cache_salt=salt)
-        text, overrides = prompt.get("prompt"), None
+        text, overrides, sources = prompt.get("prompt"), None, self._offline_sources(prompt)
         if "prompt_token_ids" in prompt:
             ids = list(prompt["prompt_token_ids"])
         elif isinstance(text, str):
-            ids = self._encode(text, "prompt", add_special_tokens and not suffix, truncates)
+            marked = self._with_marks(text) if media or sources else text
+            ids = self._encode(marked, "prompt", add_special_tokens and not suffix, truncates)
         else:
             raise BadRequest(
                 f"a prompt mapping needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'; it has {sorted(prompt)}.",
@@ -149,7 +150,7 @@ class InputProcessor:
             ids, overrides = overridden(ids, prompt["embedding_overrides"], self.model.dtype)
         if suffix:
             ids = infill_prompt(self.require_tokenizer("suffix"), ids, suffix, add_special_tokens)
-        loaded = [*media, *self.media.load_all(self._offline_sources(prompt))]
+        loaded = [*media, *self.media.load_all(sources)]
         if loaded and overrides is not None:
             raise BadRequest(
                 "embedding_overrides cannot be combined with images; leave out one of them.", "multi_modal_data"
@@ -164,6 +165,19 @@ class InputProcessor:
         """The sources with the settings of flags; a request's own settings take precedence."""
         settings = self.media.settings
         return with_request(sources, settings.mm_processor_kwargs, settings.media_io_kwargs)
+
+    def _with_marks(self, text: str) -> str:
+        """The text with the marks of images in place of their placeholders, for a model whose prompts lack them."""
+        vision = self.model.vision
+        if self.tokenizer is None or vision is None or vision.placeholder_token_id < 0:
+            return text
+        ids = (vision.vision_start_token_id, vision.image_token_id, vision.vision_end_token_id or 0)
+        start, token, end = (self._token_text(one) for one in ids)
+        return with_marks(text, self._token_text(vision.placeholder_token_id), (start, token, end), vision.around)
+
+    def _token_text(self, token: int) -> str:
+        assert self.tokenizer is not None
+        return str(self.tokenizer.backend.convert_ids_to_tokens(token))
 
     def _with_media(self, prompt: PreparedPrompt, items: Sequence[LoadedMedia]) -> PreparedPrompt:
         """The prompt with the placeholders of ``items`` expanded. Raises BadRequest."""
@@ -209,7 +223,8 @@ class InputProcessor:
         if len(messages) > 1 and options.get("chat_template") is None:
             messages = self.role_template.messages(messages)
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
-        ids = self._encode(text, "messages", add_special_tokens, truncates)
+        marked = self._with_marks(text) if media else text
+        ids = self._encode(marked, "messages", add_special_tokens, truncates)
         return self._with_media(PreparedPrompt(ids, text, param="messages"), media)
 
     @cached_property
@@ -219,8 +234,10 @@ class InputProcessor:
         if tokenizer is None or vision is None:
             return MediaTemplate()
         names = {"image": vision.image_token_id, "video": vision.video_token_id}
-        tokens = {kind: str(tokenizer.backend.convert_ids_to_tokens(token)) for kind, token in names.items()}
-        start = str(tokenizer.backend.convert_ids_to_tokens(vision.vision_start_token_id))
+        start = self._token_text(vision.vision_start_token_id)
+        if vision.placeholder_token_id >= 0:
+            names, start = {"image": vision.placeholder_token_id, "video": -1}, ""
+        tokens = {kind: self._token_text(token) for kind, token in names.items() if token >= 0}
         return MediaTemplate.of(tokens, start, lambda messages: tokenizer.apply_chat_template(messages))
 
     @cached_property

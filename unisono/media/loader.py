@@ -23,9 +23,11 @@ from unisono.media.settings import MediaSettings
 from unisono.media.workers import Workers
 from unisono.types import BadRequest, CheckpointError, Vectors
 
-SEEING = "Qwen3-VL, Qwen2.5-VL and Qwen3.5 checkpoints with a vision tower see (docs/reference/models.md)"
+SEEING = (
+    "Qwen3-VL, Qwen2.5-VL, Qwen3.5, Gemma 3 and Gemma 4 checkpoints with a vision tower see (docs/reference/models.md)"
+)
 """The models that take images, for the refusal by other models."""
-CHECKED = ("merge", "patch_size", "temporal_patch_size", "tokens_per_second")
+CHECKED = ("merge", "patch_size", "temporal_patch_size", "tokens_per_second", "side")
 """Settings in which the checkpoint's processors must agree with the tower."""
 FILM_TYPE = "video/jpeg"
 """Media type of vLLM's data URL for the frames of a video: base64 each, separated by commas."""
@@ -35,7 +37,9 @@ FILM_TYPE = "video/jpeg"
 class Vision:
     """The properties of a vision tower that the frontend needs, from the engine's ``info()["vision"]``.
 
-    merge: side of an embedding in patches. image_token_id, video_token_id: placeholders of a prompt. tokens_per_second:
+    merge: side of an embedding in patches. image_token_id, video_token_id: placeholders of a prompt; -1: no videos.
+    side: rows and columns of every image in patches, 0: any. placeholder_token_id, around: see
+    :class:`unisono.models.vision.config.VisionConfig`. tokens_per_second:
     0 if text gives the times of a video's frames; None if unknown. max_frame_tokens: most tokens of an image or of one
     frame of a video.
     """
@@ -49,6 +53,9 @@ class Vision:
     vision_end_token_id: int | None = None
     tokens_per_second: float | None = None
     max_frame_tokens: int | None = None
+    side: int = 0
+    placeholder_token_id: int = -1
+    around: str = ""
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | None) -> Vision | None:
@@ -125,6 +132,12 @@ class MediaLoader:
             raise BadRequest(
                 f"{first.param} is {WITH_ARTICLE[first.kind]}, and this model takes text only. {SEEING}.",
                 first.param,
+                "unsupported_media",
+            )
+        if (video := next((one for one in sources if one.kind == "video"), None)) and self.vision.video_token_id < 0:
+            raise BadRequest(
+                f"{video.param} is a video, and this model takes images only: send its frames as images.",
+                video.param,
                 "unsupported_media",
             )
         if not self.has_processor:

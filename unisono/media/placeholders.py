@@ -50,6 +50,16 @@ def expanded(
     return ids, tuple(placed)
 
 
+def with_marks(text: str, placeholder: str, marks: tuple[str, str, str], around: str) -> str:
+    """A text in which an image's marks stand in place of its placeholder: ``around``, the start, one token of the
+    image, the end, ``around``, as transformers' processors write them.
+
+    marks: (start, token, end). A text that has them already keeps them.
+    """
+    full = f"{around}{''.join(marks)}{around}"
+    return text.replace(full, placeholder).replace(placeholder, full)
+
+
 def _item(item: LoadedMedia, token: int, vision: Vision, end: int, encode: Encode) -> tuple[list[int], list[int]]:
     """The tokens of one item, and the indices of its embeddings among them."""
     frames, rows, columns = item.grid

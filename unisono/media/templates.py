@@ -35,7 +35,8 @@ class MediaTemplate:
 
     @classmethod
     def of(cls, tokens: Mapping[str, str], start: str, render: Callable[[Sequence[Message]], str]) -> MediaTemplate:
-        """Probe a template. tokens: the text of each kind's placeholder. start: the text that opens an image."""
+        """Probe a template. tokens: the text of each kind's placeholder. start: the text that opens an image; empty:
+        the placeholder stands alone."""
         end = start.replace("start", "end")
         marks = {kind: f"{start}{token}{end}" for kind, token in tokens.items()}
         content = [{"type": "text", "text": PROBE}, {"type": "image"}]

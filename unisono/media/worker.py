@@ -20,11 +20,18 @@ from PIL import Image
 
 from unisono.media.decoding import images as image_decoding
 from unisono.media.decoding import videos
+from unisono.media.decoding.pooled import PooledImages
+from unisono.media.decoding.squares import SquareImages
 from unisono.media.memory import memory_file
 from unisono.sandbox.channel import ForkChannel
 from unisono.sandbox.forks import keep_freed_memory, limit_memory, limit_time, serve
 from unisono.types.media_item import DIGEST_BYTES
 
+KINDS: dict[str, type[SquareImages] | type[PooledImages]] = {
+    "Gemma3ImageProcessor": SquareImages,
+    "Gemma4ImageProcessor": PooledImages,
+}
+"""Beginning of the name of transformers' image processor -> the class that uses it. Others are as Qwen2-VL's."""
 LIST_FPS = 2.0
 """Default rate of a list of frames, frames per second: Qwen's models were trained with it."""
 MAX_FILE_FRAMES = 10_000
@@ -120,7 +127,8 @@ class _Nothing:
 class MediaDecoder:
     """The processors of one checkpoint.
 
-    images: transformers' processor. setup: dtype, max_tokens of an item, max_bytes, max_pixels, max_frames.
+    images: transformers' processor, or one for images of one size. setup: dtype, max_tokens of an item, max_bytes,
+    max_pixels, max_frames.
     """
 
     images: Any
@@ -138,6 +146,9 @@ class MediaDecoder:
         Image.init()  # Pillow's readers, once for all forks
         directory = Path(setup["directory"])
         images = AutoImageProcessor.from_pretrained(str(directory), backend="pil", local_files_only=True)
+        own_kind = next((kind for name, kind in KINDS.items() if type(images).__name__.startswith(name)), None)
+        if own_kind is not None:
+            return cls(own_kind.of(images, setup["vision"]), None, setup)
         if "image_grid_thw" not in images.model_input_names:
             raise ValueError(f"its image processor is a {type(images).__name__}; those of Qwen2-VL and later are known")
         own = {
@@ -164,6 +175,11 @@ class MediaDecoder:
         image = self._opened(payload, data)
         width, height = image.size
         image_decoding.check_size(width, height, self.setup["max_pixels"])
+        if isinstance(self.images, (SquareImages, PooledImages)):
+            self.images.check(message)
+            pixels, own_grid = self.images.patches(image_decoding.decoded(image, tuple(message["background"])))
+            self._check_tokens(len(pixels), 1, f"{width} x {height} pixels")
+            return self._packed("image", pixels, own_grid, 0.0, [])
         bounds = self._bounds(message)
         if max(width, height) / min(width, height) > 200:
             raise image_decoding.InvalidImage(
@@ -195,7 +211,7 @@ class MediaDecoder:
         return image_decoding.opened(image_decoding.unpacked(payload, data), self.setup["max_bytes"])
 
     def _check_tokens(self, patches: int, frames: int, what: str) -> None:
-        tokens, most = patches // self.images.merge_size**2, self.setup["max_tokens"]
+        tokens, most = patches // self.setup["vision"]["merge"] ** 2, self.setup["max_tokens"]
         if tokens > most:
             raise image_decoding.InvalidImage(
                 f"has {what}, which make {tokens} tokens; the model's context has room for {most}. Scale it down, or "

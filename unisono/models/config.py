@@ -59,7 +59,7 @@ class DecoderConfig:
         sizes = {"vocab_size": self.vocab_size, "hidden_size": self.hidden_size, "num_layers": len(self.layers)}
         for name, value in sizes.items():
             require(value >= 1, name, value, "it must be at least 1")
-        if self.vision is not None:
+        if self.vision is not None and self.vision.mrope_section:
             layers = tuple(_on_three_axes(layer, self.vision) for layer in self.layers)
             object.__setattr__(self, "layers", layers)
 
@@ -145,6 +145,8 @@ class Family:
         projection, in order, int64. Several projections may then share the rows of one checkpoint module.
     unread: name prefix of tensors that are not read -> reason.
     tower: module of the vision tower -> checkpoint module, inside one of TOWER_PREFIXES; empty: there is no tower.
+    tower_roots: name prefix of a tower's tensors -> prefix inside TOWER_PREFIXES[0], or None for tensors that are not
+        read; the first that fits counts. Empty: the tensors are in one of TOWER_PREFIXES.
     """
 
     read: Callable[[Any], DecoderConfig]
@@ -152,6 +154,20 @@ class Family:
     rows: Mapping[str, Callable[[LayerSpec], torch.Tensor]] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     tower: Mapping[str, Name] = field(default_factory=dict)
+    tower_roots: Mapping[str, str | None] = field(default_factory=dict)
+
+    @property
+    def tower_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of the tensors of a vision tower; none if the family has none."""
+        return (tuple(self.tower_roots) or TOWER_PREFIXES) if self.tower else ()
+
+    def tower_name(self, name: str) -> str | None:
+        """A tensor's name inside a tower with one prefix; itself if it is none of a tower, None if it is not read."""
+        root = next((root for root in self.tower_roots if name.startswith(root)), None)
+        if root is None:
+            return name
+        inside = self.tower_roots[root]
+        return None if inside is None else TOWER_PREFIXES[0] + inside + name[len(root) :]
 
     def name(self, module: str, layers: Sequence[LayerSpec] = ()) -> str:
         """Checkpoint name of a module. layers: the model's, for names that depend on a layer's mixer."""

@@ -59,6 +59,7 @@ def extend_program(context: PassContext, max_rows: int, name: str = "extend") ->
         last_tokens = inputs.last_tokens(b.last)
         only = last_tokens if b.shape.rows > max_rows and _reads_last_tokens_only(context, b) else None
         replaced, rotary = _feature_inputs(context, b, inputs.positions)
+        inputs.until = _seen_until(context, b, inputs.positions)
         rotary_positions = None if rotary is None else rotary.positions
         hidden, seen = context.forward(b, b.slots, b.token_ids, inputs, replaced, only, rotary_positions)
         last = hidden if only else last_tokens.select(hidden)
@@ -145,6 +146,12 @@ def _feature_inputs(
     replaced = (feature.override_embeddings(b) for feature in context.features)
     rotary = (feature.rotary(b, positions) for feature in context.features)
     return tuple(g for g in replaced if g is not None), next((r for r in rotary if r is not None), None)
+
+
+def _seen_until(context: PassContext, b: Buffers, positions: torch.Tensor) -> torch.Tensor | None:
+    """Last position that each token sees in layers that attend both ways, as contributed by the features."""
+    found = (feature.seen_until(b, positions) for feature in context.features)
+    return next((until for until in found if until is not None), None)
 
 
 def _reads_last_tokens_only(context: PassContext, b: Buffers) -> bool:

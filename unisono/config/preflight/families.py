@@ -89,6 +89,12 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "Gemma4ForConditionalGeneration": Facts(
         ("gemma4",), ("gemma4_text",), _GEMMA4, "by layer", experts=True, partial_rotary=True, rope_by_type=True
     ),
+    "Gemma4UnifiedForCausalLM": Facts(
+        ("gemma4_unified_text",), takes=_GEMMA4, windows="by layer", partial_rotary=True, rope_by_type=True
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Facts(
+        ("gemma4_unified",), ("gemma4_unified_text",), _GEMMA4, "by layer", partial_rotary=True, rope_by_type=True
+    ),
     "GptOssForCausalLM": Facts(
         ("gpt_oss",),
         takes={**_BIASES, **_EXPERTS, "swiglu_limit": ANY, "swiglu_alpha": ANY, "layer_types": ANY},

@@ -139,6 +139,19 @@ def with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return settings if method is None else {**settings, "method": method}
 
 
+def is_assistant(directory: Path) -> bool:
+    """True if a directory's config.json names a drafter that reads its target's keys."""
+    config = read_object(directory / CONFIG)
+    names = config.get("architectures") if isinstance(config, dict) else None
+    return isinstance(names, list) and bool(names) and str(names[0]).startswith(ASSISTANTS)
+
+
+def assistant_beside(directory: Path) -> Path | None:
+    """The assistant that lies beside a checkpoint: ``<directory>-assistant``, or its subdirectory ``assistant``."""
+    places = directory.parent / f"{directory.name}-assistant", directory / "assistant"
+    return next((place for place in places if is_assistant(place)), None)
+
+
 def check_drafter(speculative: SpeculativeConfig | None) -> None:
     """Check the checkpoint of ``--speculative-model`` by its files.
 

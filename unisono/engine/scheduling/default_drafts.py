@@ -1,4 +1,4 @@
-"""Default speculation: the checkpoint's own head, or a bundled model's head."""
+"""Default speculation: a bundled model's head, the checkpoint's own modules, or the assistant beside it."""
 
 from __future__ import annotations
 
@@ -19,5 +19,6 @@ def with_default_drafts(config: ResolvedConfig, checkpoint: Checkpoint) -> Resol
     if found is None:
         return config
     spec, reason = found
-    value = "none" if spec is None else f"{spec.method}, k = {spec.num_speculative_tokens}"
+    model = "" if spec is None or spec.model is None else f" ({spec.model})"
+    value = "none" if spec is None else f"{spec.method}{model}, k = {spec.num_speculative_tokens}"
     return config.decide("speculative", value, reason, speculative=spec)

@@ -354,9 +354,9 @@ class Scheduler:
         """Return a prompt pass of at most ``budget`` tokens in which ``decodes`` decode; None if no prompt can go on
         yet.
         """
-        chunks, waited = [], bool(self.running)
+        chunks, waited, capacity = [], bool(self.running), self.budget.most
         for sequence in [s for s in self.extending if not s.coming][: self.max_extend_rows]:
-            if budget == 0:
+            if budget <= 0:
                 break
             start, total = sequence.extended, len(sequence.tokens)
             end = min(total, start + budget)
@@ -364,6 +364,9 @@ class Scheduler:
             if start < branch < end:
                 end = branch  # a snapshot is taken where a chunk ends, and other prompts branch here too
             try:
+                least = sequence.least_end()
+                if end < least <= min(total, start + capacity):
+                    end = least  # more than the budget, where a smaller chunk would never be enough
                 end = sequence.reach(end)
             except Exception as error:
                 self.fail(sequence, "batch", error)
@@ -372,6 +375,7 @@ class Scheduler:
                 continue
             chunks.append(Chunk(sequence, start, end, last=end == total))
             budget -= end - start
+            capacity -= end - start
             sequence.extended = end
             self.waiting.served(sequence)
         if not chunks:
@@ -383,7 +387,7 @@ class Scheduler:
                 self.running.append(chunk.sequence)
         self.device.extending(chunks)
         room = self.mixing.room(len(decodes)) if self.mixing is not None and decodes else 0
-        work = Extend(chunks, budget == 0, decodes, growth, room, waited)
+        work = Extend(chunks, budget <= 0, decodes, growth, room, waited)
         self.progress.launched(work.committing.slots)
         return work
 

@@ -25,7 +25,7 @@ from unisono.models.load.build import Builder, no_attention
 from unisono.models.load.checkpoint import Checkpoint, read_tensors
 from unisono.models.load.tensor_files import nbytes
 from unisono.models.vision.blocks import NORM_EPS
-from unisono.models.vision.tower import VisionTower
+from unisono.models.vision.tower import make_tower
 from unisono.types import ConfigError
 
 GIB = 1 << 30
@@ -118,7 +118,7 @@ def _tower_bytes(checkpoint: Checkpoint, config: ResolvedConfig) -> int:
     if vision is None:
         return 0
     builder = Builder(vision.tower.width, NORM_EPS, config.dtype, "meta", no_attention, 0)
-    return module_bytes(VisionTower(vision, builder))
+    return module_bytes(make_tower(vision, builder))
 
 
 def module_bytes(module: nn.Module) -> int:

@@ -65,7 +65,7 @@ from unisono.models.load.loader import load_model, load_tower
 from unisono.models.load.splits import split_decisions
 from unisono.models.lora.adapters import AdapterLimits, attach_adapters
 from unisono.models.lora.host_adapters import HeldAdapters
-from unisono.models.vision.tower import VisionTower
+from unisono.models.vision.tower import AnyTower
 from unisono.passes.context import PassContext
 from unisono.passes.extend import extend_program, mixed_program
 from unisono.passes.features.base import Feature, FeatureContext, OwnProgram
@@ -154,7 +154,7 @@ class Build:
 
     def _load(
         self, checkpoint: Checkpoint, attention: Callable[..., BreakingAttention], progress: Progress
-    ) -> tuple[Decoder, VisionTower | None]:
+    ) -> tuple[Decoder, AnyTower | None]:
         """Load the model and, for a vision model, its tower."""
         config = self.config
         common: dict[str, Any] = {

@@ -14,7 +14,7 @@ from unisono.models.blocks.decoder import Decoder
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.loader import decoder_update, tower_update
 from unisono.models.load.update import Changes, WeightUpdate
-from unisono.models.vision.tower import VisionTower
+from unisono.models.vision.tower import AnyTower
 from unisono.types import CheckpointError, ConfigError
 
 
@@ -42,7 +42,7 @@ class WeightUpdater:
     """Updates the weights of one worker's modules. checkpoint: of the start."""
 
     model: Decoder
-    tower: VisionTower | None
+    tower: AnyTower | None
     drafter: Drafter
     checkpoint: Checkpoint
     _changes: Changes | None = None

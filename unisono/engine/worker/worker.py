@@ -51,7 +51,7 @@ from unisono.kv.store import StateStore
 from unisono.layers.experts import reset_expert_counts
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.lora.host_adapters import HeldAdapters
-from unisono.models.vision.tower import VisionTower
+from unisono.models.vision.tower import AnyTower
 from unisono.passes.advance_snapshot import advance_snapshots
 
 
@@ -73,7 +73,7 @@ class Worker:
         store: StateStore,
         slots: Slots,
         graphs: GraphSet,
-        tower: VisionTower | None = None,
+        tower: AnyTower | None = None,
     ) -> None:
         self.model, self.drafter, self.store, self.slots, self.graphs = model, drafter, store, slots, graphs
         self.tower = tower

@@ -90,17 +90,22 @@ def attention_cpu(
     sinks: torch.Tensor | None = None,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    until: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """CPU twin of ``attention``: attends each tile of the work list once, however the plan cut it."""
     items = work[: count.item()].tolist()
     spans = tuple((slot, begin, end) for i, (slot, _, begin, end, *_, counter) in enumerate(items) if counter == i)
     caches = (k_cache, k_scales), (v_cache, v_scales)
     if q.dtype is torch.float32 and soft_cap == 0 and attention_cpu_float32.available:
-        return attention_cpu_float32.attend(q, *caches, page_table, positions, spans, scale, window, first, sinks)
-    return _attend(q, *caches, page_table, positions, spans, scale, window, first, soft_cap, sinks)
+        return attention_cpu_float32.attend(
+            q, *caches, page_table, positions, spans, scale, window, first, sinks, until
+        )
+    return _attend(q, *caches, page_table, positions, spans, scale, window, first, soft_cap, sinks, until)
 
 
-def _attend(q, keys, values, page_table, positions, spans, scale, window, first_key, soft_cap, sinks) -> torch.Tensor:
+def _attend(
+    q, keys, values, page_table, positions, spans, scale, window, first_key, soft_cap, sinks, until
+) -> torch.Tensor:
     """Attend the spans (slot, first token, end token), cut into query tiles, TILES_AT_ONCE at a time.
 
     A tile row is one (token, query head of the group), so that GQA fills tiles; the padding row at the end
@@ -125,7 +130,9 @@ def _attend(q, keys, values, page_table, positions, spans, scale, window, first_
     rounded = q.clamp(-65504, 65504).to(products).float() if products != q.dtype else q.float()
     q_THGD = F.pad(rounded.view(tokens, -1, group, dim), (0, 0) * 3 + (0, 1))
     q_XHD = q_THGD.transpose(1, 2).reshape((tokens + 1) * group, -1, dim)  # X: (token, head of the group)
-    position_BM = F.pad(positions, (0, 1), value=-1)[rows_BM.div(group, rounding_mode="floor")]
+    token_BM = rows_BM.div(group, rounding_mode="floor")
+    position_BM = F.pad(positions, (0, 1), value=-1)[token_BM]
+    until_BM = position_BM if until is None else F.pad(until, (0, 1), value=-1)[token_BM]
     sink_XH = None
     if sinks is not None:
         sink_XH = sinks.view(-1, group).T.repeat(tokens + 1, 1)
@@ -136,7 +143,7 @@ def _attend(q, keys, values, page_table, positions, spans, scale, window, first_
         number = {slot: u for u, slot in enumerate(dict.fromkeys(slots))}
         maximum, total, acc_BHMD = _attend_tiles(
             q_BHMD, products, keys, values, page_table[list(number)], [number[slot] for slot in slots],
-            position_BM[at : at + TILES_AT_ONCE], scale, window, first_key, soft_cap,
+            position_BM[at : at + TILES_AT_ONCE], until_BM[at : at + TILES_AT_ONCE], scale, window, first_key, soft_cap,
         )  # fmt: skip
         if sink_XH is not None:  # one more key, after all splits: its value is zero
             sink = sink_XH[rows].transpose(1, 2)[..., None]
@@ -150,27 +157,28 @@ def _attend(q, keys, values, page_table, positions, spans, scale, window, first_
 
 
 def _attend_tiles(
-    q_BHMD, dtype, keys, values, pages_UP, owner_B, position_BM, scale, window, first_key, soft_cap
+    q_BHMD, dtype, keys, values, pages_UP, owner_B, position_BM, until_BM, scale, window, first_key, soft_cap
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walk the splits that any tile sees, in order, and merge each one's (max, sum, acc) into the total.
 
     ``owner_B`` is the request whose pages a tile reads. A split is cut into C tiles of KEY_TILE keys; every product is
-    one of a query tile and a key tile. Key tiles after the last position that any row has are left out: their weight is
-    zero. Probabilities are rounded to ``dtype``, that of the products.
+    one of a query tile and a key tile. Key tiles after the last position that any row sees are left out: their weight
+    is zero. Probabilities are rounded to ``dtype``, that of the products.
     """
-    last = int(position_BM.max())
+    last = int(until_BM.max())
     first = 0
     if window > 0 and last >= 0:
         lowest = position_BM.masked_fill(position_BM < 0, last).min()
         first = max(int(lowest) - window + 1, 0)
-    users, owners, position_BM1 = pages_UP.shape[0], torch.tensor(owner_B), position_BM[:, :, None]
+    users, owners = pages_UP.shape[0], torch.tensor(owner_B)
+    position_BM1, until_BM1 = position_BM[:, :, None], until_BM[:, :, None]
     total: tuple[torch.Tensor, ...] = ()
     for split in range(first // SPLIT, last // SPLIT + 1):
         begin = split * SPLIT
         tiles = min(-(-(last + 1 - begin) // KEY_TILE), SPLIT // KEY_TILE)
         seen = tiles * KEY_TILE  # S: keys that a row may see
         key_S = torch.arange(begin, begin + seen, dtype=torch.int32)
-        visible_BMS = key_S <= position_BM1
+        visible_BMS = key_S <= until_BM1
         if first_key > 0:
             visible_BMS &= key_S >= first_key
         if window > 0:

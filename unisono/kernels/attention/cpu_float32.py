@@ -36,11 +36,15 @@ def attend(
     window: int,
     first: int,
     sinks: torch.Tensor | None,
+    until: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend the spans (row of the page table, first token, end token) of q [T, Hq, D]. Returns [T, Hq · D]."""
+    """Attend the spans (row of the page table, first token, end token) of q [T, Hq, D]. Returns [T, Hq · D].
+
+    until [T]: last position that a token sees; None: its own.
+    """
     tokens, heads, dim = q.shape
     pages, kv_heads, page_size, _ = keys[0].shape
-    reads = reads_of(PassSizes(heads, kv_heads, pages, page_size, window, first), page_table, positions, spans)
+    reads = reads_of(PassSizes(heads, kv_heads, pages, page_size, window, first), page_table, positions, spans, until)
     if not reads.parts:
         return q.new_zeros(tokens, heads * dim)
     rows = q.reshape(tokens * heads, dim)

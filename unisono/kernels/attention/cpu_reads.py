@@ -112,7 +112,7 @@ class AttentionReads:
 
 @dataclass(frozen=True)
 class _QueryTiles:
-    """Query tiles [B, M]: each row's token, head in its group, and position (-1: it sees nothing).
+    """Query tiles [B, M]: each row's token, head in its group, last position that it sees (-1: nothing), and its own.
 
     owner [B]: the tile's row of the page table.
     """
@@ -120,34 +120,36 @@ class _QueryTiles:
     token: Ints
     head: Ints
     pos: Ints
+    at: Ints
     owner: Ints
 
     @classmethod
-    def of(cls, shared: PassSizes, positions: Ints, owner: int, begin: int, end: int) -> _QueryTiles:
+    def of(cls, shared: PassSizes, positions: tuple[Ints, Ints], owner: int, begin: int, end: int) -> _QueryTiles:
         count = -(-(end - begin) * shared.group // ROW_TILE)
         row = begin * shared.group + np.arange(count * ROW_TILE).reshape(count, ROW_TILE)
         token = np.minimum(row // shared.group, end - 1)
-        pos = positions[token]
+        at, pos = (each[token] for each in positions)
         seeing = (row < end * shared.group) & (pos >= shared.first)
-        return cls(token, row % shared.group, np.where(seeing, pos, -1), np.full(count, owner))
+        return cls(token, row % shared.group, np.where(seeing, pos, -1), at, np.full(count, owner))
 
     def __len__(self) -> int:
         return len(self.owner)
 
     def __getitem__(self, chosen: slice | Bools | Ints) -> _QueryTiles:
-        return _QueryTiles(self.token[chosen], self.head[chosen], self.pos[chosen], self.owner[chosen])
+        fields = self.token, self.head, self.pos, self.at, self.owner
+        return _QueryTiles(*(each[chosen] for each in fields))
 
     @classmethod
     def joined(cls, several: Sequence[_QueryTiles]) -> _QueryTiles:
         if len(several) == 1:
             return several[0]
-        fields = zip(*((t.token, t.head, t.pos, t.owner) for t in several), strict=True)
+        fields = zip(*((t.token, t.head, t.pos, t.at, t.owner) for t in several), strict=True)
         return cls(*map(np.concatenate, fields))
 
     def key_tiles(self, shared: PassSizes) -> tuple[Ints, Ints]:
         """(first key tile that each query tile sees [B], end of its key tiles [B])."""
         last = self.pos.max(1)
-        lowest = shared.bounds(np.where(self.pos < 0, last[:, None], self.pos)).min(1)
+        lowest = shared.bounds(np.where(self.pos < 0, last[:, None], self.at)).min(1)
         first = lowest // KEY_TILE
         return first, last // KEY_TILE - first + 1
 
@@ -164,29 +166,37 @@ class _KeptReads:
     reads: AttentionReads
     owners: torch.Tensor
     table: torch.Tensor
-    positions: torch.Tensor
+    positions: tuple[torch.Tensor, torch.Tensor]
 
-    def serves(self, page_table: torch.Tensor, positions: torch.Tensor) -> bool:
+    def serves(self, page_table: torch.Tensor, positions: torch.Tensor, until: torch.Tensor) -> bool:
         read = page_table.index_select(0, self.owners).narrow(1, 0, self.table.shape[1])
-        return torch.equal(positions, self.positions) and torch.equal(read, self.table)
+        same = torch.equal(positions, self.positions[0]) and torch.equal(until, self.positions[1])
+        return same and torch.equal(read, self.table)
 
 
 _kept: dict[tuple[PassSizes, Spans], _KeptReads] = {}
 
 
-def reads_of(shared: PassSizes, page_table: torch.Tensor, positions: torch.Tensor, spans: Spans) -> AttentionReads:
-    """Return the reads of a pass over spans, with positions [T] of its tokens. Reuses those of the layer before."""
+def reads_of(
+    shared: PassSizes, page_table: torch.Tensor, positions: torch.Tensor, spans: Spans,
+    until: torch.Tensor | None = None,
+) -> AttentionReads:  # fmt: skip
+    """Return the reads of a pass over spans, with positions [T] of its tokens. Reuses those of the layer before.
+
+    until [T]: last position that each token sees; None: its own.
+    """
+    until = positions if until is None else until
     kept = _kept.get((shared, spans))
-    if kept is not None and kept.serves(page_table, positions):
+    if kept is not None and kept.serves(page_table, positions, until):
         return kept.reads
     joined = list(_joined(spans))
     owners = torch.tensor([owner for owner, *_ in joined], dtype=torch.long)
-    columns = max(int(positions.max()), 0) // shared.page_size + 1
+    columns = max(int(until.max()), 0) // shared.page_size + 1
     table = page_table.index_select(0, owners).narrow(1, 0, min(columns, page_table.shape[1])).clone()
-    reads = _read(shared, table.long().numpy(), positions.long().numpy(), joined)
+    reads = _read(shared, table.long().numpy(), (positions.long().numpy(), until.long().numpy()), joined)
     if len(_kept) >= KEPT:
         _kept.clear()
-    _kept[shared, spans] = _KeptReads(reads, owners, table, positions.clone())
+    _kept[shared, spans] = _KeptReads(reads, owners, table, (positions.clone(), until.clone()))
     return reads
 
 
@@ -204,7 +214,9 @@ def _joined(spans: Spans) -> Iterator[tuple[int, int, int]]:
         yield owner, begin, end
 
 
-def _read(shared: PassSizes, table: Ints, positions: Ints, spans: Sequence[tuple[int, int, int]]) -> AttentionReads:
+def _read(
+    shared: PassSizes, table: Ints, positions: tuple[Ints, Ints], spans: Sequence[tuple[int, int, int]]
+) -> AttentionReads:
     few, parts, computed = list[_QueryTiles](), list[TileGroup](), list[_QueryTiles]()
     for owner, (_, begin, end) in enumerate(spans):
         tiles = _QueryTiles.of(shared, positions, owner, begin, end)
@@ -218,7 +230,7 @@ def _read(shared: PassSizes, table: Ints, positions: Ints, spans: Sequence[tuple
     for chosen in _cut(shared, _QueryTiles.joined(few)) if few else ():
         computed.append(chosen)
         parts.append(_pairs(shared, table, chosen))
-    return AttentionReads(tuple(parts), *_results(shared, len(positions), computed))
+    return AttentionReads(tuple(parts), *_results(shared, len(positions[0]), computed))
 
 
 def _results(
@@ -258,7 +270,7 @@ def _pairs(shared: PassSizes, table: Ints, tiles: _QueryTiles) -> TileGroup:
     number, tile = (np.arange(most)[:, None] < counts).nonzero()  # by key tile, then by query tile
     paired, place = tiles[tile], number * len(tiles) + tile
     keys = (first[tile] + number)[:, None] * KEY_TILE + np.arange(KEY_TILE)
-    mask, hidden, seen = _visible(shared, paired.pos, keys)
+    mask, hidden, seen = _visible(shared, paired.pos, paired.at, keys)
     whole = len(place) == most * len(tiles)
     call = KernelCall(slice(None), None, None if whole else torch.from_numpy(place), mask, hidden)
     return TileGroup(
@@ -272,7 +284,7 @@ def _one_request(shared: PassSizes, table: Ints, tiles: _QueryTiles) -> TileGrou
     first, counts = tiles.key_tiles(shared)
     begin, end = int(first.min()), int((first + counts).max())
     keys = np.arange(begin, end)[:, None] * KEY_TILE + np.arange(KEY_TILE)
-    lowest, last = shared.bounds(tiles.pos), tiles.pos
+    lowest, last = shared.bounds(tiles.at), tiles.pos
     unseen = (keys > last.max()) | (keys < lowest[last >= 0].min())
     calls = []
     for number, (low, high) in enumerate(keys[:, [0, -1]]):
@@ -282,7 +294,7 @@ def _one_request(shared: PassSizes, table: Ints, tiles: _QueryTiles) -> TileGrou
         for start, stop, masked in _calls_of(some, whole):
             mask, hidden = _NO_MASK, None
             if masked:
-                mask, hidden, _ = _visible(shared, last[start:stop], keys[number][None])
+                mask, hidden, _ = _visible(shared, last[start:stop], tiles.at[start:stop], keys[number][None])
             place = number * len(tiles)
             calls.append(KernelCall(slice(start, stop), number, slice(place + start, place + stop), mask, hidden))
     return TileGroup(
@@ -309,12 +321,12 @@ def _runs(marked: Bools) -> Iterator[tuple[int, int, int]]:
     yield from zip(rows[::2].tolist(), edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
-def _visible(shared: PassSizes, pos: Ints, keys: Ints) -> tuple[torch.Tensor, torch.Tensor | None, Bools]:
+def _visible(shared: PassSizes, pos: Ints, at: Ints, keys: Ints) -> tuple[torch.Tensor, torch.Tensor | None, Bools]:
     """(mask [n, 1, M, S], hidden rows [n, 1, M] or None) of a :class:`KernelCall`, and the visible keys [n, S].
 
-    pos [n, M], keys [n or 1, S].
+    pos, at [n, M]: last position that a row sees, and its own. keys [n or 1, S].
     """
-    visible = (keys[:, None] <= pos[..., None]) & (keys[:, None] >= shared.bounds(pos)[..., None])
+    visible = (keys[:, None] <= pos[..., None]) & (keys[:, None] >= shared.bounds(at)[..., None])
     mask = np.where(visible, np.float32(0), np.float32(-np.inf))
     hidden = ~visible.any(2)
     mattering = (hidden & (pos >= 0)).any()

@@ -154,6 +154,7 @@ class _Arguments(NamedTuple):
     sinks: torch.Tensor | None = None
     k_scales: torch.Tensor | None = None
     v_scales: torch.Tensor | None = None
+    until: torch.Tensor | None = None
 
 
 def launch_attention(q: torch.Tensor, *args: Any, **options: int) -> torch.Tensor:
@@ -178,7 +179,7 @@ def launch_attention_fp8(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, tor
 
 def _by_hopper(q: torch.Tensor, g: _Arguments) -> torch.Tensor | None:
     """Attend with the kernel for Hopper. Returns None if it does not serve such a pass."""
-    plain = g.partials == 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None
+    plain = g.partials == 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None and g.until is None
     if not plain or not attention_hopper.serves(q, g.k_cache, g.arrivals.shape[1], g.window, g.first):
         return None
     whole = q, g.k_cache, g.v_cache, g.page_table, g.positions, g.work, g.num_items
@@ -193,7 +194,7 @@ def _launch(
     state = q.new_empty(g.partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(g.partials, tile_tokens, heads, head_dim, dtype=torch.float32)
     plain = g.partials > 0 and g.window == 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None
-    if plain and not options and attention_hopper_rounds.serves(q, g.k_cache, tile_tokens):
+    if plain and g.until is None and not options and attention_hopper_rounds.serves(q, g.k_cache, tile_tokens):
         attention_hopper_rounds.launch_round_attention(
             out, scales, q, g.k_cache, g.v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals,
             (state, acc), g.scale * LOG2_E.value, g.first, KEYS,
@@ -212,7 +213,7 @@ def _launch(
     rows = (None, None) if scales is None else (tokens, len(out))
     attention_kernel[(min(programs, items) if g.partials else items,)](
         q, k_cache, v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals, state, acc, out,
-        g.sinks, *exponents, scales, *rows,
+        g.sinks, *exponents, scales, g.until, *rows,
         g.page_table.stride(0), k_cache.stride(0), g.window, (g.soft_cap or g.scale) * LOG2_E.value,
         PAGE=g.k_cache.shape[2], WINDOW=g.window > 0, FIRST=g.first,
         TO_CAP=g.scale / g.soft_cap if g.soft_cap else 0.0, **sizes, **launch, **overlapped(q.device),
@@ -232,11 +233,11 @@ def attention_fp8_op(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor,
     work: torch.Tensor, count: torch.Tensor, arrivals: Mutated[torch.Tensor], partials: int, scale: float, window: int,
     first: int = 0, soft_cap: float = 0.0, sinks: torch.Tensor | None = None, k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None, until: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     out = attention_cpu(
         q, k_cache, v_cache, page_table, positions, work, count, arrivals, partials, scale, window, first, soft_cap,
-        sinks, k_scales, v_scales,
+        sinks, k_scales, v_scales, until,
     )  # fmt: skip
     return quantised_cpu(out, q.shape[2])
 
@@ -300,6 +301,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    until: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend the tokens of a planned pass over the paged cache.
 
@@ -310,11 +312,13 @@ def attention(
     at position -1, sees nothing and yields zeros. fp32 accumulation, probabilities rounded to q's dtype.
     soft_cap > 0: scores become soft_cap · tanh(score / soft_cap), before they are masked.
     sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
+    until [T]: last position that a token sees, at least its own and below its row's kv_len; None: its own.
     Returns [T, Hq · D] in q's dtype.
     """
     return attention_op(
-        q, k_cache, v_cache, page_table, positions, *plan, scale, window, first, soft_cap, sinks, k_scales, v_scales
-    )
+        q, k_cache, v_cache, page_table, positions, *plan, scale, window, first, soft_cap, sinks, k_scales, v_scales,
+        until,
+    )  # fmt: skip
 
 
 def quantises(head_dim: int, group: int) -> bool:
@@ -343,7 +347,7 @@ def attention_fp8(
 
 def _case(
     heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False, first: int = 0,
-    soft_cap: float = 0.0, sinks: bool = False, e4m3: bool = False, quantised: bool = False,
+    soft_cap: float = 0.0, sinks: bool = False, e4m3: bool = False, quantised: bool = False, until: bool = False,
 ) -> AotCase:  # fmt: skip
     sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut)
     signature = {"q_ptr": "*bf16", "out_ptr": "*fp8e4nv" if quantised else "*bf16"}
@@ -353,7 +357,7 @@ def _case(
     signature |= dict.fromkeys(("max_pages", "page_stride", "window"), "i32")
     constants: dict[str, Any] = sizes | {"PAGE": 16, "WINDOW": window, "FIRST": first, "OVERLAP": True}
     constants["TO_CAP"] = head_dim**-0.5 / soft_cap if soft_cap else 0.0
-    optional = {"sinks_ptr": (sinks, "*fp32"), "scales_ptr": (quantised, "*fp32")}
+    optional = {"sinks_ptr": (sinks, "*fp32"), "scales_ptr": (quantised, "*fp32"), "until_ptr": (until, "*i32")}
     optional |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), (e4m3, "*i32"))
     optional |= dict.fromkeys(("tokens", "padded"), (quantised, "i32"))
     signature |= {name: kind for name, (there, kind) in optional.items() if there}
@@ -380,6 +384,9 @@ AOT = [
     _case(16, 2, 512, 64, cut=False),  # and extend passes
     _case(16, 8, 256, 4, cut=True, window=True),  # and layers with a window
     _case(16, 2, 512, 4, cut=True, e4m3=True),
+    _case(16, 8, 256, 64, cut=False, window=True, until=True),  # pictures of Gemma 3 and 4
+    _case(16, 8, 256, 16, cut=True, window=True, until=True),
+    _case(8, 4, 256, 64, cut=False, until=True),
     _case(64, 8, 64, 4, cut=True, sinks=True),  # gpt-oss
     _case(64, 8, 64, 16, cut=False, window=True, sinks=True),
     *(_case(32, 8, 128, width, cut=True, e4m3=True) for width in (1, 4, 6)),

@@ -107,6 +107,16 @@ def _rows(positions_ptr, first, last, head, HEADS: tl.constexpr, GROUP: tl.const
 
 
 @triton.jit
+def _both_ways(until_ptr, position, window, first, last, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Last position that each row of a tile sees [ROWS], and its window from there back [ROWS, 1]: it begins where the
+    window of its own position does.
+    """
+    token = first + tl.arange(0, ROWS) // GROUP
+    until = tl.load(until_ptr + token, mask=token < last, other=-1)
+    return until, (window + until - position)[:, None]
+
+
+@triton.jit
 def _queries(q_ptr, index, in_use, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     offset, mask = values(index, in_use, HEAD_DIM, DIM)
     return tl.load(q_ptr + offset, mask=mask, other=0.0)
@@ -243,7 +253,7 @@ def _work_item(work_ptr, i):
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,
-    sinks_ptr, k_scales_ptr, v_scales_ptr, scales_ptr, tokens, padded, max_pages, page_stride, window, scale,
+    sinks_ptr, k_scales_ptr, v_scales_ptr, scales_ptr, until_ptr, tokens, padded, max_pages, page_stride, window, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr,
@@ -251,6 +261,8 @@ def attention_kernel(
 ):  # fmt: skip
     """Share the work list × parts of a tile × KV heads among a fixed number of programs. Keys below FIRST are
     invisible.
+
+    until_ptr: last position that each token sees, or None: its own.
 
     Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace, and the program that
     completes the tile's count merges them in order. Without CUT a tile needs no masks for keys that all its rows see.
@@ -279,8 +291,11 @@ def attention_kernel(
         if WINDOW:
             low = tl.maximum(_first_seen(position, window), FIRST)
             begin = tl.maximum(begin, low // KEYS * KEYS)
+        seen, reach = position, window
+        if until_ptr is not None:
+            seen, reach = _both_ways(until_ptr, position, window, first, last, GROUP, ROWS)
         m, z, acc = _attend(
-            q, position, pages_ptr, own_k_ptr, own_v_ptr, exponents, page_stride, begin, end, low, window, scale,
+            q, seen, pages_ptr, own_k_ptr, own_v_ptr, exponents, page_stride, begin, end, low, reach, scale,
             HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, TO_CAP, CUT, workspace,
         )  # fmt: skip
         if partial < 0:

@@ -86,19 +86,35 @@ class Decoder(nn.Module):
         x = merged(self.embed(token_ids), overriding)
         deepest = max((len(each.levels) for each in overriding), default=0)
         seen = dict.fromkeys(aux_layers, x)  # keeps only these alive
-        per_layer = None if self.layer_inputs is None else self.layer_inputs(token_ids, x)
+        per_layer = None
+        if self.layer_inputs is not None:
+            for each in overriding:
+                token_ids = each.looked_up(token_ids)
+            per_layer = self.layer_inputs(token_ids, x)
         stream = cast(DecoderLayer, self.layers[0]).begin(x, per_layer)
-        inner, last = context.all_tokens, len(self.layers) - 1
+        inner, turn = context.all_tokens, self._turn(context, max((deepest, *aux_layers)))
         for number, layer in enumerate(self.layers):
             if number in seen:
                 seen[number] = stream.x
-            stream = layer(stream, context if number == last else inner, state[self.reads[number]])
+            own = inner if number < turn else context if number == turn else context.after_last_keys
+            stream = layer(stream, own, state[self.reads[number]])
             if number < deepest:
-                stream = self._add_levels(stream, number, overriding, context if number == last else inner)
+                stream = self._add_levels(stream, number, overriding, own)
         if len(self.layers) in seen:
             seen[len(self.layers)] = stream.x
         aux = torch.cat([seen[number] for number in aux_layers], dim=1) if aux_layers else None
         return plain(stream.normed), aux
+
+    def _turn(self, context: ForwardContext, deepest: int) -> int:
+        """Layer after which a pass goes on with its last tokens only: the last one that writes keys, if nothing reads
+        the others behind it.
+
+        deepest: layers whose inputs are read, or to whose outputs something is added, are at most this one.
+        """
+        last, turn = len(self.layers) - 1, len(self.layers) - 1
+        while turn > 0 and self.reads[turn] != turn:
+            turn -= 1
+        return turn if context.rotary_positions is None and deepest <= turn else last
 
     def reference(self, token_ids: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Plain forward of one text from its start in ``dtype``, token_ids [T] -> logits [T, V]: the tests' oracle."""

@@ -21,12 +21,18 @@ class Overriding:
     after [E] int32: vector of the token that follows each row's last one, which the pass does not compute; None: no
         such token has one.
     levels: tensors [n, H]; level i is added to the hidden states of these tokens after layer i (deepstack).
+    token_id: id by which a model with inputs of every layer looks up those of these tokens; -1: their own ids.
     """
 
     source: torch.Tensor
     rows: torch.Tensor
     after: torch.Tensor | None = None
     levels: tuple[torch.Tensor, ...] = ()
+    token_id: int = -1
+
+    def looked_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids [T] with ``token_id`` for the tokens that have a vector."""
+        return token_ids if self.token_id < 0 else token_ids.masked_fill(self.rows >= 0, self.token_id)
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] with the vectors of the tokens that have one."""

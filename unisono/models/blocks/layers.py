@@ -127,6 +127,7 @@ class AttentionSpec:
     v_norm: RMSNorm over each value head, without a weight.
     k_is_v: values are the keys' projection, before norm and rotation.
     input_size: elements of a token that it reads; None: H.
+    both_ways: tokens of a picture see each other in both directions (``AttentionInputs.until``).
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -146,6 +147,7 @@ class AttentionSpec:
     input_size: int | None = None
     v_norm: bool = False
     k_is_v: bool = False
+    both_ways: bool = False
     joint_qk_norm: bool = False
 
     def __post_init__(self) -> None:
@@ -297,7 +299,10 @@ class Attention(nn.Module):
         self, q: torch.Tensor, context: ForwardContext, kv: KV, input_format: InputFormat | None = None
     ) -> Activations:
         inputs = context.plan(self.backend, self.spec.window_group, self.spec.window)
-        options = AttentionOptions(self.scale, self.spec.window, soft_cap=self.spec.soft_cap, sinks=self.sinks)
+        spec = self.spec
+        options = AttentionOptions(
+            self.scale, spec.window, soft_cap=spec.soft_cap, sinks=self.sinks, both_ways=spec.both_ways
+        )
         return attended(self.backend, input_format, q, kv, inputs, options)
 
 

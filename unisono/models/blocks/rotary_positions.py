@@ -23,6 +23,8 @@ def rotary_positions(length: int, media: Sequence[MediaItem], vision: VisionConf
     A token generated at index p has position p + delta on all axes. Raises ValueError for items whose positions are not
     runs of their grids' size within the prompt.
     """
+    if not vision.mrope_section:
+        return np.tile(np.arange(length, dtype=np.int32), (3, 1)), 0
     positions = np.zeros((3, length), np.int32)
     at = current = 0
     for first, grid, interval in sorted(block for item in media for block in _blocks(item, vision)):

@@ -1,9 +1,10 @@
-"""Gemma 4, text: Gemma 3's layers with larger heads where there is no window, normed values and a factor a layer.
+"""Gemma 4: Gemma 3's layers with larger heads where there is no window, normed values and a factor a layer.
 
 Full layers may take their values from the keys' projection. The last layers may read the keys and values of the last
 earlier layer of their type, with a feed-forward of twice the width. Each layer may have inputs of its own beside the
-stream, and experts beside its feed-forward. Scores are not scaled; norms multiply by w in fp32. Towers for pictures and
-sound are not read. Source of formulas and names: transformers, ``models/gemma4``.
+stream, and experts beside its feed-forward. Scores are not scaled; norms multiply by w in fp32. Tokens of a picture see
+each other in both directions in layers with a window, if the config says so. A tower for sound is not read.
+Source of formulas and names: transformers, ``models/gemma4``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from unisono.models.config import (
     windows_by_layer_type,
 )
 from unisono.models.families.gemma3 import NAMES as GEMMA3_NAMES
-from unisono.models.families.gemma3 import NO_TOWER, rotary_of
+from unisono.models.families.gemma3 import rotary_of
 from unisono.models.load.build import require
+from unisono.models.vision.axial_tower import AxialTowerSpec
+from unisono.models.vision.blocks import NORM_EPS
+from unisono.models.vision.config import VisionConfig
 
 DENSE, LAYER = "layers.*.feed_forward.", "model.layers.*."
 
@@ -54,8 +58,28 @@ NAMES: dict[str, Name] = {
     f"{DENSE}sparse.experts.each.down": f"{LAYER}experts.*.down_proj",
 }
 
+BLOCK = "vision.encoder.layers.*."
+_PRODUCTS = {
+    **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")},
+    **{part: f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
+TOWER = {
+    "patch_embed": "vision.patch_embedder.input_proj",
+    "positions": "vision.patch_embedder.position_embedding_table",
+    **{f"blocks.*.{ours}": BLOCK + theirs for ours, theirs in _PRODUCTS.items()},
+    **{f"blocks.*.{ours}.linear": f"{BLOCK}{theirs}.linear" for ours, theirs in _PRODUCTS.items()},
+    "blocks.*.q_norm": f"{BLOCK}self_attn.q_norm",
+    "blocks.*.k_norm": f"{BLOCK}self_attn.k_norm",
+    "blocks.*.norm1": f"{BLOCK}input_layernorm",
+    "blocks.*.post_norm1": f"{BLOCK}post_attention_layernorm",
+    "blocks.*.norm2": f"{BLOCK}pre_feedforward_layernorm",
+    "blocks.*.post_norm2": f"{BLOCK}post_feedforward_layernorm",
+    "bias": "vision.std_bias",
+    "scale": "vision.std_scale",
+    "project": "projector.embedding_projection",
+}
+TOWER_ROOTS: dict[str, str | None] = {"model.vision_tower.": "vision.", "model.embed_vision.": "projector."}
 UNREAD = {
-    **dict.fromkeys(("model.vision_tower.", "model.embed_vision."), NO_TOWER),
     **dict.fromkeys(("model.audio_tower.", "model.embed_audio."), "audio is refused: it is not supported"),
 }
 
@@ -83,6 +107,7 @@ def read_attention(text: Any, number: int, window: int) -> AttentionSpec:
         "qk_norm": True,
         "qkv_bias": text.attention_bias,
         "o_bias": text.attention_bias,
+        "both_ways": text.use_bidirectional_attention == "vision" and window > 0,
     }
     heads = text.num_attention_heads, kv_heads, head_dim
     if number < own:
@@ -96,7 +121,7 @@ def read_feed_forward(text: Any, number: int) -> BlockSpec:
     """Read a layer's feed-forward, twice as wide in layers without keys if ``use_double_wide_mlp`` is true."""
     wide = text.use_double_wide_mlp and number >= text.num_hidden_layers - text.num_kv_shared_layers
     dense = MLPSpec(text.intermediate_size * (2 if wide else 1), activation=text.hidden_activation)
-    if not text.enable_moe_block:
+    if not getattr(text, "enable_moe_block", False):  # a Gemma4Unified has none of these fields
         return dense
     experts = ExpertsSpec(
         text.num_experts,
@@ -108,10 +133,55 @@ def read_feed_forward(text: Any, number: int) -> BlockSpec:
     return BesideSpec(dense, experts)
 
 
+def read_tower(hf_config: Any) -> VisionConfig | None:
+    """The tower, whose pictures have any shape; ``pooling_kernel_size`` squared patches are averaged to a token."""
+    vision, text = getattr(hf_config, "vision_config", None), hf_config.get_text_config()
+    if vision is None or vision.model_type == "gemma4_unified_vision":
+        return None
+    heads, kv_heads = vision.num_attention_heads, vision.num_key_value_heads
+    require(heads == kv_heads, "vision_config.num_key_value_heads", kv_heads, f"it must be {heads}, as the heads")
+    require(not vision.attention_bias, "vision_config.attention_bias", vision.attention_bias, "it must be false")
+    eps, act = vision.rms_norm_eps, vision.hidden_activation
+    require(eps == NORM_EPS, "vision_config.rms_norm_eps", eps, f"it must be {NORM_EPS}")
+    require(act == "gelu_pytorch_tanh", "vision_config.hidden_activation", act, "it must be 'gelu_pytorch_tanh'")
+    image, last = hf_config.image_token_id, text.vocab_size - 1
+    require(0 <= image <= last, "image_token_id", image, f"it must be a token; ids are 0 to {last}")
+    tower = AxialTowerSpec(
+        vision.num_hidden_layers,
+        vision.hidden_size,
+        heads,
+        vision.intermediate_size,
+        rope_theta=float((vision.rope_parameters or {}).get("rope_theta", 100.0)),
+        head_size=vision.head_dim,
+        table=vision.position_embedding_size,
+        clamped=bool(vision.use_clipped_linears),
+        standardized=bool(vision.standardize),
+    )
+    return VisionConfig(
+        merge=vision.pooling_kernel_size,
+        patch_size=vision.patch_size,
+        temporal_patch_size=1,
+        patch_elements=3 * vision.patch_size**2,
+        hidden_size=text.hidden_size,
+        deepstack=0,
+        image_token_id=image,
+        video_token_id=-1,
+        vision_start_token_id=hf_config.boi_token_id,
+        vision_end_token_id=hf_config.eoi_token_id,
+        mrope_section=(),
+        mrope_interleaved=False,
+        tower=tower,
+        both_ways=text.use_bidirectional_attention == "vision",
+        placeholder_token_id=image,
+        padding_token_id=text.pad_token_id or 0,
+    )
+
+
 def read(hf_config: Any) -> DecoderConfig:
     """Read the config. ``layer_types`` lists the layers with a window; ``per_layer_config`` has the other heads."""
     text = hf_config.get_text_config()
-    both_ways, size = text.use_bidirectional_attention, text.hidden_size_per_layer_input or 0
+    both_ways, size = text.use_bidirectional_attention, getattr(text, "hidden_size_per_layer_input", 0) or 0
+    experts = getattr(text, "enable_moe_block", False)
     require(both_ways in (None, "vision"), "use_bidirectional_attention", both_ways, "texts are attended causally only")
     windows, inputs = windows_by_layer_type(text), None
     if size:
@@ -124,7 +194,7 @@ def read(hf_config: Any) -> DecoderConfig:
             read_attention(text, number, windows[number]),
             read_feed_forward(text, number),
             SANDWICH,
-            POST if text.enable_moe_block else SANDWICH,
+            POST if experts else SANDWICH,
             LayerInputSpec(number, size, text.hidden_activation) if size else None,
             scaled=True,
         )
@@ -136,8 +206,15 @@ def read(hf_config: Any) -> DecoderConfig:
         embed_scale=text.hidden_size**0.5,
         logit_cap=text.final_logit_softcapping or 0.0,
         layer_inputs=inputs,
+        vision=read_tower(hf_config),
     )
 
 
+NO_EMBEDDER = "pictures are refused: the embeddings of patches of a Gemma4Unified are not supported yet"
+UNIFIED_UNREAD = {"model.embed_vision.": NO_EMBEDDER, "model.embed_audio.": "audio is refused: it is not supported"}
+
 GEMMA4 = Family(read, NAMES)
-GEMMA4_VISION = Family(read, in_language_model(NAMES), unread=UNREAD)
+GEMMA4_UNIFIED = Family(read, NAMES)
+GEMMA4_UNIFIED_MEDIA = Family(read, in_language_model(NAMES), unread=UNIFIED_UNREAD)
+"""Gemma 4 12B: the same text model, without inputs of layers and experts. It has no towers; media are refused."""
+GEMMA4_VISION = Family(read, in_language_model(NAMES), unread=UNREAD, tower=TOWER, tower_roots=TOWER_ROOTS)

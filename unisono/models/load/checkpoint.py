@@ -24,7 +24,7 @@ from unisono.config.preflight.model import architecture_of, check_config
 from unisono.config.preflight.weights import weight_files
 from unisono.config.untrusted_files import check_directory, check_token_ids, check_values, read_json
 from unisono.layers.formats.base import PLAIN, WeightFormat
-from unisono.models.config import TOWER_PREFIXES, DecoderConfig, Family
+from unisono.models.config import DecoderConfig, Family
 from unisono.models.load.build import plain
 from unisono.models.load.quantization import PLAIN_WEIGHTS, Quantization, find_quantization
 from unisono.models.load.stored_config import stored_config
@@ -116,9 +116,10 @@ class Checkpoint:
         names = self.tensors() if beginnings or self.config.vision is not None else ()
         counts = {b: sum(name.startswith(b) for name in names) for b in beginnings}
         found = [(f"{b}*", f"{counts[b]} tensors not read", why) for b, why in beginnings.items() if counts[b]]
-        if self.config.vision is not None and not any(name.startswith(TOWER_PREFIXES) for name in names):
+        prefixes = self.family.tower_prefixes
+        if self.config.vision is not None and not any(name.startswith(prefixes) for name in names):
             why = "config.json describes a vision tower, which the checkpoint does not hold: pictures are refused"
-            found.append((f"{TOWER_PREFIXES[0]}*", "no tensors", why))
+            found.append((f"{prefixes[0]}*", "no tensors", why))
         return found
 
 

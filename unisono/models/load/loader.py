@@ -26,7 +26,7 @@ from unisono.models.load.tensor_files import TensorInfo, read, tensor
 from unisono.models.load.update import WeightUpdate
 from unisono.models.load.weights import check, fill, places, tensor_name
 from unisono.models.vision.blocks import NORM_EPS
-from unisono.models.vision.tower import VisionTower
+from unisono.models.vision.tower import AnyTower, make_tower
 from unisono.types import CheckpointError
 
 LoadFormat = Literal["auto", "dummy"]
@@ -105,13 +105,13 @@ def load_tower(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     progress: Progress = lambda stage, share: None,
-) -> VisionTower | None:
+) -> AnyTower | None:
     """Build and fill the checkpoint's vision tower; arguments and errors as for :func:`load_model`.
 
     Returns None if config.json describes none, or if the checkpoint has no tensor of it: the export of a text model.
     """
     config, family = checkpoint.config.vision, checkpoint.family
-    tensors = checkpoint.tensors() if config is not None and load_format != "dummy" else {}
+    tensors = _tower_tensors(checkpoint) if config is not None and load_format != "dummy" else {}
     prefix = next((p for p in TOWER_PREFIXES if any(name.startswith(p) for name in tensors)), None)
     if config is None or (prefix is None and load_format != "dummy"):
         return None
@@ -125,9 +125,9 @@ def load_tower(
             return PLAIN
         return checkpoint.quantization.format(f"tower.{module}", TOWER_PREFIXES[0] + name)
 
-    def made_on(device: torch.device | str) -> VisionTower:
+    def made_on(device: torch.device | str) -> AnyTower:
         builder = Builder(config.tower.width, NORM_EPS, dtype, device, no_attention, 0, format)
-        return _made(checkpoint, lambda: VisionTower(config, builder))
+        return _made(checkpoint, lambda: make_tower(config, builder))
 
     if prefix is None:
         tower = made_on(device)
@@ -145,9 +145,15 @@ def load_tower(
     return tower.eval()
 
 
-def tower_update(tower: VisionTower, checkpoint: Checkpoint) -> WeightUpdate:
+def _tower_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """The checkpoint's tensors, those of a tower by their names inside one prefix."""
+    named = ((checkpoint.family.tower_name(name), info) for name, info in checkpoint.tensors().items())
+    return {name: info for name, info in named if name is not None}
+
+
+def tower_update(tower: AnyTower, checkpoint: Checkpoint) -> WeightUpdate:
     """The checkpoint's weights for a vision tower. Raises CheckpointError unless it has each tensor in its shape."""
-    tensors, names = checkpoint.tensors(), checkpoint.family.tower
+    tensors, names = _tower_tensors(checkpoint), checkpoint.family.tower
     prefix = next((p for p in TOWER_PREFIXES if any(name.startswith(p) for name in tensors)), TOWER_PREFIXES[0])
     found = ((prefix + checkpoint_name(names, module), kind, place) for module, kind, place in places(tower))
     targets = {tensor_name(name, kind): place for name, kind, place in found}
@@ -360,7 +366,7 @@ def _as_named(tensors: Mapping[str, TensorInfo], family: Family) -> Mapping[str,
 
 def _apart(tensors: Iterable[str], family: Family) -> tuple[str, ...]:
     """Name prefixes of tensors outside the text model: draft modules, a tower, tensors that the family skips."""
-    return (*draft_prefixes(tensors), *family.unread, *(TOWER_PREFIXES if family.tower else ()))
+    return (*draft_prefixes(tensors), *family.unread, *family.tower_prefixes)
 
 
 def draft_prefixes(tensors: Iterable[str]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Shapes: P patches of a pass, C elements of a patch, W features of one, D of a he
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -44,13 +44,14 @@ class PatchEmbedding(nn.Module):
         spec, patch = config.tower, config.patch_size
         self.proj = Linear(config.patch_elements, spec.width, spec.patch_bias, builder.dtype, builder.device)
         frames = config.temporal_patch_size
-        self.kernel = config.patch_elements // (frames * patch * patch), frames, patch, patch
+        channels = config.patch_elements // (frames * patch * patch)
+        self.kernel = (channels, patch, patch) if spec.pooled else (channels, frames, patch, patch)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.proj(pixels)
 
     def places(self) -> Iterator[tuple[str, WeightTarget]]:
-        """The weight is stored as [W, channels, frames, height, width]."""
+        """The weight is stored as [W, channels, frames, height, width], of a pooled tower without frames."""
         weight = self.proj.weight
         yield "weight", _Flattened(weight, (len(weight), *self.kernel))
         if self.proj.bias is not None:
@@ -85,7 +86,9 @@ class VisionBlock(nn.Module):
         width, size = spec.width, spec.intermediate_size
         self.heads, self.scale = spec.heads, spec.head_dim**-0.5
         self.norm1, self.norm2 = norm(spec, builder, width), norm(spec, builder, width)
-        self.qkv = builder.linear("qkv", width, 3 * width, bias=True)
+        whole = 3 * width if not spec.pooled else {"q": width, "k": width, "v": width}
+        self.qkv = builder.linear("qkv", width, whole, bias=True)
+        self.rotary = spec.rope_theta > 0
         self.proj = builder.linear("proj", width, width, bias=True)
         inside = builder.at("mlp")
         down = inside.linear("down", size, width, bias=True)
@@ -101,7 +104,8 @@ class VisionBlock(nn.Module):
         """x [P, W]; bounds [P, 2] i32: range of patches visible to each; positions [P, 2] i32: row and column of
         each."""
         qkv = self.qkv(self.norm1(x))
-        axial_rotary(qkv, cos_sin, positions, self.heads)
+        if self.rotary:
+            axial_rotary(qkv, cos_sin, positions, self.heads)
         x = self.proj(segment_attention(qkv, bounds, self.heads, self.scale), x)
         return self.mlp.down(self.mlp(self.norm2(x)), x)
 
@@ -123,6 +127,53 @@ class Merger(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(x).view(-1, self.together) if self.norm_first else self.norm(x.view(-1, self.together))
         return self.fc2(gelu(self.fc1(x), True))
+
+
+class PoolingMerger(nn.Module):
+    """The average of a token's u patches after a LayerNorm, normed and projected: [P, W] -> [P / u, H].
+
+    The second norm multiplies by 1 + w. The average adds patches one by one, in fp32, so that its bits are the same in
+    any pass.
+    """
+
+    def __init__(self, config: VisionConfig, builder: Builder) -> None:
+        super().__init__()
+        self.unit, width = config.unit, config.tower.width
+        self.post_norm = LayerNorm(width, NORM_EPS, builder.dtype, builder.device)
+        self.norm = replace(builder, zero_centered_norms=True).norm(width)
+        self.project = TransposedLinear(builder.linear("project", width, config.hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self.post_norm(x).float().view(-1, self.unit, x.shape[1]).unbind(1)
+        for patch in others:
+            first = first + patch
+        pooled: torch.Tensor = self.norm((first / self.unit).to(x.dtype))
+        return self.project(pooled)
+
+
+class TransposedLinear(nn.Module):
+    """A product whose weight is stored as [inputs, outputs], under its own name."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out
+
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+        """The weight, which has no name inside the module."""
+        weight = self.linear.weight
+        yield "", _Transposed(weight, (weight.shape[1], weight.shape[0]))
+
+
+@dataclass(frozen=True)
+class _Transposed(WeightTarget):
+    """Target of a matrix stored the other way around."""
+
+    def fill(self, stored: torch.Tensor) -> None:
+        self.parameter.copy_(stored.T)
 
 
 def norm(spec: TowerSpec, builder: Builder, size: int) -> nn.Module:

@@ -27,7 +27,9 @@ class TowerSpec:
     deepstack_blocks: blocks whose output is read by a merger of its own, one per level.
     window: side of an attention window in patches, a multiple of the merge size; 0: all blocks see a whole frame.
     full_blocks: blocks that see a whole frame despite a window.
-    rope_theta: base of the axial rotary angles.
+    rope_theta: base of the axial rotary angles; 0: none.
+    pooled: a token is the average of its patches after a last norm, normed again and projected (SigLIP in Gemma 3);
+        otherwise an MLP reads its patches side by side. Queries, keys and values are stored apart then.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -44,6 +46,7 @@ class TowerSpec:
     deepstack_blocks: tuple[int, ...] = ()
     window: int = 0
     full_blocks: tuple[int, ...] = ()
+    pooled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "heads", "intermediate_size"):
@@ -57,6 +60,11 @@ class TowerSpec:
         levels = self.deepstack_blocks
         ordered = list(levels) == sorted({*levels}) and all(0 <= block < self.depth for block in levels)
         require(ordered, "vision_config.deepstack_visual_indexes", levels, f"blocks in order, below {self.depth}")
+
+    @property
+    def most_side(self) -> int:
+        """Most rows and columns of a grid, patches."""
+        return MAX_GRID_SIDE
 
     @property
     def head_dim(self) -> int:
@@ -74,10 +82,16 @@ class VisionConfig:
     hidden_size: of the text model.
     deepstack: levels output by the tower besides its main embedding; level i is added to the hidden states after text
         layer i.
-    mrope_section: rotary planes of each axis (time, height, width).
+    mrope_section: rotary planes of each axis (time, height, width); empty: pictures' tokens are rotated as text.
     mrope_interleaved: the planes of the axes alternate; otherwise they lie in blocks.
     tokens_per_second: a video's temporal positions are its seconds times this number; 0: every frame of a video is a
         grid of its own, and its time is text.
+    side: rows and columns of every picture, patches; 0: any.
+    both_ways: in some text layers the tokens of a picture see each other in both directions.
+    video_token_id: -1: the model takes no videos.
+    padding_token_id: token whose inputs of layers those of a picture have (Gemma 4); -1: their own.
+    placeholder_token_id: token that a prompt has for a picture, where that is not its marks and tokens; -1: it has
+        these. around: text on both sides of the marks that take its place.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -92,17 +106,22 @@ class VisionConfig:
     video_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int
-    mrope_section: tuple[int, int, int]
+    mrope_section: tuple[int, ...]
     mrope_interleaved: bool
     tower: TowerSpec
     tokens_per_second: int = 0
+    side: int = 0
+    both_ways: bool = False
+    placeholder_token_id: int = -1
+    around: str = ""
+    padding_token_id: int = -1
 
     def __post_init__(self) -> None:
         for name in ("merge", "patch_size", "temporal_patch_size", "patch_elements"):
             value = getattr(self, name)
             require(value >= 1, f"vision_config: {name}", value, "it must be at least 1")
         section = self.mrope_section
-        axes = len(section) == 3 and min(section) >= 0
+        axes = not section or (len(section) == 3 and min(section) >= 0)
         require(axes, "rope_parameters.mrope_section", section, "it must have three numbers, none below 0")
         require(self.deepstack == len(self.tower.deepstack_blocks), "deepstack", self.deepstack, "one for each block")
 
@@ -121,7 +140,8 @@ class VisionConfig:
 
         planes: number of planes of a head, half of its rotated dimensions.
         """
-        return rotary_axes(self.mrope_section, self.mrope_interleaved, planes)
+        time, height, width = self.mrope_section
+        return rotary_axes((time, height, width), self.mrope_interleaved, planes)
 
 
 def read_vision(

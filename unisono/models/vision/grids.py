@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from unisono.models.vision.config import MAX_GRID_SIDE, VisionConfig
+from unisono.models.vision.config import VisionConfig
 
 Grid = tuple[int, int, int]
 """(frames, rows, columns) of patches."""
@@ -70,10 +70,12 @@ def check(grid: Grid, config: VisionConfig) -> None:
     """Raise ValueError for an unsupported grid."""
     frames, rows, columns = grid
     sides = rows % config.merge == 0 == columns % config.merge and min(rows, columns) >= 1
-    if frames < 1 or not sides or max(rows, columns) > MAX_GRID_SIDE:
+    if config.side and (rows, columns) != (config.side, config.side):
+        raise ValueError(f"grid {grid} of patches: the tower takes {config.side} rows and columns only.")
+    if frames < 1 or not sides or max(rows, columns) > config.tower.most_side:
         raise ValueError(
             f"grid {grid} of patches: it must have at least one frame, and rows and columns that are multiples of "
-            f"{config.merge}, at most {MAX_GRID_SIDE}."
+            f"{config.merge}, at most {config.tower.most_side}."
         )
 
 

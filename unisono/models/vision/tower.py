@@ -1,8 +1,9 @@
 """The vision tower: from patches of images and videos to embeddings for the text model.
 
 Owns the tower's forward pass and its inputs per patch. The loader builds it (``loader.load_tower``); the engine runs it
-as a program. One class serves Qwen3-VL, Qwen3.5 (the same without deepstack) and Qwen2.5-VL (RMSNorm, gated MLPs,
-windows); ``TowerSpec`` selects the parts. Sources: transformers, ``models/qwen3_vl``, ``qwen2_5_vl``.
+as a program. One class serves Qwen3-VL, Qwen3.5 (the same without deepstack), Qwen2.5-VL (RMSNorm, gated MLPs,
+windows) and Gemma 3 (SigLIP: no rotary, averages of patches); ``TowerSpec`` selects the parts. Sources: transformers,
+``models/qwen3_vl``, ``qwen2_5_vl``, ``siglip``, ``gemma3``.
 
 An item's outputs depend only on its own pixels and grid: products, norms and attention are exact in any batch.
 
@@ -22,9 +23,15 @@ from torch import nn
 from unisono.graphs import Field
 from unisono.kernels.vision.positions import add_positions
 from unisono.models.load.build import Builder
-from unisono.models.vision.blocks import Merger, PatchEmbedding, VisionBlock, rotary_table
+from unisono.models.vision.axial_tower import AxialTower, AxialTowerSpec
+from unisono.models.vision.blocks import Merger, PatchEmbedding, PoolingMerger, VisionBlock, rotary_table
 from unisono.models.vision.config import VisionConfig
 from unisono.models.vision.grids import Grid, layout
+
+
+def make_tower(config: VisionConfig, builder: Builder) -> AnyTower:
+    """The tower of a configuration; builder: see :class:`VisionTower`."""
+    return (AxialTower if isinstance(config.tower, AxialTowerSpec) else VisionTower)(config, builder)
 
 
 class VisionTower(nn.Module):
@@ -40,10 +47,11 @@ class VisionTower(nn.Module):
         self.patch_embed = PatchEmbedding(config, builder)
         self.positions = builder.embedding(spec.position_side**2) if spec.position_side else None
         self.blocks = nn.ModuleList(VisionBlock(spec, builder.at(f"blocks.{i}")) for i in range(spec.depth))
-        self.merger = Merger(config, builder.at("merger"), norm_first=True)
+        inside = builder.at("merger")
+        self.merger = PoolingMerger(config, inside) if spec.pooled else Merger(config, inside, norm_first=True)
         levels = range(config.deepstack)
         self.deepstack = nn.ModuleList(Merger(config, builder.at(f"deepstack.{i}"), norm_first=False) for i in levels)
-        table = rotary_table(width // spec.heads, spec.rope_theta).to(builder.device)
+        table = rotary_table(width // spec.heads, spec.rope_theta or 1.0).to(builder.device)
         self.register_buffer("cos_sin", table, persistent=False)
 
     def fields(self) -> tuple[Field, ...]:
@@ -112,3 +120,7 @@ class VisionTower(nn.Module):
         merged = self.merger(x)
         out = torch.cat((merged, *levels), dim=1) if levels else merged
         return out if not spec.window else out.index_select(0, inputs["restore"][: len(out)])
+
+
+AnyTower = VisionTower | AxialTower
+"""A tower of one of both kinds."""

@@ -39,7 +39,7 @@ from unisono.models.blocks.embedding_overrides import Overriding
 from unisono.models.config import DecoderConfig
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.config import VisionConfig
-from unisono.models.vision.tower import VisionTower
+from unisono.models.vision.tower import AnyTower
 from unisono.sampling.pipeline import EditFields, Sampled
 from unisono.types import EngineRequest, SamplingParams, TokenDelta
 
@@ -132,7 +132,7 @@ class FeatureContext:
     slots: EditFields
     logits: Callable[[torch.Tensor], torch.Tensor]
     vision: VisionConfig | None
-    tower: VisionTower | None
+    tower: AnyTower | None
     device: torch.device
     drafts: bool
     max_tokens: int
@@ -170,6 +170,10 @@ class RequestState:
     def reach(self, start: int, end: int) -> int:
         """Position up to which a prompt pass over ``start … end`` can go now."""
         return end
+
+    def least_end(self, start: int) -> int:
+        """Least end of a prompt chunk that begins at ``start``. :meth:`reach` cuts no chunk between both."""
+        return start + 1
 
     def ready(self) -> bool:
         """Return True if the request can take a slot now. If not, it waits, and later requests with this feature wait
@@ -451,6 +455,10 @@ class Feature:
     def rotary(self, buffers: Buffers, positions: torch.Tensor) -> Rotary | None:
         """Called before a prompt pass: rotary positions of its tokens, if they differ from the absolute ``positions``
         [T]."""
+        return None
+
+    def seen_until(self, buffers: Buffers, positions: torch.Tensor) -> torch.Tensor | None:
+        """Called before a prompt pass: ``AttentionInputs.until`` [T] of its tokens; None: each sees up to itself."""
         return None
 
     def around_target(self, buffers: Buffers, tokens: TargetTokens) -> AbstractContextManager[None] | None:

@@ -108,6 +108,7 @@ class Media(Feature):
         super().__init__(context)
         vision, tower = context.vision, context.tower
         self._ahead = int(context.drafts)  # a drafter reads one more token
+        self._both_ways = context.vision is not None and context.vision.both_ways
         if vision is None or tower is None:
             return
         self.expected = SEEN
@@ -148,10 +149,12 @@ class Media(Feature):
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
         if kind != "extend" or self.context.tower is None:
             return ()
-        own = (
+        own: tuple[Field, ...] = (
             Field("media_rows", torch.int32, ("rows",), pad=-1, feature=SEEN),
             Field("rotary_shift", torch.int32, ("rows", 3), feature=SEEN),
         )
+        if self._both_ways:
+            own = (*own, Field("media_ahead", torch.int32, ("rows",), feature=SEEN))
         if not self._ahead:
             return own
         requests = self.context.max_rows
@@ -184,7 +187,16 @@ class Media(Feature):
                 "media",
             )
         frames = frames_of(request.media, c.vision)
-        return MediaState(frames, request.prompt_token_ids, positions.T, delta, self.cache, self._ahead)
+        largest = max(frame.tokens for frame in frames)
+        if self._both_ways and largest > c.max_tokens:
+            raise BadRequest(
+                f"media: a picture of {largest} tokens, whose tokens see each other in both directions, has to fit a "
+                f"pass of {c.max_tokens} tokens: raise --max-num-batched-tokens.",
+                "media",
+            )
+        return MediaState(
+            frames, request.prompt_token_ids, positions.T, delta, self.cache, self._ahead, self._both_ways
+        )
 
     def pre_pass(self, rows: Sequence[Row], room: Room) -> PrePass | None:
         frames: list[Frame] = []
@@ -227,18 +239,22 @@ class Media(Feature):
         if host.kind != "extend":
             return NO_FEATURES, {}
         media_rows, shift = np.full(host.tokens, -1, dtype=np.int32), np.zeros((host.tokens, 3), dtype=np.int32)
+        ahead = np.zeros(host.tokens, dtype=np.int32)
         rows_after, shift_after = np.full(host.count, -1, dtype=np.int32), np.zeros((host.count, 3), dtype=np.int32)
         for row in host.rows:
             state: MediaState = row.state
             here = slice(row.first, row.first + row.end - row.start)
             media_rows[here], shift[here] = state.cache_rows(row.start, row.end), state.shift(row.start, row.end)
+            ahead[here] = state.later(row.start, row.end)
             rows_after[row.index] = state.cache_rows(row.end, row.end + 1)[0]
             shift_after[row.index] = state.shift(row.end, row.end + 1)[0]
             state.computed(row.end)
         fields = {"media_rows": media_rows, "rotary_shift": shift}
+        if self._both_ways:
+            fields["media_ahead"] = ahead
         if self._ahead:
             fields |= {"media_rows_after": rows_after, "rotary_shift_after": shift_after}
-        if all((values == (0 if "shift" in name else -1)).all() for name, values in fields.items()):
+        if all((values == (-1 if "rows" in name else 0)).all() for name, values in fields.items()):
             return NO_FEATURES, {}
         return SEEN, fields
 
@@ -279,7 +295,8 @@ class Media(Feature):
         if rows is None or vision is None:
             return None
         embeddings, *levels = self.table.split(self.context.hidden_size, dim=1)
-        return Overriding(embeddings, rows, buffers.find("media_rows_after"), tuple(levels))
+        after, looked_up = buffers.find("media_rows_after"), vision.padding_token_id
+        return Overriding(embeddings, rows, after, tuple(levels), looked_up)
 
     def rotary(self, buffers: Buffers, positions: torch.Tensor) -> Rotary | None:
         shift, after = buffers.find("rotary_shift"), buffers.find("rotary_shift_after")
@@ -291,6 +308,10 @@ class Media(Feature):
         following = buffers.start + buffers.query_start.diff()
         return Rotary(rotary_positions, following[:, None] + after)
 
+    def seen_until(self, buffers: Buffers, positions: torch.Tensor) -> torch.Tensor | None:
+        ahead = buffers.find("media_ahead")
+        return None if ahead is None else positions + ahead
+
 
 class MediaState(RequestState):
     """A request's frames, and the cache rows of those that it holds.
@@ -299,6 +320,7 @@ class MediaState(RequestState):
     rotary [prompt, 3]: rotary positions of its tokens.
     delta: offset of generated tokens' rotary positions from their absolute ones.
     ahead: tokens read beyond those that a pass computes.
+    both_ways: a frame's tokens see each other in both directions, so no prompt chunk ends inside a frame.
     """
 
     def __init__(
@@ -309,7 +331,9 @@ class MediaState(RequestState):
         delta: int,
         cache: EncoderCache,
         ahead: int,
+        both_ways: bool = False,
     ) -> None:
+        self._both_ways = both_ways
         self.frames, self._token_ids, self._delta, self._cache, self._ahead = frames, token_ids, delta, cache, ahead
         prompt = len(rotary)
         self._shift = (rotary - np.arange(prompt)[:, None]).astype(np.int32)
@@ -352,7 +376,21 @@ class MediaState(RequestState):
 
     def reach(self, start: int, end: int) -> int:
         missing = self.missing(start, end)
-        return max(start, self.frames[missing[0]].first - self._ahead) if missing else end
+        end = max(start, self.frames[missing[0]].first - self._ahead) if missing else end
+        cut = next((f for f in self.frames if f.first < end <= f.last), None) if self._both_ways else None
+        return end if cut is None else max(start, cut.first)
+
+    def least_end(self, start: int) -> int:
+        here = next((f for f in self.frames if f.first <= start <= f.last), None) if self._both_ways else None
+        return start + 1 if here is None else here.last + 1
+
+    def later(self, start: int, end: int) -> np.ndarray:
+        """Number of later tokens that each of these positions sees: [end - start] int32."""
+        found = np.zeros(end - start, dtype=np.int32)
+        for frame in self.frames if self._both_ways else ():
+            seen = frame.positions[(frame.positions >= start) & (frame.positions < end)]
+            found[seen - start] = frame.last - seen
+        return found
 
     def cache_rows(self, start: int, end: int) -> np.ndarray:
         """Cache row of each of these positions, -1 for none: [end - start] int32."""
@@ -408,6 +446,9 @@ def check_media(request: EngineRequest, vision: VisionConfig, most_tokens: int) 
             if not ok:
                 raise BadRequest(f"media[{number}], a {item.kind} with grid {item.grid}: {what}.", "media")
 
+        require(item.kind == "image" or vision.video_token_id >= 0, "the model takes pictures only")
+        fixed = (rows, columns) == (vision.side, vision.side) or not vision.side
+        require(fixed, f"every picture of this model has {vision.side} rows and columns")
         sides = min(rows, columns) >= 1 and rows % vision.merge == columns % vision.merge == 0
         require(frames >= 1 and sides, f"rows and columns have to be multiples of {vision.merge}, and a frame one")
         tokens, patches = frames * rows * columns // vision.unit, frames * rows * columns

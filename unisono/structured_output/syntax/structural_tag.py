@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.structured_output.syntax.ebnf import UNBOUNDED, counted, quoted
+from unisono.structured_output.syntax.gemma_arguments import SharedTag, gemma_arguments
 from unisono.structured_output.syntax.python_arguments import keyword_arguments
 from unisono.structured_output.syntax.regex import ANYTHING, rewritten
 from unisono.structured_output.syntax.xml_parameters import STYLES, parameters
@@ -64,6 +65,7 @@ class TagWriter:
         self._vocabulary, self._embedded = vocabulary, embedded
         self._lines: list[str] = []
         self._known: dict[str, str] = {}
+        self._held: list[SharedTag] = []  # alive, so that their ids stay theirs
         self._depth = self._count = 0
 
     def grammar(self, tag: Tag) -> str:
@@ -80,6 +82,8 @@ class TagWriter:
         return self._terminal([self._piece(tag)])
 
     def _piece(self, tag: Any) -> _Piece:
+        if isinstance(tag, SharedTag):
+            return self._shared(tag)
         kind = tag.get("type") if isinstance(tag, Mapping) else None
         write = getattr(self, f"_{kind}", None) if isinstance(kind, str) and kind in KINDS else None
         if write is None:
@@ -123,11 +127,22 @@ class TagWriter:
             return _Piece(self._embedded("json", schema, most))
         if style == "python":
             return self._piece(keyword_arguments(schema))
+        if style == "gemma":
+            quote = tag.get("quote")
+            return self._piece(gemma_arguments(schema, None if quote is None else self._token_id(quote)))
         if style not in STYLES:
-            raise TagError(
-                f"json_schema.style {style!r} is not supported; choose one of json, python, {', '.join(STYLES)}"
-            )
+            names = ", ".join(("json", "python", "gemma", *STYLES))
+            raise TagError(f"json_schema.style {style!r} is not supported; choose one of {names}")
         return self._piece(parameters(schema, STYLES[style]))
+
+    def _shared(self, tag: SharedTag) -> _Piece:
+        """A rule of its own, which may contain itself."""
+        key = f"shared {id(tag)}"
+        if key not in self._known:
+            self._known[key] = name = f"shared_{len(self._known)}"
+            self._held.append(tag)
+            self._lines.append(f"{name}: {self._rule(tag['content'])}")
+        return _Piece(self._known[key])
 
     def _qwen_xml_parameter(self, tag: Tag) -> _Piece:
         return self._json_schema({**tag, "style": "qwen_xml"})

@@ -36,10 +36,14 @@ class ToolDelta:
 
 @dataclass(frozen=True)
 class SchemaPart:
-    """A part of a format: arguments that a JSON schema allows. style: of the structural tag."""
+    """A part of a format: arguments that a JSON schema allows.
+
+    style: of the structural tag. quote: the mark around strings, where a special token may be one.
+    """
 
     schema: Mapping[str, Any]
     style: str = "json"
+    quote: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from unisono.text.tool_parsers.base import Format
 from unisono.text.tool_parsers.deepseek import DeepSeekV3, DeepSeekV31
+from unisono.text.tool_parsers.gemma4 import Gemma4
 from unisono.text.tool_parsers.glm45 import Glm45
 from unisono.text.tool_parsers.granite import Granite
 from unisono.text.tool_parsers.harmony import Harmony
@@ -20,7 +21,7 @@ from unisono.types import ConfigError
 
 FORMATS: Sequence[Format] = (
     Harmony(), DeepSeekV3(), DeepSeekV31(), KimiK2(), MistralArgs(), Mistral(), QwenCoder(), Glm45(), Granite(),
-    InternLM(), Hermes(), Pythonic(), LlamaJson(),
+    InternLM(), Gemma4(), Hermes(), Pythonic(), LlamaJson(),
 )  # fmt: skip
 """In the order of comparison with a template: the first match is taken."""
 

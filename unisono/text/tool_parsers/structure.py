@@ -106,7 +106,8 @@ class Structure:
         if isinstance(part, SchemaPart):
             schema = _closed({**ANY_OBJECT, **part.schema})
             written: Tag = {"type": "json_schema", "json_schema": schema}
-            return [written | ({"max_whitespace_cnt": BLANKS} if part.style == "json" else {"style": part.style})]
+            written |= {"max_whitespace_cnt": BLANKS} if part.style == "json" else {"style": part.style}
+            return [written | ({"quote": self._specials[part.quote]} if part.quote in self._specials else {})]
         if isinstance(part, TagPart):
             return [dict(part.tag)]
         found: list[Tag] = []

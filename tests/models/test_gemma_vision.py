@@ -1,0 +1,222 @@
+"""Gemma's towers and its attention inside pictures, against transformers in fp32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.gemma_pictures import SIDE, images_of, make_gemma3, make_gemma4, padded, several, shapes
+from tests.engine.helpers import engine
+from tests.engine.pictures import IMAGE, TEXT, VOCAB, Picture, Prompt, prompt, run, stepped, vision_of, words
+from tests.models.hybrids import reference, renamed
+from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS
+from unisono.entrypoints.llm import LLM
+from unisono.models.load.build import no_attention
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.loader import load_model, load_tower
+from unisono.models.vision.config import VisionConfig
+from unisono.passes.features.media import MediaState
+from unisono.types import BadRequest, CheckpointError, SamplingParams, vectors
+
+GREEDY = SamplingParams(
+    temperature=0, max_tokens=12, ignore_eos=True, seed=0, return_hidden_states=True,
+    allowed_token_ids=tuple(range(TEXT)),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gemma3(tmp_path_factory.mktemp("gemma3"))
+
+
+@torch.no_grad()
+def test_embeddings_are_transformers(path: Path) -> None:
+    """Each picture's, in any pass."""
+    vision = vision_of(path)
+    tower = load_tower(Checkpoint.open(path), dtype=torch.float32, device="cpu")
+    assert tower is not None
+    pixels = torch.cat([Picture(vision.side, vision.side, seed).pixels(vision) for seed in (1, 2, 3)])
+    grid = (1, vision.side, vision.side)
+
+    def run(pixels: torch.Tensor, count: int) -> torch.Tensor:
+        return tower(pixels, {name: torch.from_numpy(v) for name, v in tower.host_inputs([grid] * count).items()})
+
+    ours = run(pixels, 3)
+    theirs = reference(path).model.get_image_features(images_of(pixels, vision)).pooler_output
+    torch.testing.assert_close(ours, theirs.flatten(0, 1), atol=1e-4, rtol=0)
+    each = vision.side**2
+    for number in range(3):
+        assert torch.equal(run(pixels[number * each :][:each], 1), ours[number * 16 :][:16])
+
+
+def written(llm: LLM, prompts: list[Prompt]) -> list[tuple[list[int], torch.Tensor]]:
+    """The tokens after each prompt, and the logits of every position but the last."""
+    found = []
+    for deltas in stepped(llm, prompts, GREEDY):
+        hidden = [deltas[0].prompt_hidden_states, *(delta.hidden_states for delta in deltas)]
+        states = torch.cat([vectors.unpack(each) for each in hidden if each is not None])
+        logits = llm.engine.worker.model.logits(states).cpu()
+        found.append(([token for delta in deltas for token in delta.token_ids], logits))
+    return found
+
+
+@pytest.fixture(scope="module", params=["one pass", "chunks of 21", "planned on the host"])
+def llm(request: pytest.FixtureRequest, path: Path) -> Iterator[LLM]:
+    flags: dict[str, Any] = {"max_num_batched_tokens": 21 if "21" in request.param else 128}
+    flags |= {"attention_backend": "torch"} if "host" in request.param else {}
+    with engine(path, dtype="float32", **flags) as made:
+        yield made
+
+
+@torch.no_grad()
+def test_logits_and_text_are_transformers(path: Path, llm: LLM) -> None:
+    vision, model = vision_of(path), reference(path)
+    prompts = several(vision)
+    for each, (tokens, logits) in zip(prompts, written(llm, prompts), strict=True):
+        ids = torch.tensor([each.ids + tokens[:-1]])
+        given: dict[str, Any] = {"input_ids": ids, "token_type_ids": (ids == IMAGE).int()}
+        if each.media:
+            given["pixel_values"] = images_of(torch.cat([vectors.unpack(m.pixels) for m in each.media]), vision)
+        theirs = model(**given).logits[0]
+        torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=0)
+        assert theirs[len(each.ids) - 1 :, :TEXT].argmax(-1).tolist() == tokens
+
+
+@torch.no_grad()
+def test_a_chunk_that_cuts_a_picture_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail."""
+    monkeypatch.setattr(MediaState, "reach", lambda self, start, end: end)
+    monkeypatch.setattr(MediaState, "least_end", lambda self, start: start + 1)
+    vision = vision_of(path)
+    made = prompt(vision, words(13, 3), Picture(vision.side, vision.side, 2), words(3, 4))
+    outputs = []
+    for most in (64, 21):
+        with engine(path, dtype="float32", max_num_batched_tokens=most) as llm:
+            outputs.append(written(llm, [made])[0][1])
+    assert torch.equal(outputs[0][:13], outputs[1][:13])
+    assert (outputs[0][14:30] - outputs[1][14:30]).abs().max() > 1e-3
+
+
+def test_a_picture_waits_for_a_pass_that_holds_it(path: Path) -> None:
+    """Beside running requests that leave a pass less room than a picture has tokens."""
+    vision = vision_of(path)
+    prompts = several(vision)
+    with engine(path, max_num_batched_tokens=16, max_num_seqs=8) as llm:
+        together = run(llm, prompts, GREEDY)
+    with engine(path, max_num_seqs=1) as llm:
+        assert run(llm, prompts, GREEDY) == together
+
+
+def test_a_picture_that_no_pass_holds_is_refused(tmp_path: Path) -> None:
+    path = make_gemma3(tmp_path, tokens=64)
+    with engine(path, max_num_batched_tokens=63) as llm:
+        made = prompt(vision_of(path), words(3, 1), Picture(SIDE, SIDE, 1))
+        with pytest.raises(BadRequest, match=r"picture of 64 tokens.*pass of 63 tokens: raise --max-num-batched"):
+            stepped(llm, [made], GREEDY)
+        other = prompt(vision_of(path), words(3, 1), Picture(SIDE, SIDE - 1, 1))
+        with pytest.raises(BadRequest, match="every picture of this model has 8 rows and columns"):
+            stepped(llm, [other], GREEDY)
+
+
+BAD = {
+    "mm_tokens_per_image": (15, r"mm_tokens_per_image=15: its root must divide the 8 patches of a side"),
+    "image_token_index": (270, r"image_token_index=270: it must be a token; ids are 0 to 269"),
+    "vision_config.layer_norm_eps": (1e-5, r"layer_norm_eps=1e-05: it must be 1e-06"),
+    "vision_config.image_size": (33, r"image_size=33: it must be a multiple of 4"),
+    "vision_config.hidden_act": ("relu", r"hidden_act='relu': it must be"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_values_that_are_not_computed(name: str, path: Path, tmp_path: Path) -> None:
+    value, message = BAD[name]
+    raw = json.loads((path / "config.json").read_text())
+    inside = raw["vision_config"] if name.startswith("vision") else raw
+    inside[name.rpartition(".")[2]] = value
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(tmp_path)
+
+
+def test_names_of_other_exports(path: Path, tmp_path: Path) -> None:
+    """As the hub's checkpoints spell them, with a head that is not read; and a text model's export."""
+
+    def named(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        moved = {n.replace("vision_tower.", "vision_tower.vision_model."): t for n, t in tensors.items()}
+        return {**moved, "vision_tower.vision_model.head.probe": torch.zeros(1)}
+
+    other = renamed(path, tmp_path / "hub", named)
+    ours, theirs = (load_tower(Checkpoint.open(p), dtype=torch.float32, device="cpu") for p in (path, other))
+    assert ours is not None
+    assert theirs is not None
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    flags: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "attention": no_attention, "max_positions": 64}
+    mine, others = (load_model(Checkpoint.open(p), **flags) for p in (path, other))
+    assert torch.equal(mine.layers[1].mixer.qkv.weight, others.layers[1].mixer.qkv.weight)
+    text = renamed(path, tmp_path / "text", lambda t: {n: v for n, v in t.items() if n.startswith("language_model.")})
+    assert load_tower(Checkpoint.open(text), dtype=torch.float32, device="cpu") is None
+    ((_, count, why),) = Checkpoint.open(text).unread()
+    assert count == "no tensors"
+    assert "pictures are refused" in why
+
+
+# ---- Gemma 4 ----------------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "both ways in windows": {},
+    "experts, bounds in the tower": {**GEMMA4_EXPERTS, "clipped": True},
+    "causal, inputs of layers, shared keys": {**GEMMA4_INPUTS, "vocab_size_per_layer_input": VOCAB,
+                                              "use_bidirectional_attention": None},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=list(KINDS))
+def path4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gemma4(tmp_path_factory.mktemp("gemma4"), **KINDS[request.param])
+
+
+def given4(prompt: Prompt, vision: VisionConfig) -> dict[str, Any]:
+    """transformers' inputs of a prompt's pictures."""
+    patches = [vectors.unpack(item.pixels) for item in prompt.media]
+    return padded(patches, [item.grid[1:] for item in prompt.media], vision) if patches else {}
+
+
+@torch.no_grad()
+def test_gemma4_embeddings_are_transformers(path4: Path) -> None:
+    vision, model = vision_of(path4), reference(path4).model
+    tower = load_tower(Checkpoint.open(path4), dtype=torch.float32, device="cpu")
+    assert tower is not None
+    pictures = [Picture(4, 6, 1), Picture(8, 4, 2), Picture(2, 2, 3), Picture(2, 16, 4)]
+    grids, pixels = [(1, p.rows, p.columns) for p in pictures], [p.pixels(vision) for p in pictures]
+
+    def run(pixels: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+        return tower(pixels, {name: torch.from_numpy(v) for name, v in tower.host_inputs(grids).items()})
+
+    ours, start = run(torch.cat(pixels), grids), 0
+    theirs = model.get_image_features(**padded(pixels, [g[1:] for g in grids], vision)).pooler_output
+    for grid, each, expected in zip(grids, pixels, theirs, strict=True):
+        tokens = len(each) // 4
+        torch.testing.assert_close(ours[start : start + tokens], expected, atol=1e-4, rtol=0)
+        assert torch.equal(run(each, [grid]), ours[start : start + tokens])
+        start += tokens
+    with pytest.raises(ValueError, match="at most 16"):
+        tower.host_inputs([(1, 2, 18)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("most", [128, 21])
+def test_gemma4_logits_and_text_are_transformers(path4: Path, most: int) -> None:
+    vision, model = vision_of(path4), reference(path4)
+    prompts = shapes(vision)
+    with engine(path4, dtype="float32", max_num_batched_tokens=most) as llm:
+        outputs = written(llm, prompts)
+    for each, (tokens, logits) in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([each.ids + tokens[:-1]])
+        theirs = model(input_ids=ids, mm_token_type_ids=(ids == IMAGE).int(), **given4(each, vision)).logits[0]
+        torch.testing.assert_close(logits, theirs, atol=2e-4, rtol=0)  # 1.1e-4 with experts
+        assert theirs[len(each.ids) - 1 :, :TEXT].argmax(-1).tolist() == tokens

@@ -1,0 +1,191 @@
+"""Gemma's pictures from bytes and objects to token ids, positions and pixels: transformers' own are the measure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoImageProcessor
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+from tests.http import pictures_ as pics
+from tests.http import tokenizers_
+from unisono.frontend.input_processor import InputProcessor, ModelFacts
+from unisono.media.fetching.sources import MediaSource, Options
+from unisono.media.loader import MediaLoader, Vision
+from unisono.media.settings import MediaSettings
+from unisono.text.tokenizer import Tokenizer
+from unisono.types import BadRequest, CheckpointError
+from unisono.types.vectors import unpack
+
+START, END, IMAGE = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
+SIDE, PATCH, TOKENS = 8, 14, 4
+PREPROCESSOR = {
+    "do_convert_rgb": None, "do_normalize": True, "do_pan_and_scan": None, "do_rescale": True, "do_resize": True,
+    "image_mean": [0.5] * 3, "image_processor_type": "Gemma3ImageProcessor", "image_seq_length": TOKENS,
+    "image_std": [0.5] * 3, "processor_class": "Gemma3Processor", "resample": 2, "rescale_factor": 1 / 255,
+    "size": {"height": SIDE * PATCH, "width": SIDE * PATCH},
+}  # fmt: skip
+TEMPLATE = (
+    "{% for message in messages %}<start_of_turn>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text | trim }}{% endif %}{% endfor %}{% endif %}"
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+"""As Gemma 3's writes content parts."""
+
+
+def tokenizer() -> Any:
+    made = tokenizers_.byte_level()
+    made.add_special_tokens({"additional_special_tokens": [START, END, IMAGE]})
+    made.chat_template = TEMPLATE
+    for name, text in {"boi_token": START, "eoi_token": END, "image_token": IMAGE}.items():
+        setattr(made, name, text)
+        setattr(made, f"{name}_id", made.convert_tokens_to_ids(text))
+    return made
+
+
+def vision() -> Vision:
+    own = tokenizer()
+    return Vision(
+        merge=4, patch_size=PATCH, temporal_patch_size=1, image_token_id=own.image_token_id, video_token_id=-1,
+        vision_start_token_id=own.boi_token_id, vision_end_token_id=own.eoi_token_id, tokens_per_second=0, side=SIDE,
+        placeholder_token_id=own.boi_token_id, around="\n\n",
+    )  # fmt: skip
+
+
+def write(path: Path, **changes: Any) -> Path:
+    tokenizer().save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps({**PREPROCESSOR, **changes}))
+    return path
+
+
+def inputs_of(path: Path) -> InputProcessor:
+    facts = ModelFacts(4096, 1000, 6, "float32", (), {}, False, False, vision=vision())
+    return InputProcessor(Tokenizer.load(path), facts, MediaLoader(vision(), path, MediaSettings(), "float32", 4095))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture(scope="module")
+def inputs(directory: Path) -> Iterator[InputProcessor]:
+    made = inputs_of(directory)
+    yield made
+    made.media.close()
+
+
+def theirs(directory: Path, text: str, images: list[Any]) -> tuple[list[int], np.ndarray]:
+    """transformers' ids, and its pixels [n, 3, S, S]."""
+
+    class Own(Gemma3Processor):
+        def check_argument_for_proper_class(self, *given: Any) -> None:
+            pass
+
+    processor = Own(AutoImageProcessor.from_pretrained(str(directory), backend="pil"), tokenizer(), None, TOKENS)
+    made = processor(text=[text], images=[images], add_special_tokens=False)
+    return list(made["input_ids"][0]), np.asarray(made["pixel_values"])
+
+
+def square(patches: torch.Tensor) -> np.ndarray:
+    """An item's patches as an image [3, S, S]: two tokens a side, 4 × 4 patches each."""
+    parts = patches.view(2, 2, 4, 4, 3, PATCH, PATCH).permute(4, 0, 2, 5, 1, 3, 6)
+    return parts.reshape(3, SIDE * PATCH, SIDE * PATCH).numpy()
+
+
+def test_ids_positions_and_pixels_are_transformers(directory: Path, inputs: InputProcessor) -> None:
+    images = [pics.picture(90, 50, 1), pics.picture(33, 170, 2)]
+    text = f"Look:\n{START}\nand {START} at both."
+    ids, pixels = theirs(directory, text, images)
+    prompt = inputs.prompt({"prompt": text, "multi_modal_data": {"image": images}})
+    assert prompt.token_ids == ids
+    for item, one in zip(prompt.media, pixels, strict=True):
+        assert item.grid == (1, SIDE, SIDE)
+        assert np.array_equal(square(unpack(item.pixels)), one)
+        assert [ids[p] for p in item.positions] == [tokenizer().image_token_id] * TOKENS
+        assert ids[item.positions[0] - 1] == tokenizer().boi_token_id
+        assert ids[item.positions[-1] + 1] == tokenizer().eoi_token_id
+    written = inputs.prompt({"prompt": text.replace(START, f"\n\n{START}{IMAGE}{END}\n\n"),
+                             "multi_modal_data": {"image": images}})  # fmt: skip
+    assert written.token_ids == ids, "marks that are there already stay"
+
+
+def test_a_conversation(directory: Path, inputs: InputProcessor) -> None:
+    image = pics.picture(60, 60, 3)
+    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    loaded = inputs.media.load(MediaSource("image", "image", image))
+    prompt = inputs.chat([{"role": "user", "content": parts}], media=[loaded], add_generation_prompt=True)
+    text = f"<start_of_turn>user\n{START}What is it?<end_of_turn>\n<start_of_turn>model\n"
+    assert prompt.token_ids == theirs(directory, text, [image])[0]
+    (item,) = prompt.media
+    assert len(item.positions) == TOKENS
+
+
+def test_refusals(directory: Path, inputs: InputProcessor, tmp_path: Path) -> None:
+    image = pics.picture(60, 60, 3)
+    with pytest.raises(BadRequest, match="takes images only"):
+        inputs.prompt({"prompt": "x", "multi_modal_data": {"video": [[image, image]]}})
+    with pytest.raises(BadRequest, match="resized to 112 x 112 pixels by this model; leave out min_pixels"):
+        inputs.media.load(MediaSource("image", "image", image, Options(max_pixels=9000)))
+    with pytest.raises(BadRequest, match="1 placeholders for 2 images"):
+        inputs.prompt({"prompt": START, "multi_modal_data": {"image": [image, image]}})
+    for changes, what in (
+        ({"do_pan_and_scan": True}, "do_pan_and_scan"),
+        ({"size": {"height": 56, "width": 56}}, "56"),
+    ):
+        other = inputs_of(write(tmp_path / what, **changes))
+        with pytest.raises(CheckpointError, match=what):
+            other.media.prepare()
+        other.media.close()
+
+
+# ---- Gemma 4 ----------------------------------------------------------------------------------------
+
+GEMMA4 = {
+    "do_convert_rgb": True, "do_normalize": False, "do_rescale": True, "do_resize": True, "max_soft_tokens": 70,
+    "image_processor_type": "Gemma4ImageProcessor", "patch_size": 16, "pooling_kernel_size": 3, "resample": 3,
+    "rescale_factor": 1 / 255,
+}  # fmt: skip
+
+
+def test_gemma4_images_are_transformers(tmp_path: Path) -> None:
+    """Pixels, grids and the marks around an image's tokens; its placeholder is the token itself."""
+    own = tokenizer()
+    own.chat_template = None
+    own.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(GEMMA4))
+    seen = replace(vision(), merge=3, patch_size=16, side=0, placeholder_token_id=own.image_token_id, around="")
+    facts = ModelFacts(4096, 1000, 6, "float32", (), {}, False, False, vision=seen)
+    inputs = InputProcessor(
+        Tokenizer.load(tmp_path), facts, MediaLoader(seen, tmp_path, MediaSettings(), "float32", 99)
+    )
+    images = [pics.picture(200, 90, 1), pics.picture(33, 170, 2)]
+    prompt = inputs.prompt({"prompt": f"Look: {IMAGE} and {IMAGE}.", "multi_modal_data": {"image": images}})
+    found = AutoImageProcessor.from_pretrained(str(tmp_path), backend="pil").preprocess(images, return_tensors="np")
+    for item, pixels, places, count in zip(
+        prompt.media,
+        found["pixel_values"],
+        found["image_position_ids"],
+        found["num_soft_tokens_per_image"],
+        strict=True,
+    ):
+        rows, columns = item.grid[1:]
+        assert rows * columns == 9 * count == 9 * len(item.positions)
+        assert places.max(0).tolist() == [columns - 1, rows - 1]
+        parts = unpack(item.pixels).view(rows // 3, columns // 3, 3, 3, -1).transpose(1, 2).reshape(rows * columns, -1)
+        theirs = 2 * (torch.from_numpy(pixels[: rows * columns]).float() - 0.5)
+        assert torch.equal(parts, theirs)
+        first, last = item.positions[0], item.positions[-1]
+        marks = [prompt.token_ids[first - 1], prompt.token_ids[last + 1]]
+        assert marks == [own.boi_token_id, own.eoi_token_id]
+    with pytest.raises(BadRequest, match="at most 70 tokens by this model; leave out"):
+        inputs.media.load(MediaSource("image", "image", images[0], Options(max_pixels=9000)))
+    inputs.media.close()
