@@ -18,6 +18,7 @@ from typing import Any
 
 from unisono.config import hub
 from unisono.config.checkpoint_files import ADAPTER_CONFIG, CONFIG, names_in, no_config, not_a_directory, read_object
+from unisono.config.decoder_table import ROWS
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig, UnisonoError
 
 
@@ -84,6 +85,7 @@ models = Registry(
         "Qwen3MoeForCausalLM": "unisono.models.families.qwen3_moe:QWEN3_MOE",
         "Qwen3VLForConditionalGeneration": "unisono.models.families.qwen3_vl:QWEN3_VL",
         "Qwen3VLMoeForConditionalGeneration": "unisono.models.families.qwen3_vl_moe:QWEN3_VL_MOE",
+        **{name: f"unisono.models.families.table:{name}" for name in ROWS},
     },
     error=CheckpointError,
     group="unisono.models",
