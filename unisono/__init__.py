@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
     from unisono.types.lora import LoRARequest
+    from unisono.types.pooling import PoolingParams
     from unisono.types.prompts import TextPrompt, TokensPrompt
 
 __version__ = "0.2.0"
@@ -28,6 +29,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "LoRARequest",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -41,6 +43,7 @@ __all__ = [
 _HOMES = {
     "LLM": "unisono.entrypoints.llm",
     "LoRARequest": "unisono.types.lora",
+    "PoolingParams": "unisono.types.pooling",
     "BeamSearchParams": "unisono.frontend.beam_search",
     "AsyncLLM": "unisono.entrypoints.async_llm",
     "AsyncLLMEngine": "unisono.entrypoints.async_llm",

@@ -19,6 +19,7 @@ from typing import Any
 from unisono.config import hub
 from unisono.config.checkpoint_files import ADAPTER_CONFIG, CONFIG, names_in, no_config, not_a_directory, read_object
 from unisono.config.decoder_table import ROWS
+from unisono.config.preflight.families import HEADLESS
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig, UnisonoError
 
 
@@ -86,6 +87,7 @@ models = Registry(
         "Qwen3VLForConditionalGeneration": "unisono.models.families.qwen3_vl:QWEN3_VL",
         "Qwen3VLMoeForConditionalGeneration": "unisono.models.families.qwen3_vl_moe:QWEN3_VL_MOE",
         **{name: f"unisono.models.families.table:{name}" for name in ROWS},
+        **{name: f"unisono.models.families.headless:{name}" for name in HEADLESS},
     },
     error=CheckpointError,
     group="unisono.models",

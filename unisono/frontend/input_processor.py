@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from unisono.frontend.classifier import HEADLESS
 from unisono.frontend.embeddings import embedded_prompt, overridden
 from unisono.media.fetching.sources import LoadedMedia, MediaSource
 from unisono.media.inputs import KEYS, KWARGS, sources_of
@@ -47,7 +48,8 @@ class ModelFacts:
 
     dtype: the model's, by name. generation_defaults: sampling parameters of generation_config.json. prompt_embeds,
     return_hidden_states: the server's flags allow them. max_logprobs: largest ``logprobs``, -1 for no limit.
-    priorities: the engine schedules by priority. vision: image settings of a vision model.
+    priorities: the engine schedules by priority. vision: image settings of a vision model. generates: False for a
+    model without an LM head, whose states alone have a meaning.
     """
 
     max_model_len: int
@@ -61,6 +63,7 @@ class ModelFacts:
     max_logprobs: int = MAX_LOGPROBS
     priorities: bool = False
     vision: Vision | None = None
+    generates: bool = True
 
     @classmethod
     def of(cls, info: Mapping[str, Any], tokenizer: Tokenizer | None) -> ModelFacts:
@@ -78,6 +81,7 @@ class ModelFacts:
             max_logprobs=settings["max_logprobs"],
             priorities=settings["scheduling_policy"] == "priority",
             vision=Vision.of(info.get("vision")),
+            generates=not str(info.get("architecture", "")).endswith(HEADLESS),
         )
 
 
@@ -308,6 +312,12 @@ class InputProcessor:
 
     def _check_limits(self, params: SamplingParams, priority: int, name: str) -> None:
         """Raise BadRequest for features that this engine was started without."""
+        if not self.model.generates and not params.return_hidden_states:
+            raise BadRequest(
+                "This checkpoint has no LM head and writes no text: use /classify, /score, "
+                "/rerank, /pooling or /v1/embeddings (LLM.classify, score, encode, embed).",
+                "model",
+            )
         most = self.model.max_logprobs
         requested = self.model.vocab_size if params.logprobs == -1 else params.logprobs or 0
         if most != -1 and requested > most:

@@ -24,6 +24,7 @@ from unisono.http.routes import (
     embeddings,
     openai,
     page,
+    pooling,
     responses,
     sglang,
     state,
@@ -35,7 +36,7 @@ from unisono.types import UnisonoError
 
 ROUTES = tuple(
     group.add
-    for group in (adapters, admin, anthropic, docs, embeddings, openai, page, responses, sglang, state, tokens)
+    for group in (adapters, admin, anthropic, docs, embeddings, openai, page, pooling, responses, sglang, state, tokens)
 )
 """Functions that add a group of routes each."""
 

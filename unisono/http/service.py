@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import Request
 
 from unisono.cluster.engines import Engines
+from unisono.frontend.classifier import Classifier
 from unisono.frontend.pooling import Pooling
 from unisono.http.adapters import AdapterRegistry
 from unisono.http.answers.generation import Generation
@@ -57,6 +58,7 @@ class Service:
     allow_unknown_fields: bool = False
     profile_dir: Path | None = None
     pooling: Pooling = field(default_factory=Pooling)
+    classifier: Classifier | None = None
     tracer: RequestTracer | None = None
     draining: bool = False
     sleeping: bool = False

@@ -97,6 +97,14 @@ _GEMMA4 = {
     "use_bidirectional_attention": ("vision",),
 }  # fmt: skip
 
+HEADLESS: Mapping[str, str] = {
+    f"{name}{kind}": f"{name}ForCausalLM"
+    for kind in ("ForSequenceClassification", "Model")
+    for name in ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+}
+"""Architectures without an LM head -> that of their decoder: classifiers, rerankers and reward models with a head
+``score``, and embedding models."""
+
 ARCHITECTURES: Mapping[str, Facts] = {
     "Gemma2ForCausalLM": Facts(("gemma2",), takes=_GEMMA2, windows="by layer"),
     "Gemma3ForCausalLM": Facts(("gemma3_text",), takes=_GEMMA3, windows="by layer", rope_by_type=True),
@@ -147,6 +155,7 @@ ARCHITECTURES: Mapping[str, Facts] = {
     ),
     **{name: facts_of(row) for name, row in ROWS.items()},
 }
+ARCHITECTURES = {**ARCHITECTURES, **{name: ARCHITECTURES[decoder] for name, decoder in HEADLESS.items()}}
 """By ``architectures[0]``; the keys are those of ``catalog.models`` (a test compares them)."""
 
 DRAFT_LAYERS: Mapping[str, str] = {

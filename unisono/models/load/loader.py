@@ -305,7 +305,7 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
 
     check(targets, tensors, checkpoint.path, unexpected)
     fill(targets, tensors, decoder.embed.weight.device, lambda share: progress("load", share))
-    if tied and head in tensors:
+    if tied and head in tensors and not head.startswith(unread):
         _check_tied_head(decoder, head, tensors)
     _check_finite(decoder, checkpoint)
 
