@@ -1,8 +1,8 @@
 """Decoders without an LM head: classifiers, rerankers, reward models and embedding models.
 
-``…ForSequenceClassification`` and ``…Model`` of transformers. The decoder is that of the family; the head (``score``) is read by
-``frontend/classifier.py`` and applied to the pooled states. The engine ties the LM head that it needs to the embedding,
-and refuses requests for text.
+``…ForSequenceClassification`` and ``…Model`` of transformers. The decoder is that of the family. The head (``score``)
+is read by ``frontend/classifier.py`` and applied to the pooled states. The engine ties the LM head that it needs to the
+embedding, and refuses requests for text.
 """
 
 from __future__ import annotations

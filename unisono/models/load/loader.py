@@ -191,11 +191,12 @@ class Shared(WeightTarget):
 
         Raises CheckpointError if the format stores blocks of outputs that the rows would cut or mix.
         """
-        block = len(rows) // max(1, *place.shape[:1])
-        blocks = rows.view(-1, block)
         stored = _stored(place)
         if stored is not None and stored.layout is not None and stored.layout.dim is None:  # it serves all outputs
-            return cls(place.parameter, place.shape, place.accepts, parts=(*held_by(others), (place, None)))
+            parts: tuple[tuple[WeightTarget, torch.Tensor | None], ...] = (*held_by(others), (place, None))
+            return cls(place.parameter, place.shape, place.accepts, also=place.also, parts=parts)
+        block = len(rows) // max(1, place.shape[0])
+        blocks = rows.view(-1, block)
         other_way = stored is not None and stored.layout is not None and stored.layout.dim != 0
         whole = torch.equal(blocks.sort().values, blocks.amin(1, keepdim=True) // block * block + torch.arange(block))
         if other_way or not whole:
