@@ -166,10 +166,10 @@ def test_fields_that_other_families_do_not_read(name: str, changes: dict[str, An
 
 
 def test_the_architecture_is_told_before_its_fields(tmp_path: Path) -> None:
-    """Phi-4-mini: nobody should be told to change a rope that would not help."""
+    """Phi-4-mini-flash: nobody should be told to change a rope that would not help."""
     config = of_class("phi3", rope_scaling={"type": "longrope", "long_factor": [1.0] * 48, "short_factor": [1.0] * 48})
-    said = refusal(write(tmp_path / "c", config, architectures=["Phi3ForCausalLM"]))
-    assert "'Phi3ForCausalLM' is not supported" in said
+    said = refusal(write(tmp_path / "c", config, architectures=["Phi4FlashForCausalLM"]))
+    assert "'Phi4FlashForCausalLM' is not supported" in said
     assert "rope" not in said
 
 
