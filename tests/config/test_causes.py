@@ -255,7 +255,9 @@ COMMANDS = (
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_every_command_tells_before_torch_is_imported(line: str, tmp_path: Path) -> None:
-    foreign = write(tmp_path / "c", LLAMA_31_8B, architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid")
+    foreign = write(
+        tmp_path / "c", LLAMA_31_8B, architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid"
+    )
     arguments = line.format(foreign).split()
     code = f"import sys, unisono.cli.main; sys.argv[1:] = {arguments!r}\ntry: unisono.cli.main.app()\n"
     code += "finally: print([m for m in ('torch', 'transformers', 'fastapi') if m in sys.modules])"

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.config.configs import of_class, write
 from tests.models.table_cases import CASES, fields_of
 from unisono.config.decoder_table import ROWS
 from unisono.config.preflight.families import ANY, facts_of
 from unisono.config.preflight.formula import FORMULA, check_formula, check_model_type
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import CheckpointError
 
 WHERE = Path("config.json")
@@ -67,3 +69,14 @@ def test_rope_types_of_few_families_are_refused_by_the_others(architecture: str,
         return
     with pytest.raises(CheckpointError, match="rope_type"):
         check_formula(architecture, edited, WHERE)
+
+
+@pytest.mark.parametrize("architecture", ROWS)
+def test_the_default_config_of_the_class_is_read(architecture: str, tmp_path: Path) -> None:
+    """transformers' own defaults, which are those of a published model in most classes."""
+    row = ROWS[architecture]
+    config = of_class(row.model_types[0], architectures=[architecture], eos_token_id=0)
+    opened = Checkpoint.open(write(tmp_path / "c", config))
+    text = config.get("text_config", config)
+    assert opened.config.num_layers == text["num_hidden_layers"]
+    assert opened.config.attention_shapes[0][0] == text["num_attention_heads"]

@@ -52,3 +52,17 @@ def test_a_row_computes_what_transformers_computes(case: str, tmp_path: Path, pr
     assert all(torch.equal(last[i], logits[-1:]) for i, logits in enumerate(ours))
     exact = decoder.reference(torch.tensor(prompts[-1]))
     torch.testing.assert_close(ours[-1].double(), exact, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_dynamic_rope_stretches_its_base_for_the_longest_text(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """Beyond the trained length (64) the base is that of transformers for a text as long as ``max_positions``."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
+    fields = {"max_position_embeddings": 64, "rope_parameters": rope}
+    directory = make_checkpoint(tmp_path, "llama", tokenizer=False, **fields)
+    model, decoder = reference(directory), load(directory, max_positions=len(prompts[0]))
+    assert decoder.config.max_positions == 192
+    (ours,) = whole(decoder, prompts[:1])
+    torch.testing.assert_close(ours, model(torch.tensor(prompts[:1])).logits[0], atol=1e-4, rtol=0)
+    (within,) = whole(load(directory, max_positions=64), prompts[1:])
+    torch.testing.assert_close(within, reference(directory)(torch.tensor(prompts[1:])).logits[0], atol=1e-4, rtol=0)

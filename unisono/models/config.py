@@ -219,11 +219,18 @@ def read_decoder_config(
         hidden_size=text.hidden_size,
         layers=tuple(layers),
         rms_eps=text.rms_norm_eps if rms_eps is None else rms_eps,
-        max_positions=text.max_position_embeddings,
+        max_positions=int(text.max_position_embeddings * stretch_of(text)),
         tie_embeddings=bool(hf_config.tie_word_embeddings),
         hf_config=text,
         **options,
     )
+
+
+def stretch_of(text: Any) -> float:
+    """Factor by which ``dynamic`` rotary embeddings extend a text model's declared context; 1 for others."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    dynamic = parameters.get("rope_type") == "dynamic" and not parameters.get("alpha")
+    return max(1.0, float(parameters.get("factor", 1.0))) if dynamic else 1.0
 
 
 def read_attention(hf_config: Any, **options: Any) -> AttentionSpec:
