@@ -104,7 +104,7 @@ _MLP_BIAS = ConfigField("mlp_bias")
 _USE_BIAS = ConfigField("use_bias")
 _LAYER_EPS = ConfigField("layer_norm_eps")
 _QK_NORM = {True: "layer", False: "", None: ""}
-_RELU2 = {"gated": False, "activation": "relu2"}
+_RELU2: dict[str, Any] = {"gated": False, "activation": "relu2"}
 _GRANITE: dict[str, Any] = {
     "scale": ConfigField("attention_multiplier"),
     "embed_scale": ConfigField("embedding_multiplier"),

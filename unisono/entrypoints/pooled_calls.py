@@ -155,8 +155,8 @@ class PooledCalls:
         self, prompts: PromptType | Sequence[PromptType], params: PoolingParams, use_tqdm: Bar, lora: Any
     ) -> Any:
         """Compute the final hidden states of the prompts' tokens."""
-        options = {"truncate_prompt_tokens": params.truncate_prompt_tokens}
-        sampling = SamplingParams(temperature=0, max_tokens=1, return_hidden_states=True, **options)
+        kept = params.truncate_prompt_tokens
+        sampling = SamplingParams(temperature=0, max_tokens=1, return_hidden_states=True, truncate_prompt_tokens=kept)
         return self.generate(prompts, sampling, use_tqdm=use_tqdm, lora_request=lora)
 
     def _vector(self, output: Any, params: PoolingParams, normalize: bool = True) -> np.ndarray:

@@ -19,7 +19,8 @@ import numpy as np
 
 HEADER_BYTES = 8
 """Length of the field with the size of a safetensors header."""
-DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8"), "BF16": np.dtype("<u2")}
+KINDS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
+DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(kind) for name, kind in KINDS.items()}
 CLASSIFIES = "ForSequenceClassification"
 HEADLESS = (CLASSIFIES, "Model")
 """Ends of architectures without an LM head."""

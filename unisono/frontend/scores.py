@@ -73,7 +73,7 @@ def paired(first: Sequence[str], second: Sequence[str], names: tuple[str, str]) 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:
     """Cosine of two embeddings [dimensions], in float64."""
     a, b = first.astype(np.float64), second.astype(np.float64)
-    return float(a @ b / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-12))
+    return float(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
 
 
 def check_task(task: str, pooling: Pooling, classifier: Classifier | None) -> None:

@@ -146,7 +146,7 @@ async def respond(
     return await answer.send(PooledReply(generations, write), generations, False)
 
 
-def listing(service: Service, model: str, data: list[dict[str, Any]]) -> dict[str, Any]:
+def listing(model: str, data: list[dict[str, Any]]) -> dict[str, Any]:
     """A list of results in vLLM's form."""
     return {"id": new_id("pool-"), "object": "list", "created": int(time.time()), "model": model, "data": data}
 
@@ -157,77 +157,87 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post("/pooling", dependencies=ready, **described("Pool texts.", PooledRequest))
     async def pooling(request: Request) -> Response:
-        body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), PooledRequest), len(raw)))
-        model, head = service.model(body.model), service.classifier
-        task = body.task or ("embed" if head is None else "classify")
-        check_task(task, service.pooling, head)
-        _check_dimensions(body.dimensions, service)
-        active, form = body.use_activation is not False and body.normalize is not False, body.encoding_format or "float"
-
-        def write(states: list[np.ndarray]) -> dict[str, Any]:
-            found = [_pooled(service, each, task, body.dimensions, active) for each in states]
-            data = [{"index": i, "object": "pooling", "data": encoded(each, form)} for i, each in enumerate(found)]
-            return listing(service, model, data)
-
-        fields = {"model": model, "truncate_prompt_tokens": body.truncate_prompt_tokens}
-        return await respond(service, request, body.input, size, fields, "input", write)
+        return await _pool(service, request)
 
     @app.post("/classify", dependencies=ready, **described("Classify texts.", ClassificationRequest))
     async def classify(request: Request) -> Response:
-        body, size = await parsed_body(
-            request, lambda raw: (checked(load_object(raw), ClassificationRequest), len(raw))
-        )
-        model, head = service.model(body.model), service.classifier
-        check_task("classify", service.pooling, head)
-
-        def write(states: list[np.ndarray]) -> dict[str, Any]:
-            assert head is not None
-            data = []
-            for index, each in enumerate(states):
-                probs = head.scores(each[-1], body.use_activation is not False)
-                label = head.labels[int(probs.argmax())]
-                data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
-            return listing(service, model, data)
-
-        fields = {"model": model, "truncate_prompt_tokens": body.truncate_prompt_tokens}
-        return await respond(service, request, body.input, size, fields, "input", write)
+        return await _classify(service, request)
 
     @app.post("/score", dependencies=ready, **described("Score pairs of texts.", ScoreRequest))
     @app.post("/v1/score", dependencies=ready, **described("Score pairs of texts.", ScoreRequest))
     async def score(request: Request) -> Response:
-        body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), ScoreRequest), len(raw)))
-        model = service.model(body.model)
-        first, second = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
-        pairs = paired(first, second, ("text_1", "text_2"))
-
-        def write(scores: list[float]) -> dict[str, Any]:
-            data = [{"index": i, "object": "score", "score": each} for i, each in enumerate(scores)]
-            return listing(service, model, data)
-
-        return await _scored(service, request, pairs, size, body, "text_2", write)
+        return await _score(service, request)
 
     @app.post("/rerank", dependencies=ready, **described("Rank documents by a query.", RerankRequest))
     @app.post("/v1/rerank", dependencies=ready, **described("Rank documents by a query.", RerankRequest))
     @app.post("/v2/rerank", dependencies=ready, **described("Rank documents by a query.", RerankRequest))
     async def rerank(request: Request) -> Response:
-        body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), RerankRequest), len(raw)))
-        model = service.model(body.model)
-        texts = [each if isinstance(each, str) else each.text for each in body.documents]
-        pairs = paired([body.query], texts, ("query", "documents"))
-        if body.top_n is not None and body.top_n < 0:
-            raise BadRequest(f"top_n={body.top_n} is out of range: give a whole number from 0 on.", "top_n")
+        return await _rerank(service, request)
 
-        def write(scores: list[float]) -> dict[str, Any]:
-            order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
-            shown = body.return_documents is not False
-            results = [
-                {"index": index, **({"document": {"text": texts[index]}} if shown else {}),
-                 "relevance_score": scores[index]}
-                for index in order
-            ]  # fmt: skip
-            return {"id": new_id("rerank-"), "model": model, "results": results}
 
-        return await _scored(service, request, pairs, size, body, "documents", write)
+async def _pool(service: Service, request: Request) -> Response:
+    body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), PooledRequest), len(raw)))
+    model, head = service.model(body.model), service.classifier
+    task = body.task or ("embed" if head is None else "classify")
+    check_task(task, service.pooling, head)
+    _check_dimensions(body.dimensions, service)
+    active, form = body.use_activation is not False and body.normalize is not False, body.encoding_format or "float"
+
+    def write(states: list[np.ndarray]) -> dict[str, Any]:
+        found = [_pooled(service, each, task, body.dimensions, active) for each in states]
+        data = [{"index": i, "object": "pooling", "data": encoded(each, form)} for i, each in enumerate(found)]
+        return listing(model, data)
+
+    fields = {"model": model, "truncate_prompt_tokens": body.truncate_prompt_tokens}
+    return await respond(service, request, body.input, size, fields, "input", write)
+
+
+async def _classify(service: Service, request: Request) -> Response:
+    body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), ClassificationRequest), len(raw)))
+    model, head = service.model(body.model), service.classifier
+    check_task("classify", service.pooling, head)
+
+    def write(states: list[np.ndarray]) -> dict[str, Any]:
+        assert head is not None
+        data = []
+        for index, each in enumerate(states):
+            probs = head.scores(each[-1], body.use_activation is not False)
+            label = head.labels[int(probs.argmax())]
+            data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
+        return listing(model, data)
+
+    fields = {"model": model, "truncate_prompt_tokens": body.truncate_prompt_tokens}
+    return await respond(service, request, body.input, size, fields, "input", write)
+
+
+async def _score(service: Service, request: Request) -> Response:
+    body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), ScoreRequest), len(raw)))
+    model = service.model(body.model)
+    first, second = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
+    pairs = paired(first, second, ("text_1", "text_2"))
+
+    def write(scores: list[float]) -> dict[str, Any]:
+        return listing(model, [{"index": i, "object": "score", "score": each} for i, each in enumerate(scores)])
+
+    return await _scored(service, request, pairs, size, body, "text_2", write)
+
+
+async def _rerank(service: Service, request: Request) -> Response:
+    body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), RerankRequest), len(raw)))
+    model = service.model(body.model)
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    pairs = paired([body.query], texts, ("query", "documents"))
+    if body.top_n is not None and body.top_n < 0:
+        raise BadRequest(f"top_n={body.top_n} is out of range: give a whole number from 0 on.", "top_n")
+
+    def write(scores: list[float]) -> dict[str, Any]:
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+        results = [{"index": index, "relevance_score": scores[index]} for index in order]
+        if body.return_documents is not False:
+            results = [{**one, "document": {"text": texts[index]}} for one, index in zip(results, order, strict=True)]
+        return {"id": new_id("rerank-"), "model": model, "results": results}
+
+    return await _scored(service, request, pairs, size, body, "documents", write)
 
 
 async def _scored(

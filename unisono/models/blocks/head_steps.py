@@ -66,8 +66,7 @@ class HeadLayerNorm(nn.Module):
         weight = torch.ones(heads, head_dim, dtype=builder.dtype, device=builder.device)
         self.weight, self.eps, self.order = nn.Parameter(weight, requires_grad=False), builder.rms_eps, order
         ones = torch.ones(head_dim, device=builder.device)
-        self.register_buffer("ones", ones, persistent=False)
-        self.register_buffer("zeros", torch.zeros_like(ones), persistent=False)
+        self.ones, self.zeros = ones, torch.zeros_like(ones)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.float().reshape(-1, x.shape[-1])

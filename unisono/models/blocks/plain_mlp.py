@@ -51,10 +51,11 @@ class Xielu(nn.Module):
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
-            self.register_parameter(
-                name, nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
-            )
+
+        def number(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.alpha_p, self.alpha_n, self.beta, self.eps = number(1), number(1), number(), number()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)

@@ -168,8 +168,8 @@ def _rotary(
     if row.rope_by_type:
         found = dict(found.get(text.layer_types[number], found))
     if found.get("rope_type") == "dynamic" and "alpha" in row.rope_types:
-        base, alpha = found["rope_theta"], found.get("alpha")
-        require(bool(alpha), "rope_parameters.alpha", alpha, "the length alone does not stretch this model's base")
+        base, alpha = float(found["rope_theta"]), float(found.get("alpha") or 0)
+        require(alpha > 0, "rope_parameters.alpha", alpha, "the length alone does not stretch this model's base")
         found = {"rope_type": "default", "rope_theta": base * alpha ** (head_dim / (head_dim - 2))}
     return RotarySpec.of(text, head_dim, found or None), True
 
