@@ -232,7 +232,7 @@ async def _rerank(service: Service, request: Request) -> Response:
 
     def write(scores: list[float]) -> dict[str, Any]:
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
-        results = [{"index": index, "relevance_score": scores[index]} for index in order]
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
         if body.return_documents is not False:
             results = [{**one, "document": {"text": texts[index]}} for one, index in zip(results, order, strict=True)]
         return {"id": new_id("rerank-"), "model": model, "results": results}
