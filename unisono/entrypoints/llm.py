@@ -110,6 +110,7 @@ class LLM(PooledCalls):
         self.loop = EngineLoop(engine, engine.config.device)
         self._model, self._facts = model, _facts(engine)
         facts = ModelFacts.of(engine.info(), self.tokenizer)
+        self._speculation = (engine.worker.drafter.name, engine.runner.width - 1)
         loader = MediaLoader(facts.vision, directory, media, facts.dtype, facts.max_model_len - 1)
         self._inputs = InputProcessor(self.tokenizer, facts, loader)
         self._default_params, self._pooling = engine.default_params(), pooling_of(directory)
@@ -333,7 +334,8 @@ class LLM(PooledCalls):
             request = replace(request, adapter=self._adapter(lora_request))
         requests = request.sequences()
         self.loop.check(requests[0])
-        return Collector(request_id or own_id, requests, self.tokenizer, prepared.text, self.eos_token_ids)
+        text = prepared.text
+        return Collector(request_id or own_id, requests, self.tokenizer, text, self.eos_token_ids, self._speculation)
 
     def _adapter(self, adapter: LoRARequest) -> str:
         """Return the name of an adapter; load it on first use. Raises BadRequest."""
