@@ -140,3 +140,15 @@ def test_several_labels_give_no_score(classifier: Server) -> None:
     answer = classifier.http.post("/score", json={"text_1": "a", "text_2": "b"})
     assert answer.status_code == 400
     assert "2 labels" in answer.json()["error"]["message"]
+
+
+def test_texts_beyond_the_context_are_refused_before_they_are_tokenized(reranker: Server) -> None:
+    for path, body, field in (
+        ("/score", {"text_1": "a", "text_2": ["b", "c" * 2_000_000]}, "text_2"),
+        ("/rerank", {"query": "q" * 2_000_000, "documents": ["b"]}, "query"),
+    ):
+        answer = reranker.http.post(path, json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+    body = {"query": "q", "documents": ["b" * 600], "truncate_prompt_tokens": 8}
+    assert reranker.http.post("/rerank", json=body).json()["usage"]["total_tokens"] == 8

@@ -125,8 +125,8 @@ class PooledCalls:
         if self._classifier is None:
             return self._cosines(first, pairs, params, use_tqdm, lora_request)
         check_one_label(self._classifier)
-        tokenizer = self._inputs.tokenizer
-        ids = [pair_ids(tokenizer, query, document, chat_template) for query, document in pairs]
+        names, truncates = ("data_1", "data_2"), params.truncate_prompt_tokens is not None
+        ids = [pair_ids(self._inputs, pair, names, truncates, chat_template) for pair in pairs]
         outputs = self.encode(ids, params, pooling_task="classify", use_tqdm=use_tqdm, lora_request=lora_request)
         for output in outputs:
             output.outputs = ScoringOutput(float(output.outputs.data[0]))

@@ -345,21 +345,22 @@ class InputProcessor:
 
     def encode_any(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text that need not fit the context. Raises BadRequest for one of too many characters."""
+        return self.checked(text, param, truncates=True).encode(text, add_special_tokens)
+
+    def checked(self, text: str, param: str, truncates: bool = False) -> Tokenizer:
+        """The tokenizer, for a text that is short enough to be tokenized: megabytes take minutes.
+
+        truncates: it need not fit the context. Raises BadRequest, also for a checkpoint without a tokenizer.
+        """
         tokenizer, context = self.require_tokenizer(param), self.model.max_model_len
         most = max(FREE_CHARS, CHARS_OF_A_TOKEN * context)
-        if len(text) > most:
+        if truncates and len(text) > most:
             raise BadRequest(
                 f"{param} has {len(text)} characters; of a text that need not fit the context of {context} tokens at "
                 f"most {most} are tokenized. Split it, or raise --max-model-len.",
                 param,
             )
-        return tokenizer.encode(text, add_special_tokens)
-
-    def _encode(self, text: str, param: str, add_special_tokens: bool, truncates: bool = False) -> list[int]:
-        if truncates:
-            return self.encode_any(text, param, add_special_tokens)
-        tokenizer, context = self.require_tokenizer(param), self.model.max_model_len
-        if len(text) > context:  # tokenizing megabytes takes minutes
+        if not truncates and len(text) > context:
             least = -(-len(text) // tokenizer.longest_token)
             if least > context:
                 raise BadRequest(
@@ -368,7 +369,10 @@ class InputProcessor:
                     param,
                     "context_length_exceeded",
                 )
-        return tokenizer.encode(text, add_special_tokens)
+        return tokenizer
+
+    def _encode(self, text: str, param: str, add_special_tokens: bool, truncates: bool = False) -> list[int]:
+        return self.checked(text, param, truncates).encode(text, add_special_tokens)
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from unisono.frontend.classifier import Classifier, classifier_of
+from unisono.frontend.input_processor import InputProcessor
 from unisono.frontend.pooling import Pooling
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, CheckpointError
@@ -39,13 +40,17 @@ def is_score_template(template: str | None) -> bool:
     return template is not None and all(re.search(rf"[\"']{role}[\"']", template) for role in (QUERY, DOCUMENT))
 
 
-def pair_ids(tokenizer: Tokenizer | None, query: str, document: str, template: str | None = None) -> list[int]:
+def pair_ids(
+    inputs: InputProcessor, pair: tuple[str, str], names: tuple[str, str], truncates: bool, template: str | None = None
+) -> list[int]:
     """Token ids of a pair for a reranker: by a score template, or the tokenizer's form of two texts.
 
-    template: a Jinja template in place of the checkpoint's. Raises BadRequest without a tokenizer.
+    names: of the texts' fields, for errors. truncates: the prompt is cut to the context later. template: a Jinja
+    template in place of the checkpoint's. Raises BadRequest without a tokenizer and for a text that is too long.
     """
-    if tokenizer is None:
-        raise BadRequest("This checkpoint has no tokenizer, so texts cannot be scored.", "text_1")
+    query, document = pair
+    for text, name in zip(pair, names, strict=True):
+        tokenizer = inputs.checked(text, name, truncates)
     if template is None and not is_score_template(tokenizer.chat_template):
         return tokenizer.encode_pair(query, document)
     messages = [{"role": QUERY, "content": query}, {"role": DOCUMENT, "content": document}]

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -20,7 +20,7 @@ from unisono.frontend.scores import check_one_label, check_task, cosine, pair_id
 from unisono.http.answers.answer import Answer
 from unisono.http.answers.generation import Generation, merge
 from unisono.http.errors import unavailable
-from unisono.http.limits.fields import Strings, TokenIdLists, TokenIds
+from unisono.http.limits.fields import FirstError, Strings, TokenIdLists, TokenIds
 from unisono.http.openai.protocol import CompletionRequest, parse_fields
 from unisono.http.openai.translation import Renames, checked
 from unisono.http.request_body import load_object, off_loop
@@ -96,7 +96,9 @@ class RerankRequest(BaseModel):
     model_config = STRICT
 
     query: str = Field(description="a string")
-    documents: list[str | RankedText] = Field(description="a list of strings, or of objects with a text")
+    documents: Annotated[list[str | RankedText], FirstError()] = Field(
+        description="a list of strings, or of objects with a text"
+    )
     model: str | None = MODEL
     top_n: int | None = Field(None, description="a whole number: best documents that are returned; 0 or null: all")
     return_documents: bool | None = Field(None, description="true (the default) or false")
@@ -249,7 +251,9 @@ async def _scored(
     fields = {"model": service.model(body.model), "truncate_prompt_tokens": body.truncate_prompt_tokens}
     if head is not None:
         check_one_label(head)
-        ids = await _pair_ids(service, pairs, size)
+        names, truncates = ("text_1" if field == "text_2" else "query", field), body.truncate_prompt_tokens is not None
+        inputs = service.serving.inputs
+        ids = await off_loop(size, lambda: [pair_ids(inputs, pair, names, truncates) for pair in pairs])
         return await respond(
             service, request, ids, size, fields, field, lambda states: write(_of_pairs(head, states, active))
         )
@@ -263,11 +267,6 @@ async def _scored(
         return write([cosine(of_query[query], each) for (query, _), each in zip(pairs, documents, strict=True)])
 
     return await respond(service, request, texts, size, fields, field, cosines)
-
-
-async def _pair_ids(service: Service, pairs: Sequence[tuple[str, str]], size: int) -> list[list[int]]:
-    tokenizer = service.serving.inputs.tokenizer
-    return await off_loop(size, lambda: [pair_ids(tokenizer, query, document) for query, document in pairs])
 
 
 def _of_pairs(head: Classifier, states: list[np.ndarray], active: bool) -> list[float]:
