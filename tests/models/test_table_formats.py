@@ -61,7 +61,7 @@ def test_a_rank_holds_its_part_or_is_refused(case: str, tmp_path: Path) -> None:
     together = any(layer.mixer.spec.steps is not None and layer.mixer.spec.steps.norm for layer in ours.layers)
     for index in range(2):
         if together:
-            with pytest.raises(ConfigError, match="reads all heads together"):
+            with pytest.raises(ConfigError, match="weights of each head"):
                 loaded(path, Ranks(index, 2))
             continue
         divided = 0

@@ -329,8 +329,6 @@ ROWS: Mapping[str, DecoderRow] = {
         experts=(ConfigField("num_experts"), ConfigField("num_experts_per_tok"), ConfigField("norm_topk_prob")),
         names={
             **experts("mlp", "gate", "experts.gate_up_proj", "experts.down_proj"),
-            "layers.*.mixer.steps.q_norm": LAYER + "self_attn.q_norm",
-            "layers.*.mixer.steps.k_norm": LAYER + "self_attn.k_norm",
         },
     ),
     "Phi3ForCausalLM": DecoderRow(

@@ -1,6 +1,6 @@
 """Steps of attention between the qkv projection and the KV cache, for families that compute more than head norms.
 
-In this order: a norm over all heads together or a LayerNorm of each head, a limit of the values, a rotation before the
+In this order: a LayerNorm of each head, a limit of the values, a rotation before the
 head norms, and after it a factor of queries that grows with the position. Every step computes a token on its own.
 
 Shapes: T tokens, Hq / Hkv query / KV heads, D head dim.
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from unisono.kernels.vision.norm import layer_norm
-from unisono.layers.activations import plain
 from unisono.layers.formats.base import WeightTarget
 from unisono.layers.rotary import RotarySpec
 from unisono.models.load.build import Builder, require
@@ -26,32 +26,31 @@ from unisono.types import ConfigError
 class HeadStepsSpec:
     """See the module.
 
-    norm: "" for none; "full": RMSNorm over all query heads, and over all key heads; "layer": LayerNorm of each head,
-        with weights [heads, D]. order: element of a stored head norm for each element of a head; empty: in order.
+    norm: LayerNorm of each head, with weights [heads, D]. order: element of a stored head norm for each element of a
+        head; empty: in order.
     clip: queries, keys and values are limited to ± clip; 0: no limit.
     rotate_first: heads are rotated before the head norms.
     query_growth: (beta, positions): queries are multiplied by 1 + beta · ln(1 + floor(position / positions)).
     """
 
-    norm: str = ""
+    norm: bool = False
     order: tuple[int, ...] = ()
     clip: float = 0.0
     rotate_first: bool = False
     query_growth: tuple[float, int] | None = None
 
     def __post_init__(self) -> None:
-        require(self.norm in ("", "full", "layer"), "qk_norm", self.norm, "it must be full or layer")
         require(self.clip >= 0, "clip_qkv", self.clip, "it must be at least 0")
         if self.query_growth is not None:
             positions = self.query_growth[1]
             require(positions >= 1, "original_max_position_embeddings", positions, "it must be at least 1")
 
     def check_divides(self, ranks: int) -> None:
-        """Raise ConfigError if the heads cannot be divided among several ranks: a norm needs all of them."""
+        """Raise ConfigError if the heads cannot be divided among several ranks: norms with weights of each head."""
         if self.norm:
             raise ConfigError(
-                f"--tensor-parallel-size {ranks}: a norm of this model reads all heads together, which ranks do not "
-                "exchange. Give --tensor-parallel-size 1."
+                f"--tensor-parallel-size {ranks}: this model's head norms have weights of each head, which are not "
+                "divided. Give --tensor-parallel-size 1."
             )
 
     def build(self, builder: Builder, num_heads: int, num_kv_heads: int, head_dim: int) -> HeadSteps:
@@ -98,11 +97,9 @@ class HeadSteps(nn.Module):
     def __init__(self, spec: HeadStepsSpec, builder: Builder, sizes: tuple[int, int, int]) -> None:
         super().__init__()
         self.spec, (self.heads, self.kv_heads, self.dim) = spec, sizes
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        if spec.norm == "full":
-            self.q_norm, self.k_norm = (builder.norm(heads * self.dim) for heads in (self.heads, self.kv_heads))
-        elif spec.norm == "layer":
+        self.q_norm: HeadLayerNorm | None = None
+        self.k_norm: HeadLayerNorm | None = None
+        if spec.norm:
             named = ((self.heads, "q_norm"), (self.kv_heads, "k_norm"))
             self.q_norm, self.k_norm = (HeadLayerNorm(n, self.dim, spec.order, builder.at(name)) for n, name in named)
         self.still = builder.rotary(RotarySpec.none(self.dim)) if spec.rotate_first else None
@@ -130,11 +127,12 @@ class HeadSteps(nn.Module):
             qkv = torch.cat((q, k, v), dim=1)
         return (qkv.clamp(-spec.clip, spec.clip) if spec.clip else qkv), table
 
-    def _normed(self, x: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+    def _normed(self, x: torch.Tensor, norm: HeadLayerNorm | None) -> torch.Tensor:
         """Norm x [T, heads · D]."""
-        if isinstance(norm, HeadLayerNorm):
-            return norm(x.unflatten(1, (-1, self.dim))).flatten(1)
-        return x if norm is None else plain(norm(x.contiguous()))
+        if norm is None:
+            return x
+        normed: torch.Tensor = norm(x.unflatten(1, (-1, self.dim)))
+        return normed.flatten(1)
 
     def _rotated(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Rotate x [T, heads · D] in fp32 by angles [T, rot_dim]."""
@@ -152,10 +150,8 @@ class HeadSteps(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The steps before the rotation, in plain formulas, [T, heads, D] each: the tests' oracle."""
-        if self.spec.norm == "full":
-            q, k = (n.reference(x.flatten(1)).view(x.shape) for n, x in ((self.q_norm, q), (self.k_norm, k)))  # type: ignore[union-attr, operator]
-        elif self.spec.norm == "layer":
-            q, k = self.q_norm.reference(q), self.k_norm.reference(k)  # type: ignore[union-attr, operator]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.reference(q), self.k_norm.reference(k)
         limit = self.spec.clip
         return (q.clamp(-limit, limit), k.clamp(-limit, limit), v.clamp(-limit, limit)) if limit else (q, k, v)
 
@@ -165,3 +161,24 @@ def rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     first, second, rest = x.split((cos.shape[-1], cos.shape[-1], x.shape[-1] - cos_sin.shape[-1]), dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def reference_heads(
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], norms: tuple[Any, Any], cos_sin: torch.Tensor, joint: bool,
+    steps: HeadSteps | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Queries, keys and values [T, heads, D] of one text after norms, steps and rotation: the tests' oracle.
+
+    norms: of queries and keys, or None; joint: over all heads together.
+    """
+    (q, k, v), (q_norm, k_norm), angles = heads, norms, cos_sin[: len(heads[0])].to(heads[0].dtype)
+    if joint:
+        q, k = (norm.reference(x.flatten(1)).view_as(x) for norm, x in ((q_norm, q), (k_norm, k)))
+    if steps is not None:
+        q, k, v = steps.reference(q, k, v)
+    first = steps is not None and steps.spec.rotate_first
+    q, k = (rotated(q, angles), rotated(k, angles)) if first else (q, k)
+    if q_norm is not None and k_norm is not None and not joint:
+        q, k = q_norm.reference(q), k_norm.reference(k)
+    q, k = (q, k) if first else (rotated(q, angles), rotated(k, angles))
+    return (q if steps is None else steps.scaled(q, torch.arange(len(q)))), k, v

@@ -132,7 +132,7 @@ def _attention(row: DecoderRow, text: Any, number: int, windows: tuple[int, ...]
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rotary, turns = _rotary(row, text, number, windows, head_dim)
     steps = HeadStepsSpec(
-        norm=qk_norm if qk_norm in ("full", "layer") else "",
+        norm=qk_norm == "layer",
         order=tuple(head_order(row.rotary, head_dim, head_dim)) if qk_norm == "layer" else (),
         clip=float(_value(row.clip, text)),
         rotate_first=qk_norm == "after" and turns,
@@ -146,6 +146,7 @@ def _attention(row: DecoderRow, text: Any, number: int, windows: tuple[int, ...]
         window=window,
         scale=_value(row.scale, text),
         qk_norm=qk_norm in ("head", "after"),
+        joint_qk_norm=qk_norm == "full",
         qkv_bias=bool(_value(row.qkv_bias, text)),
         o_bias=bool(_value(row.o_bias, text)),
         steps=None if steps == HeadStepsSpec() else steps,
