@@ -59,6 +59,8 @@ def test_classes_are_those_of_transformers_in_any_batch(family: str, tmp_path: P
         assert each.outputs.data[-1].tolist() == whole[0].outputs.probs
         with pytest.raises(BadRequest, match="writes no text"):
             llm.generate("Tom", SamplingParams(max_tokens=3))
+        with pytest.raises(BadRequest, match="head was read at the start"):
+            llm.update_weights(str(path))
         with pytest.raises(BadRequest, match="3 labels"):
             llm.score("a", "b")
 

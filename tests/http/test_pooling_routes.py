@@ -136,6 +136,12 @@ def test_what_cannot_be_scored_is_refused(server: Server, path: str, body: dict[
     assert word in answer.json()["error"]["message"]
 
 
+def test_weights_of_a_classifier_are_not_replaced(classifier: Server, tmp_path: Path) -> None:
+    answer = classifier.http.post("/update_weights_from_disk", json={"model_path": str(tmp_path)})
+    assert answer.status_code == 400
+    assert "head was read at the start" in answer.json()["error"]["message"]
+
+
 def test_several_labels_give_no_score(classifier: Server) -> None:
     answer = classifier.http.post("/score", json={"text_1": "a", "text_2": "b"})
     assert answer.status_code == 400

@@ -30,7 +30,7 @@ from unisono.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearc
 from unisono.frontend.collector import Collector
 from unisono.frontend.input_processor import InputProcessor, ModelFacts, PromptType
 from unisono.frontend.pooling import pooling_of
-from unisono.frontend.scores import head_of
+from unisono.frontend.scores import NO_UPDATE, head_of
 from unisono.media.inputs import offline_mapping
 from unisono.media.loader import MediaLoader
 from unisono.media.parts import read_messages, with_request
@@ -304,6 +304,8 @@ class LLM(PooledCalls):
         self, directory: str = "", draft_directory: str = "", version: str | None = None
     ) -> dict[str, Any]:
         """Replace the weights between two passes; see :meth:`unisono.engine.engine.Engine.update_weights`."""
+        if self._classifier is not None and directory:
+            raise BadRequest(NO_UPDATE)
         return self.loop.call(lambda engine: engine.update_weights(directory, draft_directory, version))
 
     def shutdown(self) -> None:

@@ -18,6 +18,10 @@ from unisono.frontend.pooling import Pooling
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, CheckpointError
 
+NO_UPDATE = (
+    "The weights of a classifier cannot be replaced while it is served: its head was read at the start. Restart with "
+    "the new checkpoint."
+)
 QUERY, DOCUMENT = "query", "document"
 NO_HEAD = (
     "This checkpoint has no classifier: it needs an architecture …ForSequenceClassification, or classifier_from_token "
