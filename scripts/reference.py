@@ -6,6 +6,7 @@ A part stands in its page between ``<!-- NAME -->`` and ``<!-- end -->``:
 * fields: the request body fields that are honoured and refused. limits, parameters: the limits of fields and of paths.
 * environment: the environment variables.
 * structured: what structured outputs enforce.
+* families: the families of the table of decoders.
 * matrix: feature × speculation × graphs, from the cells of the test matrix.
 * metrics: the series of ``/metrics``. This part starts three servers and takes half a minute; name it to write it.
 
@@ -105,6 +106,15 @@ def aliases() -> str:
     from unisono.config.flag_aliases import markdown
 
     return markdown() + "\n"
+
+
+def families() -> str:
+    """Table of the rows of the table of decoders."""
+    from unisono.config.decoder_table import ROWS
+
+    rows = ["| Architecture | Models | Beside Llama's layers |", "|---|---|---|"]
+    rows += [f"| `{name}` | {row.models} | {row.layers} |" for name, row in ROWS.items()]
+    return "\n".join(rows) + "\n"
 
 
 # ---- fields of requests -----------------------------------------------------------------------------
@@ -283,6 +293,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "parameters": (REFERENCE / "limits.md", parameters),
     "environment": (REFERENCE / "environment.md", environment),
     "structured": (ROOT / "docs/guide/structure.md", structured),
+    "families": (REFERENCE / "models.md", families),
     "matrix": (REFERENCE / "same-bytes.md", matrix),
     "metrics": (REFERENCE / "metrics.md", metrics),
 }

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
     from unisono.types.lora import LoRARequest
+    from unisono.types.pooling import PoolingParams
     from unisono.types.prompts import TextPrompt, TokensPrompt
 
 __version__ = "0.2.0"
@@ -31,6 +32,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "LoRARequest",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -44,6 +46,7 @@ __all__ = [
 _HOMES = {
     "LLM": "unisono.entrypoints.llm",
     "LoRARequest": "unisono.types.lora",
+    "PoolingParams": "unisono.types.pooling",
     "BeamSearchParams": "unisono.frontend.beam_search",
     "AsyncLLM": "unisono.entrypoints.async_llm",
     "AsyncLLMEngine": "unisono.entrypoints.async_llm",

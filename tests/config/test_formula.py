@@ -109,7 +109,7 @@ def test_its_fields_tell_even_if_its_model_type_was_changed_too(model_type: str,
         ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "full_attention"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0, "alpha": 1000.0}}, "alpha"),
         ({"rms_norm_eps": None, "layer_norm_eps": 1e-5}, "layer_norm_eps"),
         ({"use_qk_norm": True}, "use_qk_norm"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -166,10 +166,10 @@ def test_fields_that_other_families_do_not_read(name: str, changes: dict[str, An
 
 
 def test_the_architecture_is_told_before_its_fields(tmp_path: Path) -> None:
-    """Phi-4-mini: nobody should be told to change a rope that would not help."""
+    """Phi-4-mini-flash: nobody should be told to change a rope that would not help."""
     config = of_class("phi3", rope_scaling={"type": "longrope", "long_factor": [1.0] * 48, "short_factor": [1.0] * 48})
-    said = refusal(write(tmp_path / "c", config, architectures=["Phi3ForCausalLM"]))
-    assert "'Phi3ForCausalLM' is not supported" in said
+    said = refusal(write(tmp_path / "c", config, architectures=["Phi4FlashForCausalLM"]))
+    assert "'Phi4FlashForCausalLM' is not supported" in said
     assert "rope" not in said
 
 

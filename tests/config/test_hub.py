@@ -46,7 +46,12 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
         for directory in (small, sharded):
             (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(b"not read")
-    foreign = write(repositories / "foreign", LLAMA_31_8B, architectures=["GraniteForCausalLM"], model_type="granite")
+    foreign = write(
+        repositories / "foreign",
+        LLAMA_31_8B,
+        architectures=["BambaForCausalLM"],
+        model_type="bamba",
+    )
     renamed = write(repositories / "renamed", LLAMA_31_8B, residual_multiplier=0.2)
     for directory in (foreign, renamed):
         (directory / "model.safetensors").write_bytes(b"weights")
@@ -126,7 +131,8 @@ def test_a_dry_run_downloads_no_weights(hub: FakeHub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("foreign", "'GraniteForCausalLM' is not supported"), ("renamed", "residual_multiplier=0.2")]
+    ("name", "says"),
+    [("foreign", "'BambaForCausalLM' is not supported"), ("renamed", "residual_multiplier=0.2")],
 )
 def test_a_refused_model_costs_its_config(hub: FakeHub, name: str, says: str) -> None:
     assert says in explain(f"owner/{name}", hub)

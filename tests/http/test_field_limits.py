@@ -24,8 +24,8 @@ from unisono.types import BadRequest, SamplingParams
 from unisono.types.limits import SAMPLING, Chars, Data, Entries, Items, Real, Whole, shown, weight
 
 MODULES = (
-    "openai.protocol", "sglang_api", "anthropic_api.body", "responses_api.body", "routes.embeddings", "routes.tokens",
-    "routes.admin", "routes.adapters", "routes.conversations",
+    "openai.protocol", "sglang_api", "anthropic_api.body", "responses_api.body", "routes.embeddings", "routes.pooling",
+    "routes.tokens", "routes.admin", "routes.adapters", "routes.conversations",
 )  # fmt: skip
 PAGE = Path(__file__).parents[2] / "docs/reference/limits.md"
 

@@ -374,6 +374,17 @@ TOWERS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": _TOWER,
 }
 """Towers: heads of 24, patches of 4 x 4 pixels, windows of 3 x 3 tokens."""
+PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+}
+"""A tower that no test reads."""
 
 
 def make_checkpoint(
@@ -387,14 +398,15 @@ def make_checkpoint(
     tower: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> Path:
-    """Write a random checkpoint of ``family`` (of FAMILIES, HYBRIDS or SEEING) into ``directory`` and return it.
+    """Write a random checkpoint of ``family`` into ``directory`` and return it.
 
+    family: one of FAMILIES, HYBRIDS or SEEING, or another model type.
     overrides: fields of the family's transformers config, of its text model where it has several. tower: fields of its
     vision_config. max_shard_size: e.g. ``"100KB"`` makes an index and several shards. ``mxfp4`` among the fields: the
     experts are stored so. tokenizer: also save a byte-level
     one with a chat template (ids 0-255 are bytes).
     """
-    fields = {**COMMON, **(FAMILIES | HYBRIDS | SEEING)[family], **overrides}
+    fields = {**COMMON, **(FAMILIES | HYBRIDS | SEEING).get(family, {}), **overrides}
     mxfp4 = fields.pop("mxfp4", False)
     if family in TOWERS:
         fields = {**fields, "vocab_size": overrides.get("vocab_size", SEEING_VOCABULARY)}
@@ -408,6 +420,10 @@ def make_checkpoint(
             image_token_id=IMAGE,
             video_token_id=VIDEO,
         )
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+    elif family == "mistral3":
+        tied = fields["tie_word_embeddings"]
+        config = AutoConfig.for_model(family, text_config=fields, vision_config=PIXTRAL, tie_word_embeddings=tied)
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
     else:
         config = AutoConfig.for_model(family, **fields)

@@ -18,6 +18,8 @@ from typing import Any
 
 from unisono.config import hub
 from unisono.config.checkpoint_files import ADAPTER_CONFIG, CONFIG, names_in, no_config, not_a_directory, read_object
+from unisono.config.decoder_table import ROWS
+from unisono.config.preflight.families import HEADLESS
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig, UnisonoError
 
 
@@ -96,6 +98,8 @@ models = Registry(
         "Lfm2MoeForCausalLM": "unisono.models.families.lfm2:LFM2_MOE",
         "MiniMaxM2ForCausalLM": "unisono.models.families.minimax_m2:MINIMAX_M2",
         "Qwen2MoeForCausalLM": "unisono.models.families.qwen2_moe:QWEN2_MOE",
+        **{name: f"unisono.models.families.table:{name}" for name in ROWS},
+        **{name: f"unisono.models.families.headless:{name}" for name in HEADLESS},
     },
     error=CheckpointError,
     group="unisono.models",

@@ -66,7 +66,7 @@ _STAGES = f"layers are not divided among GPUs; {_RANKS}"
 _MACHINES = (
     f"{_RANKS}, and --data-parallel-size with --distributed-executor-backend ray puts engines on several machines"
 )
-_EMBEDS = "text and embeddings (/v1/embeddings) are served; classifiers, rerankers and reward models are not"
+_EMBEDS = "the checkpoint decides what is served: text, embeddings, or a classifier's scores (docs/guide/embed.md)"
 _ONE_ENGINE = "`unisono serve` runs several engines in one server; other commands, and an LLM, are one engine"
 _EXPERTS = "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size"
 
@@ -74,7 +74,7 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--api-server-count": (("1",), "one process serves the API"),
     "--block-size": (("16",), "pages of the KV cache have 16 tokens"),
     "--chat-template-content-format": (("auto", "string"), "templates get message contents as text"),
-    "--convert": (("auto", "none", "embed"), _EMBEDS),
+    "--convert": (("auto", "none", "embed", "classify", "reward"), _EMBEDS),
     "--data-parallel-size": (("1",), _ONE_ENGINE),
     "--dcp-size": (("1",), _CONTEXT),
     "--decode-context-parallel-size": (("1",), _CONTEXT),
@@ -95,7 +95,7 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--runner": (("auto", "generate", "pooling"), _EMBEDS),
     "--stream-interval": (("1",), "tokens are streamed as they come"),
     "--structured-outputs-config": (tuple(f'{{"backend": "{name}"}}' for name in _GRAMMARS), _LLGUIDANCE),
-    "--task": (("auto", "generate", "embed", "embedding"), _EMBEDS),
+    "--task": (("auto", "generate", "embed", "embedding", "classify", "score", "reward"), _EMBEDS),
     "--tokenizer-mode": (("auto", "hf"), "tokenizers are read through transformers"),
 }
 """Settings with a value of which only these values can be honoured, and the reason."""

@@ -62,7 +62,7 @@ MAX_INTEGER = 1 << 63
 MAX_TOKEN_IDS = 1024
 """Most end-of-sequence ids in one file."""
 ROPE = ("rope_parameters", "rope_scaling")
-ROPE_TYPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "mrope", "proportional", "su", "yarn")
 
 
 def check_directory(directory: Path) -> None:

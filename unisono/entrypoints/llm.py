@@ -24,11 +24,13 @@ from unisono.entrypoints.llm_calls import (
     check_kind,
     check_template_arguments,
 )
+from unisono.entrypoints.pooled_calls import PooledCalls
 from unisono.entrypoints.progress_bar import Bar, prompts_bar, start_bars
 from unisono.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, check_beams
 from unisono.frontend.collector import Collector
 from unisono.frontend.input_processor import InputProcessor, ModelFacts, PromptType
 from unisono.frontend.pooling import pooling_of
+from unisono.frontend.scores import NO_UPDATE, head_of
 from unisono.media.inputs import offline_mapping
 from unisono.media.loader import MediaLoader
 from unisono.media.parts import read_messages, with_request
@@ -48,7 +50,6 @@ from unisono.types import (
     request_failure,
 )
 from unisono.types.lora import LoRARequest, one_each
-from unisono.types.outputs import EmbeddingOutput, EmbeddingRequestOutput
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -67,7 +68,7 @@ class Metric:
     help: str
 
 
-class LLM:
+class LLM(PooledCalls):
     """A model in this process. Keyword arguments are :class:`unisono.config.EngineConfig`'s fields and vLLM's names.
 
     ``chat_template`` stands in for the checkpoint's, ``revision`` picks one of a checkpoint on the Hugging Face hub.
@@ -99,6 +100,8 @@ class LLM:
             engine = Engine(config, progress or report)
         try:
             self.tokenizer = Tokenizer.load(config.tokenizer or engine.checkpoint.path)
+            directory = Path(engine.checkpoint.path)
+            self._classifier = head_of(directory, config.hf_overrides, self.tokenizer, config.load_format)
         except BaseException:
             engine.shutdown()  # the caller has no object to do it with
             raise
@@ -106,11 +109,11 @@ class LLM:
             self.tokenizer.backend.chat_template = template
         self.loop = EngineLoop(engine, engine.config.device)
         self._model, self._facts = model, _facts(engine)
-        facts, directory = ModelFacts.of(engine.info(), self.tokenizer), engine.checkpoint.path
+        facts = ModelFacts.of(engine.info(), self.tokenizer)
         self._speculation = (engine.worker.drafter.name, engine.runner.width - 1)
-        loader = MediaLoader(facts.vision, Path(directory), media, facts.dtype, facts.max_model_len - 1)
+        loader = MediaLoader(facts.vision, directory, media, facts.dtype, facts.max_model_len - 1)
         self._inputs = InputProcessor(self.tokenizer, facts, loader)
-        self._default_params, self._pooling = engine.default_params(), pooling_of(Path(directory))
+        self._default_params, self._pooling = engine.default_params(), pooling_of(directory)
         self.eos_token_ids = self._inputs.model.eos_token_ids
         self._ids = itertools.count()
         self._loading, self._adapters = threading.Lock(), dict[str, LoRARequest]()
@@ -225,37 +228,6 @@ class LLM:
         )
         return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids, **offline_mapping(sources)}
 
-    def embed(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        *,
-        dimensions: int | None = None,
-        normalize: bool = True,
-        use_tqdm: Bar = True,
-        lora_request: Adapters = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """Embed prompts as ``/v1/embeddings`` does: last hidden states, pooled as the checkpoint configures.
-
-        dimensions: number of leading values of each embedding that are kept, 1 to the hidden size; None: all.
-        normalize: scale each embedding to length 1. Raises BadRequest, before anything runs, for a wrong argument and
-        for a checkpoint with an unsupported pooling.
-        """
-        hidden_size = self._inputs.model.hidden_size
-        check_kind("normalize", normalize, bool, "True or False")
-        if dimensions is not None:
-            check_kind("dimensions", dimensions, int, "a whole number")
-            if not 1 <= dimensions <= hidden_size:
-                raise BadRequest(f"dimensions={dimensions} is out of range: give 1 to {hidden_size}.", "dimensions")
-        if self._pooling.problem is not None:
-            raise BadRequest(f"Embeddings of this checkpoint: {self._pooling.problem}.")
-        params = SamplingParams(temperature=0, max_tokens=1, return_hidden_states=True)
-        found = []
-        for output in self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request):
-            states = output.prompt_hidden_states.float().numpy()
-            vector = EmbeddingOutput(self._pooling.pool(states, dimensions, normalize).tolist())
-            found.append(EmbeddingRequestOutput(output.request_id, vector, output.prompt_token_ids))
-        return found
-
     def beam_search(
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
@@ -332,6 +304,8 @@ class LLM:
         self, directory: str = "", draft_directory: str = "", version: str | None = None
     ) -> dict[str, Any]:
         """Replace the weights between two passes; see :meth:`unisono.engine.engine.Engine.update_weights`."""
+        if self._classifier is not None and directory:
+            raise BadRequest(NO_UPDATE)
         return self.loop.call(lambda engine: engine.update_weights(directory, draft_directory, version))
 
     def shutdown(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from unisono.frontend.classifier import HEADLESS
 from unisono.frontend.embeddings import embedded_prompt, overridden
 from unisono.media.fetching.sources import LoadedMedia, MediaSource
 from unisono.media.inputs import KEYS, KWARGS, sources_of
@@ -47,7 +48,8 @@ class ModelFacts:
 
     dtype: the model's, by name. generation_defaults: sampling parameters of generation_config.json. prompt_embeds,
     return_hidden_states: the server's flags allow them. max_logprobs: largest ``logprobs``, -1 for no limit.
-    priorities: the engine schedules by priority. vision: image settings of a vision model.
+    priorities: the engine schedules by priority. vision: image settings of a vision model. generates: False for a
+    model without an LM head, whose states alone have a meaning.
     """
 
     max_model_len: int
@@ -61,6 +63,7 @@ class ModelFacts:
     max_logprobs: int = MAX_LOGPROBS
     priorities: bool = False
     vision: Vision | None = None
+    generates: bool = True
 
     @classmethod
     def of(cls, info: Mapping[str, Any], tokenizer: Tokenizer | None) -> ModelFacts:
@@ -78,6 +81,7 @@ class ModelFacts:
             max_logprobs=settings["max_logprobs"],
             priorities=settings["scheduling_policy"] == "priority",
             vision=Vision.of(info.get("vision")),
+            generates=not str(info.get("architecture", "")).endswith(HEADLESS),
         )
 
 
@@ -325,6 +329,12 @@ class InputProcessor:
 
     def _check_limits(self, params: SamplingParams, priority: int, name: str) -> None:
         """Raise BadRequest for features that this engine was started without."""
+        if not self.model.generates and not params.return_hidden_states:
+            raise BadRequest(
+                "This checkpoint has no LM head and writes no text: use /classify, /score, "
+                "/rerank, /pooling or /v1/embeddings (LLM.classify, score, encode, embed).",
+                "model",
+            )
         most = self.model.max_logprobs
         requested = self.model.vocab_size if params.logprobs == -1 else params.logprobs or 0
         if most != -1 and requested > most:
@@ -352,21 +362,22 @@ class InputProcessor:
 
     def encode_any(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text that need not fit the context. Raises BadRequest for one of too many characters."""
+        return self.checked(text, param, truncates=True).encode(text, add_special_tokens)
+
+    def checked(self, text: str, param: str, truncates: bool = False) -> Tokenizer:
+        """The tokenizer, for a text that is short enough to be tokenized: megabytes take minutes.
+
+        truncates: it need not fit the context. Raises BadRequest, also for a checkpoint without a tokenizer.
+        """
         tokenizer, context = self.require_tokenizer(param), self.model.max_model_len
         most = max(FREE_CHARS, CHARS_OF_A_TOKEN * context)
-        if len(text) > most:
+        if truncates and len(text) > most:
             raise BadRequest(
                 f"{param} has {len(text)} characters; of a text that need not fit the context of {context} tokens at "
                 f"most {most} are tokenized. Split it, or raise --max-model-len.",
                 param,
             )
-        return tokenizer.encode(text, add_special_tokens)
-
-    def _encode(self, text: str, param: str, add_special_tokens: bool, truncates: bool = False) -> list[int]:
-        if truncates:
-            return self.encode_any(text, param, add_special_tokens)
-        tokenizer, context = self.require_tokenizer(param), self.model.max_model_len
-        if len(text) > context:  # tokenizing megabytes takes minutes
+        if not truncates and len(text) > context:
             least = -(-len(text) // tokenizer.longest_token)
             if least > context:
                 raise BadRequest(
@@ -375,7 +386,10 @@ class InputProcessor:
                     param,
                     "context_length_exceeded",
                 )
-        return tokenizer.encode(text, add_special_tokens)
+        return tokenizer
+
+    def _encode(self, text: str, param: str, add_special_tokens: bool, truncates: bool = False) -> list[int]:
+        return self.checked(text, param, truncates).encode(text, add_special_tokens)
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:

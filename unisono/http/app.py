@@ -24,6 +24,7 @@ from unisono.http.routes import (
     embeddings,
     openai,
     page,
+    pooling,
     responses,
     sglang,
     state,
@@ -36,7 +37,21 @@ from unisono.types import UnisonoError
 
 ROUTES = tuple(
     group.add
-    for group in (adapters, admin, anthropic, docs, embeddings, openai, page, responses, sglang, state, tokens, weights)
+    for group in (
+        adapters,
+        admin,
+        anthropic,
+        docs,
+        embeddings,
+        openai,
+        page,
+        pooling,
+        responses,
+        sglang,
+        state,
+        tokens,
+        weights,
+    )
 )
 """Functions that add a group of routes each."""
 

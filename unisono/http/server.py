@@ -32,8 +32,10 @@ from unisono.cluster.heap import freeze_heap, return_freed_memory
 from unisono.cluster.replicas.client import ReplicaClient
 from unisono.cluster.replicas.plan import ReplicaSettings, plan
 from unisono.cluster.restarts import Restarts
+from unisono.frontend.classifier import Classifier
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.frontend.pooling import pooling_of
+from unisono.frontend.scores import head_of
 from unisono.http.adapters import AdapterRegistry
 from unisono.http.answers.drafts import AcceptanceReport
 from unisono.http.app import create_app
@@ -290,9 +292,18 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
         profile_dir=settings.profile_dir,
         tracer=None if settings.otlp_traces_endpoint is None else RequestTracer(settings.otlp_traces_endpoint),
         pooling=await asyncio.to_thread(pooling_of, settings.model_path),
+        classifier=await asyncio.to_thread(_head, config, settings, tokenizer),
         keys=keys,
         admission=Admission(settings.load, sum(one["settings"].get("max_num_seqs", 1) for one in infos)),
     )
+
+
+def _head(config: Any, settings: ServerSettings, tokenizer: Tokenizer | None) -> Classifier | None:
+    """The checkpoint's classifier, if it has one. Raises CheckpointError."""
+    if not (settings.model_path / "config.json").is_file():
+        return None
+    overrides, load_format = getattr(config, "hf_overrides", {}), getattr(config, "load_format", "auto")
+    return head_of(settings.model_path, overrides, tokenizer, load_format)
 
 
 async def _in_daemon(work: Callable[..., T], *args: Any) -> T:

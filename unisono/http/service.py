@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import Request
 
 from unisono.cluster.engines import Engines
+from unisono.frontend.classifier import Classifier
 from unisono.frontend.pooling import Pooling
 from unisono.http.adapters import AdapterRegistry
 from unisono.http.answers.drafts import AcceptanceReport
@@ -64,6 +65,7 @@ class Service:
     acceptance: AcceptanceReport = field(default_factory=AcceptanceReport)
     profile_dir: Path | None = None
     pooling: Pooling = field(default_factory=Pooling)
+    classifier: Classifier | None = None
     tracer: RequestTracer | None = None
     draining: bool = False
     sleeping: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,17 @@ from unisono.layers.activations import Activations, InputFormat
 from unisono.layers.formats.base import WeightTarget
 
 
+class NormKind(NamedTuple):
+    """Kind of a model's norms. centred: LayerNorm in place of RMSNorm. weight, bias: the checkpoint stores them."""
+
+    centred: bool = False
+    weight: bool = True
+    bias: bool = False
+
+
+RMS, LAYER = NormKind(), NormKind(True, True, True)
+
+
 class RMSNorm(nn.Module):
     """``x [M, size] -> [M, size]``; see :func:`unisono.kernels.rms_norm`.
 
@@ -26,9 +38,11 @@ class RMSNorm(nn.Module):
     wide: it multiplies by w in fp32 and rounds once (Gemma 4).
     factor: of the stored weight, in fp32; a factor other than 1 makes the weight wide.
     input_format: format of the norm's consumers; set by the owner of norm and consumers.
+    stored: False if the checkpoint has no weight, which is then 1.
     """
 
     input_format: InputFormat | None = None
+    stored = True
     stored_as = "weight"
     """Suffix of the weight's name in a checkpoint."""
 
@@ -70,6 +84,8 @@ class RMSNorm(nn.Module):
     def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the norm, target) of each checkpoint tensor."""
         shape = tuple(self.weight.shape)
+        if not self.stored:
+            return
         if self.zero_centered or self.factor != 1:
             yield self.stored_as, _ChangedWeight(self.weight, shape, plus=float(self.zero_centered), factor=self.factor)
         else:
@@ -89,16 +105,50 @@ class Factor(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """``x [M, size] -> [M, size]``, with a weight and a bias; see :func:`unisono.kernels.vision.norm.layer_norm`."""
+    """``x [M, size] -> [M, size]``, with a weight and a bias; see :func:`unisono.kernels.vision.norm.layer_norm`.
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str) -> None:
+    kind: which of them the checkpoint stores; the weight is otherwise 1, the bias 0.
+    zero_centered: it stores w, and the norm multiplies by 1 + w.
+    """
+
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str,
+        kind: NormKind = LAYER, zero_centered: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.kind, self.zero_centered = kind, zero_centered
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=device), requires_grad=False)
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """See :meth:`RMSNorm.reference`."""
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
+
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+        """See :meth:`RMSNorm.places`."""
+        shape = tuple(self.weight.shape)
+        if self.kind.weight and self.zero_centered:
+            yield "weight", _ChangedWeight(self.weight, shape, plus=1.0)
+        elif self.kind.weight:
+            yield "weight", WeightTarget(self.weight, shape)
+        if self.kind.bias:
+            yield "bias", WeightTarget(self.bias, shape)
+
+
+def scaled_sum(
+    x: torch.Tensor, residual: torch.Tensor, times: float, norm: nn.Module | None
+) -> tuple[torch.Tensor, Activations]:
+    """(``total = residual + times * x``, ``norm(total)``), each [M, H]; the product is rounded. Without a norm the sum
+    twice."""
+    if isinstance(norm, RMSNorm):
+        return norm.of_sum(x * times, residual)
+    total = x * times + residual
+    return total, total if norm is None else norm(total)
 
 
 @dataclass(frozen=True)

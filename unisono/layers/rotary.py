@@ -14,8 +14,9 @@ import torch
 
 from unisono.types import ConfigError
 
-SUPPORTED = ("default", "linear", "llama3", "proportional", "yarn")
-"""Rope types whose angles depend on the position alone (dynamic and longrope depend on the length)."""
+SUPPORTED = ("default", "dynamic", "linear", "llama3", "longrope", "none", "proportional", "yarn")
+"""Rope types. ``none``: the angle of every position is 0. The angles of ``dynamic`` and ``longrope`` depend on the
+longest length, those of the others on the position alone."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,19 @@ class RotarySpec:
         found = _rope_parameters(hf_config) if parameters is None else parameters
         return cls(head_dim, json.dumps(found, sort_keys=True), hf_config, _axes(head_dim, found))
 
+    @classmethod
+    def none(cls, head_dim: int) -> RotarySpec:
+        """Spec of layers that do not rotate."""
+        return cls(head_dim, json.dumps({"rope_type": "none"}), None)
+
     @property
     def planes(self) -> int:
         """Number of rotated planes of a head."""
         return _rot_dim(self.head_dim, json.loads(self.parameters)) // 2
 
-    def table(self, max_positions: int, device: torch.device | str) -> torch.Tensor:
+    def table(self, max_positions: int, device: torch.device | str, length: int | None = None) -> torch.Tensor:
         """See :func:`rotary_table`."""
-        return rotary_table(self.hf_config, self.head_dim, max_positions, device, json.loads(self.parameters))
+        return rotary_table(self.hf_config, self.head_dim, max_positions, device, json.loads(self.parameters), length)
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
@@ -102,14 +108,21 @@ def angles_of(
     return table.gather(0, rows), torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
 
 
-def _inverse_frequencies(config: Any, head_dim: int, parameters: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    """Radians per position of each plane [rot_dim / 2], fp32, and the factor on cosines and sines."""
+def _inverse_frequencies(
+    config: Any, head_dim: int, parameters: dict[str, Any], length: int
+) -> tuple[torch.Tensor, float]:
+    """Radians per position of each plane [rot_dim / 2], fp32, and the factor on cosines and sines.
+
+    length: longest text in tokens.
+    """
     kind = parameters["rope_type"]
     if kind not in SUPPORTED:
         raise ConfigError(
             f"rope_type={kind!r} is not supported; supported are {', '.join(SUPPORTED)}. "
             "Within the context the model was first trained for, delete rope_scaling from its config.json."
         )
+    if kind == "none":
+        return torch.zeros(head_dim // 2), 1.0
     if kind == "default":
         rot_dim = _rot_dim(head_dim, parameters)
         exponents = torch.arange(0, rot_dim, 2, dtype=torch.float32) / rot_dim
@@ -123,7 +136,7 @@ def _inverse_frequencies(config: Any, head_dim: int, parameters: dict[str, Any])
 
     config = copy.deepcopy(config)
     config.head_dim, config.rope_parameters = head_dim, parameters
-    return ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+    return ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), seq_len=length)
 
 
 def rotary_table(
@@ -132,15 +145,18 @@ def rotary_table(
     max_positions: int,
     device: torch.device | str,
     parameters: dict[str, Any] | None = None,
+    length: int | None = None,
 ) -> torch.Tensor:
     """Cosines followed by sines of every position: [max_positions, rot_dim] fp32 on ``device``.
 
     parameters: the rope parameters, by default the configuration's. rot_dim is ``head_dim`` times their
         partial_rotary_factor; for ``proportional`` (Gemma 4) it is head_dim, and the other planes have the angle 0.
         The frequencies, scaling (linear; Llama 3; YaRN, arXiv 2309.00071) and its attention
-        factor are those of transformers. Computed on the CPU, so that the table is the same on every device. Raises
-        ConfigError for other rope types.
+        factor are those of transformers. Computed on the CPU, so that the table is the same on every device.
+    length: longest text in tokens, by default max_positions: ``dynamic`` stretches the base for it, and ``longrope``
+        takes the long factors if it is above the length of the first training. Raises ConfigError for other rope types.
     """
-    frequencies, factor = _inverse_frequencies(hf_config, head_dim, parameters or _rope_parameters(hf_config))
+    parameters = parameters or _rope_parameters(hf_config)
+    frequencies, factor = _inverse_frequencies(hf_config, head_dim, parameters, length or max_positions)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies.float()
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from unisono.distributed.gather import ALONE, Ranks
+from unisono.layers.norm import RMS, NormKind
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.blocks.layer_inputs import LayerInputsSpec
@@ -31,6 +32,9 @@ class DecoderConfig:
     max_positions: context length declared by config.json.
     zero_centered_norms, wide_norms: kind of all norms that the builder makes (``layers.norm``).
     embed_scale: factor of token embeddings.
+    norms: kind of the residual stream's norms.
+    embed_norm: embeddings are normed before the first layer.
+    logit_scale: factor of logits, before the cap.
     logit_cap: logits become logit_cap * tanh(logit / logit_cap); 0: no cap.
     layer_inputs: inputs of every layer beside the stream; None: there are none.
     mtp_modules: number of multi-token prediction modules declared by config.json.
@@ -52,6 +56,9 @@ class DecoderConfig:
     logit_cap: float = 0.0
     layer_inputs: LayerInputsSpec | None = None
     mtp_modules: int = 0
+    norms: NormKind = RMS
+    embed_norm: bool = False
+    logit_scale: float = 1.0
     vision: VisionConfig | None = None
     hf_config: Any = field(default=None, repr=False, compare=False)
 
@@ -144,6 +151,8 @@ class Family:
     rows: projection -> a function of its layer's spec that returns the rows of the checkpoint tensor that form the
         projection, in order, int64. Several projections may then share the rows of one checkpoint module.
     unread: name prefix of tensors that are not read -> reason.
+    tied_unless_stored: embedding and head are tied exactly if the checkpoint has no tensor of the head, whatever
+        config.json has.
     tower: module of the vision tower -> checkpoint module, inside one of TOWER_PREFIXES; empty: there is no tower.
     tower_roots: name prefix of a tower's tensors -> prefix inside TOWER_PREFIXES[0], or None for tensors that are not
         read; the first that fits counts. Empty: the tensors are in one of TOWER_PREFIXES.
@@ -155,6 +164,7 @@ class Family:
     unread: Mapping[str, str] = field(default_factory=dict)
     tower: Mapping[str, Name] = field(default_factory=dict)
     tower_roots: Mapping[str, str | None] = field(default_factory=dict)
+    tied_unless_stored: bool = False
 
     @property
     def tower_prefixes(self) -> tuple[str, ...]:
@@ -210,10 +220,13 @@ def in_language_model(names: Mapping[str, Name]) -> dict[str, Name]:
     }
 
 
-def read_decoder_config(hf_config: Any, layers: Sequence[LayerSpec], **options: Any) -> DecoderConfig:
+def read_decoder_config(
+    hf_config: Any, layers: Sequence[LayerSpec], rms_eps: float | None = None, **options: Any
+) -> DecoderConfig:
     """A DecoderConfig of these layers, with the fields that all families spell alike from a transformers config.
 
-    Sizes are those of the text model if the config has several. options: further fields of the DecoderConfig.
+    Sizes are those of the text model if the config has several. rms_eps: of all norms, by default ``rms_norm_eps``.
+    options: further fields of the DecoderConfig.
     """
     text = hf_config.get_text_config()
     text.name_or_path = hf_config.name_or_path
@@ -222,12 +235,19 @@ def read_decoder_config(hf_config: Any, layers: Sequence[LayerSpec], **options: 
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         layers=tuple(layers),
-        rms_eps=text.rms_norm_eps,
-        max_positions=text.max_position_embeddings,
+        rms_eps=text.rms_norm_eps if rms_eps is None else rms_eps,
+        max_positions=int(text.max_position_embeddings * stretch_of(text)),
         tie_embeddings=bool(hf_config.tie_word_embeddings),
         hf_config=text,
         **options,
     )
+
+
+def stretch_of(text: Any) -> float:
+    """Factor by which ``dynamic`` rotary embeddings extend a text model's declared context; 1 for others."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    dynamic = parameters.get("rope_type") == "dynamic" and not parameters.get("alpha")
+    return max(1.0, float(parameters.get("factor", 1.0))) if dynamic else 1.0
 
 
 def read_attention(hf_config: Any, **options: Any) -> AttentionSpec:

@@ -101,6 +101,15 @@ class Tokenizer:
         """Token ids of ``text``, with special tokens (such as a leading BOS) as the checkpoint adds them."""
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts as one, with the special tokens that the checkpoint adds to pairs."""
+        return list(self.backend.encode(first, second, verbose=False))
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a text that is one token; None if it is not."""
+        ids = self.encode(token, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else None
+
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences of ``words``, at the beginning of a text and, if different, after a space.
 

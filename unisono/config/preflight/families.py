@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.config.decoder_table import ROWS, DecoderRow
+
 ANY = object()
 """A value of :attr:`Facts.takes`: the family reads every value of the field, or its tensors are compared."""
 
@@ -22,7 +24,8 @@ class Facts:
     takes: field of config.json -> ANY, or the values that the family computes; a field of ``formula.FORMULA`` that is
     missing here must be neutral. windows: "by layer": ``layer_types`` chooses sliding windows; "all": every layer has
     ``sliding_window``; "none": no layer has one. experts: layers may have experts. partial_rotary: a fraction of a head
-    may be rotated. rope_by_type: the rope parameters are those of layer types.
+    may be rotated. rope_by_type: the rope parameters are those of layer types. rope_types: rope types that not every
+    family has: "longrope", "dynamic", and "alpha" for ``dynamic`` with a fixed alpha.
     """
 
     model_types: Sequence[str]
@@ -32,6 +35,29 @@ class Facts:
     experts: bool = False
     partial_rotary: bool = False
     rope_by_type: bool = False
+    rope_types: Sequence[str] = ()
+
+
+def facts_of(row: DecoderRow) -> Facts:
+    """The facts of a row of the table of decoders."""
+    takes = {name: ANY if values is None else values for name, values in row.fields.items()}
+    takes |= {name: ANY if values is None else values for name, values in row.takes.items()}
+    if row.activation != "silu":
+        takes |= dict.fromkeys(("hidden_act", "activation_function", "mlp_hidden_act"), (row.activation,))
+    if row.windows == "by layer":
+        takes["layer_types"] = ANY
+    if row.query_scaling:
+        takes["llama_4_scaling_beta"] = ANY
+    return Facts(
+        row.model_types,
+        row.text_types,
+        takes,
+        row.windows,
+        row.experts is not None,
+        row.partial_rotary,
+        row.rope_by_type,
+        row.rope_types,
+    )
 
 
 _BIASES = {"attention_bias": ANY}
@@ -77,6 +103,14 @@ _GEMMA4 = {
     "use_bidirectional_attention": ("vision",),
 }  # fmt: skip
 
+HEADLESS: Mapping[str, str] = {
+    f"{name}{kind}": f"{name}ForCausalLM"
+    for kind in ("ForSequenceClassification", "Model")
+    for name in ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+}
+"""Architectures without an LM head -> that of their decoder: classifiers, rerankers and reward models with a head
+``score``, and embedding models."""
+
 ARCHITECTURES: Mapping[str, Facts] = {
     "Gemma2ForCausalLM": Facts(("gemma2",), takes=_GEMMA2, windows="by layer"),
     "Gemma3ForCausalLM": Facts(("gemma3_text",), takes=_GEMMA3, windows="by layer", rope_by_type=True),
@@ -101,7 +135,7 @@ ARCHITECTURES: Mapping[str, Facts] = {
         windows="by layer",
         experts=True,
     ),
-    "LlamaForCausalLM": Facts(("llama",), takes={**_BIASES, "mlp_bias": ANY}),
+    "LlamaForCausalLM": Facts(("llama",), takes={**_BIASES, "mlp_bias": ANY}, rope_types=("dynamic",)),
     "MistralForCausalLM": Facts(("mistral",), windows="all"),
     "MixtralForCausalLM": Facts(("mixtral",), takes=_EXPERTS, windows="all", experts=True),
     "Qwen2ForCausalLM": Facts(("qwen2",), takes={**_QWEN2_BIASES, "layer_types": ANY}, windows="by layer"),
@@ -169,7 +203,9 @@ ARCHITECTURES: Mapping[str, Facts] = {
                "shared_expert_intermediate_size": ANY},
         windows="by layer", experts=True,
     ),
+    **{name: facts_of(row) for name, row in ROWS.items()},
 }  # fmt: skip
+ARCHITECTURES = {**ARCHITECTURES, **{name: ARCHITECTURES[decoder] for name, decoder in HEADLESS.items()}}
 """By ``architectures[0]``; the keys are those of ``catalog.models`` (a test compares them)."""
 
 READ_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}

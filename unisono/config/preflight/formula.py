@@ -290,7 +290,12 @@ def _check_rope(facts: Facts, config: Mapping[str, Any], architecture: str, wher
         for key, value in pairs:
             kind = key.rpartition(".")[2]
             ok = one(value, config) or facts.partial_rotary if kind == "partial_rotary_factor" else True
-            ok = ok and not (kind == "llama_4_scaling_beta" and value) and not isinstance(value, Mapping)
+            ok = ok and not (kind == "llama_4_scaling_beta" and value and kind not in facts.takes)
+            ok = ok and not (kind == "alpha" and value and kind not in facts.rope_types)
+            ok = ok and not isinstance(value, Mapping)
+            if kind in ("rope_type", "type") and value in ("dynamic", "longrope", "su"):  # su: longrope's older name
+                value = "longrope" if value == "su" else value
+                ok = value in facts.rope_types or (value == "dynamic" and "alpha" in facts.rope_types)
             if not ok:
                 raise CheckpointError(_refusal(where, f"{name}.{key}", value, architecture))
 

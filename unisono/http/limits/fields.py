@@ -183,6 +183,11 @@ GENERATE: Mapping[str, Limit] = {
     "mm_processor_kwargs": SMALL,
     "lora_path": Items(MAX_PROMPTS, ID),
 }
+POOLED: Mapping[str, Limit] = {
+    "model": ID,
+    "truncate_prompt_tokens": SAMPLING["truncate_prompt_tokens"],
+    "user": ID,
+}
 BODIES: Mapping[str, Mapping[str, Limit]] = {
     "ChatRequest": CHAT,
     "CompletionRequest": COMPLETION,
@@ -197,6 +202,10 @@ BODIES: Mapping[str, Mapping[str, Limit]] = {
         "truncate_prompt_tokens": SAMPLING["truncate_prompt_tokens"],
         "user": ID,
     },
+    "PooledRequest": {"input": Prompts(), "dimensions": Whole(1), **POOLED},
+    "ClassificationRequest": {"input": Prompts(), **POOLED},
+    "ScoreRequest": {"text_1": Prompts(), "text_2": Prompts(), **POOLED},
+    "RerankRequest": {"query": TEXT, "documents": Items(MAX_PROMPTS), "top_n": Whole(0), **POOLED},
     "TokenizeRequest": {"prompt": Chars(1 << 22), "messages": CONVERSATION, "model": ID},
     "DetokenizeRequest": {"tokens": Items(MAX_TOKEN_IDS), "model": ID},
     "ConversationBody": {"items": Items(20), "metadata": SMALL},

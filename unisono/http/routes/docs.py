@@ -22,6 +22,7 @@ from unisono.http.routes.admin import AbortRequest
 from unisono.http.routes.common import described, json_response
 from unisono.http.routes.conversations import ConversationBody, ItemsBody, MetadataBody
 from unisono.http.routes.embeddings import EmbeddingRequest
+from unisono.http.routes.pooling import ClassificationRequest, PooledRequest, RerankRequest, ScoreRequest
 from unisono.http.routes.tokens import DetokenizeRequest, TokenizeRequest
 from unisono.http.service import Service
 from unisono.http.sglang_api import GenerateRequest
@@ -29,7 +30,7 @@ from unisono.http.sglang_api import GenerateRequest
 BODIES: tuple[type[BaseModel], ...] = (
     AbortRequest, ChatRequest, CompletionRequest, CountRequest, DetokenizeRequest, EmbeddingRequest, GenerateRequest,
     MessagesRequest, ResponsesRequest, TokenizeRequest, ConversationBody, MetadataBody, ItemsBody,
-    LoadAdapter, UnloadAdapter,
+    LoadAdapter, UnloadAdapter, PooledRequest, ClassificationRequest, ScoreRequest, RerankRequest,
 )  # fmt: skip
 """The models of all bodies."""
 STATUSES = {

@@ -9,6 +9,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.cluster.commands import CommandError
+from unisono.frontend.scores import NO_UPDATE
 from unisono.http.errors import ApiError, unavailable
 from unisono.http.openai.translation import checked
 from unisono.http.request_body import load_object
@@ -58,6 +59,8 @@ async def _update(service: Service, body: UpdateWeightsRequest) -> dict[str, Any
         raise ApiError(400, f"load_format={body.load_format!r} is not supported; use auto.", param="load_format")
     if not body.model_path and not body.draft_path:
         raise ApiError(400, "model_path is missing; name a directory of weights.", param="model_path")
+    if service.classifier is not None and body.model_path:
+        raise ApiError(400, NO_UPDATE, param="model_path", code="weights_not_updated")
     if body.abort_all_requests:
         for generations in list(service.running.values()):
             for generation in generations:

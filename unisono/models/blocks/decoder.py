@@ -49,7 +49,8 @@ class Decoder(nn.Module):
         inputs = config.layer_inputs
         self.layer_inputs = None if inputs is None else inputs.build(builder.at("layer_inputs"))
         self.reads = config.reads
-        norm = builder.norm()
+        norm = builder.stream_norm()
+        self.embed_norm = builder.stream_norm() if config.embed_norm else None
         self.layers = build_layers(config.layers, builder, norm)
         self.norm = norm
         sizes = config.hidden_size, config.vocab_size
@@ -84,6 +85,8 @@ class Decoder(nn.Module):
             len(aux_layers) · H], or None.
         """
         x = merged(self.embed(token_ids), overriding)
+        if self.embed_norm is not None:
+            x = plain(self.embed_norm(x))
         deepest = max((len(each.levels) for each in overriding), default=0)
         seen = dict.fromkeys(aux_layers, x)  # keeps only these alive
         per_layer = None
@@ -119,9 +122,10 @@ class Decoder(nn.Module):
     def reference(self, token_ids: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Plain forward of one text from its start in ``dtype``, token_ids [T] -> logits [T, V]: the tests' oracle."""
         x = self.embed(token_ids).to(dtype)
+        x = x if self.embed_norm is None else self.embed_norm.reference(x)
         for layer in self.layers:
             x = cast(DecoderLayer, layer).reference(x)
-        logits, cap = self.lm_head.reference(self.norm.reference(x)), self.config.logit_cap
+        logits, cap = self.lm_head.reference(self.norm.reference(x)) * self.config.logit_scale, self.config.logit_cap
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def _add_levels(
@@ -139,17 +143,19 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [M, H] -> logits [M, V], in the model's dtype, on every rank."""
-        return self._capped(self.lm_head(hidden))
+        return self._scaled(self.lm_head(hidden))
 
     def logit_columns(self, hidden: torch.Tensor) -> torch.Tensor | Columns:
         """:meth:`logits`, not gathered if the LM head is divided among ranks (:attr:`divides_logits`)."""
         columns = self.lm_head.columns(hidden)
         if isinstance(columns, Columns):
-            return Columns(self._capped(columns.own), columns.ranks)
-        return self._capped(columns)
+            return Columns(self._scaled(columns.own), columns.ranks)
+        return self._scaled(columns)
 
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        cap = self.config.logit_cap
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits with the model's factor and cap."""
+        cap, scale = self.config.logit_cap, self.config.logit_scale
+        logits = logits if scale == 1 else logits * scale
         return soft_cap(logits, cap) if cap > 0 else logits
 
     @property

@@ -101,7 +101,7 @@ def _possible(modules: Iterable[nn.Module]) -> tuple[list[DecoderLayer], dict[in
 def _tail(layer: DecoderLayer) -> FusedTail | None:
     """Fused tail of the layer, if a kernel can compute it."""
     mixer, mlp, norm, next_norm = layer.mixer, layer.feed_forward, layer.feed_forward_norm, layer.next_norm
-    if type(layer) is not DecoderLayer or not isinstance(mlp, GatedMLP) or mlp.gate != SILU:
+    if type(layer) is not DecoderLayer or not isinstance(mlp, GatedMLP) or mlp.gate != SILU or layer.times != 1:
         return None
     if layer.mixer_post_norm is not None or layer.feed_forward_post_norm is not None or layer.per_layer is not None:
         return None

@@ -27,8 +27,9 @@ from unisono.kv.specs import ALL, PAGE_SIZE, Paged, Tree
 from unisono.layers.activations import Activations, InputFormat, common_input_format, consumers_of, plain, sigmoid_gated
 from unisono.layers.formats.base import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
-from unisono.layers.norm import Factor, RMSNorm, add_normed
+from unisono.layers.norm import Factor, RMSNorm, add_normed, scaled_sum
 from unisono.layers.rotary import RotarySpec
+from unisono.models.blocks.head_steps import HeadStepsSpec, reference_heads
 from unisono.models.blocks.joint_norm import normed_jointly
 from unisono.models.load.build import Builder, require
 from unisono.types import ConfigError
@@ -128,6 +129,7 @@ class AttentionSpec:
     k_is_v: values are the keys' projection, before norm and rotation.
     input_size: elements of a token that it reads; None: H.
     both_ways: tokens of a picture see each other in both directions (``AttentionInputs.until``).
+    steps: further steps between the projection and the cache; None: none.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -148,6 +150,7 @@ class AttentionSpec:
     v_norm: bool = False
     k_is_v: bool = False
     both_ways: bool = False
+    steps: HeadStepsSpec | None = None
     joint_qk_norm: bool = False
 
     def __post_init__(self) -> None:
@@ -174,6 +177,8 @@ class AttentionSpec:
             return self
         heads, kv_heads, count = self.num_heads, self.num_kv_heads, ranks.count
         check_attention_heads(heads, kv_heads, count)
+        if self.steps is not None:
+            self.steps.check_divides(count)
         return replace(self, num_heads=heads // count, num_kv_heads=max(1, kv_heads // count))
 
     def shares(self, ranks: Ranks) -> dict[str, Share]:
@@ -214,6 +219,8 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = builder.norm(queries), builder.norm(whole.num_kv_heads * spec.head_dim)
         sinks = torch.zeros(spec.num_heads, dtype=torch.float32, device=builder.device) if spec.sink else None
         self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
+        heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.steps = None if spec.steps is None else spec.steps.build(builder.at("steps"), *heads)
         if self.sinks is not None and spec != whole:
             self.sinks.part_of = PartOf((whole.num_heads,), 0, (builder.ranks.part(whole.num_heads),))  # type: ignore[attr-defined]
 
@@ -265,13 +272,7 @@ class Attention(nn.Module):
         if spec.v_norm:
             v = v / (v.square().mean(-1, keepdim=True) + self.eps).sqrt()
         q, gate = (q[:, ::2], q[:, 1::2]) if spec.output_gate else (q, None)
-        if self.q_norm is not None and self.k_norm is not None:
-            joint = (1, 2) if spec.joint_qk_norm else (2, 2)
-            q, k = (
-                norm.reference(each.flatten(*joint)).view_as(each)
-                for norm, each in ((self.q_norm, q), (self.k_norm, k))
-            )
-        q, k = (_rotated(each, self.cos_sin[: len(x)].to(x.dtype)) for each in (q, k))
+        q, k, v = reference_heads((q, k, v), (self.q_norm, self.k_norm), self.cos_sin, spec.joint_qk_norm, self.steps)
         k, v = (each.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for each in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
         if spec.soft_cap:
@@ -293,7 +294,10 @@ class Attention(nn.Module):
         table, positions = context.rotary(self.cos_sin, self.axes, self.spec.window_group)
         where, heads = (positions, inputs.slot_mapping, kv.k, kv.v), (self.spec.num_heads, self.kv_heads)
         values = self.spec.v_norm, self.spec.k_is_v
-        return rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales, *values)
+        if self.steps is not None:
+            qkv, table = self.steps(qkv, table, positions)
+        q = rope_and_cache(qkv, q_norm, k_norm, self.eps, table, *where, *heads, kv.k_scales, kv.v_scales, *values)
+        return q if self.steps is None else self.steps.scaled(q, positions)
 
     def _attend(
         self, q: torch.Tensor, context: ForwardContext, kv: KV, input_format: InputFormat | None = None
@@ -304,13 +308,6 @@ class Attention(nn.Module):
             self.scale, spec.window, soft_cap=spec.soft_cap, sinks=self.sinks, both_ways=spec.both_ways
         )
         return attended(self.backend, input_format, q, kv, inputs, options)
-
-
-def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] rotated by cos_sin [T, rot_dim] (cosines, then sines); the other elements stay."""
-    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
-    first, second, rest = x.split((cos.shape[-1], cos.shape[-1], x.shape[-1] - cos_sin.shape[-1]), dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 # ---- feed-forward -----------------------------------------------------------------------------------
@@ -361,6 +358,7 @@ class LayerSpec:
     per_layer: a third part that gates the layer's own inputs by the stream (``models/blocks/layer_inputs.py``), with a
         norm after it.
     scaled: the layer's result is multiplied by a learnt number; the last part must then have a norm after it.
+    times: factor of each block's output before it is added.
 
     A family with another order of residuals derives a spec that builds its own layer.
     """
@@ -371,12 +369,16 @@ class LayerSpec:
     feed_forward_norms: NormOrder = PRE
     per_layer: BlockSpec | None = None
     scaled: bool = False
+    times: float = 1.0
 
     def build(self, builder: Builder) -> DecoderLayer:
         mixer = self.mixer.build(builder.at("mixer"))
         feed_forward = self.feed_forward.build(builder.at("feed_forward"))
-        norms = [builder.norm() if order.before else None for order in (self.mixer_norms, self.feed_forward_norms)]
-        layer = DecoderLayer(mixer, feed_forward, *norms)
+        orders = self.mixer_norms, self.feed_forward_norms
+        layer = DecoderLayer(
+            mixer, feed_forward, *(builder.stream_norm() if order.before else None for order in orders)
+        )
+        layer.times = self.times
         if self.mixer_norms.after:
             layer.mixer_post_norm = builder.norm()
         if self.feed_forward_norms.after:
@@ -402,6 +404,7 @@ class DecoderLayer(nn.Module):
     """
 
     tail: Callable[[Any, torch.Tensor], Stream | None] | None = None
+    times = 1.0
 
     def __init__(
         self, mixer: nn.Module, feed_forward: nn.Module, mixer_norm: nn.Module | None,
@@ -451,6 +454,10 @@ class DecoderLayer(nn.Module):
         x, _, per_layer = stream if context.last_tokens is None else stream.select(context.last_tokens)
         if self.tail is not None and (after := self.tail(mixed, x)) is not None:
             return after
+        if self.times != 1:
+            x, normed = scaled_sum(mixer.output(mixed), x, self.times, self.feed_forward_norm)
+            y = feed_forward(normed, context.queries.positions)
+            return Stream(*scaled_sum(feed_forward.output(y), x, self.times, self.next_norm), per_layer)
         x, normed = joined(mixer, mixed, x, self.mixer_post_norm, self.feed_forward_norm)
         y = feed_forward(normed, context.queries.positions)
         if self.per_layer is None:
@@ -470,7 +477,7 @@ class DecoderLayer(nn.Module):
             (self.feed_forward_norm, self.feed_forward, self.feed_forward_post_norm),
         ):
             out = cast(Any, block).reference(x if norm is None else cast(RMSNorm, norm).reference(x))
-            x = x + (out if after is None else after.reference(out))
+            x = x + self.times * (out if after is None else after.reference(out))
         return x if self.scale is None else x * self.scale.weight.to(x.dtype)
 
     def state_specs(self) -> Tree:

@@ -16,7 +16,7 @@ from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.embedding import Embedding
 from unisono.layers.formats.base import PLAIN, WHOLE, Share, WeightFormat, can_divide
 from unisono.layers.linear import Linear
-from unisono.layers.norm import RMSNorm
+from unisono.layers.norm import RMS, LayerNorm, NormKind, RMSNorm
 from unisono.layers.rotary import RotarySpec
 from unisono.types import CheckpointError
 
@@ -48,7 +48,7 @@ class Builder:
     attention: builds backends.
     max_positions: length of rotary tables, in tokens.
     format: weight format of a module by its path in the model, such as ``layers.0.mixer.o``.
-    zero_centered_norms, wide_norms: see :class:`RMSNorm`.
+    zero_centered_norms, wide_norms: see :class:`RMSNorm`. norms: their kind.
     path: path of the module being built.
     ranks: processes that hold the model together, and the index of this one.
     undivided: paths of layers held whole by every rank, because their outputs cannot be divided.
@@ -68,6 +68,7 @@ class Builder:
     undivided: list[str] = field(default_factory=list, repr=False)
     kv_dtype: torch.dtype | None = None
     wide_norms: bool = False
+    norms: NormKind = RMS
     _tables: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
     _axes: dict[RotarySpec, torch.Tensor] = field(default_factory=dict, repr=False)
     _backends: dict[tuple[int, int], AttentionBackend] = field(default_factory=dict, repr=False)
@@ -102,6 +103,7 @@ class Builder:
             format=plain,
             zero_centered_norms=zero_centered_norms,
             wide_norms=wide_norms,
+            norms=RMS,
             path="",
             ranks=ranks,
             _backends={},
@@ -172,9 +174,18 @@ class Builder:
         return Embedding(vocab_size, size or self.hidden_size, self.dtype, "meta" if empty else self.device, scale)
 
     def norm(self, size: int | None = None, factor: float = 1.0) -> RMSNorm:
-        """An RMSNorm of the model's kind over ``size`` elements, by default the hidden size; factor: of its weight."""
+        """An RMSNorm over ``size`` elements, by default the hidden size; factor: of its weight."""
         kind = self.zero_centered_norms, self.wide_norms, factor
-        return RMSNorm(size or self.hidden_size, self.rms_eps, self.dtype, self.device, *kind)
+        norm = RMSNorm(size or self.hidden_size, self.rms_eps, self.dtype, self.device, *kind)
+        norm.stored = self.norms.weight
+        return norm
+
+    def stream_norm(self) -> RMSNorm | LayerNorm:
+        """A norm of the residual stream, of the model's kind."""
+        if not self.norms.centred:
+            return self.norm()
+        kind = self.norms, self.zero_centered_norms
+        return LayerNorm(self.hidden_size, self.rms_eps, self.dtype, self.device, *kind)
 
     def backend(self, num_heads: int, num_kv_heads: int) -> AttentionBackend:
         """Backend of layers with these heads: one per pair."""
@@ -186,7 +197,8 @@ class Builder:
     def rotary(self, spec: RotarySpec) -> torch.Tensor:
         """Table of a spec, [max_positions + 1, rotated elements] fp32: one per distinct spec."""
         if spec not in self._tables:
-            self._tables[spec] = spec.table(self.max_positions + 1, self.device)  # drafters are a position ahead
+            # Drafters are a position ahead.
+            self._tables[spec] = spec.table(self.max_positions + 1, self.device, self.max_positions)
         return self._tables[spec]
 
     def rotary_axes(self, spec: RotarySpec) -> torch.Tensor | None:

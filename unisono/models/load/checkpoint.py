@@ -10,14 +10,14 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unisono.config import catalog
-from unisono.config.checkpoint_files import CONFIG, INDEX
+from unisono.config.checkpoint_files import CONFIG, INDEX, names_in
 from unisono.config.checkpoint_files import WEIGHTS as WEIGHTS
 from unisono.config.preflight.families import READ_AS
 from unisono.config.preflight.model import architecture_of, check_config
@@ -88,6 +88,9 @@ class Checkpoint:
         check_token_ids(tuple(eos), config.vocab_size, directory / "config.json")
         check_token_ids(generation.eos_token_ids, config.vocab_size, generation_file)
         dtype = hf_config.dtype or text.dtype
+        if family.tied_unless_stored and {*names_in(directory)} & {WEIGHTS, INDEX}:
+            head = any(name.endswith("lm_head.weight") for name in read_tensors(directory))
+            config = replace(config, tie_embeddings=not head)
         return cls(
             path=directory,
             family=family,

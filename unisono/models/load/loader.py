@@ -16,7 +16,7 @@ from torch import nn
 
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.expert_stacks import ExpertStack
-from unisono.layers.formats.base import PLAIN, Slice, Slices, WeightFormat, WeightTarget, part_of
+from unisono.layers.formats.base import PLAIN, Slice, Slices, StoredTensor, WeightFormat, WeightTarget, part_of
 from unisono.layers.norm import Factor, LayerNorm, RMSNorm
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
@@ -84,6 +84,7 @@ def load_model(
         ranks=ranks,
         kv_dtype=kv_dtype,
         wide_norms=config.wide_norms,
+        norms=config.norms,
     )
     if load_format != "dummy":
         _check_sizes(checkpoint)
@@ -192,9 +193,12 @@ def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] =
 
 @dataclass(frozen=True)
 class Shared(WeightTarget):
-    """A checkpoint tensor whose rows belong to several projections. parts: (target, its rows of the tensor)."""
+    """A checkpoint tensor whose rows belong to several projections, or lie in another order.
 
-    parts: tuple[tuple[WeightTarget, torch.Tensor], ...] = ()
+    parts: (target, its rows of the tensor; None: the whole tensor).
+    """
+
+    parts: tuple[tuple[WeightTarget, torch.Tensor | None], ...] = ()
 
     @classmethod
     def of(cls, name: str, place: WeightTarget, rows: torch.Tensor, others: WeightTarget | None) -> Shared:
@@ -202,16 +206,22 @@ class Shared(WeightTarget):
 
         Raises CheckpointError if the format stores blocks of outputs that the rows would cut or mix.
         """
+        stored = _stored(place)
+        if stored is not None and stored.layout is not None and stored.layout.dim is None:  # it serves all outputs
+            parts: tuple[tuple[WeightTarget, torch.Tensor | None], ...] = (*held_by(others), (place, None))
+            return cls(place.parameter, place.shape, place.accepts, also=place.also, parts=parts)
         block = len(rows) // max(1, place.shape[0])
         blocks = rows.view(-1, block)
-        if not torch.equal(blocks, blocks[:, :1] // block * block + torch.arange(block)):
+        other_way = stored is not None and stored.layout is not None and stored.layout.dim != 0
+        whole = torch.equal(blocks.sort().values, blocks.amin(1, keepdim=True) // block * block + torch.arange(block))
+        if other_way or not whole:
             raise CheckpointError(
                 f"tensor {name} has a value for each {block} outputs, which belong to different projections here. "
                 "Give a checkpoint in which this layer is not quantised."
             )
         each = blocks[:, 0] // block
         held = each if place.part is None else place.part.of(each)
-        parts = (*getattr(others, "parts", ()), (place, held))
+        parts = (*held_by(others), (place, held))
         shape = (others.shape[0] if others else 0) + len(each), *place.shape[1:]
         return cls(place.parameter, shape, place.accepts, parts=parts)
 
@@ -219,16 +229,27 @@ class Shared(WeightTarget):
         """Rows from the first to the last one needed."""
         if all(place.part is None for place, _ in self.parts):
             return None
-        return Slice(0, self._first, 1 + max(int(rows.max()) for _, rows in self.parts))
+        return Slice(0, self._first, 1 + max(int(rows.max()) for _, rows in self.parts if rows is not None))
 
     @property
     def _first(self) -> int:
-        return min(int(rows.min()) for _, rows in self.parts)
+        return min(int(rows.min()) for _, rows in self.parts if rows is not None)
 
     def fill(self, stored: torch.Tensor) -> None:
         first = 0 if all(place.part is None for place, _ in self.parts) else self._first
         for place, rows in self.parts:
-            place.fill(stored[rows.to(stored.device) - first])
+            place.fill(stored if rows is None else stored[rows.to(stored.device) - first])
+
+
+def held_by(shared: WeightTarget | None) -> tuple[tuple[WeightTarget, torch.Tensor | None], ...]:
+    """The parts of a :class:`Shared`; empty for None."""
+    return shared.parts if isinstance(shared, Shared) else ()
+
+
+def _stored(place: WeightTarget) -> StoredTensor | None:
+    """Tensor of the target's format; None without a format."""
+    tensors = getattr(place.format, "tensors", None)
+    return None if tensors is None else tensors(place.parameter.dtype).get(place.kind)
 
 
 @torch.no_grad()
@@ -302,7 +323,7 @@ def decoder_update(decoder: Decoder, checkpoint: Checkpoint) -> WeightUpdate:
     check(targets, tensors, checkpoint.path, unexpected)
 
     def check_values() -> None:
-        if tied and head in tensors:
+        if tied and head in tensors and not head.startswith(unread):
             _check_tied_head(decoder, head, tensors)
         _check_finite(decoder, checkpoint)
 
@@ -355,13 +376,17 @@ def _as_named(tensors: Mapping[str, TensorInfo], family: Family) -> Mapping[str,
     own, _, embed = family.name("embed").rpartition(".")
     own = f"{own}." if own else ""
     prefix = next((p for p in (own, *PREFIXES) if f"{p}{embed}.weight" in tensors), own)
-    apart = (f"{family.name('lm_head')}.", *_apart(tensors, family))
+    head = f"{family.name('lm_head')}."
+    apart = (head, *_apart(tensors, family))
     if prefix == own:
         return tensors
-    return {
-        own + name[len(prefix) :] if name.startswith(prefix) and not name.startswith(apart) else name: info
-        for name, info in tensors.items()
-    }
+
+    def named(name: str) -> str:
+        if name.startswith(f"language_model.{head}"):  # beside ``language_model.model.``
+            return name.removeprefix("language_model.")
+        return own + name[len(prefix) :] if name.startswith(prefix) and not name.startswith(apart) else name
+
+    return {named(name): info for name, info in tensors.items()}
 
 
 def _apart(tensors: Iterable[str], family: Family) -> tuple[str, ...]:

@@ -1,0 +1,139 @@
+"""Embeddings, classes and scores: those of transformers, and the same bytes in any batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.engine.helpers import engine
+from tests.models.make import make_checkpoint
+from tests.models.make_classifier import make_classifier
+from unisono import LLM, PoolingParams, SamplingParams
+from unisono.types import BadRequest, CheckpointError
+
+TEXTS = ["Tom has 3 boxes", "a", "the quick brown fox jumps over the lazy dog, twice", "…?"]
+SCORE_TEMPLATE = (
+    "<q>{{ (messages | selectattr('role', 'eq', \"query\") | first).content }}</q>"
+    "<d>{{ (messages | selectattr('role', 'eq', \"document\") | first).content }}</d>"
+)
+
+
+def close(ours: Any, theirs: Any) -> bool:
+    """Cosine of at least 0.99999, and the same length."""
+    a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b) >= 0.99999 and np.allclose(a, b, atol=1e-4)
+
+
+@torch.no_grad()
+def states(path: Path, ids: list[int]) -> torch.Tensor:
+    """transformers' final states of a prompt."""
+    return AutoModel.from_pretrained(path, dtype=torch.float32)(torch.tensor([ids])).last_hidden_state[0]
+
+
+@torch.no_grad()
+def classes(path: Path, ids: list[int]) -> torch.Tensor:
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen2", "gemma2"])
+def test_classes_are_those_of_transformers_in_any_batch(family: str, tmp_path: Path) -> None:
+    path = make_classifier(tmp_path / family, family, 3, id2label={0: "bad", 1: "fair", 2: "good"})
+    with engine(path, dtype="float32") as llm:
+        whole = llm.classify(TEXTS)
+        for text, output in zip(TEXTS, whole, strict=True):
+            ids = output.prompt_token_ids
+            assert close(output.outputs.probs, classes(path, ids).softmax(-1))
+            (alone,) = llm.classify(text)
+            assert alone.outputs.probs == output.outputs.probs, "a batch changed a byte"
+        logits = llm.encode(TEXTS[0], PoolingParams(use_activation=False)).pop().outputs.data
+        assert close(logits, classes(path, whole[0].prompt_token_ids))
+        (each,) = llm.encode(TEXTS[0], pooling_task="token_classify")
+        assert each.outputs.data.shape == (len(each.prompt_token_ids), 3)
+        assert each.outputs.data[-1].tolist() == whole[0].outputs.probs
+        with pytest.raises(BadRequest, match="writes no text"):
+            llm.generate("Tom", SamplingParams(max_tokens=3))
+        with pytest.raises(BadRequest, match="head was read at the start"):
+            llm.update_weights(str(path))
+        with pytest.raises(BadRequest, match="3 labels"):
+            llm.score("a", "b")
+
+
+def test_a_reranker_scores_pairs(tmp_path: Path) -> None:
+    """One label: a sigmoid of the head over both texts, written by the tokenizer or by a score template."""
+    path = make_classifier(tmp_path / "c", "qwen3", 1)
+    with engine(path, dtype="float32") as llm:
+        scores = llm.score("Where is Paris?", TEXTS)
+        for text, output in zip(TEXTS, scores, strict=True):
+            ids = llm.tokenizer.encode("Where is Paris?") + llm.tokenizer.encode(text)
+            assert output.prompt_token_ids == ids
+            assert output.outputs.score == pytest.approx(float(classes(path, ids).sigmoid()[0]), abs=1e-5)
+        (written,) = llm.score("q", "d", chat_template=SCORE_TEMPLATE)
+        assert llm.tokenizer.decode(written.prompt_token_ids) == "<q>q</q><d>d</d>"
+        with pytest.raises(BadRequest, match="data_1"):
+            llm.score(["a", "b"], ["c"])
+    with engine(path, dtype="float32", chat_template=SCORE_TEMPLATE) as llm:
+        assert llm.score("q", "d").pop().prompt_token_ids == written.prompt_token_ids
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_generative_reranker_scores_by_two_tokens(tied: bool, tmp_path: Path) -> None:
+    """Qwen3-Reranker's own form: the softmax over the logits of no and yes."""
+    path = make_checkpoint(tmp_path / "c", "qwen3", tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["n", "y"]}
+    for given in (overrides, {"classifier_from_token": ["n", "y"]}):
+        with engine(path, dtype="float32", hf_overrides=given) as llm:
+            (output,) = llm.score("Where?", "Here.")
+            with torch.no_grad():
+                logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+            no, yes = (llm.tokenizer.token_id(token) for token in ("n", "y"))
+            expected = float(logits[[no, yes]].softmax(0)[1])
+            assert output.outputs.score == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(CheckpointError, match="'nothing' is not one token"):
+        LLM(str(path), max_model_len=64, hf_overrides={"classifier_from_token": ["nothing", "y"]})
+
+
+@pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens"])
+def test_embeddings_are_those_of_transformers(mode: str, tmp_path: Path) -> None:
+    """Pooled as configured; dimensions keep the first values, scaled again; scores are cosines."""
+    path = make_checkpoint(tmp_path / "c", "qwen3")
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
+    with engine(path, dtype="float32") as llm:
+        found = llm.embed(TEXTS)
+        for text, output in zip(TEXTS, found, strict=True):
+            theirs = states(path, output.prompt_token_ids)
+            vector = theirs[-1] if mode == "lasttoken" else theirs.mean(0)
+            assert close(output.outputs.embedding, vector / vector.norm())
+            assert llm.embed(text)[0].outputs.embedding == output.outputs.embedding, "a batch changed a byte"
+        (short,) = llm.embed(TEXTS[0], dimensions=5)
+        first = np.array(found[0].outputs.embedding[:5])
+        assert close(short.outputs.embedding, first / np.linalg.norm(first))
+        assert llm.encode(TEXTS[0], PoolingParams(dimensions=5)).pop().outputs.data.tolist() == pytest.approx(
+            short.outputs.embedding
+        )
+        score = llm.score(TEXTS[0], TEXTS[2]).pop().outputs.score
+        assert score == pytest.approx(float(np.dot(found[0].outputs.embedding, found[2].outputs.embedding)), abs=1e-6)
+        with pytest.raises(BadRequest, match="no classifier"):
+            llm.classify("a")
+        (cut,) = llm.embed(TEXTS[2], pooling_params=PoolingParams(truncate_prompt_tokens=4))
+        assert cut.prompt_token_ids == found[2].prompt_token_ids[-4:]
+
+
+def test_a_model_without_a_head_embeds(tmp_path: Path) -> None:
+    """``MistralModel`` and its like (E5-Mistral): no prefix, no LM head."""
+    path = make_checkpoint(tmp_path / "c", "mistral")
+    base = AutoModel.from_pretrained(path, dtype=torch.float32)
+    base.save_pretrained(tmp_path / "b")
+    with engine(path, dtype="float32") as llm, engine(tmp_path / "b", dtype="float32") as bare:
+        ids = [[5, 9, 77], [1, 2]]
+        assert [o.outputs for o in bare.embed(ids)] == [o.outputs for o in llm.embed(ids)]
+        with pytest.raises(BadRequest, match="writes no text"):
+            bare.generate([[5]], SamplingParams(max_tokens=3))

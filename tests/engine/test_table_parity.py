@@ -1,0 +1,78 @@
+"""32 greedy tokens of every row of the table of decoders equal transformers', with n-gram drafts and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.drafters.make_heads import make_eagle3
+from tests.engine.helpers import engine, tokens
+from tests.engine.matrix import config_of
+from tests.models.hybrids import reference
+from tests.models.make import make_checkpoint
+from tests.models.make_adapters import make_adapter, merged
+from tests.models.table_cases import CASES, family_of, fields_of
+from unisono.types import SamplingParams, SpeculativeConfig
+from unisono.types.lora import LoRARequest
+
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+PROMPTS = [[7, 50, 91, 7, 50, 91, 7, 50] * 9, [3, 141, 59, 26]]
+"""The first one is beyond the original length (64) of the rope types with one, and repeats, so that drafts exist."""
+NGRAM = SpeculativeConfig("ngram", num_speculative_tokens=3)
+
+
+@torch.inference_mode()
+def expected(path: Path, prompt: list[int]) -> list[int]:
+    """Greedy tokens of transformers without a cache, so that its tables fit the whole text."""
+    model, ids = reference(path), list(prompt)
+    for _ in range(GREEDY.max_tokens or 0):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "c", family_of(case), tokenizer=False, **fields_of(case))
+    with engine(path, dtype="float32", max_model_len=128) as llm:
+        plain = tokens(llm, PROMPTS, GREEDY)
+    with engine(path, dtype="float32", max_model_len=128, speculative=NGRAM) as llm:
+        assert tokens(llm, PROMPTS, GREEDY) == plain, "drafts changed a token"
+    long = "longrope" in case  # transformers takes the short factors for the second prompt, this engine one table
+    for prompt, answer in list(zip(PROMPTS, plain, strict=True))[: 1 if long else 2]:
+        assert answer == expected(path, prompt)
+
+
+@pytest.mark.parametrize("case", ["cohere2", "granite", "olmo2"])
+def test_an_eagle3_head_reads_the_states_of_a_row(case: str, tmp_path: Path) -> None:
+    """LayerNorm beside a parallel layer, factors of blocks, and norms of outputs only."""
+    path = make_checkpoint(tmp_path / "c", family_of(case), tokenizer=False, **fields_of(case))
+    head = make_eagle3(tmp_path / "head", config_of(path), (2, 1, 3), aux=[2, 1, 3])
+    spec = SpeculativeConfig("eagle3", model=str(head.path), num_speculative_tokens=3)
+    with engine(path, dtype="float32", max_model_len=128) as llm:
+        plain = tokens(llm, PROMPTS, GREEDY)
+    with engine(path, dtype="float32", max_model_len=128, speculative=spec) as llm:
+        assert tokens(llm, PROMPTS, GREEDY) == plain
+        assert llm.engine.info()["speculation"]["drafter"] == "eagle3"
+
+
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [
+        ("glm4", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("starcoder2", ("q_proj", "v_proj", "c_fc", "c_proj")),
+    ],
+)
+def test_an_adapter_of_a_row_is_its_merged_weights(case: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Heads in another order, packed projections, and an MLP without a gate."""
+    path = make_checkpoint(tmp_path / "c", family_of(case), tokenizer=False, **fields_of(case))
+    adapter = make_adapter(tmp_path / "a", path, targets=targets)
+    together = merged(path, adapter, tmp_path / "m")
+    request = LoRARequest("one", 1, str(adapter))
+    with engine(path, dtype="float32", max_model_len=128, enable_lora=True) as llm:
+        found = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, lora_request=request)]
+        assert tokens(llm, PROMPTS, GREEDY) != found
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        assert answer == expected(together, prompt)

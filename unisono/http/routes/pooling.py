@@ -1,0 +1,286 @@
+"""Scores and classes of texts, and pooled values in general: vLLM's routes, and the rerankers' of Jina and Cohere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from unisono.frontend.classifier import Classifier
+from unisono.frontend.pooling import encoded
+from unisono.frontend.scores import check_one_label, check_task, cosine, pair_ids, paired, pooled_by_task
+from unisono.http.answers.answer import Answer
+from unisono.http.answers.generation import Generation, merge
+from unisono.http.errors import unavailable
+from unisono.http.limits.fields import FirstError, Strings, TokenIdLists, TokenIds
+from unisono.http.openai.protocol import CompletionRequest, parse_fields
+from unisono.http.openai.translation import Renames, checked
+from unisono.http.request_body import load_object, off_loop
+from unisono.http.routes.common import described, new_id, parsed_body, placement_of, when_ready
+from unisono.http.service import Service
+from unisono.types import BadRequest
+
+STRICT = ConfigDict(strict=True, extra="forbid")
+MODEL = Field(None, description="the name of a served model")
+TRUNCATE = Field(None, description="a whole number: last tokens that are kept")
+ACTIVATION = Field(None, description="true (the default) or false")
+USER = Field(None, description="a string")
+
+
+class PooledRequest(BaseModel):
+    """Body of ``/pooling``."""
+
+    model_config = STRICT
+
+    input: str | Strings | TokenIds | TokenIdLists = Field(
+        description="a string, a list of strings, a list of token ids, or a list of such lists"
+    )
+    model: str | None = MODEL
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = Field(
+        None, description='"embed", "classify", "token_embed" or "token_classify"'
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(None, description='"float" or "base64"')
+    dimensions: int | None = Field(None, description="a whole number")
+    normalize: bool | None = ACTIVATION
+    use_activation: bool | None = ACTIVATION
+    truncate_prompt_tokens: int | None = TRUNCATE
+    user: str | None = USER
+
+
+class ClassificationRequest(BaseModel):
+    """Body of ``/classify``."""
+
+    model_config = STRICT
+
+    input: str | Strings | TokenIds | TokenIdLists = Field(
+        description="a string, a list of strings, a list of token ids, or a list of such lists"
+    )
+    model: str | None = MODEL
+    use_activation: bool | None = ACTIVATION
+    truncate_prompt_tokens: int | None = TRUNCATE
+    user: str | None = USER
+
+
+class ScoreRequest(BaseModel):
+    """Body of ``/score``."""
+
+    model_config = STRICT
+
+    text_1: str | Strings = Field(description="a string or a list of strings: the queries")
+    text_2: str | Strings = Field(description="a string or a list of strings: the documents")
+    model: str | None = MODEL
+    use_activation: bool | None = ACTIVATION
+    truncate_prompt_tokens: int | None = TRUNCATE
+    user: str | None = USER
+
+
+class RankedText(BaseModel):
+    """A document of ``/rerank`` as an object."""
+
+    model_config = STRICT
+
+    text: str = Field(description="a string")
+
+
+class RerankRequest(BaseModel):
+    """Body of ``/rerank``: Jina's and Cohere's fields."""
+
+    model_config = STRICT
+
+    query: str = Field(description="a string")
+    documents: Annotated[list[str | RankedText], FirstError()] = Field(
+        description="a list of strings, or of objects with a text"
+    )
+    model: str | None = MODEL
+    top_n: int | None = Field(None, description="a whole number: best documents that are returned; 0 or null: all")
+    return_documents: bool | None = Field(None, description="true (the default) or false")
+    use_activation: bool | None = ACTIVATION
+    truncate_prompt_tokens: int | None = TRUNCATE
+    user: str | None = USER
+
+
+@dataclass
+class PooledReply:
+    """Pooled values in progress. They are never streamed. write: states of each prompt -> the answer without usage."""
+
+    generations: list[Generation]
+    write: Callable[[list[np.ndarray]], dict[str, Any]]
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer. Raises the error that ended a request early."""
+        async with aclosing(merge(self.generations)) as pieces:
+            async for _ in pieces:
+                pass
+        found = await asyncio.to_thread(self._found)
+        tokens = sum(generation.usage.prompt_tokens for generation in self.generations)
+        return {**found, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+
+    def _found(self) -> dict[str, Any]:
+        states = [generation.prompt_states() for generation in self.generations]
+        if not all(len(each) for each in states):
+            raise unavailable("The request was aborted by an operator.", "aborted")
+        return self.write(states)
+
+    def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
+        raise NotImplementedError("pooled values are not streamed")
+
+
+async def respond(
+    service: Service, request: Request, prompts: Any, size: int, fields: dict[str, Any], field: str,
+    write: Callable[[list[np.ndarray]], dict[str, Any]],
+) -> Response:  # fmt: skip
+    """Compute the states of prompts and answer. field: the prompts' name in the body. fields: of the completion."""
+    answer_id = new_id("pool-")
+    values = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "return_hidden_states": True, **fields}
+    values = {name: value for name, value in values.items() if value is not None}
+    answer = Answer(service, request, answer_id, placement_of(request))
+    with Renames({"prompt": field}).errors():
+        completion = await off_loop(size, lambda: parse_fields(values, CompletionRequest))
+        generations = await service.serving.completion(completion, answer_id, pooled=True)
+    return await answer.send(PooledReply(generations, write), generations, False)
+
+
+def listing(model: str, data: list[dict[str, Any]]) -> dict[str, Any]:
+    """A list of results in vLLM's form."""
+    return {"id": new_id("pool-"), "object": "list", "created": int(time.time()), "model": model, "data": data}
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+    ready = when_ready(service)
+
+    @app.post("/pooling", dependencies=ready, **described("Pool texts.", PooledRequest))
+    async def pooling(request: Request) -> Response:
+        return await _pool(service, request)
+
+    @app.post("/classify", dependencies=ready, **described("Classify texts.", ClassificationRequest))
+    async def classify(request: Request) -> Response:
+        return await _classify(service, request)
+
+    @app.post("/score", dependencies=ready, **described("Score pairs of texts.", ScoreRequest))
+    @app.post("/v1/score", dependencies=ready, **described("Score pairs of texts.", ScoreRequest))
+    async def score(request: Request) -> Response:
+        return await _score(service, request)
+
+    @app.post("/rerank", dependencies=ready, **described("Rank documents by a query.", RerankRequest))
+    @app.post("/v1/rerank", dependencies=ready, **described("Rank documents by a query.", RerankRequest))
+    @app.post("/v2/rerank", dependencies=ready, **described("Rank documents by a query.", RerankRequest))
+    async def rerank(request: Request) -> Response:
+        return await _rerank(service, request)
+
+
+async def _pool(service: Service, request: Request) -> Response:
+    body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), PooledRequest), len(raw)))
+    model, head = service.model(body.model), service.classifier
+    task = body.task or ("embed" if head is None else "classify")
+    check_task(task, service.pooling, head)
+    _check_dimensions(body.dimensions, service)
+    active, form = body.use_activation is not False and body.normalize is not False, body.encoding_format or "float"
+
+    def write(states: list[np.ndarray]) -> dict[str, Any]:
+        found = [_pooled(service, each, task, body.dimensions, active) for each in states]
+        data = [{"index": i, "object": "pooling", "data": encoded(each, form)} for i, each in enumerate(found)]
+        return listing(model, data)
+
+    fields = {"model": model, "truncate_prompt_tokens": body.truncate_prompt_tokens}
+    return await respond(service, request, body.input, size, fields, "input", write)
+
+
+async def _classify(service: Service, request: Request) -> Response:
+    body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), ClassificationRequest), len(raw)))
+    model, head = service.model(body.model), service.classifier
+    check_task("classify", service.pooling, head)
+
+    def write(states: list[np.ndarray]) -> dict[str, Any]:
+        assert head is not None
+        data = []
+        for index, each in enumerate(states):
+            probs = head.scores(each[-1], body.use_activation is not False)
+            label = head.labels[int(probs.argmax())]
+            data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
+        return listing(model, data)
+
+    fields = {"model": model, "truncate_prompt_tokens": body.truncate_prompt_tokens}
+    return await respond(service, request, body.input, size, fields, "input", write)
+
+
+async def _score(service: Service, request: Request) -> Response:
+    body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), ScoreRequest), len(raw)))
+    model = service.model(body.model)
+    first, second = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
+    pairs = paired(first, second, ("text_1", "text_2"))
+
+    def write(scores: list[float]) -> dict[str, Any]:
+        return listing(model, [{"index": i, "object": "score", "score": each} for i, each in enumerate(scores)])
+
+    return await _scored(service, request, pairs, size, body, "text_2", write)
+
+
+async def _rerank(service: Service, request: Request) -> Response:
+    body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), RerankRequest), len(raw)))
+    model = service.model(body.model)
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    pairs = paired([body.query], texts, ("query", "documents"))
+    if body.top_n is not None and body.top_n < 0:
+        raise BadRequest(f"top_n={body.top_n} is out of range: give a whole number from 0 on.", "top_n")
+
+    def write(scores: list[float]) -> dict[str, Any]:
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+        if body.return_documents is not False:
+            results = [{**one, "document": {"text": texts[index]}} for one, index in zip(results, order, strict=True)]
+        return {"id": new_id("rerank-"), "model": model, "results": results}
+
+    return await _scored(service, request, pairs, size, body, "documents", write)
+
+
+async def _scored(
+    service: Service, request: Request, pairs: Sequence[tuple[str, str]], size: int, body: ScoreRequest | RerankRequest,
+    field: str, write: Callable[[list[float]], dict[str, Any]],
+) -> Response:  # fmt: skip
+    """Score pairs by the classifier's one label, or by the cosine of their embeddings."""
+    head, active = service.classifier, body.use_activation is not False
+    fields = {"model": service.model(body.model), "truncate_prompt_tokens": body.truncate_prompt_tokens}
+    if head is not None:
+        check_one_label(head)
+        names, truncates = ("text_1" if field == "text_2" else "query", field), body.truncate_prompt_tokens is not None
+        inputs = service.serving.inputs
+        ids = await off_loop(size, lambda: [pair_ids(inputs, pair, names, truncates) for pair in pairs])
+        return await respond(
+            service, request, ids, size, fields, field, lambda states: write(_of_pairs(head, states, active))
+        )
+    check_task("embed", service.pooling, None)
+    queries = list(dict.fromkeys(query for query, _ in pairs))
+    texts = [*queries, *(document for _, document in pairs)]
+
+    def cosines(states: list[np.ndarray]) -> dict[str, Any]:
+        vectors = [_pooled(service, each, "embed", None, True) for each in states]
+        of_query, documents = dict(zip(queries, vectors, strict=False)), vectors[len(queries) :]
+        return write([cosine(of_query[query], each) for (query, _), each in zip(pairs, documents, strict=True)])
+
+    return await respond(service, request, texts, size, fields, field, cosines)
+
+
+def _of_pairs(head: Classifier, states: list[np.ndarray], active: bool) -> list[float]:
+    return [float(head.scores(each[-1], active)[0]) for each in states]
+
+
+def _pooled(service: Service, states: np.ndarray, task: str, dimensions: int | None, active: bool) -> np.ndarray:
+    if task == "embed":
+        return service.pooling.pool(states, dimensions, active)
+    return pooled_by_task(states, task, service.classifier, dimensions, active)
+
+
+def _check_dimensions(dimensions: int | None, service: Service) -> None:
+    """Raise BadRequest for a number of dimensions that the model does not have."""
+    most = service.serving.inputs.model.hidden_size
+    if dimensions is not None and not 1 <= dimensions <= most:
+        raise BadRequest(f"dimensions={dimensions} is out of range: this model has 1 to {most}.", "dimensions")
