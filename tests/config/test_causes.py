@@ -174,8 +174,8 @@ def foreign(directory: Path) -> Path:
 
 
 CAUSES: dict[Callable[[Path], Path], tuple[str, ...]] = {
-    gguf: ("GGUF", "model-Q4_K_M.gguf", "no config.json"),
-    gguf_file: ("is a file of GGUF",),
+    gguf: ("GGUF", "model-Q4_K_M.gguf", "no config.json", "give the file itself"),
+    gguf_file: ("truncated or no GGUF file",),
     gguf_beside_config: ("GGUF", "model.gguf", "neither model.safetensors"),
     adapter: ("is a LoRA adapter", "org/base", "--lora-modules NAME=PATH"),
     adapter_with_config: ("is a LoRA adapter", "org/base"),

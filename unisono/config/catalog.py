@@ -2,7 +2,7 @@
 
 Entries are strings, so that reading the catalog imports nothing; :meth:`Registry.load` imports the one entry that is
 used. Nothing registers itself at import time. Where a kind is open to other packages, the entry points that they
-declare are added. Imports types, checkpoint_files and hub only; any module may import it.
+declare are added. Imports types, checkpoint_files, gguf and hub only; any module may import it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 from unisono.config import hub
 from unisono.config.checkpoint_files import ADAPTER_CONFIG, CONFIG, names_in, no_config, not_a_directory, read_object
+from unisono.config.gguf.directory import described
+from unisono.config.gguf.header import is_gguf
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig, UnisonoError
 
 
@@ -186,18 +188,20 @@ def bundled_path(name: str) -> Path:
 
 
 def resolve_name(path: str | Path, check: Callable[[Path], object] | None = None) -> Path:
-    """Resolve a PATH of the user: a bundled name, a directory, or the id of a checkpoint on the Hugging Face Hub.
+    """Resolve a PATH of the user: a bundled name, a directory, a GGUF file, or the id of a checkpoint on the Hugging
+    Face Hub.
 
     A bundled name wins over a directory of the same name (write ``./tiny`` for the directory), and a directory over an
     id. A checkpoint of the Hub is downloaded unless the cache has it; ``check`` is called with the directory as soon as
-    it has config.json, before anything else is downloaded. Raises CheckpointError.
+    it has config.json, before anything else is downloaded. A GGUF file is described by a directory in the cache. Raises
+    CheckpointError.
     """
     if isinstance(path, str) and path in bundled:
         return bundled[path]
     local = Path(path).expanduser()
     if isinstance(path, str) and hub.is_id(path) and not local.exists():
         return hub.fetch(path, check)
-    return local
+    return described(local) if is_gguf(local) else local
 
 
 def find_directory(path: str | Path, check: Callable[[Path], object] | None = None) -> Path:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, catalog, resolve
+from unisono.config.gguf.directory import source as gguf_source
+from unisono.config.preflight.weights import check_weights
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.from_checkpoint import carried_bytes
 from unisono.engine.scheduling.default_drafts import with_default_drafts
@@ -144,7 +146,9 @@ def _drafter_bytes(config: ResolvedConfig, checkpoint: Checkpoint) -> int:
 
 
 def _file_bytes(directory: Path) -> int:
-    """Bytes of all tensors in a directory; 0 without safetensors."""
+    """Bytes of all tensors in a directory as they are stored; 0 without weights."""
+    if gguf_source(directory) is not None:
+        return check_weights(directory)
     if not any(directory.glob("*.safetensors")):
         return 0
     return sum(map(nbytes, read_tensors(directory).values()))
