@@ -95,10 +95,13 @@ models = Registry(
 formats = Registry(
     "weight format",
     {
+        "auto-round": "unisono.layers.formats.int4:read_auto_round",
         "awq": "unisono.layers.formats.int4:read_awq",
         "compressed-tensors": "unisono.layers.formats.compressed_tensors:read",
+        "fbgemm_fp8": "unisono.layers.formats.fp8:read_fbgemm",
         "fp8": "unisono.layers.formats.fp8:read",
-        "gptq": "unisono.layers.formats.int4:read_gptq",
+        "gptq": "unisono.layers.formats.gptq:read",
+        "modelopt": "unisono.layers.formats.modelopt:read",
         "mxfp4": "unisono.layers.formats.mxfp4:read",
     },
     error=CheckpointError,

@@ -115,8 +115,8 @@ def _nvfp4_linear_kernel(x, weight, scales, multipliers, bias, residual, out, M,
     x_ptrs = x + rows.to(tl.int64)[:, None] * K + tl.arange(0, WIDTH)[None, :]
     w_ptrs = weight + weight_rows[:, None] * (K // 2) + tl.arange(0, WIDTH // 2)[None, :]
     s_ptrs = scales + weight_rows[:, None] * (K // 16) + tl.arange(0, WIDTH // 16)[None, :]
-    multiplier = tl.load(multipliers + weight_rows)
     follow(OVERLAP)
+    multiplier = tl.load(multipliers + weight_rows)
     acc = nvfp4_product(x_ptrs, row_ok, w_ptrs, s_ptrs, multiplier, K, BLOCK_M, BLOCK_N, WIDTH, STEPS, EVEN_K)
     r = residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL)
     store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
@@ -191,9 +191,7 @@ def _keys(
     return ((weight.shape[0], 2 * weight.shape[1], dtype),) if weight.device.type == "cuda" else ()
 
 
-def _same_bits(
-    weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype
-) -> bool:
+def _same_bits(weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype) -> bool:
     """Compare the products of the packed and the decoded weight with random inputs of each number of rows."""
     plain = launch_nvfp4_decode(weight, scales, multipliers, dtype)
     for rows in PROOF_ROWS:
@@ -209,18 +207,14 @@ exact_nvfp4 = ExactKernel("products of decoded NVFP4 weights", _keys, _same_bits
 """The plain product of the decoded weight, above FEW_ROWS rows."""
 
 
-def prove_nvfp4(
-    weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype
-) -> bool:
+def prove_nvfp4(weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype) -> bool:
     """Prove the product of the decoded weight, and that of its shape on cuBLASLt; returns the first result."""
     if weight.device.type == "cuda":
         exact_blas.prove(launch_nvfp4_decode(weight, scales, multipliers, dtype))
     return exact_nvfp4.prove(weight, scales, multipliers, dtype)
 
 
-def rehearse_nvfp4(
-    weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype
-) -> None:
+def rehearse_nvfp4(weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype) -> None:
     """Launch the kernels of :func:`prove_nvfp4` and ignore the results: this compiles them ahead of time."""
     if weight.device.type == "cuda":
         exact_blas.rehearse(launch_nvfp4_decode(weight, scales, multipliers, dtype))
