@@ -199,7 +199,7 @@ def reference() -> Any:
 
 
 @pytest.mark.parametrize(
-    "part", ["flags", "aliases", "fields", "limits", "parameters", "environment", "structured", "matrix"]
+    "part", ["flags", "aliases", "fields", "limits", "parameters", "environment", "formats", "structured", "matrix"]
 )
 def test_generated_parts_are_current(part: str, reference: Any) -> None:
     """`make reference` writes them."""

@@ -38,7 +38,7 @@ DECODED = 2048
 """Inputs that a program of the decoding kernel writes."""
 
 _TILES = {16: Tile(16, 64, 0, 4, 4), 32: Tile(32, 64, 0, 4, 3), 64: Tile(64, 64, 0, 4, 3)}
-_LARGE = Tile(128, 64, 0, 4, 3)
+_LARGE = Tile(128, 64, 0, 4, 2)
 """At least 64 outputs, for wgmma."""
 
 
