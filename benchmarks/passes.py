@@ -21,7 +21,7 @@ import torch
 
 from unisono.cli.main import app
 from unisono.engine.engine import Engine
-from unisono.graphs.planner import Planner
+from unisono.engine.worker.runner import Runner
 
 BOUNDS = (16, 64, 128, 256, 512, 1024, 2048)
 """Rows at which a line of the table ends."""
@@ -43,11 +43,11 @@ class Clock:
         return event
 
     def timed(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        def method(planner: Planner, key: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(runner: Runner, key: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.counts:
-                return launch(planner, key, *args, **kwargs)
+                return launch(runner, key, *args, **kwargs)
             begin = self.mark()
-            outputs = launch(planner, key, *args, **kwargs)
+            outputs = launch(runner, key, *args, **kwargs)
             self.passes.append((key.program, key.shape.width, key.shape.rows, begin, self.mark()))
             return outputs
 
@@ -79,7 +79,7 @@ class Clock:
 
 def main() -> None:
     clock = Clock()
-    Planner.launch = clock.timed(Planner.launch)  # type: ignore[method-assign]
+    Runner.launch = clock.timed(Runner.launch)  # type: ignore[method-assign]
     step = Engine.step
 
     def counted(engine: Engine) -> Any:

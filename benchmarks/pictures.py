@@ -135,22 +135,22 @@ def first_token(llm: LLM, ids: list[int], media: tuple[MediaItem, ...], name: st
 
 def timed_passes(llm: LLM, ids: list[int], media: tuple[MediaItem, ...]) -> Iterator[tuple[str, float]]:
     """(program, ms) of the passes of one prompt, each alone on the device."""
-    planner = llm.engine.runner.planner
-    launch, found = planner.launch, list[tuple[str, float]]()
+    runner = llm.engine.runner
+    launch, found = runner.launch, list[tuple[str, float]]()
 
-    def timed(key: Any, batch: Any) -> Any:
+    def timed(key: Any, batch: Any, **how: Any) -> Any:
         sync(llm)
         started = time.perf_counter()
-        outputs = launch(key, batch)
+        outputs = launch(key, batch, **how)
         sync(llm)
         found.append((key.program, 1e3 * (time.perf_counter() - started)))
         return outputs
 
-    planner.launch = timed  # type: ignore[method-assign]
+    runner.launch = timed  # type: ignore[method-assign]
     try:
         first_token(llm, ids, media, "timed")
     finally:
-        planner.launch = launch  # type: ignore[method-assign]
+        runner.launch = launch  # type: ignore[method-assign]
     yield from found
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.structured_output.check import CheckVocabulary, TextCheck
+from benchmarks.text_check import CheckVocabulary, TextCheck
 from unisono.structured_output.vocabulary import SPECIAL
 from unisono.types import BadRequest
 

@@ -25,7 +25,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,23 @@ def environment() -> str:
 
 
 def structured() -> str:
-    from unisono.structured_output.documentation import tables
+    from unisono.structured_output.json_schema.formats import FORMATS, REFUSED
+    from unisono.structured_output.json_schema.keywords import markdown
+    from unisono.structured_output.syntax.structural_tag import KINDS
+    from unisono.structured_output.syntax.xml_parameters import STYLES
 
-    return tables() + "\n"
+    rows = [
+        ("Formats that are enforced", _names(FORMATS)),
+        ("Formats that are refused; other names of `format` are annotations", _names(REFUSED)),
+        ("Parts of structural tags", _names(sorted(KINDS))),
+        ("Styles of `json_schema` in structural tags", f"`json`, `python`, {_names(STYLES)}"),
+    ]
+    lists = "\n".join(["| List | Names |", "| --- | --- |", *(f"| {name} | {names} |" for name, names in rows)])
+    return f"{markdown()}\n\n{lists}\n"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def fields() -> str:

@@ -6,11 +6,13 @@ Kernels are decorated at import, so the choice has to stand first. Ops on CPU te
 import gc
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
 
-from tests.tiers import in_unit_tier
+from tests.nightly import left_to_night
+from tests.tiers import PAIRWISE, ROOT, in_unit_tier, pairwise
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads a model
 
@@ -22,11 +24,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the unit tier (tests/tiers.py)."""
+    """Mark the tests of the unit tier and of the long matrix (tests/tiers.py, tests/nightly.py). A GPU runs every
+    cell.
+    """
+    cells: dict[Any, list[pytest.Item]] = {}
     for item in items:
         if in_unit_tier(item.path):
             item.add_marker(pytest.mark.unit)
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("full"):
+            cells.setdefault((item.parent, item.originalname), []).append(item)
+    for same in cells.values() if not torch.cuda.is_available() else ():
+        name = f"{same[0].path.relative_to(ROOT / 'tests').as_posix()}::{same[0].originalname}"
+        at_night = {index for index, item in enumerate(same) if left_to_night(name, item.callspec.id)}
+        if len(at_night) == len(same) > 1:
+            raise pytest.UsageError(f"tests/nightly.py keeps no cell of {name}")
+        if same[0].path.parent.name in PAIRWISE:
+            day = [index for index in range(len(same)) if index not in at_night]
+            chosen = pairwise([same[index].callspec.params for index in day])
+            at_night |= {index for place, index in enumerate(day) if place not in chosen}
+        for index in at_night:
+            same[index].add_marker(pytest.mark.full)
 
 
 def pytest_collection_finish() -> None:

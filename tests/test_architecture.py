@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-
-import pytest
 
 from tests.tiers import in_unit_tier
 
@@ -55,6 +54,18 @@ ALLOWED = {
 }  # fmt: skip
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file's syntax tree."""
+    return tuple(ast.walk(tree(path)))
+
+
 def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -67,7 +78,7 @@ def imports(path: Path) -> set[str]:
 def modules(path: Path) -> set[str]:
     """Dotted names of everything that a file imports, lazy imports included. ``from a import b`` gives a and a.b."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -76,13 +87,11 @@ def modules(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_import_directions(path: Path) -> None:
-    name = room(path)
-    if name in ("__init__", "__main__"):
-        return
-    wrong = imports(path) - ALLOWED[name] - {name, "__version__"}
-    assert not wrong, f"{name} may not import {sorted(wrong)}"
+def test_import_directions() -> None:
+    for path in FILES:
+        if (name := room(path)) not in ("__init__", "__main__"):
+            wrong = imports(path) - ALLOWED[name] - {name, "__version__"}
+            assert not wrong, f"{path}: {name} may not import {sorted(wrong)}"
 
 
 def test_the_package_needs_no_checkout() -> None:
@@ -101,34 +110,32 @@ def test_test_modules_import_no_test_module() -> None:
         assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
-@pytest.mark.parametrize("path", [*FILES, *TRAINING], ids=lambda p: str(p.relative_to(ROOT)))
-def test_sizes(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= 500, "a file has at most 500 lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno is not None
-            size = node.end_lineno - node.lineno + 1
-            assert size <= 60, f"{node.name} has {size} lines"
+def test_sizes() -> None:
+    for path in (*FILES, *TRAINING):
+        lines = len(path.read_text().splitlines())
+        assert lines <= 500, f"{path} has {lines} lines; a file has at most 500"
+        for node in nodes(path):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno is not None
+                size = node.end_lineno - node.lineno + 1
+                assert size <= 60, f"{path}: {node.name} has {size} lines; a function has at most 60"
 
 
-@pytest.mark.parametrize("path", [*FILES, *TRAINING], ids=lambda p: str(p.relative_to(ROOT)))
-def test_modules_say_what_they_are_for(path: Path) -> None:
-    text = path.read_text()
-    if text.strip():
-        assert ast.get_docstring(ast.parse(text)), "no module docstring"
+def test_modules_say_what_they_are_for() -> None:
+    for path in (*FILES, *TRAINING):
+        if tree(path).body:
+            assert ast.get_docstring(tree(path)), f"{path} has no module docstring"
 
 
 def test_llguidance_is_imported_where_a_grammar_is_used() -> None:
     """Not before: servers without structured outputs do not need it."""
     for path in FILES:
-        tree = ast.parse(path.read_text())
-        everywhere = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        everywhere = [node for node in nodes(path) if isinstance(node, (ast.Import, ast.ImportFrom))]
         for node in everywhere:
             names = [getattr(node, "module", None) or "", *(a.name for a in node.names)]
             if any("llguidance" in name for name in names):
                 assert room(path) == "structured_output", path
-                assert node not in tree.body, path
+                assert node not in tree(path).body, path
 
 
 def test_nothing_names_an_algorithm() -> None:
@@ -160,7 +167,7 @@ def circle_in(edges: Mapping[str, Collection[str]]) -> str | None:
 def modules_imported(path: Path, modules: Collection[str]) -> set[str]:
     """The modules of the project that a file imports, lazily and under TYPE_CHECKING included."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

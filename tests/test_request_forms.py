@@ -22,6 +22,13 @@ def defined(path: Path) -> set[str]:
     return names
 
 
+def test_a_request_has_few_forms() -> None:
+    """Those of the picture, in which an extend and a round are one pass."""
+    picture = PAGE.read_text().split("```mermaid")[1].split("```")[0]
+    forms = {name for _, name in NAME.findall(picture)} - {"Extend"}
+    assert len(forms) <= 12, sorted(forms)
+
+
 def test_the_forms_exist() -> None:
     named = NAME.findall(PAGE.read_text())
     assert len(named) > 25

@@ -1,15 +1,21 @@
-"""Sorts test modules into tiers by what they import: ``make unit`` runs those that start no engine and no program,
-and no kernel in Triton's interpreter.
+"""Sorts tests into tiers: ``unit``, the default suite, and the long matrix (``full``), which runs at night.
 
-A module starts one if it, or a module of tests/ that it imports, imports a name of ``STARTS``. tests/conftest.py marks
-the tests of all other modules with ``unit``.
+``make unit`` runs the modules that start no engine and no program, and no kernel in Triton's interpreter. A module
+starts one if it, or a module of tests/ that it imports, imports a name of ``STARTS``. tests/conftest.py marks the
+tests of all other modules with ``unit``.
+
+Of a test with three parameters or more, the default suite runs cells that have every pair of values of two parameters;
+the long matrix runs all cells. A test with two parameters keeps all of its cells.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 STARTS = (
@@ -19,6 +25,8 @@ STARTS = (
 """Modules and names: engines, servers, and programs in processes of their own."""
 SLOW = ("kernels",)
 """Folders that the unit tier leaves out: without a GPU, kernels run in Triton's interpreter for many minutes."""
+PAIRWISE = ("distributed", "kernels", "sampling", "structured_output")
+"""Folders in which the default suite runs the cells of :func:`pairwise`."""
 
 
 @functools.cache
@@ -53,3 +61,24 @@ def reached(path: Path) -> frozenset[str]:
 def in_unit_tier(path: Path) -> bool:
     """True if a test module starts no engine and no program, and is not one of a slow folder."""
     return path.parent.name not in SLOW and not reached(path).intersection(STARTS)
+
+
+def pairwise(cells: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Indices of cells that together have every pair of values of two parameters that any cell has; greedily chosen.
+
+    cells: parameter name to value, the same names in each.
+    """
+    pairs = [set(itertools.combinations([(n, _identity(v)) for n, v in cell.items()], 2)) for cell in cells]
+    if min(map(len, cells)) < 3:
+        return set(range(len(cells)))
+    left, chosen = set().union(*pairs), set[int]()
+    while left:
+        best = max(range(len(cells)), key=lambda index: len(pairs[index] & left))  # the first of equal ones
+        chosen.add(best)
+        left -= pairs[best]
+    return chosen
+
+
+def _identity(value: Any) -> Hashable:
+    """Equal for the same value: those of a ``parametrize`` are the same objects in all cells."""
+    return (type(value), value) if isinstance(value, bool | int | float | str) else id(value)

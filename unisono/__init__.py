@@ -1,4 +1,7 @@
-"""Unisono: an LLM inference engine in which speculative decoding and CUDA graphs always compose."""
+"""Unisono: an LLM inference engine in which speculative decoding and CUDA graphs always compose.
+
+docs/design/architecture.md has the table of rooms and the way of a request.
+"""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import torch
 
 from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.startup import self_test
+from unisono.engine.worker.runner import Runner
 from unisono.entrypoints.llm import LLM
 from unisono.graphs import GraphKey
-from unisono.graphs.planner import Planner
 from unisono.types import SamplingParams, SpeculativeConfig
 
 
@@ -98,10 +98,10 @@ def tensors_of(owner: Any) -> dict[str, torch.Tensor]:
 
 def note_launches(patch: pytest.MonkeyPatch, note: Callable[[GraphKey, Mapping[str, Any]], object]) -> None:
     """Have ``note(key, batch)`` called before each pass is launched."""
-    real = Planner.launch
+    real = Runner.launch
 
-    def launch(self: Planner, key: GraphKey, batch: Mapping[str, Any], **how: Any) -> Any:
+    def launch(self: Runner, key: GraphKey, batch: Mapping[str, Any], **how: Any) -> Any:
         note(key, batch)
         return real(self, key, batch, **how)
 
-    patch.setattr(Planner, "launch", launch)
+    patch.setattr(Runner, "launch", launch)

@@ -237,9 +237,9 @@ def test_prompt_logprobs_behind_the_embeddings(qwen3: Path) -> None:
         assert given.prompt_logprobs == plain.prompt_logprobs
         assert given.prompt_logprobs is not None
         assert given.prompt_logprobs[:21] == [None] * 21
-        with pytest.raises(BadRequest, match=r"from position 1 on, and at 1 stands.*logprob_start_len to 21 or more"):
+        with pytest.raises(BadRequest, match=r"position 1 is an embedding.*logprob_start_len to 21 or more"):
             llm.generate([soft], replace(scoring, logprob_start_len=0))
-        with pytest.raises(BadRequest, match="position 20 on, and at 20"):
+        with pytest.raises(BadRequest, match="start at position 20, but position 20 is an embedding"):
             llm.generate([soft], replace(scoring, logprob_start_len=20))
 
 

@@ -22,7 +22,7 @@ from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.scheduling.mixing import Mixing
 from unisono.engine.sequence import Extend, Round
 from unisono.entrypoints.llm import LLM
-from unisono.kv.recurrent_state import RecurrentPass
+from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.types import EngineRequest, FinishReason, SamplingParams, SpeculativeConfig, StructuredOutputs
 from unisono.types.lora import LoRARequest
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import unisono.kernels  # noqa: F401  (registers the ops)
-from unisono.graphs import Buffers, BufferSchema, Field, GraphKey, PassShape, Program, Reason, Replay
+from unisono.graphs import Buffers, BufferSchema, Field, GraphKey, PassShape, PendingOutputs, Program, Reason, Replay
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cuda import CudaGraph
 from unisono.graphs.graph_set import GraphSet
@@ -73,6 +73,12 @@ class LonePlanner(Planner):
     def capture(self, plan: Sequence[Buckets], progress: Callable[[float], None] = lambda share: None) -> None:
         self.graph_set.programs |= {buckets.program.name: buckets.program for buckets in plan}
         super().capture(plan, progress)
+
+    def run(self, key: GraphKey, batch: dict[str, Any], **how: bool) -> PendingOutputs:
+        """Launch a pass as planned, as the runner does it."""
+        outputs = self._send(self.launch(key, batch, **how))
+        assert isinstance(outputs, PendingOutputs)
+        return outputs
 
 
 def double(b: Buffers) -> None:

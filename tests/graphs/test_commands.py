@@ -153,7 +153,7 @@ def test_another_graph_set_captures_what_the_planner_chose_by_its_clock(monkeypa
     planner.capture([Buckets(passes, shapes, edges=frozenset((8, 32)), passes=1e9, measured=True)])
     planner.budget = None
     hidden = GraphKey("p", PassShape(2), Features(Hidden.FULL))
-    planner.launch(hidden, batch([[1, 2]]))
+    planner.run(hidden, batch([[1, 2]]))
     planner.capture_missing()
     assert {type(decode(data)) for data in stream} == {Launch, Capture, Release}
     other = GraphSet(CPU, {"p": passes})

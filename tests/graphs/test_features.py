@@ -52,7 +52,7 @@ def planned(*variants: tuple[Features, tuple[int, ...]], **how: Any) -> Planner:
 def launch(planner: Planner, x: list[int], mask: list[int] | None = None) -> list[int]:
     batch = {"x": x} if mask is None else {"x": x, "mask": mask}
     key = GraphKey("p", PassShape(len(x)), Features() if mask is None else MASKED)
-    return planner.launch(key, batch).wait()["result"][: len(x)].tolist()
+    return planner.run(key, batch).wait()["result"][: len(x)].tolist()
 
 
 def served(planner: Planner, rows: int, features: Features) -> tuple[int, Features] | Reason:
@@ -123,9 +123,9 @@ def test_a_pass_takes_the_graph_of_its_own_needs_before_a_smaller_one_of_more() 
 def test_a_batch_has_what_its_needs_say(rows: tuple[int, ...]) -> None:
     planner = planned((Features(), rows), (MASKED, rows))
     with pytest.raises(ProgramError, match="missing \\['mask'\\]"):
-        planner.launch(GraphKey("p", PassShape(1), MASKED), {"x": [1]})
+        planner.run(GraphKey("p", PassShape(1), MASKED), {"x": [1]})
     with pytest.raises(ProgramError, match="unknown \\['mask'\\]"):
-        planner.launch(GraphKey("p", PassShape(1)), {"x": [1], "mask": [1]})
+        planner.run(GraphKey("p", PassShape(1)), {"x": [1], "mask": [1]})
 
 
 COST = PassCost.linear(fixed_ms=1.0, row_ms=1.0, capture_ms=1.0)

@@ -71,8 +71,8 @@ def test_a_pass_that_requests_wait_for_replays_a_graph_that_is_a_little_longer()
     assert waited.graph.key.shape.rows == 32
     assert answer(planner, 26) is Reason.UNPROFITABLE
     assert not isinstance(planner.plan(GraphKey("p", PassShape(26)), waited=True), Replay), "32 rows take 6 ms more"
-    planner.launch(key, batch([[1, 2]] * 28), waited=True)
-    planner.launch(key, batch([[1, 2]] * 28))
+    planner.run(key, batch([[1, 2]] * 28), waited=True)
+    planner.run(key, batch([[1, 2]] * 28))
     assert planner.passes == {("p", "tape", ""): 1, ("p", "eager", "UNPROFITABLE"): 1}
 
 

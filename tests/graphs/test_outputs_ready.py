@@ -77,7 +77,7 @@ def launches(
     if how is None:
         planner = LonePlanner(DEVICE, enabled=False)
         planner.capture([Buckets(program(run))])
-        return lambda x: planner.launch(GraphKey("p", PassShape(1)), batch(x))
+        return lambda x: planner.run(GraphKey("p", PassShape(1)), batch(x))
     graph = graph_of(run, rows=1, first=batch([[9, 9]]), **how)
 
     def launch(x: list[list[int]]) -> PendingOutputs:

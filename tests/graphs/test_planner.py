@@ -46,7 +46,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch, device_ms: Callable[[int], float] =
 
 
 def launch(planner: Planner, rows: int) -> PendingOutputs:
-    return planner.launch(GraphKey("p", PassShape(rows)), batch([[1, 2]] * rows))
+    return planner.run(GraphKey("p", PassShape(rows)), batch([[1, 2]] * rows))
 
 
 @pytest.mark.parametrize("edge", [2, 4, 8])
@@ -287,7 +287,7 @@ def test_needs_that_no_graph_covers_are_captured_when_idle() -> None:
     planner = planned(2, 4)
     key = GraphKey("p", PassShape(2), Features(Hidden.FULL))
     assert planner.plan(key) == Eager(Reason.NOT_CAPTURED)
-    planner.launch(key, batch([[1, 2]]))
+    planner.run(key, batch([[1, 2]]))
     assert planner.capture_missing() == 1
     assert isinstance(planner.plan(key), Replay)
     assert answer(planner, 2) == 2
@@ -312,7 +312,7 @@ def test_modes() -> None:
     plan = [Buckets(program(run, mode), shapes(2), mode=mode) for mode in ("full", "segmented", "off")]
     planner.capture(plan)
     for mode in ("full", "segmented", "off"):
-        planner.launch(GraphKey(mode, PassShape(1)), batch([[1, 2]]))
+        planner.run(GraphKey(mode, PassShape(1)), batch([[1, 2]]))
     assert planner.passes == {
         ("full", "tape", ""): 1,
         ("segmented", "tape-segmented", ""): 1,
@@ -347,8 +347,8 @@ def test_outputs_that_nobody_copied_are_gone_with_the_next_replay(monkeypatch: p
     planner = planned(2)
 
     def two() -> tuple[Any, Any]:
-        first = planner.launch(GraphKey("p", PassShape(1)), batch([[1, 2]]))
-        second = planner.launch(GraphKey("p", PassShape(1)), batch([[3, 4]]))
+        first = planner.run(GraphKey("p", PassShape(1)), batch([[1, 2]]))
+        second = planner.run(GraphKey("p", PassShape(1)), batch([[3, 4]]))
         return first.wait()["result"][0].tolist(), second.wait()["result"][0].tolist()
 
     assert two() == ([1, 2], [3, 4])
@@ -374,14 +374,10 @@ def test_poison_shows_what_is_read_after_its_graphs_replay() -> None:
     planner.capture([Buckets(program(leaves, "leaves"), shapes(2)), Buckets(program(reads, "reads"), shapes(2))])
     one = batch([[1, 2]])
     assert poison(leaving) == 1
-    assert planner.launch(GraphKey("leaves", PassShape(1)), one).wait()["result"][0].tolist() == [1, 2], (
-        "it computes anew"
-    )
-    assert planner.launch(GraphKey("reads", PassShape(1)), one).wait()["result"][0].tolist() == [1, 2], (
-        "a bug that hides"
-    )
+    assert planner.run(GraphKey("leaves", PassShape(1)), one).wait()["result"][0].tolist() == [1, 2], "it computes anew"
+    assert planner.run(GraphKey("reads", PassShape(1)), one).wait()["result"][0].tolist() == [1, 2], "a bug that hides"
     for graph in planner.graphs():
         poison(graph)
-    assert not np.isfinite(planner.launch(GraphKey("reads", PassShape(1)), one).wait()["result"]).any(), (
+    assert not np.isfinite(planner.run(GraphKey("reads", PassShape(1)), one).wait()["result"]).any(), (
         "until it does not"
     )

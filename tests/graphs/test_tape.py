@@ -170,8 +170,8 @@ def test_planner_replays_the_smallest_covering_graph_and_counts_reasons() -> Non
     assert planner.plan(GraphKey("p", PassShape(2), Features(Hidden.FULL))) == Eager(Reason.NOT_CAPTURED)
     assert planner.plan(GraphKey("q", PassShape(1))) == Eager(Reason.NOT_CAPTURED)
     batch = {"x": [[1, 2]] * 9, "scale": [1.0] * 9}
-    assert planner.launch(GraphKey("p", PassShape(9)), batch).wait()["result"].shape == (9, 2)
-    planner.launch(GraphKey("p", PassShape(1)), {"x": [[1, 2]], "scale": [1]})
+    assert planner.run(GraphKey("p", PassShape(9)), batch).wait()["result"].shape == (9, 2)
+    planner.run(GraphKey("p", PassShape(1)), {"x": [[1, 2]], "scale": [1]})
     assert planner.passes == {("p", "eager", "ABOVE_BUCKETS"): 1, ("p", "tape", ""): 1}
     assert (planner.filled_rows, planner.padded_rows) == ({"p": 1}, {"p": 1})
     off = LonePlanner(CPU, enabled=False)

@@ -60,7 +60,7 @@ def batch(rows: int, features: Features = Features()) -> dict[str, Any]:  # noqa
 
 
 def outputs(planner: Planner, rows: int, features: Features = Features()) -> dict[str, Any]:  # noqa: B008
-    given = planner.launch(GraphKey("p", PassShape(rows), features), batch(rows, features)).wait()
+    given = planner.run(GraphKey("p", PassShape(rows), features), batch(rows, features)).wait()
     return {name: value[:rows].tolist() for name, value in given.items()}
 
 
@@ -108,7 +108,7 @@ def test_a_batch_brings_what_its_needs_say(features: Features) -> None:
     other = EMBEDS if features == Features() else Features()
     for _ in range(2):  # eagerly, and replayed
         with pytest.raises(ProgramError, match="shift"):
-            planner.launch(GraphKey("p", PassShape(2), features), batch(2, other))
+            planner.run(GraphKey("p", PassShape(2), features), batch(2, other))
         outputs(planner, 2, EMBEDS)
         planner.capture_missing()
 
@@ -137,7 +137,7 @@ def test_large_buffers_of_eager_passes_are_not_kept() -> None:
     wide = BufferSchema((Field("x", torch.int32, ("rows", 1 << 20)),))
     planner.capture([Buckets(Program("wide", wide, lambda b: None))])
     for rows in (1, 2):
-        planner.launch(GraphKey("wide", PassShape(rows)), {"x": ()})
+        planner.run(GraphKey("wide", PassShape(rows)), {"x": ()})
     assert [key.shape.rows for key in planner.graph_set._eager_buffers] == [1]
 
 
@@ -159,7 +159,7 @@ def on_demand(scoring: bool) -> Planner:
 
 def launch(planner: Planner, features: Features, rows: int = 3) -> None:
     mask = {"mask": [1.0] * rows} if features.masks else {}
-    planner.launch(GraphKey("p", PassShape(rows), features), batch(rows, features) | mask)
+    planner.run(GraphKey("p", PassShape(rows), features), batch(rows, features) | mask)
 
 
 def captured(planner: Planner) -> set[Features]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +24,7 @@ HOT = 5.0
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--served-model-name", "tiny")
+    flags += ("--per-request-spec-decode-metrics", "detailed")
     with serving(tmp_path_factory.mktemp("tiny"), *flags) as server:
         yield server
 
@@ -98,6 +100,43 @@ def test_prompt_logprobs_are_the_offline_ones(tiny: Server) -> None:
         values = [e[i].logprob for i, e in zip(output.token_ids, output.logprobs, strict=True)]
         assert choice.logprobs.token_logprobs == prompt_values + values
     assert len({c.text for c in choices}) > 1
+
+
+def test_acceptance_of_each_request(tiny: Server) -> None:
+    """vLLM's metrics.speculative_decoding: whole, and with the usage of a stream; n = 2 has null."""
+    body = {"model": "tiny", "prompt": QUESTION, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    whole = tiny.http.post("/v1/completions", json=body).json()
+    told, details = whole["metrics"]["speculative_decoding"], whole["usage"]["completion_tokens_details"]
+    assert (told["drafter"], told["num_spec_tokens"]) == ("eagle3", 3)
+    assert told["num_accepted_draft_tokens"] == details["accepted_prediction_tokens"] > 0
+    assert told["num_draft_tokens"] - told["num_accepted_draft_tokens"] == details["rejected_prediction_tokens"]
+    accepted, drafted = told["per_step_accepted"], told["per_step_drafted"]
+    assert len(accepted) == len(drafted) == told["num_spec_steps"]
+    assert (sum(accepted), sum(drafted)) == (told["num_accepted_draft_tokens"], told["num_draft_tokens"])
+    assert told["acceptance_histogram"] == [accepted.count(j) for j in range(4)]
+    # Every step adds a token of the model's own, and the prompt's pass the first one; the last step may be cut.
+    steps = told["num_spec_steps"] + told["num_steps_without_drafts"]
+    assert 39 <= steps + told["num_accepted_draft_tokens"] <= 40
+    assert told["mean_acceptance_length"] == pytest.approx(1 + sum(accepted) / len(accepted))
+    stream = tiny.http.post("/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    events = [json.loads(line[6:]) for line in stream.text.split("\n") if line.startswith("data: {")]
+    assert [("metrics" in event) for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1]["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    two = tiny.http.post("/v1/completions", json={**body, "n": 2, "temperature": 1}).json()
+    assert two["metrics"] == {"speculative_decoding": None}
+
+
+def test_acceptance_offline(tiny: Server) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with LLM("tiny", max_num_seqs=2, enforce_eager=True) as llm:
+        [output] = llm.generate([QUESTION], params)
+        counters = llm.engine.counters
+    with LLM("tiny", max_num_seqs=2, enforce_eager=True, speculative_config={"method": "none"}) as llm:
+        assert llm.generate([QUESTION], params)[0].outputs[0].acceptance is None
+    told = output.outputs[0].acceptance
+    assert told is not None
+    assert told.num_draft_tokens == sum(told.per_step_drafted) > 0
+    assert told.num_accepted_draft_tokens <= counters.accepted_tokens <= told.num_accepted_draft_tokens + 3
 
 
 def test_it_leaves_quietly(tiny: Server) -> None:

@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from tests.http import pictures_
 from tests.http.conftest import Server, Start, until
 from unisono.graphs import Reason
-from unisono.http.answers.drafts import by_token
+from unisono.http.answers.drafts import AcceptanceReport, by_token
 from unisono.http.observability.history import percentile
+from unisono.http.openai.responses import AnswerMetrics
 from unisono.http.page_state import questions
 from unisono.http.routes.page import POLICY, TYPES, page_files
+from unisono.http.server import ServerSettings
 from unisono.media.decoding.images import FORMATS
-from unisono.types import FinishReason, TokenDelta
+from unisono.types import ConfigError, FinishReason, TokenDelta
+from unisono.types.acceptance import DraftCount
 
 ROOT = Path(__file__).parents[2]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -381,3 +385,33 @@ RANKS: list[tuple[int, list[int | None]]] = [
 def test_nearest_rank_percentiles(count: int, expected: list[int | None]) -> None:
     values = [float(value) for value in range(1, count + 1)]
     assert [percentile(values, share) for share in (50, 90, 99)] == expected
+
+
+def test_split_rounds_count_as_whole_ones() -> None:
+    delta = TokenDelta("r", [1], drafted_tokens=0)
+    delta.absorb(TokenDelta("r", [2, 3], drafted_tokens=4, accepted_tokens=1))
+    delta.absorb(TokenDelta("r", [4, 5, 6], drafted_tokens=2, accepted_tokens=2))
+    whole, split = DraftCount(), DraftCount()
+    whole.add(delta.rounds, 6)
+    for part, _ in by_token(delta):
+        split.add(part.rounds, 1)
+    told = whole.result("x", 4, detailed=True)
+    assert split.result("x", 4, detailed=True) == told
+    assert (told.per_step_accepted, told.per_step_drafted, told.num_steps_without_drafts) == ([1, 2], [4, 2], 0)
+    assert told.acceptance_histogram == [0, 1, 1, 0, 0]
+
+
+def test_reports_of_acceptance_have_levels() -> None:
+    count = DraftCount()
+    count.add([(1, 0, 0), (1, 3, 0), (1, 0, 0)], 3)
+    assert AcceptanceReport("none", "x", 3).metrics([count]) is UNSET
+    assert AcceptanceReport("summary", "none", 0).metrics([count]) == AnswerMetrics(None)
+    assert AcceptanceReport("summary", "x", 3).metrics([count, count]) == AnswerMetrics(None)
+    summary = AcceptanceReport("summary", "x", 3).metrics([count])
+    assert isinstance(summary, AnswerMetrics)
+    assert summary.speculative_decoding is not None
+    assert summary.speculative_decoding.per_step_drafted is UNSET
+    assert summary.speculative_decoding.num_steps_without_drafts == 1
+    assert summary.speculative_decoding.draft_acceptance_rate == 0
+    with pytest.raises(ConfigError, match="--per-request-spec-decode-metrics all: give one of none, summary, detailed"):
+        ServerSettings(Path("x"), ("x",), per_request_spec_decode_metrics="all")

@@ -1,7 +1,7 @@
 """A made-up family: full attention, a recurrence, attention with a window and another head size, the recurrence again.
 
 Three kinds of state, two window groups, two head sizes. The recurrence is written in plain PyTorch over
-:class:`unisono.kv.recurrent_state.RecurrentPass`; :func:`next_token` is the whole model in float64, without pages or
+:class:`unisono.kv.recurrent_pass.RecurrentPass`; :func:`next_token` is the whole model in float64, without pages or
 passes.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from unisono.attention.context import ForwardContext
-from unisono.kv.recurrent_state import RecurrentPass
+from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.kv.specs import PAGE_SIZE, Recurrent, Remembered
 from unisono.kv.store import RecurrentView
 from unisono.layers.rotary import RotarySpec

@@ -16,7 +16,7 @@ import torch
 from unisono.attention.base import AttentionInputs
 from unisono.attention.context import ForwardContext
 from unisono.config import catalog
-from unisono.kv.recurrent_state import RecurrentPass
+from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.kv.specs import Paged, Recurrent, leaves, map_tree
 from unisono.kv.store import RecurrentView
 from unisono.models.blocks.decoder import Decoder

@@ -12,7 +12,7 @@ from tests.models.harness import Session
 from tests.models.one_block import HIDDEN, SPEC, TOKENS, builder, filled, one_pass, rotary, state_of
 from unisono.attention.context import ForwardContext
 from unisono.kernels.norm.activation import ExpertGate
-from unisono.kv.recurrent_state import RecurrentPass
+from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.kv.specs import Recurrent
 from unisono.kv.store import RecurrentView
 from unisono.layers.experts import ExpertKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from unisono.structured_output.workers.compiler import Compiled, Grammars
+from unisono.structured_output.workers.grammars import Compiled, Grammars
 from unisono.types import StructuredOutputs
 
 

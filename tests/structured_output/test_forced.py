@@ -13,7 +13,7 @@ from tests.structured_output.lane_processes import lanes
 from unisono.config.catalog import resolve_name
 from unisono.structured_output.matcher import Follower, Matcher
 from unisono.structured_output.thinking import MarksCache, ThinkingMatcher
-from unisono.structured_output.workers.compiler import Grammars
+from unisono.structured_output.workers.grammars import Grammars
 from unisono.structured_output.workers.walk import allows
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import SamplingParams, StructuredOutputs, Thinking

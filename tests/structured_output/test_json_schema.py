@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.text_check import TextCheck, accepts
 from tests.structured_output.written import check_written
-from unisono.structured_output.check import TextCheck, accepts
-from unisono.structured_output.documentation import tables
 from unisono.types import BadRequest
 
 B, N, S = {"type": "boolean"}, {"type": "integer"}, {"type": "string"}
@@ -235,13 +233,6 @@ def test_expressions_that_are_refused(pattern: str) -> None:
 def test_choices() -> None:
     form = TextCheck("choice", ["a", "ab", 'q"\\\n'])
     assert [form.accepts(text) for text in ("a", "ab", 'q"\\\n', "b", "aba")] == [True, True, True, False, False]
-
-
-def test_the_page_has_the_table_of_the_code() -> None:
-    page = (Path(__file__).parents[2] / "docs/guide/structure.md").read_text()
-    assert tables() in page, (
-        "print(unisono.structured_output.documentation.tables()) gives this part of docs/guide/structure.md"
-    )
 
 
 # ---- everything that masks allow is valid -------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.structured_output.check import TextCheck
+from benchmarks.text_check import TextCheck
 from unisono.structured_output.syntax.parse import is_lark
 from unisono.types import BadRequest
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.models.make import END, make_tokenizer
 from unisono.structured_output.matcher import GrammarError, Matcher
-from unisono.structured_output.workers import compiler
-from unisono.structured_output.workers.compiler import Grammars
+from unisono.structured_output.workers import grammars as grammars_module
+from unisono.structured_output.workers.grammars import Grammars
 from unisono.types import BadRequest, SamplingParams, StructuredOutputs
 
 VOCAB = 263
@@ -210,6 +210,6 @@ def test_what_makes_no_sense(given: dict[str, Any], says: str) -> None:
 def test_without_a_tokenizer_or_an_end(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadRequest, match="no tokenizer"):
         Grammars(tmp_path, VOCAB, [END]).get(StructuredOutputs(regex="a"))
-    monkeypatch.setattr(compiler.Tokenizer, "eos_token_ids", ())
+    monkeypatch.setattr(grammars_module.Tokenizer, "eos_token_ids", ())
     with pytest.raises(BadRequest, match="eos_token_id"):
         Grammars(directory, VOCAB, []).get(StructuredOutputs(regex="a"))

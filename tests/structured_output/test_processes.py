@@ -21,8 +21,8 @@ from tests.structured_output.endless_worker import ENDLESS
 from tests.structured_output.lane_processes import children, lanes
 from unisono.sandbox.forks import Template
 from unisono.structured_output.matcher import GrammarError, Matcher, fill
-from unisono.structured_output.workers import compiler
-from unisono.structured_output.workers.compiler import Grammars
+from unisono.structured_output.workers import grammars as grammars_module
+from unisono.structured_output.workers.grammars import Grammars
 from unisono.types import BadRequest, SamplingParams, StructuredOutputs
 
 VOCAB = 263
@@ -49,7 +49,7 @@ def grammars(directory: Path) -> Iterator[Grammars]:
 def some_endless(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
     """Grammars of a worker that takes for ever over expressions that begin with ENDLESS."""
     monkeypatch.setattr(
-        compiler, "Template", lambda module, *rest: Template("tests.structured_output.endless_worker", *rest)
+        grammars_module, "Template", lambda module, *rest: Template("tests.structured_output.endless_worker", *rest)
     )
     made = Grammars(grammars._directory, VOCAB, [END])
     made.get(StructuredOutputs(choice=("warm",)))
@@ -129,7 +129,7 @@ HOSTILE: dict[str, Any] = {
 def test_what_would_end_a_process_ends_its_own(
     grammars: Grammars, asked: StructuredOutputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "SECONDS", 2.0)
+    monkeypatch.setattr(grammars_module, "SECONDS", 2.0)
     before = time.monotonic()
     future = grammars.prepare(asked)
     assert grammars.get(regex("[a-c]{3}")).eos == (END,)
@@ -156,12 +156,12 @@ def test_what_would_end_a_process_ends_its_own(
 def test_hard_grammars_hold_up_nobody_and_end_when_nobody_waits(some_endless: Grammars) -> None:
     """More of them than there are slots and processes."""
     before = len(children(os.getpid()))
-    hard = [some_endless.prepare(regex(ENDLESS + "b" * i)) for i in range(compiler.PROCESSES + 4)]
-    until(lambda: len(children(os.getpid())) >= before + compiler.SLOTS, 60)
+    hard = [some_endless.prepare(regex(ENDLESS + "b" * i)) for i in range(grammars_module.PROCESSES + 4)]
+    until(lambda: len(children(os.getpid())) >= before + grammars_module.SLOTS, 60)
     for i in range(5):
         some_endless.get(regex(f"[a-c]{{{i + 1}}}x"))
     assert not any(future.done() for future in hard)
-    assert len(children(os.getpid())) > before + 10 + compiler.SLOTS
+    assert len(children(os.getpid())) > before + 10 + grammars_module.SLOTS
     for future in hard:
         assert future.cancel()
     until(lambda: len(children(os.getpid())) == before + 10, 5)  # five grammars, with a lane each
@@ -170,7 +170,7 @@ def test_hard_grammars_hold_up_nobody_and_end_when_nobody_waits(some_endless: Gr
 
 
 def test_one_waits_on_where_another_has_left(some_endless: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "SECONDS", 0.05)
+    monkeypatch.setattr(grammars_module, "SECONDS", 0.05)
     first, second = some_endless.prepare(regex(ENDLESS)), some_endless.prepare(regex(ENDLESS))
     assert first.cancel()
     with pytest.raises(BadRequest, match=r"compiling it takes more than 0\.05 s"):
@@ -178,7 +178,7 @@ def test_one_waits_on_where_another_has_left(some_endless: Grammars, monkeypatch
 
 
 def test_memory_is_limited(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "MEMORY", 64 << 20)
+    monkeypatch.setattr(grammars_module, "MEMORY", 64 << 20)
     grammars = Grammars(directory, VOCAB, [END])
     with pytest.raises(BadRequest, match="it takes more than 64 MiB, or"):
         grammars.get(regex("a?" * 20_000))

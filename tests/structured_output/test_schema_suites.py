@@ -8,8 +8,8 @@ import statistics
 import pytest
 
 from benchmarks.structured_outputs import ROOT, maskbench, results, suite, times
+from benchmarks.text_check import TextCheck
 from tests.structured_output.written import check_written
-from unisono.structured_output.check import TextCheck
 from unisono.structured_output.json_schema.keywords import SchemaRefusedError
 from unisono.types import BadRequest
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unisono.structured_output.check import TextCheck
+from benchmarks.text_check import TextCheck
 from unisono.types import BadRequest
 
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}

@@ -13,7 +13,7 @@ import pytest
 from unisono.config.catalog import resolve_name
 from unisono.structured_output.matcher import GrammarError
 from unisono.structured_output.thinking import LINE_ENDS, Marks, MarksCache, ThinkingMatcher
-from unisono.structured_output.workers.compiler import Grammars
+from unisono.structured_output.workers.grammars import Grammars
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, SamplingParams, StructuredOutputs, Thinking
 

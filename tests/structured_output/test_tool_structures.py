@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.text_check import CheckVocabulary, TextCheck
 from unisono.config.catalog import resolve_name
 from unisono.http.openai.tool_definitions import tool_use
-from unisono.structured_output.check import CheckVocabulary, TextCheck
 from unisono.structured_output.json_schema.refs import References
 from unisono.structured_output.json_schema.values import Validator
 from unisono.structured_output.matcher import GrammarError, Matcher
-from unisono.structured_output.workers.compiler import Grammars
+from unisono.structured_output.workers.grammars import Grammars
 from unisono.text.tokenizer import Tokenizer
 from unisono.text.tool_parsers.base import ParserContext, SchemaPart, TagPart, Tool
 from unisono.text.tool_parsers.formats import NAMES

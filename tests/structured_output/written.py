@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.structured_output.check import END, TextCheck
+from benchmarks.text_check import END, TextCheck
 from unisono.structured_output.json_schema.refs import References
 from unisono.structured_output.json_schema.values import Validator
 

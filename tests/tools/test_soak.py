@@ -21,7 +21,7 @@ from benchmarks import soak_bodies
 from benchmarks.soak import Held, Report, _lives, answering
 from benchmarks.soak_bodies import Abilities
 from benchmarks.soak_requests import CHAT, TEXT, Answer, Case, Client, Outcome, cases, joined, judge, kinds
-from unisono.structured_output.json_schema.compile import normalised
+from unisono.structured_output.json_schema.normalise import normalised
 
 ROOT = Path(__file__).parents[2]
 

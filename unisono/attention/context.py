@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
-from unisono.kv.recurrent_state import RecurrentPass
+from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.kv.specs import ALL
 from unisono.layers.rotary import angles_of
 

@@ -113,6 +113,9 @@ def operation_flags(
     metrics_prefix: Annotated[
         str, typer.Option(help="Prefix of metric names in /metrics: unisono, vllm or both.")
     ] = "unisono",
+    per_request_spec_decode_metrics: Annotated[
+        str, typer.Option(help="Acceptance of drafts in each answer: none, summary or detailed.")
+    ] = "none",
     otlp_traces_endpoint: Annotated[
         str | None, typer.Option(help="OTLP endpoint for traces: http://HOST:4318/v1/traces.")
     ] = None,

@@ -1,6 +1,6 @@
 """Client of one engine: sends requests, delivers deltas, restarts the engine after its death.
 
-Runs in one event loop; ``server`` alone uses it. :mod:`unisono.cluster.engine_handle` has the process itself.
+Runs in one event loop; ``http`` alone uses it. :mod:`unisono.cluster.engine_handle` has the process itself.
 """
 
 from __future__ import annotations
@@ -235,9 +235,9 @@ class EngineClient:
             case ipc.Accepted(request_id):
                 if (stream := self._streams.get(request_id)) is not None and not stream.accepted.done():
                     stream.accepted.set_result(None)
-            case ipc.Rejected(request_id, text, param, code, failed):
+            case ipc.Rejected(request_id, text, param, code, reason, failed):
                 if (stream := self._forget(request_id)) is not None:
-                    stream.fail(UnisonoError(text) if failed else BadRequest(text, param, code))
+                    stream.fail(UnisonoError(text) if failed else BadRequest(text, param, code, reason))
             case ipc.Stats():
                 self._samples, self.infos = message.samples, (message.info,)
                 for answer in self._inspections:

@@ -251,7 +251,7 @@ class EngineServer:
         if request_id is None:
             return
         if isinstance(error, BadRequest):
-            self.send(ipc.Rejected(request_id, str(error), error.param, error.code))
+            self.send(ipc.Rejected(request_id, str(error), error.param, error.code, error.reason))
         else:
             why = f"The engine failed on this request: {_described(error)}"
             self.send(ipc.Rejected(request_id, why, code="internal_error", failed=True))

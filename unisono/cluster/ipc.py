@@ -16,7 +16,8 @@ from unisono.types import EngineRequest, TokenDelta
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):
     """One number of the engine: ``Engine.metrics()`` returns a list of such tuples.
 
-    name: without prefix and without ``_total``. kind: ``counter`` or ``gauge``. labels: name to value.
+    name: without prefix and without ``_total``. kind: ``counter`` or ``gauge``. labels: name to value. help: its
+    description.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Rejected(msgspec.Struct, tag="rejected"):
     message: str
     param: str | None = None
     code: str | None = None
+    reason: str | None = None
     failed: bool = False
 
 

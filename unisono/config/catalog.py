@@ -110,11 +110,12 @@ formats = Registry(
 """By ``quantization_config.quant_method`` of config.json.
 
 Each entry takes that config and returns a function from a module's name in the checkpoint to its
-``layers.formats.WeightFormat``.
+``layers.formats.base.WeightFormat``.
 """
 
 online_formats = Registry("weight format that is made while loading", {"fp8": "unisono.layers.formats.fp8:ONLINE_FP8"})
-"""By ``--quantization``, for checkpoints that are not quantised. Each entry is a ``layers.formats.WeightFormat``."""
+"""By ``--quantization``, for checkpoints that are not quantised. Each entry is a ``layers.formats.base.WeightFormat``.
+"""
 
 drafters = Registry(
     "drafter",

@@ -115,8 +115,8 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "operations": (
         "Metrics, traces, profiles, restarts",
         (
-            "metrics_prefix", "otlp_traces_endpoint", "profile_dir", "restart_engine", "max_engine_restarts",
-            "engine_restart_window", "heartbeat_timeout",
+            "metrics_prefix", "otlp_traces_endpoint", "per_request_spec_decode_metrics", "profile_dir",
+            "restart_engine", "max_engine_restarts", "engine_restart_window", "heartbeat_timeout",
         ),
     ),
 }  # fmt: skip

@@ -1,10 +1,10 @@
 """All-gather: the only communication of ranks inside passes. It concatenates the ranks' parts of a row.
 
-No sum is split across ranks; with ``--tp-reduce ordered`` a part may be a term of a sum, and each rank adds up the
-gathered terms in the order of ranks. Gathers are ops (``unisono::all_gather``, and two fused with neighbouring
-operations), so that tapes and CUDA graphs record them with the rest of a pass. A *transport* carries them
-(``shared_memory`` on a CPU, ``nccl`` with ``kernels/comm/gather.py`` on GPUs). Every rank runs the same gathers in the
-same order.
+By default no sum is split across ranks: the bits of a float sum depend on its grouping, and the text must be that of
+one GPU. With ``--tp-reduce ordered`` a part may be a term of a sum, and each rank adds up the gathered terms in the
+order of ranks. Gathers are ops (``unisono::all_gather``, and two fused with neighbouring operations), so that tapes and
+CUDA graphs record them with the rest of a pass. A *transport* carries them (``shared_memory`` on a CPU, ``nccl`` with
+``kernels/comm/gather.py`` on GPUs). Every rank runs the same gathers in the same order.
 
 Shapes: M rows, n columns of a rank, N ranks, H features.
 """

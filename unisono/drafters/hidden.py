@@ -1,5 +1,8 @@
 """Base of drafters that read the target's hidden states and reuse one module for k steps.
 
+The hidden states come from the target's pass: ``Features`` names the layers, ``Decoder.forward`` collects their inputs,
+and they arrive in ``Verified.hidden`` and ``PromptPass.hidden``.
+
 Owns the module's KV cache, the state carried from one round to the next, and the order of its passes. A subclass says
 which hidden states it needs and builds its module; it does not touch slots or pages.
 
@@ -256,7 +259,7 @@ class HiddenDrafter(CatchesUp):
 
     def _first_drafts(self, slots: torch.Tensor, of_paths: bool) -> torch.Tensor:
         """Draft 0 of each row [R, 1]: the best stored candidate, or the candidate of the row's path."""
-        kept = self._context.state["draft"].index_select(0, slots)
+        kept: torch.Tensor = self._context.state["draft"].index_select(0, slots)
         if not of_paths:
             return kept[:, :1]
         paths = self._first.shape[0]

@@ -33,7 +33,8 @@ class Unobserved:
     @property
     def observed(self) -> torch.Tensor:
         """Number of observed tokens of each slot, [S] int32."""
-        return self._context.state[NAME]["observed"]
+        observed: torch.Tensor = self._context.state[NAME]["observed"]
+        return observed
 
     def mark_observed(self, slots: torch.Tensor) -> None:
         """Mark all tokens of slots [R] as observed, after a round or a prompt pass."""

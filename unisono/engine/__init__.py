@@ -1,1 +1,1 @@
-"""The engine: slots, scheduler, runner and the step that ties them. Called by ``llm`` and ``server``."""
+"""The engine: slots, scheduler, runner and the step that ties them. Called by ``entrypoints`` and ``cluster``."""

@@ -127,6 +127,7 @@ class Engine:
             Mixing(runner, self.draft_controller),
             runner.filling,
             self._failed,
+            self.draft_controller,
         )
         self.arrivals = Arrivals()
         self.failures = Failures()
@@ -292,14 +293,12 @@ class Engine:
                 self.scheduler.add(sequence)
 
     def _next_pass(self) -> Pass | None:
-        """Return the next pass to launch, or None. Without requests nothing is scheduled, so that tokens are
-        returned.
-        """
-        work = self.scheduler.schedule() if self.scheduler.has_work else None
+        """Return the next pass to launch, or None."""
+        work = self.scheduler.schedule()
         if self.scheduler.started:
             self.admitted(self.scheduler.started)
             self.scheduler.started = []
-        return self.draft_controller.launching(work)
+        return work
 
     def _launch(self, work: Pass) -> Launched:
         dropped: frozenset[int] = frozenset()

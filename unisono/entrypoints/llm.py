@@ -107,6 +107,7 @@ class LLM:
         self.loop = EngineLoop(engine, engine.config.device)
         self._model, self._facts = model, _facts(engine)
         facts, directory = ModelFacts.of(engine.info(), self.tokenizer), engine.checkpoint.path
+        self._speculation = (engine.worker.drafter.name, engine.runner.width - 1)
         loader = MediaLoader(facts.vision, Path(directory), media, facts.dtype, facts.max_model_len - 1)
         self._inputs = InputProcessor(self.tokenizer, facts, loader)
         self._default_params, self._pooling = engine.default_params(), pooling_of(Path(directory))
@@ -361,7 +362,8 @@ class LLM:
             request = replace(request, adapter=self._adapter(lora_request))
         requests = request.sequences()
         self.loop.check(requests[0])
-        return Collector(request_id or own_id, requests, self.tokenizer, prepared.text, self.eos_token_ids)
+        text = prepared.text
+        return Collector(request_id or own_id, requests, self.tokenizer, text, self.eos_token_ids, self._speculation)
 
     def _adapter(self, adapter: LoRARequest) -> str:
         """Return the name of an adapter; load it on first use. Raises BadRequest."""

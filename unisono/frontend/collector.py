@@ -20,6 +20,7 @@ from unisono.types import (
     TokenDelta,
     TokenLogprobs,
 )
+from unisono.types.acceptance import DraftCount
 from unisono.types.vectors import unpack
 
 
@@ -29,6 +30,7 @@ class Collector:
     requests: one per sequence, as submitted to the engine.
 
     request_id: the caller's. prompt: its text, if it was a text. eos: ids that are not reported as stop reasons.
+    speculation: the drafter's name, and its largest number of drafts per step.
     """
 
     def __init__(
@@ -38,11 +40,12 @@ class Collector:
         tokenizer: Tokenizer | None,
         prompt: str | None,
         eos: Sequence[int] = (),
+        speculation: tuple[str, int] = ("none", 0),
     ) -> None:
         self.request_id, self.requests, self.prompt = request_id, list(requests), prompt
         self.metrics = RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic())
         self._sequences = {
-            request.request_id: _Sequence(SequenceOutput(request, tokenizer), index, eos)
+            request.request_id: _Sequence(SequenceOutput(request, tokenizer), index, eos, speculation)
             for index, request in enumerate(requests)
         }
 
@@ -97,7 +100,8 @@ class Collector:
 
 
 class _Sequence:
-    def __init__(self, output: SequenceOutput, index: int, eos: Sequence[int]) -> None:
+    def __init__(self, output: SequenceOutput, index: int, eos: Sequence[int], speculation: tuple[str, int]) -> None:
+        self._drafts, self._speculation = DraftCount(), speculation
         self.output, self.started, self._params, self._eos = output, False, output.request.params, eos
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.completion = CompletionOutput(index, [], "")
@@ -110,6 +114,7 @@ class _Sequence:
         self.started = True
         self.output.record(delta)
         new, completion = self.output.detokenize(delta), self.completion
+        self._drafts.add(delta.rounds, len(new.token_ids))
         completion.token_ids += new.token_ids
         completion.text += new.text
         completion.error = delta.error
@@ -122,6 +127,8 @@ class _Sequence:
                 completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + one.logprob
         if new.finish is not FinishReason.RUNNING:
             completion.finish_reason = new.finish.text
+            if self._speculation[0] != "none":
+                completion.acceptance = self._drafts.result(*self._speculation, detailed=True)
             completion.stop_reason = new.stop_string
             last = new.token_ids[-1] if new.token_ids else None
             if new.finish is FinishReason.STOP and new.stop_string is None and last not in self._eos:

@@ -22,7 +22,7 @@ class ActiveCapture(Protocol):
 
     splits: bool
 
-    def interrupt(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def interrupt(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """End the segment, run ``function`` eagerly, record the call, begin the next segment. Returns the function's
         result."""
 

@@ -190,9 +190,10 @@ class Buffers:
 
     def __getattr__(self, name: str) -> torch.Tensor:
         try:
-            return self.__dict__["_views"][name]
+            view: torch.Tensor = self.__dict__["_views"][name]
         except KeyError:
             raise AttributeError(f"the schema declares no field {name!r}") from None
+        return view
 
     @property
     def nbytes(self) -> int:
@@ -315,7 +316,7 @@ class PendingOutputs:
         """Milliseconds of device time of the pass; None while it runs, or if it is not timed."""
         if self.span is None or not self.span[1].query():
             return None
-        return self.span[0].elapsed_time(self.span[1])
+        return float(self.span[0].elapsed_time(self.span[1]))
 
     def wait(self) -> dict[str, np.ndarray]:
         """Block until the outputs arrive; return each output field as a numpy array."""

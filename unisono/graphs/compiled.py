@@ -54,7 +54,7 @@ EXACT_INTEGERS = EXACT | {"all", "any", "cumsum", "floor_divide", "prod", "remai
 """Ops that are exact for integer arguments. searchsorted is excluded: on GPUs the compiler takes a slice of the
 boundaries for the whole tensor (pytorch issues 160964, 182343; seen with 2.11)."""
 
-Caller = Callable[[Callable[..., Any], tuple], tuple[torch.Tensor, ...]]
+Caller = Callable[[Callable[..., Any], tuple[Any, ...]], tuple[torch.Tensor, ...]]
 """Function by which a capture calls a compiled piece; see ``Recorder.call``."""
 
 _compiled: dict[str, Callable[..., Any] | None] = {}
@@ -78,7 +78,7 @@ class _Step:
 
     kind: str
     run: Callable[..., Any]
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]
     drops: list[int] = field(default_factory=list)

@@ -55,10 +55,10 @@ class _Session:
         self._segment.empty = any("Graph is empty" in str(warning.message) for warning in caught)
         self.parts.append(self._segment)
 
-    def call(self, function: Callable[..., Any], args: tuple) -> tuple[torch.Tensor, ...]:
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(function(*args))
 
-    def interrupt(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def interrupt(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.end()
         try:
             for home, fresh in self._fresh:

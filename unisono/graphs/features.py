@@ -74,7 +74,7 @@ class Features:
 
     def __or__(self, other: Features) -> Features:
         """Features of a pass that serves both. If the auxiliary layers differ, this object's are kept."""
-        shown = other if other._shows(self) else self
+        shown = other if other._covers_hidden(self) else self
         return Features(
             shown.hidden,
             shown.aux_layers,
@@ -91,9 +91,9 @@ class Features:
         inputs = self.embeddings >= other.embeddings and self.masks >= other.masks
         outputs = self.returned >= other.returned and self.logits >= other.logits
         outputs = outputs and self.whole_logits >= other.whole_logits
-        return inputs and outputs and self.extra >= other.extra and self._shows(other)
+        return inputs and outputs and self.extra >= other.extra and self._covers_hidden(other)
 
-    def _shows(self, other: Features) -> bool:
+    def _covers_hidden(self, other: Features) -> bool:
         """Return True if the hidden states of ``other`` are among these."""
         if other.hidden is Hidden.NULL:
             return True

@@ -1,8 +1,8 @@
 """The planner decides which graphs are captured, and for each pass whether it replays a graph or runs eagerly, and why.
 
-Only rank 0 has a planner. It reads the times and sizes measured by its own worker's graph set and sends its decisions
-as commands (:mod:`unisono.graphs.graph_set`). The engine calls :meth:`Planner.launch` for each pass; nothing else
-decides whether a graph fits.
+Only rank 0 has a planner. It reads the times and sizes measured by its own worker's graph set, and has graphs captured
+and freed by commands (:mod:`unisono.graphs.graph_set`). For each pass it returns a command (:meth:`Planner.launch`),
+which the runner sends; nothing else decides whether a graph fits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from unisono.graphs import (
     GraphKey,
     Logits,
     PassShape,
-    PendingOutputs,
     Reason,
     Replay,
 )
@@ -46,15 +45,16 @@ class Planner:
     """Decides which graphs are captured, chooses one for each pass, and counts both.
 
     graphs: graph set of rank 0's own worker, whose measured times and sizes are used.
-    send: executes a command on every rank and returns the outputs of a launched pass; by default on ``graphs`` alone.
+    send: executes a command that captures, measures or frees on every rank; by default on ``graphs`` alone.
     enabled: False runs everything eagerly.
-    budget: bytes available for graphs; None: no limit. ``idle_captures`` counts graphs captured after the start.
+    budget: bytes available for graphs (``engine/startup/memory.py``), compared with the cost of each captured graph; a
+    graph beyond it is released. None: no limit. ``idle_captures`` counts graphs captured after the start.
     """
 
     def __init__(
         self,
         graphs: GraphSet,
-        send: Callable[[GraphCommand], PendingOutputs | None] | None = None,
+        send: Callable[[GraphCommand], object] | None = None,
         enabled: bool = True,
         budget: int | None = None,
     ) -> None:
@@ -326,26 +326,21 @@ class Planner:
             return Eager(Reason.ABOVE_BUCKETS)
         return Eager(Reason.NOT_CAPTURED)
 
-    def launch(
-        self, key: GraphKey, batch: Mapping[str, object], waited: bool = False, timed: bool = False
-    ) -> PendingOutputs:
-        """Launch the pass with this batch, as planned, and count it. Returns its pending outputs.
+    def launch(self, key: GraphKey, batch: Mapping[str, object], waited: bool = False, timed: bool = False) -> Launch:
+        """Return the planned launch of the pass with this batch, and count it. The caller sends it to every rank.
 
         waited: see :meth:`plan`. timed: record the device time, at the cost of two more events on the host.
         """
         answer = self._launchable.get((key, waited)) or self._launch_plan(key, waited)
         if isinstance(answer, Replay):
             graph = answer.graph
-            outputs = self._send(Launch(key, graph.key, batch, timed))
             self.passes[key.program, graph.kind, ""] += 1
             self.padded_rows[key.program] += graph.key.shape.rows - key.shape.rows
             self.filled_rows[key.program] += key.shape.rows
-        else:
-            outputs = self._send(Launch(key, None, batch, timed))
-            self.passes[key.program, "eager", answer.reason.name] += 1
-            self._note_missing(key, answer.reason)
-        assert outputs is not None
-        return outputs
+            return Launch(key, graph.key, batch, timed)
+        self.passes[key.program, "eager", answer.reason.name] += 1
+        self._note_missing(key, answer.reason)
+        return Launch(key, None, batch, timed)
 
     def _launch_plan(self, key: GraphKey, waited: bool) -> Replay | Eager:
         """:meth:`plan`, after capturing a graph for this key on demand."""

@@ -45,8 +45,8 @@ class RecordedOp:
     """
 
     op: Any
-    args: tuple
-    kwargs: dict
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     results: tuple[torch.Tensor, ...]
     view: bool = False
 
@@ -87,7 +87,7 @@ def _tensors(out: object) -> tuple[torch.Tensor, ...]:
     return ()
 
 
-def _is_view(op: Any, args: tuple, results: tuple[torch.Tensor, ...]) -> bool:
+def _is_view(op: Any, args: tuple[Any, ...], results: tuple[torch.Tensor, ...]) -> bool:
     """Return True if the results lie in an argument's storage, so that a replay has nothing to do.
 
     The schema alone is not enough: ``contiguous``, ``reshape``, ``to`` and similar ops copy if they must, and in
@@ -103,7 +103,9 @@ def _is_view(op: Any, args: tuple, results: tuple[torch.Tensor, ...]) -> bool:
 class _HostReads(TorchFunctionMode):
     """Refuses host reads and host-made tensors that the dispatcher does not see."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func in _UNSEEN:
             raise refusal(getattr(func, "__name__", func), _UNSEEN[func])
         return func(*args, **(kwargs or {}))
@@ -118,6 +120,9 @@ def _unrecorded() -> Iterator[None]:
 
 class _Uncompiled(TorchDispatchMode):
     """A mode under which torch compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -134,11 +139,13 @@ class Outlined(_Uncompiled):
     breaks run without both.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return _outlined(func, args, kwargs or {})
 
 
-def _outlined(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _outlined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Result of an op under :class:`Outlined`."""
     if func.namespace != "unisono" or not all(r.alias_info is None for r in func._schema.returns):
         return func(*args, **kwargs)
@@ -159,7 +166,7 @@ def _zeros(shape: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=device).zero_()
 
 
-_shapes: dict[tuple, Any] = {}
+_shapes: dict[tuple[Any, ...], Any] = {}
 """Outputs on the meta device, by op and arguments, since layers repeat the same calls."""
 
 
@@ -192,20 +199,22 @@ class Recorder(_Uncompiled):
             run(buffers)
         return self.steps
 
-    def interrupt(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def interrupt(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _unrecorded():
             step = Break(function, args, kwargs)
         self.steps.append(step)
         return step.result_in(step.homes)
 
-    def call(self, function: Callable[..., Any], args: tuple) -> tuple[torch.Tensor, ...]:
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """Call a function and record it as one op. It must return new tensors and change none."""
         with _unrecorded():
             results = tuple(function(*args))
         self.steps.append(RecordedOp(function, args, {}, results))
         return results
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         why = _FORBIDDEN.get(func)
         if why is None and _DYNAMIC & set(func.tags):
             why = "its output's shape depends on the data"

@@ -29,7 +29,7 @@ class Break:
     the function returns one of its arguments, or a view of one, that is its own home.
     """
 
-    def __init__(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.name = getattr(function, "__qualname__", repr(function))
         leaves, self._spec = self._flat(function(*args, **kwargs))

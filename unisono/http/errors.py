@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from unisono.types import BadRequest, EngineDead, EngineUnavailable, TemporaryFailure, UnisonoError
+from unisono.types.errors import message_parts
 from unisono.types.excerpts import show as show
 
 
 class ApiError(Exception):
-    """An error of the client (4xx) or the server (5xx). retry_after: seconds until the client may retry."""
+    """An error of the client (4xx) or the server (5xx).
+
+    message: a text, or its parts (:func:`unisono.types.errors.message_parts`). retry_after: seconds until the client
+    may retry.
+    """
 
     def __init__(
         self,
         status: int,
-        message: str,
+        message: str | Sequence[str],
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(message)
+        self.parts = message_parts(message, param)
+        super().__init__("".join(self.parts))
         self.status = status
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else str(param)
         self.code = code
         self.retry_after = retry_after
 

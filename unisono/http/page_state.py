@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cluster.ipc import MetricSample
-from unisono.http.service import MAX_BODY_BYTES, Service
+from unisono.http.limits.fields import MAX_BODY_BYTES
+from unisono.http.service import Service
 
 PICTURE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp", "image/tiff")
 """Content types of images that every server with a vision model reads."""

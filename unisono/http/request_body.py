@@ -2,7 +2,7 @@
 
 Whole numbers of more than 64 bits and strings with half a surrogate pair are valid for some JSON parsers, and cause
 errors far from their origin in others: msgpack, Rust's strings, the engine. ``protocol`` and the other APIs read bodies
-here.
+here. ``routes/common.py`` limits the bytes of a body, ``limits/fields.py`` its fields.
 
 A parsed body takes memory and time by its values, not its bytes: 64 MiB of ``[],`` are 22 million lists. So values are
 counted first, in parts of the body, and a large body is read in a thread (:func:`off_loop`): no call of it keeps the

@@ -35,6 +35,7 @@ from unisono.cluster.restarts import Restarts
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
 from unisono.frontend.pooling import pooling_of
 from unisono.http.adapters import AdapterRegistry
+from unisono.http.answers.drafts import AcceptanceReport
 from unisono.http.app import create_app
 from unisono.http.connection import ReadAhead
 from unisono.http.limits.connections import LimitedProtocol, Limits, open_files
@@ -55,6 +56,7 @@ from unisono.text.reasoning import parser_named
 from unisono.text.tokenizer import Tokenizer
 from unisono.text.tool_parsers.formats import format_named
 from unisono.types import ConfigError, EngineDead, UnisonoError
+from unisono.types.acceptance import LEVELS
 
 T = TypeVar("T")
 
@@ -76,6 +78,7 @@ class ServerSettings:
     template that replaces the checkpoint's. http: TLS and CORS.
     names: accepted model names; answers carry the one in the request.
     metrics_prefix: of the names in /metrics, a key of ``metrics.PREFIXES``.
+    per_request_spec_decode_metrics: acceptance of drafts in answers, one of ``acceptance.LEVELS``.
     otlp_traces_endpoint: URL for spans, OTLP over HTTP; None sends none.
     allowed_lora_path: directory below which adapters may be loaded at run time; None: none.
     profile_dir: directory for /stop_profile; None turns profiles off.
@@ -111,6 +114,7 @@ class ServerSettings:
     max_engine_restarts: int = 5
     metrics_prefix: str = "unisono"
     otlp_traces_endpoint: str | None = None
+    per_request_spec_decode_metrics: str = "none"
     profile_dir: Path | None = None
     reasoning_parser: str | None = None
     restart_engine: bool = True
@@ -122,6 +126,10 @@ class ServerSettings:
     media: MediaSettings = field(default_factory=MediaSettings)
     scale: ReplicaSettings = field(default_factory=ReplicaSettings)
     tokenizer: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (level := self.per_request_spec_decode_metrics) not in LEVELS:
+            raise ConfigError(f"--per-request-spec-decode-metrics {level}: give one of {', '.join(LEVELS)}.")
 
     def restarts(self) -> Restarts | None:
         """The restart policy of a dead engine; None: never. Raises ConfigError."""
@@ -274,6 +282,7 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
         settings=_public(settings, facts) | {"keys": keys.names},
         drain_timeout=settings.drain_timeout,
         allow_unknown_fields=settings.allow_unknown_fields,
+        acceptance=AcceptanceReport.of(settings.per_request_spec_decode_metrics, info),
         profile_dir=settings.profile_dir,
         tracer=None if settings.otlp_traces_endpoint is None else RequestTracer(settings.otlp_traces_endpoint),
         pooling=await asyncio.to_thread(pooling_of, settings.model_path),

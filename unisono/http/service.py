@@ -17,6 +17,7 @@ from fastapi import Request
 from unisono.cluster.engines import Engines
 from unisono.frontend.pooling import Pooling
 from unisono.http.adapters import AdapterRegistry
+from unisono.http.answers.drafts import AcceptanceReport
 from unisono.http.answers.generation import Generation
 from unisono.http.errors import ApiError, show, unavailable
 from unisono.http.limits.overload import Admission
@@ -26,9 +27,6 @@ from unisono.http.openai.hosted_tools import HostedTools
 from unisono.http.openai.serving import Serving
 from unisono.http.security.auth import Keys
 
-MAX_BODY_BYTES = 64 * 2**20
-SMALL_BODY_BYTES = 2**20
-"""Largest body of operators' routes, in bytes."""
 INSPECT_LIMIT = 5.0
 """Timeout of /server_info and /metrics for the engine's current step, seconds."""
 CLIENT_GONE = 499
@@ -55,6 +53,7 @@ class Service:
     hosted: HostedTools = field(default_factory=HostedTools)
     drain_timeout: float = 30.0
     allow_unknown_fields: bool = False
+    acceptance: AcceptanceReport = field(default_factory=AcceptanceReport)
     profile_dir: Path | None = None
     pooling: Pooling = field(default_factory=Pooling)
     tracer: RequestTracer | None = None

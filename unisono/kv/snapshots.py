@@ -1,7 +1,8 @@
 """Snapshots of recurrent state kept by the prefix tree, so that a recurrence can continue from a cached prefix.
 
 A snapshot is an id: a row of the store's snapshot tensors. It belongs to the node whose last token it follows. If all
-ids are in use, the least recently used snapshot is evicted.
+ids are in use, the least recently used snapshot is evicted. A request that starts behind a snapshot gets a copy of it:
+``DeviceState.begin`` requests it, ``StateStore.load_snapshot`` copies it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 PAGE_SIZE = 16
-"""Tokens per page."""
+"""Tokens per page. Fixed: recurrent state and attention splits lie on the same grid."""
 
 PADDING_PAGE = 0
 """Page that receives the writes of padding tokens; never owned by a request."""

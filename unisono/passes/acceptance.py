@@ -8,9 +8,12 @@ import torch
 
 
 class AcceptanceRule(Protocol):
-    """Decides which drafts are accepted, from the tokens sampled by the target. Runs inside the graph of a round."""
+    """Chooses the drafts that are compared with the target's tokens. Runs inside the graph of a round.
 
-    def accepted(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
+    The comparison itself is in ``commit`` (``kernels/speculation/rounds.py``).
+    """
+
+    def candidates(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
         """Return drafts [N, k]; ``commit`` accepts their longest prefix that equals ``sampled``. -1 is never accepted.
 
         drafts [N, k], sampled [N, 1 + k], slots [N]: int32. N = R · paths; row r · paths + l is path l of request r.
@@ -21,9 +24,9 @@ class AcceptanceRule(Protocol):
 
 
 class ExactMatch:
-    """The engine's rule: a draft is accepted if it and all drafts before it equal the sampled tokens."""
+    """The engine's rule: all drafts are compared as they are."""
 
-    def accepted(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
+    def candidates(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
         return drafts
 
     def count(self, drafted: torch.Tensor, drafts: int) -> None:

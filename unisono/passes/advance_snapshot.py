@@ -12,7 +12,7 @@ import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.attention.context import ForwardContext
-from unisono.kv.recurrent_state import RecurrentPass
+from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.kv.specs import ALL
 from unisono.kv.store import StateStore
 from unisono.models.blocks.decoder import Decoder

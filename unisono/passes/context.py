@@ -15,7 +15,7 @@ from unisono.drafters.base import Drafter
 from unisono.graphs import Buffers, BufferSchema, Hidden, Program
 from unisono.kernels.cache.pages import group_slot_mapping
 from unisono.kernels.speculation.rounds import commit
-from unisono.kv.recurrent_state import RecurrentPass
+from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.kv.specs import ALL, PAGE_SIZE
 from unisono.kv.store import StateStore
 from unisono.models.blocks.decoder import Decoder

@@ -23,9 +23,9 @@ def verify_chain(context: PassContext, b: Buffers, drafts: torch.Tensor, early: 
     """
     width = b.shape.width
     sampled, seen = _target_pass(context, b, b.slots, b.slots, drafts, Outputs(b))
-    accepted = context.acceptance.accepted(drafts, sampled, b.slots, 1)
+    candidates = context.acceptance.candidates(drafts, sampled, b.slots, 1)
     context.acceptance.count(b.drafted, width - 1)
-    b.result.copy_(context.commit(sampled, accepted, b.slots))
+    b.result.copy_(context.commit(sampled, candidates, b.slots))
     if early and context.width > 1:
         b.outputs_ready()
     catch_up(context, Verified(b.slots, b.result, sampled, seen))
@@ -45,7 +45,7 @@ def verify_tree(
     """Verify every path of ``drafts [R · P, k]``, commit the best one, and let the drafter catch up."""
     outputs = Outputs(b, context.paths)
     sampled, seen = _target_pass(context, b, fork.slots, fork.tables, drafts, outputs)
-    drafts = context.acceptance.accepted(drafts, sampled, fork.slots, context.paths)
+    drafts = context.acceptance.candidates(drafts, sampled, fork.slots, context.paths)
     best = tree.best(fork, sampled, drafts)
     outputs.choose(best.rows)
     b.drafted.copy_(best.drafted)

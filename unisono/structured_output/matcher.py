@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from unisono.sandbox.channel import ForkChannel, Gone
-from unisono.structured_output.workers.compiler import MEMORY, Compiled
+from unisono.structured_output.workers.grammars import MEMORY, Compiled
 from unisono.structured_output.workers.walk import allow, allows
 from unisono.types import SamplingParams, UnisonoError
 

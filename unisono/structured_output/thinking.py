@@ -26,7 +26,7 @@ import numpy as np
 
 from unisono.structured_output.matcher import ALL, GrammarError, Matcher, restricting
 from unisono.structured_output.vocabulary import spellings
-from unisono.structured_output.workers.compiler import Compiled
+from unisono.structured_output.workers.grammars import Compiled
 from unisono.structured_output.workers.walk import allow, allows, forbid
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, SamplingParams, Thinking

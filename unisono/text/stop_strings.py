@@ -2,7 +2,8 @@
 number.
 
 A state is the longest suffix of the text that is a prefix of a stop string. Automata are immutable and shared by the
-sequences of a request; each sequence has its own state.
+sequences of a request; each sequence has its own state. ``text/detokenizer.py`` cuts the text at a match, and holds
+back text that may begin one.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from unisono.types.engine_request import EngineRequest
-from unisono.types.errors import BadRequest
+from unisono.types.errors import BadRequest, FieldPath
 from unisono.types.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 
 
@@ -82,11 +82,16 @@ def _check_bad_words(bad_words: Sequence[Sequence[int]]) -> None:
 
 def _check_prompt_logprobs(request: EngineRequest, embedded: Collection[int]) -> None:
     """Raise BadRequest if the log-probability of an embedded position is requested: it has no token."""
-    first = request.first_scored
+    first, name = request.first_scored, FieldPath("prompt_logprobs")
     wrong = next((p for p in range(first, len(request.prompt_token_ids)) if p in embedded), None)
     if wrong is not None:
         raise BadRequest(
-            f"prompt_logprobs start at position {first}, but position {wrong} is an embedding, which has none. "
-            f"Set logprob_start_len to {max(embedded) + 1} or more, or leave out prompt_logprobs.",
-            "prompt_logprobs",
+            (
+                name,
+                f" start at position {first}, but position {wrong} is an embedding, which has none. Set "
+                f"logprob_start_len to {max(embedded) + 1} or more, or leave out ",
+                name,
+                ".",
+            ),
+            name,
         )

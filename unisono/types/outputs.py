@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from unisono.types.acceptance import RequestAcceptance
+
 
 class _Shortened(reprlib.Repr):
     """``repr`` with long texts, lists and tensors cut."""
@@ -236,6 +238,7 @@ class CompletionOutput(Concise):
     hidden_states: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
     extra: reports of features of other packages, a list by name.
     error: the failure that ended it; then ``finish_reason`` is "abort" though no caller aborted it.
+    acceptance: of drafts, once it has ended; None without a drafter.
     reasoning, content, tool_calls: the parts of ``text``, with the parsers of ``LLM.chat``; None and empty without.
     """
 
@@ -252,6 +255,7 @@ class CompletionOutput(Concise):
     reasoning: str | None = None
     content: str | None = None
     tool_calls: list[ParsedToolCall] = field(default_factory=list)
+    acceptance: RequestAcceptance | None = None
 
     def finished(self) -> bool:
         """True once the sequence has ended."""

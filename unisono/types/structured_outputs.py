@@ -119,9 +119,8 @@ class StructuredOutputs(Concise):
         except ValueError as error:
             shown = repr(getattr(self, kind))
             shown = shown if len(shown) <= 80 else shown[:79] + "…"
-            raise BadRequest(
-                f"structured_outputs.{kind}={shown} is not valid: {error}.", "structured_outputs"
-            ) from None
+            message = f"structured_outputs.{kind}={shown} is not valid: {error}."
+            raise BadRequest(message, "structured_outputs", reason=f"{error}.") from None
 
     @property
     def kind(self) -> str:

@@ -16,7 +16,7 @@ from unisono.cluster import ipc
 from unisono.cluster.client import HEARTBEAT_TIMEOUT, EngineClient
 from unisono.cluster.engine_handle import Launcher, Progress
 from unisono.cluster.engines import ANYWHERE, Observer, Placement
-from unisono.cluster.replicas.prefixes import PAGE_SIZE
+from unisono.cluster.replicas.prefixes import DEFAULT_PAGE_SIZE
 from unisono.cluster.replicas.router import Router
 from unisono.cluster.restarts import Restarts
 from unisono.cluster.token_stream import TokenStream
@@ -213,7 +213,7 @@ class ReplicaClient:
 
     def _sized(self, replica: int, info: dict[str, Any]) -> None:
         cache = info.get("kv_cache", {})
-        self.router.sized(replica, cache.get("pages", PAGES), cache.get("page_size", PAGE_SIZE))
+        self.router.sized(replica, cache.get("pages", PAGES), cache.get("page_size", DEFAULT_PAGE_SIZE))
 
     def _back(self, info: dict[str, Any], replica: int) -> None:
         """Update the router after a replica's restart."""

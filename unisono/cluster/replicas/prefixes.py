@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from unisono.types import EngineRequest
 
-PAGE_SIZE = 16
+DEFAULT_PAGE_SIZE = 16
 """Default tokens of a page, for an engine that does not report it."""
 
 

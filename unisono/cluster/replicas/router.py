@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from unisono.cluster.engines import ANYWHERE, Placement
-from unisono.cluster.replicas.prefixes import PAGE_SIZE, PrefixIndex, page_hashes
+from unisono.cluster.replicas.prefixes import DEFAULT_PAGE_SIZE, PrefixIndex, page_hashes
 from unisono.types import BadRequest, EngineDead, EngineRequest, EngineUnavailable
 
 ROW_COST = 16
@@ -87,7 +87,7 @@ class Router:
     ``routed``: requests by replica and reason. ``matched``: prompt tokens that were expected to be cached, by replica.
     """
 
-    def __init__(self, count: int, page_size: int = PAGE_SIZE) -> None:
+    def __init__(self, count: int, page_size: int = DEFAULT_PAGE_SIZE) -> None:
         self.loads = [ReplicaLoad() for _ in range(count)]
         self.page_size = page_size
         self.routed: Counter[tuple[int, str]] = Counter()

@@ -305,7 +305,7 @@ def _layer_config(
     try:
         hf_config = stored_config(json.dumps([model_type, values], sort_keys=True).encode(), "", by_transformers)
         hf_config.architectures = raw.get("architectures") or ["draft head"]
-        config = catalog.models.load(DRAFT_LAYERS[model_type]).read(hf_config)
+        config: DecoderConfig = catalog.models.load(DRAFT_LAYERS[model_type]).read(hf_config)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from None
     except Exception as error:  # transformers validates with many exception types

@@ -103,7 +103,9 @@ class DraftBlock(nn.Module):
 
         overriding: the target's embeddings in place of those of some token ids; ignored unless :attr:`sees_embeddings`.
         """
-        return self.layer(self.begin(token_ids, hidden, overriding if self.sees_embeddings else ()), context, state).x
+        stream = self.begin(token_ids, hidden, overriding if self.sees_embeddings else ())
+        out: Stream = self.layer(stream, context, state)
+        return out.x
 
     @property
     def sees_embeddings(self) -> bool:
@@ -166,7 +168,8 @@ class Eagle3Head(DraftBlock):
         if self.fc_norm is not None:
             parts = seen.chunk(len(self.fc_norm), dim=1)
             seen = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=1)
-        return self.fc(seen)
+        joined: torch.Tensor = self.fc(seen)
+        return joined
 
     def begin(self, token_ids: torch.Tensor, hidden: torch.Tensor, overriding: Sequence[Overriding] = ()) -> Stream:
         """Both normed and concatenated [T, 2 H], and the residual [T, H]."""

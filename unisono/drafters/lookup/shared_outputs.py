@@ -30,7 +30,8 @@ class SharedTexts:
 
     @property
     def _output_start(self) -> torch.Tensor:
-        return self._context.state["output_start"]
+        start: torch.Tensor = self._context.state["output_start"]
+        return start
 
     def state_specs(self) -> Tree:
         """output_start [S]: position of each slot's first output token."""

@@ -64,15 +64,18 @@ class _Stage:
 
     @property
     def hidden(self) -> torch.Tensor:
-        return self.context.state["stages"][self.number]["hidden"]
+        hidden: torch.Tensor = self.context.state["stages"][self.number]["hidden"]
+        return hidden
 
     @property
     def kv(self) -> Sequence[torch.Tensor]:
-        return self.context.state["stages"][self.number]["kv"]
+        kv: Sequence[torch.Tensor] = self.context.state["stages"][self.number]["kv"]
+        return kv
 
     @property
     def page_hidden(self) -> torch.Tensor:
-        return self.context.state["stages"][self.number]["page_hidden"]
+        page_hidden: torch.Tensor = self.context.state["stages"][self.number]["page_hidden"]
+        return page_hidden
 
     def run(
         self,
@@ -82,7 +85,8 @@ class _Stage:
         overriding: Sequence[Overriding] = (),
     ) -> torch.Tensor:
         """Entries [T] -> their states [T, H], or [E, H] with ``context.last_tokens``."""
-        return self.module.norm(self.module(token_ids, hidden, context, self.kv, overriding))
+        states: torch.Tensor = self.module.norm(self.module(token_ids, hidden, context, self.kv, overriding))
+        return states
 
 
 class MultiMTPDrafter(CatchesUp):

@@ -1,6 +1,6 @@
 """Draft controller: chooses the number of drafts of each round and schedules catch-up passes of paused drafters.
 
-Called between the scheduler, which chooses the requests, and the runner. Owns the bookkeeping of paused drafters
+The scheduler asks it for the drafts of each round that it has composed. Owns the bookkeeping of paused drafters
 (*pending* tokens of each sequence, ``Progress.unobserved``) and feeds :mod:`unisono.engine.scheduling.adaptive` with
 the results and times of rounds.
 """
@@ -31,6 +31,8 @@ ROUNDS_PER_CHOICE = 16
 
 class DraftController:
     """Choose drafts for the rounds of one engine. ``pinned``: a fixed number of drafts; None: adapt.
+
+    The numbers to choose from are ``runner.choices`` (``startup.buckets.draft_choices``).
 
     ``rounds[k]`` counts rounds with k drafts.
     """

@@ -21,6 +21,7 @@ from functools import partial
 import numpy as np
 
 from unisono.engine.failures import is_engine_error
+from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.scheduling.forced_drafts import merged
 from unisono.engine.scheduling.mixing import Mixing
 from unisono.engine.scheduling.prompt_budget import PromptBudget
@@ -77,11 +78,14 @@ class Scheduler:
         mixing: Mixing | None = None,
         filling: Callable[[int, int], int] = lambda tokens, decodes: tokens,
         failed: Callable[[Sequence, str, Exception], None] = _raise,
+        drafts: DraftController | None = None,
     ) -> None:
-        """failed: called with a request that ends because of an error of its own, and the stage."""
+        """failed: called with a request that ends because of an error of its own, and the stage. drafts: chooses the
+        number of drafts of each round; None: the most.
+        """
         self.pool, self.slots, self.device, self.widths = pool, slots, device, widths
         self.max_extend_rows, self.budget, self._pass_ms = max_extend_rows, budget, pass_ms
-        self.mixing, self._filling, self._failed = mixing, filling, failed
+        self.mixing, self._filling, self._failed, self._drafts = mixing, filling, failed, drafts
         self.waiting = Waiting(by_priority)
         self.extending: list[Sequence] = []
         self.running = Running()
@@ -107,7 +111,12 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def schedule(self) -> Pass | None:
-        """Return the next pass; None if nothing can run before the pass in flight is read."""
+        """Return the next pass, a round with its drafts; None if nothing can run before the pass in flight is read."""
+        work = self._scheduled() if self.has_work else None
+        return work if self._drafts is None else self._drafts.launching(work)
+
+    def _scheduled(self) -> Pass | None:
+        """Admit requests and return the next pass. A round has the most drafts."""
         self.device.before_pass()
         self.device.arrive()
         self._admit()
@@ -199,6 +208,7 @@ class Scheduler:
             self.device.prompt_committed(chunk)
 
     def _give_back(self, sequence: Sequence, keep: bool = True) -> None:
+        """Free a request's slot and pages. keep: its computed pages stay in the prefix tree, evictable."""
         if sequence.pages is None:
             return
         if keep:
@@ -455,6 +465,7 @@ class Scheduler:
                 self._preempt(max(self.active, key=self.waiting.rank))
 
     def _preempt(self, sequence: Sequence) -> None:
+        """Free a running request's slot and pages (:meth:`_give_back`), and queue it again."""
         queue = self._queue_of(sequence)
         self._give_back(sequence)
         queue.remove(sequence)

@@ -44,12 +44,6 @@ CPU_COST = PassCost.linear(fixed_ms=15.0, row_ms=0.4, capture_ms=20.0)
 measured costs would choose other sizes in every run.
 """
 
-CPU_GRAPH_BYTES = 2 << 30
-GPU_GRAPH_BYTES, GPU_GRAPH_SHARE = 2 << 30, 0.1
-"""Limits of graph memory on a GPU: bytes, and the fraction of free memory before the KV cache is sized."""
-
-RANK_GRAPH_BYTES = 3 << 30
-"""Byte limit on a rank of several: most rounds have two graphs of a size (:func:`part_buckets`)."""
 
 SHARES = {"round": 1.0, "extend": 0.8, "mixed": 0.5, "score": 0.5, "catch_up": 0.2, "draft": 0.2, "verify": 0.3}
 """Fraction of graph memory that one program may take. Prompt passes leave some for rounds."""
@@ -142,30 +136,6 @@ def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
                 f"--graphs {config.requested.graphs}: {graph.key.program} passes run {graph.breaks} functions eagerly, "
                 f"so they cannot be captured whole. Use --graphs auto or {program}=segmented."
             )
-
-
-def with_graph_bytes(config: ResolvedConfig, default: int, why: str) -> ResolvedConfig:
-    """Resolve ``--graph-memory``: the flag, else ``default`` bytes. why: the reason of the default."""
-    limit = config.requested.graph_memory
-    if limit is None:
-        return config.decide("graph_memory", f"{default / (1 << 30):.2f} GiB", why, graph_bytes=default)
-    return config.decide("graph_memory", f"{limit} GiB", "set by --graph-memory", graph_bytes=int(limit * (1 << 30)))
-
-
-def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
-    """:func:`with_graph_bytes` on a GPU with ``free`` bytes for graphs and the KV cache."""
-    if set(config.graphs.values()) == {"off"}:
-        return config
-    most = GPU_GRAPH_BYTES if config.requested.tensor_parallel_size == 1 else RANK_GRAPH_BYTES
-    default = max(0, min(most, int(GPU_GRAPH_SHARE * free)))
-    why = f"{GPU_GRAPH_SHARE:.0%} of {free >> 20} MiB free, {most >> 30} GiB at most"
-    config = with_graph_bytes(config, default, why)
-    if config.graph_bytes > free:
-        raise ConfigError(
-            f"--graph-memory {config.requested.graph_memory}: {max(0, free) / (1 << 30):.2f} GiB are free for graphs "
-            "and the KV cache together. Lower it, or raise --gpu-memory-utilization."
-        )
-    return config
 
 
 def engine_buckets(

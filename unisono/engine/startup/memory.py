@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from unisono.config import ResolvedConfig
-from unisono.engine.startup.buckets import CPU_GRAPH_BYTES, gpu_graph_bytes, with_graph_bytes
 from unisono.graphs import Buffers, PassShape, Program
 from unisono.kv.pages import pages_for
 from unisono.kv.specs import ALL, PAGE_SIZE
@@ -21,6 +20,13 @@ GPU_SLACK = 1 << 29
 CPU_KV_BYTES = 1 << 30
 """Largest KV cache on a CPU, in bytes: enough for the bundled models."""
 
+
+CPU_GRAPH_BYTES = 2 << 30
+GPU_GRAPH_BYTES, GPU_GRAPH_SHARE = 2 << 30, 0.1
+"""Limits of graph memory on a GPU: bytes, and the fraction of free memory before the KV cache is sized."""
+
+RANK_GRAPH_BYTES = 3 << 30
+"""Byte limit on a rank of several: most rounds have two graphs of a size (:func:`part_buckets`)."""
 
 MOST_SNAPSHOTS = 4096
 """Largest number of snapshots of recurrent layers."""
@@ -140,3 +146,27 @@ def peak_bytes(passes: Sequence[tuple[Program, PassShape]], device: torch.device
     gc.collect()
     torch.cuda.empty_cache()
     return used
+
+
+def with_graph_bytes(config: ResolvedConfig, default: int, why: str) -> ResolvedConfig:
+    """Resolve ``--graph-memory``: the flag, else ``default`` bytes. why: the reason of the default."""
+    limit = config.requested.graph_memory
+    if limit is None:
+        return config.decide("graph_memory", f"{default / (1 << 30):.2f} GiB", why, graph_bytes=default)
+    return config.decide("graph_memory", f"{limit} GiB", "set by --graph-memory", graph_bytes=int(limit * (1 << 30)))
+
+
+def gpu_graph_bytes(config: ResolvedConfig, free: int) -> ResolvedConfig:
+    """:func:`with_graph_bytes` on a GPU with ``free`` bytes for graphs and the KV cache."""
+    if set(config.graphs.values()) == {"off"}:
+        return config
+    most = GPU_GRAPH_BYTES if config.requested.tensor_parallel_size == 1 else RANK_GRAPH_BYTES
+    default = max(0, min(most, int(GPU_GRAPH_SHARE * free)))
+    why = f"{GPU_GRAPH_SHARE:.0%} of {free >> 20} MiB free, {most >> 30} GiB at most"
+    config = with_graph_bytes(config, default, why)
+    if config.graph_bytes > free:
+        raise ConfigError(
+            f"--graph-memory {config.requested.graph_memory}: {max(0, free) / (1 << 30):.2f} GiB are free for graphs "
+            "and the KV cache together. Lower it, or raise --gpu-memory-utilization."
+        )
+    return config

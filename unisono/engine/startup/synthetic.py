@@ -32,7 +32,7 @@ class _Forced:
     def __init__(self, slots: SlotTensors) -> None:
         self._slots = slots
 
-    def accepted(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
+    def candidates(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
         forced = self._forced(drafts, sampled, slots)
         if paths == 1:
             return forced

@@ -48,7 +48,7 @@ class Launched:
 
 
 class BatchBuilder:
-    """Build the batch of each pass and have the planner launch it."""
+    """Build the batch of each pass and have the runner launch it."""
 
     def __init__(self, runner: Runner, progress: Progress) -> None:
         self._runner, self._progress = runner, progress
@@ -84,7 +84,7 @@ class BatchBuilder:
         return Launched(work, "draft", self._launch(key, self._round_batch(work)))
 
     def _launch(self, key: GraphKey, batch: Batch, waited: bool = False, timed: bool = False) -> PendingOutputs:
-        return self._runner.planner.launch(key, batch, waited=waited, timed=timed)
+        return self._runner.launch(key, batch, waited=waited, timed=timed)
 
     def _round(self, work: Round) -> PendingOutputs:
         rows = len(work.rows)

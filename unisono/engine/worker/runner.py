@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from unisono.config import ResolvedConfig
 from unisono.engine.disaggregation.page_bytes import PageBytes, SharedPages
@@ -84,6 +84,14 @@ class Runner:
         if self.team is None:
             return self.worker.execute(command)
         return self.team.send(command, self.worker)
+
+    def launch(
+        self, key: GraphKey, batch: Mapping[str, object], waited: bool = False, timed: bool = False
+    ) -> PendingOutputs:
+        """Launch a pass as the planner decides, on every rank; see :meth:`Planner.launch`. Return its outputs."""
+        outputs = self.send(self.planner.launch(key, batch, waited, timed))
+        assert outputs is not None
+        return outputs
 
     def ask(self, command: FileOutcomes) -> list[list[int]]:
         """Return every rank's answer to a query. Raises EngineDead if another rank has failed."""

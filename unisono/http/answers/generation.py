@@ -26,8 +26,9 @@ from unisono.http.openai.responses import HiddenStates, PromptLogprobs, TokenOri
 from unisono.http.security.auth import ApiClient
 from unisono.text.answer_parser import AnswerParser, AnswerParts
 from unisono.text.tool_parsers.base import ToolDelta
-from unisono.text.tool_parsers.structure import reworded
+from unisono.text.tool_parsers.structure import tools_error
 from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError, request_failure
+from unisono.types.acceptance import DraftCount
 from unisono.types.vectors import numbers
 
 
@@ -80,7 +81,7 @@ class Style:
 class Generation:
     """One sequence of an answer.
 
-    ``usage`` and ``seed`` may be read at any time.
+    ``usage``, ``seed`` and ``drafts`` may be read at any time.
 
     scores: the prompt's log-probabilities, which its first sequence sets for all; None if not requested. answer_parser:
     separates reasoning and tool calls from content. Of a prompt's several sequences the first one's usage counts the
@@ -113,7 +114,7 @@ class Generation:
         self._placement = ANYWHERE  # routing hints
         self.ended: str | None = None  # finish reason, once it has ended
         self._owner = ApiClient()
-        self._drafted = self._accepted = self._rounds = 0
+        self.drafts = DraftCount()
         self._reasoning_chars = self._written = 0  # characters of reasoning; of everything
         self._echoed = 0  # characters of the prompt at the beginning of the answer
         self._cancelled = False
@@ -137,9 +138,9 @@ class Generation:
     def usage(self) -> Usage:
         output, first = self._output, self._request.shares_with is None
         prompt, cached = (len(self._request.prompt_token_ids), output.cached_tokens) if first else (0, 0)
-        rejected = self._drafted - self._accepted
         thinking = math.ceil(output.num_tokens * self._reasoning_chars / self._written) if self._reasoning_chars else 0
-        return Usage.of(prompt, output.num_tokens, cached, self._accepted, rejected, thinking)
+        accepted, rejected = sum(self.drafts.accepted), self.drafts.rejected
+        return Usage.of(prompt, output.num_tokens, cached, accepted, rejected, thinking)
 
     def span(self) -> dict[str, Any] | None:
         """vLLM's attributes of a request's span, once it has ended; None if it never started."""
@@ -196,7 +197,7 @@ class Generation:
         """The error, which names tools where it is about the grammar that they became."""
         constrained = self._answer_parser is not None and self._answer_parser.constrains
         if constrained and isinstance(error, BadRequest) and error.param == "structured_outputs":
-            return BadRequest(reworded(str(error)), "tools", error.code)
+            return tools_error(error)
         return error
 
     def cancel(self) -> None:
@@ -233,7 +234,6 @@ class Generation:
                     yield self._prompt_piece(echo, scores)
                     if echo.alone:
                         return
-                self._rounds += len(delta.rounds)
                 for part, draft in by_token(delta) if self._style.drafts else [(delta, None)]:
                     reason, piece = self._read(part, draft)
                     yield piece
@@ -252,7 +252,7 @@ class Generation:
     def _read(self, delta: TokenDelta, draft: TokenOrigin | None) -> tuple[FinishReason, OutputPiece]:
         """(finish reason, piece) of a delta; RUNNING unless it ends the text."""
         new = self._output.detokenize(delta)
-        self._count_drafts(delta, len(new.token_ids))
+        self.drafts.add(delta.rounds, len(new.token_ids))
         if new.logprobs is not None:
             self.cumulative_logprob += sum(one.logprob for one in new.logprobs)
         scores = new.logprobs if self._style.reports else None
@@ -269,17 +269,9 @@ class Generation:
             self.index, parts.content, new.token_ids, finish, new.stop_string, reports, reasoning, parts.calls, draft
         )
 
-    def _count_drafts(self, delta: TokenDelta, tokens: int) -> None:
-        """Count the drafts of the rounds of the first ``tokens`` tokens of a delta: the text ends there."""
-        for length, drafted, accepted in delta.rounds:
-            if tokens > 0:
-                self._drafted += drafted
-                self._accepted += min(accepted, tokens)
-            tokens -= length
-
     def _record(self) -> RequestRecord:
         """The history record of the ended sequence."""
-        output, times = self._output, self._timer.end
+        output, times, steps = self._output, self._timer.end, self.drafts.steps
         assert times is not None
         assert self.ended is not None
         return RequestRecord.of(
@@ -289,10 +281,10 @@ class Generation:
             prompt_tokens=len(self._request.prompt_token_ids),
             cached_tokens=output.cached_tokens,
             completion_tokens=output.num_tokens,
-            drafted_tokens=self._drafted,
-            accepted_tokens=self._accepted,
+            drafted_tokens=sum(self.drafts.drafted),
+            accepted_tokens=sum(self.drafts.accepted),
             # The first token comes from the prompt's pass, all others from rounds.
-            accept_length=round((output.num_tokens - 1) / (self._rounds - 1), 3) if self._rounds > 1 else None,
+            accept_length=round((output.num_tokens - 1) / (steps - 1), 3) if steps > 1 else None,
             finish_reason=self.ended,
         )
 

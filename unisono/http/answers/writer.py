@@ -17,11 +17,21 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from unisono.http.answers.drafts import AcceptanceReport
 from unisono.http.answers.generation import Generation, OutputPiece, merge
 from unisono.http.errors import ApiError, as_api_error
 from unisono.http.observability.request_note import RequestNote
 from unisono.http.openai.protocol import GenerationRequest
-from unisono.http.openai.responses import DONE, Response, ResponseShape, TokenReport, Usage, event, joined
+from unisono.http.openai.responses import (
+    DONE,
+    AnswerMetrics,
+    Response,
+    ResponseShape,
+    TokenReport,
+    Usage,
+    event,
+    joined,
+)
 from unisono.text.tool_parsers.base import ToolDelta
 
 logger = logging.getLogger(__name__)
@@ -40,6 +50,7 @@ class OpenAIReply:
     fingerprint: str
     request: GenerationRequest
     generations: Sequence[Generation]
+    acceptance: AcceptanceReport
 
     async def whole(self) -> Response:
         """The complete answer. Raises the error that ended a generation early."""
@@ -78,6 +89,7 @@ class OpenAIReply:
         if self.request.prompt_logprobs is not None and len(scores) == len(chosen):  # otherwise some were aborted early
             self.shape.add_prompt_logprobs(answer, scores)
         self._add_prompts(answer, chosen)
+        answer.metrics = self._metrics()
         return answer
 
     def _chosen(self) -> Sequence[Generation]:
@@ -122,7 +134,9 @@ class OpenAIReply:
                     if data:
                         yield data
             if total:
-                yield event(self._response(self.shape.chunk, [], self._usage()))
+                last = self._response(self.shape.chunk, [], self._usage())
+                last.metrics = self._metrics()
+                yield event(last)
         except Exception as error:
             failed(error)
             yield error_event(error)
@@ -164,6 +178,9 @@ class OpenAIReply:
 
     def _usage(self) -> Usage:
         return Usage.total(generation.usage for generation in self.generations)
+
+    def _metrics(self) -> AnswerMetrics | UnsetType:
+        return self.acceptance.metrics([generation.drafts for generation in self.generations])
 
     def _response(self, kind: str, choices: Choices, usage: Usage | UnsetType | None) -> Response:
         return Response(self.id, kind, self.created, self.model, self.fingerprint, choices, usage)

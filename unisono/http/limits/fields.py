@@ -3,7 +3,7 @@
 ``BODIES`` has a limit for each field of a body that is a number, a text, a list or an object. They are checked before
 the body's model, so that no code processes a value beyond its limit. ``PARAMETERS`` has the limits of paths and
 queries, which routes name by the types below it. docs/reference/limits.md has the same tables (scripts/reference.py
-writes them). Limits of the whole body are in ``request_body.py``.
+writes them). ``routes/common.py`` checks the bytes of a body, ``request_body.py`` counts its values.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ from unisono.types.limits import (
     Whole,
 )
 from unisono.types.structured_outputs import MAX_CHARS
+
+MAX_BODY_BYTES = 64 * 2**20
+"""Largest body of a request that generates or tokenizes, in bytes."""
+
+SMALL_BODY_BYTES = 2**20
+"""Largest body of operators' routes, in bytes."""
 
 MAX_PROMPTS = 1024
 """Prompts of one request, and sequences of it."""

@@ -2,11 +2,11 @@
 
 Names and labels are vLLM's, with the prefixes of ``--metrics-prefix``: ``unisono:``, ``vllm:`` or both.
 
-The engine's numbers are :class:`unisono.cluster.ipc.MetricSample`. The server's log line reads these: gauges
-``num_requests_running``, ``num_requests_waiting``, ``kv_cache_usage_perc`` (a fraction, 0 … 1); counters
-``prompt_tokens``, ``generation_tokens``, ``prefix_cache_queries``, ``prefix_cache_hits`` (tokens), and ``passes`` with
-the labels ``program``, ``kind`` (the graph's, or ``eager``) and ``reason``, and ``spec_decode_num_rounds`` with the
-label ``num_speculative_tokens``.
+The engine's numbers are :class:`unisono.cluster.ipc.MetricSample`, made in ``engine/report.py`` and by features. The
+server's log line reads these: gauges ``num_requests_running``, ``num_requests_waiting``, ``kv_cache_usage_perc`` (a
+fraction, 0 … 1); counters ``prompt_tokens``, ``generation_tokens``, ``prefix_cache_queries``, ``prefix_cache_hits``
+(tokens), and ``passes`` with the labels ``program``, ``kind`` (the graph's, or ``eager``) and ``reason``, and
+``spec_decode_num_rounds`` with the label ``num_speculative_tokens``.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from unisono.text.tool_parsers.base import ToolDelta
 from unisono.types import Logprob
+from unisono.types.acceptance import RequestAcceptance
 
 DONE = b"data: [DONE]\n\n"
 
@@ -243,10 +244,17 @@ class TextChoice(msgspec.Struct):
     prompt_hidden_states: HiddenStates | UnsetType = UNSET
 
 
+class AnswerMetrics(msgspec.Struct):
+    """vLLM's metrics of an answer."""
+
+    speculative_decoding: RequestAcceptance | None
+
+
 class Response(msgspec.Struct):
     """A complete answer or a chunk of a stream; ``object`` names the type.
 
-    ``usage`` is null in the chunks of a stream with include_usage, and absent in other streams.
+    ``usage`` is null in the chunks of a stream with include_usage, and absent in other streams. ``metrics`` is in a
+    whole answer and in the chunk with the usage, if the server reports acceptance.
     """
 
     id: str
@@ -259,6 +267,7 @@ class Response(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # for completions it is in the choices
     prompt_token_ids: list[int] | UnsetType = UNSET  # likewise
     prompt_text: str | UnsetType | None = UNSET
+    metrics: AnswerMetrics | UnsetType = UNSET
 
 
 def joined(deltas: Iterable[ToolDelta]) -> list[ToolCall]:

@@ -28,9 +28,11 @@ from unisono.http.preparation import Preparers
 from unisono.media.fetching.sources import LoadedMedia, MediaSource
 from unisono.text.answer_parser import AnswerParser
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParams, part_id
+from unisono.types.errors import FieldPath
 
 T = TypeVar("T")
 
+MAX_TOKENS = FieldPath("max_tokens")
 COMPLETION_TOKENS = 16
 """Default ``max_tokens`` of ``/v1/completions``: OpenAI's."""
 LONG = 1024
@@ -329,9 +331,13 @@ def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> Sampli
         return replace(params, max_tokens=room)
     if max_tokens is not None and max_tokens > room > 0:
         raise BadRequest(
-            f"The prompt has {prompt} tokens and max_tokens is {max_tokens}, together {prompt + max_tokens}; "
-            f"the model's context is {context} tokens. Ask for at most {room} tokens or shorten the prompt.",
-            "max_tokens",
+            (
+                f"The prompt has {prompt} tokens and ",
+                MAX_TOKENS,
+                f" is {max_tokens}, together {prompt + max_tokens}; the model's context is {context} tokens. Ask for "
+                f"at most {room} tokens or shorten the prompt.",
+            ),
+            MAX_TOKENS,
             "context_length_exceeded",
         )
     return params
@@ -349,8 +355,14 @@ def check_hidden_states(enabled: bool, hidden_size: int, prompt: int, params: Sa
         )
     if tokens * hidden_size > MAX_HIDDEN_NUMBERS:
         raise BadRequest(
-            f"{name}: {prompt} prompt tokens with max_tokens={params.max_tokens} and n={params.n} may have "
-            f"{tokens * hidden_size} numbers; at most {MAX_HIDDEN_NUMBERS} are sent. Lower max_tokens or n, or shorten "
-            "the prompt.",
+            (
+                FieldPath(name),
+                f": {prompt} prompt tokens with ",
+                MAX_TOKENS,
+                f"={params.max_tokens} and n={params.n} may have {tokens * hidden_size} numbers; at most "
+                f"{MAX_HIDDEN_NUMBERS} are sent. Lower ",
+                MAX_TOKENS,
+                " or n, or shorten the prompt.",
+            ),
             name,
         )

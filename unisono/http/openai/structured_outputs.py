@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from unisono.http.errors import show
 from unisono.types import BadRequest, StructuredOutputs
+from unisono.types.errors import FieldPath
 from unisono.types.unknown_fields import known_part
 
 GUIDED = {
@@ -36,14 +37,13 @@ def structured_outputs(fields: Mapping[str, Any]) -> StructuredOutputs | None:
     found = {name: _options(name, value) for name, value in fields.items() if value is not None}
     chosen = {name: options for name, options in found.items() if options is not None}
     if len(chosen) > 1:
-        raise BadRequest(
-            f"{' and '.join(chosen)} are set; an answer has one form: give one of them.", next(iter(chosen))
-        )
+        names = [part for name in chosen for part in (" and ", FieldPath(name))][1:]
+        raise BadRequest([*names, " are set; an answer has one form: give one of them."], names[0])
     for name, options in chosen.items():
         try:
             return StructuredOutputs(**options)
         except BadRequest as error:
-            raise BadRequest(str(error), name) from None
+            raise BadRequest(error.parts, name) from None
     return None
 
 

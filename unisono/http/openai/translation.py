@@ -6,8 +6,7 @@ A translator builds the JSON of a ``/v1/chat/completions`` body and a :class:`Re
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from unisono.http.errors import ApiError, show
 from unisono.http.limits.fields import check_name, validated
 from unisono.http.openai.protocol import ChatRequest, parse_fields
 from unisono.types import BadRequest
+from unisono.types.errors import FieldPath
 from unisono.types.unknown_fields import dropped
 
 
@@ -34,17 +34,9 @@ class Renames:
                 return self.names[known] + rest
         return name
 
-    def reworded(self, message: str, param: str | None) -> str:
-        """An error's message with the caller's names."""
-        named = {name for name in (*self.names, param) if name and name in message}
-        for name in sorted(named, key=len, reverse=True):
-            # A name without a "_" or "[" may be a word of the sentence.
-            place = "" if "_" in name or "[" in name else r"(?:^|(?=\w+[=.\[]\S))"
-            pattern = rf"(?<![\w.]){place}{re.escape(name)}(?!\w)(?:\.[\w.\[\]]+)?"
-            if (found := re.search(pattern, message)) and self.original(name) != name:
-                whole = found.group(0).rstrip(".")
-                return message.replace(whole, self.original(whole))
-        return message
+    def parts(self, parts: Sequence[str]) -> list[str]:
+        """The parts of an error's message with the caller's names."""
+        return [FieldPath(self.original(part)) if isinstance(part, FieldPath) else part for part in parts]
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -52,13 +44,12 @@ class Renames:
         try:
             yield
         except BadRequest as error:
-            param = None if error.param is None else self.original(error.param)
-            raise BadRequest(self.reworded(str(error), error.param), param, error.code) from None
+            raise BadRequest(self.parts(error.parts), self._param(error), error.code) from None
         except ApiError as error:
-            param = None if error.param is None else self.original(error.param)
-            raise ApiError(
-                error.status, self.reworded(str(error), error.param), error.kind, param, error.code
-            ) from None
+            raise ApiError(error.status, self.parts(error.parts), error.kind, self._param(error), error.code) from None
+
+    def _param(self, error: BadRequest | ApiError) -> str | None:
+        return None if error.param is None else self.original(error.param)
 
 
 def chat_request(body: Mapping[str, Any], renames: Renames) -> ChatRequest:

@@ -20,10 +20,11 @@ from starlette.requests import ClientDisconnect
 from unisono.cluster.engines import Placement
 from unisono.http.answers.writer import until_disconnect
 from unisono.http.errors import ApiError, show
+from unisono.http.limits.fields import MAX_BODY_BYTES, SMALL_BODY_BYTES
 from unisono.http.limits.overload import Ticket
 from unisono.http.observability.request_note import note
 from unisono.http.request_body import off_loop
-from unisono.http.service import CLIENT_GONE, MAX_BODY_BYTES, SMALL_BODY_BYTES, Service
+from unisono.http.service import CLIENT_GONE, Service
 
 T = TypeVar("T")
 

@@ -300,7 +300,7 @@ def causal_conv(
     fastest if a tap's channels are adjacent in memory.
     ba [T, 2 Hv]: b, then a. a_log, dt_bias [Hv] fp32. snapshot [NR, J - 1, C], ring [NR, RING, C]: raw inputs
     before ``since`` tokens and since then, of which at least the last J - 1 are remembered; both are updated.
-    rows … end [R], query_start [R + 1] or None in a round: see :class:`unisono.kv.recurrent_state.RecurrentPass`.
+    rows … end [R], query_start [R + 1] or None in a round: see :class:`unisono.kv.recurrent_pass.RecurrentPass`.
 
     Returns (SiLU(conv) [T, C] in u's dtype, gates [T, 2, Hv] fp32: the log of the decay
     ``-exp(a_log) * softplus(a + dt_bias)``, then ``beta = sigmoid(b)``). Padding tokens are zero in the first one.

@@ -157,7 +157,7 @@ def gated_delta(
     qkv [T, Hk K + Hk K + Hv V]: queries, keys, values after the convolution. gates [T, 2, Hv] fp32: g, then beta.
     state [NR, Hv, V, K] fp32: S after ``since`` tokens. kv_ring [NR, RING, Hk K + Hv V], gates_ring [NR, RING, 2, Hv]:
     inputs of the tokens since then, position p at p % RING. rows … end [R], query_start [R + 1] or None in a round:
-    see :class:`unisono.kv.recurrent_state.RecurrentPass`. Value heads h r … h r + r - 1 share key head h, with
+    see :class:`unisono.kv.recurrent_pass.RecurrentPass`. Value heads h r … h r + r - 1 share key head h, with
     r = Hv / Hk. K and V are powers of two from 16 to 128.
 
     Returns o [T, Hv V] in qkv's dtype, zero for padding tokens. The state advances to ``until`` tokens, and the rings

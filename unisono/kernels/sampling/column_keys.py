@@ -1,7 +1,7 @@
 """Sampling from column-parallel logits: each rank sorts its own columns, and the best keys of all ranks are the tokens.
 
 Owns the ops ``column_keys`` and ``best_tokens``. Between them ``sampling/pipeline.py`` gathers the keys. A key is an
-int64 of a score and a token (``sampling.ranked_keys``): the largest of all ranks' keys is the token that ``sample``
+int64 of a score and a token (``sampler.ranked_keys``): the largest of all ranks' keys is the token that ``sample``
 picks from whole rows, with the same scores, noise and ties. That holds for rows without filters only: a filter's
 threshold follows from the whole row.
 

@@ -1,7 +1,7 @@
 """Counter-based Gumbel noise: one fixed draw per (seed, position, token id).
 
-Owns the generator, not an op. Kernels that draw with this noise, such as those of `sampling.py`, call :func:`gumbel` in
-Triton and :func:`gumbel_cpu` in their twins. The noise of a token depends on its three keys alone, so drafter and
+Owns the generator, not an op. Kernels that draw with this noise, such as those of ``sampler.py``, call :func:`gumbel`
+in Triton and :func:`gumbel_cpu` in their twins. The noise of a token depends on its three keys alone, so drafter and
 target draw the same in any batch and at any width.
 
 The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11):

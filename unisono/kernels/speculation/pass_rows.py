@@ -14,7 +14,7 @@ Plan = TypeVar("Plan")
 
 
 class PassRows(NamedTuple):
-    """Fields of :class:`unisono.kv.recurrent_state.RecurrentPass`, int64 [R] each."""
+    """Fields of :class:`unisono.kv.recurrent_pass.RecurrentPass`, int64 [R] each."""
 
     rows: torch.Tensor
     since: torch.Tensor

@@ -28,9 +28,9 @@ class ExpertsSpec:
 
     shared_intermediate_size: of an expert that every token uses; 0: none.
     shared_gate: a sigmoid of ``shared_gate(x)`` scales the shared expert.
-    normalize: the chosen experts' weights are divided by their sum, which equals the softmax over the chosen.
+    normalize: the chosen experts' weights are divided by their sum.
     kind: variant of the experts, by default with the gate of ``activation`` and without biases.
-    router_bias: the router adds a bias.
+    router_bias: the router adds a bias to the logits; it changes the choice and the weights.
     router_factors: each expert's weight is multiplied by a learnt number, after normalisation.
 
     Modules, as named by families: ``router``; ``experts.gate_up`` and ``experts.down``, fused [E, 2 I, H] (gate rows
@@ -38,6 +38,9 @@ class ExpertsSpec:
     one by one, with a second ``*`` of the checkpoint's name for the expert's number; ``shared.gate_up.gate``,
     ``shared.gate_up.up``, ``shared.down``; ``shared_gate``. The loader takes fused or single tensors, whichever a
     checkpoint has; those with biases are fused.
+
+    A new rule of choice also needs a kernel (``kernels/moe/router.py``), and its fields of config.json have to be
+    allowed (``config/preflight/formula.py``).
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -128,7 +131,7 @@ class BesideSpec:
 
 
 class Beside(nn.Module):
-    """See :class:`BesideSpec`. A feed-forward (``models/blocks.py``)."""
+    """See :class:`BesideSpec`. A feed-forward (``models/blocks/layers.py``)."""
 
     def __init__(self, spec: BesideSpec, builder: Builder) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from unisono.graphs import NO_FEATURES, Buffers, Features, Field
 from unisono.passes.features.base import Committed, Feature, FeatureContext, HostPass, PassKind, RequestState
 from unisono.structured_output.matcher import ALL, Follower, GrammarError, Matcher, fill, restricting
 from unisono.structured_output.thinking import MarksCache, ThinkingMatcher
-from unisono.structured_output.workers.compiler import Compiled, Grammars
+from unisono.structured_output.workers.grammars import Compiled, Grammars
 from unisono.structured_output.workers.walk import allow, forbid
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta
 

@@ -70,7 +70,7 @@ class Frame:
 
     @property
     def patches(self) -> int:
-        return self.rows.stop - self.rows.start
+        return int(self.rows.stop - self.rows.start)
 
     @property
     def tokens(self) -> int:

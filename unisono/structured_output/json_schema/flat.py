@@ -12,8 +12,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from unisono.structured_output.json_schema.compile import conjunction, normalised
 from unisono.structured_output.json_schema.keywords import SchemaRefusedError
+from unisono.structured_output.json_schema.normalise import conjunction, normalised
 
 MAX_ALTERNATIVES = 64
 

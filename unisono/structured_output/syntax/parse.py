@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.structured_output.json_schema.compile import normalised
 from unisono.structured_output.json_schema.keywords import KEYWORDS
+from unisono.structured_output.json_schema.normalise import normalised
 from unisono.structured_output.syntax.ebnf import ebnf_to_lark, quoted
 from unisono.structured_output.syntax.endless import check_ends
 from unisono.structured_output.syntax.regex import rewritten

@@ -17,7 +17,7 @@ MEMBERS = 4
 """Outputs of a lane before another is forked."""
 
 
-class Compiler:
+class CompilerProcess:
     """A process that compiles a grammar and keeps it. ``pause``, ``go_on`` and ``kill`` may be called at any time."""
 
     def __init__(self, channel: ForkChannel, pid: int) -> None:

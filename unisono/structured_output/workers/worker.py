@@ -9,7 +9,7 @@ Three kinds, each forked by the one before it:
 
 All limits are the kernel's (``setitimer``, ``setrlimit``), so that they also hold for code that never returns. A
 process beyond a limit dies, or answers with an error. Each ends when the other side of its channel does.
-``compiler.py`` starts :func:`main`. Imports nothing that imports torch.
+``grammars.py`` starts :func:`main`. Imports nothing that imports torch.
 """
 
 from __future__ import annotations

@@ -170,13 +170,13 @@ def _outputs(form: Tag) -> StructuredOutputs:
     try:
         return StructuredOutputs(structural_tag={"type": "structural_tag", "format": form})
     except BadRequest as error:
-        raise BadRequest(reworded(str(error)), "tools") from None
+        raise tools_error(error) from None
 
 
-def reworded(message: str) -> str:
-    """An error of the grammar that tools became, as one of tools; any other as it is."""
-    mark = ":" if "is not valid:" in message else "compiled:"
-    return f"tools cannot be made a grammar:{message.partition(mark)[2]}" if mark in message else message
+def tools_error(error: BadRequest) -> BadRequest:
+    """An error of the grammar that tools became, as one of tools."""
+    message = str(error) if error.reason is None else f"tools cannot be made a grammar: {error.reason}"
+    return BadRequest(message, "tools", error.code)
 
 
 def _answer(outputs: StructuredOutputs) -> Tag:

@@ -26,7 +26,7 @@ from typing import Any
 from unisono.sandbox.channel import Gone
 from unisono.sandbox.forks import Template
 from unisono.structured_output.vocabulary import describe
-from unisono.structured_output.workers.processes import Compiler, wake_up_pair
+from unisono.structured_output.workers.processes import CompilerProcess, wake_up_pair
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, StructuredOutputs
 
@@ -59,7 +59,7 @@ MEMORY = 1 << 30
 class Compiled:
     """A grammar for this vocabulary, in its own process. eos: the ids that may end a text. words: length of a mask."""
 
-    process: Compiler
+    process: CompilerProcess
     eos: tuple[int, ...]
     words: int
 
@@ -74,7 +74,7 @@ class _CompileJob:
     outputs: StructuredOutputs
     begun: float
     waiting: list[Future[Compiled]] = field(default_factory=list)
-    process: Compiler | None = None
+    process: CompilerProcess | None = None
     spent: float = 0.0
     since: float | None = None
     result: Compiled | BadRequest | None = None
@@ -232,7 +232,7 @@ class Grammars:
                 self._template = Template("unisono.structured_output.workers.worker", [self._set_up()])
                 self._template.wait()
                 job.begun = time.monotonic()
-            job.process = Compiler(*self._template.fork(MEMORY))
+            job.process = CompilerProcess(*self._template.fork(MEMORY))
             kind = job.outputs.kind
             job.process.channel.send(
                 {
@@ -310,7 +310,7 @@ class Grammars:
 def _deliver(future: Future[Compiled], result: Compiled | BadRequest) -> None:
     with suppress(InvalidStateError):  # it was cancelled concurrently
         if isinstance(result, BadRequest):
-            future.set_exception(BadRequest(str(result), result.param, result.code))
+            future.set_exception(BadRequest(result.parts, result.param, result.code, result.reason))
         else:
             future.set_result(result)
 
@@ -318,4 +318,5 @@ def _deliver(future: Future[Compiled], result: Compiled | BadRequest) -> None:
 def _refusal(outputs: StructuredOutputs, why: str) -> BadRequest:
     shown = repr(getattr(outputs, outputs.kind))
     shown = shown if len(shown) <= 80 else shown[:79] + "…"
-    return BadRequest(f"structured_outputs.{outputs.kind}={shown} cannot be compiled: {why}.", "structured_outputs")
+    message = f"structured_outputs.{outputs.kind}={shown} cannot be compiled: {why}."
+    return BadRequest(message, "structured_outputs", reason=f"{why}.")

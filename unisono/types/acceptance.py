@@ -1,0 +1,85 @@
+"""Acceptance of drafts in one generated sequence, in the form of vLLM's per-request metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+LEVELS = ("none", "summary", "detailed")
+"""Values of ``--per-request-spec-decode-metrics``."""
+
+
+class RequestAcceptance(msgspec.Struct):
+    """Acceptance of one sequence's drafts. Names are vLLM's, except for ``drafter`` and ``num_steps_without_drafts``.
+
+    mean_acceptance_length: 1 + accepted drafts per step with drafts. draft_acceptance_rate: accepted of all drafts.
+    acceptance_histogram: entry j is the number of steps that accepted j drafts, j = 0 … num_spec_tokens.
+    num_spec_steps: verified steps with drafts. num_spec_tokens: largest number of drafts of a step.
+    drafter: name of the drafter, or "none". num_steps_without_drafts: steps in which nothing was drafted: the drafter
+    found nothing, or the engine chose no drafts because they would have cost time.
+    per_step_accepted, per_step_drafted: one entry per step with drafts; absent in a summary.
+    """
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    drafter: str
+    num_steps_without_drafts: int
+    per_step_accepted: list[int] | UnsetType = UNSET
+    per_step_drafted: list[int] | UnsetType = UNSET
+
+
+class DraftCount:
+    """Drafts and accepted drafts of one sequence, step by step."""
+
+    def __init__(self) -> None:
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
+        self.steps = 0
+        """Steps so far, the prompt's pass included."""
+
+    def add(self, rounds: Iterable[tuple[int, int, int]], tokens: int) -> None:
+        """Add the ``TokenDelta.rounds`` of a delta of which the text has the first ``tokens`` tokens.
+
+        An entry with accepted and without drafted tokens continues the step before it.
+        """
+        for length, drafted, accepted in rounds:
+            if tokens > 0 and accepted and not drafted:
+                self.accepted[-1] += accepted
+            elif tokens > 0:
+                self.steps += 1
+                if drafted:
+                    self.drafted.append(drafted)
+                    self.accepted.append(min(accepted, tokens))
+            tokens -= length
+
+    @property
+    def rejected(self) -> int:
+        """Rejected draft tokens."""
+        return sum(self.drafted) - sum(self.accepted)
+
+    def result(self, drafter: str, num_spec_tokens: int, detailed: bool = False) -> RequestAcceptance:
+        """Summarise. drafter, num_spec_tokens: the engine's. detailed: with one entry per step."""
+        accepted, drafted, steps = sum(self.accepted), sum(self.drafted), len(self.drafted)
+        histogram = [0] * (max([num_spec_tokens, *self.accepted]) + 1)
+        for count in self.accepted:
+            histogram[count] += 1
+        return RequestAcceptance(
+            mean_acceptance_length=1 + accepted / max(1, steps),
+            draft_acceptance_rate=accepted / max(1, drafted),
+            acceptance_histogram=histogram,
+            num_spec_steps=steps,
+            num_accepted_draft_tokens=accepted,
+            num_draft_tokens=drafted,
+            num_spec_tokens=num_spec_tokens,
+            drafter=drafter,
+            num_steps_without_drafts=max(0, self.steps - 1 - steps),
+            per_step_accepted=list(self.accepted) if detailed else UNSET,
+            per_step_drafted=list(self.drafted) if detailed else UNSET,
+        )
