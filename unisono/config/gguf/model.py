@@ -186,7 +186,7 @@ def _embedding(header: GGUFHeader) -> GGUFTensor:
 def _dtype(tensors: Mapping[str, GGUFTensor]) -> str:
     """The dtype to compute in: that of the plain matrices, or bfloat16."""
     matrices = {each.type.name for each in tensors.values() if len(each.shape) > 1}
-    return {("F32",): "float32", ("F16",): "float16"}.get(tuple(matrices), "bfloat16")
+    return {"F32": "float32", "F16": "float16"}.get("".join(matrices), "bfloat16")
 
 
 def _experts(kind: Architecture, keys: _Keys) -> dict[str, Any]:

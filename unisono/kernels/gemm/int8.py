@@ -71,7 +71,7 @@ def _quantize_int8_kernel(x, fixed, x8, scales, shifts, K, COLUMNS: tl.constexpr
         number = tl.minimum(tl.maximum(_nearest(scaled) + shift, -128.0), 127.0)
         tl.store(x8 + row * K + start + cols, number.to(tl.int8), mask=inside)
     tl.store(scales + row, scale)
-    tl.store(shifts + row, shift.to(tl.int32) if SHIFTED else 0)
+    tl.store(shifts + row, shift.to(tl.int32) if SHIFTED else 0)  # type: ignore[attr-defined]
 
 
 @triton.jit
