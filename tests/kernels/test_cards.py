@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from unisono.layers.formats.documented import GATED
+
 SHARED = {"8.0": 163, "8.6": 99, "8.9": 99, "10.0": 227, "12.0": 99}
 """KiB of shared memory that a block can have, by compute capability."""
-
-MODULES = ("gemm.nvfp4", "gemm.int8", "gemm.int8_weights")
 
 EVERY = [pytest.param(name, True, marks=pytest.mark.full) for name in SHARED]
 
@@ -30,7 +30,7 @@ def test_kernels_fit_a_card(capability: str, every: bool) -> None:
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-2000:]
     lines = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {line["module"] for line in lines} == {*MODULES}
+    assert {line["module"] for line in lines} == {*GATED}
     assert not [line for line in lines if line["shared"] > SHARED[capability] * 1024], "a launch would fail"
     assert not [line for line in lines if line["hopper"]], "instructions of Hopper alone"
 
@@ -66,7 +66,7 @@ def compile_for(case, capability: str) -> dict:
 
 def main() -> None:
     every, names = sys.argv[1] == "every", [each for each in sys.argv[1:] if each != "every"]
-    for module in MODULES:
+    for module in GATED:
         cases = importlib.import_module(f"unisono.kernels.{module}").AOT
         for case in cases if every else largest(cases):
             for capability in names:

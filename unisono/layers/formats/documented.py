@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MEASURED, COMPILED = "9.0 measured", "9.0 compiled"
+GATED = ("gemm.nvfp4", "gemm.int8", "gemm.int8_weights")
+"""Modules of ``unisono.kernels`` that ``tests/kernels/test_cards.py`` compiles for every card."""
+
 EVERY_CARD = "8.0, 8.6, 8.9, 9.0, 10.0, 12.0 compiled"
 
 
