@@ -12,6 +12,8 @@ RETRY := --reruns 1 -rR --only-rerun "TimeoutError|TimeoutExpired|ReadTimeout|Co
 BIN := $(VENV)/bin
 TESTS := $(if $(ROOM),tests/$(ROOM))
 export OMP_NUM_THREADS ?= 1
+# Some images forbid bytecode. Hundreds of processes of a test run would each compile what they import.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve unit test test-all same clients lint docs reference clean
 

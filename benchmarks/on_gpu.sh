@@ -1,13 +1,13 @@
 #!/bin/sh
 # What is measured on an H200 after a change, in parts of under ten minutes:
 #
-#   sh benchmarks/on_gpu.sh PART OUT      PART: bars, tails, surface, house, mixed, kv (one GPU), ranks (two GPUs); OUT: a folder for results
+#   sh benchmarks/on_gpu.sh PART OUT      PART: bars, tails, surface, house, mixed, kv, blocks (one GPU), ranks (two GPUs); OUT: a folder for results
 #
 # Each step has a time limit and a file OUT/NAME.txt; the ends of all of them are printed last.
 # PYTHON names the interpreter that has Unisono's dependencies (python3).
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?PART: bars, tails, surface, house, mixed, kv or ranks}
+part=${1:?PART: bars, tails, surface, house, mixed, kv, blocks or ranks}
 out=${2:?OUT: a folder for results}
 python=${PYTHON:-python3}
 unisono="$python -m unisono"
@@ -99,13 +99,23 @@ kv) # the KV cache in e4m3: bits, a layer's time, rounds and prompts, kernels' t
     step exact-fp8 100 $unisono bench exact $shape --requests 100 --kv-cache-dtype fp8 --speculative-config "$head"
     tests kv-tests 60 tests/kernels/test_kv_e4m3.py tests/kernels/test_rotary.py
     ;;
+blocks) # block drafters with random weights: rounds, drafting and catching up beside EAGLE-3; bytes; kernels' tests
+    shape="--model benchmarks/shapes/qwen3-8b --load-format dummy"
+    block() { # METHOD SHAPE K
+        echo '{"method":"'"$1"'","model":"benchmarks/shapes/qwen3-8b-'"$2"'","num_speculative_tokens":'"$3"',"load_format":"dummy"}'
+    }
+    step rounds 300 "$python" -m benchmarks.block_drafters
+    step exact-dflash 110 $unisono bench exact $shape --requests 100 --speculative-config "$(block dflash dflash 7)"
+    step exact-dspark 110 $unisono bench exact $shape --requests 100 --speculative-config "$(block dspark dspark 7)"
+    tests blocks-tests 60 tests/kernels/test_block.py tests/drafters/test_blocks.py
+    ;;
 ranks) # two GPUs: parts of one GPU's bits, then whole models
     tests parts 60 tests/kernels/test_parts.py
     step gathers 80 "$python" -m benchmarks.gathers
     step ranks 420 "$python" -m benchmarks.tensor_parallel --limit 400 --out "$out/ranks.json"
     ;;
 *)
-    echo "PART $part is not one of bars, tails, surface, house, mixed, kv, ranks." >&2
+    echo "PART $part is not one of bars, tails, surface, house, mixed, kv, blocks, ranks." >&2
     exit 2
     ;;
 esac

@@ -140,7 +140,7 @@ def test_llguidance_is_imported_where_a_grammar_is_used() -> None:
 
 def test_nothing_names_an_algorithm() -> None:
     """The engine, graphs, sampling and state know the Drafter protocol, never a drafter by name."""
-    algorithm = re.compile(r"\b(eagle3?|mtp|nextn|ngram|suffix_decoding|standalone)\b", re.IGNORECASE)
+    algorithm = re.compile(r"\b(dflash2?|dspark|eagle3?|mtp|nextn|ngram|suffix_decoding|standalone)\b", re.IGNORECASE)
     for path in FILES:
         if room(path) in ("engine", "passes", "graphs", "sampling", "kv", "kernels"):
             hit = algorithm.search(path.read_text())

@@ -115,10 +115,28 @@ def test_training_commands_are_named() -> None:
     assert {"training.tiny.train", "training.tiny.evaluate", "training.tiny.heads"} <= set(training_commands())
 
 
+HELP = """
+import contextlib, io, json, runpy, sys
+shown = {}
+for module in sys.argv[1:]:
+    sys.argv = [module, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    shown[module] = text.getvalue()
+print(json.dumps(shown))
+"""
+"""Prints the help of each of these modules; one process, since torch takes longer to import than they take to run."""
+
+
+@pytest.fixture(scope="module")
+def training_help() -> dict[str, str]:
+    return json.loads(shell(shlex.join([sys.executable, "-c", HELP, *training_commands()])))
+
+
 @pytest.mark.parametrize("module", training_commands())
-def test_training_commands(module: str) -> None:
+def test_training_commands(module: str, training_help: dict[str, str]) -> None:
     """The module runs from a checkout and knows every flag that is printed with it."""
-    shown = shell(f"{sys.executable} -m {module} --help").partition("\noptions:")[2]
+    shown = training_help[module].partition("\noptions:")[2]
     for flag in re.findall(r"--[\w-]+", training_commands()[module]):
         assert re.search(rf"{flag}(?![\w-])", shown), flag
 

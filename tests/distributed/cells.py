@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.requests_ import spec
+from tests.drafters.make_blocks import make_dflash, make_dspark
 from tests.drafters.make_frozen import random_weights
 from tests.drafters.make_heads import make_eagle, make_eagle3
 from tests.engine.matrix import TREES, config_of
@@ -43,6 +44,14 @@ def _eagle3(target: Path, folder: Path) -> Path:
     return make_eagle3(folder, config_of(target), (2, 1, 3), aux=[2, 1, 3], num_attention_heads=4).path
 
 
+def _dflash(target: Path, folder: Path) -> Path:
+    return make_dflash(folder, config_of(target), (0, 1), num_attention_heads=8, num_key_value_heads=4).path
+
+
+def _dspark(target: Path, folder: Path) -> Path:
+    return make_dspark(folder, config_of(target), (0, 1), num_attention_heads=8, num_key_value_heads=4).path
+
+
 def _frozen(target: Path, folder: Path) -> Path:
     return write_alone(folder, random_weights(target, heads=4))  # as many as four ranks can share
 
@@ -61,6 +70,10 @@ CELLS: dict[str, Cell] = {
     "tiny, standalone": _bundled("tiny", "standalone", model="tiny-draft"),
     "tiny, eagle": _bundled("tiny", "eagle", model="tiny-eagle"),
     "tiny, mtp_frozen": _made("tiny", "mtp_frozen", _frozen),
+    "tiny, dflash": _made("tiny", "dflash", _dflash),
+    "tiny, dspark": _made("tiny", "dspark", _dspark),
+    "tiny-hybrid, dflash": _made("tiny-hybrid", "dflash", _dflash),
+    "tiny-hybrid, dspark": _made("tiny-hybrid", "dspark", _dspark),
     "tiny-hybrid, ngram": _bundled("tiny-hybrid", "ngram"),
     "tiny-hybrid, suffix": _bundled("tiny-hybrid", "suffix"),
     "tiny-hybrid, standalone": _bundled("tiny-hybrid", "standalone", model="tiny-draft"),
@@ -72,5 +85,8 @@ CELLS: dict[str, Cell] = {
     "tiny-hybrid, ngram tree": _bundled("tiny-hybrid", "ngram", **TREE),
 }
 
-UNTRAINED = ("tiny, mtp_frozen", "tiny-hybrid, eagle", "tiny-hybrid, eagle3", "tiny-hybrid, standalone")
+UNTRAINED = (
+    "tiny, mtp_frozen", "tiny, dflash", "tiny, dspark", "tiny-hybrid, dflash", "tiny-hybrid, dspark",
+    "tiny-hybrid, eagle", "tiny-hybrid, eagle3", "tiny-hybrid, standalone",
+)  # fmt: skip
 """Cells in which a draft may never be accepted."""

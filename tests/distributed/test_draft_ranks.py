@@ -18,13 +18,14 @@ from unisono.engine.engine import Engine
 from unisono.types import ConfigError, SpeculativeConfig
 
 FULL = ("tiny, eagle3", "tiny, mtp", "tiny, eagle", "tiny, standalone", "tiny, eagle3 tree", "tiny-hybrid, mtp",
-        "tiny-hybrid, eagle3", "tiny, standalone tree")  # fmt: skip
+        "tiny-hybrid, eagle3", "tiny, standalone tree", "tiny, dflash", "tiny-hybrid, dspark")  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("setup", "ranks", "count"),
     [
         ("tiny, eagle3", 2, 6),
+        ("tiny, dflash", 2, 6),
         *(pytest.param(name, ranks, 60, marks=pytest.mark.full) for name in FULL for ranks in (2, 4)),
     ],
 )

@@ -27,8 +27,9 @@ def explain(target: Path | str, *flags: str) -> Any:
 
 
 FLAGS: dict[str, str] = {
-    '{"method": "crystal-ball"}': "'crystal-ball': unknown drafter. Supported: eagle, eagle3",
+    '{"method": "crystal-ball"}': "'crystal-ball': unknown drafter. Supported: combined, dflash, dspark, eagle, eagle3",
     '{"method": "eagle"}': "'eagle' needs \"model\": the directory of a head",
+    '{"method": "dflash"}': "'dflash' needs \"model\": the directory of a head",
     '{"method": "mtp_frozen"}': "'mtp_frozen' needs \"model\"",
     '{"method": "standalone"}': "'standalone' needs \"model\"",
     '{"method": "eagle", "model": 5}': '"model": 5 of the speculative config: give a directory',

@@ -14,6 +14,22 @@ from tests.engine.matrix import DRAFTERS, Checkpoints, config_of, drafting
 from unisono.types import SpeculativeConfig
 
 CHOICES = {
+    "combined": {
+        "drafts": ("dflash, after ngram", "a match of 8 tokens or more"),
+        "row of the first draft": ("the first mask's", "the default of a dflash head"),
+    },
+    "dflash": {
+        "target layers read by the draft head": ("inputs of [1, 3]", "target_layer_ids names outputs of layers"),
+        "row of the first draft": ("the first mask's", "the default of a dflash head"),
+        "block": ("8 tokens; layers: whole block", "config.json"),
+        "draft embedding": ("the target's", "stores none"),
+        "draft LM head": ("the target's", "stores none"),
+    },
+    "dspark": {
+        "target layers read by the draft head": ("inputs of [1, 3]", "target_layer_ids names outputs of layers"),
+        "row of the first draft": ("the last token's", "the default of a dspark head"),
+        "draft LM head": ("the target's", "stores none"),
+    },
     "eagle": {
         "draft vocabulary": ("263 of the target's 263", "one of its own"),
         "draft embedding": ("the target's", "stores none"),

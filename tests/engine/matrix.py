@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.drafters.make_blocks import make_dflash, make_dspark
 from tests.drafters.make_frozen import random_weights
 from tests.drafters.make_heads import make_eagle, make_eagle3
 from tests.drafters.noisy import noisy
@@ -33,6 +34,9 @@ Checkpoints = tuple[Path, Path | None]
 """(target, draft checkpoint); None for a drafter without a checkpoint."""
 
 DRAFTERS: dict[str, Callable[[dict[str, Path], Path], Checkpoints]] = {
+    "combined": lambda targets, folder: (targets["mistral"], make_dflash(folder, config_of(targets["mistral"])).path),
+    "dflash": lambda targets, folder: (targets["mistral"], make_dflash(folder, config_of(targets["mistral"])).path),
+    "dspark": lambda targets, folder: (targets["qwen3"], make_dspark(folder, config_of(targets["qwen3"])).path),
     "eagle": lambda targets, folder: (targets["mistral"], make_eagle(folder, config_of(targets["mistral"])).path),
     "eagle3": lambda targets, folder: (
         targets["mistral"],

@@ -235,6 +235,7 @@ ALL = tuple(FEATURES)
 SOME = ("mixed lengths", "a prefix hit", "prompt logprobs")
 FAST = [(method, "full", ALL) for method in ("none", "eagle3")]
 FAST += [(method, "segmented", SOME) for method in METHODS if method not in ("none", "eagle3", "mtp", "standalone")]
+FAST += [("dflash", "full", ("mixed lengths", "chunks", "penalties", "prompt logprobs"))]
 FAST += [("standalone", "mixed", ("everything", *SOME))]
 FAST += [("mtp", kind, SOME) for kind in ("mixed", "planned on the host")]
 FAST += [("standalone", kind, SOME) for kind in ("compiled segments", "only rounds")]
@@ -313,7 +314,9 @@ def test_a_drafters_needs_cost_prompt_passes_no_graph(
     assert len(extends) >= 4
     assert all(key.features == features for key in extends)
     assert all(graph.key.features.covers(features) for graph in planner.graphs())
-    assert (features.hidden is not Hidden.NULL) == (method in ("eagle", "eagle3", "mtp", "mtp_frozen"))
+    assert (features.hidden is not Hidden.NULL) == (
+        method in ("combined", "dflash", "dspark", "eagle", "eagle3", "mtp", "mtp_frozen")
+    )
     assert {(k, r): n for (p, k, r), n in ran.passes.items() if p == "extend"} == {(FULL, ""): len(extends)}
 
 

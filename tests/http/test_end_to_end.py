@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.http.conftest import Server, serving, until
+from unisono.config.catalog import bundled
 from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams
 
@@ -137,6 +138,33 @@ def test_acceptance_offline(tiny: Server) -> None:
     assert told is not None
     assert told.num_draft_tokens == sum(told.per_step_drafted) > 0
     assert told.num_accepted_draft_tokens <= counters.accepted_tokens <= told.num_accepted_draft_tokens + 3
+
+
+def test_weights_change_between_two_answers(tiny: Server) -> None:
+    """The directory of the served weights changes nothing but the version in answers."""
+    path, text = str(bundled["tiny"]), chat(tiny, QUESTION, temperature=0)[0]
+    for body, says in (
+        ({"model_path": "/nowhere"}, "no directory"),
+        ({"model_path": path, "flush_cache": False}, "flush_cache"),
+        ({"model_path": path, "load_format": "dummy"}, "load_format"),
+        ({}, "model_path is missing"),
+        ({"model_path": str(bundled["tiny-eagle3"])}, "is a draft head"),
+        ({"model_path": str(bundled["tiny-hybrid"])}, "is not the config of"),
+    ):
+        refused = tiny.http.post("/update_weights_from_disk", json=body)
+        assert refused.status_code == 400
+        assert says in refused.json()["error"]["message"]
+    assert tiny.http.get("/get_weight_version").json() == {"weight_version": "0"}
+    body = {"model_path": path, "draft_path": str(bundled["tiny-eagle3"]), "weight_version": "step-7"}
+    done = tiny.http.post("/update_weights_from_disk", json=body).json()
+    assert done["success"] is True
+    assert tiny.http.get("/get_weight_version").json() == {"weight_version": "step-7"}
+    again, cached = chat(tiny, QUESTION, temperature=0)
+    assert (again, cached) == (text, 0), "keys of the old weights are gone"
+    answer = tiny.http.post("/v1/completions", json={"model": "tiny", "prompt": "1", "max_tokens": 1}).json()
+    assert answer["system_fingerprint"].endswith("-step-7")
+    native = tiny.http.post("/generate", json={"text": "1", "sampling_params": {"max_new_tokens": 1}}).json()
+    assert native["meta_info"]["weight_version"] == "step-7"
 
 
 def test_it_leaves_quietly(tiny: Server) -> None:

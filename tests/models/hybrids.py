@@ -44,6 +44,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen3_5_moe-vision": ("qwen3_5_moe", {"shared_expert_intermediate_size": 32}),
     "qwen3_next": ("qwen3_next", {}),
+    "lfm2": ("lfm2", {"tie_word_embeddings": False}),
+    "lfm2_moe": ("lfm2_moe", {"conv_L_cache": 4}),
     "qwen3_next-plain-layers": (
         "qwen3_next",
         {

@@ -152,7 +152,105 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 52,
         "norm_topk_prob": True,
     },
+    "qwen2_moe": {
+        "hidden_size": 80,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "num_experts": 11,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 52,
+        "shared_expert_intermediate_size": 60,
+    },
+    "glm4_moe": {
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 44,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 0,
+    },
+    "dots1": {
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "n_routed_experts": 12,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 44,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "max_window_layers": 2,
+        "sliding_window": 19,
+    },
+    "ernie4_5_moe": {
+        "hidden_size": 72,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "moe_num_experts": 11,
+        "moe_k": 3,
+        "moe_intermediate_size": 44,
+        "moe_num_shared_experts": 2,
+    },
+    "minimax_m2": {
+        "hidden_size": 72,
+        "intermediate_size": 44,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "num_local_experts": 12,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
 }
+
+_LATENT: dict[str, Any] = {
+    "hidden_size": 72,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "kv_lora_rank": 36,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+}
+FAMILIES["glm4_moe_lite"] = {**_LATENT, "num_nextn_predict_layers": 0}
+FAMILIES["deepseek_v3"] = {
+    **_LATENT,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 64,
+    },
+}
+FAMILIES["deepseek_v2"] = {
+    **_LATENT,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "topk_method": "group_limited_greedy",
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 4.0,
+}
+"""Families with latent attention."""
 
 GEMMA4_SHARED: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -200,6 +298,23 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_HYBRID, **_EXPERTS, "full_attention_interval": 2},
 }
 HYBRIDS["qwen3_5_text"]["num_hidden_layers"] = 6
+_SHORT: dict[str, Any] = {
+    "hidden_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "norm_eps": 1e-3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+HYBRIDS["lfm2"] = {**_SHORT, "block_multiple_of": 8}
+HYBRIDS["lfm2_moe"] = {
+    **_SHORT,
+    "num_experts": 11,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+    "num_dense_layers": 1,
+    "routed_scaling_factor": 1.5,
+}
 HYBRIDS["qwen3_5"], HYBRIDS["qwen3_5_moe"] = HYBRIDS["qwen3_5_text"], HYBRIDS["qwen3_5_moe_text"]
 """Families with Gated DeltaNet layers. Those without ``_text`` have a vision tower beside the text model."""
 
@@ -312,11 +427,15 @@ def make_tokenizer(special: tuple[str, ...] = SPECIAL) -> PreTrainedTokenizerFas
     return fast
 
 
+BUFFERS = ("layer_scalar", "e_score_correction_bias", "expert_bias")
+"""Buffers that are weights, by the ends of their names."""
+
+
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Draw every weight, so that logits spread over a few units."""
     generator = torch.Generator().manual_seed(seed)
-    buffers = ((name, each) for name, each in model.named_buffers() if name.endswith("layer_scalar"))
+    buffers = ((name, each) for name, each in model.named_buffers() if name.endswith(BUFFERS))
     for name, parameter in (*model.named_parameters(), *buffers):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name and parameter.dim() == 1:
@@ -325,6 +444,8 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             value = 0.5 * noise
         elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             value = 1 + 0.2 * noise
+        elif name.endswith(("e_score_correction_bias", "expert_bias")):
+            value = 0.1 * noise
         elif name.endswith("A_log"):
             value = noise - 2.5  # states that remember tens of tokens
         elif parameter.dim() == 1:

@@ -479,7 +479,7 @@ def quantise(source: Path, target: Path, layout: Layout) -> dict[str, torch.Tens
     """Write ``source`` with its projections in a layout; returns these weights in float64, by their modules' names."""
     shutil.copytree(source, target)
     tensors, values = load_file(source / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "_proj_with_mqa.weight"))]:
         module = name.removesuffix(".weight")
         if not any(plain in module for plain in layout.plain):
             stored, values[module] = layout.write(tensors.pop(name))

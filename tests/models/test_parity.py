@@ -89,6 +89,24 @@ CASES = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [1]}),
+    "glm4_moe": ("glm4_moe", {"max_shard_size": "100KB"}),
+    "glm4_moe-groups-norms": (
+        "glm4_moe",
+        {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": False, "n_shared_experts": 2},
+    ),
+    "dots1": ("dots1", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "minimax_m2": ("minimax_m2", {}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"max_shard_size": "100KB"}),
+    "glm4_moe_lite-plain-queries-halves": (
+        "glm4_moe_lite",
+        {"q_lora_rank": None, "rope_interleave": False, "num_attention_heads": 6, "num_key_value_heads": 6},
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-biases": ("deepseek_v3", {"attention_bias": True, "norm_topk_prob": False}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2-greedy": ("deepseek_v2", {"topk_method": "greedy", "q_lora_rank": None, "n_shared_experts": 1}),
 }
 
 LENGTHS = (270, 33, 5)

@@ -11,15 +11,18 @@ import torch
 from tests.models.harness import Session
 from tests.models.one_block import HIDDEN, SPEC, TOKENS, builder, filled, one_pass, rotary, state_of
 from unisono.attention.context import ForwardContext
+from unisono.kernels.moe.scored_router import RouterScores
 from unisono.kernels.norm.activation import ExpertGate
 from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.kv.specs import Recurrent
 from unisono.kv.store import RecurrentView
-from unisono.layers.experts import ExpertKind
+from unisono.layers.expert_stacks import ExpertKind
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import BesideSpec, ExpertsSpec
 from unisono.models.blocks.gated_delta import GatedDeltaSpec
+from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.blocks.layers import POST, SANDWICH, LayerSpec, MLPSpec, NormOrder
+from unisono.models.blocks.short_conv import ShortConvSpec
 from unisono.models.config import DecoderConfig
 
 GELU = "gelu_pytorch_tanh"
@@ -28,6 +31,8 @@ GELU_EXPERTS = ExpertsSpec(7, 3, 24, activation=GELU, router_factors=True)
 EXPERTS = ExpertsSpec(num_experts=7, top_k=3, intermediate_size=24, shared_intermediate_size=24, shared_gate=True)
 CLAMPED = ExpertKind(ExpertGate(1.7, 1.0), bias=True)
 DELTA = GatedDeltaSpec(2, 4, 16, 16)
+LATENT = LatentSpec(5, 36, 14, 8, 18, rotary(8), scale=0.3, query_rank=28, bias=True)
+GROUPED = RouterScores(correction=True, groups=3, top_groups=2, scale=2.5)
 MIXERS: dict[str, Any] = {
     "attention": SPEC,
     "attention, partial rotary": replace(SPEC, rotary=rotary(20, 0.4)),
@@ -37,7 +42,11 @@ MIXERS: dict[str, Any] = {
     "attention, window, sinks, soft cap": replace(SPEC, window=9, sink=True, soft_cap=2.0, scale=0.5),
     "attention, values normed": replace(SPEC, v_norm=True),
     "attention, values from keys": replace(SPEC, qk_norm=True, v_norm=True, k_is_v=True),
+    "attention, norms over all heads": replace(SPEC, joint_qk_norm=True, num_kv_heads=2),
     "gated delta": DELTA,
+    "short convolution": ShortConvSpec(HIDDEN, 3),
+    "latent attention": LATENT,
+    "latent attention, plain queries in halves": replace(LATENT, query_rank=0, bias=False, interleaved=False),
 }
 FEED_FORWARDS: dict[str, Any] = {
     "mlp": MLPSpec(30, bias=True),
@@ -48,6 +57,8 @@ FEED_FORWARDS: dict[str, Any] = {
     "experts, none shared": replace(EXPERTS, shared_intermediate_size=0, shared_gate=False, normalize=False),
     "experts, clamped with biases": ExpertsSpec(7, 3, 24, router_bias=True, kind=CLAMPED),
     "experts, GELU with factors": GELU_EXPERTS,
+    "experts, scored in groups": ExpertsSpec(9, 3, 24, shared_intermediate_size=24, scores=GROUPED),
+    "experts, corrected softmax": ExpertsSpec(7, 3, 24, normalize=False, scores=RouterScores(False, True, scale=1.5)),
     "mlp beside experts": BesideSpec(MLPSpec(30, activation=GELU), GELU_EXPERTS),
 }
 

@@ -454,7 +454,12 @@ def test_bad_flags_are_one_line_and_a_status(target: Path, tmp_path: Path) -> No
     for file in ("config.json", "model.safetensors"):
         (tmp_path / "alone" / file).write_bytes((target / file).read_bytes())
     cases: list[tuple[list[str], int, str]] = [
-        (["dflash", *common], 2, "method 'dflash' cannot be trained; choose one of eagle, eagle3, mtp, standalone"),
+        (
+            ["dspark", *common],
+            2,
+            "method 'dspark' cannot be trained; choose one of dflash, eagle, eagle3, mtp, standalone",
+        ),
+        (["dflash", *common, "--block-size", "3"], 2, "--block-size 3: give 4 to 16"),
         (["eagle", *common[:4]], 2, "--out"),
         (["eagle", *common, "--minutes", "-1"], 2, "--minutes -1.0: give a number above 0"),
         (["mtp", *common, "--layout", "qwen"], 2, "--layout qwen shares one projection: it has 1 module, not 3"),

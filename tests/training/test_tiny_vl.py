@@ -236,6 +236,7 @@ def test_a_blind_head_reads_placeholders_and_nothing_else_changes(model: TinyVL,
 
 def test_the_head_is_the_one_that_serves(model: TinyVL, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Text alone, all three steps: the serving module reads the checkpoint that training writes."""
+    from unisono.layers.embedding import Embedding
     from unisono.models.load.checkpoint import Checkpoint
 
     head = Head(TOY).requires_grad_(False)
@@ -249,10 +250,11 @@ def test_the_head_is_the_one_that_serves(model: TinyVL, tokenizer: Tokenizer, tm
     assert opened.config.aux_layers == AUX
 
     class Target:
-        embed = torch.nn.Embedding.from_pretrained(model.text.embed_tokens.weight)
+        embed = Embedding(TOY.vocab_size, TOY.hidden_size, torch.float32, "cpu")
         lm_head = torch.nn.Linear(TOY.hidden_size, TOY.vocab_size)
         builder = SimpleNamespace(kv_dtype=None)
 
+    Target.embed.weight = model.text.embed_tokens.weight
     rows, length = 2, 24
     ids = torch.randint(0, 200, (rows, length))
     aux = torch.randn(rows, length, len(AUX) * TOY.hidden_size)

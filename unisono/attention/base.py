@@ -120,7 +120,9 @@ class AttentionOptions:
 
     scale: factor of the scores. window: positions a token sees, itself included; 0: all. first: keys at positions below
     it are invisible, and tokens there yield zeros. soft_cap > 0: scores become soft_cap · tanh(score / soft_cap) before
-    they are masked. sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
+    they are masked. sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax. values > 0: the first
+    elements of a key are its value (latent attention): KV.k and KV.v are the same pages [NP, 1, P, D], and outputs have
+    this many elements a head.
     """
 
     scale: float
@@ -128,6 +130,7 @@ class AttentionOptions:
     first: int = 0
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
+    values: int = 0
 
 
 class AttentionBackend(Protocol):
@@ -156,7 +159,7 @@ class AttentionBackend(Protocol):
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """Attend. q [T, Hq, D]; kv: the layer's pages, with the pass's own keys and values. Returns [T, Hq · D] in q's
-        dtype.
+        dtype; [T, Hq · ``options.values``] where the values are a part of the keys.
         """
         ...
 

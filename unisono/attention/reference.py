@@ -45,7 +45,7 @@ class ReferenceAttention:
         tokens, heads, dim = q.shape
         kv_heads, page_size = kv.k.shape[1:3]
         pages = (kv.k, kv.k_scales), (kv.v, kv.v_scales)
-        out = q.new_zeros(tokens, heads * dim)
+        out = q.new_zeros(tokens, heads * (options.values or dim))
         for token, position, table in inputs.plan:
             since = max(options.first, position - options.window + 1 if options.window > 0 else 0)
             if since > position:
@@ -60,7 +60,7 @@ class ReferenceAttention:
             if options.sinks is not None:  # one more column, dropped after the softmax
                 scores_HGN = torch.cat((scores_HGN, options.sinks.float().view(kv_heads, -1, 1)), -1)
             weights_HGN = scores_HGN.softmax(-1)[..., : len(at)]
-            out[token] = (weights_HGN @ v_HND).flatten().to(q.dtype)
+            out[token] = (weights_HGN @ v_HND[..., : options.values or dim]).flatten().to(q.dtype)
         return out
 
 

@@ -10,6 +10,7 @@ import torch
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.kernels.attention import hopper as attention_hopper
 from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
+from unisono.kernels.attention.latent import latent_attention
 from unisono.kernels.attention.paged import attention, attention_fp8, attention_plan, quantises
 
 WORKSPACE_TOKENS = 4096
@@ -111,6 +112,9 @@ class TritonAttention:
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """See :class:`unisono.attention.base.AttentionBackend`."""
+        if options.values:
+            where = kv.k, inputs.page_table, inputs.positions, inputs.plan
+            return latent_attention(q, *where, options.scale, options.values, options.first)
         return attention(q, *_arguments(kv, inputs, options))
 
     def quantises(self, head_dim: int, group: int) -> bool:

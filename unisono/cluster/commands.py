@@ -24,6 +24,7 @@ class CommandTarget(Protocol):
     """Engine interface that commands use."""
 
     def reset_prefix_cache(self) -> int: ...
+    def update_weights(self, directory: str, draft_directory: str, version: str | None) -> dict[str, Any]: ...
     def command(self, command: str, arguments: Mapping[str, Any]) -> Any: ...
 
 
@@ -36,6 +37,7 @@ class OperatorCommands:
         self._directory = Path()
         self._by_name: Mapping[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.reset_prefix_cache,
+            "update_weights": self.update_weights,
             "free_memory": self.free_memory,
             "start_profile": self.start_profile,
             "stop_profile": self.stop_profile,
@@ -57,6 +59,10 @@ class OperatorCommands:
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that no request uses; returns the pages freed."""
         return self._engine.reset_prefix_cache()
+
+    def update_weights(self, directory: str, draft_directory: str, version: str | None) -> dict[str, Any]:
+        """See ``Engine.update_weights``."""
+        return self._engine.update_weights(directory, draft_directory, version)
 
     def free_memory(self) -> int:
         """Return unused memory of the allocator to the device; returns the bytes."""

@@ -199,6 +199,7 @@ ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 ALGORITHMS = {
     "NEXTN": "mtp", "MTP": "mtp", "EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "standalone", "NGRAM": "ngram",
+    "DFLASH": "dflash", "DSPARK": "dspark",
     "NONE": "none",
 }  # fmt: skip
 """Values of ``--speculative-algorithm`` -> speculative method."""

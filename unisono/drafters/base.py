@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -32,6 +33,7 @@ from unisono.kv.specs import Tree
 from unisono.kv.store import StateView
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.embedding_overrides import Overriding
+from unisono.models.load.update import WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class DrafterContext:
     sample: ``sample(logits [R, V], slots [R], offset, ids)``: the sampling rule with the request's own parameters and
         noise, for position length + offset. ``ids`` maps columns to target token ids (None: identity). Logits of the
         target's LM head may be Columns (``Linear.columns``), so that only what the rule needs is gathered.
+    sample_block: ``sample_block(logits [R · k, V], slots [R], k, ids)``: the sampling rule for positions length …
+        length + k - 1 of each row at once, [R, k]. Penalties see committed tokens, not the block's earlier drafts.
     best: ``best(logits [R, V], slots [R], count, ids)``: the ``count`` best tokens of that rule for position length,
         [R, count], best first, padded with -1.
     state: the drafter's state, the tree of its ``state_specs()`` with tensors in place of specs; available from the
@@ -66,6 +70,7 @@ class DrafterContext:
     slots: Any
     attention: Callable[[int, int], AttentionBackend]
     sample: Callable[[torch.Tensor | Columns, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+    sample_block: Callable[[torch.Tensor | Columns, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     best: Callable[[torch.Tensor | Columns, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     state: StateView
     target_state: StateView
@@ -79,6 +84,18 @@ class DrafterContext:
     max_unobserved: int = 0
     ranks: Ranks = ALONE
     rotary: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] = lambda slots, positions: None
+
+
+@runtime_checkable
+class UpdatableDrafter(Protocol):
+    """A drafter whose weights can be replaced while it is served."""
+
+    def weight_updates(self, directory: Path) -> list[WeightUpdate]:
+        """Updates from another directory, called after :meth:`Drafter.bind`; nothing is written yet.
+
+        Raises CheckpointError unless the directory fits as the one of the start does.
+        """
+        ...
 
 
 @dataclass(frozen=True)

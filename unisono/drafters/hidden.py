@@ -23,7 +23,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -32,7 +33,7 @@ from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
-from unisono.drafters.eagle.checkpoint import DraftCheckpoint
+from unisono.drafters.eagle.checkpoint import DraftCheckpoint, Head
 from unisono.drafters.quantization import DraftWeights
 from unisono.drafters.unobserved import NAME, CatchesUp, Unobserved
 from unisono.graphs import Features
@@ -43,6 +44,7 @@ from unisono.layers.linear import Linear
 from unisono.models.blocks.embedding_overrides import Overriding
 from unisono.models.blocks.layer_tails import prove_products
 from unisono.models.config import DecoderConfig
+from unisono.models.load.update import WeightUpdate
 from unisono.types import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -138,6 +140,18 @@ class HiddenDrafter(CatchesUp):
 
     def divides(self, ranks: Ranks) -> bool:
         return False
+
+    def module_updates(self, directory: Path) -> list[WeightUpdate]:
+        """Updates of the module from another directory. Raises CheckpointError unless it fits."""
+        raise NotImplementedError
+
+    def weight_updates(self, directory: Path) -> list[WeightUpdate]:
+        """See :class:`unisono.drafters.base.UpdatableDrafter`."""
+        return [*self.module_updates(directory), *self.weights.update()]
+
+    def head_update(self, opened: DraftCheckpoint) -> WeightUpdate:
+        """The update of a module made by :meth:`build_head`."""
+        return opened.update(cast(Head, self.module), self._context.target, self.weights.shares(self.module.lm_head))
 
     def build_head(self, context: DrafterContext, checkpoint: DraftCheckpoint) -> DraftModule:
         """:meth:`build` for an opened head checkpoint."""

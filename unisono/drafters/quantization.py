@@ -16,6 +16,7 @@ from unisono.layers.formats.base import PLAIN, WeightFormat
 from unisono.layers.formats.fp8 import ONLINE_FP8
 from unisono.layers.linear import Linear
 from unisono.models.blocks.decoder import Decoder
+from unisono.models.load.update import WeightUpdate
 from unisono.types import ConfigError
 
 CHOICES = ("auto", "fp8", "none")
@@ -82,6 +83,17 @@ class DraftWeights:
         self._copy = self._copy or _converted(head, self.format)
         return self._copy
 
+    def update(self) -> list[WeightUpdate]:
+        """The update of the LM head's copy, from the target's LM head once that has new weights."""
+        if self._copy is None:
+            return []
+        copy = self._copy
+        return [WeightUpdate(copy, {}, {}, lambda: _fill(copy, self.target.lm_head))]
+
+    def shares(self, head: Linear) -> bool:
+        """True if an LM head is the target's, or the copy of it."""
+        return head is self.target.lm_head or head is self._copy
+
     def decision(self) -> tuple[str, str]:
         """(value, reason) of the choice, with the bytes of the copy. Call it after modules have their heads."""
         if self.format is PLAIN:
@@ -95,7 +107,12 @@ class DraftWeights:
 def _converted(head: Linear, format: WeightFormat) -> Linear:
     """Copy of a plain linear layer in another format that is made from plain weights."""
     copy = Linear(head.inputs, head.outputs, head.bias is not None, head.dtype, head.weight.device, format)
-    for kind, place in copy.places():
-        place.fill(getattr(head, kind))
+    _fill(copy, head)
     copy.ranks, copy.joins = head.ranks, head.joins
     return copy.eval()
+
+
+def _fill(copy: Linear, head: Linear) -> None:
+    """Convert the weights of a plain linear layer."""
+    for kind, place in copy.places():
+        place.fill(getattr(head, kind))

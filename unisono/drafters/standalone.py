@@ -31,8 +31,9 @@ from unisono.models.blocks.layer_tails import prove_products
 from unisono.models.config import DecoderConfig
 from unisono.models.load import vocabulary
 from unisono.models.load.checkpoint import Checkpoint
-from unisono.models.load.loader import load_model
-from unisono.types import ConfigError, SpeculativeConfig
+from unisono.models.load.loader import decoder_update, load_model
+from unisono.models.load.update import WeightUpdate
+from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,13 @@ class StandaloneDrafter:
         context.decide("draft vocabulary", f"{self._shared_ids} token ids, as the target's", self._vocabulary)
         prove_products(self._model.modules())
         self._unobserved = Unobserved(context)
+
+    def weight_updates(self, directory: Path) -> list[WeightUpdate]:
+        """See :class:`unisono.drafters.base.UpdatableDrafter`."""
+        opened = Checkpoint.open(directory)
+        if opened.config != self._checkpoint.config:
+            raise CheckpointError(f"{directory}: its config.json is not that of the draft model that is served.")
+        return [decoder_update(self._model, opened)]
 
     def state_specs(self) -> Tree:
         layers = whole_requests(self._model.state_specs())

@@ -34,6 +34,7 @@ from unisono.engine.scheduling.prompt_budget import PromptBudget
 from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import Extend, Pass, Round, Sequence, States
 from unisono.engine.startup.self_test import run_self_test
+from unisono.engine.weight_changes import change_weights
 from unisono.engine.worker.batch import BatchBuilder, Launched
 from unisono.engine.worker.device_state import DeviceState, StateSizes
 from unisono.engine.worker.runner import Runner
@@ -59,10 +60,7 @@ NOTHING = np.empty((0, 2), dtype=np.int32)
 
 NO_DRAFTS = np.empty(0, dtype=np.int32)
 
-REASONS = tuple(FinishReason)
-"""Finish reasons by the number that the device writes."""
-
-RUNNING = int(FinishReason.RUNNING)
+REASONS, RUNNING = tuple(FinishReason), int(FinishReason.RUNNING)  # by the number that the device writes
 
 
 class Engine:
@@ -80,7 +78,7 @@ class Engine:
         resolved = with_default_drafts(resolve(config, Hardware.detect(config.device), checkpoint), checkpoint)
         self.checkpoint = checkpoint
         self._offload: Offload | None = None
-        self.roles = Roles()
+        self.roles, self.weight_version, self.weight_updates = Roles(), "0", 0
         self.admitted: Callable[[list[str]], None] = lambda request_ids: None
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
@@ -99,8 +97,8 @@ class Engine:
         runner, worker = self.runner, self.worker
         windows = {window_group: count for window_group, count in worker.num_pages.items() if window_group != ALL}
         snapshots = worker.snapshots if worker.store.recurrent else None
-        hits = self.config.requested.enable_prefix_caching
         self._offload = make_offload(self.config, worker, runner.send, runner.ask, self._offload)
+        hits = self.config.requested.enable_prefix_caching
         self.pool = PagePool(worker.num_pages[ALL], windows, snapshots, hits, self._offload)
         budget = PromptBudget(
             self.config.requested.max_stall_ms,
@@ -114,7 +112,6 @@ class Engine:
         self.draft_controller = DraftController(runner, slots.progress)
         sizes = StateSizes(runner.widths.reading, self.config.max_num_batched_tokens, self.config.max_model_len)
         device = DeviceState(self.pool, sizes, runner.send)
-        by_priority = self.config.requested.scheduling_policy == "priority"
         self.scheduler = Scheduler(
             self.pool,
             slots,
@@ -122,7 +119,7 @@ class Engine:
             runner.widths,
             runner.max_extend_rows,
             budget,
-            by_priority,
+            self.config.requested.scheduling_policy == "priority",
             runner.pass_ms,
             Mixing(runner, self.draft_controller),
             runner.filling,
@@ -134,6 +131,7 @@ class Engine:
         self._batches = BatchBuilder(self.runner, slots.progress)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
+        self._late: list[TokenDelta] = []  # read between two steps
         self._order = itertools.count()
         self.counters = report.Counters.of(runner.widths.reading - 1)
 
@@ -234,18 +232,22 @@ class Engine:
         """Forget every cached prefix that no request uses; returns the pages freed."""
         return self.pool.drop_cached()
 
+    @torch.inference_mode()
+    def update_weights(self, directory: str = "", draft_directory: str = "", version: str | None = None) -> Any:
+        """Replace the weights between two passes; see :func:`unisono.engine.weight_changes.change_weights`."""
+        self._late += self._read_in_flight()
+        return change_weights(self, directory, draft_directory, version)
+
     def command(self, command: str, arguments: Mapping[str, Any]) -> Any:
-        """Run a command of a feature (``Feature.commands``) between two steps. Raises ConfigError for an unknown
-        one.
-        """
+        """Run a feature's command (``Feature.commands``) between two steps. Raises ConfigError for an unknown one."""
         calls = {name: call for feature in self.runner.request_features for name, call in feature.commands().items()}
         if command not in calls:
             raise ConfigError(f"no feature has a command {command!r}.")
         return calls[command](**arguments)
 
     def has_work(self) -> bool:
-        peers_wait = self.roles.service is not None and self.roles.service.has_news
-        return self.scheduler.has_work or self._in_flight is not None or bool(self.arrivals) or peers_wait
+        peer_waits = self.roles.service is not None and self.roles.service.has_news
+        return self.scheduler.has_work or bool(self._in_flight or self._late or self.arrivals) or peer_waits
 
     @property
     def wakes(self) -> socket.socket | None:
@@ -261,7 +263,7 @@ class Engine:
         If the next pass depends on the one before it, that one is read first. A request with an error of its own ends
         with that error, and the others go on (``failures.py``); an exception of this method ends the engine.
         """
-        deltas: list[TokenDelta] = []
+        deltas, self._late = self._late, []
         self._let_in()
         work = self._next_pass()
         if work is None and self._in_flight is not None:

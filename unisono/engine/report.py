@@ -105,6 +105,7 @@ class Reported(Protocol):
     checkpoint: Checkpoint
     counters: Counters
     start_seconds: float
+    weight_version: str
 
     @property
     def config(self) -> ResolvedConfig: ...
@@ -129,6 +130,7 @@ def info(engine: Reported) -> dict[str, object]:
     acceptance = [round(share, 4) for share in engine.counters.acceptance_per_position]
     return {
         **engine.config.explain(),
+        "weight_version": engine.weight_version,
         "architecture": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

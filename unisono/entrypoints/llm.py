@@ -328,6 +328,12 @@ class LLM:
         self.loop.call(lambda engine: engine.reset_prefix_cache())
         return True
 
+    def update_weights(
+        self, directory: str = "", draft_directory: str = "", version: str | None = None
+    ) -> dict[str, Any]:
+        """Replace the weights between two passes; see :meth:`unisono.engine.engine.Engine.update_weights`."""
+        return self.loop.call(lambda engine: engine.update_weights(directory, draft_directory, version))
+
     def shutdown(self) -> None:
         """Free the device's memory. Running and later calls in all threads raise EngineDead."""
         self.loop.shutdown()

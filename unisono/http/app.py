@@ -28,6 +28,7 @@ from unisono.http.routes import (
     sglang,
     state,
     tokens,
+    weights,
 )
 from unisono.http.routes.common import json_response
 from unisono.http.service import Service
@@ -35,7 +36,7 @@ from unisono.types import UnisonoError
 
 ROUTES = tuple(
     group.add
-    for group in (adapters, admin, anthropic, docs, embeddings, openai, page, responses, sglang, state, tokens)
+    for group in (adapters, admin, anthropic, docs, embeddings, openai, page, responses, sglang, state, tokens, weights)
 )
 """Functions that add a group of routes each."""
 

@@ -48,7 +48,7 @@ from unisono.http.openai.serving import Serving
 from unisono.http.security.auth import Keys
 from unisono.http.security.hosts import KnownHosts
 from unisono.http.security.key_file import keys_of, reread
-from unisono.http.service import INSPECT_LIMIT, Service
+from unisono.http.service import INSPECT_LIMIT, ServedWeights, Service
 from unisono.http.settings import HttpSettings
 from unisono.media.loader import MediaLoader
 from unisono.media.settings import MediaSettings
@@ -258,7 +258,10 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
     adapters = AdapterRegistry(client, settings.names, settings.allowed_lora_path)
     adapters.take(info)
 
+    weights = ServedWeights()
+
     def restarted(info: dict[str, Any], number: int) -> None:
+        weights.version = info.get("weight_version", "0")
         metrics.cache_config(info, number)
         adapters.take(info)
 
@@ -282,6 +285,7 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
         settings=_public(settings, facts) | {"keys": keys.names},
         drain_timeout=settings.drain_timeout,
         allow_unknown_fields=settings.allow_unknown_fields,
+        weights=weights,
         acceptance=AcceptanceReport.of(settings.per_request_spec_decode_metrics, info),
         profile_dir=settings.profile_dir,
         tracer=None if settings.otlp_traces_endpoint is None else RequestTracer(settings.otlp_traces_endpoint),

@@ -33,6 +33,13 @@ CLIENT_GONE = 499
 
 
 @dataclass
+class ServedWeights:
+    """version: name of the weights that are served; "0" since the start of an engine."""
+
+    version: str = "0"
+
+
+@dataclass
 class Service:
     """The state that the handlers need.
 
@@ -53,6 +60,7 @@ class Service:
     hosted: HostedTools = field(default_factory=HostedTools)
     drain_timeout: float = 30.0
     allow_unknown_fields: bool = False
+    weights: ServedWeights = field(default_factory=ServedWeights)
     acceptance: AcceptanceReport = field(default_factory=AcceptanceReport)
     profile_dir: Path | None = None
     pooling: Pooling = field(default_factory=Pooling)
@@ -63,6 +71,12 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     running: dict[str, Sequence[Generation]] = field(default_factory=dict)
     claimed: set[str] = field(default_factory=set)
+
+    @property
+    def model_fingerprint(self) -> str:
+        """OpenAI's system_fingerprint: of the engine's config, and of the weights' version once they have changed."""
+        version = self.weights.version
+        return self.fingerprint if version == "0" else f"{self.fingerprint}-{version}"
 
     def unhealthy(self) -> ApiError | None:
         """The reason why the server has stopped serving, or None."""

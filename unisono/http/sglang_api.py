@@ -169,6 +169,7 @@ class GenerateReply:
     generations: Sequence[Generation]
     many: bool
     start: float
+    weight_version: str = "0"
 
     def __post_init__(self) -> None:
         self._outputs = [_Output() for _ in self.generations]
@@ -227,6 +228,7 @@ class GenerateReply:
             "cached_tokens": usage.prompt_tokens_details.cached_tokens,
             "e2e_latency": time.monotonic() - self.start,
             "seed": generation.seed,
+            "weight_version": self.weight_version,
         }
         if self.request.return_logprob:
             meta["output_token_logprobs"] = list(output.logprobs)

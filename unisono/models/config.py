@@ -15,6 +15,7 @@ import torch
 
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.rotary import RotarySpec
+from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.blocks.layer_inputs import LayerInputsSpec
 from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.load.build import require
@@ -67,8 +68,8 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
-    def attention(self) -> AttentionSpec:
-        """Spec of the last attention layer. Draft modules take settings from it that their tensors do not show."""
+    def attention(self) -> AttentionSpec | LatentSpec:
+        """Spec of the last layer that attends. Draft modules take settings from it that their tensors do not show."""
         for spec in map(attention_of, reversed(self.layers)):
             if spec is not None:
                 return spec
@@ -93,8 +94,8 @@ class DecoderConfig:
     def attention_shapes_of(self, ranks: Ranks) -> tuple[tuple[int, int, int], ...]:
         """:attr:`attention_shapes` of one rank."""
         specs = [self.attention, *(spec for spec in map(attention_of, self.layers) if spec is not None)]
-        specs = [spec.of(ranks) for spec in specs]
-        return tuple(dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs))
+        of_rank = [spec.of(ranks) for spec in specs]
+        return tuple(dict.fromkeys((spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in of_rank))
 
     def check_divides(self, ranks: Ranks) -> None:
         """Raise ConfigError if a layer cannot be divided among the ranks."""
@@ -119,9 +120,9 @@ def _on_three_axes(layer: LayerSpec, vision: VisionConfig) -> LayerSpec:
     return replace(layer, mixer=replace(mixer, rotary=replace(mixer.rotary, axes=axes)))
 
 
-def attention_of(layer: LayerSpec) -> AttentionSpec | None:
-    """Spec of an attention layer; None for another mixer."""
-    return layer.mixer if isinstance(layer.mixer, AttentionSpec) else None
+def attention_of(layer: LayerSpec) -> AttentionSpec | LatentSpec | None:
+    """Spec of a layer that attends; None for another mixer."""
+    return layer.mixer if isinstance(layer.mixer, (AttentionSpec, LatentSpec)) else None
 
 
 Name = str | Mapping[type, str]

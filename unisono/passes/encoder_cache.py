@@ -89,6 +89,14 @@ class EncoderCache:
         if not claim.held:
             del self._claims[owner]
 
+    def forget(self) -> None:
+        """Forget all entries. Raises RuntimeError if a request holds one."""
+        if self.held:
+            raise RuntimeError(f"{self.held} rows of the encoder cache are held by requests")
+        for entry in self._entries.values():
+            self._free.extend(entry.rows.tolist())
+        self._entries.clear()
+
     def _take(self, tokens: int) -> np.ndarray:
         for key in [key for key, entry in self._entries.items() if not entry.holders]:
             if len(self._free) >= tokens:

@@ -223,6 +223,15 @@ class DraftSampler:
         chosen = digits.expand(slots.shape[0] // digits.shape[0], -1).reshape(-1, 1)
         return best.gather(1, chosen)[:, 0]
 
+    def block(self, logits: Tensor | Columns, slots: Tensor, count: int, ids: Tensor | None) -> Tensor:
+        """Sample tokens [R, count] int32 for positions length … length + count - 1 at once.
+
+        logits [R · count, V], slots [R] int32. No position sees the drafts before it.
+        """
+        drafts = slots.new_full((slots.shape[0], count), -1)
+        sampled = edit_and_sample(self._gathered(logits, ids), slots, count, drafts, self._fields, 0, ids)
+        return sampled.tokens.view(-1, count)
+
     def best(self, logits: Tensor | Columns, slots: Tensor, count: int, ids: Tensor | None) -> Tensor:
         """The ``count`` best tokens for position length, [R, count] int32, from logits [R, V] and slots [R] int32.
 

@@ -39,6 +39,12 @@ _QWEN2_BIASES = {"attention_bias": ANY, "qkv_bias": (True,), "use_qkv_bias": (Tr
 _HEAD_NORMS = {"use_qk_norm": (True,), "qk_norm": (True,), "qk_layernorm": (True,)}
 _EXPERTS = {"num_experts": ANY, "num_local_experts": ANY, "num_experts_per_tok": ANY}
 _SPARSE = {**_EXPERTS, "decoder_sparse_step": ANY, "mlp_only_layers": ANY}
+_DEEPSEEK = dict.fromkeys(
+    ("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "first_k_dense_replace", "n_shared_experts",
+     "num_experts_per_tok", "num_local_experts", "scoring_func", "topk_method"), ANY
+)  # fmt: skip
+_SHORT_CONV = dict.fromkeys(("layer_types", "conv_L_cache", "norm_eps"), ANY)
+_LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "rope_interleave"), ANY)
 _HYBRID = {
     **_BIASES, **_HEAD_NORMS, "layer_types": ANY, "attn_output_gate": ANY, "use_attention_gate": (True,),
     "shared_expert_intermediate_size": ANY,
@@ -119,8 +125,49 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "Qwen3VLMoeForConditionalGeneration": Facts(
         ("qwen3_vl_moe",), ("qwen3_vl_moe_text",), {**_BIASES, **_HEAD_NORMS, **_SPARSE}, experts=True
     ),
-}
+    "DeepseekV2ForCausalLM": Facts(
+        ("deepseek_v2",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "norm_topk_prob": (False,)}, experts=True
+    ),
+    "DeepseekV3ForCausalLM": Facts(("deepseek_v3", "kimi_k2"), takes={**_BIASES, **_DEEPSEEK, **_LATENT}, experts=True),
+    "Dots1ForCausalLM": Facts(
+        ("dots1",), takes={**_BIASES, **_HEAD_NORMS, **_DEEPSEEK, "layer_types": ANY}, windows="by layer", experts=True
+    ),
+    "Ernie4_5_MoeForCausalLM": Facts(
+        ("ernie4_5_moe",),
+        takes={**_EXPERTS, "moe_num_shared_experts": ANY, "moe_layer_interval": ANY, "norm_topk_prob": (True,)},
+        experts=True,
+    ),
+    "Glm4MoeForCausalLM": Facts(
+        ("glm4_moe",), takes={**_BIASES, **_HEAD_NORMS, **_DEEPSEEK, "use_qk_norm": ANY}, experts=True,
+        partial_rotary=True,
+    ),
+    "Glm4MoeLiteForCausalLM": Facts(
+        ("glm4_moe_lite",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "mlp_layer_types": ANY}, experts=True
+    ),
+    "Lfm2ForCausalLM": Facts(("lfm2",), takes=_SHORT_CONV),
+    "Lfm2MoeForCausalLM": Facts(
+        ("lfm2_moe",),
+        takes={
+            **_SHORT_CONV, **_EXPERTS, "num_dense_layers": ANY, "use_expert_bias": ANY, "norm_topk_prob": ANY,
+            "routed_scaling_factor": ANY,
+        },
+        experts=True,
+    ),
+    "MiniMaxM2ForCausalLM": Facts(
+        ("minimax_m2",), takes={**_EXPERTS, "rotary_dim": ANY, "scoring_func": ANY, "use_qk_norm": ANY},
+        experts=True, partial_rotary=True,
+    ),
+    "Qwen2MoeForCausalLM": Facts(
+        ("qwen2_moe",),
+        takes={**_QWEN2_BIASES, **_SPARSE, "qkv_bias": ANY, "norm_topk_prob": ANY, "layer_types": ANY,
+               "shared_expert_intermediate_size": ANY},
+        windows="by layer", experts=True,
+    ),
+}  # fmt: skip
 """By ``architectures[0]``; the keys are those of ``catalog.models`` (a test compares them)."""
+
+READ_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers does not know -> the one whose configuration has the same fields."""
 
 DRAFT_LAYERS: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",

@@ -70,7 +70,7 @@ def check_formula(architecture: str, raw: Mapping[str, Any], where: object) -> N
                 raise CheckpointError(_refusal(where, name, config[name], architecture))
     _check_windows(facts, config, architecture, where)
     _check_rope(facts, config, architecture, where)
-    _check_norms(config, architecture, where)
+    _check_norms(facts, config, architecture, where)
 
 
 def _refusal(where: object, name: str, value: Any, architecture: str) -> str:
@@ -295,9 +295,9 @@ def _check_rope(facts: Facts, config: Mapping[str, Any], architecture: str, wher
                 raise CheckpointError(_refusal(where, f"{name}.{key}", value, architecture))
 
 
-def _check_norms(config: Mapping[str, Any], architecture: str, where: object) -> None:
+def _check_norms(facts: Facts, config: Mapping[str, Any], architecture: str, where: object) -> None:
     """Refuse an epsilon under another name alone: it belongs to another kind of norm."""
     if config.get("rms_norm_eps") is None:
         for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "layernorm_epsilon"):
-            if config.get(name) is not None:
+            if config.get(name) is not None and name not in facts.takes:
                 raise CheckpointError(_refusal(where, name, config[name], architecture))

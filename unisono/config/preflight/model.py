@@ -20,6 +20,7 @@ from unisono.config.checkpoint_files import (
     names_in,
     read_object,
 )
+from unisono.config.preflight.draft_method import ASSISTANTS, draft_method
 from unisono.config.preflight.formula import check_formula, check_model_type
 from unisono.config.preflight.quantization import quantization_method
 from unisono.config.preflight.ranks import check_config_heads, check_gpus
@@ -128,14 +129,14 @@ def check_engine_model(
 def with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add the ``method`` to a speculative config with only a ``model`` whose config.json determines it.
 
-    As in vLLM, for the assistants of Gemma 4. Raises CheckpointError for a hub id that cannot be downloaded.
+    As in vLLM, for the assistants of Gemma 4; also for EAGLE-3 heads and block drafters. Raises CheckpointError for a
+    hub id that cannot be downloaded.
     """
     model = settings.get("model")
     if settings.get("method") is not None or not isinstance(model, str):
         return settings
-    names = (read_object(catalog.resolve_name(model) / CONFIG) or {}).get("architectures")
-    first = str(names[0]) if isinstance(names, list) and names else ""
-    return {**settings, "method": "mtp_frozen"} if first.startswith(_ASSISTANTS) else settings
+    method = draft_method(read_object(catalog.resolve_name(model) / CONFIG) or {})
+    return settings if method is None else {**settings, "method": method}
 
 
 def check_drafter(speculative: SpeculativeConfig | None) -> None:
@@ -213,7 +214,7 @@ def architecture_of(raw: Mapping[str, Any], directory: Path) -> str:
     if _is_draft_head(names[0], raw):
         raise CheckpointError(
             f"{directory} is a draft head ({names[0][:80]}), not a model: give its target as the model, and this with "
-            f"--speculative-method {_method_of(names[0])} --speculative-model PATH."
+            f"--speculative-method {draft_method(raw) or 'eagle3 (or eagle)'} --speculative-model PATH."
         )
     if names[0] not in catalog.models:
         raise CheckpointError(f"{directory}: architecture {names[0][:80]!r} is not supported. Supported: {supported}.")
@@ -222,17 +223,8 @@ def architecture_of(raw: Mapping[str, Any], directory: Path) -> str:
 
 def _is_draft_head(architecture: str, raw: Mapping[str, Any]) -> bool:
     fields = ("speculators_model_type", "eagle_config", "draft_vocab_size", "dflash_config")
-    marked = any(kind in architecture for kind in ("Eagle", *_ASSISTANTS))
+    marked = any(kind in architecture for kind in ("Eagle", "DFlash", "DSpark", *ASSISTANTS))
     return marked or any(raw.get(name) is not None for name in fields)
-
-
-_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
-"""Beginnings of the architectures of drafters that read their target's keys."""
-
-
-def _method_of(architecture: str) -> str:
-    """The drafter that loads a draft head."""
-    return "mtp_frozen" if architecture.startswith(_ASSISTANTS) else "eagle3 (or eagle)"
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from unisono.drafters.eagle.model import DraftConfig, Eagle3Head, EagleHead
 from unisono.layers.formats.base import WeightFormat, WeightTarget
 from unisono.layers.norm import RMSNorm
 from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layers import AttentionSpec
 from unisono.models.config import DecoderConfig
 from unisono.models.families.qwen3 import QWEN3
 from unisono.models.load import tensor_files, weights
@@ -37,6 +38,7 @@ from unisono.models.load.checkpoint import read_config, read_tensors
 from unisono.models.load.loader import draw_held
 from unisono.models.load.stored_config import stored_config
 from unisono.models.load.tensor_files import TensorInfo
+from unisono.models.load.update import WeightUpdate, check_shared, require_all
 from unisono.types import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,23 @@ class DraftCheckpoint:
         head.ids = None if self.ids is None else self.ids.to(device)
         return head.eval()
 
+    def update(self, head: Head, target: Decoder, shares_head: bool) -> WeightUpdate:
+        """This checkpoint's weights for a head that another one made. shares_head: its LM head is the target's.
+
+        Raises CheckpointError if the other one has another config, or other tokens in its draft vocabulary.
+        """
+        ids = None if self.ids is None or head.ids is None else torch.equal(self.ids, head.ids.cpu())
+        if self.config.layer != head.config or ids is False or (ids is None and self.ids is not head.ids):
+            raise CheckpointError(
+                f"{self.path}: its config or draft vocabulary is not that of the head that is served."
+            )
+        shared = {EMBED: target.embed.unscaled.weight} if head.embed is target.embed.unscaled else {}
+        shared |= {LM_HEAD: target.lm_head.weight} if shares_head else {}
+        tensors, targets = self.tensors or {}, self.targets(head)
+        targets = {name: place for name, place in targets.items() if name not in shared}
+        require_all(targets, tensors, self.path)
+        return WeightUpdate(head, targets, tensors, lambda: check_shared(shared, tensors))
+
     def choices(self, head: Head, target: Decoder) -> list[tuple[str, str, str]]:
         """(name, value, reason) of the inferred settings of a head made by :meth:`build`."""
         found = []
@@ -159,10 +178,15 @@ class DraftCheckpoint:
             )
         if self.tensors is not None:
             blank = self._blank(Builder(layer.hidden_size, layer.rms_eps, torch.float32, "meta", no_attention, 1))
-            reason = "a head with this config.json has no place for it"
-            weights.check(
-                self.targets(blank), self.tensors, file, lambda name: None if name in ("d2t", "t2d") else reason
-            )
+            weights.check(self.targets(blank), self.tensors, file, self.unexpected)
+
+    def unexpected(self, name: str) -> str | None:
+        """Reason why a tensor without a target is an error; None ignores it."""
+        return None if name in ("d2t", "t2d") else "a head with this config.json has no place for it"
+
+    def stored_name(self, module: str) -> str:
+        """Checkpoint name of a module of the head, in speculators' spelling."""
+        return _NAMES.get(module, module)
 
     def _blank(self, builder: Builder) -> Head:
         """The head, uninitialised; shared embedding and LM head take no memory."""
@@ -174,7 +198,7 @@ class DraftCheckpoint:
     def targets(self, head: Head) -> dict[str, WeightTarget]:
         """Checkpoint tensor names, in speculators' spelling -> the parameters they fill."""
         shared = {EMBED: not self.own_embed, LM_HEAD: not self.own_head}
-        targets = {f"{_NAMES.get(module, module)}.{kind}": place for module, kind, place in weights.places(head)}
+        targets = {f"{self.stored_name(module)}.{kind}": place for module, kind, place in weights.places(head)}
         return {name: place for name, place in targets.items() if not shared.get(name, False)}
 
     def _fill_randomly(self, head: Head) -> None:
@@ -201,13 +225,13 @@ def open_eagle(path: str | Path, target: DecoderConfig, *, dummy: bool = False) 
             f"{directory}: a speculators head of type {raw['speculators_model_type']!r} is not read by the method "
             "eagle. An EAGLE-3 head goes with the method eagle3."
         )
-    layer = _layer_config(raw, raw, target, directory)
-    tensors = None if dummy else _tensors(directory)
+    layer = layer_config(raw, raw, target, directory)
+    tensors = None if dummy else head_tensors(directory)
     if tensors is not None and "layers.0.hidden_norm.weight" in tensors:
         raise CheckpointError(f"{directory} is an EAGLE-3 head (it has a hidden_norm): give the method eagle3.")
     config = DraftConfig(
         layer=layer,
-        target_hidden=_target_hidden(raw, layer, target, directory),
+        target_hidden=target_hidden_size(raw, layer, target, directory),
         draft_vocab=target.vocab_size,
         fc_bias=tensors is not None and "fc.bias" in tensors,
         input_norm=tensors is not None and "layers.0.input_layernorm.weight" in tensors,
@@ -217,7 +241,7 @@ def open_eagle(path: str | Path, target: DecoderConfig, *, dummy: bool = False) 
             f"{directory}: the head's hidden size is {layer.hidden_size}, the target's {config.target_hidden}; an "
             "EAGLE-1 head reads and predicts the target's hidden states, so they must be equal."
         )
-    opened = DraftCheckpoint(directory, EagleHead, config, _tied(raw), tensors, None)
+    opened = DraftCheckpoint(directory, EagleHead, config, tied_embeddings(raw), tensors, None)
     opened.check()
     return opened
 
@@ -236,8 +260,8 @@ def open_eagle3(
     raw = read_config(directory)
     fields, settings = _eagle3_settings(raw, directory)
     speculators = fields is not raw
-    layer = _layer_config(fields, raw, target, directory)
-    tensors = None if dummy else _tensors(directory)
+    layer = layer_config(fields, raw, target, directory)
+    tensors = None if dummy else head_tensors(directory)
     if tensors is not None and "layers.0.hidden_norm.weight" not in tensors:
         raise CheckpointError(
             f"{directory} is no EAGLE-3 head: tensor layers.0.hidden_norm.weight (midlayer.hidden_norm.weight) is "
@@ -251,7 +275,7 @@ def open_eagle3(
     layers, why = _aux_layers(settings, speculators, target.num_layers, convention, directory)
     config = DraftConfig(
         layer=layer,
-        target_hidden=_target_hidden(settings, layer, target, directory),
+        target_hidden=target_hidden_size(settings, layer, target, directory),
         draft_vocab=draft_vocab,
         fc_bias=tensors is not None and "fc.bias" in tensors,
         aux_layers=layers,
@@ -260,8 +284,8 @@ def open_eagle3(
     )
     if config.norm_before_fc and config.fc_norm:
         raise CheckpointError(f"{directory}: norm_before_fc and fc_norm exclude each other; config.json has both.")
-    ids = _target_ids(tensors, draft_vocab, target.vocab_size, directory)
-    opened = DraftCheckpoint(directory, Eagle3Head, config, _tied(fields), tensors, ids, why)
+    ids = target_ids(tensors, draft_vocab, target.vocab_size, directory)
+    opened = DraftCheckpoint(directory, Eagle3Head, config, tied_embeddings(fields), tensors, ids, why)
     opened.check()
     return opened
 
@@ -284,10 +308,10 @@ def _eagle3_settings(raw: dict[str, Any], directory: Path) -> tuple[dict[str, An
     return fields, {**nested, **raw}
 
 
-def _layer_config(
-    fields: Mapping[str, Any], raw: Mapping[str, Any], target: DecoderConfig, directory: Path
+def layer_config(
+    fields: Mapping[str, Any], raw: Mapping[str, Any], target: DecoderConfig, directory: Path, single: bool = True
 ) -> DecoderConfig:
-    """The head's decoder layer, read by the family of its ``model_type``."""
+    """The head's decoder layers, read by the family of its ``model_type``. single: more than one layer is an error."""
     model_type = fields.get("model_type", "llama")
     if model_type not in DRAFT_LAYERS:
         raise CheckpointError(
@@ -310,24 +334,28 @@ def _layer_config(
         raise CheckpointError(f"{directory}: {error}") from None
     except Exception as error:  # transformers validates with many exception types
         raise CheckpointError(f"{directory / 'config.json'} is not a valid config: {error}") from error
-    if config.num_layers != 1:
+    if single and config.num_layers != 1:
         raise CheckpointError(f"{directory}: a head of {config.num_layers} layers is not supported; one layer is.")
     if config.vocab_size != target.vocab_size:
         raise CheckpointError(
             f"{directory}: the head's vocab_size is {config.vocab_size}, the target's {target.vocab_size}: it was made "
             "for another target."
         )
-    attention = config.attention
+    attention = cast(AttentionSpec, config.attention)  # those of DRAFT_LAYERS attend over heads
     attention = dataclasses.replace(attention, qkv_bias=attention.qkv_bias or bool(fields.get("qkv_bias")))
-    layers = (dataclasses.replace(config.layers[0], mixer=attention),)
+    layers = tuple(dataclasses.replace(layer, mixer=attention) for layer in config.layers)
     return dataclasses.replace(config, layers=layers, tie_embeddings=False)
 
 
-def _tied(fields: Mapping[str, Any]) -> bool:
+def tied_embeddings(fields: Mapping[str, Any]) -> bool:
+    """True if the head's LM head is its embedding."""
     return bool(fields.get("tie_word_embeddings", False))
 
 
-def _target_hidden(settings: Mapping[str, Any], layer: DecoderConfig, target: DecoderConfig, directory: Path) -> int:
+def target_hidden_size(
+    settings: Mapping[str, Any], layer: DecoderConfig, target: DecoderConfig, directory: Path
+) -> int:
+    """Size of the target's hidden states. Raises CheckpointError if the head was made for another size."""
     size = settings.get("target_hidden_size") or layer.hidden_size
     if size != target.hidden_size:
         raise CheckpointError(
@@ -398,7 +426,7 @@ def infer_aux_layers(
 # ---- tensors ----------------------------------------------------------------------------------------
 
 
-def _tensors(directory: Path) -> dict[str, TensorInfo]:
+def head_tensors(directory: Path) -> dict[str, TensorInfo]:
     """Header of every tensor by its speculators name, from safetensors or the original's pickle."""
     pickled = directory / PICKLE
     if pickled.exists() and not any(directory.glob("*.safetensors*")):
@@ -408,7 +436,7 @@ def _tensors(directory: Path) -> dict[str, TensorInfo]:
     return {re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")): info for name, info in stored.items()}
 
 
-def _target_ids(
+def target_ids(
     tensors: Mapping[str, TensorInfo] | None, draft_vocab: int, vocab: int, directory: Path
 ) -> torch.Tensor | None:
     """The target's token of each draft token, ``i + d2t[i]``: [V'] int32, strictly ascending. None: the same."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from unisono.drafters.base import DrafterContext, SelfTest
 from unisono.drafters.eagle.checkpoint import open_eagle
 from unisono.drafters.hidden import OTHER_TARGET, RANDOM, DraftModule, HiddenDrafter
 from unisono.drafters.options import DRAFT_QUANTIZATION, LOAD_FORMAT, read_options, required_model
 from unisono.graphs import Features, Hidden
 from unisono.models.config import DecoderConfig
+from unisono.models.load.update import WeightUpdate
 from unisono.types import SpeculativeConfig
 
 
@@ -33,3 +36,6 @@ class EagleDrafter(HiddenDrafter):
         head = self.build_head(context, self._checkpoint)
         del self._checkpoint
         return head
+
+    def module_updates(self, directory: Path) -> list[WeightUpdate]:
+        return [self.head_update(open_eagle(directory, self._context.target.config))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, SelfTest
 from unisono.drafters.eagle.checkpoint import CONVENTIONS, open_eagle3
@@ -9,6 +11,7 @@ from unisono.drafters.hidden import OTHER_TARGET, RANDOM, DraftModule, HiddenDra
 from unisono.drafters.options import DRAFT_QUANTIZATION, LOAD_FORMAT, read_options, required_model
 from unisono.graphs import Features, Hidden
 from unisono.models.config import DecoderConfig
+from unisono.models.load.update import WeightUpdate
 from unisono.types import ConfigError, SpeculativeConfig
 
 
@@ -29,6 +32,7 @@ class Eagle3Drafter(HiddenDrafter):
         options = read_options(spec, known, takes_model=True)
         dummy, model = options["load_format"] == "dummy", required_model(spec, "a head made for this target")
         self._checkpoint = opened = open_eagle3(model, target, dummy=dummy, convention=options["aux_layers"])
+        self._convention = options["aux_layers"]
         self.draft_quantization, self.shares_head = options["draft_quantization"], not opened.own_head
         self.features = Features(Hidden.AUX, opened.config.aux_layers)
         causes = (
@@ -51,3 +55,6 @@ class Eagle3Drafter(HiddenDrafter):
         head = self.build_head(context, self._checkpoint)
         del self._checkpoint
         return head
+
+    def module_updates(self, directory: Path) -> list[WeightUpdate]:
+        return [self.head_update(open_eagle3(directory, self._context.target.config, convention=self._convention))]

@@ -18,11 +18,12 @@ import torch
 from unisono.config import catalog
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.mtp.model import MTPModule
-from unisono.layers.formats.base import PLAIN, WeightFormat, WeightTarget
+from unisono.layers.formats.base import FLOATS, PLAIN, WeightFormat, WeightTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import ExpertsSpec
-from unisono.models.blocks.layers import BlockSpec, LayerSpec, MLPSpec
-from unisono.models.config import DecoderConfig, checkpoint_name
+from unisono.models.blocks.latent_attention import LatentSpec
+from unisono.models.blocks.layers import AttentionSpec, BlockSpec, LayerSpec, MLPSpec
+from unisono.models.config import DecoderConfig, Name, checkpoint_name
 from unisono.models.families.qwen3 import QWEN3
 from unisono.models.families.qwen3_5_moe import EXPERTS
 from unisono.models.load import weights
@@ -30,9 +31,13 @@ from unisono.models.load.build import AttentionFactory, Builder, no_attention, p
 from unisono.models.load.checkpoint import formats_in, read_tensors
 from unisono.models.load.loader import fill_randomly
 from unisono.models.load.tensor_files import TensorInfo
+from unisono.models.load.update import WeightUpdate, check_shared, require_all
 from unisono.types import CheckpointError
 
-BLOCK = {
+LAYER = "layers.*."
+"""Prefix of a decoder layer's modules."""
+
+BLOCK: dict[str, Name] = {
     ours.removeprefix("layers.*."): str(theirs).removeprefix("model.layers.*.")
     for ours, theirs in {**QWEN3.names, **EXPERTS}.items()
     if ours.startswith("layers.*.")
@@ -50,18 +55,31 @@ class MTPLayout:
     block: prefix of a decoder block's names.
     names: names of the rest of the module, and exceptions within the block.
     root: prefix of all modules' tensors and of no others.
+    a_layer: the block is a decoder layer of the target, named as its family names one (:meth:`of`).
+    within: names within the block.
     """
 
     block: str
     names: Mapping[str, str]
     hidden_first: bool = False
     root: str = ""
+    a_layer: bool = False
+    within: Mapping[str, Name] = field(default_factory=lambda: BLOCK)
+
+    def of(self, architecture: str) -> MTPLayout:
+        """The layout for a target of this architecture."""
+        if not self.a_layer or architecture not in catalog.models:
+            return self
+        names: Mapping[str, Name] = catalog.models.load(architecture).names
+        own = {ours: theirs for ours, theirs in names.items() if ours.startswith(LAYER) and isinstance(theirs, str)}
+        within = {ours.removeprefix(LAYER): theirs.partition(LAYER)[2] for ours, theirs in own.items()}
+        return replace(self, within={**BLOCK, **within})
 
     def name(self, module: str, number: int) -> str:
         """Checkpoint name of a module of ours in MTP module ``number``."""
         if module in self.names:
             return self.names[module].replace("*", str(number))
-        return self.block.replace("*", str(number)) + checkpoint_name(BLOCK, module.removeprefix("layer."))
+        return self.block.replace("*", str(number)) + checkpoint_name(self.within, module.removeprefix("layer."))
 
     def targets(
         self, module: MTPModule, number: int, shared: Sequence[str] = SHARED, tensors: Container[str] = ()
@@ -90,7 +108,8 @@ class MTPLayout:
 def _nextn(block: str, **names: str) -> MTPLayout:
     """A layout whose projection and norms lie in the module, with DeepSeek's names unless ``names`` differ."""
     inside = {"embed_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "final_layernorm"}
-    return MTPLayout(block, {ours: block + theirs for ours, theirs in {**inside, **names}.items()})
+    of_block = {ours: block + theirs for ours, theirs in {**inside, **names}.items()}
+    return MTPLayout(block, of_block, a_layer=block == f"model.{LAYER}")
 
 
 QWEN = "Qwen3-Next, Qwen3.5"
@@ -123,8 +142,9 @@ LAYOUTS = {
 EXPERTS_NAMES = r"\.(mlp\.experts|mlp\.gate\.|mlp\.shared_expert|moe\.)"
 """Tensors of a mixture of experts."""
 
+MLA = "multi-head latent attention (MLA), unlike its target,"
 UNSUPPORTED = {
-    r"\.self_attn\.(q_a_proj|kv_a_proj|kv_b_proj)": "multi-head latent attention (MLA)",
+    r"\.self_attn\.(q_a_proj|kv_a_proj|kv_b_proj)": MLA,
     r"\.(linear_attn|mamba)\.": "linear attention",
 }
 
@@ -174,6 +194,7 @@ class MTPCheckpoint:
         for layout in LAYOUTS.values():
             numbers = layout.numbers(tensors)
             if numbers:
+                layout = layout.of(target.architecture)
                 formats = formats_in(directory)
                 config = _block_config(directory, layout, numbers[0], tensors, target, formats)
                 opened = cls(directory, layout, config, tuple(numbers), tensors, formats)
@@ -227,9 +248,26 @@ class MTPCheckpoint:
                 setattr(module, part, getattr(target, part))
         return module.eval()
 
+    def update(self, module: MTPModule, step: int, target: Decoder, shares_head: bool) -> WeightUpdate:
+        """This checkpoint's weights for the module of a step that another one made. shares_head: its LM head is the
+        target's.
+
+        Raises CheckpointError if the other one has another config.
+        """
+        if self.config != module.config or step >= self.depth:
+            raise CheckpointError(f"{self.path}: its MTP modules are not of the config of those that are served.")
+        number, tensors = self.numbers[step], self.tensors or {}
+        shared = ["embed"] if module.embed is target.embed else []
+        shared += ["lm_head"] if shares_head else []
+        targets = self.layout.targets(module, number, shared, tensors)
+        require_all(targets, tensors, self.path)
+        named = (part for part in shared if part in self.layout.names)
+        stored = {f"{self.layout.name(part, number)}.weight": getattr(target, part).weight for part in named}
+        return WeightUpdate(module, targets, tensors, lambda: check_shared(stored, tensors))
+
     def choices(self, modules: Sequence[MTPModule], target: Decoder) -> list[tuple[str, str, str]]:
         """(name, value, reason) of the inferred settings of modules made by :meth:`load`."""
-        layout = next(models for models, layout in LAYOUTS.items() if layout is self.layout)
+        layout = next(models for models, layout in LAYOUTS.items() if layout.block == self.layout.block)
         used = f"{len(modules)} of {self.depth}, named as by {layout}"
         found = [("draft modules", used, "one for each step" if len(modules) > 1 else "reused for every step")]
         for name, part in (("embedding", "embed"), ("LM head", "lm_head")):
@@ -252,9 +290,17 @@ class MTPCheckpoint:
         return MTPModule(config, embed, lm_head, builder, self.layout.hidden_first)
 
     def _format(self, number: int, module: str) -> WeightFormat:
-        """Weight format of a submodule of module ``number``; shared parts have the target's."""
-        shared = module in SHARED and not self._stores(module, number)
-        return PLAIN if shared else self.formats(self.layout.name(module, number))
+        """Weight format of a submodule of module ``number``; shared parts have the target's.
+
+        In DeepSeek's layout the projection, embedding and head are plain if they are stored in a floating-point dtype:
+        its fp8 checkpoints do not list them.
+        """
+        if module in SHARED and not self._stores(module, number):
+            return PLAIN
+        name = self.layout.name(module, number)
+        stored = (self.tensors or {}).get(f"{name}.weight")
+        around = self.layout.a_layer and module in ("project", *SHARED)
+        return PLAIN if around and stored is not None and stored.dtype in FLOATS else self.formats(name)
 
     def _targets(self, module: MTPModule, number: int) -> dict[str, WeightTarget]:
         shared = [part for part in SHARED if not self._stores(part, number)]
@@ -293,17 +339,9 @@ def _block_config(
     def like(pattern: str) -> list[str]:
         return [name for name in tensors if name.startswith(prefix) and re.search(pattern, name)]
 
-    refused = {what: like(pattern) for pattern, what in UNSUPPORTED.items()}
-    undeclared = [name for name in like(QUANTISED) if formats(name.rpartition(".")[0]) is PLAIN]
-    refused["quantised weights that config.json does not declare"] = undeclared
-    for what, names in refused.items():
-        if names:
-            raise CheckpointError(f"{directory}: the MTP module has {what} ({names[0]}), which is not supported yet.")
-    if layout.root and getattr(target.hf_config, "mtp_use_dedicated_embeddings", False):
-        raise CheckpointError(
-            f"{directory}: mtp_use_dedicated_embeddings=True in the target's config.json is not supported: the modules "
-            "share the target's embedding."
-        )
+    last = target.layers[-1]
+    latent = layout.a_layer and isinstance(last.mixer, LatentSpec)
+    _refuse(directory, layout, target, like, formats, MLA if latent else "")
 
     def shape(module: str, kind: str = "weight") -> tuple[int, ...]:
         name = f"{layout.name(module, number)}.{kind}"
@@ -320,9 +358,14 @@ def _block_config(
             f"{directory}: {layout.name('project', number)}.weight has shape {list(shape('project'))}; a target of "
             f"hidden size {hidden} needs {[hidden, 2 * hidden]}. These modules belong to another model."
         )
-    dim, queries = target.attention.head_dim, shape("layer.mixer.o")[1]
+    if latent:
+        return replace(target, layers=(last,))
+    attention = target.attention
+    if not isinstance(attention, AttentionSpec):
+        raise CheckpointError(f"{directory}: the MTP module attends over heads; a {target.architecture} over latents.")
+    dim, queries = attention.head_dim, shape("layer.mixer.o")[1]
     mixer = replace(
-        target.attention,
+        attention,
         num_heads=queries // dim,
         num_kv_heads=shape("layer.mixer.qkv.k")[0] // dim,
         qkv_bias=has("layer.mixer.qkv.q", "bias"),
@@ -337,6 +380,31 @@ def _block_config(
     else:
         feed_forward = MLPSpec(shape(down)[1], has(down, "bias"))
     return replace(target, layers=(LayerSpec(mixer, feed_forward),))
+
+
+def _refuse(
+    directory: Path,
+    layout: MTPLayout,
+    target: DecoderConfig,
+    like: Callable[[str], list[str]],
+    formats: Callable[[str], WeightFormat],
+    computed: str,
+) -> None:
+    """Raise CheckpointError for parts of a module that are not supported.
+
+    like: pattern -> the module's tensors that match it. computed: one of UNSUPPORTED that is supported here, or "".
+    """
+    refused = {what: like(pattern) for pattern, what in UNSUPPORTED.items() if what != computed}
+    undeclared = [name for name in like(QUANTISED) if formats(name.rpartition(".")[0]) is PLAIN]
+    refused["quantised weights that config.json does not declare"] = undeclared
+    for what, names in refused.items():
+        if names:
+            raise CheckpointError(f"{directory}: the MTP module has {what} ({names[0]}), which is not supported yet.")
+    if layout.root and getattr(target.hf_config, "mtp_use_dedicated_embeddings", False):
+        raise CheckpointError(
+            f"{directory}: mtp_use_dedicated_embeddings=True in the target's config.json is not supported: the modules "
+            "share the target's embedding."
+        )
 
 
 def _experts(directory: Path, target: DecoderConfig, name: str) -> ExpertsSpec:

@@ -6,6 +6,8 @@ round: the target's at the position before the last committed token. Every step 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from unisono.attention.base import AttentionInputs
@@ -20,6 +22,7 @@ from unisono.kernels.speculation.draft_inputs import draft_inputs
 from unisono.kv.specs import PerSlot, Tree
 from unisono.models.blocks.layer_tails import prove_products
 from unisono.models.config import DecoderConfig
+from unisono.models.load.update import WeightUpdate
 from unisono.types import SpeculativeConfig
 
 
@@ -44,6 +47,10 @@ class FrozenMTPDrafter:
         self._head = self._checkpoint.load(context.target, context.attention, context.dtype, context.progress)
         context.decide("layers whose KV the drafter reads", list(self._checkpoint.reads), self._checkpoint.why)
         prove_products(self._head.modules())
+
+    def weight_updates(self, directory: Path) -> list[WeightUpdate]:
+        """See :class:`unisono.drafters.base.UpdatableDrafter`."""
+        return [FrozenCheckpoint.open(directory, self._context.target.config).update(self._head)]
 
     def state_specs(self) -> Tree:
         """hidden: the target's at the position before the last committed token. Keys and values are the target's."""

@@ -37,12 +37,13 @@ from unisono.layers.formats.base import WeightTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layers import PRE, SANDWICH, AttentionSpec, LayerSpec, MLPSpec, build_layers
 from unisono.models.blocks.query_attention import QuerySpec
-from unisono.models.config import DecoderConfig, attention_of, checkpoint_name
+from unisono.models.config import DecoderConfig, checkpoint_name
 from unisono.models.families import llama
 from unisono.models.load import weights
 from unisono.models.load.build import AttentionFactory, Builder, no_attention
 from unisono.models.load.checkpoint import read_tensors
 from unisono.models.load.tensor_files import TensorInfo
+from unisono.models.load.update import WeightUpdate
 from unisono.types import CheckpointError
 
 NAMES = {
@@ -169,6 +170,14 @@ class FrozenCheckpoint:
         weights.fill(self._targets(head), self.tensors, target.embed.weight.device, progress)
         return head.eval()
 
+    def update(self, head: FrozenHead) -> WeightUpdate:
+        """This checkpoint's weights for a head that another one made. Raises CheckpointError if that has another
+        config.
+        """
+        if self.config != head.config or self.reads != head.reads:
+            raise CheckpointError(f"{self.path}: its config is not that of the drafter that is served.")
+        return WeightUpdate(head, self._targets(head), self.tensors)
+
     def _check(self, target: DecoderConfig) -> None:
         """Compare the tensors with the head's parameters. Raises CheckpointError naming the first misfit."""
         builder = Builder(self.config.hidden_size, self.config.rms_eps, torch.float32, "meta", no_attention, 1)
@@ -288,7 +297,7 @@ def _reads(directory: Path, depth: int, target: DecoderConfig) -> tuple[tuple[in
 
 def _attending(target: DecoderConfig) -> list[int]:
     """Numbers of the target's attention layers, at least one."""
-    found = [number for number, layer in enumerate(target.layers) if attention_of(layer) is not None]
+    found = [number for number, layer in enumerate(target.layers) if isinstance(layer.mixer, AttentionSpec)]
     if not found:
         raise CheckpointError(f"a frozen-KV drafter reads keys, and no layer of a {target.architecture} has any.")
     return found

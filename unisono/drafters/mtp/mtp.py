@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from unisono.drafters.base import DrafterContext, SelfTest
 from unisono.drafters.hidden import OTHER_TARGET, RANDOM, HiddenDrafter
@@ -12,6 +13,7 @@ from unisono.drafters.mtp.multi_layer import MultiMTPDrafter
 from unisono.drafters.options import DRAFT_QUANTIZATION, LOAD_FORMAT, read_options
 from unisono.graphs import Features, Hidden
 from unisono.models.config import DecoderConfig
+from unisono.models.load.update import WeightUpdate
 from unisono.types import SpeculativeConfig
 
 
@@ -43,6 +45,13 @@ class MTPDrafter(HiddenDrafter):
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
         super().__init__(spec)
         self._checkpoint: MTPCheckpoint
+
+    def module_updates(self, directory: Path) -> list[WeightUpdate]:
+        context = self._context
+        opened = MTPCheckpoint.open(directory, context.target.config)
+        return [
+            opened.update(cast(MTPModule, self.module), 0, context.target, self.weights.shares(self.module.lm_head))
+        ]
 
     def build(self, context: DrafterContext) -> MTPModule:
         attention, dtype = self.attention(context), context.dtype

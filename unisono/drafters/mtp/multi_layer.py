@@ -23,6 +23,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -41,6 +42,7 @@ from unisono.kernels.speculation.draft_inputs import draft_inputs
 from unisono.kv.specs import Paged, PerSlot, Tree, whole_requests
 from unisono.models.blocks.embedding_overrides import Overriding
 from unisono.models.blocks.layer_tails import prove_products
+from unisono.models.load.update import WeightUpdate
 from unisono.types import SpeculativeConfig
 
 
@@ -109,7 +111,7 @@ class MultiMTPDrafter(CatchesUp):
     def bind(self, context: DrafterContext) -> None:
         self._context, made = context, functools.cache(context.attention)
         self._stages = []
-        formats = DraftWeights.choose(self.draft_quantization, context.target)
+        self._weights = formats = DraftWeights.choose(self.draft_quantization, context.target)
         for i in range(self._depth):
 
             def attention(heads: int, kv_heads: int, since: int = i + 1) -> AttentionBackend:
@@ -127,6 +129,15 @@ class MultiMTPDrafter(CatchesUp):
         context.decide("draft weights", *formats.decision())
         prove_products(m for stage in self._stages for m in stage.module.modules())
         self._unobserved = Unobserved(context, seen_size(self.features, context))
+
+    def weight_updates(self, directory: Path) -> list[WeightUpdate]:
+        """See :class:`unisono.drafters.base.UpdatableDrafter`."""
+        target, opened = self._context.target, MTPCheckpoint.open(directory, self._context.target.config)
+        found = []
+        for step, stage in enumerate(self._stages):
+            shares = self._weights.shares(stage.module.lm_head)
+            found.append(opened.update(stage.module, step, target, shares))
+        return [*found, *self._weights.update()]
 
     def state_specs(self) -> Tree:
         return {

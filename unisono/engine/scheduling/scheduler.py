@@ -464,10 +464,21 @@ class Scheduler:
                     raise _Wait from None
                 self._preempt(max(self.active, key=self.waiting.rank))
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def recompute(self) -> int:
+        """Queue all requests that hold a slot again, without keeping their pages. Return their number.
+
+        No pass may be in flight. Called when the weights have changed: the requests keep their tokens.
+        """
+        self._drafting = self._verify = None
+        active = self.active
+        for sequence in active:
+            self._preempt(sequence, keep=False)
+        return len(active)
+
+    def _preempt(self, sequence: Sequence, keep: bool = True) -> None:
         """Free a running request's slot and pages (:meth:`_give_back`), and queue it again."""
         queue = self._queue_of(sequence)
-        self._give_back(sequence)
+        self._give_back(sequence, keep)
         queue.remove(sequence)
         sequence.preemptions += 1
         self.preemptions += 1

@@ -41,6 +41,7 @@ from unisono.engine.startup.synthetic import acceptance_rule
 from unisono.engine.startup.warmup import compiling_only, run_on_padding, warmup_passes
 from unisono.engine.worker.device_state import StateSizes
 from unisono.engine.worker.slots import Slots, slot_schema
+from unisono.engine.worker.weight_updates import WeightUpdater
 from unisono.engine.worker.worker import Worker
 from unisono.graphs import NO_FEATURES, Features, Hidden, PassShape, Program
 from unisono.graphs.buckets import Buckets
@@ -127,6 +128,7 @@ class Build:
         slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store, schema)
         store.declare("target", specs)
         self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.requested.compile), tower)
+        self.worker.updater = WeightUpdater(model, tower, drafter, checkpoint)
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
             self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
@@ -238,6 +240,7 @@ class Build:
             slots=worker.slots,
             attention=self._attention,
             sample=sampler,
+            sample_block=sampler.block,
             best=sampler.best,
             state=worker.store.view("drafter"),
             target_state=worker.store.view("target"),

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from unisono.engine.worker.weight_updates import EndUpdate, UpdateCommand, UpdateWeights
 from unisono.graphs.graph_set import Capture, GraphCommand, Launch, Measure, Release
 from unisono.models.lora.host_adapters import AdapterCommand, KeepAdapters, ReadAdapter, WriteAdapter
 
@@ -19,6 +20,7 @@ __all__ = [
     "Arrived",
     "Capture",
     "Command",
+    "EndUpdate",
     "FileOutcomes",
     "KeepAdapters",
     "Launch",
@@ -35,6 +37,7 @@ __all__ = [
     "ResetRecurrent",
     "SaveSnapshot",
     "UnpackPages",
+    "UpdateWeights",
     "WriteAdapter",
     "WriteFile",
     "WritePages",
@@ -181,9 +184,10 @@ Command = (
     | FileCommand
     | PageCommand
     | AdapterCommand
+    | UpdateCommand
 )
 
-ANSWERED = Capture, ReadAdapter
+ANSWERED = Capture, ReadAdapter, UpdateWeights
 """Commands that may fail on any rank; rank 0 waits for their results."""
 
 _ARRAY = 1

@@ -25,7 +25,7 @@ from unisono.engine.worker.commands import ANSWERED, Command, FileOutcomes, Meas
 from unisono.engine.worker.worker import Worker
 from unisono.graphs import PendingOutputs
 from unisono.models.config import DecoderConfig
-from unisono.types import ConfigError, EngineDead
+from unisono.types import ConfigError, EngineDead, UnisonoError
 
 MODULE = "unisono.engine.worker.rank"
 
@@ -97,21 +97,25 @@ class Team:
         """Have all ranks execute a command, rank 0 without waiting for the others; return its outputs.
 
         Raises EngineDead if a rank has failed, torch.OutOfMemoryError if a capture does not fit on one of them,
-        CheckpointError if one of them cannot read an adapter.
+        CheckpointError if one of them cannot read an adapter or new weights.
         """
         peers = self._peers
         with self._busy():
             peers.lag = CAPTURE_LAG if isinstance(command, (*ANSWERED, Measure)) else LAG
             peers.send(encode(command))
-            fits, pending = True, None
+            fits, pending, own = True, None, None
             try:
                 pending = worker.execute(command)
             except torch.OutOfMemoryError:
                 fits = False
+            except UnisonoError as refusal:
+                if not isinstance(command, ANSWERED):
+                    raise
+                own = refusal
             peers.memory.executed()
             if isinstance(command, ANSWERED):
                 replies = peers.replies()
-                if (error := first_error([None, *replies])) is not None:
+                if (error := own or first_error([None, *replies])) is not None:
                     raise error
                 fits = all(replies) and fits
             if not fits:

@@ -18,6 +18,7 @@ from unisono.engine.disaggregation.page_bytes import PageBytes
 from unisono.engine.worker.commands import (
     Arrived,
     Command,
+    EndUpdate,
     FileCommand,
     FileOutcomes,
     KeepAdapters,
@@ -32,12 +33,14 @@ from unisono.engine.worker.commands import (
     ResetSlots,
     SaveSnapshot,
     UnpackPages,
+    UpdateWeights,
     WriteAdapter,
     WriteFile,
     WritePages,
     WriteSlot,
 )
 from unisono.engine.worker.slots import Slots
+from unisono.engine.worker.weight_updates import WeightUpdater
 from unisono.graphs import PendingOutputs
 from unisono.graphs.graph_set import GraphSet
 from unisono.kernels.gemm.persistent import release
@@ -60,7 +63,7 @@ class Worker:
     memory for evicted pages, or None. files: disk storage for these, or None. file_sizes: bytes of this rank's files
     for the parts that all ranks had at the start, least recently used first. adapters: adapters for the model's adapter
     slots; None if it has none. page_bytes: reads and writes pages for other engines; None if no engine exchanges pages
-    with this one.
+    with this one. updater: replaces the weights while they are served.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Worker:
         self.file_sizes: Mapping[Part, int] = {}
         self.adapters: HeldAdapters | None = None
         self.page_bytes: PageBytes | None = None
+        self.updater: WeightUpdater | None = None
 
     def hold_pages(self, num_pages: Mapping[int, int], path_pages: int = 0, snapshots: int = 0) -> None:
         """Allocate the pages of target and drafter, in place of fewer ones."""
@@ -115,6 +119,9 @@ class Worker:
         elif isinstance(command, ReadAdapter | KeepAdapters | WriteAdapter):
             assert self.adapters is not None
             self.adapters.execute(command)
+        elif isinstance(command, UpdateWeights | EndUpdate):
+            assert self.updater is not None
+            self.updater.execute(command)
         elif isinstance(command, ResetSlots):
             self.slots.reset()
             reset_expert_counts(self.model)
@@ -162,7 +169,7 @@ class Worker:
         if self.host_pages is not None:
             self.host_pages.close()
         self.graphs.close()
-        self.adapters = self.page_bytes = None
+        self.adapters = self.page_bytes = self.updater = None
         large = [weakref.ref(each) for each in (self.model, self.drafter, self.store)]
         del self.model, self.tower, self.drafter, self.store, self.slots
         if on_gpu or any(each() is not None for each in large):

@@ -83,6 +83,7 @@ class Prompts:
 TEXT = Chars(1 << 26)
 """Text that only the size of the body limits."""
 ID = Chars(1024)
+PATH_NAME = Chars(4096)
 SCHEMA = Data(MAX_CHARS)
 SMALL = Both((Entries(64), Data(1 << 16)))
 VARIABLES = Both((Entries(64), Data(1 << 20)))
@@ -201,6 +202,7 @@ BODIES: Mapping[str, Mapping[str, Limit]] = {
     "ConversationBody": {"items": Items(20), "metadata": SMALL},
     "MetadataBody": {"metadata": SMALL},
     "ItemsBody": {"items": Items(20)},
+    "UpdateWeightsRequest": {"model_path": PATH_NAME, "draft_path": PATH_NAME, "weight_version": ID},
     "AbortRequest": {"request_ids": Items(4096, ID), "request_id": ID, "rid": ID},
     "LoadAdapter": {"lora_name": ID, "lora_path": Chars(4096), "base_model_name": ID},
     "UnloadAdapter": {"lora_name": ID, "lora_int_id": Whole(-MAX_INT32)},

@@ -81,7 +81,9 @@ async def _generate(
         answer = Answer(service, request, answer_id, placement_of(request), release)
         generations = await prepare(answer_id)
         forget_inputs(body)
-        reply = OpenAIReply(shape, answer_id, now(), model, service.fingerprint, body, generations, service.acceptance)
+        reply = OpenAIReply(
+            shape, answer_id, now(), model, service.model_fingerprint, body, generations, service.acceptance
+        )
         return await answer.send(reply, generations, body.stream)
     except BaseException:
         release()

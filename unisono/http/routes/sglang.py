@@ -58,5 +58,5 @@ def add(app: FastAPI, service: Service) -> None:
         media.clear()
         several = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))
         many = several or len(generations) > 1
-        reply = GenerateReply(body, answer_id, generations, many, note(request.scope).arrival)
+        reply = GenerateReply(body, answer_id, generations, many, note(request.scope).arrival, service.weights.version)
         return await answer.send(reply, generations, body.stream)

@@ -381,6 +381,8 @@ AOT: list[AotCase] = [
     _aot_rope("bf16", 16, 8, 256, 256, "fp32", v_norm=True),  # Gemma 4, sliding and full
     _aot_rope("bf16", 16, 2, 512, 512, "fp32", v_norm=True, k_is_v=True),
     _aot_rope("bf16", 8, 0, 512, 512, "fp32"),
+    _aot_rope("bf16", 0, 8, 128, 128, True),  # keys and values alone
+    _aot_rope("bf16", 0, 8, 128, 128, True, e4m3=True),
     _aot_rope("bf16", 16, 2, 512, 512, "fp32", e4m3=True, v_norm=True, k_is_v=True),
     _aot_rope("bf16", 32, 8, 128, 128, True, e4m3=True),
     _aot_rope("bf16", 32, 8, 128, 128, False, e4m3=True),

@@ -160,6 +160,18 @@ def _kept(weight: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) ->
     return made
 
 
+def forget_copies(weight: torch.Tensor) -> None:
+    """Have copies of the weight in other layouts made again: its values have changed in place.
+
+    Tensors made in inference mode do not count their changes, so :func:`_kept` cannot see them.
+    """
+    kept: tuple[int, torch.Tensor] | None = getattr(weight, "_unisono_kept", None)
+    if kept is not None:
+        weight._unisono_kept = -1, kept[1]  # type: ignore[attr-defined]
+    for part in getattr(weight, "_unisono_slices", {}).values():
+        forget_copies(part)
+
+
 def _takes(weight: torch.Tensor) -> bool:
     """Count a copy of the weight until it is freed. Returns False if PACKED_BYTES leave no room."""
     global _packed_bytes

@@ -31,8 +31,18 @@ def causal_conv_cpu(
     query_start: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`unisono.kernels.recurrent.causal_conv.causal_conv`."""
+    token, acc = convolved_cpu(u, weight, snapshot, ring, (rows, since, first, until, end), query_start)
+    out = torch.zeros_like(u).index_copy_(0, token, (acc / (1.0 + torch.exp(-acc))).to(u.dtype))
+    return out, gates_cpu(ba, a_log, dt_bias)
+
+
+def convolved_cpu(
+    u: torch.Tensor, weight: torch.Tensor, snapshot: torch.Tensor, ring: torch.Tensor,
+    fields: tuple[torch.Tensor, ...], query_start: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Convolve and update the remembered inputs: (tokens except padding [n], their sums of taps [n, C] fp32)."""
     taps = weight.shape[-1]
-    plan = _plan((rows, since, first, until, end), query_start, len(u), taps, snapshot.shape[1], ring.shape[1])
+    plan = _plan(fields, query_start, len(u), taps, snapshot.shape[1], ring.shape[1])
     history = plan.history.read(snapshot, ring).flatten(0, 1)  # [R · (J - 1), C]
     source = torch.cat((history, u))  # inputs before a row's tokens, then all tokens
     if len(plan.moved):
@@ -44,12 +54,10 @@ def causal_conv_cpu(
     acc = torch.zeros_like(read[0])
     for tap in read.unbind():
         acc += tap
-    out = torch.zeros_like(u).index_copy_(0, plan.token, (acc / (1.0 + torch.exp(-acc))).to(u.dtype))
-
     ring[plan.latest] = u.index_select(0, plan.latest_token)
     if len(plan.moved):
         snapshot[plan.moved] = kept
-    return out, gates_cpu(ba, a_log, dt_bias)
+    return plan.token, acc
 
 
 class Earlier(NamedTuple):

@@ -88,7 +88,7 @@ class NVFP4:
     @property
     def experts(self) -> NVFP4Experts:
         """Format of stacks of experts."""
-        return NVFP4Experts(self)  # type: ignore[arg-type]
+        return NVFP4Experts(self)
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return nvfp4_linear(x, *self.operands(layer), layer.bias, residual)

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from unisono.distributed.gather import Ranks
+from unisono.kernels.moe.scored_router import RouterScores
 from unisono.kernels.norm.activation import GATES, SILU
 from unisono.layers.activations import Activations, common_input_format, plain
-from unisono.layers.experts import SILU_EXPERTS, ExpertKind, Experts, ExpertStack, Mixed
+from unisono.layers.expert_stacks import SILU_EXPERTS, ExpertKind, ExpertStack
+from unisono.layers.experts import Experts, Mixed
 from unisono.layers.formats.base import WHOLE, Share, WeightFormat
 from unisono.layers.formats.experts import expert_format
 from unisono.layers.norm import add_normed
@@ -32,12 +34,14 @@ class ExpertsSpec:
     kind: variant of the experts, by default with the gate of ``activation`` and without biases.
     router_bias: the router adds a bias to the logits; it changes the choice and the weights.
     router_factors: each expert's weight is multiplied by a learnt number, after normalisation.
+    scores: another score than the softmax, a correction of the choice, groups and a scale
+        (:class:`unisono.kernels.moe.scored_router.RouterScores`); None: softmax alone.
 
     Modules, as named by families: ``router``; ``experts.gate_up`` and ``experts.down``, fused [E, 2 I, H] (gate rows
     first) and [E, H, I] or as ``kind`` says, with biases if it has them; ``experts.each.gate``, ``.up`` and ``.down``,
     one by one, with a second ``*`` of the checkpoint's name for the expert's number; ``shared.gate_up.gate``,
-    ``shared.gate_up.up``, ``shared.down``; ``shared_gate``. The loader takes fused or single tensors, whichever a
-    checkpoint has; those with biases are fused.
+    ``shared.gate_up.up``, ``shared.down``; ``shared_gate``; ``correction``. The loader takes fused or single tensors,
+    whichever a checkpoint has; those with biases are fused.
 
     A new rule of choice also needs a kernel (``kernels/moe/router.py``), and its fields of config.json have to be
     allowed (``config/preflight/formula.py``).
@@ -55,6 +59,7 @@ class ExpertsSpec:
     kind: ExpertKind = SILU_EXPERTS
     router_bias: bool = False
     router_factors: bool = False
+    scores: RouterScores | None = None
 
     def __post_init__(self) -> None:
         count, top_k = self.num_experts, self.top_k
@@ -64,6 +69,7 @@ class ExpertsSpec:
         shared = self.shared_intermediate_size
         require(shared >= 0, "shared_expert_intermediate_size", shared, "it must be at least 0")
         require(self.activation in GATES, "hidden_act", self.activation, f"supported are {', '.join(GATES)}")
+        self._check_groups()
         if self.kind == SILU_EXPERTS:
             object.__setattr__(self, "kind", ExpertKind(GATES[self.activation]))
 
@@ -91,7 +97,22 @@ class ExpertsSpec:
             ranks,
             self.router_bias,
             self.router_factors,
+            self.scores,
         )
+
+    def _check_groups(self) -> None:
+        """Raise CheckpointError for groups that do not divide the experts or hold too few."""
+        count, s = self.num_experts, self.scores
+        if s is None:
+            return
+        require(s.groups >= 1 and count % s.groups == 0, "n_group", s.groups, f"it must divide {count} experts")
+        require(1 <= s.top_groups <= s.groups, "topk_group", s.top_groups, f"it must be 1 to n_group={s.groups}")
+        size = count // s.groups
+        rule = f"{s.top_groups} groups of {size} experts must hold num_experts_per_tok={self.top_k}"
+        require(s.top_groups * size >= self.top_k, "topk_group", s.top_groups, rule)
+        rule = f"a group of {size} experts must have {s.group_best} whose scores are added"
+        require(s.groups == 1 or size >= s.group_best, "n_group", s.groups, rule)
+        require(not self.router_factors, "per_expert_scale", True, "routers with scores have no factors")
 
     def of(self, ranks: Ranks) -> ExpertsSpec:
         """The spec itself. Raises ConfigError if the experts cannot be divided among the ranks."""

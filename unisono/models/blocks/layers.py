@@ -29,6 +29,7 @@ from unisono.layers.formats.base import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import Factor, RMSNorm, add_normed
 from unisono.layers.rotary import RotarySpec
+from unisono.models.blocks.joint_norm import normed_jointly
 from unisono.models.load.build import Builder, require
 from unisono.types import ConfigError
 
@@ -121,6 +122,8 @@ class AttentionSpec:
     sink: each head has a learnt logit in the softmax's denominator.
     output_gate: q_proj yields the query and then a gate for each head, whose sigmoid scales the head's output.
     qk_norm: RMSNorm over each query and key head.
+    joint_qk_norm: RMSNorm over all query heads together, and over all key heads together (MiniMax-M2). Ranks gather
+        these heads before it.
     v_norm: RMSNorm over each value head, without a weight.
     k_is_v: values are the keys' projection, before norm and rotation.
     input_size: elements of a token that it reads; None: H.
@@ -143,6 +146,7 @@ class AttentionSpec:
     input_size: int | None = None
     v_norm: bool = False
     k_is_v: bool = False
+    joint_qk_norm: bool = False
 
     def __post_init__(self) -> None:
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
@@ -150,6 +154,8 @@ class AttentionSpec:
         require(kv_heads >= 1 and heads % kv_heads == 0, "num_kv_heads", kv_heads, f"it must divide {heads} heads")
         require(dim >= 2 and dim % 2 == 0, "head_dim", dim, "rotary needs an even head size")
         require(not (self.k_is_v and self.output_gate), "output_gate", True, "values must have a projection then")
+        joint = self.joint_qk_norm and (self.qk_norm or self.k_is_v or self.output_gate)
+        require(not joint, "joint_qk_norm", True, "it excludes norms of heads, shared keys and values, and gates")
 
     @property
     def window_group(self) -> int:
@@ -186,7 +192,7 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec, builder: Builder) -> None:
         super().__init__()
         whole, spec = spec, spec.of(builder.ranks)
-        self.spec, self.eps = spec, builder.rms_eps
+        self.spec, self.eps, self.ranks = spec, builder.rms_eps, builder.ranks
         self.kv_dtype = builder.kv_dtype or builder.dtype
         if self.kv_dtype == E4M3 and spec.head_dim % 4:
             raise ConfigError(f"--kv-cache-dtype fp8 needs heads of a multiple of 4 elements, not {spec.head_dim}.")
@@ -202,6 +208,8 @@ class Attention(nn.Module):
         self.o = builder.joined("o", queries, builder.hidden_size, spec.o_bias)
         self.q_norm = builder.norm(spec.head_dim) if spec.qk_norm else None
         self.k_norm = builder.norm(spec.head_dim) if spec.qk_norm and self.kv_heads else None
+        if spec.joint_qk_norm:
+            self.q_norm, self.k_norm = builder.norm(queries), builder.norm(whole.num_kv_heads * spec.head_dim)
         sinks = torch.zeros(spec.num_heads, dtype=torch.float32, device=builder.device) if spec.sink else None
         self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
         if self.sinks is not None and spec != whole:
@@ -256,7 +264,11 @@ class Attention(nn.Module):
             v = v / (v.square().mean(-1, keepdim=True) + self.eps).sqrt()
         q, gate = (q[:, ::2], q[:, 1::2]) if spec.output_gate else (q, None)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm.reference(q), self.k_norm.reference(k)
+            joint = (1, 2) if spec.joint_qk_norm else (2, 2)
+            q, k = (
+                norm.reference(each.flatten(*joint)).view_as(each)
+                for norm, each in ((self.q_norm, q), (self.k_norm, k))
+            )
         q, k = (_rotated(each, self.cos_sin[: len(x)].to(x.dtype)) for each in (q, k))
         k, v = (each.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for each in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
@@ -273,6 +285,9 @@ class Attention(nn.Module):
         """Norm and rotate the heads, write keys and values; return the queries [T, Hq, D]."""
         inputs, q_norm = context.inputs(self.spec.window_group), self.q_norm.weight if self.q_norm else None
         k_norm = self.k_norm.weight if self.k_norm else q_norm  # the op needs both norms even without keys
+        if self.spec.joint_qk_norm:
+            sizes = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
+            qkv, q_norm, k_norm = normed_jointly(qkv, sizes, (q_norm, k_norm), self.eps, self.ranks), None, None
         table, positions = context.rotary(self.cos_sin, self.axes, self.spec.window_group)
         where, heads = (positions, inputs.slot_mapping, kv.k, kv.v), (self.spec.num_heads, self.kv_heads)
         values = self.spec.v_norm, self.spec.k_is_v

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from unisono.kernels.norm.activation import ExpertGate
-from unisono.layers.experts import ExpertKind
+from unisono.layers.expert_stacks import ExpertKind
 from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.layers import LayerSpec
 from unisono.models.config import (

@@ -20,6 +20,7 @@ from unisono.config import catalog
 from unisono.config.checkpoint_files import CONFIG, INDEX
 from unisono.config.checkpoint_files import WEIGHTS as WEIGHTS
 from unisono.config.gguf.directory import source as gguf_source
+from unisono.config.preflight.families import READ_AS
 from unisono.config.preflight.model import architecture_of, check_config
 from unisono.config.preflight.weights import weight_files
 from unisono.config.untrusted_files import check_directory, check_token_ids, check_values, read_json
@@ -166,10 +167,12 @@ def _parse_config(
     def by_transformers() -> Any:
         from transformers import AutoConfig  # takes seconds to import, so after the cheap checks
 
-        if not overrides:
+        known = READ_AS.get(str(raw.get("model_type")))
+        if not overrides and known is None:
             return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         with tempfile.TemporaryDirectory() as changed:
-            Path(changed, CONFIG).write_text(json.dumps(raw))
+            theirs = {name: value for name, value in raw.items() if name != "auto_map" or known is None}
+            Path(changed, CONFIG).write_text(json.dumps(theirs | ({"model_type": known} if known else {})))
             config = AutoConfig.from_pretrained(changed, local_files_only=True, trust_remote_code=False)
         config.name_or_path = str(directory)
         return config

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.layers.experts import ExpertStack
+from unisono.layers.expert_stacks import ExpertStack
 from unisono.layers.formats.base import PLAIN, Slice, Slices, WeightFormat, WeightTarget, part_of
 from unisono.layers.norm import Factor, LayerNorm, RMSNorm
 from unisono.models.blocks.decoder import Decoder
@@ -24,6 +24,7 @@ from unisono.models.load.build import AttentionFactory, Builder, no_attention
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.quantization import KV_SCALE
 from unisono.models.load.tensor_files import TensorInfo, read, tensor
+from unisono.models.load.update import WeightUpdate
 from unisono.models.load.weights import check, fill, places, tensor_name
 from unisono.models.vision.blocks import NORM_EPS
 from unisono.models.vision.tower import VisionTower
@@ -91,7 +92,9 @@ def load_model(
     if load_format == "dummy":
         fill_randomly(decoder, seed)
     else:
-        _fill_from_files(decoder, checkpoint, progress)
+        update = decoder_update(decoder, checkpoint)
+        fill(update.targets, update.tensors, decoder.embed.weight.device, lambda share: progress("load", share))
+        update.check()
     return decoder.eval()
 
 
@@ -127,25 +130,31 @@ def load_tower(
         builder = Builder(config.tower.width, NORM_EPS, dtype, device, no_attention, 0, format)
         return _made(checkpoint, lambda: VisionTower(config, builder))
 
-    def named(tower: VisionTower, prefix: str) -> dict[str, WeightTarget]:
-        names = ((prefix + checkpoint_name(family.tower, module), kind, p) for module, kind, p in places(tower))
-        return {tensor_name(name, kind): place for name, kind, place in names}
-
     if prefix is None:
         tower = made_on(device)
         fill_randomly(tower, seed)
         return tower.eval()
-    why = f"the vision tower of a {checkpoint.config.architecture} with this config.json has no place for it"
     if config.tower.depth > len(tensors):
         raise CheckpointError(
             f"{checkpoint.path}: vision_config asks for {config.tower.depth} blocks; there are {len(tensors)} tensors."
         )
-    targets = named(made_on("meta"), prefix)  # check before allocating memory
-    check(targets, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
+    tower_update(made_on("meta"), checkpoint)  # check before allocating memory
     tower = made_on(device)
-    fill(named(tower, prefix), tensors, device, lambda share: progress("load tower", share))
-    _check_finite(tower, checkpoint)
+    update = tower_update(tower, checkpoint)
+    fill(update.targets, tensors, device, lambda share: progress("load tower", share))
+    update.check()
     return tower.eval()
+
+
+def tower_update(tower: VisionTower, checkpoint: Checkpoint) -> WeightUpdate:
+    """The checkpoint's weights for a vision tower. Raises CheckpointError unless it has each tensor in its shape."""
+    tensors, names = checkpoint.tensors(), checkpoint.family.tower
+    prefix = next((p for p in TOWER_PREFIXES if any(name.startswith(p) for name in tensors)), TOWER_PREFIXES[0])
+    found = ((prefix + checkpoint_name(names, module), kind, place) for module, kind, place in places(tower))
+    targets = {tensor_name(name, kind): place for name, kind, place in found}
+    why = f"the vision tower of a {checkpoint.config.architecture} with this config.json has no place for it"
+    check(targets, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
+    return WeightUpdate(tower, targets, tensors, lambda: _check_finite(tower, checkpoint))
 
 
 def _made(checkpoint: Checkpoint, make: Callable[[], Built]) -> Built:
@@ -268,7 +277,8 @@ def draw(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int
         parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(generator=generator))
 
 
-def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
+def decoder_update(decoder: Decoder, checkpoint: Checkpoint) -> WeightUpdate:
+    """The checkpoint's weights for a decoder. Raises CheckpointError unless it has each tensor in its shape."""
     tensors = _as_named(checkpoint.tensors(), checkpoint.family)
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied, ranks = decoder.config.tie_embeddings, decoder.builder.ranks
@@ -287,10 +297,13 @@ def _fill_from_files(decoder: Decoder, checkpoint: Checkpoint, progress: Progres
         return f"a {checkpoint.config.architecture} with this config.json has no place for it"
 
     check(targets, tensors, checkpoint.path, unexpected)
-    fill(targets, tensors, decoder.embed.weight.device, lambda share: progress("load", share))
-    if tied and head in tensors:
-        _check_tied_head(decoder, head, tensors)
-    _check_finite(decoder, checkpoint)
+
+    def check_values() -> None:
+        if tied and head in tensors:
+            _check_tied_head(decoder, head, tensors)
+        _check_finite(decoder, checkpoint)
+
+    return WeightUpdate(decoder, targets, tensors, check_values)
 
 
 def _passed_over(decoder: Decoder, family: Family) -> list[str]:

@@ -428,6 +428,9 @@ class Feature:
         """Operator commands by name, run between two steps; JSON-ready data in and out. Raises UnisonoError."""
         return {}
 
+    def weights_changed(self) -> None:
+        """Called after new weights were written, while no request holds a slot: forget what the old ones computed."""
+
     def metrics(self) -> Sequence[Metric]:
         """Counters and gauges of the feature."""
         return ()

@@ -259,6 +259,10 @@ class Media(Feature):
             ),
         )
 
+    def weights_changed(self) -> None:
+        if self.context.vision is not None and self.context.tower is not None:
+            self.cache.forget()
+
     def info(self) -> Mapping[str, object]:
         vision = self.context.vision
         if vision is None or self.context.tower is None:

@@ -179,13 +179,14 @@ def train_draft(
         int | None, typer.Option(help="eagle3: size of the draft vocabulary; default: a quarter of the target's.")
     ] = None,
     aux_layers: Annotated[
-        str | None, typer.Option(help="eagle3: layers of the target whose inputs it reads, such as 2,4,5.")
+        str | None, typer.Option(help="eagle3, dflash: layers of the target whose inputs it reads, such as 2,4,5.")
     ] = None,
     intermediate_size: Annotated[
         int | None, typer.Option(help="Intermediate size of the MLP; default: the target's.")
     ] = None,
     hidden_size: Annotated[int, typer.Option(help="standalone: hidden size.")] = 128,
-    layers: Annotated[int, typer.Option(help="standalone: number of layers.")] = 3,
+    layers: Annotated[int, typer.Option(help="standalone, dflash: number of layers.")] = 3,
+    block_size: Annotated[int, typer.Option(help="dflash: tokens of a block; it drafts one less.")] = 8,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
     """Train a draft model for a target on the target's own outputs."""
@@ -193,8 +194,9 @@ def train_draft(
         raise ConfigError(f"--minutes {minutes}: give a number above 0.")
     recipe = Recipe(steps, minutes * (1 - ANSWERS_SHARE), batch_tokens, lr, muon_lr, save_every, seed)
     shape = DraftShape(
-        unroll, modules, layout, beside_target, draft_vocab, _layers(aux_layers), intermediate_size, hidden_size, layers
-    )
+        unroll, modules, layout, beside_target, draft_vocab, _layers(aux_layers), intermediate_size, hidden_size,
+        layers, block_size=block_size,
+    )  # fmt: skip
     longest = max_model_len or min(1024, Checkpoint.open(target).config.max_positions)
     asking = AnswerConfig(temperature, max_tokens, longest, seed, 60 * minutes * ANSWERS_SHARE)
     run = Run(method, target, out, recipe, shape, asking, device)

@@ -27,8 +27,8 @@ from unisono.tools.draft_training.teacher import TeacherOutputs
 DISCOUNT = 0.8
 """Weight of a step in the loss, relative to the step before: a draft counts only if all earlier ones are accepted."""
 
-Step = tuple[int, torch.Tensor]
-"""(first position, logits [B, L - first, V'])."""
+Step = tuple[int | torch.Tensor, torch.Tensor]
+"""(first position, logits [B, L - first, V']), or (positions [P], logits [B, P, V'])."""
 
 
 class TrainableDraft(Protocol):
@@ -136,8 +136,9 @@ def loss_of(draft: TrainableDraft, outputs: TeacherOutputs, dtype: torch.dtype) 
     if draft.ids is not None:
         target = target.index_select(1, draft.ids)
     for first, logits in draft.unroll(outputs, dtype):
-        mask = outputs.loss_mask[:, first:]
-        rows = outputs.logit_rows[:, first:][mask]
+        at = slice(first, None) if isinstance(first, int) else first
+        mask = outputs.loss_mask[:, at]
+        rows = outputs.logit_rows[:, at][mask]
         predicted = logits[mask].float()
         log_probabilities = predicted.log_softmax(-1)
         weight = DISCOUNT ** len(agreed)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from unisono.drafters.block.checkpoint import open_block
 from unisono.drafters.eagle.checkpoint import DraftCheckpoint, open_eagle, open_eagle3
 from unisono.drafters.mtp.checkpoint import LAYOUTS
 from unisono.drafters.mtp.model import MTPModule
@@ -27,6 +28,7 @@ from unisono.models.load.loader import checkpoint_names
 from unisono.models.load.weights import WeightTargets
 from unisono.tools.draft_training import export
 from unisono.tools.draft_training.answers import Text
+from unisono.tools.draft_training.block import BlockDraft, BlockTrainingAttention
 from unisono.tools.draft_training.draft import ModulePerStep, TrainableDraft, UnrolledHead, WholeModel
 from unisono.tools.draft_training.teacher import Teacher
 from unisono.types import ConfigError
@@ -41,8 +43,9 @@ class DraftShape:
 
     unroll: steps that a head is unrolled in training. modules: number of MTP modules. layout: names of the MTP tensors,
     ``deepseek`` or ``qwen``. beside_target: write MTP modules into a copy of the target's directory. draft_vocab: size
-    of EAGLE-3's vocabulary. aux_layers: layers of the target whose inputs EAGLE-3 reads. hidden_size, layers: of a
-    standalone model. tokenizer: copy the target's tokenizer to a standalone model.
+    of EAGLE-3's vocabulary. aux_layers: layers of the target whose inputs EAGLE-3 and DFlash read. hidden_size: of a
+    standalone model. layers: of a standalone model or a DFlash head. block_size: tokens of DFlash's blocks, the last
+    committed one included. tokenizer: copy the target's tokenizer to a standalone model.
     """
 
     unroll: int = 3
@@ -55,6 +58,7 @@ class DraftShape:
     hidden_size: int = 128
     layers: int = 3
     tokenizer: bool = True
+    block_size: int = 8
 
     def __post_init__(self) -> None:
         for name in ("unroll", "modules", "draft_vocab", "intermediate_size", "hidden_size", "layers"):
@@ -63,6 +67,8 @@ class DraftShape:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least 1.")
         if self.unroll > 8:
             raise ConfigError(f"--unroll {self.unroll}: a head can be unrolled for at most 8 steps.")
+        if not 4 <= self.block_size <= 16:
+            raise ConfigError(f"--block-size {self.block_size}: give 4 to 16.")
         if self.layout not in _LAYOUTS:
             raise ConfigError(f"--layout {self.layout!r} is unknown; choose one of {', '.join(_LAYOUTS)}.")
         if self.layout == "qwen" and self.modules > 1:
@@ -136,6 +142,43 @@ class Eagle3:
     def save(self) -> None:
         tensors = export.original_names(_parameters(self.checkpoint.targets(self.draft.module)))  # type: ignore[arg-type]
         tensors |= export.vocabulary_maps(self.checkpoint.ids, self.draft_vocab, self.vocab)
+        export.write_tensors(self.out / WEIGHTS, tensors, self.dtype)
+
+
+class DFlash:
+    """DFlash: a few layers that fill blocks of masks, over the states of three target layers; shares embedding and LM
+    head."""
+
+    def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
+        self.out, self.dtype = out, stored_dtype(teacher)
+        raw, c = _target_config(teacher)
+        layers = tuple(sorted(shape.aux_layers or _default_layers(c.num_layers)))
+        if layers[0] < 1:
+            layers = tuple(dict.fromkeys(max(layer, 1) for layer in layers))  # outputs are named: that of layer 0 is 1
+        used = {token for text in texts for token in text.token_ids}
+        mask = next((token for token in reversed(range(c.vocab_size)) if token not in used), c.vocab_size - 1)
+        changes = {
+            "architectures": ["DFlashDraftModel"],
+            "num_hidden_layers": shape.layers,
+            "num_target_layers": c.num_layers,
+            "block_size": shape.block_size,
+            "dflash_config": {"mask_token_id": mask, "target_layer_ids": [layer - 1 for layer in layers]},
+            "torch_dtype": _dtype_name(self.dtype),
+            **_without_none(intermediate_size=shape.intermediate_size),
+        }
+        export.write_json(out / "config.json", export.layer_fields(raw, c, **changes))
+        self.checkpoint = open_block(out, c, "dflash", dummy=True)
+        head: Any = self.checkpoint.build(
+            teacher.decoder, lambda heads, kv_heads: BlockTrainingAttention(), teacher.longest, torch.float32,
+            teacher.device,
+        )  # fmt: skip
+        _initialize(head, shared=teacher)
+        with torch.no_grad():
+            head.norm.weight.copy_(teacher.decoder.norm.weight)
+        self.draft = BlockDraft(head, layers)
+
+    def save(self) -> None:
+        tensors = _parameters(self.checkpoint.targets(self.draft.module))  # type: ignore[arg-type]
         export.write_tensors(self.out / WEIGHTS, tensors, self.dtype)
 
 
@@ -225,7 +268,7 @@ class Standalone:
         export.write_tensors(self.out / WEIGHTS, tensors, self.dtype)
 
 
-METHODS: dict[str, Any] = {"eagle": Eagle, "eagle3": Eagle3, "mtp": MTP, "standalone": Standalone}
+METHODS: dict[str, Any] = {"dflash": DFlash, "eagle": Eagle, "eagle3": Eagle3, "mtp": MTP, "standalone": Standalone}
 _LAYOUTS = {"deepseek": "DeepSeek-V3, GLM", "qwen": "Qwen3-Next, Qwen3.5"}
 
 

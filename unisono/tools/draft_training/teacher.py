@@ -13,6 +13,7 @@ import torch
 from unisono.attention.context import ForwardContext
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.layers import AttentionSpec
 from unisono.models.config import attention_of
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.loader import load_model
@@ -58,6 +59,8 @@ class Teacher:
                 f"{checkpoint.path}: layer {recurrent[0]} has a recurrence, and {len(recurrent) - 1} more have. Drafts "
                 "are trained only for targets all of whose layers attend."
             )
+        if not isinstance(checkpoint.config.attention, AttentionSpec):
+            raise CheckpointError(f"{checkpoint.path}: drafts are not trained for targets with latent attention (MLA).")
         self.checkpoint = checkpoint
         self.resolved: ResolvedConfig = resolve(config, Hardware.detect(device), checkpoint)
         self.device, self.dtype, self.longest = self.resolved.device, self.resolved.dtype, longest

@@ -1,0 +1,140 @@
+"""Latent attention: the walk, the cache's rows and the heads' products against float64; rounds, chunks and batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unisono.kernels.attention import cpu as twin
+from unisono.kernels.attention import paged
+from unisono.kernels.attention.latent import head_blocks, latent_attention_op, launch_latent
+from unisono.kernels.attention.latent_rows import (
+    head_product,
+    launch_head_product,
+    launch_rotate_latent,
+    rotate_latent,
+)
+
+PAGE, LATENT, ROPE = 16, 40, 8
+WAYS = pytest.mark.parametrize("triton", [True, False], ids=["triton", "twin"])
+
+
+class Rows:
+    """Requests of these lengths over latent pages in shuffled order; what was never written is NaN."""
+
+    def __init__(self, lengths, heads, device, latent=LATENT, rope=ROPE):
+        generator = torch.Generator().manual_seed(3)
+        self.lengths, self.heads, self.latent, self.device = lengths, heads, latent, device
+        needed = [-(-n // PAGE) for n in lengths]
+        pages = torch.randperm(sum(needed), generator=generator).add(1).split(needed)
+        self.table = torch.zeros(len(lengths) + 1, max(needed), dtype=torch.int32)
+        cache = torch.full((sum(needed) + 1, 1, PAGE, latent + rope), torch.nan)
+        self.keys, self.q = [], []
+        for row, (n, own) in enumerate(zip(lengths, pages, strict=True)):
+            self.table[row, : len(own)] = own
+            keys = torch.randn(n, latent + rope, generator=generator)
+            at = torch.arange(n)
+            cache[own[at // PAGE], 0, at % PAGE] = keys
+            self.keys.append(keys)
+            self.q.append(torch.randn(n, heads, latent + rope, generator=generator))
+        self.cache, self.table = cache.to(device), self.table.to(device)
+
+    def attend(self, triton, spans, width=None, programs=1, first=0):
+        """Outputs of the tokens start … end - 1 of each row, in one pass. programs: many cut every tile."""
+        plan, run = (
+            (paged.launch_attention_plan, launch_latent)
+            if triton
+            else (twin.attention_plan_cpu, latent_attention_op.cpu)
+        )
+        ints = {"dtype": torch.int32, "device": self.device}
+        q = torch.cat([each[a:b] for each, (a, b) in zip(self.q, spans, strict=True)]).to(self.device)
+        positions = torch.cat([torch.arange(a, b) for a, b in spans]).to(**ints)
+        starts = None if width else torch.tensor([0, *torch.tensor([b - a for a, b in spans]).cumsum(0)], **ints)
+        partials = 64 if programs > 1 else 0
+        where = torch.arange(len(spans), **ints), torch.tensor([b for _, b in spans], **ints), starts
+        work = plan(*where, len(q), width or 3, head_blocks(self.heads), partials, programs)
+        scale = 0.2
+        out = run(q, self.cache, self.table, positions, *work, partials, scale, self.latent, first)
+        return out.split([b - a for a, b in spans])
+
+    def expected(self, row, span, first=0):
+        q, keys = self.q[row][slice(*span)].double(), self.keys[row].double()
+        scores = torch.einsum("thd,kd->htk", q, keys) * 0.2
+        at, of = torch.arange(*span)[:, None], torch.arange(len(keys))
+        scores = scores.masked_fill((of > at) | (of < first), -torch.inf)
+        return torch.einsum("htk,kd->thd", scores.softmax(2), keys[:, : self.latent]).flatten(1)
+
+
+@WAYS
+@pytest.mark.parametrize(("heads", "first"), [(5, 0), (40, 0), (6, 1)])
+def test_matches_float64(triton, heads, first, device):
+    rows = Rows([300, 17, 33], heads, device)
+    spans = [(290, 300), (first, 17), (30, 33)]
+    for cut in (1, 10**6):
+        for row, out in enumerate(rows.attend(triton, spans, programs=cut, first=first)):
+            want = rows.expected(row, spans[row], first).float()
+            torch.testing.assert_close(out.cpu(), want, atol=2e-6, rtol=1e-5)
+
+
+@WAYS
+def test_rounds_have_the_bits_of_chunks(triton, device):
+    rows = Rows([300, 280], 5, device)
+    whole = rows.attend(triton, [(280, 300), (272, 280)])
+    for width in (1, 4):
+        for cut in (1, 10**6):
+            outs = rows.attend(triton, [(300 - width, 300), (280 - width, 280)], width=width, programs=cut)
+            for out, want in zip(outs, whole, strict=True):
+                assert torch.equal(out, want[-width:])
+
+
+@WAYS
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rows_and_queries_are_rotated(triton, interleaved, device, dtype):
+    on = device if triton else torch.device("cpu")
+    heads, nope = 11, 12
+    rows, q = torch.randn(7, LATENT + ROPE).to(dtype), torch.randn(7, heads * (nope + ROPE)).to(dtype)
+    norm, table = 1 + 0.2 * torch.randn(LATENT).to(dtype), torch.randn(50, ROPE)
+    positions = torch.tensor([3, 4, 5, 0, 49, -1, 9], dtype=torch.int32)
+    slots = torch.tensor([18, 19, 20, 33, 40, 2, 47], dtype=torch.int32)
+    cache = torch.zeros(3, 1, PAGE, LATENT + ROPE, dtype=dtype, device=on)
+    run = launch_rotate_latent if triton else rotate_latent.cpu
+    moved = [each.to(on) for each in (rows, q, norm)]
+    out = run(*moved, 1e-3, table.to(on), positions.to(on), slots.to(on), cache, heads, interleaved)
+
+    def turned(x, t):
+        x = x.double()
+        a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        cos, sin = table[max(int(positions[t]), 0)].double().chunk(2)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    tolerance = {"atol": 1e-5, "rtol": 0} if dtype is torch.float32 else {"atol": 0.02, "rtol": 0.02}
+    for t in range(7):
+        latent = rows[t, :LATENT].double()
+        latent = latent * torch.rsqrt(latent.square().mean() + 1e-3) * norm.double()
+        want = torch.cat((latent, turned(rows[t, LATENT:], t)))
+        got = cache.flatten(0, 2)[int(slots[t])].double().cpu()
+        torch.testing.assert_close(got, want, **tolerance)
+        of_heads = turned(q[t].view(heads, -1)[:, nope:], t)
+        torch.testing.assert_close(out[t, :, LATENT:].double().cpu(), of_heads, **tolerance)
+
+
+@WAYS
+def test_head_products_and_their_rows_alone(triton, device, assert_rows_exact):
+    on = device if triton else torch.device("cpu")
+    x, weight = torch.randn(20, 3, 50).to(on), torch.randn(3, 70, 40).to(on)
+    run = launch_head_product if triton else head_product.cpu
+
+    def product(x):
+        out = x.new_full((len(x), 3, 80), 7.0)
+        run(x, weight, out)
+        return out
+
+    out = product(x)
+    want = torch.einsum("thk,hnk->thn", x[..., :40].double(), weight.double())
+    torch.testing.assert_close(out[..., :70].double(), want, atol=2e-5, rtol=1e-5)
+    assert (out[..., 70:] == 7).all()
+    assert_rows_exact(product, x)
+
+
+def test_blocks_hold_at_most_a_tile():
+    assert [head_blocks(n) for n in (1, 20, 32, 40, 64, 128)] == [1, 1, 1, 2, 2, 4]

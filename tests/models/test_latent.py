@@ -1,0 +1,113 @@
+"""Latent attention from checkpoints: fp8 weights become what they stand for, ranks read their heads, refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.parts_ import loaded
+from tests.models.harness import chunked, load, whole
+from tests.models.make import make_checkpoint
+from tests.models.quantised import LAYOUTS, quantise
+from unisono.distributed.gather import Ranks
+from unisono.layers.formats.base import part_of
+from unisono.models.load.checkpoint import WEIGHTS
+from unisono.types import CheckpointError, ConfigError
+
+SIZES: dict[str, Any] = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "hidden_size": 256,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 120,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plain"), "glm4_moe_lite", **SIZES)
+
+
+@pytest.mark.parametrize("layout", ["fp8-blocks-bf16-scales", "compressed-fp8-tensor", "compressed-fp8-channel"])
+def test_fp8_of_the_expanding_product_is_converted(layout: str, plain: Path, tmp_path: Path) -> None:
+    values = quantise(plain, tmp_path / "fp8", LAYOUTS[layout])
+    decoder = load(tmp_path / "fp8")
+    for number, layer in enumerate(decoder.layers):
+        kv_b = layer.mixer.kv_b
+        stored = values[f"model.layers.{number}.self_attn.kv_b_proj"].view(6, 134, 36)
+        torch.testing.assert_close(kv_b.keys.double(), stored[:, :120].mT, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(kv_b.values.double(), stored[:, 120:], atol=1e-6, rtol=1e-6)
+        of_rank = loaded(tmp_path / "fp8", Ranks(1, 2)).layers[number].mixer.kv_b
+        assert torch.equal(of_rank.keys, kv_b.keys[3:])
+        assert torch.equal(of_rank.values, kv_b.values[3:])
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(n)] for n in (40, 21)]
+    for got, want in zip(chunked(decoder, prompts, 7), whole(decoder, prompts), strict=True):
+        assert want.isfinite().all()
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("format", ["auto", "dummy"])
+def test_a_rank_holds_its_heads(format: Any, plain: Path) -> None:
+    one = dict(loaded(plain, Ranks(), load_format=format).named_parameters())
+    for index, count in ((0, 2), (2, 3)):
+        for name, parameter in loaded(plain, Ranks(index, count), load_format=format).named_parameters():
+            cut = part_of(parameter)
+            assert torch.equal(parameter, one[name] if cut is None else cut.of(one[name])), name
+            assert cut is not None or ".kv_b." not in name
+
+
+def test_the_checkpoint_is_stored_as_published(plain: Path) -> None:
+    """Otherwise the names in these tests would be ours alone."""
+    names = load_file(plain / WEIGHTS).keys()
+    for name in ("self_attn.kv_a_proj_with_mqa.weight", "mlp.gate.e_score_correction_bias",
+                 "mlp.experts.3.down_proj.weight", "mlp.shared_experts.up_proj.weight"):  # fmt: skip
+        assert f"model.layers.1.{name}" in names
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a latent too large": ({"kv_lora_rank": 1024}, "kv_lora_rank=1024: the kernel computes up to 512"),
+    "groups that do not divide": ({"n_group": 3}, "n_group=3: it must divide 4 experts"),
+    "groups too small": ({"n_group": 4, "topk_group": 2}, "must hold num_experts_per_tok=3"),
+    "another router": ({"topk_method": "greedy"}, "topk_method='greedy': only 'noaux_tc' is supported"),
+    "another score": ({"scoring_func": "softmax"}, "scoring_func='softmax': only 'sigmoid' is supported"),
+    "partial rotation": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_computed_is_refused_by_name(case: str, plain: Path, tmp_path: Path) -> None:
+    changes, says = REFUSED[case]
+    raw = json.loads((plain / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(CheckpointError, match=says):
+        load(tmp_path, load_format="dummy")
+
+
+def test_an_fp8_cache_is_refused(plain: Path) -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 is not supported with latent attention"):
+        load(plain, kv_dtype=torch.float8_e4m3fn)
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+    """Its config.json has a model type, and code of its own, that transformers does not know."""
+    sizes = {"n_group": 1, "topk_group": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+    path = make_checkpoint(tmp_path, "deepseek_v3", **sizes)
+    prompt = [[5, 9, 200, 31, 7]]
+    expected = whole(load(path), prompt)
+    raw = json.loads((path / "config.json").read_text())
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    (path / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k2", "auto_map": code}))
+    assert torch.equal(whole(load(path), prompt)[0], expected[0])

@@ -1,0 +1,112 @@
+"""A DFlash head in training computes what is drafted, learns, and is served from what it wrote."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.drafters.make_blocks import MASK, Block, reference
+from tests.drafters.make_heads import THETA
+from tests.engine.helpers import engine, mixed_params, prompts, tokens
+from tests.models.make import make_checkpoint
+from unisono.models.load.checkpoint import Checkpoint
+from unisono.tools.draft_training.answers import AnswerConfig, Text
+from unisono.tools.draft_training.batches import Batches
+from unisono.tools.draft_training.command import Run, train_on_texts
+from unisono.tools.draft_training.draft import loss_of
+from unisono.tools.draft_training.methods import METHODS, DraftShape
+from unisono.tools.draft_training.teacher import Teacher
+from unisono.tools.draft_training.trainer import Recipe
+from unisono.types import SpeculativeConfig
+
+SHAPE = DraftShape(layers=2, block_size=4)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rope = {"rope_type": "default", "rope_theta": THETA}
+    path = tmp_path_factory.mktemp("target")
+    return make_checkpoint(path, "llama", num_hidden_layers=4, rope_parameters=rope, tie_word_embeddings=False)
+
+
+def texts(count: int = 12) -> list[Text]:
+    rng = random.Random(0)
+    used = [token for token in range(250) if token != MASK]
+    return [Text([rng.choice(used) for _ in range(rng.randrange(8, 40))], rng.randrange(2, 6)) for _ in range(count)]
+
+
+def test_a_plain_reader_computes_what_was_trained(target: Path, tmp_path: Path) -> None:
+    """The exported tensors in the paper's forward, after every prefix of a text."""
+    torch.manual_seed(1)
+    teacher = Teacher(Checkpoint.open(target), "cpu", 64)
+    found = METHODS["dflash"](teacher, SHAPE, texts(), tmp_path)
+    own = {id(p) for p in teacher.decoder.parameters()}
+    with torch.no_grad():
+        for parameter in found.draft.module.parameters():
+            if parameter.ndim == 2 and id(parameter) not in own:
+                parameter.normal_(0, 0.8 / parameter.shape[1] ** 0.5)
+    found.save()
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = tuple(i + 1 for i in config["dflash_config"]["target_layer_ids"])
+    assert found.draft.aux_layers == layers
+    text = texts(1)[0].token_ids[:14]
+    batch = Batches([Text(text, 1)], 64, 0)[0]
+    seen = teacher.run(batch, layers)
+    with torch.no_grad():
+        steps = list(found.draft.unroll(seen, torch.float32))
+    assert len(steps) == 3
+    block = Block(tmp_path, load_file(tmp_path / "model.safetensors"), config, layers, ((0, False),) * 2)
+    mask, embed, head = config["dflash_config"]["mask_token_id"], teacher.decoder.embed, teacher.decoder.lm_head
+    table = embed.weight.clone()
+    table[MASK] = embed.weight[mask]  # the reference's mask token
+    assert seen.aux is not None
+    for anchor in range(1, len(text) - 3):
+        ids = text[: anchor + 1]
+        want, _ = reference(block, table, head.weight, ids, seen.aux[0, :anchor], [0] * 3)
+        for step, (positions, logits) in enumerate(steps):
+            (row,) = (positions == anchor + step).nonzero()[:, 0].tolist()
+            torch.testing.assert_close(logits[0, row].double(), want[step], rtol=1e-4, atol=1e-4)
+
+
+def test_two_steps_learn_and_are_served(target: Path, tmp_path: Path) -> None:
+    losses: list[Any] = []
+    run = Run(
+        "dflash", str(target), tmp_path / "out", Recipe(steps=2, batch_tokens=256), SHAPE,
+        AnswerConfig(longest=64, max_tokens=20), "cpu",
+    )  # fmt: skip
+    run.out.mkdir()
+    run.check(resume=False)
+    train_on_texts(run, texts(), False, lambda *_: None, losses.append)
+    weights = load_file(run.out / "model.safetensors")
+    assert all(bool(t.isfinite().all()) for t in weights.values())
+    assert {"fc.weight", "hidden_norm.weight", "layers.1.self_attn.k_proj.weight", "norm.weight"} <= weights.keys()
+    batch, params = prompts(4, 250, seed=8), mixed_params(4)
+    with engine(target) as llm:
+        expected = tokens(llm, batch, params)
+    with engine(target, speculative=SpeculativeConfig("dflash", str(run.out), 3)) as llm:
+        assert tokens(llm, batch, params) == expected
+
+
+def test_the_loss_falls_on_one_batch(target: Path, tmp_path: Path) -> None:
+
+    torch.manual_seed(0)
+    teacher = Teacher(Checkpoint.open(target), "cpu", 64)
+    found = METHODS["dflash"](teacher, SHAPE, texts(), tmp_path)
+    own = {id(p) for p in teacher.decoder.parameters()}
+    weights = [p.requires_grad_() for p in found.draft.module.parameters() if id(p) not in own]
+    outputs = teacher.run(Batches(texts(), 128, 0)[0], found.draft.aux_layers)
+    optimizer, values = torch.optim.Adam(weights, 5e-3), []
+    for _ in range(8):
+        loss = loss_of(found.draft, outputs, torch.float32)
+        optimizer.zero_grad()
+        loss.value.backward()
+        assert all(p.grad is not None and bool((p.grad != 0).any()) for p in weights)
+        optimizer.step()
+        values.append(float(loss.value.detach()))
+    assert values[-1] < values[0] - 0.05

@@ -1,0 +1,115 @@
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) in absorbed form: every head attends over the same rows.
+
+Owns the ``latent_attention`` op. A page has one row per token: a latent, read as key and as value, then a rotated part
+of the key. The plan, the walk over splits and their merge are those of ``kernels/attention/paged.py``, so the bits
+depend on a token's own query and keys alone, in rounds, chunks and prompts alike. Called by the attention backends.
+
+Shapes: T tokens, NP pages, P page size, Hq query heads, L latent size, R size of the rotated part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from unisono.kernels.attention.cpu import SPLIT, attention_cpu
+from unisono.kernels.attention.latent_kernels import latent_kernel
+from unisono.kernels.attention.paged import KEYS, AttentionPlan, _programs
+from unisono.kernels.attention.triton_kernels import LOG2_E
+from unisono.kernels.library import AotCase, Mutated, op
+from unisono.kernels.overlap import overlapped
+
+GROUP = 32
+"""Maximum heads of a block, and rows of a tile: two accumulators of 512 per row must fit into registers."""
+
+
+def head_blocks(heads: int) -> int:
+    """Number of equal blocks of at most GROUP heads, the "KV heads" of a plan for latent attention."""
+    return next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= GROUP)
+
+
+def _geometry(
+    heads: int, blocks: int, latent: int, rope: int, dtype: torch.dtype, tile_tokens: int, cut: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Choose the kernel's compile-time sizes and launch options; only speed depends on them."""
+    group, dim = heads // blocks, max(triton.next_power_of_2(latent), 16)
+    fits = 16 if dtype == torch.float32 else GROUP
+    rows = triton.next_power_of_2(max(min(tile_tokens * group, fits), group, 16))
+    tokens = min(rows // group, tile_tokens)
+    sizes = {
+        "HEADS": heads, "BLOCKS": blocks, "LATENT": latent, "ROPE": rope, "DIM": dim,
+        "TURNED": max(triton.next_power_of_2(rope), 16), "TOKENS": tile_tokens,
+        "PARTS": triton.cdiv(tile_tokens, tokens), "ROWS": rows, "USED": triton.next_power_of_2(tokens * group),
+        "KEYS": KEYS, "SPLIT": SPLIT, "CUT": cut,
+    }  # fmt: skip
+    return sizes, {"num_warps": 8, "num_stages": 3}
+
+
+def launch_latent(
+    q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor, work: torch.Tensor,
+    count: torch.Tensor, arrivals: torch.Tensor, partials: int, scale: float, latent: int, first: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """See :func:`latent_attention`."""
+    (tokens, heads, width), (_, tile_tokens, blocks) = q.shape, arrivals.shape
+    out = q.new_empty(tokens, heads * latent)
+    state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
+    acc = q.new_empty(partials, tile_tokens, heads, latent, dtype=torch.float32)
+    sizes, launch = _geometry(heads, blocks, latent, width - latent, q.dtype, tile_tokens, partials > 0)
+    items, tiles = (n * sizes["PARTS"] * blocks for n in (len(arrivals), triton.cdiv(tokens, tile_tokens)))
+    programs = min(_programs(q.device, tiles, launch["num_warps"]), items) if partials else items
+    latent_kernel[(programs,)](
+        q, cache, page_table, positions, work, count, arrivals, state, acc, out,
+        page_table.stride(0), cache.stride(0), scale * LOG2_E.value,
+        PAGE=cache.shape[2], FIRST=first, **sizes, **launch, **overlapped(q.device),
+    )  # fmt: skip
+    return out
+
+
+@op(
+    cuda=launch_latent,
+    meta=lambda q, cache, table, positions, work, count, arrivals, partials, scale, latent, first=0: q.new_empty(
+        q.shape[0], q.shape[1] * latent
+    ),
+)
+def latent_attention_op(
+    q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor, work: torch.Tensor,
+    count: torch.Tensor, arrivals: Mutated[torch.Tensor], partials: int, scale: float, latent: int, first: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    where = page_table, positions, work, count, arrivals, partials
+    out = attention_cpu(q, cache, cache, *where, scale, 0, first)
+    return out.view(q.shape)[..., :latent].flatten(1)
+
+
+def latent_attention(
+    q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan,
+    scale: float, latent: int, first: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """Attend the tokens of a planned pass over latent pages.
+
+    q [T, Hq, L + R]; cache [NP, 1, P, L + R], latent first, of q's dtype; page_table [S, MP]; positions [T]; latent: L.
+    plan: of :func:`head_blocks` "KV heads". A token sees keys at first ≤ p ≤ its position; one below ``first``, as at
+    position -1, sees nothing and yields zeros. Returns [T, Hq · L]: each head's weighted sum of latents.
+    """
+    return latent_attention_op(q, cache, page_table, positions, *plan, scale, latent, first)
+
+
+def _case(heads: int, latent: int, tile_tokens: int, cut: bool, first: int = 0) -> AotCase:
+    sizes, options = _geometry(heads, head_blocks(heads), latent, 64, torch.bfloat16, tile_tokens, cut)
+    signature = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr"), "*bf16")
+    signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
+    signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32", "max_pages": "i32", "page_stride": "i32"}
+    constants: dict[str, Any] = sizes | {"PAGE": 16, "FIRST": first, "OVERLAP": True}
+    return AotCase(latent_kernel, signature, constants, **options)
+
+
+AOT = [
+    *(_case(20, 512, width, cut=True) for width in (1, 4)),  # GLM-4.7-Flash: rounds
+    _case(20, 512, 4, cut=True, first=1),  # its draft module
+    _case(20, 512, 3, cut=False),  # extend passes
+    *(_case(128, 512, width, cut=True) for width in (1, 4)),  # DeepSeek-V3
+    _case(128, 512, 1, cut=False),
+    _case(16, 512, 1, cut=True),  # a rank of eight
+    _case(32, 256, 4, cut=True),  # Mistral Small 4
+]

@@ -1,0 +1,187 @@
+"""Steps around the walk of latent attention: the cache's rows, rotated queries, and a product for each head.
+
+Owns the ops ``rotate_latent`` and ``head_product``; called by the latent attention block. Every row of a result depends
+on its own token alone: one program norms and rotates one token, and products accumulate K in one sequence.
+
+Shapes: T tokens, Hq query heads, L latent size, R size of the rotated part, D elements of a head that do not rotate.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.gemm.cpu import row_exact_product
+from unisono.kernels.gemm.linear import tile_product
+from unisono.kernels.library import AotCase, Mutated, op
+from unisono.kernels.norm.rms_norm import rms_norm, rounded_before_weight, row_warps, square
+from unisono.kernels.overlap import follow, overlapped
+
+_AT_ONCE = 8
+"""Query heads that a program rotates."""
+
+
+@triton.jit
+def _rotate_latent_kernel(
+    rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows_stride, q_stride,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, NOPE: tl.constexpr,
+    BLOCK: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Write one token's row of the cache (second program index 0), or rotate GROUP of its query heads."""
+    follow(OVERLAP)
+    token, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    h = tl.arange(0, TURNED)
+    inside = h < HALF
+    angles = cos_sin + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * (2 * HALF) + h
+    cos, sin = tl.load(angles, mask=inside, other=1.0), tl.load(angles + HALF, mask=inside, other=0.0)
+    dtype: tl.constexpr = rows.dtype.element_ty
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1  # elements between a plane and the next
+    APART: tl.constexpr = 1 if INTERLEAVED else HALF  # between the two of a plane
+    if program == 0:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        cols = tl.arange(0, BLOCK)
+        w = tl.load(norm + cols, mask=cols < LATENT, other=0.0)
+        row = rows + token * rows_stride
+        value = tl.load(row + cols, mask=cols < LATENT, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(square(value), axis=0) / LATENT + eps)
+        normed = rounded_before_weight(value * scale, w.dtype, dtype) * w.to(tl.float32)
+        at = cache + slot * (LATENT + 2 * HALF)
+        tl.store(at + cols, normed.to(dtype), mask=cols < LATENT)
+        first = tl.load(row + LATENT + h * STEP, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(row + LATENT + h * STEP + APART, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at + LATENT + h, tl.fma(first, cos, second * -sin).to(dtype), mask=inside)
+        tl.store(at + LATENT + HALF + h, tl.fma(second, cos, first * sin).to(dtype), mask=inside)
+    else:
+        head = (program - 1) * GROUP + tl.arange(0, GROUP)
+        there = (head < HEADS)[:, None] & inside[None, :]
+        of_head = q + token * q_stride + head[:, None] * (NOPE + 2 * HALF) + NOPE + h[None, :] * STEP
+        firsts = tl.load(of_head, mask=there, other=0.0).to(tl.float32)
+        seconds = tl.load(of_head + APART, mask=there, other=0.0).to(tl.float32)
+        to = out + (token * HEADS + head[:, None]) * (LATENT + 2 * HALF) + LATENT + h[None, :]
+        tl.store(to, tl.fma(firsts, cos[None, :], seconds * -sin[None, :]).to(dtype), mask=there)
+        tl.store(to + HALF, tl.fma(seconds, cos[None, :], firsts * sin[None, :]).to(dtype), mask=there)
+
+
+def launch_rotate_latent(
+    rows: torch.Tensor, q: torch.Tensor, norm: torch.Tensor, eps: float, cos_sin: torch.Tensor,
+    positions: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor, heads: int, interleaved: bool,
+) -> torch.Tensor:  # fmt: skip
+    """See :func:`rotate_latent`."""
+    latent, rope = len(norm), cos_sin.shape[1]
+    out = q.new_empty(len(q), heads, latent + rope)
+    block = triton.next_power_of_2(latent)
+    _rotate_latent_kernel[(len(q), 1 + triton.cdiv(heads, _AT_ONCE))](
+        rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows.stride(0), q.stride(0),
+        HEADS=heads, LATENT=latent, HALF=rope // 2, NOPE=q.shape[1] // heads - rope,
+        BLOCK=block, TURNED=triton.next_power_of_2(rope // 2), GROUP=_AT_ONCE, INTERLEAVED=interleaved,
+        num_warps=row_warps(block), **overlapped(q.device),
+    )  # fmt: skip
+    return out
+
+
+def _rotated(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate x [T, …, R] by cos_sin [T, R]; pairs of neighbours become halves where ``interleaved``."""
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    cos, sin = cos_sin.view(len(x), *[1] * (x.dim() - 2), -1).chunk(2, dim=-1)
+    first, second = first.float(), second.float()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+@op(
+    cuda=launch_rotate_latent,
+    meta=lambda rows, q, norm, eps, cos_sin, positions, slots, cache, heads, interleaved: q.new_empty(
+        q.shape[0], heads, norm.shape[0] + cos_sin.shape[1]
+    ),
+)
+def rotate_latent(
+    rows: torch.Tensor, q: torch.Tensor, norm: torch.Tensor, eps: float, cos_sin: torch.Tensor,
+    positions: torch.Tensor, slot_mapping: torch.Tensor, cache: Mutated[torch.Tensor], heads: int, interleaved: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Norm the latents, rotate what rotates, write the cache's rows, and return room for the queries.
+
+    rows [T, L + R]: each token's latent and the part of its key that rotates. q [T, Hq · (D + R)]: query heads, the
+    rotating part last. norm [L]: weight of the latents' RMSNorm. cos_sin [max_positions, R] fp32, cosines first.
+    slot_mapping [T]: rows of the cache [NP, 1, P, L + R]. interleaved: neighbouring elements rotate together, and are
+    written as two halves; otherwise the halves rotate. Returns [T, Hq, L + R], of which the last R are written.
+    """
+    latent, rope = len(norm), cos_sin.shape[1]
+    angles = cos_sin[positions.clamp(min=0)]
+    pages, offsets = slot_mapping // cache.shape[2], slot_mapping % cache.shape[2]
+    normed = rms_norm.cpu(rows[:, :latent], norm, eps)
+    cache[pages, 0, offsets] = torch.cat((normed, _rotated(rows[:, latent:], angles, interleaved)), dim=1)
+    out = q.new_empty(len(q), heads, latent + rope)
+    out[..., latent:] = _rotated(q.view(len(q), heads, -1)[..., -rope:], angles, interleaved)
+    return out
+
+
+@triton.jit
+def _head_product_kernel(
+    x, weight, out, M, N, K, x_row, x_head, out_row, out_head,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One tile of one head's product. Row tiles of one weight tile are neighbours in the grid."""
+    follow(OVERLAP)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    head, row_ok = tl.program_id(2).to(tl.int64), rows < M
+    x_rows = x + rows.to(tl.int64) * x_row + head * x_head
+    w_rows = weight + (head * N + tl.minimum(cols, N - 1)) * K
+    acc = tile_product(x_rows, w_rows, row_ok, K, BLOCK_M, BLOCK_N, BLOCK_K, False, EVEN_K)
+    at = out + rows.to(tl.int64)[:, None] * out_row + head * out_head + cols[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (cols < N)[None, :])
+
+
+def _tile(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages); no bit depends on them."""
+    if dtype is torch.float32:
+        return 16, 32, 32, 4, 2
+    return (16, 64, 64, 4, 4) if rows <= 16 else (64, 64, 64, 4, 4) if rows <= 256 else (128, 128, 64, 8, 3)
+
+
+def launch_head_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """See :func:`head_product`."""
+    heads, n, k = weight.shape
+    m, block_n, block_k, warps, stages = _tile(len(x), x.dtype)
+    _head_product_kernel[(triton.cdiv(len(x), m), triton.cdiv(n, block_n), heads)](
+        x, weight, out, len(x), n, k, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+        BLOCK_M=m, BLOCK_N=block_n, BLOCK_K=block_k, EVEN_K=k % block_k == 0, num_warps=warps, num_stages=stages,
+        **overlapped(x.device),
+    )  # fmt: skip
+
+
+@op(cuda=launch_head_product)
+def head_product(x: torch.Tensor, weight: torch.Tensor, out: Mutated[torch.Tensor]) -> None:
+    """Multiply each head's first K elements with its own weight, into the first N of ``out``.
+
+    x [T, Hq, ≥ K] and out [T, Hq, ≥ N], contiguous heads; weight [Hq, N, K]; one dtype, sums in fp32.
+    """
+    _, n, k = weight.shape
+    for head, of_head in enumerate(weight):
+        out[:, head, :n] = row_exact_product(x[:, head, :k], of_head)
+
+
+AOT: list[AotCase] = [
+    AotCase(
+        _rotate_latent_kernel,
+        {
+            **dict.fromkeys(("rows", "q", "norm", "cache", "out"), "*bf16"), "cos_sin": "*fp32", "eps": "fp32",
+            **dict.fromkeys(("positions", "slot_mapping"), "*i32"), "rows_stride": "i32", "q_stride": "i32",
+        },
+        {
+            "HEADS": heads, "LATENT": 512, "HALF": 32, "NOPE": nope, "BLOCK": 512, "TURNED": 32,
+            "GROUP": _AT_ONCE, "INTERLEAVED": interleaved, "OVERLAP": True,
+        },
+        num_warps=row_warps(512),
+    )
+    for heads, nope, interleaved in ((20, 192, True), (128, 128, False))
+] + [
+    AotCase(
+        _head_product_kernel,
+        {**dict.fromkeys(("x", "weight", "out"), "*bf16"),
+         **dict.fromkeys(("M", "N", "K", "x_row", "x_head", "out_row", "out_head"), "i32")},
+        {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "EVEN_K": True, "OVERLAP": True},
+        num_warps=warps, num_stages=stages,
+    )
+    for m, n, k, warps, stages in (_tile(rows, torch.bfloat16) for rows in (1, 64, 1024))
+]  # fmt: skip

@@ -1,0 +1,98 @@
+"""The product that expands latents, split per head as the absorbed form of latent attention multiplies with it.
+
+A checkpoint stores one weight [Hq · (D + V), L], plain or in fp8, each head's key rows before its value rows. fp8 is
+converted to the model's dtype while it is loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from unisono.layers.formats.base import PLAIN, PartOf, Slices, StoredTensor, WeightTarget
+from unisono.layers.formats.fp8 import ONLINE_FP8, BlockFp8, RowFp8
+from unisono.models.load.build import Builder
+from unisono.types import CheckpointError
+
+
+class UpProjections(nn.Module):
+    """keys [Hq, L, D] and values [Hq, V, L] of this rank's heads, in the activations' dtype.
+
+    sizes: (heads of all ranks, D, V, L). Raises CheckpointError for a weight format that is not converted.
+    """
+
+    def __init__(self, sizes: tuple[int, int, int, int], builder: Builder) -> None:
+        super().__init__()
+        self.sizes, (heads, keys, values, latent) = sizes, sizes
+        first, end = builder.ranks.part(heads)
+        self.first = first
+        self.keys, self.values = (
+            nn.Parameter(torch.empty(end - first, *of_head, dtype=builder.dtype, device=builder.device), False)
+            for of_head in ((latent, keys), (values, latent))
+        )
+        if builder.ranks.count > 1:
+            for parameter in (self.keys, self.values):
+                shape = (heads, *parameter.shape[1:])
+                parameter.part_of = PartOf(shape, 0, ((first, end),))  # type: ignore[attr-defined]
+        format, self.tensors = builder.format_here, PLAIN.tensors(builder.dtype)
+        if isinstance(format, BlockFp8) or (isinstance(format, RowFp8) and not format.fixed_kind):
+            self.tensors = format.tensors(builder.dtype)
+        elif format not in (PLAIN, ONLINE_FP8):
+            raise CheckpointError(
+                f"{builder.path} is stored in format {format.name!r}: plain weights and fp8 without fixed scales of "
+                "activations are supported there."
+            )
+        self._read, self._lock = dict[str, torch.Tensor](), threading.Lock()
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """This rank's rows of the checkpoint's weight."""
+        _, keys, values, _ = self.sizes
+        return ((self.first * (keys + values), (self.first + len(self.keys)) * (keys + values)),)
+
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+        """(name, target) of the weight, and of its scales if it has any."""
+        heads, keys, values, latent = self.sizes
+        rows = heads * (keys + values)
+        for kind, stored in self.tensors.items():
+            shape, *also = stored.stored_shapes(rows, latent)
+            part = Slices(0, self.runs) if kind == "weight" and len(self.keys) < heads else None
+            yield kind, _UpTarget(self.keys, shape, stored.accepts, part, kind=kind, also=tuple(also), of=self)
+
+    def take(self, kind: str, stored: torch.Tensor) -> None:
+        """Keep one tensor as read; with the last one fill the parameters. May be called from several threads."""
+        with self._lock:
+            self._read[kind] = stored
+            if len(self._read) < len(self.tensors):
+                return
+            weight = self._read.pop("weight")
+            for kind, scales in self._read.items():
+                weight = weight.float() * self._of_elements(scales.float().to(weight.device), self.tensors[kind])
+            self._read.clear()
+        _, keys, values, latent = self.sizes
+        of_keys, of_values = weight.view(-1, keys + values, latent).split((keys, values), dim=1)
+        self.keys.copy_(of_keys.mT)
+        self.values.copy_(of_values)
+
+    def _of_elements(self, scales: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+        """Scales of this rank's elements, from those of the whole weight: broadcast to [rows, L]."""
+        heads, keys, values, latent = self.sizes
+        (first, end), rows = self.runs[0], heads * (keys + values)
+        if stored.inputs == 0:  # one for each output, or one for all
+            return scales.reshape(-1, 1).expand(rows if scales.numel() == 1 else -1, 1)[first:end]
+        by_row = scales.repeat_interleave(stored.outputs, 0)[first:end]
+        return by_row.repeat_interleave(stored.inputs, 1)[:, :latent]
+
+
+@dataclass(frozen=True)
+class _UpTarget(WeightTarget):
+    """Target of one tensor of :class:`UpProjections`."""
+
+    of: UpProjections = field(kw_only=True)
+
+    def fill(self, stored: torch.Tensor) -> None:
+        self.of.take(self.kind, stored)
