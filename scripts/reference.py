@@ -5,6 +5,7 @@ A part stands in its page between ``<!-- NAME -->`` and ``<!-- end -->``:
 * flags: the flags of every command, by group. aliases: names of vLLM and SGLang.
 * fields: the request body fields that are honoured and refused. limits, parameters: the limits of fields and of paths.
 * environment: the environment variables.
+* formats: the weight formats.
 * structured: what structured outputs enforce.
 * families: the families of the table of decoders.
 * matrix: feature × speculation × graphs, from the cells of the test matrix.
@@ -283,6 +284,15 @@ def ask(url: str, body: dict[str, Any] | None = None) -> str:
         return ""
 
 
+# ---- weight formats -----------------------------------------------------------------------------
+
+
+def formats() -> str:
+    from unisono.layers.formats.documented import markdown
+
+    return markdown()
+
+
 # ---- pages ------------------------------------------------------------------------------------------
 
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
@@ -292,6 +302,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "limits": (REFERENCE / "limits.md", limits),
     "parameters": (REFERENCE / "limits.md", parameters),
     "environment": (REFERENCE / "environment.md", environment),
+    "formats": (ROOT / "docs/guide/quantise.md", formats),
     "structured": (ROOT / "docs/guide/structure.md", structured),
     "families": (REFERENCE / "models.md", families),
     "matrix": (REFERENCE / "same-bytes.md", matrix),

@@ -217,7 +217,19 @@ def reference() -> Any:
 
 
 @pytest.mark.parametrize(
-    "part", ["flags", "aliases", "fields", "limits", "parameters", "environment", "structured", "families", "matrix"]
+    "part",
+    [
+        "flags",
+        "aliases",
+        "fields",
+        "limits",
+        "parameters",
+        "environment",
+        "formats",
+        "structured",
+        "families",
+        "matrix",
+    ],  # fmt: skip
 )
 def test_generated_parts_are_current(part: str, reference: Any) -> None:
     """`make reference` writes them."""

@@ -97,7 +97,7 @@ def mlx_of_today(directory: Path) -> Path:
 
 
 def modelopt(directory: Path) -> Path:
-    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A8_AWQ", "kv_cache_quant_algo": "FP8"}}
     (directory / "hf_quant_config.json").write_text(json.dumps(said))
     return directory
 
@@ -174,8 +174,8 @@ def foreign(directory: Path) -> Path:
 
 
 CAUSES: dict[Callable[[Path], Path], tuple[str, ...]] = {
-    gguf: ("GGUF", "model-Q4_K_M.gguf", "no config.json"),
-    gguf_file: ("is a file of GGUF",),
+    gguf: ("GGUF", "model-Q4_K_M.gguf", "no config.json", "give the file itself"),
+    gguf_file: ("truncated or no GGUF file",),
     gguf_beside_config: ("GGUF", "model.gguf", "neither model.safetensors"),
     adapter: ("is a LoRA adapter", "org/base", "--lora-modules NAME=PATH"),
     adapter_with_config: ("is a LoRA adapter", "org/base"),
@@ -184,11 +184,11 @@ CAUSES: dict[Callable[[Path], Path], tuple[str, ...]] = {
     consolidated: ("only consolidated.safetensors", "the version for transformers"),
     mlx: ("quantised with MLX", "bits=4"),
     mlx_of_today: ("quantised with MLX", "bits=4"),
-    modelopt: ("quantised with ModelOpt", "hf_quant_config.json", "NVFP4"),
+    modelopt: ("'modelopt' with quant_algo='W4A8_AWQ'", "NVFP4"),
     old_gptq: ("quantised with GPTQ", "quantize_config.json"),
     bitsandbytes: ("quant_method='bitsandbytes'", "unquantised"),
-    three_bits: ("'gptq' with bits=3", "supported is 4"),
-    nvfp4: ("compressed-tensors", "num_bits"),
+    three_bits: ("'gptq' with bits=3", "supported is 4 or 8"),
+    nvfp4: ("compressed-tensors", "strategy and group_size"),
     lfs_pointer: ("Git LFS", "git lfs pull"),
     truncated: ("truncated", "Download it again"),
     missing_shard: ("model-00001-of-00002.safetensors is missing", "2 of 2 tensors"),

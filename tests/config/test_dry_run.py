@@ -97,3 +97,34 @@ def test_tables() -> None:
     assert result.exit_code == 0, result.output
     for words in ("Qwen3ForCausalLM", "keys and values of a token", "eagle3 (tiny-eagle3), k = 3", "Decisions"):
         assert words in result.output
+
+
+def planned(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["explain", *arguments, "--dry-run", "--json"])
+
+
+def test_a_plan_for_a_gpu_that_is_not_here() -> None:
+    result = planned("tiny", "--device-memory", "24GiB", "--device-capability", "8.9", "--max-num-seqs", "4")
+    assert result.exit_code == 0, result.output
+    info = json.loads(result.stdout)
+    memory = info["memory"]
+    assert memory["device"] == 24 * GIB
+    assert 0 < memory["kv_left"] < 24 * GIB - memory["weights"]
+    assert memory["kv_tokens"] == memory["kv_left"] // memory["kv_token"]
+    (device,) = [each for each in info["decisions"] if each["name"] == "device"]
+    assert "24GiB, compute capability 8.9" in device["reason"]
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--device-memory", "24"], "--device-memory '24' is not valid"),
+    (["--device-memory", "24GiB", "--device-capability", "sm_89"], "--device-capability 'sm_89' is not valid"),
+    (["--device-memory", "24GiB", "--device-capability", "7.5"], "compute capability 8.0 or later"),
+    (["--device-memory", "24GiB", "--device", "cpu"], "--device cpu"),
+    (["--device-capability", "8.9"], "give both"),
+    (["--device-memory", "0.001GiB"], "leaves no room"),
+    (["--device-memory", "24GiB", "--device-capability", "8.6", "--kv-cache-dtype", "fp8"], "e4m3 needs 8.9"),
+])  # fmt: skip
+def test_plans_that_cannot_be_made_are_refused(arguments: list[str], says: str) -> None:
+    result = planned("tiny", *arguments)
+    assert result.exit_code != 0
+    assert says in result.output

@@ -170,6 +170,132 @@ def experts_in_mxfp4(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def nvfp4(modelopt: bool, calibrated: bool = True) -> Callable[[torch.Tensor], Written]:
+    """compressed-tensors divides by its number of a projection, ModelOpt multiplies with it."""
+
+    def write(weight: torch.Tensor) -> Written:
+        groups = weight.double().unflatten(1, (-1, 16))
+        largest = groups.abs().amax(-1)
+        whole = (weight.double().abs().max() / (6 * 448)).float()  # what values are multiplied with
+        stored = (1 / whole) if not modelopt else whole
+        factor = whole.double() if modelopt else 1 / stored.double()
+        scales = (largest / 6 / factor).to(E4M3)
+        scale = scales.double()[..., None] * factor
+        number = ((groups / scale).abs()[..., None] - torch.tensor(E2M1, dtype=torch.float64)).abs().argmin(-1)
+        bits = (number + 8 * (groups < 0)).flatten(1)
+        packed = (bits[:, 0::2] + 16 * bits[:, 1::2]).to(torch.uint8)
+        values = (torch.tensor(E2M1, dtype=torch.float64)[number] * groups.sign() * scale).flatten(1)
+        if modelopt:
+            tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": stored}
+            return tensors | {"input_scale": torch.tensor(0.011)}, values
+        tensors = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": stored.view(1)}
+        return tensors | ({"input_global_scale": torch.tensor([91.0])} if calibrated else {}), values
+
+    return write
+
+
+def int8_by_token(x: torch.Tensor, _: float) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 127
+    return (x / scale).round().clamp(-128, 127) * scale
+
+
+def int8_shifted(x: torch.Tensor, _: float) -> torch.Tensor:
+    low, high = x.amin(-1, keepdim=True).clamp_max(0), x.amax(-1, keepdim=True).clamp_min(0)
+    scale = (high - low).clamp_min(1e-10) / 255
+    zero = (-low / scale).round() - 128
+    return (((x / scale).round() + zero).clamp(-128, 127) - zero) * scale
+
+
+def int8_fixed(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x / scale).round().clamp(-128, 127) * scale
+
+
+def bounded(x: torch.Tensor, _: float) -> torch.Tensor:
+    return by_token(x.clamp(-1.5, 1.5), 0)
+
+
+def int8_rows(one: bool, static: bool) -> Callable[[torch.Tensor], Written]:
+    def write(weight: torch.Tensor) -> Written:
+        largest = weight.abs().max().view(1) if one else weight.abs().amax(1, keepdim=True)
+        scales = (largest / 127).to(torch.bfloat16)
+        stored = (weight.double() / scales.double()).round().clamp(-128, 127)
+        tensors = {"weight": stored.to(torch.int8), "weight_scale": scales}
+        return tensors | ({"input_scale": torch.tensor([0.011])} if static else {}), stored * scales.double()
+
+    return write
+
+
+def int8_numbers(weight: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """(numbers 0 … 255 [N, K], zeros [N, G], bfloat16 scales [N, G], values in float64)."""
+    n, k = weight.shape
+    grouped = weight.double().view(n, -1, k if group == -1 else group)
+    low, high = grouped.amin(2), grouped.amax(2)
+    if symmetric:
+        scales, zeros = (grouped.abs().amax(2) / 127).to(torch.bfloat16), torch.full(low.shape, 128)
+    else:
+        scales = ((high - low) / 255).to(torch.bfloat16)
+        zeros = (-low / scales.double()).round().clamp(1, 255).int()
+    numbers = (grouped / scales.double()[..., None] + zeros[..., None]).round().clamp(0, 255).int()
+    values = (numbers - zeros[..., None]).double() * scales.double()[..., None]
+    return numbers.view(n, k), zeros.int(), scales, values.view(n, k)
+
+
+def pack_fours(numbers: torch.Tensor, dim: int) -> torch.Tensor:
+    """Four numbers along ``dim`` in an int32, the first in the lowest bits."""
+    fours = numbers.movedim(dim, -1).unflatten(-1, (-1, 4)).long()
+    words = sum(fours[..., place] << (8 * place) for place in range(4))
+    return torch.where(words >= 2**31, words - 2**32, words).int().movedim(-1, dim).contiguous()
+
+
+def gptq8(group: int, symmetric: bool) -> Callable[[torch.Tensor], Written]:
+    def write(weight: torch.Tensor) -> Written:
+        numbers, zeros, scales, values = int8_numbers(weight, group, symmetric)
+        return {
+            "qweight": pack_fours(numbers.t(), 0),
+            "qzeros": pack_fours(zeros.t() - 1, 1),
+            "scales": scales.t().contiguous(),
+            "g_idx": (torch.arange(weight.shape[1]) // group).int(),
+        }, values
+
+    return write
+
+
+def int8_weights(group: int, symmetric: bool, packed: bool = True) -> Callable[[torch.Tensor], Written]:
+    def write(weight: torch.Tensor) -> Written:
+        numbers, zeros, scales, values = int8_numbers(weight, group, symmetric)
+        if not packed:
+            return {"weight": (numbers - 128).to(torch.int8), "weight_scale": scales}, values
+        tensors = {"weight_packed": pack_fours(numbers, 1), "weight_scale": scales.contiguous()}
+        tensors["weight_shape"] = torch.tensor(weight.shape)
+        return tensors if symmetric else tensors | {"weight_zero_point": pack_fours(zeros, 0)}, values
+
+    return write
+
+
+def without(kind: str, write: Callable[[torch.Tensor], Written]) -> Callable[[torch.Tensor], Written]:
+    """A writer that leaves out one tensor."""
+
+    def written(weight: torch.Tensor) -> Written:
+        tensors, values = write(weight)
+        del tensors[kind]
+        return tensors, values
+
+    return written
+
+
+def powers_of_two(dtype: torch.dtype) -> Callable[[torch.Tensor], Written]:
+    """fp8 blocks whose scales are powers of two, stored as ``dtype``."""
+
+    def write(weight: torch.Tensor) -> Written:
+        tensors, _ = fp8_blocks("weight_scale_inv")(weight)
+        scales = 2 ** tensors["weight_scale_inv"].double().log2().ceil()
+        of_all = scales.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)[:, : weight.shape[1]]
+        stored = e4m3(weight.double(), of_all)
+        return {"weight": stored, "weight_scale_inv": scales.float().to(dtype)}, stored.double() * of_all
+
+    return write
+
+
 @dataclass(frozen=True)
 class Layout:
     """A published layout: how a weight is written, config.json's quantization_config, and what becomes of inputs."""
@@ -200,11 +326,22 @@ def int4(strategy: str, group: int | None, symmetric: bool) -> dict[str, Any]:
     return {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": group}
 
 
+def int8(strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": False, **more}
+
+
+def float4(**more: Any) -> dict[str, Any]:
+    return {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16, **more}
+
+
 IGNORED = ("layers.1.mlp",)
 """Modules that the layouts with a list keep plain, besides the LM head."""
 
 BLOCK_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 TOKEN, TENSOR = float8("token", dynamic=True), float8("tensor")
+
+MODELOPT = {"quant_method": "modelopt", "exclude_modules": ["lm_head", "model.layers.1.mlp*"]}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
 
 LAYOUTS = {
     "fp8-blocks": Layout(
@@ -274,6 +411,64 @@ LAYOUTS = {
     "compressed-int4-asymmetric": Layout(
         packed_int4(64, False), compressed(int4("group", 64, False), None, "pack-quantized"), plain=IGNORED
     ),
+    "compressed-nvfp4": Layout(
+        nvfp4(False), compressed(float4(), float4(dynamic="local"), "nvfp4-pack-quantized"), plain=IGNORED
+    ),
+    "compressed-nvfp4-weights": Layout(
+        nvfp4(False, False), compressed(float4(), None, "nvfp4-pack-quantized"), plain=IGNORED
+    ),
+    "modelopt-nvfp4": Layout(
+        nvfp4(True), {**MODELOPT, "quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}, plain=IGNORED
+    ),
+    "modelopt-fp8": Layout(
+        fp8_rows(True, (), torch.float32, True), {**MODELOPT, "quant_algo": "FP8"}, fixed, plain=IGNORED
+    ),
+    "fbgemm-fp8": Layout(
+        fp8_rows(False, (-1, 1), torch.float32, False),
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1.5},
+        bounded,
+    ),
+    "fp8-powers-of-two": Layout(
+        powers_of_two(torch.float8_e8m0fnu), BLOCK_CONFIG | {"scale_fmt": "ue8m0"}, by_token_and_group
+    ),
+    "compressed-int8-a8": Layout(
+        int8_rows(False, False),
+        compressed(int8("channel"), int8("token", dynamic=True), "int-quantized"),
+        int8_by_token,
+        IGNORED,
+    ),
+    "compressed-int8-a8-shifted": Layout(
+        int8_rows(False, False),
+        compressed(int8("channel"), int8("token", dynamic=True, symmetric=False), "int-quantized"),
+        int8_shifted,
+        IGNORED,
+    ),
+    "compressed-int8-a8-static": Layout(
+        int8_rows(True, True), compressed(int8("tensor"), int8("tensor"), "int-quantized"), int8_fixed, IGNORED
+    ),
+    "compressed-int8": Layout(
+        int8_weights(-1, True), compressed(int8("channel"), None, "pack-quantized"), plain=IGNORED
+    ),
+    "compressed-int8-asymmetric": Layout(
+        int8_weights(64, False),
+        compressed(int8("group", group_size=64, symmetric=False), None, "pack-quantized"),
+        plain=IGNORED,
+    ),
+    "compressed-int8-unpacked": Layout(
+        int8_weights(-1, True, False), compressed(int8("channel"), None, "int-quantized"), plain=IGNORED
+    ),
+    "gptq-8-bits": Layout(
+        gptq8(128, True), {"quant_method": "gptq", "bits": 8, "group_size": 128, "desc_act": False, "sym": True}
+    ),
+    "gptq-8-bits-asymmetric": Layout(
+        gptq8(32, False), {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": False}
+    ),
+    "auto-round-gptq": Layout(
+        without("g_idx", gptq(128, True, 1)),
+        {**AUTO_ROUND, "packing_format": "auto_round:auto_gptq", "extra_config": {"model.layers.1.mlp": {"bits": 16}}},
+        plain=IGNORED,
+    ),
+    "auto-round-awq": Layout(awq(128), {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}),
     "compressed-int4-channel": Layout(
         packed_int4(-1, True), compressed(int4("channel", None, True), None, "pack-quantized"), plain=IGNORED
     ),

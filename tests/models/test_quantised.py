@@ -13,7 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.harness import Session, load, whole
 from tests.models.make import make_checkpoint
-from tests.models.quantised import LAYOUTS, by_token_and_group, fp8_blocks, quantise, reference
+from tests.models.quantised import (
+    LAYOUTS,
+    by_token_and_group,
+    float4,
+    fp8_blocks,
+    int8,
+    quantise,
+    reference,
+)
 from unisono import LLM, SamplingParams
 from unisono.config import catalog
 from unisono.layers.formats.base import Share
@@ -53,8 +61,10 @@ def test_logits_are_those_of_the_dequantised_weights(name: str, plain: Path, tmp
     values = quantise(plain, tmp_path / "model", layout)
     want = reference(plain, values, layout.activations, PROMPT)
     (got,) = whole(load(tmp_path / "model"), [PROMPT])
-    assert error(got, want) < (4e-3 if "fp8" in name else 1e-5)
-    assert error(reference(plain, {}, layout.activations, PROMPT), want) > 2e-2, "quantising changed nothing"
+    assert error(got, want) < (4e-3 if "fp8" in name or "-a8" in name else 1e-5)
+    assert error(reference(plain, {}, layout.activations, PROMPT), want) > (
+        5e-3 if "int8" in name or "8-bits" in name else 2e-2
+    )
 
 
 @pytest.mark.parametrize("online", [False, True])
@@ -72,7 +82,10 @@ def load_online(directory: Path) -> Any:
     return load(directory, quantization="fp8")
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "compressed-fp8-channel", "gptq-asymmetric"])
+@pytest.mark.parametrize(
+    "name",
+    ["fp8-blocks", "compressed-fp8-channel", "gptq-asymmetric", "compressed-nvfp4", "compressed-int8-a8-shifted"],
+)
 def test_rows_do_not_depend_on_the_pass(name: str, plain: Path, tmp_path: Path) -> None:
     """One pass, uneven chunks and rounds give the same bits."""
     quantise(plain, tmp_path / "model", LAYOUTS[name])
@@ -90,7 +103,9 @@ def answers(path: Path, prompts: list[str], **flags: Any) -> list[list[int]]:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "awq", "online"])
+@pytest.mark.parametrize(
+    "name", ["fp8-blocks", "awq", "compressed-nvfp4", "compressed-int8-a8", "gptq-8-bits", "online"]
+)
 def test_the_text_depends_on_the_weights_alone(name: str, plain: Path, tmp_path: Path) -> None:
     path, flags = plain, {"quantization": "fp8"}
     if name in LAYOUTS:
@@ -114,7 +129,9 @@ def test_explain_says_what_is_quantised(plain: Path) -> None:
     assert info["settings"]["quantization"] == "fp8"
 
 
-@pytest.mark.parametrize("name", ["fp8-static", "awq", "compressed-int4-asymmetric"])
+@pytest.mark.parametrize(
+    "name", ["fp8-static", "awq", "compressed-int4-asymmetric", "modelopt-nvfp4", "compressed-int8-a8-static"]
+)
 def test_dummy_weights(name: str, plain: Path, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "model", LAYOUTS[name])
     (tmp_path / "model/model.safetensors").unlink()
@@ -135,7 +152,7 @@ REFUSED = {
     "another block": ("fp8-blocks", {"weight_block_size": [64, 128]}, "weight_block_size=[64, 128]"),
     "fixed scales of blocks": ("fp8-blocks", {"activation_scheme": "static"}, "activation_scheme='static'"),
     "e5m2": ("fp8-blocks", {"fmt": "e5m2"}, "fmt='e5m2'"),
-    "powers of two": ("fp8-blocks", {"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0'"),
+    "another form of scales": ("fp8-blocks", {"scale_fmt": "e4m3"}, "scale_fmt='e4m3'"),
     "three bits": ("awq", {"bits": 3}, "bits=3"),
     "gemv": ("awq", {"version": "gemv"}, "version='gemv'"),
     "a group of 16": ("awq", {"group_size": 16}, "group_size=16"),
@@ -147,10 +164,22 @@ REFUSED = {
         "'type': 'int'",
     ),
     "weights alone": ("compressed-fp8-channel", {"config_groups": {"g": GROUP | {"input_activations": None}}}, "None"),
-    "nvfp4": ("compressed-fp8-channel", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
-    "a cache": ("compressed-fp8-channel", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    "groups of 32 in NVFP4": (
+        "compressed-nvfp4",
+        {"config_groups": {"g": {"weights": float4(group_size=32), "targets": ["Linear"]}}},
+        "('tensor_group', 32)",
+    ),
+    "a fixed zero point": (
+        "compressed-int8-a8",
+        {"config_groups": {"g": {"weights": int8("channel"), "input_activations": int8("tensor", symmetric=False)}}},
+        "{'dynamic': False, 'symmetric': False}",
+    ),
+    "another algorithm": ("modelopt-fp8", {"quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
+    "no bound": ("fbgemm-fp8", {"activation_scale_ub": None}, "activation_scale_ub=None"),
+    "mixed bits": ("auto-round-awq", {"extra_config": {"lm_head": {"bits": 8}}}, "extra_config['lm_head']"),
     "hqq": ("awq", {"quant_method": "hqq"}, "quant_method='hqq'"),
-    "bitsandbytes": ("awq", {"quant_method": "bitsandbytes"}, "awq, compressed-tensors, fp8, gptq"),
+    "torchao": ("awq", {"quant_method": "torchao"}, "in compressed-tensors."),
+    "bitsandbytes": ("awq", {"quant_method": "bitsandbytes"}, "--quantization fp8"),
 }
 
 
@@ -162,6 +191,47 @@ def test_what_is_not_supported_is_refused_by_name(name: str, plain: Path, tmp_pa
         Checkpoint.open(edit(tmp_path / "model", **changes))
     assert named in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["modelopt-fp8", "modelopt-nvfp4"])
+def test_modelopts_side_file_is_read(name: str, plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "model", LAYOUTS[name])
+    (want,) = whole(load(tmp_path / "model"), [PROMPT])
+    file = tmp_path / "model/config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]
+    file.write_text(json.dumps(config))
+    side = {"producer": {"name": "modelopt"}, "quantization": {**LAYOUTS[name].config, "quant_method": None}}
+    (tmp_path / "model/hf_quant_config.json").write_text(json.dumps(side))
+    (got,) = whole(load(tmp_path / "model"), [PROMPT])
+    assert torch.equal(got, want)
+
+
+def test_scales_of_a_cache_are_noted_and_not_used(plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "model", LAYOUTS["compressed-fp8-channel"])
+    (want,) = whole(load(tmp_path / "model"), [PROMPT])
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    for layer in range(2):
+        for name in ("k_scale", "v_scale", "k_proj.k_scale", "v_proj.output_scale"):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([0.5])
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    edit(tmp_path / "model", kv_cache_scheme={"num_bits": 8, "type": "float"})
+    (got,) = whole(load(tmp_path / "model"), [PROMPT])
+    assert torch.equal(got, want)
+    assert "scales of a KV cache are not used" in Checkpoint.open(tmp_path / "model").quantization.decision()[1]
+
+
+@pytest.mark.parametrize(("kind", "value"), [("weight_scale", float("nan")), ("weight_global_scale", 0.0)])
+def test_numbers_that_are_none_are_refused(kind: str, value: float, plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "model", LAYOUTS["compressed-nvfp4"])
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    name = next(name for name in tensors if name.endswith(kind))
+    changed = tensors[name].float()
+    changed.view(-1)[0] = value
+    tensors[name] = changed.to(tensors[name].dtype)
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    with pytest.raises(CheckpointError, match="NVFP4"):
+        load(tmp_path / "model")
 
 
 def test_activation_order_is_refused(plain: Path, tmp_path: Path) -> None:
@@ -180,7 +250,7 @@ def test_the_flag_and_the_checkpoint_agree(plain: Path, tmp_path: Path) -> None:
     for path, asked, named in (
         (tmp_path / "model", "fp8", "'awq'"),
         (plain, "gptq", "--quantization fp8"),
-        (plain, "int3", "awq, compressed-tensors, fp8, gptq"),
+        (plain, "int3", "auto-round, awq, compressed-tensors, fbgemm_fp8, fp8, gptq"),
     ):
         with pytest.raises(ConfigError) as caught:
             Checkpoint.open(path, asked)

@@ -30,6 +30,7 @@ SIZES = {
 }
 PROMPT = [7 * i % 251 for i in range(40)]
 NAMES = ["fp8-blocks", "compressed-fp8-channel", "compressed-fp8-blocks", "awq", "gptq-asymmetric", "compressed-int4"]
+NAMES += ["compressed-nvfp4", "modelopt-nvfp4"]
 
 
 class Experts(nn.Module):

@@ -123,11 +123,19 @@ def explain(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Start no engine and download no weights: support, decisions, memory.")
     ] = False,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="With --dry-run: plan for a GPU of this memory, such as 24GiB.")
+    ] = None,
+    device_capability: Annotated[
+        str | None, typer.Option(metavar="X.Y", help="With --device-memory: its compute capability. Default: 9.0.")
+    ] = None,
 ) -> None:
     """Start the engine; print its decisions with their reasons, and the passes that replay graphs."""
     if dry_run:
-        _explain_without_engine(path, flags, as_json)
+        _explain_without_engine(path, flags, as_json, device_memory, device_capability)
         return
+    if device_memory or device_capability:
+        raise ConfigError("--device-memory and --device-capability plan for another GPU: add --dry-run.")
     with _load(path, flags) as llm:
         info = llm.engine.info()
     if as_json:
@@ -136,13 +144,16 @@ def explain(
     print_tables(info)
 
 
-def _explain_without_engine(path: str, flags: dict[str, Any], as_json: bool) -> None:
+def _explain_without_engine(
+    path: str, flags: dict[str, Any], as_json: bool, memory: str | None, capability: str | None
+) -> None:
     """Print the decisions and the memory of an engine, as far as the model's files tell."""
     from unisono.config import EngineConfig
     from unisono.config.preflight.model import find_model, remote_bytes
-    from unisono.engine.startup.dry_run import dry_run, rows
+    from unisono.engine.startup.dry_run import card, dry_run, rows
 
-    info = dry_run(EngineConfig(path, **flags), find_model(path, weights=False), remote_bytes(path))
+    hardware = card(memory, capability, flags["device"])
+    info = dry_run(EngineConfig(path, **flags), find_model(path, weights=False), remote_bytes(path), hardware)
     if as_json:
         print(json.dumps(info, indent=2))
     else:

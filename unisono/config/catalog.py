@@ -2,7 +2,7 @@
 
 Entries are strings, so that reading the catalog imports nothing; :meth:`Registry.load` imports the one entry that is
 used. Nothing registers itself at import time. Where a kind is open to other packages, the entry points that they
-declare are added. Imports types, checkpoint_files and hub only; any module may import it.
+declare are added. Imports types, checkpoint_files, gguf and hub only; any module may import it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 from unisono.config import hub
 from unisono.config.checkpoint_files import ADAPTER_CONFIG, CONFIG, names_in, no_config, not_a_directory, read_object
 from unisono.config.decoder_table import ROWS
+from unisono.config.gguf.directory import described
+from unisono.config.gguf.header import is_gguf
 from unisono.config.preflight.families import HEADLESS
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig, UnisonoError
 
@@ -109,10 +111,13 @@ models = Registry(
 formats = Registry(
     "weight format",
     {
+        "auto-round": "unisono.layers.formats.int4:read_auto_round",
         "awq": "unisono.layers.formats.int4:read_awq",
         "compressed-tensors": "unisono.layers.formats.compressed_tensors:read",
+        "fbgemm_fp8": "unisono.layers.formats.fp8:read_fbgemm",
         "fp8": "unisono.layers.formats.fp8:read",
-        "gptq": "unisono.layers.formats.int4:read_gptq",
+        "gptq": "unisono.layers.formats.gptq:read",
+        "modelopt": "unisono.layers.formats.modelopt:read",
         "mxfp4": "unisono.layers.formats.mxfp4:read",
     },
     error=CheckpointError,
@@ -206,18 +211,20 @@ def bundled_path(name: str) -> Path:
 
 
 def resolve_name(path: str | Path, check: Callable[[Path], object] | None = None) -> Path:
-    """Resolve a PATH of the user: a bundled name, a directory, or the id of a checkpoint on the Hugging Face Hub.
+    """Resolve a PATH of the user: a bundled name, a directory, a GGUF file, or the id of a checkpoint on the Hugging
+    Face Hub.
 
     A bundled name wins over a directory of the same name (write ``./tiny`` for the directory), and a directory over an
     id. A checkpoint of the Hub is downloaded unless the cache has it; ``check`` is called with the directory as soon as
-    it has config.json, before anything else is downloaded. Raises CheckpointError.
+    it has config.json, before anything else is downloaded. A GGUF file is described by a directory in the cache. Raises
+    CheckpointError.
     """
     if isinstance(path, str) and path in bundled:
         return bundled[path]
     local = Path(path).expanduser()
     if isinstance(path, str) and hub.is_id(path) and not local.exists():
         return hub.fetch(path, check)
-    return local
+    return described(local) if is_gguf(local) else local
 
 
 def find_directory(path: str | Path, check: Callable[[Path], object] | None = None) -> Path:

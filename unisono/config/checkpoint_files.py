@@ -53,8 +53,10 @@ LFS = b"version https://git-lfs"
 SHOWN = 4
 """File names that a message lists."""
 
+GGUF = ".gguf"
+"""Suffix of llama.cpp's files, one of which is a whole model."""
+
 OTHER_FORMATS = {
-    ".gguf": "GGUF (llama.cpp)",
     ".ggml": "GGML (llama.cpp)",
     ".onnx": "ONNX",
     ".h5": "TensorFlow",
@@ -136,7 +138,7 @@ def no_config(names: Collection[str], adapter: Any = None) -> str:
     if inner:
         return f"{plain}: {CONFIG} is in its folder {inner[0]}; give that"
     if others := _other_formats(names):
-        return f"{plain}: it holds {others}, which is not read: {_ORIGINAL}"
+        return f"{plain}: it holds {others}"
     if any(name.endswith((".safetensors", *PICKLES)) for name in names):
         return f"{plain}: it holds weights alone; download the files beside them too"
     return plain
@@ -165,7 +167,7 @@ def no_weights(names: Collection[str]) -> str:
     """The reason why there are no weights to read, as the end of a sentence that names WEIGHTS and INDEX."""
     top = sorted(name for name in names if "/" not in name)
     if others := _other_formats(top):
-        return f"; it holds {others}, which is not read: {_ORIGINAL}"
+        return f"; it holds {others}"
     pickles = [name for name in top if name.endswith(PICKLES)]
     if pickles:
         return (
@@ -181,11 +183,13 @@ def no_weights(names: Collection[str]) -> str:
     return "; for random weights use --load-format dummy"
 
 
-def _other_formats(names: Iterable[str]) -> str:
-    """Files in unsupported weight formats, with the format's name; empty if there are none."""
+def _other_formats(names: Collection[str]) -> str:
+    """Files in other weight formats, with the format's name and the way out; empty if there are none."""
+    if found := sorted(name for name in names if name.lower().endswith(GGUF)):
+        return f"GGUF files ({_listed(found)}): download one, if it is not here, and give the file itself as the model"
     for suffix, kind in OTHER_FORMATS.items():
         if found := sorted(name for name in names if name.lower().endswith(suffix)):
-            return f"{kind} files ({_listed(found)})"
+            return f"{kind} files ({_listed(found)}), which is not read: {_ORIGINAL}"
     return ""
 
 

@@ -220,7 +220,9 @@ class Linear(nn.Module):
             yield f"{projection}.{kind}" if projection else kind, place
 
     def _made(self, parameter: nn.Parameter, stored: StoredTensor) -> nn.Parameter:
-        """The parameter, marked with its part of the whole tensor."""
+        """The parameter, marked with its part of the whole tensor and the range of its dummy values."""
+        if stored.drawn is not None:
+            parameter.drawn = stored.drawn  # type: ignore[attr-defined]
         if self.input_share != WHOLE and stored.inputs:
             columns = stored.columns(self.input_share.runs(self.inputs))
             parameter.part_of = PartOf(stored.shape(self.outputs, self.inputs), 1, columns)  # type: ignore[attr-defined]

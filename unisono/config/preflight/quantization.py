@@ -7,31 +7,13 @@ early check and the loader refuse the same configs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unisono.config.checkpoint_files import CONFIG, MODELOPT_CONFIG, OLD_GPTQ_CONFIG, read_object
+from unisono.config.preflight.compressed import check_compressed
+from unisono.config.preflight.quantization_rules import BLOCK, INT_GROUPS, require
 from unisono.types import CheckpointError, ConfigError
-
-BLOCK = 128
-"""Side of a square block of fp8 weights with one scale: 128 outputs by 128 inputs."""
-
-INT4_GROUPS = (32, 64, 128, -1)
-"""Group sizes of 4-bit weights: inputs with one scale; -1: all inputs."""
-
-
-def require(method: str, config: Mapping[str, Any], rules: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise CheckpointError unless each field of a quantization_config has one of its supported values.
-
-    rules: supported values by field; the first one is the meaning of an absent field.
-    """
-    for name, supported in rules.items():
-        value = config.get(name, supported[0])
-        if value not in supported:
-            ways = " or ".join(repr(each) for each in supported)
-            raise CheckpointError(f"quant_method {method!r} with {name}={value!r}: supported is {ways}.")
-
 
 # ---- methods ----------------------------------------------------------------------------------------
 
@@ -39,7 +21,11 @@ def require(method: str, config: Mapping[str, Any], rules: Mapping[str, tuple[An
 def check_fp8(config: Mapping[str, Any]) -> None:
     """Check quant_method "fp8": e4m3 with blocks of 128 x 128, or one scale per projection."""
     block = config.get("weight_block_size")
-    require("fp8", config, {"fmt": ("e4m3", "float8_e4m3fn"), "scale_fmt": ("float", None), "expert_dtype": ("fp8",)})
+    require(
+        "fp8",
+        config,
+        {"fmt": ("e4m3", "float8_e4m3fn"), "scale_fmt": ("float", None, "ue8m0"), "expert_dtype": ("fp8",)},
+    )
     require("fp8", config, {"weight_block_size": (None, [BLOCK, BLOCK]), "modules_to_convert": (None, [])})
     require("fp8", config, {"activation_scheme": ("dynamic",) if block else ("dynamic", "static")})
 
@@ -47,112 +33,56 @@ def check_fp8(config: Mapping[str, Any]) -> None:
 def check_awq(config: Mapping[str, Any]) -> None:
     """Check quant_method "awq": 4 bits, the gemm version, with zeros."""
     require("awq", config, {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)})
-    require("awq", config, {"group_size": (128, *INT4_GROUPS)})
+    require("awq", config, {"group_size": (128, *INT_GROUPS)})
 
 
 def check_gptq(config: Mapping[str, Any]) -> None:
-    """Check quant_method "gptq": 4 bits without activation order; of dynamic rules only those that exclude modules."""
+    """Check quant_method "gptq": 4 or 8 bits without activation order; of dynamic rules those that exclude modules."""
     versions = ("gptq", "gptq_v2")
-    require("gptq", config, {"bits": (4,), "desc_act": (False,), "checkpoint_format": versions, "lm_head": (False,)})
-    require("gptq", config, {"group_size": (128, *INT4_GROUPS)})
+    require("gptq", config, {"bits": (4, 8), "desc_act": (False,), "checkpoint_format": versions, "lm_head": (False,)})
+    require("gptq", config, {"group_size": (128, *INT_GROUPS)})
     own = [rule for rule in config.get("dynamic") or () if not rule.startswith("-:")]
     if own:
         raise CheckpointError(f"quant_method 'gptq' with dynamic={own[0]!r}: supported are rules that begin with '-:'.")
 
 
-SUPPORTED = (
-    "Supported are float weights of 8 bits (strategy tensor, channel or block [128, 128]) with float activations of 8 "
-    "bits, and int weights of 4 bits (strategy group of 32, 64 or 128, or channel) without activations."
-)
-
-COMPRESSED_FORMATS = (None, "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
-"""Values of compressed-tensors' ``format``. It repeats what the schemes state about storage."""
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """Weight and activation formats of a group of modules in compressed-tensors.
-
-    kind: "fp8 block", "fp8 row" or "int4". by_projection: one scale for all outputs of a projection. static: activation
-    scales are in the checkpoint. group: inputs that share a scale of int4 weights. symmetric: int4 without zeros.
-    """
-
-    kind: str
-    by_projection: bool = False
-    static: bool = False
-    group: int = -1
-    symmetric: bool = True
+def check_modelopt(config: Mapping[str, Any]) -> None:
+    """Check quant_method "modelopt": fp8 by projection or output, or NVFP4 by groups of 16."""
+    algorithms = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")
+    require("modelopt", {"quant_algo": None, **config}, {"quant_algo": algorithms})
+    if config["quant_algo"] == "NVFP4":
+        require("modelopt", config, {"group_size": (16,)})
+    require("modelopt", config, {"has_zero_point": (None, False), "pre_quant_scale": (None, False)})
 
 
-def check_compressed(config: Mapping[str, Any]) -> None:
-    """Check quant_method "compressed-tensors": every group has a supported scheme."""
-    compressed_schemes(config)
+def check_fbgemm(config: Mapping[str, Any]) -> None:
+    """Check quant_method "fbgemm_fp8": a bound of activations above 0."""
+    bound = config.get("activation_scale_ub")
+    if not isinstance(bound, (int, float)) or isinstance(bound, bool) or not bound > 0:
+        raise CheckpointError(f"quant_method 'fbgemm_fp8' with activation_scale_ub={bound!r}: it must be above 0.")
 
 
-def compressed_schemes(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Scheme]]:
-    """(targets, scheme) of each group of compressed-tensors. Raises CheckpointError."""
-    if config.get("format") not in COMPRESSED_FORMATS:
-        raise _refusal("format", config["format"])
-    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        if config.get(name):
-            raise _refusal(name, config[name])
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise _refusal("config_groups", groups)
-    return [(tuple(group.get("targets") or ()), _scheme(group)) for group in groups.values()]
-
-
-def _refusal(name: str, value: object) -> CheckpointError:
-    return CheckpointError(f"compressed-tensors with {name}={value!r} is not supported. {SUPPORTED}")
-
-
-def _scheme(group: Mapping[str, Any]) -> Scheme:
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
-    if group.get("output_activations"):
-        raise _refusal("output_activations", group["output_activations"])
-    kind = weights.get("type", "int"), weights.get("num_bits", 8)
-    if kind == ("float", 8):
-        return _fp8_scheme(weights, inputs)
-    if kind == ("int", 4) and not inputs:
-        return _int4_scheme(weights)
-    of_weights, of_inputs = ({n: (args or {}).get(n) for n in ("type", "num_bits")} for args in (weights, inputs))
-    raise _refusal("weights and input_activations", (of_weights, of_inputs))
-
-
-def _fp8_scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Scheme:
-    if not inputs or (inputs.get("type"), inputs.get("num_bits")) != ("float", 8) or not weights.get("symmetric", True):
-        raise _refusal("input_activations", inputs)
-    strategy, dynamic = weights.get("strategy"), inputs.get("dynamic", False)
-    of_inputs = inputs.get("strategy")
-    if strategy == "block":
-        block, columns = weights.get("block_structure"), inputs.get("group_size")
-        if list(block or ()) != [BLOCK, BLOCK] or dynamic is not True or (of_inputs, columns) != ("group", BLOCK):
-            raise _refusal("block_structure and input_activations", (block, of_inputs, columns))
-        return Scheme("fp8 block")
-    if strategy not in ("tensor", "channel"):
-        raise _refusal("strategy", strategy)
-    if dynamic is True and of_inputs == "token":
-        return Scheme("fp8 row", strategy == "tensor")
-    if dynamic is False and of_inputs == "tensor":
-        return Scheme("fp8 row", strategy == "tensor", static=True)
-    raise _refusal("input_activations", {"strategy": of_inputs, "dynamic": dynamic})
-
-
-def _int4_scheme(weights: Mapping[str, Any]) -> Scheme:
-    strategy, group = weights.get("strategy"), weights.get("group_size")
-    group = -1 if strategy == "channel" else group
-    if strategy not in ("group", "channel") or group not in INT4_GROUPS:
-        raise _refusal("strategy and group_size", (strategy, weights.get("group_size")))
-    if weights.get("actorder") in ("group", "dynamic", True):
-        raise _refusal("actorder", weights["actorder"])
-    return Scheme("int4", group=int(group), symmetric=weights.get("symmetric", True))
+def check_auto_round(config: Mapping[str, Any]) -> None:
+    """Check quant_method "auto-round": the packings of GPTQ and AWQ with 4 bits; modules with own bits stay plain."""
+    packings = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_gptq", "auto_awq")
+    require("auto-round", {"packing_format": None, **config}, {"packing_format": packings, "bits": (4,)})
+    require("auto-round", config, {"data_type": ("int",), "group_size": (128, *INT_GROUPS)})
+    require("auto-round", config, {"act_bits": (16, None)})
+    for module, own in (config.get("extra_config") or {}).items():
+        if own.get("bits", 16) < 16:
+            raise CheckpointError(
+                f"quant_method 'auto-round' with extra_config[{module!r}]={own!r}: supported is bits=16."
+            )
 
 
 CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+    "auto-round": check_auto_round,
     "awq": check_awq,
     "compressed-tensors": check_compressed,
+    "fbgemm_fp8": check_fbgemm,
     "fp8": check_fp8,
     "gptq": check_gptq,
+    "modelopt": check_modelopt,
 }
 """By quant_method; a method of the catalog without an entry has no rules."""
 
@@ -166,6 +96,30 @@ def quantization_config(raw: Mapping[str, Any]) -> Any:
     return raw.get("quantization_config") or raw.get("compression_config") or inner
 
 
+def stored_quantization(raw: Mapping[str, Any], directory: Path) -> Any:
+    """:func:`quantization_config`, or that of ModelOpt's side file in the same form."""
+    found = quantization_config(raw)
+    if not found and (directory / MODELOPT_CONFIG).is_file():
+        side = read_object(directory / MODELOPT_CONFIG)
+        inner = side.get("quantization") if isinstance(side, dict) else None
+        if isinstance(inner, dict) and inner.get("quant_algo"):
+            return {**inner, "quant_method": "modelopt"}
+    return found
+
+
+WAYS_OUT = {
+    "bitsandbytes": "its weights are quantised anew at each load: give the unquantised checkpoint, with --quantization "
+    "fp8 to take half the memory",
+    "torchao": "it stores tensors as Python objects: give the unquantised checkpoint, or one in compressed-tensors",
+    "hqq": "give the unquantised checkpoint, or one in GPTQ, AWQ or compressed-tensors",
+    "quanto": "give the unquantised checkpoint, or one in compressed-tensors",
+    "aqlm": "give the unquantised checkpoint, or one in GPTQ, AWQ or compressed-tensors",
+    "eetq": "give the unquantised checkpoint, or one in compressed-tensors with int8 weights",
+    "quark": "give the unquantised checkpoint, or one in compressed-tensors or ModelOpt",
+}
+"""Advice for known methods that are not read."""
+
+
 def quantization_method(
     raw: Mapping[str, Any], directory: Path, flag: str | None, methods: tuple[str, ...], online: tuple[str, ...]
 ) -> str | None:
@@ -175,7 +129,7 @@ def quantization_method(
     checkpoint while loading. Raises CheckpointError for a quantization that is not supported, ConfigError for a flag
     that the checkpoint contradicts.
     """
-    config = quantization_config(raw)
+    config = stored_quantization(raw, directory)
     if flag is not None and flag not in methods:
         raise ConfigError(f"--quantization {flag!r} is unknown; choose one of {', '.join(methods)}.")
     if not config:
@@ -197,7 +151,7 @@ def quantization_method(
     if method not in methods:
         raise CheckpointError(
             f"{directory} is quantised (quant_method={method!r}), which is not supported: weights are read in "
-            f"{_READ}{', '.join(methods)}. Give the unquantised checkpoint."
+            f"{_READ}{', '.join(methods)}. {_sentence(WAYS_OUT.get(str(method), 'give the unquantised checkpoint'))}"
         )
     try:
         if (check := CHECKS.get(method)) is not None and isinstance(config, dict):
@@ -207,6 +161,10 @@ def quantization_method(
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # other tools write other types
         raise CheckpointError(f"{directory / CONFIG}: quantization_config: {error!r}.") from None
     return str(method)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 _READ = "bfloat16, float16, float32 and "

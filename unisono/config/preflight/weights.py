@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.checkpoint_files import INDEX, LFS, WEIGHTS, names_in, no_weights, weight_map
+from unisono.config.gguf.directory import source as gguf_source
+from unisono.config.gguf.header import read_gguf
 from unisono.config.untrusted_files import inside, read_json
 from unisono.types import CheckpointError
 
@@ -48,6 +50,8 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
 
 def check_weights(directory: Path) -> int:
     """Compare each weight file's size with its header; returns the bytes of all tensors. Raises CheckpointError."""
+    if (file := gguf_source(directory)) is not None:
+        return sum(tensor.nbytes for tensor in read_gguf(file).tensors.values())
     return sum(check_header(file) for file in weight_files(directory)[0])
 
 

@@ -6,6 +6,7 @@ read and no pass runs. Values that only a start measures (activations, graphs, p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, catalog, resolve
+from unisono.config.gguf.directory import source as gguf_source
+from unisono.config.preflight.weights import check_weights
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.from_checkpoint import carried_bytes
 from unisono.engine.scheduling.default_drafts import with_default_drafts
@@ -29,6 +32,11 @@ from unisono.models.vision.tower import make_tower
 from unisono.types import ConfigError
 
 GIB = 1 << 30
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
+CAPABILITY = re.compile(r"(\d+)\.(\d)")
+LEAST_CAPABILITY = 8, 0
+"""Compute capability from which bfloat16 products exist."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,43 @@ class StateBytes:
         return cls(pages // PAGE_SIZE, slots + recurrent)
 
 
-def dry_run(config: EngineConfig, directory: Path, weight_bytes: int | None = None) -> dict[str, Any]:
+def card(memory: str | None, capability: str | None, device: str = "auto") -> Hardware | None:
+    """A GPU that need not be here, to plan for; None: the machine's own.
+
+    memory: such as "24GiB" or "24GB". capability: such as "8.9", by default 9.0. device: ``--device``. Raises
+    ConfigError.
+    """
+    if memory is None:
+        if capability is not None:
+            raise ConfigError("--device-capability is of the GPU of --device-memory: give both.")
+        return None
+    size = SIZE.fullmatch(memory.strip())
+    number = CAPABILITY.fullmatch(capability or "9.0")
+    if size is None or number is None:
+        flag = f"--device-memory {memory!r}" if size is None else f"--device-capability {capability!r}"
+        raise ConfigError(f"{flag} is not valid: write --device-memory 24GiB --device-capability 8.9.")
+    found = int(number[1]), int(number[2])
+    if found < LEAST_CAPABILITY:
+        raise ConfigError(f"--device-capability {capability}: kernels need a GPU of compute capability 8.0 or later.")
+    if device == "cpu":
+        raise ConfigError("--device cpu: --device-memory plans for a GPU; leave one of them out.")
+    total = int(float(size[1]) * (GIB if size[2].lower() == "gib" else 10**9))
+    name = f"a GPU of {memory.strip()}, compute capability {number[0]}"
+    return Hardware(torch.device("cuda", 0), name, total, None, found)
+
+
+def dry_run(
+    config: EngineConfig, directory: Path, weight_bytes: int | None = None, hardware: Hardware | None = None
+) -> dict[str, Any]:
     """Return the decisions and the memory of an engine with these flags, as JSON-ready data.
 
     directory: the model's, as ``preflight`` found it. weight_bytes: size of the weight files on a hub, if they are not
-    downloaded; None: read them in ``directory``. Raises CheckpointError and ConfigError as a start would, as far as
-    files tell.
+    downloaded; None: read them in ``directory``. hardware: the GPU to plan for; None: that of ``--device``. Raises
+    CheckpointError and ConfigError as a start would, as far as files tell.
     """
+    hardware = hardware or Hardware.detect(config.device)
     checkpoint = Checkpoint.open(directory, config.quantization, config.hf_overrides)
-    resolved = resolve(config, Hardware.detect(config.device), checkpoint)
+    resolved = resolve(config, hardware, checkpoint)
     here = weight_bytes is None and config.load_format != "dummy"
     if here:
         resolved = with_default_drafts(resolved, checkpoint)
@@ -79,7 +115,7 @@ def dry_run(config: EngineConfig, directory: Path, weight_bytes: int | None = No
             "drafter": _drafter(resolved) if here or spec is not None else "known once the weights are here",
             "files": weight_bytes if weight_bytes is not None else _file_bytes(directory) if here else 0,
         },
-        "memory": _memory(resolved, weights, drafter, state),
+        "memory": _memory(resolved, weights, drafter, state, hardware.total_bytes),
         "decisions": resolved.explain()["decisions"],
     }
 
@@ -144,14 +180,16 @@ def _drafter_bytes(config: ResolvedConfig, checkpoint: Checkpoint) -> int:
 
 
 def _file_bytes(directory: Path) -> int:
-    """Bytes of all tensors in a directory; 0 without safetensors."""
+    """Bytes of all tensors in a directory as they are stored; 0 without weights."""
+    if gguf_source(directory) is not None:
+        return check_weights(directory)
     if not any(directory.glob("*.safetensors")):
         return 0
     return sum(map(nbytes, read_tensors(directory).values()))
 
 
-def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateBytes) -> dict[str, Any]:
-    """Return the bytes of each part on one device, and the tokens of context that fit in the rest."""
+def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateBytes, device_bytes: int) -> dict[str, Any]:
+    """Return the bytes of each part on a device of ``device_bytes``, and the tokens of context that fit in the rest."""
     requested = config.requested
     found: dict[str, Any] = {
         "weights": weights,
@@ -165,7 +203,7 @@ def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateByte
     if config.device.type == "cpu":
         total, left, why = None, CPU_KV_BYTES, f"at most {CPU_KV_BYTES >> 20} MiB of KV cache on a CPU"
     else:
-        total = torch.cuda.get_device_properties(config.device).total_memory
+        total = device_bytes
         held = weights + drafter + found["states"] + GPU_SLACK
         left = int(requested.gpu_memory_utilization * total) - held
         why = "before activations and graphs, which a start measures"

@@ -1,4 +1,4 @@
-"""Stacks of experts in fp8, 4 bits and MXFP4: each weight is stored as in a linear layer, and applied by a plan."""
+"""Stacks of experts in fp8, 4 bits, MXFP4 and NVFP4: stored as in a linear layer, and applied by a plan."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from unisono.kernels.moe.fp8 import (
 from unisono.kernels.moe.gluon import TILE_PAIRS
 from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
 from unisono.kernels.moe.mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
+from unisono.kernels.moe.nvfp4 import expert_nvfp4_down, expert_nvfp4_gate_up
 from unisono.kernels.moe.plan import ExpertPlan
 from unisono.layers.activations import InputFormat, Operand
 from unisono.layers.formats.base import WHOLE, StoredTensor
@@ -50,6 +51,12 @@ class Int4Weights(Weights, Protocol):
 class MXFP4Weights(Weights, Protocol):
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight and scales, from the parameters of a stack."""
+        ...
+
+
+class NVFP4Weights(Weights, Protocol):
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weight, scales and multipliers, from the parameters of a layer or of a stack."""
         ...
 
 
@@ -142,3 +149,20 @@ class MXFP4Experts(_Stacks):
 
     def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         return expert_mxfp4_down(h, *self.weights.operands(stack), plan, stack.bias)
+
+
+@dataclass(frozen=True)
+class NVFP4Experts(_Stacks):
+    """Packed stacks with an e4m3 scale per 16 inputs and a multiplier per output."""
+
+    weights: NVFP4Weights
+    gelu = True
+
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
+        return packed_tile_rows(pairs, experts, stack.dtype)
+
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        return expert_nvfp4_gate_up(x, *self.weights.operands(stack), plan, stack.gate.gelu)
+
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        return expert_nvfp4_down(h, *self.weights.operands(stack), plan)

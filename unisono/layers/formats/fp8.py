@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from unisono.config.preflight.quantization import check_fp8
+from unisono.config.preflight.quantization import check_fbgemm, check_fp8
 from unisono.kernels import rms_norm
 from unisono.kernels.gemm.fp8 import fp8_linear, fp8_product, prove_fp8, rehearse_fp8
 from unisono.kernels.gemm.fp8_linear_norm import fp8_linear_norm
 from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST, Quantised, quantize
 from unisono.layers.activations import Activations, InputFormat, Operand
+from unisono.layers.activations import plain as plain_rows
 from unisono.layers.formats.base import FLOATS, ONE_VALUE, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import Fp8Experts
 from unisono.layers.formats.quantization_config import named
@@ -134,11 +135,11 @@ class BlockFp8(_Fp8):
     def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         return {
             "weight": STORED_E4M3,
-            self.scale_kind: StoredTensor(torch.float32, FLOATS, outputs=GROUP, inputs=GROUP),
+            self.scale_kind: StoredTensor(torch.float32, (*FLOATS, "F8_E8M0"), outputs=GROUP, inputs=GROUP),
         }
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor:
-        return stored
+        return stored.float() if stored.dtype is torch.float8_e8m0fnu else stored
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,30 @@ class RowFp8(_Fp8):
         return stored if kind == "weight" else stored.reshape(-1)
 
 
+@dataclass(frozen=True)
+class BoundedFp8(RowFp8):
+    """:class:`RowFp8` of fbgemm: activations are clamped to ``bound`` before they are quantised by row."""
+
+    name: str = "fp8 with scales of outputs, bounded activations"
+    bound: float = 1200.0
+
+    experts = None
+
+    def input_format(self, layer: LinearLayer) -> InputFormat | None:
+        """None: plain rows, to be clamped."""
+        return None
+
+    def linear(self, layer: LinearLayer, x: Operand, residual: torch.Tensor | None) -> torch.Tensor:
+        return super().linear(layer, plain_rows(x).clamp(-self.bound, self.bound), residual)
+
+    def linear_norm_fp8(
+        self, layer: LinearLayer, x: Operand, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+        input_format: InputFormat | None,
+    ) -> tuple[torch.Tensor, Activations]:  # fmt: skip
+        x = plain_rows(x).clamp(-self.bound, self.bound)
+        return super().linear_norm_fp8(layer, x, residual, weight, eps, input_format)
+
+
 ONLINE_FP8 = OnlineFp8()
 
 
@@ -216,4 +241,12 @@ def read(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
     scheme = config.get("activation_scheme", "dynamic")
     kept = (*(config.get("modules_to_not_convert") or ()), *(config.get("ignored_layers") or ()), "lm_head")
     quantised: WeightFormat = BlockFp8() if block else RowFp8(True, "input_scale" if scheme == "static" else None)
+    return lambda module: PLAIN if named(module, kept) else quantised
+
+
+def read_fbgemm(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
+    """Format of each module, from a ``quantization_config`` with quant_method "fbgemm_fp8". Raises CheckpointError."""
+    check_fbgemm(config)
+    kept = (*(config.get("modules_to_not_convert") or ()), "lm_head")
+    quantised = BoundedFp8(bound=float(config["activation_scale_ub"]))
     return lambda module: PLAIN if named(module, kept) else quantised

@@ -14,8 +14,8 @@ compressed-tensors     weight_packed [N, K / 8],   weight_zero_point [N / 8, G] 
                        inputs in order, plus 8     in order, plus 8; or none
 =====================  ==========================  =============================  =============================
 
-:func:`read_awq` and :func:`read_gptq` read ``quantization_config``; ``formats/compressed_tensors.py`` reads that of
-compressed-tensors. Shapes: N outputs, K inputs of a projection, G groups.
+:func:`read_awq` and :func:`read_auto_round` read ``quantization_config``, ``formats/gptq.py`` GPTQ's,
+``formats/compressed_tensors.py`` that of compressed-tensors. Shapes: N outputs, K inputs of a projection, G groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from unisono.config.preflight.quantization import check_awq, check_gptq
+from unisono.config.preflight.quantization import check_auto_round, check_awq
 from unisono.kernels import rms_norm
 from unisono.kernels.gemm.int4 import int4_linear, prove_int4, rehearse_int4
 from unisono.layers.formats.base import FLOATS, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
@@ -51,6 +51,16 @@ def unpacked(words: torch.Tensor, dim: int, order: tuple[int, ...] = IN_ORDER) -
     shifts = torch.tensor([4 * order.index(place) for place in IN_ORDER], dtype=torch.int32, device=words.device)
     numbers = (words.movedim(dim, -1).unsqueeze(-1) >> shifts) & 15
     return numbers.flatten(-2).to(torch.uint8).movedim(-1, dim)
+
+
+def check_order(groups: torch.Tensor, group: int) -> None:
+    """Raise CheckpointError unless the group of each input [K] is that of its place. group: inputs of one; -1: all."""
+    in_order = torch.arange(groups.numel(), device=groups.device) // (group if group > 0 else 2**31)
+    if not torch.equal(groups.long(), in_order):
+        raise CheckpointError(
+            "g_idx: the inputs are grouped in the order of their activations (desc_act), which is not supported. "
+            "Give a checkpoint that was quantised with desc_act=false."
+        )
 
 
 def packed_pairs(numbers: torch.Tensor) -> torch.Tensor:
@@ -140,18 +150,20 @@ class AWQ(Int4):
 class GPTQ(Int4):
     """GPTQ's format (Frantar and others, arXiv 2210.17323) without activation order.
 
-    zero_offset: added to stored zeros: 1 in version 1 of the format.
+    zero_offset: added to stored zeros: 1 in version 1 of the format. listed: the group of each input is stored.
     """
 
     name: str = "GPTQ, 4 bits"
     zero_offset: int = 1
+    listed: bool = True
 
     def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         weight = TensorLayout(lambda outputs, inputs: ((inputs // EACH, outputs),), dim=1)
         zeros = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs // EACH),), dim=1, packed=EACH)
         scales = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs),), dim=1)
         order = TensorLayout(lambda outputs, inputs: ((inputs,),))
-        return {**self._stored(weight, scales, zeros), "g_idx": StoredTensor(None, ("I32",), layout=order)}
+        found = self._stored(weight, scales, zeros)
+        return found | ({"g_idx": StoredTensor(None, ("I32",), layout=order)} if self.listed else {})
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
         if kind == "scales":
@@ -160,12 +172,7 @@ class GPTQ(Int4):
             return packed_pairs(unpacked(stored, 0).t())
         if kind == "qzeros":
             return unpacked(stored, 1).t() + self.zero_offset
-        in_order = torch.arange(stored.numel(), device=stored.device) // (self.group if self.group > 0 else 2**31)
-        if not torch.equal(stored.long(), in_order):
-            raise CheckpointError(
-                "g_idx: the inputs are grouped in the order of their activations (desc_act), which is not supported. "
-                "Give a checkpoint that was quantised with desc_act=false."
-            )
+        check_order(stored, self.group)
         return {}
 
 
@@ -210,22 +217,19 @@ def read_awq(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
     return lambda module: PLAIN if named(module, kept) else format
 
 
-def read_gptq(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
-    """Format of each module, from a ``quantization_config`` with quant_method "gptq". Raises CheckpointError.
+def read_auto_round(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
+    """Format of each module, from AutoRound's ``quantization_config``: its packings are AWQ's, or GPTQ's without g_idx.
 
-    ``modules_in_block_to_quantize`` lists the quantised modules of a layer; ``dynamic`` lists exceptions, as
-    expressions that begin with "-:".
+    Raises CheckpointError.
     """
-    check_gptq(config)
-    kept = ["lm_head", *(config.get("modules_to_not_convert") or ())]
-    kept += [rule.removeprefix("-:") for rule in config.get("dynamic") or ()]
-    listed = config.get("modules_in_block_to_quantize")
-    quantised = None if not listed else [n for names in listed for n in ([names] if isinstance(names, str) else names)]
-    offset = 1 if config.get("checkpoint_format", "gptq") == "gptq" else 0
-    format = GPTQ(config.get("group_size", 128), zero_offset=offset)
+    check_auto_round(config)
+    group = config.get("group_size", 128)
+    format: WeightFormat = AWQ(group) if config["packing_format"].endswith("awq") else GPTQ(group, listed=False)
+    kept = ("lm_head", *(config.get("extra_config") or ()))
+    blocks = config.get("block_name_to_quantize")
+    blocks = [each.strip() for each in blocks.split(",")] if isinstance(blocks, str) else blocks
 
     def choose(module: str) -> WeightFormat:
-        is_plain = named(module, kept) or (quantised is not None and not named(module, quantised))
-        return PLAIN if is_plain else format
+        return PLAIN if named(module, kept) or (blocks and not named(module, blocks)) else format
 
     return choose

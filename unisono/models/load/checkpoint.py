@@ -19,12 +19,14 @@ import torch
 from unisono.config import catalog
 from unisono.config.checkpoint_files import CONFIG, INDEX, names_in
 from unisono.config.checkpoint_files import WEIGHTS as WEIGHTS
+from unisono.config.gguf.directory import source as gguf_source
 from unisono.config.preflight.families import READ_AS
 from unisono.config.preflight.model import architecture_of, check_config
 from unisono.config.preflight.weights import weight_files
 from unisono.config.untrusted_files import check_directory, check_token_ids, check_values, read_json
 from unisono.layers.formats.base import PLAIN, WeightFormat
 from unisono.models.config import DecoderConfig, Family
+from unisono.models.load import gguf
 from unisono.models.load.build import plain
 from unisono.models.load.quantization import PLAIN_WEIGHTS, Quantization, find_quantization
 from unisono.models.load.stored_config import stored_config
@@ -132,6 +134,8 @@ def read_tensors(directory: Path) -> dict[str, TensorInfo]:
     Raises CheckpointError: no safetensors, a missing shard of the index, a file truncated or not safetensors, a tensor
     of the index that its shard lacks.
     """
+    if (file := gguf_source(directory)) is not None:
+        return gguf.read_tensors(file)
     files, weight_map = weight_files(directory)
     tensors: dict[str, TensorInfo] = {}
     for file in files:

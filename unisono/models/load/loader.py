@@ -22,6 +22,7 @@ from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
 from unisono.models.load.build import AttentionFactory, Builder, no_attention
 from unisono.models.load.checkpoint import Checkpoint
+from unisono.models.load.quantization import KV_SCALE
 from unisono.models.load.tensor_files import TensorInfo, read, tensor
 from unisono.models.load.update import WeightUpdate
 from unisono.models.load.weights import check, fill, places, tensor_name
@@ -314,6 +315,8 @@ def decoder_update(decoder: Decoder, checkpoint: Checkpoint) -> WeightUpdate:
     def unexpected(name: str) -> str | None:
         if name.startswith(unread) or (tied and name == head):
             return None
+        if checkpoint.quantization.method is not None and KV_SCALE.search(name):
+            return None  # noted by explain
         if ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in targets:
             return None  # held by another rank
         if checkpoint.quantization.method is not None and name.endswith(".bias") and not tensor(name, tensors).any():

@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config import catalog
-from unisono.config.preflight.quantization import quantization_config, quantization_method
+from unisono.config.preflight.quantization import quantization_method, stored_quantization
 from unisono.layers.formats.base import PLAIN, WeightFormat
 from unisono.models.load.build import plain
 from unisono.types import CheckpointError
+
+_OF_KV = r"(?:[qkv]|kv|prob|attn)_(?:output_)?(?:scale|zero_point)"
+KV_SCALE = re.compile(rf"\.self_attn\.(?:[qkv]_proj\.)?{_OF_KV}$|[kv]_proj\.output_scale$")
+"""Names of tensors with calibrated scales of attention and its KV cache."""
 
 ONLINE = re.compile(r"layers\.\d+\.(mixer|feed_forward)\.")
 """Modules, by path in the model, quantised while a plain checkpoint is loaded …"""
@@ -30,12 +34,14 @@ class Quantization:
 
     method: a name of ``catalog.formats``; None: plain.
     by_name: a module's format by its checkpoint name.
+    kv_scales: the checkpoint has calibrated scales of a KV cache, which are not used.
     online: format applied to weights while they are loaded; None: as in the checkpoint.
     """
 
     method: str | None = None
     by_name: Callable[[str], WeightFormat] = field(default=plain, repr=False)
     online: WeightFormat | None = None
+    kv_scales: bool = False
 
     def format(self, module: str, name: str) -> WeightFormat:
         """Format of the module with this path in the model and this checkpoint name."""
@@ -48,12 +54,18 @@ class Quantization:
         if self.method is None:
             return "plain", "the checkpoint is not quantised; --quantization fp8 quantises while loading"
         if self.online is None:
-            return self.method, "quantization_config of config.json"
+            kv = "; its scales of a KV cache are not used: --kv-cache-dtype fp8 computes one per token and head"
+            return self.method, f"quantization_config of the checkpoint{kv if self.kv_scales else ''}"
         stay = "embeddings, LM head, routers, norms and gates stay plain"
         return self.method, f"linear layers of mixers and feed-forwards are quantised while loading; {stay}"
 
 
 PLAIN_WEIGHTS = Quantization()
+
+
+def has_kv_scales(config: Mapping[str, Any]) -> bool:
+    """True if a quantization_config tells of scales of the KV cache."""
+    return bool(config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"))
 
 
 def find_quantization(raw: Mapping[str, Any], directory: Path, requested: str | None = None) -> Quantization:
@@ -69,7 +81,8 @@ def find_quantization(raw: Mapping[str, Any], directory: Path, requested: str | 
             if requested is None
             else Quantization(requested, online=catalog.online_formats.load(requested))
         )
+    config = stored_quantization(raw, directory)
     try:
-        return Quantization(method, catalog.formats.load(method)(quantization_config(raw)))
+        return Quantization(method, catalog.formats.load(method)(config), kv_scales=has_kv_scales(config))
     except CheckpointError as error:
         raise CheckpointError(f"{directory / 'config.json'}: quantization_config: {error}") from None

@@ -1,6 +1,7 @@
 """Checkpoint files: their tensors, and the transfer of their bytes to a device.
 
-Reads safetensors, and the archives of the first EAGLE repositories. On a CPU a tensor is a part of the mapped file. On
+Reads safetensors, tensors that other files decode (:mod:`unisono.models.load.gguf`), and the archives of the first
+EAGLE repositories. On a CPU a tensor is a part of the mapped file. On
 its way to a GPU it passes through pinned memory (:mod:`unisono.models.load.staging`); whole rows are read from the file
 into that memory, without mapping pages.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class TensorInfo:
     name: in its file.
     start: offset of its first byte in the file; for a pickle, its index among the tensors.
     data: of a pickle, mapped.
+    decoded: reads the tensor, if its bytes are not those of ``dtype``.
     readable: True if its bytes can be read at ``start``.
     """
 
@@ -77,6 +79,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int = 0
     data: torch.Tensor | None = None
+    decoded: Callable[[], torch.Tensor] | None = None
     readable: bool = False
 
 
@@ -233,12 +236,12 @@ def _mapped(parts: Mapping[str, Part], tensors: Mapping[str, TensorInfo]) -> Ite
         name = names[0]
         try:
             with ExitStack() as stack:
-                if tensors[name].data is None:
+                if tensors[name].data is None and tensors[name].decoded is None:
                     opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
                 for name in names:
                     info, part = tensors[name], parts[name]
-                    if info.data is not None:
-                        yield name, info.data if part is None else part.of(info.data)
+                    if (data := info.decoded() if info.decoded else info.data) is not None:
+                        yield name, data if part is None else part.of(data)
                     elif part is None:
                         yield name, opened.get_tensor(info.name)
                     else:

@@ -1,0 +1,242 @@
+"""Products of activations and 8-bit integer weights whose bits do not depend on the batch. Owns ``int8_weight_linear``.
+
+A weight is ``(q - zero) * scale``, computed in fp32 and rounded to the activations' dtype; activations are not
+quantised (W8A16). Everything else is as in ``kernels/gemm/int4.py``, for numbers of 8 bits: up to FEW_ROWS rows one
+Triton kernel decodes weights in registers; above, the weight is decoded into a buffer for the plain product, if
+:func:`prove_int8_weight` found the same bits on the present GPU.
+
+Shapes: M rows, K inputs, N outputs, G = ceil(K / group) groups. Weights uint8 [N, K], 0 … 255.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.gemm.int4 import FEW_ROWS, PROOF_ROWS, int4_steps
+from unisono.kernels.gemm.linear import exact_blas, launch_linear, linear_cuda, linear_op, residual_tile, store_sums
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.library import AotCase, op
+from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.proofs import ExactKernel
+
+MIDDLE = 128
+"""Zero point of a weight without stored zeros."""
+
+DECODED = 1024
+"""Inputs that a program of the decoding kernel writes."""
+
+_TILES = {16: Tile(16, 64, 0, 4, 4), 32: Tile(32, 64, 0, 4, 3), 64: Tile(64, 64, 0, 4, 3)}
+_LARGE = Tile(128, 64, 0, 4, 2)
+"""At least 64 outputs, for wgmma."""
+
+
+def _tile(rows: int, dtype: torch.dtype) -> Tile:
+    if dtype is torch.float32:
+        return Tile(16, 32, 0, 4, 2)
+    return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
+
+
+@triton.jit
+def _int8_weight_kernel(x, weight, scales, zeros, bias, residual, out, M, N, K, group,
+                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+                        EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
+                        HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    # Row tiles of one weight tile are neighbours in the grid, so that the weight is read from memory once.
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ok = rows < M
+    # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
+    weight_rows = tl.minimum(cols, N - 1).to(tl.int64)
+    G = tl.cdiv(K, group)
+    ks = tl.arange(0, WIDTH)
+    x_ptrs = x + rows.to(tl.int64)[:, None] * K + ks[None, :]
+    w_ptrs = weight + weight_rows[:, None] * K + ks[None, :]
+    s_ptrs = scales + weight_rows * G
+    z_ptrs = zeros + weight_rows * G if HAS_ZEROS else zeros
+    follow(OVERLAP)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for first in range(0, K, WIDTH * STEPS):
+        for j in tl.static_range(STEPS):
+            start = first + j * WIDTH
+            at = tl.minimum(start // group, G - 1)
+            if EVEN_K:
+                x_tile = tl.load(x_ptrs + start, mask=row_ok[:, None], other=0.0)
+                numbers = tl.load(w_ptrs + start)
+            else:
+                inside = ks < K - start
+                x_tile = tl.load(x_ptrs + start, mask=row_ok[:, None] & inside[None, :], other=0.0)
+                numbers = tl.load(w_ptrs + start, mask=inside[None, :], other=0)
+            scale = tl.load(s_ptrs + at)
+            zero = tl.load(z_ptrs + at).to(tl.float32) if HAS_ZEROS else tl.full((BLOCK_N,), 128.0, tl.float32)
+            w_tile = ((numbers.to(tl.float32) - zero[:, None]) * scale[:, None]).to(x_tile.dtype)
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+    r = residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL)
+    store_sums(tl.trans(acc), out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit
+def _int8_decode_kernel(weight, scales, zeros, out, K, group, WIDTH: tl.constexpr, HAS_ZEROS: tl.constexpr,
+                        OVERLAP: tl.constexpr):  # fmt: skip
+    """Decode WIDTH inputs of one output per program."""
+    follow(OVERLAP)
+    row, ks = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    values = tl.load(weight + row * K + ks, mask=ks < K, other=0).to(tl.float32)
+    at = row * tl.cdiv(K, group) + ks // group
+    scale = tl.load(scales + at, mask=ks < K, other=0.0)
+    if HAS_ZEROS:
+        values -= tl.load(zeros + at, mask=ks < K, other=0).to(tl.float32)
+    else:
+        values -= 128.0
+    tl.store(out + row * K + ks, (values * scale).to(out.dtype.element_ty), mask=ks < K)
+
+
+def launch_int8_weight_linear(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    bias: torch.Tensor | None, residual: torch.Tensor | None, tile: Tile | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Launch the Triton product of 8-bit weights at any M. tile: overrides the blocking (speed only)."""
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    (rows, k), n = x.shape, weight.shape[0]
+    tile, (width, steps) = tile or _tile(rows, x.dtype), int4_steps(group)
+    out = x.new_empty(rows, n)
+    _int8_weight_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
+        x, weight, scales, zeros, bias, residual, out, rows, n, k, group,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, WIDTH=width, STEPS=steps, EVEN_K=k % (width * steps) == 0,
+        HAS_ZEROS=zeros is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
+    )  # fmt: skip
+    return out
+
+
+def launch_int8_decode(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Decode the weight to [N, K] in ``dtype``."""
+    (n, k), has_zeros = weight.shape, zeros is not None
+    out = scales.new_empty(n, k, dtype=dtype)
+    _int8_decode_kernel[(n, triton.cdiv(k, DECODED))](
+        weight, scales, zeros, out, k, group, WIDTH=DECODED, HAS_ZEROS=has_zeros, **overlapped(weight.device)
+    )
+    return out
+
+
+def int8_decode(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Decode the weight in plain torch; CPU twin of :func:`launch_int8_decode`."""
+    of = torch.arange(weight.shape[1], device=weight.device) // group
+    values = weight.float() - (MIDDLE if zeros is None else zeros.float()[:, of])
+    return (values * scales[:, of]).to(dtype)
+
+
+def _keys(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> tuple[Hashable, ...]:
+    """(N, K, group, dtype of activations)."""
+    return ((*weight.shape, group, dtype),) if weight.device.type == "cuda" else ()
+
+
+def _same_bits(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> bool:
+    """Compare the products of the packed and the decoded weight with random inputs of each number of rows."""
+    plain = launch_int8_decode(weight, scales, zeros, group, dtype)
+    for rows in PROOF_ROWS:
+        generator = torch.Generator(weight.device).manual_seed(rows)
+        x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(dtype)
+        packed = launch_int8_weight_linear(x, weight, scales, zeros, group, None, None)
+        if not torch.equal(packed, launch_linear(x, plain, None, None)):
+            return False
+    return True
+
+
+exact_int8 = ExactKernel("products of decoded int8 weights", _keys, _same_bits)
+"""The plain product of the decoded weight, above FEW_ROWS rows."""
+
+
+def prove_int8_weight(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> bool:
+    """Prove the product of the decoded weight, and that of its shape on cuBLASLt; returns the first result."""
+    if weight.device.type == "cuda":
+        exact_blas.prove(launch_int8_decode(weight, scales, zeros, group, dtype))
+    return exact_int8.prove(weight, scales, zeros, group, dtype)
+
+
+def rehearse_int8_weight(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+) -> None:
+    """Launch the kernels of :func:`prove_int8_weight` and ignore the results: this compiles them ahead of time."""
+    if weight.device.type == "cuda":
+        exact_blas.rehearse(launch_int8_decode(weight, scales, zeros, group, dtype))
+    exact_int8.rehearse(weight, scales, zeros, group, dtype)
+
+
+def int8_weight_linear_cuda(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    bias: torch.Tensor | None, residual: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    if x.shape[0] > FEW_ROWS and exact_int8.serves((*weight.shape, group, x.dtype)):
+        return linear_cuda(x, launch_int8_decode(weight, scales, zeros, group, x.dtype), bias, residual)
+    return launch_int8_weight_linear(x, weight, scales, zeros, group, bias, residual)
+
+
+@op(cuda=int8_weight_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+def int8_weight_linear_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    bias: torch.Tensor | None, residual: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return linear_op.cpu(x, int8_decode(weight, scales, zeros, group, x.dtype), bias, residual)
+
+
+def int8_weight_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``x [M, K] @ ((weight - zeros) * scales)^T (+ bias [N]) (+ residual [M, N])``: [M, N] in x's dtype.
+
+    weight uint8 [N, K]; scales fp32 and zeros int16 [N, G], one for each output and ``group`` inputs, a multiple of 32
+    or at least K; without zeros 128 is subtracted. Roundings are those of ``int4_linear``.
+    """
+    return int8_weight_linear_op(x, weight, scales, zeros, group, bias, residual)
+
+
+def _aot(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bool) -> AotCase:
+    width, steps = int4_steps(group)
+    tensors = {name: f"*{dtype}" for name in ("x", "bias", "residual", "out")}
+    packed = {"weight": "*u8", "scales": "*fp32", "zeros": "*i16"}
+    return AotCase(
+        _int8_weight_kernel,
+        {**tensors, **packed, **dict.fromkeys(("M", "N", "K", "group"), "i32")},
+        {
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "WIDTH": width, "STEPS": steps, "EVEN_K": even_k,
+            "HAS_ZEROS": zeros, "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+
+
+AOT: list[AotCase] = [
+    *(_aot("bf16", tile, 128, has, True, False) for tile in (*_TILES.values(), _LARGE) for has in (False, True)),
+    _aot("fp16", _TILES[16], 32, True, False, True),
+    _aot("fp32", _tile(1, torch.float32), 128, True, True, True),
+    *(
+        AotCase(
+            _int8_decode_kernel,
+            {"weight": "*u8", "scales": "*fp32", "zeros": "*i16", "out": "*bf16", "K": "i32", "group": "i32"},
+            {"WIDTH": DECODED, "HAS_ZEROS": zeros, "OVERLAP": True},
+        )
+        for zeros in (False, True)
+    ),
+]

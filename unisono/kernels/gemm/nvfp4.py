@@ -1,0 +1,282 @@
+"""Products of activations and NVFP4 weights whose bits do not depend on the batch. Owns the ``nvfp4_linear`` op.
+
+The rule of the format, the same in every kernel and on a CPU: an output's 16 inputs share an e4m3 scale, and an output
+has an fp32 multiplier. ``s = scale * multiplier`` is rounded to fp32, the weight ``e2m1 * s`` is rounded to fp32 and
+then to the activations' dtype. Activations are not quantised. The product of rounded weights accumulates K in one
+sequence in fp32, exactly as ``kernels/gemm/linear.py`` does.
+
+As in ``kernels/gemm/int4.py`` up to FEW_ROWS rows one Triton kernel decodes weights in registers, with outputs as the
+instruction's M so that it is always wgmma on Hopper. Above, the weight is decoded into a buffer for the plain product,
+if :func:`prove_nvfp4` found the same bits on the present GPU; otherwise the Triton kernel runs at every M.
+
+Shapes: M rows, K inputs, N outputs. A byte of the weight [N, K / 2] holds inputs 2 i (low bits) and 2 i + 1; scales
+uint8 [N, K / 16], the bits of e4m3; multipliers fp32 [N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+import triton
+import triton.language as tl
+
+from unisono.kernels.gemm.int4 import FEW_ROWS, PROOF_ROWS
+from unisono.kernels.gemm.linear import exact_blas, launch_linear, linear_cuda, linear_op, residual_tile, store_sums
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.library import AotCase, op
+from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.proofs import ExactKernel
+
+GROUP = 16
+"""Inputs that share a scale."""
+
+WIDTH, STEPS = 64, 4
+"""Inputs of a step; steps of an iteration."""
+
+DECODED = 2048
+"""Inputs that a program of the decoding kernel writes."""
+
+_TILES = {16: Tile(16, 64, 0, 4, 4), 32: Tile(32, 64, 0, 4, 3), 64: Tile(64, 64, 0, 4, 3)}
+_LARGE = Tile(128, 64, 0, 4, 2)
+"""At least 64 outputs, for wgmma."""
+
+
+def _tile(rows: int, dtype: torch.dtype) -> Tile:
+    if dtype is torch.float32:
+        return Tile(16, 32, 0, 4, 2)
+    return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
+
+
+@triton.jit
+def e2m1_pairs(packed):
+    """Decode bytes to pairs of e2m1 values, fp32 with a last dimension more.
+
+    Exponent and mantissa of e2m1 in the places of those of fp32 are the value times 2 ** -126, subnormals too.
+    """
+    byte = packed.to(tl.int32)
+    low = ((byte & 0x07) << 22) | ((byte & 0x08) << 28)
+    high = ((byte & 0x70) << 18) | ((byte & 0x80) << 24)
+    return tl.join(low, high).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def e4m3_values(bits):
+    """Decode the bits of e4m3 numbers to fp32; 2 ** -120 of the value lies in the places of fp32, subnormals too."""
+    byte = bits.to(tl.int32)
+    return (((byte & 0x7F) << 20) | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
+def nvfp4_decoded(packed, scale, multiplier, dtype: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    """Decode bytes [BLOCK_N, WIDTH / 2] with scales [BLOCK_N, WIDTH / 16] and multipliers [BLOCK_N] to weights."""
+    values = tl.reshape(e2m1_pairs(packed), (BLOCK_N, WIDTH // 16, 16))
+    scaled = values * (e4m3_values(scale) * multiplier[:, None])[:, :, None]
+    return tl.reshape(scaled, (BLOCK_N, WIDTH)).to(dtype)
+
+
+@triton.jit
+def nvfp4_product(x_ptrs, x_ok, w_ptrs, s_ptrs, multiplier, K,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+                  EVEN_K: tl.constexpr):  # fmt: skip
+    """Compute the product over K of x and a packed weight, decoded in registers: fp32 [BLOCK_M, BLOCK_N].
+
+    x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / 2], s_ptrs [BLOCK_N, WIDTH / 16]: the first step's; rows of x that
+    are not ``x_ok`` count as 0.
+    """
+    ks, bytes_, groups = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2), tl.arange(0, WIDTH // 16)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for first in range(0, K, WIDTH * STEPS):
+        for j in tl.static_range(STEPS):
+            k = first + j * WIDTH
+            if EVEN_K:
+                x_tile = tl.load(x_ptrs + k, mask=x_ok[:, None], other=0.0)
+                packed, scale = tl.load(w_ptrs + k // 2), tl.load(s_ptrs + k // 16)
+            else:
+                x_tile = tl.load(x_ptrs + k, mask=x_ok[:, None] & (ks < K - k)[None, :], other=0.0)
+                packed = tl.load(w_ptrs + k // 2, mask=(bytes_ < (K - k) // 2)[None, :], other=0)
+                scale = tl.load(s_ptrs + k // 16, mask=(groups < (K - k) // 16)[None, :], other=0)
+            w_tile = nvfp4_decoded(packed, scale, multiplier, x_tile.dtype, BLOCK_N, WIDTH)
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+    return tl.trans(acc)
+
+
+@triton.jit
+def _nvfp4_linear_kernel(x, weight, scales, multipliers, bias, residual, out, M, N, K,
+                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+                         EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+                         OVERLAP: tl.constexpr):  # fmt: skip
+    # Row tiles of one weight tile are neighbours in the grid, so that the weight is read from memory once.
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ok = rows < M
+    # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
+    weight_rows = tl.minimum(cols, N - 1).to(tl.int64)
+    x_ptrs = x + rows.to(tl.int64)[:, None] * K + tl.arange(0, WIDTH)[None, :]
+    w_ptrs = weight + weight_rows[:, None] * (K // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    s_ptrs = scales + weight_rows[:, None] * (K // 16) + tl.arange(0, WIDTH // 16)[None, :]
+    follow(OVERLAP)
+    multiplier = tl.load(multipliers + weight_rows)
+    acc = nvfp4_product(x_ptrs, row_ok, w_ptrs, s_ptrs, multiplier, K, BLOCK_M, BLOCK_N, WIDTH, STEPS, EVEN_K)
+    r = residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL)
+    store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit
+def _nvfp4_decode_kernel(weight, scales, multipliers, out, K, WIDTH: tl.constexpr, OVERLAP: tl.constexpr):
+    """Decode WIDTH inputs of one output per program."""
+    follow(OVERLAP)
+    row, ks = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    bytes_ = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
+    groups = tl.program_id(1) * (WIDTH // 16) + tl.arange(0, WIDTH // 16)
+    packed = tl.load(weight + row * (K // 2) + bytes_, mask=bytes_ < K // 2, other=0)
+    scale = tl.load(scales + row * (K // 16) + groups, mask=groups < K // 16, other=0)
+    values = tl.reshape(e2m1_pairs(packed), (WIDTH // 16, 16))
+    scaled = values * (e4m3_values(scale) * tl.load(multipliers + row))[:, None]
+    tl.store(out + row * K + ks, tl.reshape(scaled, (WIDTH,)).to(out.dtype.element_ty), mask=ks < K)
+
+
+def launch_nvfp4_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    multipliers: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Launch the Triton product of packed weights at any M. tile: overrides the blocking (speed only)."""
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    (rows, k), n = x.shape, weight.shape[0]
+    tile = tile or _tile(rows, x.dtype)
+    out = x.new_empty(rows, n)
+    _nvfp4_linear_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
+        x, weight, scales, multipliers, bias, residual, out, rows, n, k,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, WIDTH=WIDTH, STEPS=STEPS, EVEN_K=k % (WIDTH * STEPS) == 0,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
+    )  # fmt: skip
+    return out
+
+
+def launch_nvfp4_decode(
+    weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Decode the weight to [N, K] in ``dtype``."""
+    n, k = weight.shape[0], 2 * weight.shape[1]
+    out = multipliers.new_empty(n, k, dtype=dtype)
+    _nvfp4_decode_kernel[(n, triton.cdiv(k, DECODED))](
+        weight, scales, multipliers, out, k, WIDTH=DECODED, **overlapped(weight.device)
+    )
+    return out
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def nvfp4_decode(
+    weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Decode weights [..., N, K / 2] to [..., N, K] in plain torch; CPU twin of :func:`launch_nvfp4_decode`."""
+    values = _E2M1.to(weight.device)[torch.stack((weight & 15, weight >> 4), -1).flatten(-2).int()]
+    groups = scales.view(torch.float8_e4m3fn).float() * multipliers[..., None]
+    return (values.unflatten(-1, (-1, GROUP)) * groups[..., None]).flatten(-2).to(dtype)
+
+
+def _keys(
+    weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype
+) -> tuple[Hashable, ...]:
+    """(N, K, dtype of activations)."""
+    return ((weight.shape[0], 2 * weight.shape[1], dtype),) if weight.device.type == "cuda" else ()
+
+
+def _same_bits(weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Compare the products of the packed and the decoded weight with random inputs of each number of rows."""
+    plain = launch_nvfp4_decode(weight, scales, multipliers, dtype)
+    for rows in PROOF_ROWS:
+        generator = torch.Generator(weight.device).manual_seed(rows)
+        x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(dtype)
+        packed = launch_nvfp4_linear(x, weight, scales, multipliers, None, None)
+        if not torch.equal(packed, launch_linear(x, plain, None, None)):
+            return False
+    return True
+
+
+exact_nvfp4 = ExactKernel("products of decoded NVFP4 weights", _keys, _same_bits)
+"""The plain product of the decoded weight, above FEW_ROWS rows."""
+
+
+def prove_nvfp4(weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Prove the product of the decoded weight, and that of its shape on cuBLASLt; returns the first result."""
+    if weight.device.type == "cuda":
+        exact_blas.prove(launch_nvfp4_decode(weight, scales, multipliers, dtype))
+    return exact_nvfp4.prove(weight, scales, multipliers, dtype)
+
+
+def rehearse_nvfp4(weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype) -> None:
+    """Launch the kernels of :func:`prove_nvfp4` and ignore the results: this compiles them ahead of time."""
+    if weight.device.type == "cuda":
+        exact_blas.rehearse(launch_nvfp4_decode(weight, scales, multipliers, dtype))
+    exact_nvfp4.rehearse(weight, scales, multipliers, dtype)
+
+
+def nvfp4_linear_cuda(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor,
+    bias: torch.Tensor | None, residual: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    if x.shape[0] > FEW_ROWS and exact_nvfp4.serves((weight.shape[0], x.shape[1], x.dtype)):
+        return linear_cuda(x, launch_nvfp4_decode(weight, scales, multipliers, x.dtype), bias, residual)
+    return launch_nvfp4_linear(x, weight, scales, multipliers, bias, residual)
+
+
+@op(cuda=nvfp4_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+def nvfp4_linear_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor,
+    bias: torch.Tensor | None, residual: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return linear_op.cpu(x, nvfp4_decode(weight, scales, multipliers, x.dtype), bias, residual)
+
+
+def nvfp4_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    multipliers: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``x [M, K] @ weight^T (+ bias [N]) (+ residual [M, N])``: [M, N] in x's dtype.
+
+    weight uint8 [N, K / 2], scales uint8 [N, K / 16] and multipliers fp32 [N], decoded as the module says; K is a
+    multiple of 16. The product is rounded, then the bias is added and rounded, then the residual. A row's bits depend
+    on that row, the weight, its bias and its residual only.
+    """
+    return nvfp4_linear_op(x, weight, scales, multipliers, bias, residual)
+
+
+def _aot(dtype: str, tile: Tile, even_k: bool, bias: bool) -> AotCase:
+    tensors = {name: f"*{dtype}" for name in ("x", "bias", "residual", "out")}
+    packed = {"weight": "*u8", "scales": "*u8", "multipliers": "*fp32"}
+    return AotCase(
+        _nvfp4_linear_kernel,
+        {**tensors, **packed, **dict.fromkeys(("M", "N", "K"), "i32")},
+        {
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "WIDTH": WIDTH, "STEPS": STEPS, "EVEN_K": even_k,
+            "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+
+
+AOT: list[AotCase] = [
+    *(_aot("bf16", tile, True, False) for tile in (*_TILES.values(), _LARGE)),
+    _aot("fp16", _TILES[16], False, True),
+    _aot("fp32", _tile(1, torch.float32), True, True),
+    AotCase(
+        _nvfp4_decode_kernel,
+        {"weight": "*u8", "scales": "*u8", "multipliers": "*fp32", "out": "*bf16", "K": "i32"},
+        {"WIDTH": DECODED, "OVERLAP": True},
+    ),
+]
