@@ -149,7 +149,7 @@ def structured() -> str:
         ("Formats that are enforced", _names(FORMATS)),
         ("Formats that are refused; other names of `format` are annotations", _names(REFUSED)),
         ("Parts of structural tags", _names(sorted(KINDS))),
-        ("Styles of `json_schema` in structural tags", f"`json`, `python`, {_names(STYLES)}"),
+        ("Styles of `json_schema` in structural tags", f"`json`, `python`, `gemma`, {_names(STYLES)}"),
     ]
     lists = "\n".join(["| List | Names |", "| --- | --- |", *(f"| {name} | {names} |" for name, names in rows)])
     return f"{markdown()}\n\n{lists}\n"

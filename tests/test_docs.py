@@ -229,7 +229,7 @@ def reference() -> Any:
         "structured",
         "families",
         "matrix",
-    ],  # fmt: skip
+    ],
 )
 def test_generated_parts_are_current(part: str, reference: Any) -> None:
     """`make reference` writes them."""

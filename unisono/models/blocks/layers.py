@@ -36,8 +36,7 @@ from unisono.types import ConfigError
 
 
 class Stream(NamedTuple):
-    """Values passed between layers: the residual sum x, and its norm, which the next block reads; each [T, H] or [E,
-    H].
+    """Values passed between layers: residual sum x, and its norm, which the next block reads; [T, H] or [E, H] each.
 
     A product, its sum with the residual and the next norm are one fused step, so a layer ends with the next one's norm.
     per_layer: inputs of every layer beside the stream (``models/blocks/layer_inputs.py``); None in most models.
@@ -49,9 +48,8 @@ class Stream(NamedTuple):
 
     def select(self, last: LastTokens) -> Stream:
         """The stream of these tokens alone, without the norm."""
-        per_layer = None if self.per_layer is None else last.select(self.per_layer)
         x = last.select(self.x)
-        return Stream(x, x, per_layer)
+        return Stream(x, x, None if self.per_layer is None else last.select(self.per_layer))
 
 
 class FeedForward(Protocol):
@@ -98,8 +96,7 @@ class AdvancesSnapshot(Protocol):
     """A mixer with recurrent state (:class:`unisono.kv.specs.Recurrent`)."""
 
     def advance(self, context: ForwardContext, state: Any) -> None:
-        """Advance the recurrent snapshot to ``context.recurrent.until`` from buffered inputs, in a pass without
-        tokens."""
+        """Advance the snapshot to ``context.recurrent.until`` from buffered inputs, in a pass without tokens."""
         ...
 
 
@@ -123,8 +120,7 @@ class AttentionSpec:
     sink: each head has a learnt logit in the softmax's denominator.
     output_gate: q_proj yields the query and then a gate for each head, whose sigmoid scales the head's output.
     qk_norm: RMSNorm over each query and key head.
-    joint_qk_norm: RMSNorm over all query heads together, and over all key heads together (MiniMax-M2). Ranks gather
-        these heads before it.
+    joint_qk_norm: RMSNorm over all query heads, and over all key heads (MiniMax-M2); ranks gather them before it.
     v_norm: RMSNorm over each value head, without a weight.
     k_is_v: values are the keys' projection, before norm and rotation.
     input_size: elements of a token that it reads; None: H.
