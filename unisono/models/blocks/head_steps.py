@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.attention.base import AttentionOptions
 from unisono.kernels.vision.norm import layer_norm
 from unisono.layers.formats.base import WeightTarget
 from unisono.layers.rotary import RotarySpec
@@ -182,3 +183,17 @@ def reference_heads(
         q, k = q_norm.reference(q), k_norm.reference(k)
     q, k = (q, k) if first else (rotated(q, angles), rotated(k, angles))
     return (q if steps is None else steps.scaled(q, torch.arange(len(q)))), k, v
+
+
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Plain causal attention over one text, q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]: the tests' oracle."""
+    tokens = torch.arange(len(q))
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * options.scale
+    if options.soft_cap:
+        scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
+    ago = tokens[:, None] - tokens
+    scores = scores.masked_fill((ago < 0) | ((ago >= options.window) if options.window else False), -torch.inf)
+    if options.sinks is not None:
+        scores = torch.cat((options.sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1), scores), dim=2)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(2)[:, :, -len(q) :], v)

@@ -29,7 +29,7 @@ from unisono.layers.formats.base import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import Factor, RMSNorm, add_normed, scaled_sum
 from unisono.layers.rotary import RotarySpec
-from unisono.models.blocks.head_steps import HeadStepsSpec, reference_heads
+from unisono.models.blocks.head_steps import HeadStepsSpec, reference_attention, reference_heads
 from unisono.models.blocks.joint_norm import normed_jointly
 from unisono.models.load.build import Builder, require
 from unisono.types import ConfigError
@@ -260,7 +260,7 @@ class Attention(nn.Module):
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         """Plain attention in x's dtype over one text from its start, x [T, H] -> [T, H]: the tests' oracle."""
-        spec, tokens = self.spec, torch.arange(len(x))
+        spec = self.spec
         heads = self.qkv.reference(x).unflatten(1, (-1, spec.head_dim))
         sizes = (spec.num_heads * (1 + spec.output_gate), *[spec.num_kv_heads] * (1 if spec.k_is_v else 2))
         q, k, *values = heads.split(sizes, dim=1)
@@ -269,15 +269,8 @@ class Attention(nn.Module):
             v = v / (v.square().mean(-1, keepdim=True) + self.eps).sqrt()
         q, gate = (q[:, ::2], q[:, 1::2]) if spec.output_gate else (q, None)
         q, k, v = reference_heads((q, k, v), (self.q_norm, self.k_norm), self.cos_sin, spec.joint_qk_norm, self.steps)
-        k, v = (each.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for each in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
-        if spec.soft_cap:
-            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-        ago = tokens[:, None] - tokens
-        scores = scores.masked_fill((ago < 0) | ((ago >= spec.window) if spec.window else False), -torch.inf)
-        if self.sinks is not None:
-            scores = torch.cat((self.sinks.to(x.dtype)[:, None, None].expand(-1, len(x), 1), scores), dim=2)
-        out = torch.einsum("hqk,khd->qhd", scores.softmax(2)[:, :, -len(x) :], v)
+        options = AttentionOptions(self.scale, spec.window, soft_cap=spec.soft_cap, sinks=self.sinks)
+        out = reference_attention(q, k, v, options)
         return self.o.reference((out if gate is None else out * gate.sigmoid()).flatten(1))
 
     def _rotate(self, qkv: torch.Tensor, context: ForwardContext, kv: KV) -> torch.Tensor:
@@ -371,9 +364,8 @@ class LayerSpec:
         mixer = self.mixer.build(builder.at("mixer"))
         feed_forward = self.feed_forward.build(builder.at("feed_forward"))
         orders = self.mixer_norms, self.feed_forward_norms
-        layer = DecoderLayer(
-            mixer, feed_forward, *(builder.stream_norm() if order.before else None for order in orders)
-        )
+        norms = [builder.stream_norm() if order.before else None for order in orders]
+        layer = DecoderLayer(mixer, feed_forward, *norms)
         layer.times = self.times
         if self.mixer_norms.after:
             layer.mixer_post_norm = builder.norm()

@@ -112,6 +112,7 @@ def _layer(row: DecoderRow, text: Any, number: int, windows: tuple[int, ...]) ->
     """One layer of the model."""
     attention, order = _attention(row, text, number, windows), _value(row.order, text)
     feed_forward, times = _feed_forward(row, text), float(_value(row.residual_scale, text))
+    require(times == 1 or order == "pre", "residual_multiplier", times, "it goes with norms before blocks only")
     if order == "parallel":
         return ParallelSpec(attention, feed_forward, times=times)
     return LayerSpec(attention, feed_forward, ORDERS[order], ORDERS[order], times=times)
