@@ -23,6 +23,7 @@ from unisono.kernels.moe.nvfp4 import (
     launch_nvfp4_down,
     launch_nvfp4_gate_up,
 )
+from unisono.kernels.moe.plan import ExpertPlan, sort_pairs_op
 from unisono.kernels.norm.activation import GELU_TANH, SILU
 
 SHAPES = [(1, 64, 256), (5, 70, 96), (20, 33, 208)]  # M, N, K
@@ -103,14 +104,17 @@ def test_experts_are_those_of_the_decoded_weights(gelu, device):
     ids = choice(m, e, k)
     x = torch.randn(m, h)
     gate = GELU_TANH if gelu else SILU
-    for plan in plans(ids, e, 16).values():
+    sorts = sort_pairs_op.cpu(ids, e, 16)
+    twins = {"lead": ExpertPlan(ids, e, 16), "sorted": ExpertPlan(ids, e, 16, *sorts)}
+    for name, on in plans(ids.to(device), e, 16).items():
+        plan = twins[name]
         want = expert_gate_up(x, nvfp4_decode(*up, torch.float32), plan, None, gate)
         got = expert_nvfp4_gate_up(x, *up, plan, gelu)
         assert torch.equal(got, want)
         assert torch.equal(
             expert_nvfp4_down(got, *down, plan), expert_down(got, nvfp4_decode(*down, torch.float32), plan)
         )
-        launched = launch_nvfp4_gate_up(x.to(device), *(t.to(device) for t in up), plan, gelu)
+        launched = launch_nvfp4_gate_up(x.to(device), *(t.to(device) for t in up), on, gelu)
         torch.testing.assert_close(launched.cpu(), want, rtol=1e-4, atol=1e-4)
-        launched = launch_nvfp4_down(got.to(device), *(t.to(device) for t in down), plan)
+        launched = launch_nvfp4_down(got.to(device), *(t.to(device) for t in down), on)
         torch.testing.assert_close(launched.cpu(), expert_nvfp4_down(got, *down, plan), rtol=1e-4, atol=1e-4)

@@ -98,7 +98,9 @@ def _int8_linear_kernel(x8, scales, shifts, weight, weight_scales, sums, bias, r
     total = tl.trans(acc)
     if SHIFTED:
         total -= tl.load(shifts + x_rows)[:, None] * tl.load(sums + w_rows)[None, :]
-    y = (total.to(tl.float32) * tl.load(scales + x_rows)[:, None]) * tl.load(weight_scales + w_rows)[None, :]
+    y = total.to(tl.float32) * tl.load(scales + x_rows)[:, None]
+    w_scale = tl.broadcast_to(tl.load(weight_scales + w_rows)[None, :], y.shape)
+    y = tl.fma(y, w_scale, tl.zeros(y.shape, tl.float32))  # a plain product could be contracted with the bias
     r = residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL)
     store_sums(y, out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 
