@@ -55,7 +55,7 @@ def test_help_needs_no_torch() -> None:
         (["serve", "tiny-hybrid", "--quantization", "nonsense"], 2, "'nonsense': unknown weight format"),
         (["explain", "tiny-hybrid", "--quantization", "awq"], 2, "only fp8 is made while loading"),
         (["serve", "tiny-hybrid", "--reasoning-parser", "nope"], 2, "'nope' is unknown; choose one of qwen3"),
-        (["serve", "tiny-hybrid", "--speculative-method", "nope"], 2, "'nope': unknown drafter. Supported: eagle"),
+        (["serve", "tiny-hybrid", "--speculative-method", "nope"], 2, "'nope': unknown drafter. Supported: combined"),
         (["serve", "tiny-hybrid", "--speculative-num-steps", "0"], 2, "--speculative-method none drafts nothing"),
         (["explain", "tiny", "--speculative-method", "mtp"], 1, "has no MTP modules"),
         (["generate", "no/such/dir", "--prompt", "a"], 1, "no/such/dir"),

@@ -105,8 +105,9 @@ def test_prompt_logprobs_are_the_offline_ones(tiny: Server) -> None:
 
 def test_acceptance_of_each_request(tiny: Server) -> None:
     """vLLM's metrics.speculative_decoding: whole, and with the usage of a stream; n = 2 has null."""
-    body = {"model": "tiny", "prompt": QUESTION, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-    whole = tiny.http.post("/v1/completions", json=body).json()
+    body = {"model": "tiny", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    body |= {"messages": [{"role": "user", "content": QUESTION}]}
+    whole = tiny.http.post("/v1/chat/completions", json=body).json()
     told, details = whole["metrics"]["speculative_decoding"], whole["usage"]["completion_tokens_details"]
     assert (told["drafter"], told["num_spec_tokens"]) == ("eagle3", 3)
     assert told["num_accepted_draft_tokens"] == details["accepted_prediction_tokens"] > 0
@@ -119,11 +120,13 @@ def test_acceptance_of_each_request(tiny: Server) -> None:
     steps = told["num_spec_steps"] + told["num_steps_without_drafts"]
     assert 39 <= steps + told["num_accepted_draft_tokens"] <= 40
     assert told["mean_acceptance_length"] == pytest.approx(1 + sum(accepted) / len(accepted))
-    stream = tiny.http.post("/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    stream = tiny.http.post(
+        "/v1/chat/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}}
+    )
     events = [json.loads(line[6:]) for line in stream.text.split("\n") if line.startswith("data: {")]
     assert [("metrics" in event) for event in events] == [False] * (len(events) - 1) + [True]
     assert events[-1]["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
-    two = tiny.http.post("/v1/completions", json={**body, "n": 2, "temperature": 1}).json()
+    two = tiny.http.post("/v1/chat/completions", json={**body, "n": 2, "temperature": 1}).json()
     assert two["metrics"] == {"speculative_decoding": None}
 
 

