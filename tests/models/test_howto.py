@@ -49,7 +49,7 @@ def test_the_page_lists_every_family() -> None:
     for architecture, where in catalog.models.entries.items():
         file = where.partition(":")[0].rpartition(".")[2] + ".py"
         assert f"`{architecture}`" in page
-        assert f"`{file}`" in page
+        assert f"`{file}`" in page or f"/{file}`" in page
         if file != "table.py":  # the reader of many families
             assert len((FAMILIES / file).read_text().splitlines()) <= 150
 
