@@ -41,6 +41,7 @@ class DraftCount:
     def __init__(self) -> None:
         self.drafted: list[int] = []
         self.accepted: list[int] = []
+        self.num_drafted = self.num_accepted = 0  # their sums, which streams read with every chunk
         self.steps = 0
         """Steps so far, the prompt's pass included."""
 
@@ -52,21 +53,24 @@ class DraftCount:
         for length, drafted, accepted in rounds:
             if tokens > 0 and accepted and not drafted:
                 self.accepted[-1] += accepted
+                self.num_accepted += accepted
             elif tokens > 0:
                 self.steps += 1
                 if drafted:
                     self.drafted.append(drafted)
                     self.accepted.append(min(accepted, tokens))
+                    self.num_drafted += drafted
+                    self.num_accepted += self.accepted[-1]
             tokens -= length
 
     @property
     def rejected(self) -> int:
         """Rejected draft tokens."""
-        return sum(self.drafted) - sum(self.accepted)
+        return self.num_drafted - self.num_accepted
 
     def result(self, drafter: str, num_spec_tokens: int, detailed: bool = False) -> RequestAcceptance:
         """Summarise. drafter, num_spec_tokens: the engine's. detailed: with one entry per step."""
-        accepted, drafted, steps = sum(self.accepted), sum(self.drafted), len(self.drafted)
+        accepted, drafted, steps = self.num_accepted, self.num_drafted, len(self.drafted)
         histogram = [0] * (max([num_spec_tokens, *self.accepted]) + 1)
         for count in self.accepted:
             histogram[count] += 1

@@ -139,7 +139,7 @@ class Generation:
         output, first = self._output, self._request.shares_with is None
         prompt, cached = (len(self._request.prompt_token_ids), output.cached_tokens) if first else (0, 0)
         thinking = math.ceil(output.num_tokens * self._reasoning_chars / self._written) if self._reasoning_chars else 0
-        accepted, rejected = sum(self.drafts.accepted), self.drafts.rejected
+        accepted, rejected = self.drafts.num_accepted, self.drafts.rejected
         return Usage.of(prompt, output.num_tokens, cached, accepted, rejected, thinking)
 
     def span(self) -> dict[str, Any] | None:
@@ -281,8 +281,8 @@ class Generation:
             prompt_tokens=len(self._request.prompt_token_ids),
             cached_tokens=output.cached_tokens,
             completion_tokens=output.num_tokens,
-            drafted_tokens=sum(self.drafts.drafted),
-            accepted_tokens=sum(self.drafts.accepted),
+            drafted_tokens=self.drafts.num_drafted,
+            accepted_tokens=self.drafts.num_accepted,
             # The first token comes from the prompt's pass, all others from rounds.
             accept_length=round((output.num_tokens - 1) / (steps - 1), 3) if steps > 1 else None,
             finish_reason=self.ended,

@@ -22,38 +22,18 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.linear import (
-    exact_blas,
-    launch_linear,
-    linear_cuda,
-    linear_op,
-    residual_tile,
-    store_sums,
-)
+from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile
+from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import ExactKernel
-
-FEW_ROWS = 64
-"""Maximum rows for which weights are unpacked in registers."""
-
-PROOF_ROWS = (1, 16, 33, 64)
-"""Numbers of rows at which the product of packed weights is compared with the plain one of unpacked weights."""
 
 MIDDLE = 8
 """Zero point of a weight without stored zeros."""
 
 
-_TILES = {16: Tile(16, 64, 0, 4, 4), 32: Tile(32, 64, 0, 4, 3), 64: Tile(64, 64, 0, 4, 3)}
 _LARGE = Tile(128, 64, 0, 4, 3)
 """At least 64 outputs, for wgmma."""
-
-
-def _tile(rows: int, dtype: torch.dtype) -> Tile:
-    if dtype is torch.float32:
-        return Tile(16, 32, 0, 4, 2)
-    return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
 
 
 def int4_steps(group: int) -> tuple[int, int]:
@@ -152,7 +132,7 @@ def launch_int4_linear(
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    tile, (width, steps) = tile or _tile(rows, x.dtype), int4_steps(group)
+    tile, (width, steps) = tile or decoding_tile(rows, x.dtype, _LARGE), int4_steps(group)
     out = x.new_empty(rows, n)
     _int4_linear_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
         x, weight, scales, zeros, bias, residual, out, rows, n, k, group,
@@ -193,43 +173,8 @@ def _keys(
     return ((weight.shape[0], 2 * weight.shape[1], group, dtype),) if weight.device.type == "cuda" else ()
 
 
-def _same_bits(
-    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
-) -> bool:
-    """Compare the products of the packed and the unpacked weight with random inputs of each number of rows."""
-    plain = launch_unpack(weight, scales, zeros, group, dtype)
-    for rows in PROOF_ROWS:
-        generator = torch.Generator(weight.device).manual_seed(rows)
-        x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(dtype)
-        packed = launch_int4_linear(x, weight, scales, zeros, group, None, None)
-        if not torch.equal(packed, launch_linear(x, plain, None, None)):
-            return False
-    return True
-
-
-exact_unpacked = ExactKernel("products of unpacked int4 weights", _keys, _same_bits)
-"""The plain product of the unpacked weight, above FEW_ROWS rows."""
-
-
-def prove_int4(
-    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
-) -> bool:
-    """Prove the product of the unpacked weight, and that of its shape on cuBLASLt.
-
-    Returns the first result: where cuBLASLt's bits differ, the plain product is Triton's at every M.
-    """
-    if weight.device.type == "cuda":
-        exact_blas.prove(launch_unpack(weight, scales, zeros, group, dtype))
-    return exact_unpacked.prove(weight, scales, zeros, group, dtype)
-
-
-def rehearse_int4(
-    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
-) -> None:
-    """Launch the kernels of :func:`prove_int4` and ignore the results: this compiles them ahead of time."""
-    if weight.device.type == "cuda":
-        exact_blas.rehearse(launch_unpack(weight, scales, zeros, group, dtype))
-    exact_unpacked.rehearse(weight, scales, zeros, group, dtype)
+exact_unpacked = DecodedProduct("products of unpacked int4 weights", _keys, launch_unpack, launch_int4_linear)
+prove_int4, rehearse_int4 = exact_unpacked.prove, exact_unpacked.rehearse
 
 
 def int4_linear_cuda(
@@ -295,9 +240,13 @@ def _aot_int4(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bia
 
 
 AOT: list[AotCase] = [
-    *(_aot_int4("bf16", tile, 128, has, True, False) for tile in (*_TILES.values(), _LARGE) for has in (False, True)),
-    *(_aot_int4("fp16", _TILES[16], group, True, False, True) for group in (32, 64, 128)),
-    _aot_int4("fp32", _tile(1, torch.float32), 128, True, True, True),
+    *(
+        _aot_int4("bf16", tile, 128, has, True, False)
+        for tile in (*DECODING_TILES.values(), _LARGE)
+        for has in (False, True)
+    ),
+    *(_aot_int4("fp16", DECODING_TILES[16], group, True, False, True) for group in (32, 64, 128)),
+    _aot_int4("fp32", decoding_tile(1, torch.float32, _LARGE), 128, True, True, True),
     *(
         AotCase(
             _unpack_kernel,

@@ -16,12 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.int4 import FEW_ROWS, PROOF_ROWS, int4_steps
-from unisono.kernels.gemm.linear import exact_blas, launch_linear, linear_cuda, linear_op, residual_tile, store_sums
+from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile
+from unisono.kernels.gemm.int4 import int4_steps
+from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import ExactKernel
 
 MIDDLE = 128
 """Zero point of a weight without stored zeros."""
@@ -29,15 +29,8 @@ MIDDLE = 128
 DECODED = 1024
 """Inputs that a program of the decoding kernel writes."""
 
-_TILES = {16: Tile(16, 64, 0, 4, 4), 32: Tile(32, 64, 0, 4, 3), 64: Tile(64, 64, 0, 4, 3)}
 _LARGE = Tile(128, 64, 0, 4, 2)
 """At least 64 outputs, for wgmma."""
-
-
-def _tile(rows: int, dtype: torch.dtype) -> Tile:
-    if dtype is torch.float32:
-        return Tile(16, 32, 0, 4, 2)
-    return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
 
 
 @triton.jit
@@ -102,7 +95,7 @@ def launch_int8_weight_linear(
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    tile, (width, steps) = tile or _tile(rows, x.dtype), int4_steps(group)
+    tile, (width, steps) = tile or decoding_tile(rows, x.dtype, _LARGE), int4_steps(group)
     out = x.new_empty(rows, n)
     _int8_weight_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
         x, weight, scales, zeros, bias, residual, out, rows, n, k, group,
@@ -141,40 +134,8 @@ def _keys(
     return ((*weight.shape, group, dtype),) if weight.device.type == "cuda" else ()
 
 
-def _same_bits(
-    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
-) -> bool:
-    """Compare the products of the packed and the decoded weight with random inputs of each number of rows."""
-    plain = launch_int8_decode(weight, scales, zeros, group, dtype)
-    for rows in PROOF_ROWS:
-        generator = torch.Generator(weight.device).manual_seed(rows)
-        x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(dtype)
-        packed = launch_int8_weight_linear(x, weight, scales, zeros, group, None, None)
-        if not torch.equal(packed, launch_linear(x, plain, None, None)):
-            return False
-    return True
-
-
-exact_int8 = ExactKernel("products of decoded int8 weights", _keys, _same_bits)
-"""The plain product of the decoded weight, above FEW_ROWS rows."""
-
-
-def prove_int8_weight(
-    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
-) -> bool:
-    """Prove the product of the decoded weight, and that of its shape on cuBLASLt; returns the first result."""
-    if weight.device.type == "cuda":
-        exact_blas.prove(launch_int8_decode(weight, scales, zeros, group, dtype))
-    return exact_int8.prove(weight, scales, zeros, group, dtype)
-
-
-def rehearse_int8_weight(
-    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
-) -> None:
-    """Launch the kernels of :func:`prove_int8_weight` and ignore the results: this compiles them ahead of time."""
-    if weight.device.type == "cuda":
-        exact_blas.rehearse(launch_int8_decode(weight, scales, zeros, group, dtype))
-    exact_int8.rehearse(weight, scales, zeros, group, dtype)
+exact_int8 = DecodedProduct("products of decoded int8 weights", _keys, launch_int8_decode, launch_int8_weight_linear)
+prove_int8_weight, rehearse_int8_weight = exact_int8.prove, exact_int8.rehearse
 
 
 def int8_weight_linear_cuda(
@@ -228,9 +189,13 @@ def _aot(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bo
 
 
 AOT: list[AotCase] = [
-    *(_aot("bf16", tile, 128, has, True, False) for tile in (*_TILES.values(), _LARGE) for has in (False, True)),
-    _aot("fp16", _TILES[16], 32, True, False, True),
-    _aot("fp32", _tile(1, torch.float32), 128, True, True, True),
+    *(
+        _aot("bf16", tile, 128, has, True, False)
+        for tile in (*DECODING_TILES.values(), _LARGE)
+        for has in (False, True)
+    ),
+    _aot("fp16", DECODING_TILES[16], 32, True, False, True),
+    _aot("fp32", decoding_tile(1, torch.float32, _LARGE), 128, True, True, True),
     *(
         AotCase(
             _int8_decode_kernel,

@@ -21,12 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.int4 import FEW_ROWS, PROOF_ROWS
-from unisono.kernels.gemm.linear import exact_blas, launch_linear, linear_cuda, linear_op, residual_tile, store_sums
+from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile
+from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.proofs import ExactKernel
 
 GROUP = 16
 """Inputs that share a scale."""
@@ -37,15 +36,8 @@ WIDTH, STEPS = 64, 4
 DECODED = 2048
 """Inputs that a program of the decoding kernel writes."""
 
-_TILES = {16: Tile(16, 64, 0, 4, 4), 32: Tile(32, 64, 0, 4, 3), 64: Tile(64, 64, 0, 4, 3)}
 _LARGE = Tile(128, 64, 0, 4, 2)
 """At least 64 outputs, for wgmma."""
-
-
-def _tile(rows: int, dtype: torch.dtype) -> Tile:
-    if dtype is torch.float32:
-        return Tile(16, 32, 0, 4, 2)
-    return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
 
 
 @triton.jit
@@ -149,7 +141,7 @@ def launch_nvfp4_linear(
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    tile = tile or _tile(rows, x.dtype)
+    tile = tile or decoding_tile(rows, x.dtype, _LARGE)
     out = x.new_empty(rows, n)
     _nvfp4_linear_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
         x, weight, scales, multipliers, bias, residual, out, rows, n, k,
@@ -191,34 +183,8 @@ def _keys(
     return ((weight.shape[0], 2 * weight.shape[1], dtype),) if weight.device.type == "cuda" else ()
 
 
-def _same_bits(weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Compare the products of the packed and the decoded weight with random inputs of each number of rows."""
-    plain = launch_nvfp4_decode(weight, scales, multipliers, dtype)
-    for rows in PROOF_ROWS:
-        generator = torch.Generator(weight.device).manual_seed(rows)
-        x = torch.randn(rows, plain.shape[1], device=weight.device, generator=generator).to(dtype)
-        packed = launch_nvfp4_linear(x, weight, scales, multipliers, None, None)
-        if not torch.equal(packed, launch_linear(x, plain, None, None)):
-            return False
-    return True
-
-
-exact_nvfp4 = ExactKernel("products of decoded NVFP4 weights", _keys, _same_bits)
-"""The plain product of the decoded weight, above FEW_ROWS rows."""
-
-
-def prove_nvfp4(weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Prove the product of the decoded weight, and that of its shape on cuBLASLt; returns the first result."""
-    if weight.device.type == "cuda":
-        exact_blas.prove(launch_nvfp4_decode(weight, scales, multipliers, dtype))
-    return exact_nvfp4.prove(weight, scales, multipliers, dtype)
-
-
-def rehearse_nvfp4(weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype) -> None:
-    """Launch the kernels of :func:`prove_nvfp4` and ignore the results: this compiles them ahead of time."""
-    if weight.device.type == "cuda":
-        exact_blas.rehearse(launch_nvfp4_decode(weight, scales, multipliers, dtype))
-    exact_nvfp4.rehearse(weight, scales, multipliers, dtype)
+exact_nvfp4 = DecodedProduct("products of decoded NVFP4 weights", _keys, launch_nvfp4_decode, launch_nvfp4_linear)
+prove_nvfp4, rehearse_nvfp4 = exact_nvfp4.prove, exact_nvfp4.rehearse
 
 
 def nvfp4_linear_cuda(
@@ -271,9 +237,9 @@ def _aot(dtype: str, tile: Tile, even_k: bool, bias: bool) -> AotCase:
 
 
 AOT: list[AotCase] = [
-    *(_aot("bf16", tile, True, False) for tile in (*_TILES.values(), _LARGE)),
-    _aot("fp16", _TILES[16], False, True),
-    _aot("fp32", _tile(1, torch.float32), True, True),
+    *(_aot("bf16", tile, True, False) for tile in (*DECODING_TILES.values(), _LARGE)),
+    _aot("fp16", DECODING_TILES[16], False, True),
+    _aot("fp32", decoding_tile(1, torch.float32, _LARGE), True, True),
     AotCase(
         _nvfp4_decode_kernel,
         {"weight": "*u8", "scales": "*u8", "multipliers": "*fp32", "out": "*bf16", "K": "i32"},

@@ -1,0 +1,77 @@
+"""Products of decoded weights: the shared part of ``int4.py``, ``int8_weights.py`` and ``nvfp4.py``.
+
+Up to FEW_ROWS rows a kernel decodes the weight in registers, at :func:`decoding_tile`. Above, the weight is decoded
+into a buffer for the plain product, if :class:`DecodedProduct` found the same bits on the present GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from unisono.kernels.gemm.linear import exact_blas, launch_linear
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.proofs import ExactKernel
+
+FEW_ROWS = 64
+"""Maximum rows for which weights are decoded in registers."""
+
+PROOF_ROWS = (1, 16, 33, 64)
+"""Numbers of rows at which the product of packed weights is compared with the plain one of decoded weights."""
+
+DECODING_TILES = {16: Tile(16, 64, 0, 4, 4), 32: Tile(32, 64, 0, 4, 3), 64: Tile(64, 64, 0, 4, 3)}
+"""Tiles by their largest number of rows."""
+
+
+def decoding_tile(rows: int, dtype: torch.dtype, large: Tile) -> Tile:
+    """The tile of a kernel that decodes in registers. large: for more rows than DECODING_TILES have."""
+    if dtype is torch.float32:
+        return Tile(16, 32, 0, 4, 2)
+    return next((tile for most, tile in DECODING_TILES.items() if rows <= most), large)
+
+
+class DecodedProduct(ExactKernel[...]):
+    """The plain product of a decoded weight, above FEW_ROWS rows.
+
+    Arguments of a comparison: the operands of one weight, and last the dtype of activations.
+    decode(*operands, dtype): the weight [N, K]. packed(x, *operands, None, None): the product that decodes in
+    registers, without bias and residual. keys: as in ``ExactKernel``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        keys: Callable[..., tuple[Hashable, ...]],
+        decode: Callable[..., torch.Tensor],
+        packed: Callable[..., torch.Tensor],
+    ) -> None:
+        super().__init__(name, keys, self._same_bits)
+        self._decode, self._packed = decode, packed
+
+    def _same_bits(self, *args: Any) -> bool:
+        """Compare the products of the packed and the decoded weight with random inputs of each number of rows."""
+        *operands, dtype = args
+        plain = self._decode(*args)
+        for rows in PROOF_ROWS:
+            generator = torch.Generator(plain.device).manual_seed(rows)
+            x = torch.randn(rows, plain.shape[1], device=plain.device, generator=generator).to(dtype)
+            if not torch.equal(self._packed(x, *operands, None, None), launch_linear(x, plain, None, None)):
+                return False
+        return True
+
+    def prove(self, *args: Any) -> bool:
+        """Prove the product of the decoded weight, and that of its shape on cuBLASLt.
+
+        Returns the first result: where cuBLASLt's bits differ, the plain product is Triton's at every M.
+        """
+        if args[0].is_cuda:
+            exact_blas.prove(self._decode(*args))
+        return super().prove(*args)
+
+    def rehearse(self, *args: Any) -> None:
+        """Launch the kernels of :meth:`prove` and ignore the results: this compiles them ahead of time."""
+        if args[0].is_cuda:
+            exact_blas.rehearse(self._decode(*args))
+        super().rehearse(*args)
