@@ -30,6 +30,9 @@ from unisono.kernels.overlap import follow, overlapped
 GROUP = 16
 """Inputs that share a scale."""
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of e2m1 by their four bits."""
+
 WIDTH, STEPS = 64, 4
 """Inputs of a step; steps of an iteration."""
 
@@ -164,7 +167,7 @@ def launch_nvfp4_decode(
     return out
 
 
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_E2M1 = torch.tensor(E2M1)
 
 
 def nvfp4_decode(

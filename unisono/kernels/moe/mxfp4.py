@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.gemm.nvfp4 import E2M1
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import GPT_OSS, biased, down_cpu, down_rows, gate_up_cpu, gate_up_rows
@@ -38,9 +39,6 @@ from unisono.kernels.overlap import follow, overlapped
 
 GROUP = 32
 """Inputs that share a scale."""
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of e2m1 by their four bits."""
 
 WIDTH = 64
 """Inputs of a step."""
