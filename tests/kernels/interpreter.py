@@ -49,7 +49,7 @@ def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
-    known = getattr(type, "known", _SCALAR)
+    known = type.known if isinstance(type, tl.block_type) else _SCALAR
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = known.constants, known.constant_numel
 
