@@ -13,7 +13,7 @@ the text model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -25,13 +25,14 @@ from unisono.kernels.vision.positions import add_positions
 from unisono.models.load.build import Builder
 from unisono.models.vision.axial_tower import AxialTower, AxialTowerSpec
 from unisono.models.vision.blocks import Merger, PatchEmbedding, PoolingMerger, VisionBlock, rotary_table
-from unisono.models.vision.config import VisionConfig
+from unisono.models.vision.config import TowerSpec, VisionConfig
 from unisono.models.vision.grids import Grid, layout
+from unisono.models.vision.patch_tower import PatchTower, PatchTowerSpec
 
 
 def make_tower(config: VisionConfig, builder: Builder) -> AnyTower:
     """The tower of a configuration; builder: see :class:`VisionTower`."""
-    return (AxialTower if isinstance(config.tower, AxialTowerSpec) else VisionTower)(config, builder)
+    return TOWERS.get(type(config.tower), VisionTower)(config, builder)
 
 
 class VisionTower(nn.Module):
@@ -122,5 +123,10 @@ class VisionTower(nn.Module):
         return out if not spec.window else out.index_select(0, inputs["restore"][: len(out)])
 
 
-AnyTower = VisionTower | AxialTower
-"""A tower of one of both kinds."""
+AnyTower = VisionTower | AxialTower | PatchTower
+"""A tower of any kind."""
+TOWERS: Mapping[type[TowerSpec], Callable[[VisionConfig, Builder], AnyTower]] = {
+    AxialTowerSpec: AxialTower,
+    PatchTowerSpec: PatchTower,
+}
+"""Spec -> its tower; others are a :class:`VisionTower`."""
