@@ -14,7 +14,7 @@ the text model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -36,13 +36,14 @@ from unisono.models.vision.blocks import (
     norm,
     rotary_table,
 )
-from unisono.models.vision.config import MAX_GRID_SIDE, VisionConfig
+from unisono.models.vision.config import MAX_GRID_SIDE, TowerSpec, VisionConfig
 from unisono.models.vision.grids import Grid, layout
+from unisono.models.vision.patch_tower import PatchTower, PatchTowerSpec
 
 
 def make_tower(config: VisionConfig, builder: Builder) -> AnyTower:
     """The tower of a configuration; builder: see :class:`VisionTower`."""
-    return (AxialTower if isinstance(config.tower, AxialTowerSpec) else VisionTower)(config, builder)
+    return TOWERS.get(type(config.tower), VisionTower)(config, builder)
 
 
 class VisionTower(nn.Module):
@@ -145,5 +146,10 @@ def _merger(config: VisionConfig, builder: Builder) -> nn.Module:
     return PoolingMerger(config, builder) if spec.pooled else Merger(config, builder, norm_first=True)
 
 
-AnyTower = VisionTower | AxialTower
-"""A tower of one of both kinds."""
+AnyTower = VisionTower | AxialTower | PatchTower
+"""A tower of any kind."""
+TOWERS: Mapping[type[TowerSpec], Callable[[VisionConfig, Builder], AnyTower]] = {
+    AxialTowerSpec: AxialTower,
+    PatchTowerSpec: PatchTower,
+}
+"""Spec -> its tower; others are a :class:`VisionTower`."""
