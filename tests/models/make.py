@@ -373,6 +373,7 @@ SEEING: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [5, 4, 3]},
     },
 }
+SEEING["qwen2_vl"] = SEEING["qwen2_5_vl"]
 SEEING["qwen3_vl_moe"] = {
     **SEEING["qwen3_vl"],
     "num_experts": 11,
@@ -394,6 +395,12 @@ TOWERS: dict[str, dict[str, Any]] = {
         **{name: size for name, size in _TOWER.items() if name != "num_position_embeddings"},
         "window_size": 24,
         "fullatt_block_indexes": [1],
+    },
+    "qwen2_vl": {
+        **{name: size for name, size in _TOWER.items() if name in ("depth", "num_heads", "patch_size")},
+        "embed_dim": 72,
+        "hidden_size": SEEING["qwen2_vl"]["hidden_size"],
+        "mlp_ratio": 2,
     },
     "qwen3_vl": {**_TOWER, "deepstack_visual_indexes": [0, 2]},
     "qwen3_vl_moe": {**_TOWER, "deepstack_visual_indexes": [0, 2]},

@@ -22,7 +22,7 @@ from tests.engine.gemma_pictures import (
     shapes,
 )
 from tests.engine.helpers import engine
-from tests.engine.pictures import IMAGE, TEXT, VOCAB, Picture, Prompt, prompt, run, stepped, vision_of, words, written
+from tests.engine.pictures import IMAGE, TEXT, VOCAB, Picture, prompt, run, stepped, vision_of, words, written
 from tests.models.hybrids import reference, renamed
 from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS
 from unisono.entrypoints.llm import LLM

@@ -53,6 +53,7 @@ CASES = {
         "qwen3",
         {"attention_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3},
     ),
+    "qwen2_vl": ("qwen2_vl", {}),
     "qwen2_5_vl": ("qwen2_5_vl", {"tie_word_embeddings": True}),
     "qwen3_vl": ("qwen3_vl", {"max_shard_size": "100KB"}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {}),

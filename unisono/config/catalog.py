@@ -89,6 +89,7 @@ models = Registry(
         "Qwen3_5ForConditionalGeneration": "unisono.models.families.qwen3_5:QWEN3_5_VISION",
         "Qwen3_5MoeForCausalLM": "unisono.models.families.qwen3_5_moe:QWEN3_5_MOE",
         "Qwen3_5MoeForConditionalGeneration": "unisono.models.families.qwen3_5_moe:QWEN3_5_MOE_VISION",
+        "Qwen2VLForConditionalGeneration": "unisono.models.families.qwen2_vl:QWEN2_VL",
         "Qwen2_5_VLForConditionalGeneration": "unisono.models.families.qwen2_5_vl:QWEN2_5_VL",
         "Qwen3MoeForCausalLM": "unisono.models.families.qwen3_moe:QWEN3_MOE",
         "Qwen3VLForConditionalGeneration": "unisono.models.families.qwen3_vl:QWEN3_VL",

@@ -24,7 +24,7 @@ from unisono.media.workers import Workers
 from unisono.types import BadRequest, CheckpointError, Vectors
 
 SEEING = (
-    "Qwen3-VL, Qwen2.5-VL, Qwen3.5, Gemma 3, Gemma 4 and Mistral 3 checkpoints with a vision tower see "
+    "Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3.5, Gemma 3, Gemma 4 and Mistral 3 checkpoints with a vision tower see "
     "(docs/reference/models.md)"
 )
 """The models that take images, for the refusal by other models."""

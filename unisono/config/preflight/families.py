@@ -169,6 +169,9 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "Qwen3_5MoeForConditionalGeneration": Facts(
         ("qwen3_5_moe",), ("qwen3_5_moe_text",), _QWEN3_5_MOE.takes, experts=True, partial_rotary=True
     ),
+    "Qwen2VLForConditionalGeneration": Facts(
+        ("qwen2_vl",), ("qwen2_vl_text",), {**_QWEN2_BIASES, "layer_types": ANY}, windows="by layer"
+    ),
     "Qwen2_5_VLForConditionalGeneration": Facts(
         ("qwen2_5_vl",), ("qwen2_5_vl_text",), {**_QWEN2_BIASES, "layer_types": ANY}, windows="by layer"
     ),

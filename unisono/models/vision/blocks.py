@@ -79,15 +79,22 @@ class _Flattened(WeightTarget):
 
 
 class MLP(nn.Module):
-    """``down(gelu(up(x)))``. exact: GELU by the error function, otherwise by tanh."""
+    """``down(gelu(up(x)))``. activation: ``gelu`` by the error function, ``gelu_pytorch_tanh``, or ``quick_gelu``."""
 
-    def __init__(self, up: Linear, down: Linear, exact: bool) -> None:
+    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
         super().__init__()
-        self.up, self.down, self.exact = up, down, exact
+        self.up, self.down, self.activation = up, down, activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x -> the input of ``down``."""
-        return gelu(self.up(x), self.exact)
+        y = self.up(x)
+        return quick_gelu(y) if self.activation == "quick_gelu" else gelu(y, self.activation == "gelu")
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """``x · sigmoid(1.702 x)`` in fp32, of any shape, in x's dtype."""
+    value = x.float()
+    return (value / (1.0 + torch.exp(-1.702 * value))).to(x.dtype)
 
 
 class GatedGELU(nn.Module):
@@ -122,7 +129,7 @@ class VisionBlock(nn.Module):
             kind = GatedMLP if spec.activation == "silu" else GatedGELU
             self.mlp = kind(inside.linear("gate_up", width, {"gate": size, "up": size}, spec.bias), down)
         else:
-            self.mlp = MLP(inside.linear("up", width, size, spec.bias), down, spec.activation == "gelu")
+            self.mlp = MLP(inside.linear("up", width, size, spec.bias), down, spec.activation)
 
     def forward(
         self, x: torch.Tensor, bounds: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor

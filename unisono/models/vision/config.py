@@ -80,7 +80,7 @@ class TowerSpec:
             require(value >= 1, f"vision_config.{name}", value, "it must be at least 1")
         sizes = f"{self.width} features must be {self.heads} heads whose size is a multiple of 4"
         require(self.width % (4 * self.heads) == 0, "vision_config.num_heads", self.heads, sizes)
-        known = ("silu", "gelu") if self.gated else ("gelu_pytorch_tanh", "gelu")
+        known = ("silu", "gelu") if self.gated else ("gelu_pytorch_tanh", "gelu", "quick_gelu")
         act = self.activation
         require(act in known, "vision_config.hidden_act", act, f"it must be {' or '.join(map(repr, known))}")
         levels = self.deepstack_blocks
@@ -185,7 +185,7 @@ def read_vision(
     if vision is None:
         return None
     tower = read_tower(vision)
-    out, hidden = vision.out_hidden_size, text.hidden_size
+    out, hidden = getattr(vision, "out_hidden_size", vision.hidden_size), text.hidden_size  # Qwen2-VL has the latter
     require(out == hidden, "vision_config.out_hidden_size", out, f"it must be the text model's hidden_size {hidden}")
     for name in ("image_token_id", "video_token_id"):
         token, last = getattr(hf_config, name), text.vocab_size - 1
