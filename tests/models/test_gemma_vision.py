@@ -22,7 +22,7 @@ from tests.engine.gemma_pictures import (
     shapes,
 )
 from tests.engine.helpers import engine
-from tests.engine.pictures import IMAGE, TEXT, VOCAB, Picture, Prompt, prompt, run, stepped, vision_of, words
+from tests.engine.pictures import IMAGE, TEXT, VOCAB, Picture, prompt, run, stepped, vision_of, words, written
 from tests.models.hybrids import reference, renamed
 from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS
 from unisono.entrypoints.llm import LLM
@@ -64,17 +64,6 @@ def test_embeddings_are_transformers(path: Path) -> None:
         assert torch.equal(run(pixels[number * each :][:each], 1), ours[number * 16 :][:16])
 
 
-def written(llm: LLM, prompts: list[Prompt]) -> list[tuple[list[int], torch.Tensor]]:
-    """The tokens after each prompt, and the logits of every position but the last."""
-    found = []
-    for deltas in stepped(llm, prompts, GREEDY):
-        hidden = [deltas[0].prompt_hidden_states, *(delta.hidden_states for delta in deltas)]
-        states = torch.cat([vectors.unpack(each) for each in hidden if each is not None])
-        logits = llm.engine.worker.model.logits(states).cpu()
-        found.append(([token for delta in deltas for token in delta.token_ids], logits))
-    return found
-
-
 @pytest.fixture(scope="module", params=["one pass", "chunks of 21", "planned on the host"])
 def llm(request: pytest.FixtureRequest, path: Path) -> Iterator[LLM]:
     flags: dict[str, Any] = {"max_num_batched_tokens": 21 if "21" in request.param else 128}
@@ -87,7 +76,7 @@ def llm(request: pytest.FixtureRequest, path: Path) -> Iterator[LLM]:
 def test_logits_and_text_are_transformers(path: Path, llm: LLM) -> None:
     vision, model = vision_of(path), reference(path)
     prompts = several(vision)
-    for each, (tokens, logits) in zip(prompts, written(llm, prompts), strict=True):
+    for each, (tokens, logits) in zip(prompts, written(llm, prompts, GREEDY), strict=True):
         ids = torch.tensor([each.ids + tokens[:-1]])
         given: dict[str, Any] = {"input_ids": ids, "token_type_ids": (ids == IMAGE).int()}
         if each.media:
@@ -107,7 +96,7 @@ def test_a_chunk_that_cuts_a_picture_is_noticed(path: Path, monkeypatch: pytest.
     outputs = []
     for most in (64, 21):
         with engine(path, dtype="float32", max_num_batched_tokens=most) as llm:
-            outputs.append(written(llm, [made])[0][1])
+            outputs.append(written(llm, [made], GREEDY)[0][1])
     assert torch.equal(outputs[0][:13], outputs[1][:13])
     assert (outputs[0][14:30] - outputs[1][14:30]).abs().max() > 1e-3
 
@@ -241,7 +230,7 @@ def test_gemma4_logits_and_text_are_transformers(path4: Path, most: int) -> None
     vision, model = vision_of(path4), reference(path4)
     prompts = shapes(vision)
     with engine(path4, dtype="float32", max_num_batched_tokens=most * 4 // vision.unit) as llm:
-        outputs = written(llm, prompts)
+        outputs = written(llm, prompts, GREEDY)
     for each, (tokens, logits) in zip(prompts, outputs, strict=True):
         ids = torch.tensor([each.ids + tokens[:-1]])
         patches = [vectors.unpack(item.pixels) for item in each.media]

@@ -21,15 +21,17 @@ from PIL import Image
 from unisono.media.decoding import images as image_decoding
 from unisono.media.decoding import videos
 from unisono.media.decoding.pooled import MergedImages, PooledImages
+from unisono.media.decoding.rows import RowImages
 from unisono.media.decoding.squares import SquareImages
 from unisono.media.memory import memory_file
 from unisono.sandbox.channel import ForkChannel
 from unisono.sandbox.forks import keep_freed_memory, limit_memory, limit_time, serve
 from unisono.types.media_item import DIGEST_BYTES
 
-KINDS: dict[str, type[SquareImages] | type[PooledImages]] = {
+KINDS: dict[str, type[SquareImages] | type[PooledImages] | type[RowImages]] = {
     "Gemma3ImageProcessor": SquareImages,
     "Gemma4ImageProcessor": PooledImages,
+    "PixtralImageProcessor": RowImages,
     "Gemma4UnifiedImageProcessor": MergedImages,
 }
 """Beginning of the name of transformers' image processor -> the class that uses it. Others are as Qwen2-VL's."""
@@ -171,7 +173,7 @@ class MediaDecoder:
         image = self._opened(payload, data)
         width, height = image.size
         image_decoding.check_size(width, height, self.setup["max_pixels"])
-        if isinstance(self.images, (SquareImages, PooledImages)):
+        if isinstance(self.images, tuple(KINDS.values())):
             self.images.check(message)
             pixels, own_grid = self.images.patches(image_decoding.decoded(image, tuple(message["background"])))
             self._check_tokens(len(pixels), 1, f"{width} x {height} pixels")
