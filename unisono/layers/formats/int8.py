@@ -20,14 +20,11 @@ import torch
 from unisono.kernels import rms_norm
 from unisono.kernels.gemm.int8 import int8_linear
 from unisono.kernels.gemm.int8_weights import int8_weight_linear, prove_int8_weight, rehearse_int8_weight
-from unisono.layers.formats.base import FLOATS, ONE_VALUE, LinearLayer, StoredTensor, TensorLayout
+from unisono.layers.formats.base import FLOATS, ONE_VALUE, WHOLE_PROJECTION, LinearLayer, StoredTensor, TensorLayout
 from unisono.layers.formats.int4 import check_order
 
 EACH = 4
 """Numbers in an int32."""
-
-WHOLE_PROJECTION = 2**62
-"""``outputs`` of a tensor with one row for a projection of any size."""
 
 BY_OUTPUT = TensorLayout(lambda outputs, inputs: ((outputs, 1), (outputs,)), dim=0)
 
@@ -132,7 +129,7 @@ class _Weights8(_Normed):
 
 @dataclass(frozen=True)
 class GPTQ8(_Weights8):
-    """GPTQ with 8 bits, without activation order. zero_offset: added to stored zeros: 1 in version 1 of the format."""
+    """GPTQ with 8 bits; ``formats/activation_order.py`` has activation order. zero_offset: added to stored zeros: 1 in version 1 of the format."""
 
     group: int = 128
     zero_offset: int = 1
@@ -151,11 +148,19 @@ class GPTQ8(_Weights8):
         if kind == "scales":
             return stored.t()
         if kind == "qweight":
-            return _bytes_of(stored.t())
+            return self.numbers(stored)
         if kind == "qzeros":
             return _bytes_of(stored).t().to(torch.int16) + self.zero_offset
         check_order(stored, self.group)
         return {}
+
+    def numbers(self, stored: torch.Tensor) -> torch.Tensor:
+        """Unpack the stored weight to numbers 0 … 255, uint8 [N, K]."""
+        return _bytes_of(stored.t())
+
+    def packed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Value of the parameter from :meth:`numbers`."""
+        return numbers
 
 
 @dataclass(frozen=True)
