@@ -131,9 +131,7 @@ def test_explain_says_what_is_quantised(plain: Path) -> None:
     assert info["settings"]["quantization"] == "fp8"
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8-static", "awq", "compressed-int4-asymmetric", "modelopt-nvfp4", "gptq-desc-act"]
-)
+@pytest.mark.parametrize("name", ["fp8-static", "awq", "compressed-int4-asymmetric", "modelopt-nvfp4", "gptq-desc-act"])
 def test_dummy_weights(name: str, plain: Path, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "model", LAYOUTS[name])
     (tmp_path / "model/model.safetensors").unlink()

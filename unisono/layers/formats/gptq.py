@@ -1,5 +1,5 @@
-"""Reader of GPTQ's ``quantization_config``: weights of 4 bits (``formats/int4.py``) or 8 (``formats/int8.py``), in the order
-of places or of activations (``formats/activation_order.py``)."""
+"""Reader of GPTQ's ``quantization_config``: weights of 4 bits (``formats/int4.py``) or 8 (``formats/int8.py``), with
+inputs in the order of their places or of their activations (``formats/activation_order.py``)."""
 
 from __future__ import annotations
 
