@@ -83,7 +83,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "disaggregation": (
-        "Prompts and rounds on engines of their own",
+        "Separate engines for prefill and decode",
         ("role", "transfer_listen", "prefill_urls", "transfer_backend", "transfer_timeout"),
     ),
     "adapters": (

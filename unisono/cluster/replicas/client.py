@@ -119,13 +119,13 @@ class ReplicaClient:
         return found
 
     def _routing(self, replica: int) -> list[ipc.MetricSample]:
-        router, text = self.router, "Requests that the router gave to an engine, by what decided it."
+        router, text = self.router, "Requests routed to an engine, by deciding rule."
         routed = [
             ipc.MetricSample("routed_requests", "counter", {"reason": reason}, float(count), text)
             for (one, reason), count in sorted(router.routed.items())
             if one == replica
         ]
-        work = "What an engine's open requests still cost, in prompt tokens."
+        work = "Estimated remaining cost of an engine's open requests, in prompt tokens."
         matched = "Prompt tokens that the router expected an engine to have cached."
         return [
             *routed,
