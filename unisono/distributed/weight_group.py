@@ -21,8 +21,8 @@ BACKENDS = ("gloo", "nccl")
 TRAINER = 0
 """Rank that sends."""
 
-TIMEOUT = 300.0
-"""Seconds that a member waits for the others."""
+TIMEOUT = 100.0
+"""Seconds that a member waits for the others: less than an engine waits for one of its ranks."""
 
 
 class WeightGroup:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from unisono.config import ResolvedConfig
+from unisono.distributed.weight_group import TIMEOUT
 from unisono.drafters.base import UpdatableDrafter
 from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.worker.runner import Runner
@@ -76,9 +77,17 @@ def weight_commands(engine: ChangedEngine) -> Mapping[str, Callable[..., Any]]:
 
     def join(
         master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str,
-        timeout: float,
+        timeout: float | None = None,
     ) -> None:  # fmt: skip
-        where = (group_name, master_address, master_port, rank_offset, world_size, backend, timeout)
+        where = (
+            group_name,
+            master_address,
+            master_port,
+            rank_offset,
+            world_size,
+            backend,
+            TIMEOUT if timeout is None else timeout,
+        )
         engine.runner.send(JoinWeightGroup(*where))
 
     def leave(group_name: str) -> None:

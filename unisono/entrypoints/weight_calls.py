@@ -62,12 +62,12 @@ class WeightCalls:
 
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int,
-        group_name: str = "weight_update_group", backend: str = "nccl", timeout: float = 300.0,
+        group_name: str = "weight_update_group", backend: str = "nccl", timeout: float | None = None,
     ) -> None:  # fmt: skip
         """Join a trainer's process group; the engine's rank r is rank ``rank_offset`` + r there.
 
         The trainer is rank 0: :class:`unisono.distributed.weight_group.WeightGroup`. world_size: the trainer and all
-        ranks. timeout: seconds. Raises ConfigError if the members do not meet.
+        ranks. timeout: seconds; None: 100. Raises ConfigError if the members do not meet.
         """
         self._command(
             "init_weights_update_group", master_address=master_address, master_port=master_port,

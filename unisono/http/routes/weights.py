@@ -141,7 +141,7 @@ def add(app: FastAPI, service: Service) -> None:
                 "replica per server, or use /update_weights_from_tensor.",
                 param="rank_offset",
             )
-        await _call(service, "init_weights_update_group", "master_address", **body.model_dump(), timeout=LIMIT / 2)
+        await _call(service, "init_weights_update_group", "master_address", **body.model_dump())
         return json_response({"success": True, "message": f"The engine has joined {body.group_name}."})
 
     @app.post(
