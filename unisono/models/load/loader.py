@@ -340,18 +340,27 @@ def partial_update(decoder: Decoder, checkpoint: Checkpoint, tensors: Mapping[st
     """
     tensors = _as_named(dict(tensors), checkpoint.family)
     every = checkpoint_names(decoder, checkpoint.family, tensors)
-    ranks = decoder.builder.ranks
-    targets = {}
+    ranks, targets = decoder.builder.ranks, {}
+    head = f"{checkpoint.family.name('lm_head')}.weight"
+    tied_head = head if decoder.config.tie_embeddings and head in tensors else None
     for name, info in tensors.items():
         if name in every:
             check_tensor(name, info, every[name])
             targets[name] = every[name]
-        elif not (ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in every):
+        elif name != tied_head and not (
+            ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in every
+        ):
             raise CheckpointError(
                 f"{info.file}: tensor {name} {list(info.shape)} has no place in the {checkpoint.config.architecture} "
                 "that is served. Give names of its checkpoint; a drafter's weights are updated from a directory."
             )
-    return WeightUpdate(decoder, targets, tensors, lambda: _check_finite(decoder, checkpoint))
+
+    def check_values() -> None:
+        if tied_head is not None:
+            _check_tied_head(decoder, tied_head, tensors)
+        _check_finite(decoder, checkpoint)
+
+    return WeightUpdate(decoder, targets, tensors, check_values)
 
 
 def _passed_over(decoder: Decoder, family: Family) -> list[str]:
