@@ -20,6 +20,10 @@ def cache_flags(
     snapshot_share: Annotated[
         float, typer.Option(help="Models with recurrent layers: fraction of the KV cache for prefix snapshots.")
     ] = 0.1,
+    snapshot_points: Annotated[
+        int,
+        typer.Option(help="Models with recurrent layers: most snapshots inside a new prompt; each costs a pass."),
+    ] = 2,
     mm_encoder_cache_gb: Annotated[
         float | None, typer.Option(help="Cache of encoded images on the device, GiB; default: 1, on a CPU 0.25.")
     ] = None,

@@ -28,7 +28,9 @@ PAGES = 1 << 16
 """Default number of pages of a replica that does not report it."""
 SUMMED = frozenset({"reset_prefix_cache", "free_memory"})
 """Commands whose results are added up over the replicas."""
-FORGETTING = frozenset({"reset_prefix_cache", "update_weights"})
+FORGETTING = frozenset(
+    {"reset_prefix_cache", "update_weights", "update_weights_from_tensor", "update_weights_from_distributed"}
+)
 """Commands that empty a replica's cache."""
 
 
