@@ -266,6 +266,8 @@ async def _flood(
                 await asyncio.sleep(1)
                 outcome = await client.ask(case, expected[number])
                 outcomes.append(outcome)
+            if outcome.verdict != "ok":
+                print(f"  {outcome.kind}: {outcome.verdict}: {outcome.why}", flush=True)
             done += 1
             if report is not None and done % every == 0:
                 report.memory.append(server.memory())

@@ -327,8 +327,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a config that is cut": (lambda path: (path / "config.json").write_text('{"a": '), "config.json"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), "safetensors"),
     "weights that are cut": (cut, "model.safetensors"),
-    "no projection": (without("fc.weight"), "fc.weight is missing"),
-    "no norm": (without("norm.weight"), "norm.weight is missing"),
+    "no projection": (without("fc.weight"), "tensor fc.weight .* is missing"),
+    "no norm": (without("norm.weight"), "tensor norm.weight .* is missing"),
 }
 
 
