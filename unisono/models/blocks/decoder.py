@@ -16,7 +16,7 @@ from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.kernels.sampling.soft_cap import soft_cap
-from unisono.kv.specs import Tree
+from unisono.kv.specs import Tree, leaves
 from unisono.layers.activations import plain
 from unisono.layers.formats.base import Share
 from unisono.layers.linear import Linear
@@ -109,13 +109,13 @@ class Decoder(nn.Module):
         return plain(stream.normed), aux
 
     def _turn(self, context: ForwardContext, deepest: int) -> int:
-        """Layer after which a pass goes on with its last tokens only: the last one that writes keys, if nothing reads
-        the others behind it.
+        """Layer after which a pass goes on with its last tokens only: the last one that writes keys or another state,
+        if nothing reads the others behind it.
 
         deepest: layers whose inputs are read, or to whose outputs something is added, are at most this one.
         """
         last, turn = len(self.layers) - 1, len(self.layers) - 1
-        while turn > 0 and self.reads[turn] != turn:
+        while turn > 0 and (self.reads[turn] != turn or not any(leaves(self.state_specs()[turn]))):
             turn -= 1
         return turn if context.rotary_positions is None and deepest <= turn else last
 
