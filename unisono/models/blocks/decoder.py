@@ -39,6 +39,8 @@ class Decoder(nn.Module):
     """A whole model, or a rank's part of one, on one device, in one dtype, for up to ``builder.max_positions``
     positions.
 
+    keeps: True for each layer with a state.
+
     With tied embeddings ``lm_head.weight`` *is* ``embed.weight``, or a view of it.
     """
 
@@ -52,6 +54,7 @@ class Decoder(nn.Module):
         norm = builder.stream_norm()
         self.embed_norm = builder.stream_norm() if config.embed_norm else None
         self.layers = build_layers(config.layers, builder, norm)
+        self.keeps = [any(leaves(specs)) for specs in self.state_specs()]
         self.norm = norm
         sizes = config.hidden_size, config.vocab_size
         if config.tie_embeddings:
@@ -115,7 +118,7 @@ class Decoder(nn.Module):
         deepest: layers whose inputs are read, or to whose outputs something is added, are at most this one.
         """
         last, turn = len(self.layers) - 1, len(self.layers) - 1
-        while turn > 0 and (self.reads[turn] != turn or not any(leaves(self.state_specs()[turn]))):
+        while turn > 0 and (self.reads[turn] != turn or not self.keeps[turn]):
             turn -= 1
         return turn if context.rotary_positions is None and deepest <= turn else last
 

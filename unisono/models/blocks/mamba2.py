@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from unisono.attention.context import ForwardContext
-from unisono.config.preflight.ranks import check_heads
+from unisono.config.preflight.ranks import check_mamba_heads
 from unisono.distributed.gather import Ranks
 from unisono.kernels.norm.gated_group_norm import gated_group_norm
 from unisono.kernels.recurrent.mamba2 import mamba2
@@ -73,7 +73,7 @@ class Mamba2Spec:
         divided like this.
         """
         count = ranks.count
-        check_heads("a Mamba2 layer", (self.heads, "heads"), (self.groups, "groups"), count)
+        check_mamba_heads(self.heads, self.groups, count)
         return replace(self, groups=max(1, self.groups // count), heads=self.heads // count)
 
     def share(self, ranks: Ranks) -> Share:
