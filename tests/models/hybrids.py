@@ -60,6 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h-latent": ("nemotron_h", {"moe_latent_size": 24, "layers_block_type": ["moe", LINEAR, FULL, "moe"]}),
     "nemotron_h-biases": (
         "nemotron_h",
         {

@@ -15,7 +15,8 @@ LENGTHS = (150, 33, 5)
 """None is a multiple of a page, a tile or a width."""
 
 MORE = (
-    "qwen3_5-vision-tied", "qwen3_5-heads-3x", "qwen3_next-plain-layers", "granitemoehybrid-dense", "nemotron_h-biases"
+    "qwen3_5-vision-tied", "qwen3_5-heads-3x", "qwen3_next-plain-layers", "granitemoehybrid-dense", "nemotron_h-latent",
+    "nemotron_h-biases",
 )  # fmt: skip
 """Cases that are fed in every way only in the long matrix."""
 

@@ -21,9 +21,11 @@ from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import BesideSpec, ExpertsSpec
 from unisono.models.blocks.gated_delta import GatedDeltaSpec
 from unisono.models.blocks.latent_attention import LatentSpec
+from unisono.models.blocks.latent_experts import LatentExpertsSpec
 from unisono.models.blocks.layers import POST, SANDWICH, LayerSpec, MLPSpec, NormOrder
 from unisono.models.blocks.mamba2 import Mamba2Spec
 from unisono.models.blocks.one_block import OneBlockSpec
+from unisono.models.blocks.plain_mlp import PlainMLPSpec
 from unisono.models.blocks.short_conv import ShortConvSpec
 from unisono.models.config import DecoderConfig
 
@@ -64,6 +66,9 @@ FEED_FORWARDS: dict[str, Any] = {
     "experts, scored in groups": ExpertsSpec(9, 3, 24, shared_intermediate_size=24, scores=GROUPED),
     "experts, corrected softmax": ExpertsSpec(7, 3, 24, normalize=False, scores=RouterScores(False, True, scale=1.5)),
     "experts, no gate": ExpertsSpec(7, 3, 24, 33, activation="relu2", kind=RELU2_EXPERTS, shared_bias=True),
+    "experts in a latent space": LatentExpertsSpec(
+        ExpertsSpec(7, 3, 24, activation="relu2", kind=RELU2_EXPERTS), PlainMLPSpec(33), 16, bias=True
+    ),
     "mlp beside experts": BesideSpec(MLPSpec(30, activation=GELU), GELU_EXPERTS),
 }
 

@@ -12,7 +12,8 @@ from unisono.kernels.moe.scored_router import RouterScores
 from unisono.layers.expert_stacks import RELU2_EXPERTS
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks.experts import ExpertsSpec
-from unisono.models.blocks.layers import AttentionSpec
+from unisono.models.blocks.latent_experts import LatentExpertsSpec
+from unisono.models.blocks.layers import AttentionSpec, BlockSpec
 from unisono.models.blocks.mamba2 import Mamba2Spec, mamba2_rows
 from unisono.models.blocks.one_block import OneBlockSpec
 from unisono.models.blocks.plain_mlp import PlainMLPSpec
@@ -31,31 +32,39 @@ NAMES: dict[str, Name] = {
     "layers.*.mixer.o": {AttentionSpec: f"{BLOCK}.o_proj", Mamba2Spec: f"{BLOCK}.out_proj"},
     "layers.*.feed_forward.up": f"{BLOCK}.up_proj",
     "layers.*.feed_forward.down": f"{BLOCK}.down_proj",
-    "layers.*.feed_forward.router": f"{BLOCK}.gate",
-    "layers.*.feed_forward.correction": f"{BLOCK}.gate.e_score_correction_bias",
-    "layers.*.feed_forward.experts.gate_up": f"{BLOCK}.experts.up_proj",
-    "layers.*.feed_forward.experts.down": f"{BLOCK}.experts.down_proj",
-    "layers.*.feed_forward.experts.each.up": f"{BLOCK}.experts.*.up_proj",
-    "layers.*.feed_forward.experts.each.down": f"{BLOCK}.experts.*.down_proj",
+    "layers.*.feed_forward.into": f"{BLOCK}.fc1_latent_proj",
+    "layers.*.feed_forward.out": f"{BLOCK}.fc2_latent_proj",
     "layers.*.feed_forward.shared.up": f"{BLOCK}.shared_experts.up_proj",
     "layers.*.feed_forward.shared.down": f"{BLOCK}.shared_experts.down_proj",
     "norm": "backbone.norm_f",
     "lm_head": "lm_head",
 }
+for block in ("feed_forward", "feed_forward.experts"):  # the second one of experts in a latent space
+    NAMES |= {
+        f"layers.*.{block}.router": f"{BLOCK}.gate",
+        f"layers.*.{block}.correction": f"{BLOCK}.gate.e_score_correction_bias",
+        f"layers.*.{block}.experts.gate_up": f"{BLOCK}.experts.up_proj",
+        f"layers.*.{block}.experts.down": f"{BLOCK}.experts.down_proj",
+        f"layers.*.{block}.experts.each.up": f"{BLOCK}.experts.*.up_proj",
+        f"layers.*.{block}.experts.each.down": f"{BLOCK}.experts.*.down_proj",
+    }
 
 
-def read_experts(hf_config: Any) -> ExpertsSpec:
-    """Spec of a layer with experts. Raises CheckpointError for values that are not computed."""
-    latent, shared = hf_config.moe_latent_size, hf_config.n_shared_experts
-    require(latent is None, "moe_latent_size", latent, "experts in a latent space are not supported")
+def read_experts(hf_config: Any) -> BlockSpec:
+    """Spec of a layer with experts. ``moe_latent_size``: they lie in a latent space, but the shared one does not.
+
+    Raises CheckpointError for values that are not computed.
+    """
+    latent, shared, bias = hf_config.moe_latent_size, hf_config.n_shared_experts, hf_config.mlp_bias
     require(shared == 1, "n_shared_experts", shared, "one shared expert is supported")
-    return ExpertsSpec(
+    size, activation = hf_config.moe_shared_expert_intermediate_size, hf_config.mlp_hidden_act
+    experts = ExpertsSpec(
         hf_config.n_routed_experts,
         hf_config.num_experts_per_tok,
         hf_config.moe_intermediate_size,
-        hf_config.moe_shared_expert_intermediate_size,
+        size if latent is None else 0,
         normalize=hf_config.norm_topk_prob,
-        activation=hf_config.mlp_hidden_act,
+        activation=activation,
         kind=RELU2_EXPERTS,
         scores=RouterScores(
             correction=True,
@@ -63,8 +72,11 @@ def read_experts(hf_config: Any) -> ExpertsSpec:
             top_groups=hf_config.topk_group,
             scale=float(hf_config.routed_scaling_factor),
         ),
-        shared_bias=hf_config.mlp_bias,
+        shared_bias=bias and latent is None,
     )
+    if latent is None:
+        return experts
+    return LatentExpertsSpec(experts, PlainMLPSpec(size, bias, activation), latent, bias)
 
 
 def read(hf_config: Any) -> DecoderConfig:
