@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {}),
     "lfm2": ("lfm2", {"tie_word_embeddings": False}),
     "lfm2_moe": ("lfm2_moe", {"conv_L_cache": 4}),
+    "bamba": ("bamba", {"attention_bias": True, "mlp_bias": True}),
     "granitemoehybrid": ("granitemoehybrid", {"mamba_conv_bias": False}),
     "granitemoehybrid-dense": (
         "granitemoehybrid",

@@ -338,6 +338,11 @@ _MAMBA2: dict[str, Any] = {
     "mamba_n_groups": 2,
     "mamba_d_state": 16,
 }
+HYBRIDS["bamba"] = {
+    **{name: value for name, value in _MAMBA2.items() if name != "layer_types"},
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [1],
+}
 HYBRIDS["granitemoehybrid"] = {
     **_MAMBA2,
     "intermediate_size": 44,

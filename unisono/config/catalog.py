@@ -96,6 +96,7 @@ models = Registry(
         "Ernie4_5_MoeForCausalLM": "unisono.models.families.ernie4_5_moe:ERNIE4_5_MOE",
         "Glm4MoeForCausalLM": "unisono.models.families.glm4_moe:GLM4_MOE",
         "Glm4MoeLiteForCausalLM": "unisono.models.families.glm4_moe_lite:GLM4_MOE_LITE",
+        "BambaForCausalLM": "unisono.models.families.bamba:BAMBA",
         "GraniteMoeHybridForCausalLM": "unisono.models.families.granite_hybrid:GRANITE_HYBRID",
         "Lfm2ForCausalLM": "unisono.models.families.lfm2:LFM2",
         "Lfm2MoeForCausalLM": "unisono.models.families.lfm2:LFM2_MOE",

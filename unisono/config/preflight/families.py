@@ -185,6 +185,9 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "Glm4MoeLiteForCausalLM": Facts(
         ("glm4_moe_lite",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "mlp_layer_types": ANY}, experts=True
     ),
+    "BambaForCausalLM": Facts(
+        ("bamba",), takes={**_BIASES, **_MAMBA2, "attn_layer_indices": ANY, "mlp_bias": ANY}, partial_rotary=True
+    ),
     "GraniteMoeHybridForCausalLM": Facts(
         ("granitemoehybrid",),
         takes={

@@ -258,9 +258,10 @@ def _reads(S, k, q, k_sum, q_sum, DELTA: tl.constexpr):
     dtype: tl.constexpr = k.dtype
     k, q = tl.trans(k), tl.trans(q)
     zero = tl.zeros_like(k_sum)
+    k_half = zero
     if not DELTA:
-        return k_sum, tl.fma(_times(S, q, zero), zero + 1.0, q_sum)
-    if dtype == tl.float32:
+        q_half = _times(S, q, zero)
+    elif dtype == tl.float32:
         k_half = tl.dot(S, k, zero, input_precision="ieee")
         q_half = tl.dot(S, q, zero, input_precision="ieee")
     else:
@@ -289,10 +290,12 @@ def _within(k_sum, q_sum, v, squares, factors, skip, DELTA: tl.constexpr):
     if DELTA:
         T_high, T_low = _load_split(squares, square, CHUNK * CHUNK)
         new = _times_split(tl.fma(k_sum, zero + w_k, values), T_high, T_low, zero)
-        return _times_split(new, P_high, P_low, q_sum * w_q), new * w_s, whole
-    new = values * w_k
+    else:
+        new = values * w_k
     out = _times_split(new, P_high, P_low, q_sum * w_q)
-    return tl.fma(values, zero + tl.load(skip), out), new * w_s, whole
+    if not DELTA:
+        out = tl.fma(values, zero + tl.load(skip), out)
+    return out, new * w_s, whole
 
 
 @triton.jit
