@@ -37,6 +37,7 @@ class ExpertsSpec:
         have the activation "relu2", and so has the shared one.
     router_bias: the router adds a bias to the logits; it changes the choice and the weights.
     router_factors: each expert's weight is multiplied by a learnt number, after normalisation.
+    weighs_inputs: an expert's input, not its output, is multiplied by its weight; for one expert a token alone.
     scores: another score than the softmax, a correction of the choice, groups and a scale
         (:class:`unisono.kernels.moe.scored_router.RouterScores`); None: softmax alone.
 
@@ -64,6 +65,7 @@ class ExpertsSpec:
     router_factors: bool = False
     scores: RouterScores | None = None
     shared_bias: bool = False
+    weighs_inputs: bool = False
 
     def __post_init__(self) -> None:
         count, top_k = self.num_experts, self.top_k
@@ -76,8 +78,10 @@ class ExpertsSpec:
         require(self.activation in known, "hidden_act", self.activation, f"supported are {', '.join(known)}")
         require(not (self.shared_bias and self.kind.gated), "mlp_bias", True, "a shared expert with a gate has none")
         self._check_groups()
-        if self.kind == SILU_EXPERTS:
-            object.__setattr__(self, "kind", ExpertKind(GATES[self.activation]))
+        rule = "one expert a token is computed where its input is multiplied by its weight"
+        require(not self.weighs_inputs or top_k == 1, "num_experts_per_tok", top_k, rule)
+        if self.kind.gated and self.kind.gate == SILU:
+            object.__setattr__(self, "kind", replace(self.kind, gate=GATES[self.activation]))
 
     def build(self, builder: Builder) -> Experts:
         size, hidden, shared = self.intermediate_size, builder.hidden_size, self.shared_intermediate_size
@@ -85,16 +89,17 @@ class ExpertsSpec:
         first, gated = {"gate": size, "up": size} if self.kind.gated else {"up": size}, self.kind.gated
         sizes = {"gate_up": size, "down": hidden} if self.kind.bias else {**first, "down": hidden}
         format = _one_format(each, *sizes)
-        rides = gated and shared == size and {apart.format(apart.at(n).path) for n in _SHARED} == {format}
+        may_ride = gated and not self.weighs_inputs and shared == size
+        rides = may_ride and {apart.format(apart.at(n).path) for n in _SHARED} == {format}
         gelu = self.kind.gate.gelu
-        biased = (replace(self.kind, gate=SILU) if gelu else self.kind) != SILU_EXPERTS
+        biased = replace(self.kind, gate=SILU if gelu else self.kind.gate, transposed=False) != SILU_EXPERTS
         common = rides, builder.dtype, builder.device, expert_format(format, biased, gelu, gated)
         ranks, share, rows = builder.ranks, WHOLE, WHOLE
         if ranks.whole_experts:
             share = self._of_experts(ranks)
         elif ranks.count > 1 and each.can_divide(sizes):
             rows = builder.share
-        return Experts(
+        made = Experts(
             ExpertStack(self.num_experts, hidden, first, *common, share, rows, self.kind),
             ExpertStack(self.num_experts, size, {"": hidden}, *common, share, rows, self.kind),
             self.top_k,
@@ -106,6 +111,8 @@ class ExpertsSpec:
             self.router_factors,
             self.scores,
         )
+        made.weighs_inputs = self.weighs_inputs
+        return made
 
     def _shared(self) -> MLPSpec | PlainMLPSpec:
         """The shared expert where it does not ride."""
