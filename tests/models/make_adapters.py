@@ -47,7 +47,8 @@ def make_adapter(
     tensors = {}
     for name, weight in base_tensors(base).items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] not in targets or weight.dim() != 2 or module.startswith("mtp."):
+        other = module.startswith("mtp.") or "vision_tower" in module
+        if module.rpartition(".")[2] not in targets or weight.dim() != 2 or other:
             continue
         r = next((value for part, value in (ranks or {}).items() if part in module), rank)
         outputs, inputs = weight.shape
