@@ -69,9 +69,8 @@ def read_tower(hf_config: Any) -> VisionConfig | None:
     vision, text = getattr(hf_config, "vision_config", None), hf_config.get_text_config()
     if vision is None:
         return None
-    name, tokens = vision.model_type, hf_config.mm_tokens_per_image
+    name, tokens, eps = vision.model_type, hf_config.mm_tokens_per_image, vision.layer_norm_eps
     require(name == "siglip_vision_model", "vision_config.model_type", name, "it must be 'siglip_vision_model'")
-    eps = vision.layer_norm_eps
     require(eps == NORM_EPS, "vision_config.layer_norm_eps", eps, f"it must be {NORM_EPS}")
     patch, size, wide = vision.patch_size, vision.image_size, math.isqrt(max(tokens, 0))
     require(patch >= 1 and size % patch == 0, "vision_config.image_size", size, f"it must be a multiple of {patch}")
@@ -102,6 +101,7 @@ def read_tower(hf_config: Any) -> VisionConfig | None:
             activation=vision.hidden_act,
             position_side=side,
             pooled=True,
+            apart=True,
         ),
         side=side,
         both_ways=True,
