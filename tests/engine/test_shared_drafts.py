@@ -93,7 +93,7 @@ def test_drafts_go_where_they_are_accepted() -> None:
     assert after[1, 0] > before[1, 0] + 0.2
 
 
-def test_who_shares(qwen3: Path) -> None:
+def test_drafters_that_share(qwen3: Path) -> None:
     """By default where drafting costs the same for any number; elsewhere if set."""
     with sharing("ngram", (qwen3, None), None) as llm:
         assert llm.engine.runner.shared == (1, 2, 3)

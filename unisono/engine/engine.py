@@ -382,7 +382,8 @@ class Engine:
         self.counters.generation_tokens += int(counts.sum())
         if drafts:
             drafting = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
-            self.counters.count_round(drafts, drafted[drafting], counts[drafting] - 1)
+            found = outputs["found"][committed][drafting] if "found" in outputs else None
+            self.counters.count_round(drafts, drafted[drafting], counts[drafting] - 1, found)
             if isinstance(work, Round) and work.forced is not None:
                 self.counters.count_forced((work.forced[committed] >= 0).sum(1), counts - 1)
         sequences = rows.sequences if every else [rows.sequences[row] for row in committed.tolist()]
