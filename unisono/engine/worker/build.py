@@ -296,6 +296,7 @@ class Build:
             adapters=worker.adapters,
             adapter_modules=requested.lora_modules,
             whole_logits=self._whole,
+            whole_text=c.whole_text,
         )
         return [feature(context) for feature in listed]
 

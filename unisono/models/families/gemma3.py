@@ -69,9 +69,8 @@ def read_tower(hf_config: Any) -> VisionConfig | None:
     vision, text = getattr(hf_config, "vision_config", None), hf_config.get_text_config()
     if vision is None:
         return None
-    name, tokens = vision.model_type, hf_config.mm_tokens_per_image
+    name, tokens, eps = vision.model_type, hf_config.mm_tokens_per_image, vision.layer_norm_eps
     require(name == "siglip_vision_model", "vision_config.model_type", name, "it must be 'siglip_vision_model'")
-    eps = vision.layer_norm_eps
     require(eps == NORM_EPS, "vision_config.layer_norm_eps", eps, f"it must be {NORM_EPS}")
     patch, size, wide = vision.patch_size, vision.image_size, math.isqrt(max(tokens, 0))
     require(patch >= 1 and size % patch == 0, "vision_config.image_size", size, f"it must be a multiple of {patch}")
@@ -111,18 +110,18 @@ def read_tower(hf_config: Any) -> VisionConfig | None:
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """Read the config. ``layer_types`` lists the layers with a window; a Gemma 2 has no norms of queries and keys."""
+    """Read the config. ``layer_types`` lists the layers with a window; a Gemma 2 has no norms of queries and keys.
+
+    With ``use_bidirectional_attention`` (EmbeddingGemma; refused beside an LM head) tokens see later ones.
+    """
     text = hf_config.get_text_config()
-    both_ways = getattr(text, "use_bidirectional_attention", None)
-    require(not both_ways, "use_bidirectional_attention", both_ways, "a token that sees later ones is not computed")
     bias, head_norms, vision = text.attention_bias, text.model_type != "gemma2", read_tower(hf_config)
+    heads = text.num_attention_heads, text.num_key_value_heads, text.head_dim
     mlp = MLPSpec(text.intermediate_size, activation=text.hidden_activation)
 
     def layer(layer_type: str, window: int) -> LayerSpec:
         attention = AttentionSpec(
-            text.num_attention_heads,
-            text.num_key_value_heads,
-            text.head_dim,
+            *heads,
             rotary_of(text, layer_type, text.head_dim),
             window=window,
             scale=text.query_pre_attn_scalar**-0.5,
@@ -131,6 +130,7 @@ def read(hf_config: Any) -> DecoderConfig:
             qkv_bias=bias,
             o_bias=bias,
             both_ways=vision is not None,
+            whole_text=bool(getattr(text, "use_bidirectional_attention", None)),
         )
         return LayerSpec(attention, mlp, SANDWICH, SANDWICH)
 
