@@ -304,7 +304,7 @@ class LLM(PooledCalls):
         self, directory: str = "", draft_directory: str = "", version: str | None = None
     ) -> dict[str, Any]:
         """Replace the weights between two passes; see :meth:`unisono.engine.engine.Engine.update_weights`."""
-        if self._classifier is not None and directory:
+        if (self._classifier is not None or self._pooling.layers) and directory:
             raise BadRequest(NO_UPDATE)
         return self.loop.call(lambda engine: engine.update_weights(directory, draft_directory, version))
 

@@ -20,8 +20,8 @@ from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, CheckpointError
 
 NO_UPDATE = (
-    "The weights of a classifier cannot be replaced while it is served: its head was read at the start. Restart with "
-    "the new checkpoint."
+    "The weights of a classifier, or of an embedding model with dense layers, cannot be replaced while it is served: "
+    "its head was read at the start. Restart with the new checkpoint."
 )
 QUERY, DOCUMENT = "query", "document"
 NO_HEAD = (

@@ -57,7 +57,7 @@ async def _update(service: Service, body: UpdateWeightsRequest) -> dict[str, Any
         raise ApiError(400, "flush_cache=false would mix old keys with new weights; leave it out.", param="flush_cache")
     if not body.model_path and not body.draft_path:
         raise ApiError(400, "model_path is missing; name a directory of weights.", param="model_path")
-    if service.classifier is not None and body.model_path:
+    if (service.classifier is not None or service.pooling.layers) and body.model_path:
         raise ApiError(400, NO_UPDATE, param="model_path", code="weights_not_updated")
     if body.abort_all_requests:
         for generations in list(service.running.values()):
