@@ -270,7 +270,7 @@ async def _scored(
         )
     check_task("embed", service.pooling, None)
     queries = list(dict.fromkeys(query for query, _ in pairs))
-    texts = [*queries, *(document for _, document in pairs)]
+    texts = service.pooling.prompted([*queries, *(document for _, document in pairs)], None)
 
     def cosines(states: list[np.ndarray], _: list[list[int]]) -> dict[str, Any]:
         vectors = [_pooled(service, each, "embed", None, True) for each in states]
