@@ -30,7 +30,7 @@ from unisono.kernels.gemm.int4 import int4_linear, launch_int4_linear, prove_int
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.moe.experts import exact_experts, expert_down, expert_gate_up, expert_tile
 from unisono.kernels.moe.fp8 import exact_fp8_experts, expert_fp8_down, expert_fp8_gate_up, fp8_expert_tile
-from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
+from unisono.kernels.moe.integers import expert_integer_down, expert_integer_gate_up, packed_tile_rows
 from unisono.kernels.moe.plan import plan_experts
 
 BYTES_PER_US, FP8_FLOPS_PER_US, FLOPS_PER_US = 4.68e6, 1.3e9, 7.7e8
@@ -235,7 +235,7 @@ def expert_layers(device: str, sizes: tuple[int, int, int, int], top_k: int) -> 
         ),
         "int4": (
             lambda pairs: packed_tile_rows(pairs, experts, torch.bfloat16),
-            lambda x, plan: expert_int4_down(expert_int4_gate_up(x, *up4, plan), *down4, plan),
+            lambda x, plan: expert_integer_down(expert_integer_gate_up(x, *up4, plan), *down4, plan),
         ),
     }
 

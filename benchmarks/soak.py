@@ -39,7 +39,7 @@ SAMPLES = 200
 PAGE_TOKENS = 16
 CONTEXT = 512
 """Tokens that most requests fit into; definitions of tools in a long chat template take more."""
-TABLE = "{:<20} {:>8} {:>8} {:>8} {:>6} {:>6} {:>6} {:>9} {:>9}"
+TABLE = "{:<20} {:>8} {:>8} {:>8} {:>6} {:>6} {:>6} {:>6} {:>9} {:>9}"
 
 
 def soak(
@@ -51,17 +51,20 @@ def soak(
     max_num_seqs: Annotated[int, typer.Option(help="Of the server: requests that run at once.", min=1)] = 8,
     max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=512)] = 1024,
     limit: Annotated[float, typer.Option(help="Seconds after which a request counts as hung.", min=1)] = 120.0,
+    deaths: Annotated[int, typer.Option(help="Engine processes to end, by SIGKILL and SIGSTOP in turns.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the choice of requests.")] = 0,
 ) -> None:
     """Send a server every kind of request; all other flags are those of `unisono serve`.
 
     Exit code 1 if a request hung or failed, if a byte differs from a quiet run, if pages, slots, file descriptors or
     processes are left, if memory grew by more than 2 % over the last half, or if nothing was preempted or refused.
+    With --deaths the engine process dies in the first third of the run. Requests that ran in it end with an error, at
+    most as many as the server has slots, and are sent again; all others are answered.
     """
     check_model(model, load_format="dummy")  # its weights are the servers' to check
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers end with this process
     check_flags(model, context.args)
-    plan = Plan(model, requests, min(distinct, requests), concurrency, max_num_seqs, max_model_len, limit, seed)
+    plan = Plan(model, requests, min(distinct, requests), concurrency, max_num_seqs, max_model_len, limit, deaths, seed)
     report = asyncio.run(_run(plan, context.args))
     print(report.table())
     if report.problems:
@@ -80,6 +83,7 @@ class Plan:
     max_num_seqs: int
     max_model_len: int
     limit: float
+    deaths: int
     seed: int
 
     def flags(self, busy: bool) -> list[str]:
@@ -89,7 +93,13 @@ class Plan:
         queue = max(1, self.concurrency - self.max_num_seqs)  # n > 1 goes beyond it
         if not busy:
             return [*own, "--speculative-method", "none"]
-        return [*own, "--num-pages", str(few), "--max-queued-requests", str(queue)]
+        shared = [*own, "--num-pages", str(few), "--max-queued-requests", str(queue)]
+        return [*shared, "--max-engine-restarts", str(self.deaths)] if self.deaths else shared
+
+    def deaths_at(self, requests: int) -> dict[int, int]:
+        """Signals to the engine process, by the number of answered requests of ``requests`` that they follow."""
+        every = max(1, requests // 3 // max(1, self.deaths))
+        return {every * (i + 1): (signal.SIGKILL, signal.SIGSTOP)[i % 2] for i in range(self.deaths)}
 
 
 @dataclass
@@ -116,6 +126,8 @@ class Report:
     drafts: float = 0
     accepted: float = 0
     seconds: float = 0
+    deaths: int = 0
+    slots: int = 0
     ended: list[str] = field(default_factory=list)
 
     @property
@@ -142,6 +154,8 @@ class Report:
             found.append(f"processes: {self.before.processes} before, {self.after.processes} after")
         if self.growth > FLAT:
             found.append(f"memory grew by {100 * self.growth:.1f} % over the last half")
+        if counts["killed"] > (most := self.deaths * self.slots):
+            found.append(f"{counts['killed']} requests ended with an engine; {self.deaths} deaths end at most {most}")
         untested = {"preempted": self.preemptions, "refused for overload": counts["refused"]}
         return [*found, *self.ended, *(f"not tested: nothing was {name}" for name, n in untested.items() if not n)]
 
@@ -149,7 +163,7 @@ class Report:
         """The run in a few lines."""
         assert self.before is not None
         assert self.after is not None
-        names = ("ok", "refused", "wrong", "failed", "hung")
+        names = ("ok", "refused", "killed", "wrong", "failed", "hung")
         lines = [TABLE.format("requests", "sent", *names, "p50 s", "p99 s")]
         kinds = sorted({one.kind for one in self.outcomes})
         for kind in [*kinds, "all"]:
@@ -170,7 +184,7 @@ class Report:
                 f"files: API process {b.files[0]} before, {a.files[0]} after; engine {b.files[1]}, {a.files[1]}; "
                 f"processes {b.processes}, {a.processes}",
                 f"memory: {half[0]:.0f} MiB at half time, {half[-1]:.0f} at the end, {100 * self.growth:+.2f} %",
-                f"{self.preemptions:.0f} preemptions{rounds}, {self.seconds:.0f} s",
+                f"{self.preemptions:.0f} preemptions{rounds}, {self.deaths} engine deaths, {self.seconds:.0f} s",
             ]
         )
 
@@ -181,7 +195,7 @@ class Report:
 async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
     from benchmarks.soak_requests import Client, cases, kinds
 
-    report = Report()
+    report = Report(slots=plan.max_num_seqs)
     with _server(plan, [*answering(serve_flags), *plan.flags(False)]) as quiet:
         client = Client(quiet.url, plan.limit)
         abilities = await client.abilities()
@@ -240,6 +254,7 @@ async def _flood(
     """
     left, outcomes, done = iter(order), [], 0
     every = max(1, len(order) // SAMPLES)
+    deaths = plan.deaths_at(len(order)) if report is not None else {}
 
     async def worker() -> None:
         nonlocal done
@@ -247,13 +262,18 @@ async def _flood(
             case = asked[number].patient() if report is None else asked[number]
             outcome = await client.ask(case, expected[number])
             outcomes.append(outcome)
-            while outcome.verdict == "refused":  # clients do as Retry-After says
+            while outcome.verdict in ("refused", "killed"):  # clients do as Retry-After says
                 await asyncio.sleep(1)
                 outcome = await client.ask(case, expected[number])
                 outcomes.append(outcome)
+            if outcome.verdict != "ok":
+                print(f"  {outcome.kind}: {outcome.verdict}: {outcome.why}", flush=True)
             done += 1
             if report is not None and done % every == 0:
                 report.memory.append(server.memory())
+            if report is not None and done in deaths:
+                server.signal_engine(deaths[done])
+                report.deaths += 1
             if done % max(100, len(order) // 10) == 0:
                 counts = Counter(one.verdict for one in outcomes)
                 print(f"  {done} of {len(order)}: {dict(counts)}", flush=True)
@@ -297,6 +317,10 @@ class _Server:
     def memory(self) -> float:
         """MiB that the server's processes have for themselves."""
         return sum(map(_anonymous, self._processes())) / 2**10
+
+    def signal_engine(self, number: int) -> None:
+        """Send a signal to the engine process."""
+        os.kill(self._engine(self._processes()), number)
 
     def end(self) -> list[str]:
         """Stop the server; returns what went wrong with that, or before."""

@@ -51,6 +51,8 @@ BAD: list[tuple[str, Any]] = [
     (CHAT, b'{"messages": "\\ud800"}'),
     ("/v1/nothing", {}),
 ]
+ENDED_EARLY = "The request ended early: "
+"""Begins the error of a request that ran in an engine process that died."""
 READS = ("/health", "/metrics", "/v1/models", "/server_info", "/version", "/load")
 
 
@@ -261,7 +263,10 @@ def _with_adapters(names: Sequence[str]) -> dict[str, _Maker]:
 
 @dataclass
 class Outcome:
-    """How a request went. verdict: ``ok``, ``refused`` (overload), ``wrong``, ``failed`` or ``hung``."""
+    """How a request went. verdict: ``ok``, ``refused`` (overload), ``killed``, ``wrong``, ``failed`` or ``hung``.
+
+    ``killed``: the request ran in an engine process that died.
+    """
 
     kind: str
     verdict: str
@@ -393,6 +398,8 @@ def judge(case: Case, answer: Answer, expected: Answer | None) -> tuple[str, str
     shown = f"{answer.status} {answer.error}"
     if answer.status in (429, 503):
         return ("refused", "") if answer.retry_after else ("failed", f"{shown} without Retry-After")
+    if answer.error.startswith(ENDED_EARLY):
+        return "killed", ""
     if case.client == "errs":
         good = 400 <= answer.status < 500 and answer.error
         return ("ok", "") if good else ("failed", f"{shown} for a bad body")

@@ -2,6 +2,7 @@
 
 * riddles: docstrings that open with What, Whether, Of, How, Where, Which, For, That or Who.
 * classes: class names that are defined more than once in the package.
+* tests: test functions whose names open with such a word. A name states the subject and its behaviour.
 * lines: lines of docs/ and README.md over 200 characters, tables and links apart.
 
 ``scripts/words.json`` has the counts that are tolerated until they are mended. A count above it fails.
@@ -22,17 +23,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TOLERATED = Path(__file__).with_suffix(".json")
 RIDDLE = re.compile(r"\s*(What|Whether|Of|How|Where|Which|For|That|Who)\b")
+RIDDLE_TEST = re.compile(r"test_(what|who|how|where|which)(ever)?_|test_(whether|of|for|that)_")
 LONGEST_LINE = 200
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    """Each module of the package, parsed, with its path."""
-    for path in sorted((ROOT / "unisono").rglob("*.py")):
+def trees(folder: str = "unisono") -> Iterator[tuple[str, ast.Module]]:
+    """Yield the path and the parsed tree of each module of a folder."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
         yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of the docstrings of a module, its classes and functions, and of its constants."""
+    """Yield line and text of the docstrings of a module, its classes and functions, and its constants."""
     for node in ast.walk(tree):
         for statement in getattr(node, "body", ()) if isinstance(getattr(node, "body", ()), list) else ():
             value = statement.value if isinstance(statement, ast.Expr) else None
@@ -60,6 +62,15 @@ def classes() -> list[str]:
     return sorted(f"{place}: {name}, {counts[name]} times" for name, place in places if counts[name] > 1)
 
 
+def tests() -> list[str]:
+    return [
+        f"{path}:{node.lineno}: {node.name}"
+        for path, tree in trees("tests")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and RIDDLE_TEST.match(node.name)
+    ]
+
+
 def lines() -> list[str]:
     found = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
@@ -69,7 +80,7 @@ def lines() -> list[str]:
     return found
 
 
-CHECKS = {"riddles": riddles, "classes": classes, "lines": lines}
+CHECKS = {"riddles": riddles, "classes": classes, "tests": tests, "lines": lines}
 
 
 def main() -> None:

@@ -25,13 +25,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the unit tier and of the long matrix (tests/tiers.py, tests/nightly.py). A GPU runs every
-    cell.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of the unit tier, where ``-m`` names it, and of the long matrix (tests/tiers.py,
+    tests/nightly.py). A GPU runs every cell.
     """
     cells: dict[Any, list[pytest.Item]] = {}
+    tiered = "unit" in config.option.markexpr  # reads every test module once more, in each worker
     for item in items:
-        if in_unit_tier(item.path):
+        if tiered and in_unit_tier(item.path):
             item.add_marker(pytest.mark.unit)
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("full"):
             cells.setdefault((item.parent, item.originalname), []).append(item)
@@ -48,8 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             same[index].add_marker(pytest.mark.full)
 
 
+def pytest_collectstart() -> None:
+    """What collection imports and makes stays, so Python looks for garbage in vain."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Later collections pass over what is there now: thousands of tests, and what they import. An engine collects when
     it ends, and each collection would take 0.3 s."""
+    gc.enable()
     gc.collect()
     gc.freeze()

@@ -75,6 +75,31 @@ def make_gemma4(directory: Path, seed: int = 0, clipped: bool = False, **changes
     return Path(directory)
 
 
+UNIFIED = {
+    **COMMON, **FAMILIES["gemma4_unified_text"], "vocab_size": VOCAB, "sliding_window": 7, "pad_token_id": 3,
+    "use_bidirectional_attention": "vision",
+}  # fmt: skip
+
+
+def make_gemma4_unified(directory: Path, seed: int = 0, **changes: Any) -> Path:
+    """Write a random Gemma 4 12B: a token is a patch of 8 × 8 pixels, pictures have any shape."""
+    tower = {
+        "patch_size": PATCH, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32,
+    }  # fmt: skip
+    text = {"model_type": "gemma4_unified_text", **UNIFIED, **changes}
+    config = AutoConfig.for_model(
+        "gemma4_unified", text_config=text, vision_config=tower, audio_config=None, image_token_id=IMAGE,
+        boi_token_id=START, eoi_token_id=END, video_token_id=268, audio_token_id=269,
+    )  # fmt: skip
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    randomise(model, seed)
+    table = model.model.embed_vision.pos_embedding
+    table.data.copy_(torch.randn(table.shape, generator=torch.Generator().manual_seed(seed)))
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return Path(directory)
+
+
 def shapes(vision: VisionConfig, dtype: torch.dtype = torch.float32) -> list[Prompt]:
     """Prompts with pictures of several shapes."""
     a, b, c = Picture(4, 6, 1), Picture(8, 4, 2), Picture(2, 2, 3)
@@ -98,6 +123,17 @@ def padded(patches: list[torch.Tensor], grids: list[tuple[int, int]], vision: Vi
         pixels[number, : rows * columns] = parts / 2 + 0.5
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         places[number, : rows * columns] = torch.stack((column, row), -1).view(-1, 2)
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
+def merged(patches: list[torch.Tensor], grids: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """transformers' inputs of a Gemma 4 12B: patches [n, most, C], and their columns and rows."""
+    most = max(len(each) for each in patches)
+    pixels, places = torch.zeros(len(grids), most, patches[0].shape[1]), torch.full((len(grids), most, 2), -1)
+    for number, (each, (rows, columns)) in enumerate(zip(patches, grids, strict=True)):
+        pixels[number, : len(each)] = each
+        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        places[number, : len(each)] = torch.stack((column, row), -1).view(-1, 2)
     return {"pixel_values": pixels, "image_position_ids": places}
 
 

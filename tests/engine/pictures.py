@@ -191,3 +191,14 @@ def stepped(
         for delta in engine.step():
             found[delta.request_id].append(delta)
     return list(found.values())
+
+
+def written(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[list[int], torch.Tensor]]:
+    """The tokens after each prompt, and the logits of every position but the last; params return hidden states."""
+    found = []
+    for deltas in stepped(llm, prompts, params):
+        hidden = [deltas[0].prompt_hidden_states, *(delta.hidden_states for delta in deltas)]
+        states = torch.cat([vectors.unpack(each) for each in hidden if each is not None])
+        logits = llm.engine.worker.model.logits(states).cpu()
+        found.append(([token for delta in deltas for token in delta.token_ids], logits))
+    return found

@@ -149,14 +149,22 @@ def quiet(llm: LLM) -> dict[str, TokenDelta]:
     return found
 
 
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> dict[str, TokenDelta]:
+    """What the requests get while nothing fails."""
+    return quiet(llm)
+
+
 def failures(llm: LLM) -> dict[str, float]:
     return {labels["stage"]: value for name, _, labels, value, _ in llm.engine.metrics() if name == "request_failures"}
 
 
 @pytest.mark.parametrize("where", INJECTED)
-def test_one_request_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_one_request_fails(
+    llm: LLM, expected: dict[str, TokenDelta], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     stage, inject = INJECTED[where]
-    expected, before = quiet(llm), failures(llm)
+    before = failures(llm)
     llm.engine.reset_prefix_cache()
     free = llm.engine.pool.available
     checked: list[int] = []
@@ -184,9 +192,9 @@ def test_one_request_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str
     assert {name: told(one) for name, one in quiet(llm).items()} == {name: told(one) for name, one in expected.items()}
 
 
-def test_arrival(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrival(llm: LLM, expected: dict[str, TokenDelta], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for a request that ``add`` fails on."""
-    expected, before = quiet(llm), failures(llm)
+    before = failures(llm)
     llm.engine.reset_prefix_cache()
     [feature] = [one for one in llm.engine.runner.request_features if one.name == "prompt_logprobs"]
     begin = feature.begin

@@ -38,7 +38,9 @@ def main() -> None:
     settings["scale"] = ReplicaSettings(**{name: options.pop(name) for name in scale if name in options})
     settings.setdefault("restart_engine", settings["scale"].several)
     if "http" in settings:
-        settings["http"] = HttpSettings(**{name: tuple(value) for name, value in settings["http"].items()})
+        settings["http"] = HttpSettings(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in settings["http"].items()}
+        )
     if "media" in settings:
         settings["media"] = MediaSettings.of(**settings["media"])
     if options.pop("fetches_loopback", False):  # pictures of the tests' own host

@@ -81,6 +81,7 @@ def test_an_empty_key_is_refused(served: Any, monkeypatch: pytest.MonkeyPatch, k
         ("--allow-credentials", "name --allowed-origins"),
         ("--ssl-keyfile /no/key.pem", "--ssl-keyfile /no/key.pem: there is no such file"),
         ("--ssl-cert-reqs 2", "needs --ssl-ca-certs"),
+        ("--timeout-keep-alive 0", "--timeout-keep-alive 0: give 1 second or more"),
         ("--tokenizer /no/such", "--tokenizer /no/such does not exist"),
         ("--generation-config /no/such", "it has no generation_config.json"),
         ("--kv-cache-dtype fp8_e5m2", "the model's dtype or in e4m3: give auto, fp8 or fp8_e4m3"),

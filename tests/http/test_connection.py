@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.http.conftest import Server, Start, servers, until
 from tests.http.wire import answer, connect, resident
+from unisono.http.settings import HttpSettings
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True}
 LONG = {**BODY, "max_tokens": 400}
@@ -47,6 +48,22 @@ def ask(server: Server, *parts: bytes, half: bool = False) -> bytes:
 
 def under_way(server: Server) -> int:
     return int(server.http.get("/load").json()["server_load"])
+
+
+# ---- idle connections -------------------------------------------------------------------------------
+
+
+def test_an_idle_connection_is_closed_after_its_time(start: Start) -> None:
+    server = start(http={"timeout_keep_alive": 1})
+    with connect(server) as connection:
+        connection.settimeout(30)
+        connection.sendall(request(path="/health"))
+        assert answer(connection).startswith(b"HTTP/1.1 200"), "the server closes the connection after the answer"
+
+
+def test_idle_connections_outlive_those_of_clients() -> None:
+    """A client that reuses its connection must not meet one that is being closed: httpx drops its own after 5 s."""
+    assert HttpSettings().uvicorn()["timeout_keep_alive"] > 60
 
 
 # ---- half-closed connections ------------------------------------------------------------------------

@@ -34,9 +34,10 @@ def test_a_start_on_a_cpu_imports_no_sympy() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads which libraries a process has")
-def test_a_server_loads_torch_where_it_takes_embeddings(start: Start) -> None:
-    """Without a tokenizer: with one, transformers imports torch, while the engine starts."""
-    server = start(enable_return_hidden_states=True)
+def test_a_server_loads_torch_where_it_takes_embeddings(model_dir: Path, start: Start) -> None:
+    """transformers imports torch with its tokenizers, unless it is told that there is none."""
+    server = start(model_dir, enable_return_hidden_states=True)
+    assert "PyTorch" not in server.log.read_text()
     body = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": 2}
     assert server.http.post("/v1/completions", json=body).status_code == 200
     answer = server.http.post("/v1/embeddings", json={"model": "fake", "input": [5, 6, 7]})

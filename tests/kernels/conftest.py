@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.interpreter import quicken
+
+if not torch.cuda.is_available():
+    quicken()
+
 DTYPES = (torch.float32, torch.float16) + ((torch.bfloat16,) if torch.cuda.is_available() else ())
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Bounds on ‖out - ref‖ / ‖ref‖ against float64: a few roundings of each dtype."""

@@ -232,7 +232,7 @@ def test_every_kernel_compiles_for_hopper(part, every):
     _, listed = compiled(part, every)
     modules = {line["module"].rpartition(".")[2] for line in listed}
     assert {"linear", "rms_norm", "activation", "rotary"} <= modules
-    quantised = [line for line in listed if re.search("fp8|int4|fp4", line["module"])]
+    quantised = [line for line in listed if re.search("fp8|int4|integers|fp4", line["module"])]
     assert len(quantised) > 20
     lines = [line for line in listed if line["chosen"] and part_of(line["kernel"]) == part]
     assert {line["kernel"] for line in lines} == {k for line in listed if part_of(k := line["kernel"]) == part} != set()

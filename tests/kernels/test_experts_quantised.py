@@ -15,6 +15,7 @@ from unisono.kernels import hopper, silu_mul
 from unisono.kernels.gemm.fp8 import fp8_linear
 from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, Quantised, quantize, quantize_cpu, widened_activations
 from unisono.kernels.gemm.int4 import int4_linear
+from unisono.kernels.gemm.int8_weights import int8_weight_linear
 from unisono.kernels.moe import fp8 as experts_fp8
 from unisono.kernels.moe import gluon as experts_gluon
 from unisono.kernels.moe.fp8 import (
@@ -24,13 +25,18 @@ from unisono.kernels.moe.fp8 import (
     launch_fp8_down,
     launch_fp8_gate_up,
 )
-from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, launch_int4_down, launch_int4_gate_up
+from unisono.kernels.moe.integers import (
+    expert_integer_down,
+    expert_integer_gate_up,
+    launch_integer_down,
+    launch_integer_gate_up,
+)
 from unisono.kernels.moe.plan import LEAD_PAIRS, ExpertPlan, Shapes, launch_sort_pairs, sort_pairs_op
 from unisono.kernels.norm.activation import SILU
 from unisono.layers.formats.base import WHOLE, Share
 from unisono.layers.formats.experts_quantised import Fp8Experts
 
-KINDS = ["fp8 by block", "fp8 by output", "int4", "int4 with zeros"]
+KINDS = ["fp8 by block", "fp8 by output", "int4", "int4 with zeros", "int8", "int8 with zeros"]
 SHAPES = [(3, 136, 40, 4, 2, 1), (1, 160, 136, 4, 2, 0), (9, 128, 96, 3, 1, 1)]  # M, H, I, E, top_k, riding along
 
 Operands = tuple
@@ -44,11 +50,13 @@ def stack_of(kind: str, experts: int, parts: list[int], k: int) -> Operands:
         rows = sum(-(-part // 128) for part in parts)
         shape = (experts, rows, -(-k // 128)) if kind == "fp8 by block" else (experts, n)
         return (torch.randn(experts, n, k) * 50).to(E4M3), (0.5 + torch.rand(shape)) * 1e-3
+    bits = 8 if kind.startswith("int8") else 4
     packed, scales = (
-        torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8),
-        0.002 + 0.01 * torch.rand(experts, n, -(-k // 32)),
+        torch.randint(0, 256, (experts, n, k * bits // 8), dtype=torch.uint8),
+        (0.002 + 0.01 * torch.rand(experts, n, -(-k // 32))) * 2 ** (4 - bits),
     )
-    zeros = torch.randint(0, 16, scales.shape, dtype=torch.int8) if kind == "int4 with zeros" else None
+    zeros = torch.randint(0, 2**bits, scales.shape).to(torch.int16 if bits == 8 else torch.int8)
+    zeros = zeros if kind.endswith("with zeros") else None
     return packed, scales, zeros, 32
 
 
@@ -58,13 +66,13 @@ def of_expert(stack: Operands, expert: int, part: int = 0, parts: int = 1) -> Op
 
 
 def linear_of(kind: str) -> Callable[..., torch.Tensor]:
-    return fp8_linear if kind.startswith("fp8") else int4_linear
+    return fp8_linear if kind.startswith("fp8") else int8_weight_linear if kind.startswith("int8") else int4_linear
 
 
 def ops_of(kind: str, launched: bool) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
     if kind.startswith("fp8"):
         return (launch_fp8_gate_up, launch_fp8_down) if launched else (expert_fp8_gate_up, expert_fp8_down)
-    return (launch_int4_gate_up, launch_int4_down) if launched else (expert_int4_gate_up, expert_int4_down)
+    return (launch_integer_gate_up, launch_integer_down) if launched else (expert_integer_gate_up, expert_integer_down)
 
 
 def on(device: torch.device, stack: Operands) -> Operands:

@@ -10,7 +10,7 @@ from unisono.kernels.gemm.fp8_quantize import quantize
 from unisono.kernels.gemm.int4 import unpack_cpu
 from unisono.kernels.moe.experts import expert_gate_up, launch_gate_up
 from unisono.kernels.moe.fp8 import expert_fp8_gate_up, launch_fp8_gate_up
-from unisono.kernels.moe.int4 import expert_int4_gate_up, launch_int4_gate_up
+from unisono.kernels.moe.integers import expert_integer_gate_up, launch_integer_gate_up
 from unisono.kernels.moe.plan import plan_experts
 from unisono.kernels.moe.router import choose_cpu, launch_choose, route
 from unisono.kernels.norm.activation import GELU_TANH
@@ -112,7 +112,7 @@ def test_quantised_experts_gate_with_gelu(kind, device, assert_close):
     else:
         packed = torch.randint(0, 256, (experts, 2 * inner, hidden // 2), generator=generator, dtype=torch.uint8)
         scales = torch.rand(experts, 2 * inner, hidden // 32, generator=generator) / 16
-        operands, launch, twin = (packed, scales, None, 32), launch_int4_gate_up, expert_int4_gate_up
+        operands, launch, twin = (packed, scales, None, 32), launch_integer_gate_up, expert_integer_gate_up
         wide = torch.stack([unpack_cpu(packed[e], scales[e], None, 32, torch.float16) for e in range(experts)]).double()
         read_rows = x.double()
     there = [t.to(device) if isinstance(t, torch.Tensor) else t for t in operands]

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def reference(directory: Path) -> torch.nn.Module:
     """transformers' model of a checkpoint, in fp32."""
     config = json.loads((directory / "config.json").read_text())
-    kind = getattr(transformers, config["architectures"][0])
+    kind = getattr(transformers, config["architectures"][0], transformers.AutoModelForCausalLM)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     if "quantization_config" in config:
         options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)

@@ -6,6 +6,7 @@ that logits spread over a few units, and biases and norms matter (transformers s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -263,7 +264,33 @@ FAMILIES["deepseek_v2"] = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 4.0,
 }
+FAMILIES["minicpm3"] = {
+    **{name: size for name, size in _LATENT.items() if name in ("hidden_size", "kv_lora_rank", "q_lora_rank")},
+    **{name: size for name, size in _LATENT.items() if "heads" in name or "head_dim" in name},
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "scale_emb": 3,
+    "scale_depth": 1.1,
+    "dim_model_base": 48,
+    "tie_word_embeddings": False,
+}
 """Families with latent attention."""
+FAMILIES["llama4_text"] = {
+    "hidden_size": 72,
+    "intermediate_size": 44,
+    "intermediate_size_mlp": 100,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "num_local_experts": 5,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 300,
+    "floor_scale": 16,
+    "attn_scale": 0.4,
+}
+"""Layers with rotation in chunks, layers without; experts in every second one; queries that grow early."""
 
 GEMMA4_SHARED: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -346,6 +373,7 @@ SEEING: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [5, 4, 3]},
     },
 }
+SEEING["qwen2_vl"] = SEEING["qwen2_5_vl"]
 SEEING["qwen3_vl_moe"] = {
     **SEEING["qwen3_vl"],
     "num_experts": 11,
@@ -368,12 +396,20 @@ TOWERS: dict[str, dict[str, Any]] = {
         "window_size": 24,
         "fullatt_block_indexes": [1],
     },
+    "qwen2_vl": {
+        **{name: size for name, size in _TOWER.items() if name in ("depth", "num_heads", "patch_size")},
+        "embed_dim": 72,
+        "hidden_size": SEEING["qwen2_vl"]["hidden_size"],
+        "mlp_ratio": 2,
+    },
     "qwen3_vl": {**_TOWER, "deepstack_visual_indexes": [0, 2]},
     "qwen3_vl_moe": {**_TOWER, "deepstack_visual_indexes": [0, 2]},
     "qwen3_5": _TOWER,
     "qwen3_5_moe": _TOWER,
 }
 """Towers: heads of 24, patches of 4 x 4 pixels, windows of 3 x 3 tokens."""
+OTHER_CLASSES = {"internlm3": "InternLM3ForCausalLM"}
+"""Model types that transformers computes by the class of another family -> the architecture of their checkpoints."""
 PIXTRAL: dict[str, Any] = {
     "model_type": "pixtral",
     "hidden_size": 32,
@@ -431,6 +467,9 @@ def make_checkpoint(
     randomise(model, seed)
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=PAD, bos_token_id=BOS)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
+    if family in OTHER_CLASSES:
+        written = json.loads((Path(directory) / "config.json").read_text())
+        (Path(directory) / "config.json").write_text(json.dumps({**written, "architectures": [OTHER_CLASSES[family]]}))
     if mxfp4:
         experts_in_mxfp4(Path(directory))
     if tokenizer:

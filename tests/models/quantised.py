@@ -260,6 +260,38 @@ def gptq8(group: int, symmetric: bool) -> Callable[[torch.Tensor], Written]:
     return write
 
 
+def in_activation_order(
+    write: Callable[[torch.Tensor], Written], words: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], Written]:
+    """GPTQ weights whose inputs are grouped in an order drawn from their number, as ``desc_act`` does.
+
+    words: the stored weight -> its numbers [K, N] (:func:`fours`, :func:`eights`), which are packed again.
+    """
+
+    def written(weight: torch.Tensor) -> Written:
+        inputs = weight.shape[1]
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+        tensors, sorted_values = write(weight[:, order])
+        numbers, groups, values = words(tensors["qweight"]), torch.empty_like(tensors["g_idx"]), sorted_values.clone()
+        groups[order], values[:, order] = tensors["g_idx"], sorted_values
+        in_place = torch.empty_like(numbers)
+        in_place[order] = numbers
+        packed = pack(in_place, 0) if words is eights else pack_fours(in_place, 0)
+        return {**tensors, "qweight": packed, "g_idx": groups}, values
+
+    return written
+
+
+def eights(words: torch.Tensor) -> torch.Tensor:
+    """int32 [n, m] -> numbers 0 … 15 [8 n, m]."""
+    return torch.stack([words >> (4 * place) & 15 for place in range(8)], 1).flatten(0, 1)
+
+
+def fours(words: torch.Tensor) -> torch.Tensor:
+    """int32 [n, m] -> numbers 0 … 255 [4 n, m]."""
+    return torch.stack([words >> (8 * place) & 255 for place in range(4)], 1).flatten(0, 1)
+
+
 def int8_weights(group: int, symmetric: bool, packed: bool = True) -> Callable[[torch.Tensor], Written]:
     def write(weight: torch.Tensor) -> Written:
         numbers, zeros, scales, values = int8_numbers(weight, group, symmetric)
@@ -462,6 +494,14 @@ LAYOUTS = {
     ),
     "gptq-8-bits-asymmetric": Layout(
         gptq8(32, False), {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": False}
+    ),
+    "gptq-desc-act": Layout(
+        in_activation_order(gptq(64, False, 1), eights),
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True, "sym": False},
+    ),
+    "gptq-8-bits-desc-act": Layout(
+        in_activation_order(gptq8(128, True), fours),
+        {"quant_method": "gptq", "bits": 8, "group_size": 128, "desc_act": True, "sym": True},
     ),
     "auto-round-gptq": Layout(
         without("g_idx", gptq(128, True, 1)),

@@ -46,11 +46,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4ForCausalLM", {"head_dim": 24, "attention_bias": False}),
     "granite": ("GraniteForCausalLM", {**FACTORS, "attention_bias": True, "mlp_bias": True}),
     "granitemoe": ("GraniteMoeForCausalLM", {**FACTORS, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "granitemoeshared": (
+        "GraniteMoeSharedForCausalLM",
+        {**FACTORS, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 60},
+    ),
+    "granitemoeshared-equal": (
+        "GraniteMoeSharedForCausalLM",
+        {**FACTORS, "num_local_experts": 4, "num_experts_per_tok": 3, "shared_intermediate_size": 52},
+    ),
     "helium": ("HeliumForCausalLM", {"head_dim": 12}),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1ForCausalLM",
         {"head_dim": 20, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
     ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1ForCausalLM",
+        {
+            "head_dim": 20,
+            "num_experts": 5,
+            "moe_topk": [2, 3, 1, 2],
+            "intermediate_size": 52,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "internlm3": ("InternLM3ForCausalLM", {"head_dim": 20, "rope_parameters": YARN}),
+    "internlm3-biases": ("InternLM3ForCausalLM", {"head_dim": 20, "qkv_bias": True, "bias": True}),
     "jais2": ("Jais2ForCausalLM", {"head_dim": 12}),
     "ministral": ("MinistralForCausalLM", {**SLIDING, "head_dim": 20}),
     "ministral3": (
@@ -105,6 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": THIRD,
         },
     ),
+    "stablelm-head-norms": ("StableLmForCausalLM", {"qk_layernorm": True, "rope_parameters": THIRD}),
     "stablelm-parallel": ("StableLmForCausalLM", {"use_parallel_residual": True, "rope_parameters": THIRD}),
     "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 19}),
 }
@@ -115,7 +136,7 @@ def fields_of(case: str) -> dict[str, Any]:
     """The config's fields for ``make_checkpoint``."""
     architecture, fields = CASES[case]
     known = {**SIZES, **fields}
-    if architecture == "GraniteMoeForCausalLM":
+    if architecture in ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"):
         known["intermediate_size"] = 52
     return known
 

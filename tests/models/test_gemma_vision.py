@@ -10,9 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.gemma_pictures import SIDE, images_of, make_gemma3, make_gemma4, padded, several, shapes
+from tests.engine.gemma_pictures import (
+    SIDE,
+    images_of,
+    make_gemma3,
+    make_gemma4,
+    make_gemma4_unified,
+    merged,
+    padded,
+    several,
+    shapes,
+)
 from tests.engine.helpers import engine
-from tests.engine.pictures import IMAGE, TEXT, VOCAB, Picture, Prompt, prompt, run, stepped, vision_of, words
+from tests.engine.pictures import IMAGE, TEXT, VOCAB, Picture, prompt, run, stepped, vision_of, words, written
 from tests.models.hybrids import reference, renamed
 from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS
 from unisono.entrypoints.llm import LLM
@@ -54,17 +64,6 @@ def test_embeddings_are_transformers(path: Path) -> None:
         assert torch.equal(run(pixels[number * each :][:each], 1), ours[number * 16 :][:16])
 
 
-def written(llm: LLM, prompts: list[Prompt]) -> list[tuple[list[int], torch.Tensor]]:
-    """The tokens after each prompt, and the logits of every position but the last."""
-    found = []
-    for deltas in stepped(llm, prompts, GREEDY):
-        hidden = [deltas[0].prompt_hidden_states, *(delta.hidden_states for delta in deltas)]
-        states = torch.cat([vectors.unpack(each) for each in hidden if each is not None])
-        logits = llm.engine.worker.model.logits(states).cpu()
-        found.append(([token for delta in deltas for token in delta.token_ids], logits))
-    return found
-
-
 @pytest.fixture(scope="module", params=["one pass", "chunks of 21", "planned on the host"])
 def llm(request: pytest.FixtureRequest, path: Path) -> Iterator[LLM]:
     flags: dict[str, Any] = {"max_num_batched_tokens": 21 if "21" in request.param else 128}
@@ -77,7 +76,7 @@ def llm(request: pytest.FixtureRequest, path: Path) -> Iterator[LLM]:
 def test_logits_and_text_are_transformers(path: Path, llm: LLM) -> None:
     vision, model = vision_of(path), reference(path)
     prompts = several(vision)
-    for each, (tokens, logits) in zip(prompts, written(llm, prompts), strict=True):
+    for each, (tokens, logits) in zip(prompts, written(llm, prompts, GREEDY), strict=True):
         ids = torch.tensor([each.ids + tokens[:-1]])
         given: dict[str, Any] = {"input_ids": ids, "token_type_ids": (ids == IMAGE).int()}
         if each.media:
@@ -97,7 +96,7 @@ def test_a_chunk_that_cuts_a_picture_is_noticed(path: Path, monkeypatch: pytest.
     outputs = []
     for most in (64, 21):
         with engine(path, dtype="float32", max_num_batched_tokens=most) as llm:
-            outputs.append(written(llm, [made])[0][1])
+            outputs.append(written(llm, [made], GREEDY)[0][1])
     assert torch.equal(outputs[0][:13], outputs[1][:13])
     assert (outputs[0][14:30] - outputs[1][14:30]).abs().max() > 1e-3
 
@@ -172,18 +171,35 @@ KINDS: dict[str, dict[str, Any]] = {
     "experts, bounds in the tower": {**GEMMA4_EXPERTS, "clipped": True},
     "causal, inputs of layers, shared keys": {**GEMMA4_INPUTS, "vocab_size_per_layer_input": VOCAB,
                                               "use_bidirectional_attention": None},
+    "12B": {},
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=list(KINDS))
 def path4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_gemma4(tmp_path_factory.mktemp("gemma4"), **KINDS[request.param])
+    make = make_gemma4_unified if request.param == "12B" else make_gemma4
+    return make(tmp_path_factory.mktemp("gemma4"), **KINDS[request.param])
 
 
-def given4(prompt: Prompt, vision: VisionConfig) -> dict[str, Any]:
-    """transformers' inputs of a prompt's pictures."""
-    patches = [vectors.unpack(item.pixels) for item in prompt.media]
-    return padded(patches, [item.grid[1:] for item in prompt.media], vision) if patches else {}
+def inputs4(pixels: list[torch.Tensor], grids: list[tuple[int, ...]], vision: VisionConfig) -> dict[str, Any]:
+    """transformers' inputs of pictures."""
+    sides = [(rows, columns) for _, rows, columns in grids]
+    if not pixels:
+        return {}
+    return merged(pixels, sides) if vision.merge == 1 else padded(pixels, sides, vision)
+
+
+def masks4(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """transformers' masks, as its ``generate`` makes them.
+
+    ``forward`` of a Gemma 4 12B makes others, with attention both ways in layers without a window too.
+    """
+    kinds = (ids == IMAGE).int()
+    if type(model).__name__ != "Gemma4UnifiedForConditionalGeneration":
+        return {"mm_token_type_ids": kinds}
+    embeds, positions = torch.zeros(*ids.shape, 1), torch.arange(ids.shape[1])[None]
+    found = model.create_masks_for_generate(model.config, embeds, None, None, positions, kinds)
+    return {"attention_mask": found}
 
 
 @torch.no_grad()
@@ -198,9 +214,9 @@ def test_gemma4_embeddings_are_transformers(path4: Path) -> None:
         return tower(pixels, {name: torch.from_numpy(v) for name, v in tower.host_inputs(grids).items()})
 
     ours, start = run(torch.cat(pixels), grids), 0
-    theirs = model.get_image_features(**padded(pixels, [g[1:] for g in grids], vision)).pooler_output
+    theirs = model.get_image_features(**inputs4(pixels, grids, vision)).pooler_output
     for grid, each, expected in zip(grids, pixels, theirs, strict=True):
-        tokens = len(each) // 4
+        tokens = len(each) // vision.unit
         torch.testing.assert_close(ours[start : start + tokens], expected, atol=1e-4, rtol=0)
         assert torch.equal(run(each, [grid]), ours[start : start + tokens])
         start += tokens
@@ -213,10 +229,12 @@ def test_gemma4_embeddings_are_transformers(path4: Path) -> None:
 def test_gemma4_logits_and_text_are_transformers(path4: Path, most: int) -> None:
     vision, model = vision_of(path4), reference(path4)
     prompts = shapes(vision)
-    with engine(path4, dtype="float32", max_num_batched_tokens=most) as llm:
-        outputs = written(llm, prompts)
+    with engine(path4, dtype="float32", max_num_batched_tokens=most * 4 // vision.unit) as llm:
+        outputs = written(llm, prompts, GREEDY)
     for each, (tokens, logits) in zip(prompts, outputs, strict=True):
         ids = torch.tensor([each.ids + tokens[:-1]])
-        theirs = model(input_ids=ids, mm_token_type_ids=(ids == IMAGE).int(), **given4(each, vision)).logits[0]
+        patches = [vectors.unpack(item.pixels) for item in each.media]
+        seen = inputs4(patches, [item.grid for item in each.media], vision)
+        theirs = model(input_ids=ids, **masks4(model, ids), **seen).logits[0]
         torch.testing.assert_close(logits, theirs, atol=2e-4, rtol=0)  # 1.1e-4 with experts
         assert theirs[len(each.ids) - 1 :, :TEXT].argmax(-1).tolist() == tokens

@@ -35,6 +35,8 @@ BIG = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "
 ODD = {"hidden_size": 168, "intermediate_size": 200, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 40}
 """Nothing is a multiple of 128: scales of merged projections do not lie side by side."""
 
+EXPERTS = {**BIG, "moe_intermediate_size": 64, "num_experts": 2, "num_experts_per_tok": 1}
+
 PROMPT = [random.Random(0).randrange(256) for _ in range(40)]
 
 
@@ -84,7 +86,7 @@ def load_online(directory: Path) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8-blocks", "compressed-fp8-channel", "gptq-asymmetric", "compressed-nvfp4", "compressed-int8-a8-shifted"],
+    ["fp8-blocks", "compressed-fp8-channel", "gptq-desc-act", "compressed-nvfp4", "compressed-int8-a8-shifted"],
 )
 def test_rows_do_not_depend_on_the_pass(name: str, plain: Path, tmp_path: Path) -> None:
     """One pass, uneven chunks and rounds give the same bits."""
@@ -104,7 +106,7 @@ def answers(path: Path, prompts: list[str], **flags: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8-blocks", "awq", "compressed-nvfp4", "compressed-int8-a8", "gptq-8-bits", "online"]
+    "name", ["fp8-blocks", "awq", "compressed-nvfp4", "compressed-int8-a8", "gptq-8-bits-desc-act", "online"]
 )
 def test_the_text_depends_on_the_weights_alone(name: str, plain: Path, tmp_path: Path) -> None:
     path, flags = plain, {"quantization": "fp8"}
@@ -129,9 +131,7 @@ def test_explain_says_what_is_quantised(plain: Path) -> None:
     assert info["settings"]["quantization"] == "fp8"
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8-static", "awq", "compressed-int4-asymmetric", "modelopt-nvfp4", "compressed-int8-a8-static"]
-)
+@pytest.mark.parametrize("name", ["fp8-static", "awq", "compressed-int4-asymmetric", "modelopt-nvfp4", "gptq-desc-act"])
 def test_dummy_weights(name: str, plain: Path, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "model", LAYOUTS[name])
     (tmp_path / "model/model.safetensors").unlink()
@@ -156,7 +156,7 @@ REFUSED = {
     "three bits": ("awq", {"bits": 3}, "bits=3"),
     "gemv": ("awq", {"version": "gemv"}, "version='gemv'"),
     "a group of 16": ("awq", {"group_size": 16}, "group_size=16"),
-    "desc_act": ("gptq", {"desc_act": True}, "desc_act=True"),
+    "desc_act": ("gptq", {"desc_act": "static"}, "desc_act='static'"),
     "rules": ("gptq", {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic='+:.*'"),
     "int8": (
         "compressed-fp8-channel",
@@ -234,13 +234,29 @@ def test_numbers_that_are_none_are_refused(kind: str, value: float, plain: Path,
         load(tmp_path / "model")
 
 
-def test_activation_order_is_refused(plain: Path, tmp_path: Path) -> None:
-    quantise(plain, tmp_path / "model", LAYOUTS["gptq"])
+@pytest.mark.parametrize(
+    ("layout", "change", "named"),
+    [
+        ("gptq", lambda groups: groups.flip(0), "Set desc_act to true"),
+        ("gptq-desc-act", lambda groups: groups.flip(0), "g_idx differs among projections"),
+        ("gptq-desc-act", lambda groups: groups.clamp_min(1), "groups of 64 inputs are expected"),
+    ],
+    ids=["undeclared", "of one projection", "uneven"],
+)
+def test_other_orders_of_inputs_are_refused(layout, change, named, plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "model", LAYOUTS[layout])
     tensors = load_file(tmp_path / "model/model.safetensors")
-    name = next(name for name in tensors if name.endswith("g_idx"))
-    tensors[name] = tensors[name].flip(0).contiguous()
+    name = "model.layers.0.self_attn.k_proj.g_idx"
+    tensors[name] = change(tensors[name]).contiguous()
     save_file(tensors, tmp_path / "model/model.safetensors")
-    with pytest.raises(CheckpointError, match="desc_act"):
+    with pytest.raises(CheckpointError, match=named):
+        load(tmp_path / "model")
+
+
+def test_experts_in_activation_order_are_refused(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "plain", "qwen3_moe", num_hidden_layers=1, tokenizer=False, **EXPERTS)
+    quantise(source, tmp_path / "model", LAYOUTS["gptq-desc-act"])
+    with pytest.raises(CheckpointError, match=r"experts in format 'GPTQ, 4 bits in activation order \(desc_act\)'"):
         load(tmp_path / "model")
 
 

@@ -30,7 +30,7 @@ SIZES = {
 }
 PROMPT = [7 * i % 251 for i in range(40)]
 NAMES = ["fp8-blocks", "compressed-fp8-channel", "compressed-fp8-blocks", "awq", "gptq-asymmetric", "compressed-int4"]
-NAMES += ["compressed-nvfp4", "modelopt-nvfp4"]
+NAMES += ["compressed-nvfp4", "modelopt-nvfp4", "compressed-int8", "gptq-8-bits-asymmetric"]
 
 
 class Experts(nn.Module):
@@ -134,7 +134,7 @@ def answers(path: Path, prompts: list[str], **flags: Any) -> list[list[int]]:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-asymmetric"])
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-asymmetric", "gptq-8-bits-asymmetric"])
 def test_the_text_depends_on_the_weights_alone(name: str, plain: Path, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "model", LAYOUTS[name])
     prompts = ["one two one two one", "abcabcab", "x"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoImageProcessor
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from tests.http import pictures_ as pics
 from tests.http import tokenizers_
@@ -188,4 +189,33 @@ def test_gemma4_images_are_transformers(tmp_path: Path) -> None:
         assert marks == [own.boi_token_id, own.eoi_token_id]
     with pytest.raises(BadRequest, match="at most 70 tokens by this model; leave out"):
         inputs.media.load(MediaSource("image", "image", images[0], Options(max_pixels=9000)))
+    inputs.media.close()
+
+
+def test_gemma4_12b_images_are_transformers(tmp_path: Path) -> None:
+    """A token is one patch of 48 × 48 pixels, between 0 and 1; its rows are transformers' merged patches."""
+    own = tokenizer()
+    own.chat_template = None
+    own.save_pretrained(tmp_path)
+    config = {**GEMMA4, "image_processor_type": "Gemma4UnifiedImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    seen = replace(vision(), merge=1, patch_size=48, side=0, placeholder_token_id=own.image_token_id, around="")
+    facts = ModelFacts(4096, 1000, 6, "float32", (), {}, False, False, vision=seen)
+    inputs = InputProcessor(
+        Tokenizer.load(tmp_path), facts, MediaLoader(seen, tmp_path, MediaSettings(), "float32", 99)
+    )
+    images = [pics.picture(200, 90, 1), pics.picture(33, 170, 2)]
+    prompt = inputs.prompt({"prompt": f"Look: {IMAGE} and {IMAGE}.", "multi_modal_data": {"image": images}})
+    found = Gemma4ImageProcessorPil(**GEMMA4).preprocess(images, return_tensors="np")
+    for item, pixels, places in zip(prompt.media, found["pixel_values"], found["image_position_ids"], strict=True):
+        columns, rows = (places.max(0) + 1).tolist()
+        image = np.zeros((rows * 16, columns * 16, 3), np.float32)
+        for patch, (x, y) in zip(pixels, places, strict=True):
+            if x >= 0:
+                image[16 * y : 16 * y + 16, 16 * x : 16 * x + 16] = patch.reshape(16, 16, 3)
+        assert item.grid == (1, rows // 3, columns // 3)
+        assert len(item.positions) == rows * columns // 9
+        for number, token in enumerate(unpack(item.pixels).numpy()):
+            y, x = divmod(number, columns // 3)
+            assert np.array_equal(token, image[48 * y : 48 * y + 48, 48 * x : 48 * x + 48].reshape(-1))
     inputs.media.close()

@@ -20,7 +20,19 @@ from PIL import Image
 from benchmarks import soak_bodies
 from benchmarks.soak import Held, Report, _lives, answering
 from benchmarks.soak_bodies import Abilities
-from benchmarks.soak_requests import CHAT, TEXT, Answer, Case, Client, Outcome, cases, joined, judge, kinds
+from benchmarks.soak_requests import (
+    CHAT,
+    ENDED_EARLY,
+    TEXT,
+    Answer,
+    Case,
+    Client,
+    Outcome,
+    cases,
+    joined,
+    judge,
+    kinds,
+)
 from unisono.structured_output.json_schema.normalise import normalised
 
 ROOT = Path(__file__).parents[2]
@@ -33,12 +45,13 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.full  # some minutes on two busy cores
 def test_a_server_under_every_kind_of_request() -> None:
-    result = soak("--requests", "300", "--distinct", "42", "--limit", "300")
+    result = soak("--requests", "300", "--distinct", "42", "--limit", "300", "--deaths", "2")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = {line[:20].strip(): line[20:].split() for line in result.stdout.splitlines()}
-    sent, ok, refused, wrong, failed, hung = map(int, lines["all"][:6])
+    sent, ok, refused, killed, wrong, failed, hung = map(int, lines["all"][:7])
     assert (ok, wrong, failed, hung) == (300, 0, 0, 0)
-    assert sent == ok + refused
+    assert sent == ok + refused + killed
+    assert "2 engine deaths" in result.stdout
     own = ("schemas", "schema tools", "tools elsewhere", "left streams", "aborts", "bad bodies", "long")
     for kind in ("n > 1", "grammars", "tools", *own):
         assert int(lines[kind][1]) > 0, kind
@@ -103,6 +116,8 @@ SAID = Answer(200, {"0 text": "abc", "0 finish": "length"})
         (BAD, None, httpx.Response(400, json={"error": {"message": "prompt=7"}}), "ok"),
         (BAD, None, httpx.Response(200, json=WHOLE), "failed"),
         (BAD, None, httpx.Response(500, json={"error": {"message": "oh"}}), "failed"),
+        (ONE, Answer(200, WHOLE), httpx.Response(500, json={"error": {"message": ENDED_EARLY + "-9"}}), "killed"),
+        (STREAM, SAID, httpx.Response(200, content=sse({"error": {"message": ENDED_EARLY + "-9"}})), "killed"),
     ],
 )
 def test_verdicts(case: Case, expected: Answer | None, response: httpx.Response, verdict: str) -> None:
@@ -186,6 +201,7 @@ def test_the_quiet_server_has_the_flags_that_decide_about_answers() -> None:
     assert answering(["--enable_lora", "--restart-engine"]) == ["--enable_lora"]
 
 
+KILLED = [Outcome("a", "killed", 1.0)]
 HELD = {"pages": 0.0, "running": 0.0, "waiting": 0.0, "load": 0.0, "files": (30, 40), "processes": 9}
 
 
@@ -204,6 +220,13 @@ HELD = {"pages": 0.0, "running": 0.0, "waiting": 0.0, "load": 0.0, "files": (30,
         ({}, {"outcomes": [Outcome("a", "ok", 1.0)]}, "nothing was refused for overload"),
         ({}, {"outcomes": [Outcome("a", "wrong", 1.0)]}, "1 wrong"),
         ({}, {"outcomes": [Outcome("a", "hung", 1.0)]}, "1 hung"),
+        ({}, {"outcomes": KILLED * 8, "deaths": 2, "slots": 4}, "nothing was refused"),
+        (
+            {},
+            {"outcomes": KILLED * 9, "deaths": 2, "slots": 4},
+            "9 requests ended with an engine; 2 deaths end at most 8",
+        ),
+        ({}, {"outcomes": KILLED}, "1 requests ended with an engine"),
         ({}, {"ended": ["the server ended with status 1"]}, "status 1"),
     ],
 )

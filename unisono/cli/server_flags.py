@@ -27,6 +27,9 @@ def http_flags(
         list[str] | None, typer.Option(help="Host names of the server behind a proxy, *.example.com or * for all.")
     ] = None,
     root_path: Annotated[str, typer.Option(help="Path prefix that a proxy in front of the server removes.")] = "",
+    timeout_keep_alive: Annotated[
+        int, typer.Option(help="Seconds until an idle connection is closed; more than clients and proxies wait.")
+    ] = 75,
 ) -> None:
     """The server's flags that are fields of ``unisono.http.settings.HttpSettings``."""
 

@@ -49,6 +49,15 @@ BIASED_FC = {
 }
 
 
+def shared(gate: str, up: str, down: str) -> dict[str, str]:
+    """Names of a layer's shared expert: checkpoint modules inside the layer, of which the first two may be one."""
+    return {
+        "layers.*.feed_forward.shared.gate_up.gate": LAYER + gate,
+        "layers.*.feed_forward.shared.gate_up.up": LAYER + up,
+        "layers.*.feed_forward.shared.down": LAYER + down,
+    }
+
+
 def experts(block: str, router: str, gate_up: str, down: str) -> dict[str, str]:
     """Names of a layer's router and experts. block: of the layer; gate_up, down: of the tensors of all experts."""
     here = LAYER + block

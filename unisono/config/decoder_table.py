@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.config.decoder_names import BIASED_FC, LAYER, OLMO2, PACKED, SANDWICHED, experts
+from unisono.config.decoder_names import BIASED_FC, LAYER, OLMO2, PACKED, SANDWICHED, experts, shared
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DecoderRow:
     order: norms of a layer: "pre", "post" (of outputs only), "sandwich", "parallel" (one norm, attention and MLP beside
         each other).
     qk_norm: "" for none; "head"; "after": of each head after rotation; "full": over all heads together; "layer":
-        LayerNorm of each head with weights of its own.
+        LayerNorm of each head with weights of its own; "layer apart": these are one tensor a head.
     qkv_bias, o_bias, mlp_bias: switches. gated: the MLP has a gate. activation: of the MLP.
     windows: see ``Facts``. rotary: order of a head's rotated elements: "halves", "pairs" or "swapped" halves.
     unrotated: layers without rotation: "" for none; "list": zeros of ``no_rope_layers``; "full": all without a window;
@@ -55,8 +55,10 @@ class DecoderRow:
         ``llama_4_scaling_beta``.
     scale, embed_scale, residual_scale, logit_scale: factors of scores, embeddings, blocks' outputs and logits.
     logit_cap: soft cap of logits. clip: limit of queries, keys and values. embed_norm: embeddings are normed.
-    experts: fields with the numbers of experts and of experts a token, and whether their weights are normalised.
-    seen: the config describes a tower that is not read. takes: further fields of config.json and their values.
+    experts: fields with the numbers of experts and of experts a token, which may be lists by layer, and whether their
+        weights are normalised. shared_size: size of an expert that every token uses; 0: none.
+    seen: the config describes a tower, which another module of the catalog reads. takes: further fields of config.json
+        and their values.
     """
 
     model_types: tuple[str, ...]
@@ -88,6 +90,7 @@ class DecoderRow:
     clip: Slot = 0.0
     embed_norm: bool = False
     experts: tuple[Slot, Slot, Slot] | None = None
+    shared_size: Slot = 0
     seen: bool = False
     takes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -124,6 +127,13 @@ _COHERE: dict[str, Any] = {
 }
 _GPTJ = {"position_embedding_type": ("rope_gptj",)}  # pairs
 _GLM: dict[str, Any] = {"names": PACKED, "rotary": "pairs", "partial_rotary": True, "qkv_bias": _BIAS}
+
+_HUNYUAN: dict[str, Any] = {"qk_norm": "after", "qkv_bias": _BIAS, "o_bias": _BIAS, "rope_types": ("alpha",)}
+_HUNYUAN_TAKES = {"use_qk_norm": (True,), "qk_norm": (True,), "cla_share_factor": None}
+_HUNYUAN_NORMS = {
+    "layers.*.mixer.q_norm": LAYER + "self_attn.query_layernorm",
+    "layers.*.mixer.k_norm": LAYER + "self_attn.key_layernorm",
+}
 
 ROWS: Mapping[str, DecoderRow] = {
     "ApertusForCausalLM": DecoderRow(
@@ -206,6 +216,18 @@ ROWS: Mapping[str, DecoderRow] = {
         names=experts("block_sparse_moe", "router.layer", "input_linear.weight", "output_linear.weight"),
         **_GRANITE,
     ),
+    "GraniteMoeSharedForCausalLM": DecoderRow(
+        ("granitemoeshared",),
+        "Granite MoE with a shared expert",
+        "as Granite with experts and a shared one",
+        experts=(ConfigField("num_local_experts"), ConfigField("num_experts_per_tok"), True),
+        shared_size=ConfigField("shared_intermediate_size"),
+        names={
+            **experts("block_sparse_moe", "router.layer", "input_linear.weight", "output_linear.weight"),
+            **shared("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear"),
+        },
+        **_GRANITE,
+    ),
     "HeliumForCausalLM": DecoderRow(
         ("helium",),
         "Helium 1",
@@ -219,15 +241,33 @@ ROWS: Mapping[str, DecoderRow] = {
         ("hunyuan_v1_dense",),
         "Hunyuan 0.5B to 7B",
         "head norms after rotation",
-        qk_norm="after",
+        names=_HUNYUAN_NORMS,
+        takes={**_HUNYUAN_TAKES, "moe_topk": None},
+        **_HUNYUAN,
+    ),
+    "HunYuanMoEV1ForCausalLM": DecoderRow(
+        ("hunyuan_v1_moe",),
+        "Hunyuan A13B",
+        "head norms after rotation; experts with a shared one",
+        experts=(ConfigField("num_experts"), ConfigField("moe_topk"), True),
+        shared_size=ConfigField("intermediate_size"),
+        names={
+            **_HUNYUAN_NORMS,
+            **experts("mlp", "gate.wg", "experts.gate_up_proj", "experts.down_proj"),
+            **shared("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj", "mlp.shared_mlp.down_proj"),
+        },
+        takes=_HUNYUAN_TAKES,
+        **_HUNYUAN,
+    ),
+    "InternLM3ForCausalLM": DecoderRow(
+        ("internlm3",),
+        "InternLM3 8B",
+        "as Llama with dynamic rope",
         qkv_bias=_BIAS,
         o_bias=_BIAS,
-        rope_types=("alpha",),
-        takes={**dict.fromkeys(("use_qk_norm", "qk_norm"), (True,)), "cla_share_factor": None, "moe_topk": None},
-        names={
-            "layers.*.mixer.q_norm": LAYER + "self_attn.query_layernorm",
-            "layers.*.mixer.k_norm": LAYER + "self_attn.key_layernorm",
-        },
+        mlp_bias=_MLP_BIAS,
+        rope_types=("dynamic",),
+        takes={"qkv_bias": None},
     ),
     "Jais2ForCausalLM": DecoderRow(
         ("jais2",),
@@ -248,8 +288,8 @@ ROWS: Mapping[str, DecoderRow] = {
     ),
     "Mistral3ForConditionalGeneration": DecoderRow(
         ("mistral3",),
-        "Mistral Small 3.1, 3.2, Magistral, Devstral, Ministral 3; text only",
-        "as Mistral, or as Ministral 3",
+        "Mistral Small 3.1, 3.2, Magistral, Devstral Small 2, Ministral 3; pictures",
+        "as Mistral, or as Ministral 3; Pixtral tower",
         text_types=("mistral", "ministral3"),
         windows="all",
         query_scaling=True,
@@ -371,6 +411,11 @@ ROWS: Mapping[str, DecoderRow] = {
         order=ConfigField("use_parallel_residual", {True: "parallel", False: "pre"}),
         partial_rotary=True,
         qkv_bias=ConfigField("use_qkv_bias"),
+        qk_norm=ConfigField("qk_layernorm", {True: "layer apart", False: ""}),
+        names={
+            "layers.*.mixer.steps.q_norm.each.norm": LAYER + "self_attn.q_layernorm.norms.*",
+            "layers.*.mixer.steps.k_norm.each.norm": LAYER + "self_attn.k_layernorm.norms.*",
+        },
     ),
     "Starcoder2ForCausalLM": DecoderRow(
         ("starcoder2",),

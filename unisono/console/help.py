@@ -105,7 +105,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "TLS, CORS, host names, proxies",
         (
             "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "allowed_hosts", "allowed_origins",
-            "allowed_methods", "allowed_headers", "allow_credentials", "root_path",
+            "allowed_methods", "allowed_headers", "allow_credentials", "root_path", "timeout_keep_alive",
         ),
     ),
     "limits": (

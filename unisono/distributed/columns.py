@@ -26,6 +26,10 @@ class Columns:
         """Index of this rank's first column among all."""
         return self.ranks.index * self.own.shape[1]
 
+    def select(self, rows: torch.Tensor) -> Columns:
+        """Select rows [M'] int32 of M, on every rank the same."""
+        return Columns(self.own.index_select(0, rows), self.ranks)
+
     def whole(self) -> torch.Tensor:
         """Gather all columns: [M, N · n]."""
         return self.ranks.gather(self.own)

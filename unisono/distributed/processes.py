@@ -50,9 +50,10 @@ CLOSING = 10.0
 """Seconds that ranks get to free everything before they are killed."""
 
 _CODE = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from importlib import import_module as i; "
-    "i(sys.argv[2]).main(*map(int, sys.argv[3:]))"
+    "import gc, sys; sys.path.insert(0, sys.argv[1]); from importlib import import_module as i; "
+    "gc.disable(); module = i(sys.argv[2]); gc.enable(); module.main(*map(int, sys.argv[3:]))"
 )
+"""Imports without the garbage collector, in which torch takes 0.3 s less: what they make stays."""
 
 
 class RankProcess:

@@ -211,6 +211,28 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class AtOnceDrafter(Drafter, Protocol):
+    """A drafter whose drafts cost about the same in any number, if ``drafts_at_once``: requests share them by default.
+
+    In a round whose requests share drafts, ``propose`` is called for the most that one request may have.
+    """
+
+    drafts_at_once: bool
+
+
+@runtime_checkable
+class ConfidentDrafter(Drafter, Protocol):
+    """A drafter whose head estimates if its drafts will be accepted, if ``confident``."""
+
+    confident: bool
+
+    def propose_rated(self, slots: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """Write ``drafts [R, k]`` as :meth:`Drafter.propose` does. Return the probability of each [R, k] fp32 to be
+        accepted if those before it are, 0 … 1.
+        """
+
+
+@runtime_checkable
 class PausableDrafter(Drafter, Protocol):
     """A drafter with an expensive ``observe``: while rounds draft nothing it only records, and catches up later.
 

@@ -67,6 +67,11 @@ class CombinedDrafter:
         """True if the model keeps keys and values of its own drafts, which others would not have."""
         return bool(getattr(self.model, "keeps_drafts", False))
 
+    @property
+    def drafts_at_once(self) -> bool:
+        """True if the model's drafts cost the same in any number."""
+        return bool(getattr(self.model, "drafts_at_once", False))
+
     def divides(self, ranks: Ranks) -> bool:
         return isinstance(self.model, DivisibleDrafter) and self.model.divides(ranks)
 

@@ -340,7 +340,7 @@ class Engine:
             self.scheduler.drafted(outputs["drafts"])
             return []
         result = outputs.get("result", NOTHING)
-        self.draft_controller.read(work, result)
+        self.draft_controller.read(work, result, outputs)
         self.scheduler.budget.read(work, launched.outputs.device_ms)
         if isinstance(work, Extend):
             self._read_prompts(work, launched.dropped, outputs)
@@ -366,7 +366,7 @@ class Engine:
     def _commit(self, launched: Launched, outputs: Mapping[str, np.ndarray], result: np.ndarray) -> list[TokenDelta]:
         """Add the committed tokens of a pass to its requests. result [rows, width + 2] int32: count, status, tokens."""
         work, rows = launched.work, launched.work.committing
-        drafts = work.drafts if isinstance(work, Round) else 0
+        drafts = work.most if isinstance(work, Round) else 0
         result = result[work.places]
         committed = self.scheduler.committed(rows, result[:, 0], result[:, 1] == RUNNING)
         every = len(committed) == len(result)

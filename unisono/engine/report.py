@@ -15,6 +15,7 @@ from unisono.engine.failures import STAGES, Failures
 from unisono.engine.scheduling.arrivals import Arrivals
 from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.scheduling.scheduler import Scheduler
+from unisono.engine.startup.buckets import usual_name
 from unisono.engine.worker.runner import Runner
 from unisono.kv.pages import PagePool
 from unisono.kv.specs import ALL, PAGE_SIZE
@@ -194,7 +195,7 @@ def round_costs(engine: Reported) -> list[dict[str, object]]:
     choices, planner = engine.runner.choices, engine.runner.planner
     if len(choices) == 1:
         return []
-    rows = sorted({graph.key.shape.rows for graph in planner.graphs() if graph.key.program == "round"})
+    rows = sorted({graph.key.shape.rows for graph in planner.graphs() if usual_name(graph.key.program) == "round"})
     table = [{k: engine.draft_controller.padding_ms(count, k) for k in choices} for count in rows]
     return [
         {"requests": count, **{f"k={k}": "" if ms is None else round(ms, 3) for k, ms in costs.items()}}

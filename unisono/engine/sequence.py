@@ -291,7 +291,9 @@ class Round:
 
     catching_up: rows whose drafter catches up before it. reads_drafts: True if the host reads the drafts before
     verification, which takes two passes. forced [rows, drafts] int32: tokens that features know in advance, padded with
-    -1; None: none. proposes: False if the drafter does not run, so that the round is its second pass alone.
+    -1; None: none. proposes: False if the drafter does not run, so that the round is its second pass alone. rates
+    [rows, k] float32: expected acceptance of each draft after the ones before it, if the rows share a budget of
+    ``drafts`` each; None: all rows have the same width.
     """
 
     rows: Rows
@@ -301,6 +303,12 @@ class Round:
     reads_drafts: bool = False
     forced: np.ndarray | None = None
     proposes: bool = True
+    rates: np.ndarray | None = None
+
+    @property
+    def most(self) -> int:
+        """Drafts of one request, at most."""
+        return self.drafts if self.rates is None else int(self.rates.shape[1])
 
     @property
     def committing(self) -> Rows:

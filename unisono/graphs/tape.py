@@ -72,7 +72,7 @@ class Tape(Segmented):
         foreign: set[int] = set()
         for step in self.parts:
             assert isinstance(step, (RecordedOp, Break))
-            foreign |= storages(step.args, step.kwargs) - made.keys()
+            foreign |= storages(step.args, step.kwargs).difference(made)  # not -, which walks all of made
             for tensor in step.homes if isinstance(step, Break) else step.results:
                 if tensor.untyped_storage().data_ptr() not in foreign:
                     made.setdefault(tensor.untyped_storage().data_ptr(), tensor)

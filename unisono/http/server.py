@@ -55,7 +55,7 @@ from unisono.http.settings import HttpSettings
 from unisono.media.loader import MediaLoader
 from unisono.media.settings import MediaSettings
 from unisono.text.reasoning import parser_named
-from unisono.text.tokenizer import Tokenizer
+from unisono.text.tokenizer import Tokenizer, import_without_torch
 from unisono.text.tool_parsers.formats import format_named
 from unisono.types import ConfigError, EngineDead, UnisonoError
 from unisono.types.acceptance import LEVELS
@@ -333,6 +333,7 @@ def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None)
 
 def _load_tokenizer(settings: ServerSettings) -> Tokenizer | None:
     """The tokenizer, after a trial of its chat template. Raises CheckpointError."""
+    import_without_torch()
     tokenizer = Tokenizer.load(settings.tokenizer or settings.model_path)
     if tokenizer is not None:
         if settings.chat_template is not None:

@@ -1,4 +1,4 @@
-"""Flags of HTTP: TLS, and access by pages of other origins (CORS). Names are vLLM's."""
+"""Flags of HTTP: TLS, idle connections, and access by pages of other origins (CORS). Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class HttpSettings:
     browsers may send cookies. root_path: a proxy's prefix of the paths. ssl_keyfile, ssl_certfile: PEM files; with them
     the server speaks HTTPS only. ssl_ca_certs, ssl_cert_reqs: client certificates, as in Python's ssl module: 0 none, 1
     optional, 2 required. allowed_hosts: host names of the server beside localhost, its --host and IP addresses
-    (``hosts.KnownHosts``).
+    (``hosts.KnownHosts``). timeout_keep_alive: seconds until an idle connection is closed. It has to exceed the time
+    after which clients and proxies close theirs (httpx 5, aiohttp 15, most proxies 60), or a request may meet the
+    closing connection.
 
     Raises ConfigError.
     """
@@ -36,6 +38,7 @@ class HttpSettings:
     ssl_cert_reqs: int = 0
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
+    timeout_keep_alive: int = 75
 
     def __post_init__(self) -> None:
         for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
@@ -48,6 +51,8 @@ class HttpSettings:
             raise ConfigError(f"--ssl-cert-reqs {self.ssl_cert_reqs}: give 0 (none), 1 (optional) or 2 (required).")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ConfigError(f"--ssl-cert-reqs {self.ssl_cert_reqs} needs --ssl-ca-certs to check certificates with.")
+        if self.timeout_keep_alive < 1:
+            raise ConfigError(f"--timeout-keep-alive {self.timeout_keep_alive}: give 1 second or more.")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("--allow-credentials lets any page act for its visitors: name --allowed-origins.")
         KnownHosts(self.allowed_hosts)
@@ -77,4 +82,5 @@ class HttpSettings:
             "ssl_certfile": self.ssl_certfile,
             "ssl_ca_certs": self.ssl_ca_certs,
             "ssl_cert_reqs": self.ssl_cert_reqs,
+            "timeout_keep_alive": self.timeout_keep_alive,
         }

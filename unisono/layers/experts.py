@@ -52,9 +52,11 @@ class Experts(nn.Module):
     scores: how experts are scored and chosen; None: by softmax. With a ``correction`` they have one fp32 number each.
     counts [E]: tokens per expert, see :func:`expert_counts`.
     ranks: processes that hold the experts together; a rank computes its own part.
+    weighs_inputs: the input of a token's expert is multiplied by its weight, and its output is not.
     """
 
     counts: torch.Tensor
+    weighs_inputs = False
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class Experts(nn.Module):
     def consumers(self) -> tuple[object, ...]:
         """Consumers of the block's input: the experts, the shared one, and the router, which takes plain rows."""
         shared = () if self.shared is None else self.shared.consumers
-        return self.stacks[0], *shared, None
+        return (*shared, None) if self.weighs_inputs else (self.stacks[0], *shared, None)
 
     def forward(
         self, x: Activations, positions: torch.Tensor | None = None, router_input: torch.Tensor | None = None
@@ -103,6 +105,10 @@ class Experts(nn.Module):
         """
         gate_up, down = self.stacks
         ids, weights, gates = self._route(plain(x) if router_input is None else router_input, positions)
+        rows = x
+        if self.weighs_inputs:
+            x = plain(x) * weights.to(plain(x).dtype)
+            weights = (weights > 0).to(weights.dtype)  # 0 for padding
         pairs, format, held = ids.numel(), gate_up.format, gate_up.experts_held
         own = ids if held == gate_up.experts else self._own(ids, held)
         plan = plan_experts(own, held, format.tile(gate_up, pairs, held))
@@ -114,7 +120,7 @@ class Experts(nn.Module):
         if own is not ids:
             y = self._collected(y[:pairs], ids, held)
         if self.shared is not None:
-            shared = self._columns(self.shared.down(self.shared(x)))
+            shared = self._columns(self.shared.down(self.shared(rows)))
         return Mixed(y[:pairs], weights, shared, gates if self.gated else None)
 
     def reference(self, x: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
@@ -128,7 +134,11 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for expert in range(experts):
             token, choice = (ids == expert).nonzero(as_tuple=True)
-            out[token] += weights[token, choice, None] * self._expert(x[token], expert)
+            weight = weights[token, choice, None]
+            if self.weighs_inputs:
+                out[token] += self._expert(weight * x[token], expert)
+            else:
+                out[token] += weight * self._expert(x[token], expert)
         if self.shared is None and not self.stacks[0].rides:
             return out
         shared = self._expert(x, experts) if self.shared is None else self.shared.reference(x)

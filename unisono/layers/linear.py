@@ -5,9 +5,10 @@ Built by ``models``, filled by its loader.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from threading import Lock
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +22,10 @@ from unisono.layers.formats.base import (
     FLOATS,
     PLAIN,
     WHOLE,
+    WHOLE_PROJECTION,
+    JointFormat,
+    JointReading,
+    JointTarget,
     PartOf,
     Plain,
     Share,
@@ -199,12 +204,27 @@ class Linear(nn.Module):
         tensors = self.format.tensors(self.dtype)
         made = {kind: stored for kind, stored in tensors.items() if not stored.accepts}
         rows = {kind: self._rows(kind, stored) for kind, stored in tensors.items()}
+        readings = self._joint_readings(rows)
         for kind, stored in tensors.items():
             if stored.accepts:
                 for number, (name, place) in enumerate(self._places(kind, stored, self.format)):
-                    yield name, replace(place, others={other: rows[other][number] for other in made})
+                    if kind in getattr(self.format, "joint", ()):
+                        fields = {field: getattr(place, field) for field in WeightTarget.__dataclass_fields__}
+                        yield name, JointTarget(**fields, reading=readings[number])
+                    else:
+                        yield name, replace(place, others={other: rows[other][number] for other in made})
         if self.bias is not None:
             yield from self._places("bias", StoredTensor(self.dtype, FLOATS, inputs=0), None)
+
+    def _joint_readings(self, rows: Mapping[str, Sequence[torch.Tensor]]) -> list[JointReading]:
+        """One for each projection, if the format reads several tensors at once. rows: parameters by kind."""
+        kinds = getattr(self.format, "joint", ())
+        if not kinds:
+            return []
+        first: dict[str, torch.Tensor] = {}
+        lock, format = Lock(), cast(JointFormat, self.format)
+        of_each = ({kind: rows[kind][number] for kind in kinds} for number in range(len(self.projections)))
+        return [JointReading(format, parameters, first, lock) for parameters in of_each]
 
     def _places(
         self, kind: str, stored: StoredTensor, format: WeightFormat | None
@@ -226,7 +246,7 @@ class Linear(nn.Module):
         if self.input_share != WHOLE and stored.inputs:
             columns = stored.columns(self.input_share.runs(self.inputs))
             parameter.part_of = PartOf(stored.shape(self.outputs, self.inputs), 1, columns)  # type: ignore[attr-defined]
-        if self.divided:
+        if self.divided and stored.outputs < WHOLE_PROJECTION:
             runs, at = [], 0
             for name, outputs in self.projections.items():
                 own = self.shares[name].runs(outputs)

@@ -24,7 +24,8 @@ from unisono.media.workers import Workers
 from unisono.types import BadRequest, CheckpointError, Vectors
 
 SEEING = (
-    "Qwen3-VL, Qwen2.5-VL, Qwen3.5, Gemma 3 and Gemma 4 checkpoints with a vision tower see (docs/reference/models.md)"
+    "Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3.5, Gemma 3, Gemma 4 and Mistral 3 checkpoints with a vision tower see "
+    "(docs/reference/models.md)"
 )
 """The models that take images, for the refusal by other models."""
 CHECKED = ("merge", "patch_size", "temporal_patch_size", "tokens_per_second", "side")
@@ -38,7 +39,8 @@ class Vision:
     """The properties of a vision tower that the frontend needs, from the engine's ``info()["vision"]``.
 
     merge: side of an embedding in patches. image_token_id, video_token_id: placeholders of a prompt; -1: no videos.
-    side: rows and columns of every image in patches, 0: any. placeholder_token_id, around: see
+    vision_start_token_id: -1: no token opens an image.
+    side: rows and columns of every image in patches, 0: any. placeholder_token_id, around, row_end, picture_end: see
     :class:`unisono.models.vision.config.VisionConfig`. tokens_per_second:
     0 if text gives the times of a video's frames; None if unknown. max_frame_tokens: most tokens of an image or of one
     frame of a video.
@@ -56,6 +58,8 @@ class Vision:
     side: int = 0
     placeholder_token_id: int = -1
     around: str = ""
+    row_end: str = ""
+    picture_end: str = ""
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | None) -> Vision | None:

@@ -18,12 +18,21 @@ def expanded(
 
     The prompt has one placeholder per item, as a chat template writes it, or is expanded already. A video with
     timestamps becomes ``<0.5 seconds>`` and marks around each frame, as transformers' processors write it; the marks
-    around the placeholder stay. end: the token that closes an image. Raises BadRequest if placeholders and items do not
-    match.
+    around the placeholder stay. With ``vision.row_end`` an image becomes rows of tokens, each with a token after it.
+    end: the token that closes an image. Raises BadRequest if placeholders and items do not match.
     """
     tokens = {"image": vision.image_token_id, "video": vision.video_token_id}
     queues = {kind: [one for one in items if one.kind == kind] for kind in tokens}
-    done = {kind: _written_out(token_ids, tokens[kind], queues[kind], vision) for kind in tokens}
+    ends = [_one_token(text, encode, param) for text in (vision.row_end, vision.picture_end) if text]
+
+    def written_as(item: LoadedMedia, token: int) -> tuple[list[int], list[int]]:
+        return _in_rows(item, token, vision, ends) if ends else _item(item, token, vision, end, encode)
+
+    if ends:
+        images = [written_as(one, tokens["image"])[0] for one in queues["image"]]
+        done = {"image": _has_all(token_ids, tokens["image"], images), "video": False}
+    else:
+        done = {kind: _written_out(token_ids, tokens[kind], queues[kind], vision) for kind in tokens}
     for kind, queue in queues.items():
         count = len(queue) if done[kind] else sum(one == tokens[kind] for one in token_ids)
         if count != len(queue):
@@ -41,7 +50,7 @@ def expanded(
             continue
         item = queues[kind_here][place[kind_here]]
         place[kind_here] += 1
-        written, at = _item(item, token, vision, end, encode)
+        written, at = written_as(item, token)
         placed.append(
             MediaItem(item.kind, item.digest, item.grid, item.pixels, [len(ids) + i for i in at], item.seconds)
         )
@@ -73,6 +82,37 @@ def _item(item: LoadedMedia, token: int, vision: Vision, end: int, encode: Encod
         at += range(len(ids), len(ids) + each)
         ids += [*[token] * each, end]
     return ids, at
+
+
+def _in_rows(item: LoadedMedia, token: int, vision: Vision, ends: Sequence[int]) -> tuple[list[int], list[int]]:
+    """:func:`_item` of an image whose rows end with a token. ends: that token, and the last row's."""
+    _, rows, columns = (size // vision.merge for size in item.grid)
+    ids = ([token] * columns + [ends[0]]) * rows
+    ids[-1] = ends[1]
+    return ids, [i for i, one in enumerate(ids) if one == token]
+
+
+def _one_token(text: str, encode: Encode, param: str) -> int:
+    """The token of a mark. Raises BadRequest for a tokenizer without it."""
+    ids = encode(text)
+    if len(ids) != 1:
+        raise BadRequest(
+            f"{param} has images, and this checkpoint's tokenizer has no token {text}, which ends rows of an image; "
+            "copy the tokenizer from the base model.",
+            param,
+        )
+    return ids[0]
+
+
+def _has_all(token_ids: Sequence[int], token: int, written: Sequence[Sequence[int]]) -> bool:
+    """True if the prompt's placeholders are expanded to exactly these sequences, in order."""
+    at = 0
+    for one in written:
+        at = next((i for i in range(at, len(token_ids)) if token_ids[i] == token), len(token_ids))
+        if list(token_ids[at : at + len(one)]) != list(one):
+            return False
+        at += len(one)
+    return token not in token_ids[at:]
 
 
 def _written_out(token_ids: Sequence[int], token: int, items: Sequence[LoadedMedia], vision: Vision) -> bool:

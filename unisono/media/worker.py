@@ -20,16 +20,19 @@ from PIL import Image
 
 from unisono.media.decoding import images as image_decoding
 from unisono.media.decoding import videos
-from unisono.media.decoding.pooled import PooledImages
+from unisono.media.decoding.pooled import MergedImages, PooledImages
+from unisono.media.decoding.rows import RowImages
 from unisono.media.decoding.squares import SquareImages
 from unisono.media.memory import memory_file
 from unisono.sandbox.channel import ForkChannel
 from unisono.sandbox.forks import keep_freed_memory, limit_memory, limit_time, serve
 from unisono.types.media_item import DIGEST_BYTES
 
-KINDS: dict[str, type[SquareImages] | type[PooledImages]] = {
+KINDS: dict[str, type[SquareImages] | type[PooledImages] | type[RowImages]] = {
     "Gemma3ImageProcessor": SquareImages,
     "Gemma4ImageProcessor": PooledImages,
+    "PixtralImageProcessor": RowImages,
+    "Gemma4UnifiedImageProcessor": MergedImages,
 }
 """Beginning of the name of transformers' image processor -> the class that uses it. Others are as Qwen2-VL's."""
 LIST_FPS = 2.0
@@ -138,15 +141,10 @@ class MediaDecoder:
     @classmethod
     def of(cls, setup: dict[str, Any]) -> MediaDecoder:
         """The processors of the checkpoint in ``setup["directory"]``. Raises any exception for broken files."""
-        from PIL import Image
-
-        # before 5.18 the package exports none without torch
-        from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
         Image.init()  # Pillow's readers, once for all forks
         directory = Path(setup["directory"])
-        images = AutoImageProcessor.from_pretrained(str(directory), backend="pil", local_files_only=True)
-        own_kind = next((kind for name, kind in KINDS.items() if type(images).__name__.startswith(name)), None)
+        images, name = _image_processor(directory)
+        own_kind = next((kind for beginning, kind in KINDS.items() if name.startswith(beginning)), None)
         if own_kind is not None:
             return cls(own_kind.of(images, setup["vision"]), None, setup)
         if "image_grid_thw" not in images.model_input_names:
@@ -175,7 +173,7 @@ class MediaDecoder:
         image = self._opened(payload, data)
         width, height = image.size
         image_decoding.check_size(width, height, self.setup["max_pixels"])
-        if isinstance(self.images, (SquareImages, PooledImages)):
+        if isinstance(self.images, tuple(KINDS.values())):
             self.images.check(message)
             pixels, own_grid = self.images.patches(image_decoding.decoded(image, tuple(message["background"])))
             self._check_tokens(len(pixels), 1, f"{width} x {height} pixels")
@@ -276,6 +274,26 @@ class MediaDecoder:
         _, stamps = videos.times(rules, indices, rate)
         seconds, _ = videos.times(rules, indices, shown)
         return self._packed("video", pixels, grid, seconds, stamps)
+
+
+def _image_processor(directory: Path) -> tuple[Any, str]:
+    """transformers' image processor of a checkpoint on its PIL backend, and the name of its class.
+
+    Gemma 4 12B's has no such backend: it is Gemma 4's, which resizes alike.
+    """
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    # before 5.18 the package exports none without torch
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    config, _ = ImageProcessingMixin.get_image_processor_dict(str(directory), local_files_only=True)
+    name = config.get("image_processor_type") or ""
+    if name.startswith("Gemma4Unified"):
+        from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+        return Gemma4ImageProcessorPil.from_pretrained(str(directory), local_files_only=True), name
+    images = AutoImageProcessor.from_pretrained(str(directory), backend="pil", local_files_only=True)
+    return images, type(images).__name__
 
 
 class _Frames:

@@ -10,7 +10,7 @@ import torch
 
 from unisono.attention.base import AttentionInputs, LastTokens
 from unisono.attention.context import ForwardContext
-from unisono.distributed.columns import whole
+from unisono.distributed.columns import Columns, whole
 from unisono.drafters.base import Drafter
 from unisono.graphs import Buffers, BufferSchema, Hidden, Program
 from unisono.kernels.cache.pages import group_slot_mapping
@@ -122,14 +122,19 @@ class PassContext:
         rows: torch.Tensor,
         drafts: torch.Tensor,
         outputs: Outputs,
+        places: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sample the target's tokens [N, W] after drafts [N, k], and let features write their outputs.
 
         hidden: final hidden states of all computed tokens.
         last [N · W, H]: hidden states of the sampled positions.
         rows [N]: slots.
+        places [N · W]: the row of ``last`` of each sampled position, if rows have different widths; then ``last`` is
+            [T, H].
         """
         width, logits = 1 + drafts.shape[1], self.model.logit_columns(last)
+        if places is not None:
+            logits = logits.select(places) if isinstance(logits, Columns) else logits.index_select(0, places)
         if b.features.whole_logits:
             logits = whole(logits)
         masks = (feature.allowed_tokens(b, rows.shape[0]) for feature in self.features)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from unisono.drafters.base import PausableDrafter
+from unisono.drafters.base import ConfidentDrafter, PausableDrafter
 from unisono.graphs import Buffers, BufferSchema, Field, Program
 from unisono.kernels.cache.pages import grow_pages
 from unisono.kernels.speculation.rounds import limit_drafts
@@ -20,7 +20,10 @@ from unisono.passes.context import PassContext
 from unisono.passes.features.base import PassKind
 from unisono.passes.slot_tensors import SlotTensors
 from unisono.passes.tree import Tree
-from unisono.passes.verify import verify_chain, verify_tree
+from unisono.passes.verify import verify_chain, verify_shared, verify_tree
+
+SHARED_ROUND = "shared_round_"
+"""Prefix of the names of programs of rounds with a shared budget; the number of drafts per row follows."""
 
 
 def growth_columns(width: int) -> int:
@@ -83,6 +86,31 @@ def round_program(context: PassContext) -> Program:
     return context.program("round", schema, run)
 
 
+def shared_round(drafts: int) -> str:
+    """Name of the program of rounds whose requests share a budget of this number of drafts per row."""
+    return f"{SHARED_ROUND}{drafts}"
+
+
+def shared_round_program(context: PassContext, drafts: int) -> Program:
+    """As :func:`round_program`, but each request has its own number of drafts, 0 … k of ``width`` 1 + k.
+
+    The target computes rows · (1 + ``drafts``) tokens, of which padding rows take none. Input ``rates [rows, k]``: see
+    :func:`unisono.passes.verify.verify_shared`. Output ``found [rows]``: drafts of each request before the choice.
+    """
+    rates = Field("rates", torch.float32, ("rows", "drafts"))
+    found = Field("found", torch.int32, ("rows",), output=True)
+    schema = BufferSchema((*_growth_fields(context), rates, found, *_outcome_fields(context, "round")))
+
+    def run(b: Buffers) -> None:
+        grow(context, b, b.slots)
+        rows, most = b.shape.rows, b.shape.width - 1
+        chain = torch.full((rows, most), -1, dtype=torch.int32, device=b.device)
+        rates = _draft_rated(context, b.slots, chain, b.rates)
+        verify_shared(context, b, chain, rates, rows * (1 + drafts))
+
+    return context.program(shared_round(drafts), schema, run)
+
+
 def draft_program(context: PassContext) -> Program:
     """First pass of a draft-verify round: propose. Output: ``drafts [rows, P, k]`` int32, -1 for none."""
     drafts = Field("drafts", torch.int32, ("rows", context.paths, "drafts"), output=True)
@@ -135,6 +163,20 @@ def _draft_chain(context: PassContext, slots: torch.Tensor, drafts: torch.Tensor
         with context.sampler.seeing(drafts):
             context.drafter.propose(slots, drafts)
         limit_drafts(drafts, slots, context.slots.max_drafts, drafted)
+
+
+def _draft_rated(context: PassContext, slots: torch.Tensor, drafts: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+    """Fill ``drafts [R, k]``, initially -1. Return each draft's rate [R, k]: ``rates``, or the geometric mean of them
+    and the drafter's confidence.
+    """
+    drafter = context.drafter
+    with context.sampler.seeing(drafts):
+        if isinstance(drafter, ConfidentDrafter) and drafter.confident:
+            rates = (rates * drafter.propose_rated(slots, drafts)).sqrt()
+        else:
+            drafter.propose(slots, drafts)
+    limit_drafts(drafts, slots, context.slots.max_drafts, torch.empty_like(slots))
+    return rates
 
 
 def _draft_tree(context: PassContext, tree: Tree, fork: Fork, drafts: torch.Tensor) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -43,6 +45,26 @@ def _byte_level() -> dict[str, int]:
 
 
 BYTE_LEVEL = _byte_level()
+
+
+def import_without_torch() -> None:
+    """Import transformers' tokenizers in a process that computes nothing: without torch, 2 s and 200 MB less.
+
+    Does nothing in a process that has torch. Otherwise transformers has tokenizers and configs there, and no model.
+    """
+    if "torch" in sys.modules:
+        return
+    logger = logging.getLogger("transformers")
+    logger.disabled = True  # it warns that there are no models
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers looks for it once
+    try:
+        from transformers import AutoTokenizer  # noqa: F401
+        from transformers.utils import is_torch_available
+
+        is_torch_available()
+    finally:
+        del sys.modules["torch"]
+        logger.disabled = False
 
 
 class Tokenizer:

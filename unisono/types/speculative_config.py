@@ -23,7 +23,9 @@ class SpeculativeConfig(Concise):
     options: settings of this method; the drafter refuses unknown ones. token_tree: nodes of a draft tree
     (``draft_tree.py``), whose depth is k; empty: a chain. adaptive: draft fewer than k tokens, or none, in rounds where
     that gives more tokens per second. draft_tensor_parallel_size: ranks that share the draft model: all of the
-    target's, or 1 (each holds it whole); None: the method's own default (``DivisibleDrafter``).
+    target's, or 1 (each holds it whole); None: the method's own default (``DivisibleDrafter``). share_drafts: rounds
+    with fewer than k drafts give each request its own number within a common budget; None: where drafting costs the
+    same for any number of drafts.
     """
 
     method: str = "none"
@@ -33,10 +35,13 @@ class SpeculativeConfig(Concise):
     token_tree: tuple[Node, ...] = ()
     adaptive: bool = True
     draft_tensor_parallel_size: int | None = None
+    share_drafts: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f'"adaptive": {self.adaptive!r} of the speculative config: give true or false.')
+        if not isinstance(self.share_drafts, bool | None):
+            raise ConfigError(f'"share_drafts": {self.share_drafts!r} of the speculative config: give true or false.')
         divided = self.draft_tensor_parallel_size
         if divided is not None and not (is_int(divided) and divided >= 1):
             raise ConfigError(f"draft_tensor_parallel_size={divided!r}: give a whole number.")
@@ -88,7 +93,7 @@ class SpeculativeConfig(Concise):
         return SpeculativeConfig(**known, options=options)
 
 
-_FLAT_KEYS = ("method", "model", "num_speculative_tokens", "adaptive", "draft_tensor_parallel_size")
+_FLAT_KEYS = ("method", "model", "num_speculative_tokens", "adaptive", "draft_tensor_parallel_size", "share_drafts")
 _TREE_KEYS = ("speculative_token_tree", "topk", "num_draft_tokens")
 
 

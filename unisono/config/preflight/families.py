@@ -71,6 +71,13 @@ _DEEPSEEK = dict.fromkeys(
 )  # fmt: skip
 _SHORT_CONV = dict.fromkeys(("layer_types", "conv_L_cache", "norm_eps"), ANY)
 _LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "rope_interleave"), ANY)
+_LLAMA4 = {
+    **_BIASES, **_EXPERTS,
+    **dict.fromkeys(
+        ("layer_types", "no_rope_layers", "no_rope_layer_interval", "interleave_moe_layer_step", "use_qk_norm",
+         "attn_temperature_tuning", "attention_chunk_size"), ANY
+    ),
+}  # fmt: skip
 _HYBRID = {
     **_BIASES, **_HEAD_NORMS, "layer_types": ANY, "attn_output_gate": ANY, "use_attention_gate": (True,),
     "shared_expert_intermediate_size": ANY,
@@ -166,6 +173,16 @@ ARCHITECTURES: Mapping[str, Facts] = {
         experts=True,
     ),
     "LlamaForCausalLM": Facts(("llama",), takes={**_BIASES, "mlp_bias": ANY}, rope_types=("dynamic",)),
+    "Llama4ForCausalLM": Facts(("llama4_text",), takes=_LLAMA4, experts=True),
+    "Llama4ForConditionalGeneration": Facts(("llama4",), ("llama4_text",), _LLAMA4, experts=True),
+    "MiniCPM3ForCausalLM": Facts(
+        ("minicpm3",),
+        takes={
+            **_BIASES, **{n: v for n, v in _LATENT.items() if n != "rope_interleave"},
+            **dict.fromkeys(("mlp_bias", "scale_emb", "scale_depth", "dim_model_base"), ANY),
+        },
+        rope_types=("longrope",),
+    ),
     "MistralForCausalLM": Facts(("mistral",), windows="all"),
     "MixtralForCausalLM": Facts(("mixtral",), takes=_EXPERTS, windows="all", experts=True),
     "Qwen2ForCausalLM": Facts(("qwen2",), takes={**_QWEN2_BIASES, "layer_types": ANY}, windows="by layer"),
@@ -181,6 +198,9 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": Facts(
         ("qwen3_5_moe",), ("qwen3_5_moe_text",), _QWEN3_5_MOE.takes, experts=True, partial_rotary=True
+    ),
+    "Qwen2VLForConditionalGeneration": Facts(
+        ("qwen2_vl",), ("qwen2_vl_text",), {**_QWEN2_BIASES, "layer_types": ANY}, windows="by layer"
     ),
     "Qwen2_5_VLForConditionalGeneration": Facts(
         ("qwen2_5_vl",), ("qwen2_5_vl_text",), {**_QWEN2_BIASES, "layer_types": ANY}, windows="by layer"

@@ -256,7 +256,7 @@ def _check_windows(facts: Facts, config: Mapping[str, Any], architecture: str, w
         beyond = isinstance(longest, (int, float)) and value >= longest
         if (name == "sliding_window" and facts.windows != "none") or name in facts.takes:
             window = True
-        elif not beyond and not _only_full(types):
+        elif not beyond and not _only_full(types) and name not in facts.takes:
             raise CheckpointError(_refusal(where, name, value, architecture))
     for name in _PATTERNS:
         known = name in facts.takes or (facts.windows == "by layer" and types)

@@ -22,6 +22,7 @@ from unisono.config.checkpoint_files import (
 )
 from unisono.config.preflight.draft_method import ASSISTANTS, draft_method
 from unisono.config.preflight.formula import check_formula, check_model_type
+from unisono.config.preflight.missing import MISSING
 from unisono.config.preflight.quantization import quantization_method
 from unisono.config.preflight.ranks import check_config_heads, check_gpus
 from unisono.config.preflight.weights import check_weights
@@ -233,7 +234,11 @@ def architecture_of(raw: Mapping[str, Any], directory: Path) -> str:
             f"--speculative-method {draft_method(raw) or 'eagle3 (or eagle)'} --speculative-model PATH."
         )
     if names[0] not in catalog.models:
-        raise CheckpointError(f"{directory}: architecture {names[0][:80]!r} is not supported. Supported: {supported}.")
+        block = MISSING.get(names[0])
+        why = f": missing is {block}" if block else ""
+        raise CheckpointError(
+            f"{directory}: architecture {names[0][:80]!r} is not supported{why}. Supported: {supported}."
+        )
     return names[0]
 
 

@@ -37,9 +37,11 @@ def check_awq(config: Mapping[str, Any]) -> None:
 
 
 def check_gptq(config: Mapping[str, Any]) -> None:
-    """Check quant_method "gptq": 4 or 8 bits without activation order; of dynamic rules those that exclude modules."""
+    """Check quant_method "gptq": 4 or 8 bits; of dynamic rules those that exclude modules."""
     versions = ("gptq", "gptq_v2")
-    require("gptq", config, {"bits": (4, 8), "desc_act": (False,), "checkpoint_format": versions, "lm_head": (False,)})
+    require(
+        "gptq", config, {"bits": (4, 8), "desc_act": (False, True), "checkpoint_format": versions, "lm_head": (False,)}
+    )
     require("gptq", config, {"group_size": (128, *INT_GROUPS)})
     own = [rule for rule in config.get("dynamic") or () if not rule.startswith("-:")]
     if own:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from unisono.config.catalog import find_directory
-from unisono.drafters.block.model import BlockConfig, BlockHead
+from unisono.drafters.block.model import BlockConfig, BlockHead, ConfidenceInputs
 from unisono.drafters.block.variants import MarkovHead, SelectingHead
 from unisono.drafters.eagle.checkpoint import (
     DraftCheckpoint,
@@ -150,8 +150,8 @@ class BlockCheckpoint(DraftCheckpoint):
         return checkpoint_name(_NAMES, module).removeprefix("model.")
 
     def unexpected(self, name: str) -> str | None:
-        """As :meth:`DraftCheckpoint.unexpected`. Copies of the target's modules and the confidence head are not
-        read."""
+        """As :meth:`DraftCheckpoint.unexpected`. Copies of the target's modules are not read, nor a confidence head
+        that is turned off."""
         if re.match(r"verifier_|confidence_head\.|mask_embedding$", name):
             return None
         return super().unexpected(name)
@@ -218,7 +218,7 @@ def open_block(
         mask_embedding=method == "dflash" and tensors is not None and "mask_embedding" in tensors,
         fc_bias=tensors is not None and "fc.bias" in tensors,
     )
-    kind, settings = _variant(fields, method, settings)
+    kind, settings = _variant(fields, method, settings, tensors)
     ids = target_ids(tensors, draft_vocab, target.vocab_size, directory)
     tied = tied_embeddings(fields.layers)
     opened = BlockCheckpoint(directory, kind, settings, tied, tensors, ids, why, why_first)  # type: ignore[arg-type]
@@ -226,10 +226,24 @@ def open_block(
     return opened
 
 
-def _variant(fields: HeadFields, method: str, settings: BlockConfig) -> tuple[type[BlockHead], BlockConfig]:
+def _confidence(fields: HeadFields, tensors: Mapping[str, Any] | None) -> ConfidenceInputs | None:
+    """What the confidence head of a DSpark checkpoint reads; None if it has none. tensors: those of the checkpoint."""
+    stored = tensors is not None and "confidence_head.proj.weight" in tensors
+    if not fields.get("enable_confidence_head", stored):
+        return None
+    bias = tensors is not None and "confidence_head.proj.bias" in tensors
+    return ConfidenceInputs(bool(fields.get("confidence_head_with_markov", False)), bias)
+
+
+def _variant(
+    fields: HeadFields, method: str, settings: BlockConfig, tensors: Mapping[str, Any] | None
+) -> tuple[type[BlockHead], BlockConfig]:
     """(the module of this kind of head, the config with its sizes)."""
     if method == "dspark":
-        return MarkovHead, dataclasses.replace(settings, markov_rank=fields.number("markov_rank", 1))
+        confidence = _confidence(fields, tensors)
+        return MarkovHead, dataclasses.replace(
+            settings, markov_rank=fields.number("markov_rank", 1), confidence=confidence
+        )
     if fields.get("conv_kernel_size") is None:
         return BlockHead, settings
     taps, group = fields.number("conv_kernel_size", 1), fields.number("conv_group_size", 1)

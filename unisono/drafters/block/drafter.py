@@ -53,6 +53,7 @@ class DFlashDrafter:
     """
 
     name = "dflash"
+    drafts_at_once = True
     module: BlockHead
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
@@ -173,18 +174,34 @@ class DFlashDrafter:
 class DSparkDrafter(DFlashDrafter):
     """DSpark: DFlash's backbone, and a Markov head that adds a bias by the draft before. Options: as DFlash.
 
-    The confidence head of a checkpoint is not read: the width of a round does not depend on drafts.
+    The confidence head of a checkpoint rates drafts where requests share them.
     """
 
     name = "dspark"
+    _rates: torch.Tensor | None = None  # [R, k]: where confidences are written while drafts are rated
+
+    @property
+    def confident(self) -> bool:
+        """True if the checkpoint has a confidence head."""
+        return self.module.settings.confidence is not None
+
+    def propose_rated(self, slots: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        self._rates = rates = torch.ones(drafts.shape, device=drafts.device)
+        try:
+            self.propose(slots, drafts)
+        finally:
+            self._rates = None
+        return rates
 
     def _draw(self, slots: torch.Tensor, drafts: torch.Tensor, hidden: torch.Tensor) -> None:
         rows, k = drafts.shape
         head = self.module
         assert isinstance(head, MarkovHead)
-        logits = whole(head.logits(hidden)).view(rows, k, -1)
+        logits, rows_of = whole(head.logits(hidden)).view(rows, k, -1), hidden.view(rows, k, -1)
         before = self._context.slots.last_token.index_select(0, slots)
         for step in range(k):
+            if self._rates is not None and (rates := head.confidence(rows_of[:, step], before)) is not None:
+                self._rates[:, step].copy_(rates)
             biased = head.markov_head(before, logits[:, step])
             drafts[:, step].copy_(self._context.sample(biased, slots, step, head.ids))
             before = drafts[:, step].clamp_min(0)

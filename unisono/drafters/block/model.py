@@ -37,6 +37,17 @@ from unisono.models.load.build import Builder
 
 
 @dataclass(frozen=True)
+class ConfidenceInputs:
+    """Inputs of a confidence head besides a draft's output.
+
+    markov: the Markov row of the token before. bias: True if the head has a bias.
+    """
+
+    markov: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
 class BlockConfig:
     """Configuration of a head. Sizes are element counts.
 
@@ -70,6 +81,7 @@ class BlockConfig:
     mask_embedding: bool = False
     fc_bias: bool = False
     markov_rank: int = 0
+    confidence: ConfidenceInputs | None = None
     conv: tuple[int, int] = (0, 0)
     selector_rank: int = 0
     selector_candidates: int = 0

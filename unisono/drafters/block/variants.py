@@ -70,13 +70,49 @@ class PairSelector(nn.Module):
         return unary + (left[:, None].float() * right.float()).sum(-1)
 
 
+class ConfidenceHead(nn.Module):
+    """DSpark's estimate of a draft's acceptance: the logistic function of one product."""
+
+    def __init__(self, builder: Builder, inputs: int, bias: bool) -> None:
+        super().__init__()
+        self.proj = nn.Module()
+        for name, shape in (("weight", (1, inputs)), *((("bias", (1,)),) if bias else ())):
+            table = torch.empty(shape, dtype=builder.dtype, device=builder.device)
+            self.proj.register_parameter(name, nn.Parameter(table, requires_grad=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [R, inputs] -> [R] fp32."""
+        bias = cast(torch.Tensor | None, getattr(self.proj, "bias", None))
+        weight = cast(torch.Tensor, self.proj.weight)
+        return nn.functional.linear(x, weight, bias)[:, 0].float().sigmoid()
+
+
 class MarkovHead(BlockHead):
-    """DSpark: the logits of a draft get a bias by the token before it, ``markov_w2(markov_w1[token])`` of rank r."""
+    """DSpark: the logits of a draft get a bias by the token before it, ``markov_w2(markov_w1[token])`` of rank r.
+
+    confidence_head: reads the draft's output and, if so trained, ``markov_w1[token]``; None if the checkpoint has none.
+    """
 
     def __init__(self, config: BlockConfig, embed: Embedding, lm_head: Linear, builder: Builder) -> None:
         super().__init__(config, embed, lm_head, builder)
         sizes = config.layer.vocab_size, config.markov_rank, config.draft_vocab
         self.markov_head = MarkovTables(builder.at("markov_head"), *sizes)
+        self.confidence_head: ConfidenceHead | None = None
+        if (read := config.confidence) is not None:
+            inputs = builder.hidden_size + config.markov_rank * read.markov
+            self.confidence_head = ConfidenceHead(builder.at("confidence_head"), inputs, read.bias)
+
+    def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
+        """Probability [R] fp32 that drafts are accepted, from their outputs hidden [R, H] and the tokens before [R]."""
+        if self.confidence_head is None or self.settings.confidence is None:
+            return None
+        parts = (
+            (hidden, self.markov_head.markov_w1(before).to(hidden.dtype))
+            if self.settings.confidence.markov
+            else (hidden,)
+        )
+        found: torch.Tensor = self.confidence_head(torch.cat(parts, -1))
+        return found
 
 
 class BlockConv(nn.Module):

@@ -41,6 +41,7 @@ class NgramDrafter:
 
     name = "ngram"
     drafts_trees = True
+    drafts_at_once = True
     features = Features()
     self_test = None
 

@@ -52,6 +52,7 @@ class SuffixDrafter:
     """
 
     name = "suffix"
+    drafts_at_once = True
     features = Features()
     self_test = None
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -50,6 +51,9 @@ MOST_CORRECTION = 4.0
 """
 
 
+NOTHING_SHARED: Mapping[int, int] = MappingProxyType({})
+
+
 class AcceptanceEstimate:
     """Acceptance estimates for S slots and K positions: moving averages per request, shrunk towards the shared
     average.
@@ -79,16 +83,33 @@ class AcceptanceEstimate:
         self._all_tried = self._all_tried * fade + count
         self._all_taken = self._all_taken * fade + (taken & tried).sum(0)
 
+    def forget(self, slots: np.ndarray, verified: np.ndarray) -> None:
+        """Let the estimates of drafts that were not verified for lack of room drift to the shared average.
+
+        slots [R]; verified [R]: drafts that were. Otherwise a request whose drafts once failed would not get any again.
+        """
+        fade = np.where(self._places < verified[:, None], 1.0, OWN_DECAY)
+        self._tried[slots] *= fade
+        self._taken[slots] *= fade
+
     def conditional(self, slots: np.ndarray) -> np.ndarray:
         """Return [R, K]: the probability that each position is accepted if all before it were."""
         shared = SHARED_TRIALS * self._all_taken / self._all_tried
         rates: np.ndarray = (self._taken[slots] + shared) / (self._tried[slots] + SHARED_TRIALS)
         return rates
 
-    def expected(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """Return [K + 1]: expected tokens of a round of slots [R] with 0 … K drafts. ``most`` [R]: each row's limit."""
+    def expected(self, slots: np.ndarray, most: np.ndarray, shared: Mapping[int, int] = NOTHING_SHARED) -> np.ndarray:
+        """Return [K + 1]: expected tokens of a round of slots [R] with 0 … K drafts. ``most`` [R]: each row's limit.
+
+        shared: by number of drafts, the drafts of all rows together, where rows share them; the likeliest are verified.
+        """
         reached = np.where(self._places < most[:, None], self.conditional(slots), 0.0).cumprod(axis=1)
-        return len(slots) + np.concatenate(([0.0], reached.sum(0).cumsum()))
+        tokens = len(slots) + np.concatenate(([0.0], reached.sum(0).cumsum()))
+        if shared:
+            likeliest = np.concatenate(([0.0], np.sort(reached, axis=None)[::-1].cumsum()))
+            for drafts, budget in shared.items():
+                tokens[drafts] = len(slots) + likeliest[min(budget, reached.size)]
+        return tokens
 
 
 @dataclass
@@ -187,8 +208,16 @@ class AdaptiveK:
         self._since_probe = 0
         self._rung = 0  # the larger number to probe next
 
-    def choose(self, slots: np.ndarray, most: np.ndarray, catch_up_ms: float, standby_ms: float = 0.0) -> int:
-        """Return the drafts for a round of slots [R]. ``most`` [R]: each row's limit.
+    def choose(
+        self,
+        slots: np.ndarray,
+        most: np.ndarray,
+        catch_up_ms: float,
+        standby_ms: float = 0.0,
+        shared: Mapping[int, int] = NOTHING_SHARED,
+    ) -> int:
+        """Return the drafts for a round of slots [R]. ``most`` [R]: each row's limit. shared: see
+        :meth:`AcceptanceEstimate.expected`.
 
         catch_up_ms: time the drafter needs to catch up before it can draft, 0 if nothing is pending. standby_ms: later
         cost of a round without drafts, for a paused drafter that remembers a limited number of tokens.
@@ -199,7 +228,7 @@ class AdaptiveK:
             return self.choices[-1]
         if 0 in ms:
             ms[0] += standby_ms
-        tokens = self.acceptance.expected(slots, most)
+        tokens = self.acceptance.expected(slots, most, shared)
         fewest = min(ms)
         rate = {k: tokens[k] / ms[k] for k in ms if k == fewest or tokens[k] > tokens[k - 1]}
         self.drafts = self._best(rate, ms, catch_up_ms)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -97,10 +97,16 @@ class DraftController:
         if drafts and work.reads_drafts:
             drafts = self._runner.choices[-1]  # rounds that the host reads have no widths in between
         work = work if drafts == work.drafts else replace(work, drafts=drafts)
-        work = self._with_catch_up(self._forced.added(work) if work.reads_drafts else work)
+        work = self._shared(self._with_catch_up(self._forced.added(work) if work.reads_drafts else work))
         self.rounds[work.drafts] += 1
         self._launched = work
         return work
+
+    def _shared(self, work: Round) -> Round:
+        """Return the round with the rates by which its requests share drafts, if they do."""
+        if work.reads_drafts or work.drafts not in self._runner.shared:
+            return work
+        return replace(work, rates=self.policy.acceptance.conditional(work.rows.slots).astype(np.float32))
 
     def drafts_nothing(self, sequences: Iterable[Sequence]) -> bool:
         """True if the next round of these requests would draft nothing and needs no catch-up pass.
@@ -122,7 +128,8 @@ class DraftController:
         self._add_choice(len(rows))
         policy = self._reading_policy if rows.sequences[0].reads_drafts else self.policy
         most = self._progress.most_drafts(rows.slots)
-        return policy.choose(rows.slots, most, self._catch_up_ms(rows), self._standby_ms(len(rows)))
+        shared = {k: self._runner.shared_drafts(len(rows), k) for k in self._runner.shared}
+        return policy.choose(rows.slots, most, self._catch_up_ms(rows), self._standby_ms(len(rows)), shared)
 
     def _add_choice(self, rows: int) -> None:
         """Capture rounds with another number of drafts from time to time, if graphs are captured lazily.
@@ -185,8 +192,10 @@ class DraftController:
 
     # ---- after a pass -------------------------------------------------------------------------
 
-    def read(self, work: Extend | FeaturePass | Round, result: np.ndarray) -> None:
-        """Learn from a pass that was read. result [rows, …] int32: committed tokens and status of each row."""
+    def read(self, work: Extend | FeaturePass | Round, result: np.ndarray, outputs: Mapping[str, np.ndarray]) -> None:
+        """Learn from a pass that was read. result [rows, …] int32: committed tokens and status of each row. outputs: as
+        ``Launched.wait`` returns them.
+        """
         now, before, after = time.perf_counter(), self._read_at, self._launched
         # Outputs of prompts, and of rounds whose drafts the host reads, arrive before the drafter has caught up
         # (Buffers.outputs_ready).
@@ -200,10 +209,15 @@ class DraftController:
             self._learn_cost(work, after, 1e3 * (now - before))
         if work.drafts:
             rows, result = work.rows, result[: len(work.rows)]
-            requested = np.minimum(work.drafts, self._progress.max_drafts[rows.slots])
+            requested = np.minimum(work.most, self._progress.max_drafts[rows.slots])
+            if work.rates is not None:  # drafts that were not verified for lack of room are unknown
+                verified, found = (outputs[name][: len(rows)] for name in ("drafted", "found"))
+                requested = np.where(verified < found, verified, requested)
             # Skip ended requests: their last round was truncated, and another request may have their slots.
             going_on = (result[:, 1] == FinishReason.RUNNING) & self._progress.owned(rows.slots, rows.owners)
             known = (requested > 0) & (result[:, 0] > 0) & going_on
+            if work.rates is not None:
+                self.policy.acceptance.forget(rows.slots[going_on], requested[going_on])
             if work.forced is not None:  # forced drafts say nothing about the drafter
                 known &= work.forced[:, 0] < 0
             if known.any():

@@ -10,12 +10,14 @@ from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
 from unisono.config import GRAPH_PROGRAMS, ResolvedConfig, parse_graphs
+from unisono.drafters.base import AtOnceDrafter, Drafter
 from unisono.engine.scheduling.forced_drafts import forced_rows
 from unisono.graphs import NO_FEATURES, Features, Graph, Logits, PassShape, Program
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost, candidates
 from unisono.kernels.gemm.linear import ROW_TILES
 from unisono.passes.features.base import OwnProgram
+from unisono.passes.round import SHARED_ROUND, shared_round
 from unisono.types import ConfigError
 
 GPU_PASSES = {
@@ -87,6 +89,26 @@ def draft_choices(config: ResolvedConfig, most: int) -> tuple[tuple[int, ...], s
     return choices, "each round what brings most tokens a second, as costs and acceptance go"
 
 
+def shared_choices(
+    config: ResolvedConfig, drafter: Drafter, choices: Sequence[int], recurrent: bool
+) -> tuple[tuple[int, ...], str]:
+    """Return the numbers of drafts that requests share in a round, and the reason. recurrent: the target's state is.
+
+    A round of any of ``choices`` but the fewest and the most shares its drafts.
+    """
+    spec, between = config.speculative, tuple(choices[1:-1])
+    if spec is None or not between:
+        return (), "the number of drafts has no choices in between"
+    if recurrent:
+        return (), "recurrent layers have rounds of one width"
+    constant = isinstance(drafter, AtOnceDrafter) and drafter.drafts_at_once
+    if spec.share_drafts is None and not constant:
+        return (), f"each draft costs {drafter.name} a pass, so all requests have the same number"
+    if spec.share_drafts is False:
+        return (), "share_drafts is off"
+    return between, "drafting costs the same for any number" if constant else "share_drafts is on"
+
+
 def max_unobserved_tokens(config: ResolvedConfig) -> int:
     """Tokens per request of a drafter's catch-up pass: as many as fit in a prompt pass."""
     fit = max(4, config.max_num_batched_tokens // config.max_num_seqs)
@@ -123,7 +145,17 @@ def graph_modes(config: ResolvedConfig, attention: AttentionBackend) -> Resolved
 
 def mode_program(program: str) -> str:
     """Return the program whose mode in ``--graphs`` applies to this one; pre-passes use the mode of prompts."""
-    return "round" if program in ROUNDS else program if program in GRAPH_PROGRAMS else "extend"
+    return "round" if is_round(program) else program if program in GRAPH_PROGRAMS else "extend"
+
+
+def is_round(program: str) -> bool:
+    """Return True for a program whose rows are requests."""
+    return usual_name(program) in ROUNDS
+
+
+def usual_name(program: str) -> str:
+    """Return the name under which constants for this program are listed."""
+    return "round" if program.startswith(SHARED_ROUND) else program
 
 
 def check_full(config: ResolvedConfig, graphs: Iterable[Graph]) -> None:
@@ -158,7 +190,7 @@ def engine_buckets(
     of_parts = part_buckets(programs, config, choices, features) if whole != NO_FEATURES else []
     features = features | whole
     masked = replace(features, masks=True)
-    buckets = round_buckets(programs["round"], config, choices, features)
+    buckets = round_buckets(programs, config, choices, features)
     for variant in (features, masked):
         buckets.append(buckets_of(programs["extend"], config, 1, variant))
         buckets.append(score_buckets(programs["score"], config, replace(variant, logits=Logits.ALL)))
@@ -166,7 +198,7 @@ def engine_buckets(
         usual = buckets_of(programs["extend"], config, 1, features | more)
         buckets.append(replace(usual, on_demand=config.device.type == "cpu"))
     for more in expected_rounds:
-        usual_rounds = round_buckets(programs["round"], config, choices, features | more)
+        usual_rounds = round_buckets(programs, config, choices, features | more)
         buckets += [replace(each, on_demand=config.device.type == "cpu") for each in usual_rounds]
     for drafts in sorted({choices[0], choices[-1], *config.forced_drafts}):
         for more in (masked, *(masked | more for more in expected_rounds)):
@@ -207,8 +239,8 @@ def part_buckets(
     most. On a CPU also prompt passes, each size for the first pass that needs it, so that tests have both kinds.
     """
     cpu = config.device.type == "cpu"
-    rounds = round_buckets(programs["round"], config, choices, features)
-    found = [b for b in rounds if b.width - 1 in (choices[0], choices[-1])]
+    rounds = round_buckets(programs, config, choices, features)
+    found = [rounds[0], rounds[-1]] if len(rounds) > 1 else rounds
     if cpu:
         found.append(buckets_of(programs["extend"], config, 1, features))
     return [replace(b, spare=True, on_demand=cpu) for b in found]
@@ -288,14 +320,18 @@ def own_buckets(own: OwnProgram, config: ResolvedConfig) -> Buckets:
 
 
 def round_buckets(
-    program: Program, config: ResolvedConfig, choices: Sequence[int], features: Features
+    programs: Mapping[str, Program], config: ResolvedConfig, choices: Sequence[int], features: Features
 ) -> list[Buckets]:
-    """Return the buckets of rounds for each number of drafts. Widths between the extremes have few sizes, all
+    """Return the buckets of rounds for each number of drafts. Numbers between the extremes have few sizes, all
     captured.
     """
     if len(choices) == 1:
-        return [buckets_of(program, config, 1 + choices[0], features)]
-    buckets = [buckets_of(program, config, 1 + k, features, part=0.5) for k in choices]
+        return [buckets_of(programs["round"], config, 1 + choices[0], features)]
+    buckets = []
+    for k in choices:
+        shared = programs.get(shared_round(k))
+        program, width = (programs["round"], 1 + k) if shared is None else (shared, 1 + choices[-1])
+        buckets.append(buckets_of(program, config, width, features, part=0.5))
     for i in range(1, len(choices) - 1):  # all of their sizes are captured, so no cost is measured
         buckets[i] = replace(_sparse(buckets[i], config.max_num_seqs), passes=None, measured=False)
     return buckets
@@ -331,7 +367,7 @@ def _sparse(buckets: Buckets, limit: int) -> Buckets:
 
 def buckets_of(program: Program, config: ResolvedConfig, width: int, features: Features, part: float = 1.0) -> Buckets:
     """Return the buckets of one program. part: fraction of its expected passes with this width."""
-    name, gpu = program.name, config.device.type == "cuda"
+    name, gpu = usual_name(program.name), config.device.type == "cuda"
     each, limit, least = (
         (width, config.max_num_seqs, 1) if name in ROUNDS else (1, config.max_num_batched_tokens, LEAST_TOKENS)
     )

@@ -19,6 +19,7 @@ import torch
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
 from triton.runtime.jit import KernelInterface
 
+from unisono.engine.startup.buckets import usual_name
 from unisono.engine.startup.compile_processes import CompileProcesses
 from unisono.graphs import Buffers, Features, PassShape, Program
 from unisono.graphs.buckets import Buckets
@@ -94,7 +95,7 @@ def warmup_passes(
     """
     passes: list[tuple[Program, PassShape]] = []
     for b in plan:
-        common = b.features in features and b.program.name in ("round", "extend", "catch_up")
+        common = b.features in features and usual_name(b.program.name) in ("round", "extend", "catch_up")
         common = common or b.program.name in own
         shapes = size_classes(b.shapes) if common else b.shapes[:1]
         passes += [(b.program.of(b.features), shape) for shape in shapes]

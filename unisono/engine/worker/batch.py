@@ -90,6 +90,8 @@ class BatchBuilder:
         rows = len(work.rows)
         features, fields = self._feature_fields(work.rows.feature_rows, "round", rows)
         key = self._runner.round_key(rows, work.drafts)
+        if work.rates is not None:
+            fields["rates"] = work.rates
         return self._launch(replace(key, features=key.features | features), self._round_batch(work) | fields)
 
     def _verify(self, work: Round, drafts: np.ndarray) -> PendingOutputs:

@@ -35,6 +35,7 @@ from unisono.engine.startup.buckets import (
     graph_modes,
     max_unobserved_tokens,
     own_buckets,
+    shared_choices,
 )
 from unisono.engine.startup.compile_processes import CompileProcesses, forks_for
 from unisono.engine.startup.memory import PageDemand, fit_pages, peak_bytes
@@ -70,7 +71,7 @@ from unisono.models.vision.tower import AnyTower
 from unisono.passes.context import PassContext
 from unisono.passes.extend import extend_program, mixed_program
 from unisono.passes.features.base import Feature, FeatureContext, OwnProgram
-from unisono.passes.round import catch_up_program, draft_program, round_program, verify_program
+from unisono.passes.round import catch_up_program, draft_program, round_program, shared_round_program, verify_program
 from unisono.passes.slot_tensors import rotary_positions
 from unisono.passes.tree import Tree, path_pages
 from unisono.sampling.pipeline import DraftSampler
@@ -133,6 +134,7 @@ class Build:
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
             self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
+        self.shared = self._shared(drafter, has_recurrent_state(specs))
         pausable = len(self.choices) > 1 and isinstance(drafter, PausableDrafter)
         self.max_unobserved = max_unobserved_tokens(config) if pausable else 0
         sampler = DraftSampler(slots, spec.paths)
@@ -214,6 +216,13 @@ class Build:
         if model.divides_logits:
             value = f"{key_bytes(model.lm_head.outputs)} bytes a row from 17 rows on: the best of each part"
             self.decide("gathered of logits", value, "whole rows where a request filters or asks for log-probabilities")
+
+    def _shared(self, drafter: Drafter, recurrent: bool) -> tuple[int, ...]:
+        """Return the numbers of drafts that requests share in a round."""
+        shared, why = shared_choices(self.config, drafter, self.choices, recurrent)
+        if len(self.choices) > 2 or shared:
+            self.decide("drafts shared by requests", ", ".join(map(str, shared)) + " a row" if shared else "none", why)
+        return shared
 
     @property
     def _whole(self) -> Features:
@@ -334,6 +343,7 @@ class Build:
             programs.append(mixed_program(modules, self.max_extend_rows))
         if self.widths.plain > 1:
             programs.append(draft_program(modules))
+        programs += [shared_round_program(modules, drafts) for drafts in self.shared]
         if self.max_unobserved and isinstance(drafter, PausableDrafter):
             programs.append(catch_up_program(drafter, self.worker.slots))
         programs += [own.program for own in self._own_programs]
@@ -416,6 +426,7 @@ class Build:
         self.config = config = config.decide("KV cache", f"{held} bytes a token", f"{dtype}, the target's layers")
         reserved = path_pages(self.paths, self.widths.plain - 1, config.max_num_seqs)
         sampled = max(config.max_num_seqs * self.widths.plain, MAX_VERIFIED)
+        sampled += config.max_num_seqs * (1 + self.shared[-1]) if self.shared else 0
         logits = 4 * sampled * worker.model.config.vocab_size
         demand = PageDemand(
             page_bytes={

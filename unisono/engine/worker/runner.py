@@ -14,13 +14,14 @@ from unisono.engine.startup.buckets import CPU_COST, check_full
 from unisono.engine.worker.build import Build
 from unisono.engine.worker.commands import Command, FileOutcomes, ResetSlots
 from unisono.engine.worker.ranks import Team, ranks_of
-from unisono.graphs import GraphKey, PassShape, PendingOutputs
+from unisono.graphs import GraphKey, PassShape, PendingOutputs, Replay
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.planner import Planner
 from unisono.layers.experts import products_per_token
 from unisono.models.config import attention_of
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.passes.features.base import plain_requests
+from unisono.passes.round import shared_round
 
 ATTENTION_RATE = 1.45
 """Time of an operation of attention relative to one of a GEMM: 532 against 768 TFLOP/s on an H200."""
@@ -54,7 +55,7 @@ class Runner:
             self.team.exchange("ready")
         self.worker, self.seconds, self.decide = build.worker, build.seconds, build.decide
         self.choices, self.width, self.paths = build.choices, build.widths.plain, build.paths
-        self.widths = build.widths
+        self.widths, self.shared = build.widths, build.shared
         self.max_unobserved, self.max_extend_rows = build.max_unobserved, build.max_extend_rows
         self.decode_sizes = build.decode_sizes
         self.features = self.worker.drafter.features
@@ -108,8 +109,16 @@ class Runner:
         self.planner.forget()
 
     def round_key(self, rows: int, drafts: int) -> GraphKey:
-        """Return the key of a round with this number of requests, and of drafts for each."""
+        """Return the key of a round with this number of requests, and of drafts for each or shared by all."""
+        if drafts in self.shared:
+            return GraphKey(shared_round(drafts), PassShape(rows, self.width), self.features)
         return GraphKey("round", PassShape(rows, 1 + drafts), self.features)
+
+    def shared_drafts(self, rows: int, drafts: int) -> int:
+        """Return the drafts of all requests in a round that shares ``drafts`` per row of its graph."""
+        answer = self.planner.plan(self.round_key(rows, drafts))
+        held = answer.graph.key.shape.rows if isinstance(answer, Replay) else rows
+        return held * (1 + drafts) - rows
 
     def mixed_key(self, tokens: int, decodes: int) -> GraphKey:
         """Return the key of a mixed pass with this number of prompt tokens and this decode capacity."""

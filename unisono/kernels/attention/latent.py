@@ -21,6 +21,9 @@ from unisono.kernels.attention.triton_kernels import LOG2_E
 from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.overlap import overlapped
 
+SHARED = 194 * 1024
+"""Bytes of shared memory that a block of 32 rows needs for latents of 512 elements."""
+
 GROUP = 32
 """Maximum heads of a block, and rows of a tile: two accumulators of 512 per row must fit into registers."""
 

@@ -16,6 +16,7 @@ Hq / Hkv query / KV heads, G = Hq / Hkv, D head dim. Index tensors are int32.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from unisono.kernels.attention import hopper as attention_hopper
 from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.cpu import SPLIT, attention_cpu, attention_plan_cpu
 from unisono.kernels.attention.triton_kernels import LOG2_E, attention_kernel, plan_kernel
+from unisono.kernels.cards import HOPPER, shared_memory
 from unisono.kernels.gemm.fp8_quantize import empty_quantised, launch_quantize, quantised_cpu
 from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.overlap import overlapped
@@ -75,15 +77,16 @@ def launch_attention_plan(
 
 
 def _geometry(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tile_tokens: int, cut: bool
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tile_tokens: int, cut: bool, shared: int = HOPPER
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Choose the kernel's compile-time sizes and launch options; only speed depends on them.
 
     The rows of a query tile are a power of two and hold at least one token's heads. Two accumulators per row must fit
-    into registers, and the buffers of keys and values into shared memory.
+    into registers, and the buffers of keys and values into ``shared`` bytes of shared memory.
     """
     group, dim = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
-    fits = 16 if dtype == torch.float32 else min(64 if cut else 128, 2**14 // dim)
+    small = shared < HOPPER and dim >= 256
+    fits = 16 if dtype == torch.float32 else min(64 if cut else 128, 2 ** (13 if small else 14) // dim)
     rows = triton.next_power_of_2(max(min(tile_tokens * group, fits), group, 16))
     tokens = min(rows // group, tile_tokens)
     sizes = {
@@ -98,6 +101,8 @@ def _geometry(
     sizes |= {"KEYS": KEYS, "SPLIT": SPLIT, "CUT": cut}
     wide = dtype == torch.float32 or dim >= 256 or rows * max(dim, 128) >= (2**13 if cut else 2**14)
     stages = 5 if dim * dtype.itemsize <= 256 else 3  # page ids take two of them, then keys and values follow
+    if small and dim > 256:
+        stages = 1
     return sizes, {"num_warps": 8 if wide else 4, "num_stages": stages}
 
 
@@ -200,7 +205,7 @@ def _launch(
             (state, acc), g.scale * LOG2_E.value, g.first, KEYS,
         )  # fmt: skip
         return
-    sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, g.partials > 0)
+    sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, g.partials > 0, shared_memory(q.device))
     items, tiles = (n * sizes["PARTS"] * kv_heads for n in (len(g.arrivals), triton.cdiv(tokens, tile_tokens)))
     k_cache, v_cache, exponents = g.k_cache, g.v_cache, (g.k_scales, g.v_scales)
     if g.k_scales is not None and g.v_scales is not None:
@@ -346,10 +351,11 @@ def attention_fp8(
 
 
 def _case(
-    heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False, first: int = 0,
-    soft_cap: float = 0.0, sinks: bool = False, e4m3: bool = False, quantised: bool = False, until: bool = False,
+    shared: int, heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False,
+    first: int = 0, soft_cap: float = 0.0, sinks: bool = False, e4m3: bool = False, quantised: bool = False,
+    until: bool = False,
 ) -> AotCase:  # fmt: skip
-    sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut)
+    sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut, shared)
     signature = {"q_ptr": "*bf16", "out_ptr": "*fp8e4nv" if quantised else "*bf16"}
     signature |= dict.fromkeys(("k_ptr", "v_ptr"), "*i16" if e4m3 else "*bf16")
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
@@ -369,38 +375,47 @@ _PLAN = dict.fromkeys(("slots_ptr", "kv_len_ptr", "work_ptr", "count_ptr", "arri
 _PLAN |= dict.fromkeys(("rows", "num_tokens", "partials", "programs"), "i32")
 _PLAN_SIZES = {"WIDTH": 0, "TOKENS": 32, "KV_HEADS": 8, "SPLIT": SPLIT, "BLOCK": 64}
 
-AOT = [
-    *(_case(32, 8, 128, width, cut=True) for width in (1, 4, 6, 17)),  # Qwen3-8B: rounds
-    *(_case(32, 8, 128, tokens, cut=False) for tokens in (16, 32)),  # and extend passes
-    _case(32, 8, 128, 4, cut=True, window=True),
-    *(_case(32, 8, 128, tokens, cut, first=1) for tokens, cut in ((4, True), (32, False))),  # drafters without a key 0
-    _case(14, 2, 64, 1, cut=True),  # Qwen2.5-0.5B
-    _case(14, 2, 64, 18, cut=False),
-    _case(8, 4, 256, 6, cut=True),
-    _case(8, 4, 256, 64, cut=False),
-    _case(8, 4, 256, 4, cut=True, window=True, soft_cap=50.0),  # Gemma 2
-    _case(8, 4, 256, 64, cut=False, soft_cap=50.0),
-    *(_case(16, 2, 512, width, cut=True) for width in (1, 4)),  # Gemma 4, full layers: rounds
-    _case(16, 2, 512, 64, cut=False),  # and extend passes
-    _case(16, 8, 256, 4, cut=True, window=True),  # and layers with a window
-    _case(16, 2, 512, 4, cut=True, e4m3=True),
-    _case(16, 8, 256, 64, cut=False, window=True, until=True),  # pictures of Gemma 3 and 4
-    _case(16, 8, 256, 16, cut=True, window=True, until=True),
-    _case(8, 4, 256, 64, cut=False, until=True),
-    _case(64, 8, 64, 4, cut=True, sinks=True),  # gpt-oss
-    _case(64, 8, 64, 16, cut=False, window=True, sinks=True),
-    *(_case(32, 8, 128, width, cut=True, e4m3=True) for width in (1, 4, 6)),
-    replace(_case(32, 8, 128, 1, cut=True, e4m3=True), num_warps=2),
-    *(_case(32, 8, 128, tokens, cut=False, e4m3=True) for tokens in (16, 32)),
-    _case(32, 8, 128, 4, cut=True, first=1, e4m3=True),
-    _case(14, 2, 64, 1, cut=True, e4m3=True),
-    _case(8, 4, 256, 6, cut=True, e4m3=True),
-    _case(8, 4, 256, 64, cut=False, e4m3=True),
-    _case(8, 4, 256, 4, cut=True, window=True, soft_cap=50.0, e4m3=True),
-    _case(64, 8, 64, 16, cut=False, window=True, sinks=True, e4m3=True),
-    *(_case(32, 8, 128, width, cut=True, quantised=True) for width in (1, 4, 6)),
-    *(_case(32, 8, 128, tokens, cut=False, quantised=True) for tokens in (16, 32)),
-    _case(32, 8, 128, 4, cut=True, window=True, e4m3=True, quantised=True),
-    AotCase(plan_kernel, _PLAN, _PLAN_SIZES | {"window": None}),
-    AotCase(plan_kernel, _PLAN | {"window": "i32"}, _PLAN_SIZES),
-]
+
+def aot(shared: int) -> list[AotCase]:
+    """AotCases of a card with ``shared`` bytes of shared memory."""
+    case = functools.partial(_case, shared)
+    return [
+        *(case(32, 8, 128, width, cut=True) for width in (1, 4, 6, 17)),  # Qwen3-8B: rounds
+        *(case(32, 8, 128, tokens, cut=False) for tokens in (16, 32)),  # and extend passes
+        case(32, 8, 128, 4, cut=True, window=True),
+        *(
+            case(32, 8, 128, tokens, cut, first=1) for tokens, cut in ((4, True), (32, False))
+        ),  # drafters without a key 0
+        case(14, 2, 64, 1, cut=True),  # Qwen2.5-0.5B
+        case(14, 2, 64, 18, cut=False),
+        case(8, 4, 256, 6, cut=True),
+        case(8, 4, 256, 64, cut=False),
+        case(8, 4, 256, 4, cut=True, window=True, soft_cap=50.0),  # Gemma 2
+        case(8, 4, 256, 64, cut=False, soft_cap=50.0),
+        *(case(16, 2, 512, width, cut=True) for width in (1, 4)),  # Gemma 4, full layers: rounds
+        case(16, 2, 512, 64, cut=False),  # and extend passes
+        case(16, 8, 256, 4, cut=True, window=True),  # and layers with a window
+        case(16, 2, 512, 4, cut=True, e4m3=True),
+        case(16, 8, 256, 64, cut=False, window=True, until=True),  # pictures of Gemma 3 and 4
+        case(16, 8, 256, 16, cut=True, window=True, until=True),
+        case(8, 4, 256, 64, cut=False, until=True),
+        case(64, 8, 64, 4, cut=True, sinks=True),  # gpt-oss
+        case(64, 8, 64, 16, cut=False, window=True, sinks=True),
+        *(case(32, 8, 128, width, cut=True, e4m3=True) for width in (1, 4, 6)),
+        replace(case(32, 8, 128, 1, cut=True, e4m3=True), num_warps=2),
+        *(case(32, 8, 128, tokens, cut=False, e4m3=True) for tokens in (16, 32)),
+        case(32, 8, 128, 4, cut=True, first=1, e4m3=True),
+        case(14, 2, 64, 1, cut=True, e4m3=True),
+        case(8, 4, 256, 6, cut=True, e4m3=True),
+        case(8, 4, 256, 64, cut=False, e4m3=True),
+        case(8, 4, 256, 4, cut=True, window=True, soft_cap=50.0, e4m3=True),
+        case(64, 8, 64, 16, cut=False, window=True, sinks=True, e4m3=True),
+        *(case(32, 8, 128, width, cut=True, quantised=True) for width in (1, 4, 6)),
+        *(case(32, 8, 128, tokens, cut=False, quantised=True) for tokens in (16, 32)),
+        case(32, 8, 128, 4, cut=True, window=True, e4m3=True, quantised=True),
+        AotCase(plan_kernel, _PLAN, _PLAN_SIZES | {"window": None}),
+        AotCase(plan_kernel, _PLAN | {"window": "i32"}, _PLAN_SIZES),
+    ]
+
+
+AOT = aot(HOPPER)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from unisono.kernels.gemm.linear import exact_blas, launch_linear
 from unisono.kernels.gemm.tile import Tile
@@ -30,6 +32,41 @@ def decoding_tile(rows: int, dtype: torch.dtype, large: Tile) -> Tile:
     if dtype is torch.float32:
         return Tile(16, 32, 0, 4, 2)
     return next((tile for most, tile in DECODING_TILES.items() if rows <= most), large)
+
+
+@triton.jit
+def integer_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
+                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+                    EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
+    """Compute the product over K of x and a weight of integers, decoded in registers: fp32 [rows, outputs].
+
+    EACH: numbers in a byte of the weight: 2 of 4 bits, the first in the low bits, or 1 of 8 bits.
+    x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / EACH]: the first step's; rows of x that are not ``x_ok`` count as
+    0. s_ptrs, z_ptrs [BLOCK_N]: of the first group, followed by the next ones; without zeros, the middle is subtracted.
+    """
+    ks, bytes_ = tl.arange(0, WIDTH), tl.arange(0, WIDTH // EACH)
+    last = tl.cdiv(K, group) - 1
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for first in range(0, K, WIDTH * STEPS):
+        for j in tl.static_range(STEPS):
+            start = first + j * WIDTH
+            at = tl.minimum(start // group, last)
+            if EVEN_K:
+                x_tile = tl.load(x_ptrs + start, mask=x_ok[:, None], other=0.0)
+                stored = tl.load(w_ptrs + start // EACH)
+            else:
+                x_tile = tl.load(x_ptrs + start, mask=x_ok[:, None] & (ks < K - start)[None, :], other=0.0)
+                stored = tl.load(w_ptrs + start // EACH, mask=(bytes_ < (K - start) // EACH)[None, :], other=0)
+            scale = tl.load(s_ptrs + at)
+            middle: tl.constexpr = 8.0 if EACH == 2 else 128.0
+            zero = tl.load(z_ptrs + at).to(tl.float32) if HAS_ZEROS else tl.full((BLOCK_N,), middle, tl.float32)
+            if EACH == 2:
+                values = tl.reshape(tl.join(stored & 15, stored >> 4), (BLOCK_N, WIDTH)).to(tl.float32)
+            else:
+                values = stored.to(tl.float32)
+            w_tile = ((values - zero[:, None]) * scale[:, None]).to(x_tile.dtype)
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+    return tl.trans(acc)
 
 
 class DecodedProduct(ExactKernel[...]):

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile
+from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile, integer_product
 from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
@@ -32,50 +32,14 @@ MIDDLE = 8
 """Zero point of a weight without stored zeros."""
 
 
-_LARGE = Tile(128, 64, 0, 4, 3)
-"""At least 64 outputs, for wgmma."""
+_LARGE = Tile(128, 64, 0, 4, 2)
+"""At least 64 outputs, for wgmma; two stages fit into 99 KiB of shared memory."""
 
 
 def int4_steps(group: int) -> tuple[int, int]:
     """(inputs of a step, which share a scale; steps per iteration)."""
     width = 128 if group % 128 == 0 else 64 if group % 64 == 0 else 32
     return width, 256 // width
-
-
-@triton.jit
-def _unpacked(packed, zero, scale, dtype: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
-    """Unpack a tile [outputs, inputs / 2] to weights [outputs, inputs]. zero, scale [outputs]."""
-    values = tl.reshape(tl.join(packed & 15, packed >> 4), (BLOCK_N, WIDTH)).to(tl.float32)
-    return ((values - zero[:, None]) * scale[:, None]).to(dtype)
-
-
-@triton.jit
-def int4_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-                 EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr):  # fmt: skip
-    """Compute the product over K of x and a packed weight, unpacked in registers: fp32 [rows, outputs].
-
-    x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / 2]: the first step's; rows of x that are not ``x_ok`` count as 0.
-    s_ptrs, z_ptrs [BLOCK_N]: of the first group, followed by the next ones.
-    """
-    ks, pairs = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
-    last = tl.cdiv(K, group) - 1
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for first in range(0, K, WIDTH * STEPS):
-        for j in tl.static_range(STEPS):
-            start = first + j * WIDTH
-            at = tl.minimum(start // group, last)
-            if EVEN_K:
-                x_tile = tl.load(x_ptrs + start, mask=x_ok[:, None], other=0.0)
-                packed = tl.load(w_ptrs + start // 2)
-            else:
-                x_tile = tl.load(x_ptrs + start, mask=x_ok[:, None] & (ks < K - start)[None, :], other=0.0)
-                packed = tl.load(w_ptrs + start // 2, mask=(pairs < (K - start) // 2)[None, :], other=0)
-            scale = tl.load(s_ptrs + at)
-            zero = tl.load(z_ptrs + at).to(tl.float32) if HAS_ZEROS else tl.full((BLOCK_N,), 8.0, tl.float32)
-            w_tile = _unpacked(packed, zero, scale, x_tile.dtype, BLOCK_N, WIDTH)
-            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
-    return tl.trans(acc)
 
 
 @triton.jit
@@ -94,8 +58,8 @@ def _int4_linear_kernel(x, weight, scales, zeros, bias, residual, out, M, N, K, 
     w_ptrs = weight + weight_rows[:, None] * (K // 2) + tl.arange(0, WIDTH // 2)[None, :]
     follow(OVERLAP)
     z_ptrs = zeros + weight_rows * G if HAS_ZEROS else zeros
-    acc = int4_product(x_ptrs, row_ok, w_ptrs, scales + weight_rows * G, z_ptrs, K, group,
-                       BLOCK_M, BLOCK_N, WIDTH, STEPS, EVEN_K, HAS_ZEROS)  # fmt: skip
+    acc = integer_product(x_ptrs, row_ok, w_ptrs, scales + weight_rows * G, z_ptrs, K, group,
+                       BLOCK_M, BLOCK_N, WIDTH, STEPS, EVEN_K, HAS_ZEROS, 2)  # fmt: skip
     r = residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL)
     store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile
+from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile, integer_product
 from unisono.kernels.gemm.int4 import int4_steps
 from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
 from unisono.kernels.gemm.tile import Tile
@@ -45,30 +45,14 @@ def _int8_weight_kernel(x, weight, scales, zeros, bias, residual, out, M, N, K, 
     # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
     weight_rows = tl.minimum(cols, N - 1).to(tl.int64)
     G = tl.cdiv(K, group)
-    ks = tl.arange(0, WIDTH)
-    x_ptrs = x + rows.to(tl.int64)[:, None] * K + ks[None, :]
-    w_ptrs = weight + weight_rows[:, None] * K + ks[None, :]
-    s_ptrs = scales + weight_rows * G
+    x_ptrs = x + rows.to(tl.int64)[:, None] * K + tl.arange(0, WIDTH)[None, :]
+    w_ptrs = weight + weight_rows[:, None] * K + tl.arange(0, WIDTH)[None, :]
     z_ptrs = zeros + weight_rows * G if HAS_ZEROS else zeros
     follow(OVERLAP)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for first in range(0, K, WIDTH * STEPS):
-        for j in tl.static_range(STEPS):
-            start = first + j * WIDTH
-            at = tl.minimum(start // group, G - 1)
-            if EVEN_K:
-                x_tile = tl.load(x_ptrs + start, mask=row_ok[:, None], other=0.0)
-                numbers = tl.load(w_ptrs + start)
-            else:
-                inside = ks < K - start
-                x_tile = tl.load(x_ptrs + start, mask=row_ok[:, None] & inside[None, :], other=0.0)
-                numbers = tl.load(w_ptrs + start, mask=inside[None, :], other=0)
-            scale = tl.load(s_ptrs + at)
-            zero = tl.load(z_ptrs + at).to(tl.float32) if HAS_ZEROS else tl.full((BLOCK_N,), 128.0, tl.float32)
-            w_tile = ((numbers.to(tl.float32) - zero[:, None]) * scale[:, None]).to(x_tile.dtype)
-            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+    acc = integer_product(x_ptrs, row_ok, w_ptrs, scales + weight_rows * G, z_ptrs, K, group,
+                          BLOCK_M, BLOCK_N, WIDTH, STEPS, EVEN_K, HAS_ZEROS, 1)  # fmt: skip
     r = residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL)
-    store_sums(tl.trans(acc), out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
+    store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit

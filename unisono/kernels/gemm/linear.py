@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.cards import HOPPER, fitting_stages, shared_memory
 from unisono.kernels.gemm.cpu import row_exact_product
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
@@ -56,8 +57,15 @@ ROW_TILES = tuple(_TILES)
 """Numbers of rows that exactly fill a tile of the Triton kernel."""
 
 
-def linear_tile(rows: int, n: int, dtype: torch.dtype) -> Tile:
-    """Choose the fastest known tile for ``rows`` and ``n`` outputs on an H200 (benchmarks/kernels.py, *tune*)."""
+def linear_tile(rows: int, n: int, dtype: torch.dtype, shared: int = HOPPER) -> Tile:
+    """Choose the fastest known tile for ``rows`` and ``n`` outputs on an H200 (benchmarks/kernels.py, *tune*), with the
+    stages that fit into ``shared`` bytes."""
+    tile = _hopper_tile(rows, n, dtype)
+    step = (tile.m + tile.n) * tile.k * dtype.itemsize
+    return tile._replace(stages=fitting_stages(tile.stages, step, shared))
+
+
+def _hopper_tile(rows: int, n: int, dtype: torch.dtype) -> Tile:
     if dtype is torch.float32:
         return Tile(16, 32, 64, 4, 2) if rows <= 16 else Tile(64, 64, 32, 4, 2)
     for most, tiles in _TILES.items():
@@ -174,7 +182,7 @@ def launch_linear(
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    tile = tile or linear_tile(rows, n, x.dtype)
+    tile = tile or linear_tile(rows, n, x.dtype, shared_memory(x.device))
     out = x.new_empty(rows, n, dtype=out_dtype)
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))
     _linear_kernel[grid](
@@ -234,7 +242,7 @@ def _blas_keys(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> tupl
 
 def _same_bits(weight: torch.Tensor, rows: tuple[int, ...] = PROOF_ROWS) -> bool:
     """Compare both products of ``weight [N, K]`` with random inputs of each number of rows."""
-    tile = linear_tile(1, weight.shape[0], weight.dtype)
+    tile = linear_tile(1, weight.shape[0], weight.dtype, shared_memory(weight.device))
     for count in rows:
         generator = torch.Generator(weight.device).manual_seed(count)
         x = torch.randn(count, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
@@ -296,8 +304,8 @@ def linear(
     return linear_op(x, weight, bias, residual)
 
 
-def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residual: bool) -> AotCase:
-    tile = linear_tile(rows, n, DTYPES[dtype])
+def _aot_linear(shared: int, dtype: str, rows: int, n: int, even_k: bool, bias: bool, residual: bool) -> AotCase:
+    tile = linear_tile(rows, n, DTYPES[dtype], shared)
     pointers = {name: f"*{dtype}" for name in ("x", "weight", "bias", "residual", "out")}
     return AotCase(
         _linear_kernel,
@@ -311,13 +319,22 @@ def _aot_linear(dtype: str, rows: int, n: int, even_k: bool, bias: bool, residua
     )  # fmt: skip
 
 
-AOT: list[AotCase] = [
-    *(_aot_linear("bf16", rows, n, True, False, True) for rows in _TILES for n in (2048, 4096, 6144, 12288, 151936)),
-    *(_aot_linear("bf16", rows, n, True, False, True) for rows, n in ((256, 4096), (256, 257), (2048, 257))),
-    *(_aot_linear(dtype, rows, 4096, False, True, True) for dtype in DTYPES for rows in (1, 64)),
-    AotCase(
-        _add_kernel,
-        {"y": "*bf16", "bias": "*bf16", "residual": "*bf16", "N": "i32", "total": "i32"},
-        {"BLOCK": 1024, "HAS_BIAS": True, "HAS_RESIDUAL": True, "OVERLAP": True},
-    ),
-]
+_ADD = AotCase(
+    _add_kernel,
+    {"y": "*bf16", "bias": "*bf16", "residual": "*bf16", "N": "i32", "total": "i32"},
+    {"BLOCK": 1024, "HAS_BIAS": True, "HAS_RESIDUAL": True, "OVERLAP": True},
+)
+
+
+def aot(shared: int) -> list[AotCase]:
+    """AotCases of a card with ``shared`` bytes of shared memory."""
+    sizes = [(rows, n) for rows in _TILES for n in (2048, 4096, 6144, 12288, 151936)]
+    sizes += [(256, 4096), (256, 257), (2048, 257)]
+    return [
+        *(_aot_linear(shared, "bf16", rows, n, True, False, True) for rows, n in sizes),
+        *(_aot_linear(shared, dtype, rows, 4096, False, True, True) for dtype in DTYPES for rows in (1, 64)),
+        _ADD,
+    ]
+
+
+AOT = aot(HOPPER)

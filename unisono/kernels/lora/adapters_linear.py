@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.cards import HOPPER, shared_memory
 from unisono.kernels.gemm.linear import ROW_TILES, linear, linear_op, linear_tile, tile_product
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, Mutated, ints, op
@@ -218,7 +219,7 @@ def adapted_linear_cuda(
     x = x.contiguous()
     (rows, k), n, (adapters, low, _), rank = x.shape, weight.shape[0], a.shape, b.shape[2]
     out, h = x.new_empty(rows, n), x.new_empty(rows, adapters * low)
-    tile = linear_tile(rows, n, x.dtype)
+    tile = linear_tile(rows, n, x.dtype, shared_memory(x.device))
     blocks = _Blocks.of(tile, rank, x.dtype)
     _adapted_linear_kernel[(adapters * low // COLUMNS + triton.cdiv(n, tile.n),)](
         x, weight, bias, out, a, b, h, ids, arrived, rows, n, k, low, adapters, *first_sizes(projections),
@@ -298,9 +299,9 @@ exact_adapted = ExactKernel("products with adapters in one launch", _keys, _same
 """The kernel of :func:`adapted_linear`, against separate launches, which serve where the bits differ."""
 
 
-def _aot(rows: int, dtype: str, n: int, rank: int, even_k: bool, bias: bool) -> AotCase:
+def _aot(shared: int, rows: int, dtype: str, n: int, rank: int, even_k: bool, bias: bool) -> AotCase:
     kind = DTYPES[dtype]
-    tile: Tile = linear_tile(rows, n, kind)
+    tile: Tile = linear_tile(rows, n, kind, shared)
     blocks = _Blocks.of(tile, rank, kind)
     tensors = dict.fromkeys(("x", "weight", "bias", "out", "a", "b", "h"), f"*{dtype}")
     return AotCase(
@@ -317,10 +318,15 @@ def _aot(rows: int, dtype: str, n: int, rank: int, even_k: bool, bias: bool) -> 
     )  # fmt: skip
 
 
-AOT: list[AotCase] = [
-    *(_aot(rows, "bf16", n, 16, True, False) for rows in TILE_ROWS for n in (4096, 6144, 24576)),
-    _aot(16, "bf16", 6144, 64, True, True),
-    _aot(32, "bf16", 6144, 32, True, True),
-    _aot(16, "fp16", 4096, 32, False, True),
-    *(_aot(rows, "fp32", 6144, 16, False, False) for rows in TILE_ROWS),
-]
+def aot(shared: int) -> list[AotCase]:
+    """AotCases of a card with ``shared`` bytes of shared memory."""
+    return [
+        *(_aot(shared, rows, "bf16", n, 16, True, False) for rows in TILE_ROWS for n in (4096, 6144, 24576)),
+        _aot(shared, 16, "bf16", 6144, 64, True, True),
+        _aot(shared, 32, "bf16", 6144, 32, True, True),
+        _aot(shared, 16, "fp16", 4096, 32, False, True),
+        *(_aot(shared, rows, "fp32", 6144, 16, False, False) for rows in TILE_ROWS),
+    ]
+
+
+AOT = aot(HOPPER)

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.cards import HOPPER, fitting_stages, shared_memory
 from unisono.kernels.gemm.cpu import row_exact_product, slice_of
 from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.library import DTYPES, AotCase, op
@@ -65,12 +66,18 @@ _FP32: dict[float, ExpertTiles] = {
 }
 
 
-def expert_tiles(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiles:
+def expert_tiles(pairs: int, experts: int, dtype: torch.dtype, shared: int = HOPPER) -> ExpertTiles:
     """Choose the fastest known tiles for this number of pairs, from shapes alone, so that a captured pass has one
-    plan.
+    plan. shared: bytes of shared memory, which bound the stages.
     """
     table: dict[float, ExpertTiles] = _FP32 if dtype is torch.float32 else TILES
-    return next(tiles for most, tiles in table.items() if pairs < most * experts)
+    up, down = next(tiles for most, tiles in table.items() if pairs < most * experts)
+
+    def fitting(tile: Tile, outputs: int) -> Tile:
+        step = (tile.m + outputs) * tile.k * dtype.itemsize
+        return tile._replace(stages=fitting_stages(tile.stages, step, shared))
+
+    return ExpertTiles(fitting(up, 2 * up.n), fitting(down, down.n))
 
 
 def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = True) -> int:
@@ -191,7 +198,7 @@ def launch_gate_up(
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_gate_up`. tile: overrides the blocking (speed only)."""
     x, weight, inner = x.contiguous(), weight.contiguous(), weight.shape[1] // 2
-    tile = tile or expert_tiles(plan.ids.numel(), plan.experts, x.dtype).up
+    tile = tile or expert_tiles(plan.ids.numel(), plan.experts, x.dtype, shared_memory(x.device)).up
     parts = triton.cdiv(inner, tile.n)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
@@ -207,7 +214,7 @@ def launch_down(
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_down`. tile: overrides the blocking (speed only)."""
     h, weight, hidden = h.contiguous(), weight.contiguous(), weight.shape[1]
-    tile = tile or expert_tiles(plan.ids.numel(), plan.experts, h.dtype).down
+    tile = tile or expert_tiles(plan.ids.numel(), plan.experts, h.dtype, shared_memory(h.device)).down
     parts = triton.cdiv(hidden, tile.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
@@ -376,9 +383,9 @@ def expert_down(
     return expert_down_op(h, weight, *plan, bias)
 
 
-def _aot(dtype: str, shapes: Shapes, gate: ExpertGate = SILU, biased: bool = False) -> list[AotCase]:
+def _aot(shared: int, dtype: str, shapes: Shapes, gate: ExpertGate = SILU, biased: bool = False) -> list[AotCase]:
     """AotCases of both products. biased: the experts have biases."""
-    chosen = expert_tiles(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
+    chosen = expert_tiles(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype], shared)
     cases = []
     for kernel, (x, out), tile, more in (
         (_gate_up_kernel, "xh", chosen.up, gate.constants),
@@ -392,11 +399,18 @@ def _aot(dtype: str, shapes: Shapes, gate: ExpertGate = SILU, biased: bool = Fal
 
 GPT_OSS = ExpertGate(1.702, 7.0)
 
-AOT: list[AotCase] = [
-    *(case for rows in (1, 16, 64, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True))),
-    *(case for rows in (1, 64, 4096) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8))),
-    *(case for rows in (1, 64, 512) for case in _aot("bf16", Shapes(rows, 4096, 14336, 8, 2))),
-    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2880, 2880, 32, 4), GPT_OSS, True)),
-    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2816, 704, 128, 8), GELU_TANH)),  # Gemma 4
-    *(case for kind in ("fp16", "fp32") for rows in (1, 512) for case in _aot(kind, Shapes(rows, 100, 60, 5, 2, True))),
-]
+
+def aot(shared: int) -> list[AotCase]:
+    """AotCases of a card with ``shared`` bytes of shared memory."""
+    chosen: list[tuple[str, Shapes, ExpertGate, bool]] = [
+        *(("bf16", Shapes(rows, 2048, 512, 256, 8, True), SILU, False) for rows in (1, 16, 64, 512, 2048, 4096)),
+        *(("bf16", Shapes(rows, 2048, 768, 128, 8), SILU, False) for rows in (1, 64, 4096)),
+        *(("bf16", Shapes(rows, 4096, 14336, 8, 2), SILU, False) for rows in (1, 64, 512)),
+        *(("bf16", Shapes(rows, 2880, 2880, 32, 4), GPT_OSS, True) for rows in (1, 512)),
+        *(("bf16", Shapes(rows, 2816, 704, 128, 8), GELU_TANH, False) for rows in (1, 512)),  # Gemma 4
+        *((kind, Shapes(rows, 100, 60, 5, 2, True), SILU, False) for kind in ("fp16", "fp32") for rows in (1, 512)),
+    ]
+    return [case for dtype, *rest in chosen for case in _aot(shared, dtype, *rest)]
+
+
+AOT = aot(HOPPER)

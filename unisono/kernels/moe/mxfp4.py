@@ -22,7 +22,7 @@ from unisono.kernels.gemm.nvfp4 import E2M1
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import GPT_OSS, biased, down_cpu, down_rows, gate_up_cpu, gate_up_rows
-from unisono.kernels.moe.int4 import TILES, packed_tile_rows
+from unisono.kernels.moe.integers import TILES, packed_tile_rows
 from unisono.kernels.moe.plan import (
     ExpertPlan,
     Shapes,

@@ -20,7 +20,7 @@ from unisono.kernels.gemm.nvfp4 import STEPS, WIDTH, nvfp4_decode, nvfp4_product
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import down_cpu, down_rows, gate_up_cpu, gate_up_rows, store_gated
-from unisono.kernels.moe.int4 import TILES, packed_tile_rows
+from unisono.kernels.moe.integers import TILES, packed_tile_rows
 from unisono.kernels.moe.plan import (
     ExpertPlan,
     Shapes,

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
 
 from unisono.kernels import exact_blas, linear, linear_norm
-from unisono.types import ConfigError
+from unisono.types import CheckpointError, ConfigError
 
 FLOATS = ("F32", "F16", "BF16")
 """safetensors' names of the dtypes from which a floating-point parameter is converted."""
@@ -151,6 +152,9 @@ class TensorLayout:
     stacked: bool = False
 
 
+WHOLE_PROJECTION = 2**62
+"""``StoredTensor.outputs`` of a tensor with one row for a projection of any size."""
+
 ONE_VALUE = TensorLayout(lambda outputs, inputs: ((), (1,), (1, 1)))
 """One number for a whole projection."""
 
@@ -263,6 +267,63 @@ class WeightTarget:
         made = {self.kind: prepared} if isinstance(prepared, torch.Tensor) else prepared
         for kind, tensor in made.items():
             (self.parameter if kind == self.kind else self.others[kind]).copy_(tensor)
+
+
+class JointFormat(Protocol):
+    """Part of a weight format that needs several tensors of a projection to make its parameters.
+
+    joint: kinds that :meth:`read_joint` gets together; its ``read`` gets the others. common: those of them that must be
+    equal in all projections of a merged product.
+    """
+
+    joint: tuple[str, ...]
+    common: tuple[str, ...]
+
+    def read_joint(self, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Convert a projection's tensors by kind to the values of its parameters. Raises CheckpointError."""
+        ...
+
+
+class JointReading:
+    """Collects the joint tensors of one projection, which arrive in any order and from several threads.
+
+    parameters: the projection's parameters by kind. first: values of the ``common`` kinds in the first projection of
+    the layer that was read; shared by its projections. lock: of ``first``.
+    """
+
+    def __init__(
+        self, format: JointFormat, parameters: Mapping[str, torch.Tensor], first: dict[str, torch.Tensor], lock: Lock
+    ) -> None:
+        self._format, self._parameters, self._first, self._lock = format, parameters, first, lock
+        self._stored: dict[str, torch.Tensor] = {}
+
+    def add(self, kind: str, stored: torch.Tensor) -> None:
+        """Keep a tensor; with the last one, fill the parameters. Raises CheckpointError as :class:`JointFormat`."""
+        with self._lock:
+            self._stored[kind] = stored
+            if len(self._stored) < len(self._format.joint):
+                return
+            made = self._format.read_joint(self._stored)
+            self._stored = {}
+            for name in self._format.common:
+                if not torch.equal(self._first.setdefault(name, made[name]), made[name]):
+                    raise CheckpointError(
+                        f"{name} differs among projections of one input, such as q, k and v or gate and up; they are "
+                        "computed as one product. Give a checkpoint in which it is equal, or with desc_act=false."
+                    )
+            for name, value in made.items():
+                self._parameters[name].copy_(value)
+
+
+@dataclass(frozen=True)
+class JointTarget(WeightTarget):
+    """Target of a tensor that its format reads with others of the same projection."""
+
+    reading: JointReading | None = None
+
+    def fill(self, stored: torch.Tensor) -> None:
+        assert self.reading is not None
+        self.reading.add(self.kind, stored)
 
 
 class WeightFormat(Protocol):

@@ -32,7 +32,7 @@ class DocumentedFormat:
 
 
 _FP8 = ("gemm.fp8", "gemm.fp8_gluon", "moe.fp8")
-_INT4 = ("gemm.int4", "moe.int4")
+_INT4 = ("gemm.int4", "moe.integers")
 _NVFP4 = ("gemm.nvfp4", "moe.nvfp4")
 _NONE = "not quantised"
 

@@ -1,4 +1,4 @@
-"""Stacks of experts in fp8, 4 bits, MXFP4 and NVFP4: stored as in a linear layer, and applied by a plan."""
+"""Stacks of experts in fp8, integers, MXFP4 and NVFP4: stored as in a linear layer, and applied by a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.kernels.moe.fp8 import (
     fp8_tile_rows,
 )
 from unisono.kernels.moe.gluon import TILE_PAIRS
-from unisono.kernels.moe.int4 import expert_int4_down, expert_int4_gate_up, packed_tile_rows
+from unisono.kernels.moe.integers import expert_integer_down, expert_integer_gate_up, packed_tile_rows
 from unisono.kernels.moe.mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
 from unisono.kernels.moe.nvfp4 import expert_nvfp4_down, expert_nvfp4_gate_up
 from unisono.kernels.moe.plan import ExpertPlan
@@ -42,7 +42,7 @@ class Fp8Weights(Weights, Protocol):
         ...
 
 
-class Int4Weights(Weights, Protocol):
+class IntegerWeights(Weights, Protocol):
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
         """Weight, scales, zeros and group, from the parameters of a layer or of a stack."""
         ...
@@ -118,20 +118,20 @@ class Fp8Experts(_Stacks):
 
 
 @dataclass(frozen=True)
-class Int4Experts(_Stacks):
-    """Packed stacks."""
+class IntegerExperts(_Stacks):
+    """Stacks of integers of 4 or 8 bits; activations are not quantised."""
 
-    weights: Int4Weights
+    weights: IntegerWeights
     gelu = True
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
     def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
-        return expert_int4_gate_up(x, *self.weights.operands(stack), plan, stack.gate.gelu)
+        return expert_integer_gate_up(x, *self.weights.operands(stack), plan, stack.gate.gelu)
 
     def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
-        return expert_int4_down(h, *self.weights.operands(stack), plan)
+        return expert_integer_down(h, *self.weights.operands(stack), plan)
 
 
 @dataclass(frozen=True)

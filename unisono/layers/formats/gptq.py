@@ -1,4 +1,5 @@
-"""Reader of GPTQ's ``quantization_config``: weights of 4 bits (``formats/int4.py``) or 8 (``formats/int8.py``)."""
+"""Reader of GPTQ's ``quantization_config``: weights of 4 bits (``formats/int4.py``) or 8 (``formats/int8.py``), with
+inputs in the order of their places or of their activations (``formats/activation_order.py``)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.config.preflight.quantization import check_gptq
+from unisono.layers.formats.activation_order import ActivationOrder
 from unisono.layers.formats.base import PLAIN, WeightFormat
 from unisono.layers.formats.int4 import GPTQ
 from unisono.layers.formats.int8 import GPTQ8
@@ -24,8 +26,10 @@ def read(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
     listed = config.get("modules_in_block_to_quantize")
     quantised = None if not listed else [n for names in listed for n in ([names] if isinstance(names, str) else names)]
     offset = 1 if config.get("checkpoint_format", "gptq") == "gptq" else 0
-    kind = GPTQ8 if config.get("bits", 4) == 8 else GPTQ
-    format: WeightFormat = kind(config.get("group_size", 128), zero_offset=offset)
+    kind, group = GPTQ8 if config.get("bits", 4) == 8 else GPTQ, config.get("group_size", 128)
+    format: WeightFormat = kind(group, zero_offset=offset)
+    if config.get("desc_act", False) and group > 0:
+        format = ActivationOrder(kind(group, zero_offset=offset))
 
     def choose(module: str) -> WeightFormat:
         is_plain = named(module, kept) or (quantised is not None and not named(module, quantised))

@@ -30,7 +30,7 @@ from unisono.config.preflight.quantization import check_auto_round, check_awq
 from unisono.kernels import rms_norm
 from unisono.kernels.gemm.int4 import int4_linear, prove_int4, rehearse_int4
 from unisono.layers.formats.base import FLOATS, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
-from unisono.layers.formats.experts_quantised import Int4Experts
+from unisono.layers.formats.experts_quantised import IntegerExperts
 from unisono.layers.formats.quantization_config import named
 from unisono.types import CheckpointError
 
@@ -58,8 +58,8 @@ def check_order(groups: torch.Tensor, group: int) -> None:
     in_order = torch.arange(groups.numel(), device=groups.device) // (group if group > 0 else 2**31)
     if not torch.equal(groups.long(), in_order):
         raise CheckpointError(
-            "g_idx: the inputs are grouped in the order of their activations (desc_act), which is not supported. "
-            "Give a checkpoint that was quantised with desc_act=false."
+            "g_idx: the inputs are grouped in the order of their activations, and quantization_config has "
+            "desc_act=false. Set desc_act to true in config.json."
         )
 
 
@@ -100,9 +100,9 @@ class Int4:
         rehearse_int4(*self.operands(layer), layer.dtype)
 
     @property
-    def experts(self) -> Int4Experts:
+    def experts(self) -> IntegerExperts:
         """Format of stacks of experts."""
-        return Int4Experts(self)  # type: ignore[arg-type]
+        return IntegerExperts(self)  # type: ignore[arg-type]
 
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
         """Weight, scales, zeros and group as the kernels take them."""
@@ -148,7 +148,7 @@ class AWQ(Int4):
 
 @dataclass(frozen=True)
 class GPTQ(Int4):
-    """GPTQ's format (Frantar and others, arXiv 2210.17323) without activation order.
+    """GPTQ's format (Frantar and others, arXiv 2210.17323); ``formats/activation_order.py`` has activation order.
 
     zero_offset: added to stored zeros: 1 in version 1 of the format. listed: the group of each input is stored.
     """
@@ -169,11 +169,19 @@ class GPTQ(Int4):
         if kind == "scales":
             return stored.t()
         if kind == "qweight":
-            return packed_pairs(unpacked(stored, 0).t())
+            return self.packed(self.numbers(stored))
         if kind == "qzeros":
             return unpacked(stored, 1).t() + self.zero_offset
         check_order(stored, self.group)
         return {}
+
+    def numbers(self, stored: torch.Tensor) -> torch.Tensor:
+        """Unpack the stored weight to numbers 0 … 15, uint8 [N, K]."""
+        return unpacked(stored, 0).t()
+
+    def packed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Value of the parameter from :meth:`numbers`."""
+        return packed_pairs(numbers)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 * :class:`GPTQ8`: GPTQ with 8 bits. Both store ``(q - zero) * scale``; activations are not quantised
   (``kernels/gemm/int8_weights.py``).
 
-Experts in these formats are refused. Shapes: N outputs, K inputs of a projection, G groups.
+Experts with int8 activations are refused. Shapes: N outputs, K inputs of a projection, G groups.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ import torch
 from unisono.kernels import rms_norm
 from unisono.kernels.gemm.int8 import int8_linear
 from unisono.kernels.gemm.int8_weights import int8_weight_linear, prove_int8_weight, rehearse_int8_weight
-from unisono.layers.formats.base import FLOATS, ONE_VALUE, LinearLayer, StoredTensor, TensorLayout
+from unisono.layers.formats.base import FLOATS, ONE_VALUE, WHOLE_PROJECTION, LinearLayer, StoredTensor, TensorLayout
+from unisono.layers.formats.experts_quantised import IntegerExperts
 from unisono.layers.formats.int4 import check_order
 
 EACH = 4
 """Numbers in an int32."""
-
-WHOLE_PROJECTION = 2**62
-"""``outputs`` of a tensor with one row for a projection of any size."""
 
 BY_OUTPUT = TensorLayout(lambda outputs, inputs: ((outputs, 1), (outputs,)), dim=0)
 
@@ -107,11 +105,16 @@ class _Weights8(_Normed):
     def rehearse(self, layer: LinearLayer) -> None:
         rehearse_int8_weight(*self.operands(layer), layer.dtype)
 
+    @property
+    def experts(self) -> IntegerExperts:
+        """Format of stacks of experts."""
+        return IntegerExperts(self)  # type: ignore[arg-type]
+
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
         """Weight, scales, zeros and group as the kernels take them."""
         weight: torch.Tensor = getattr(layer, self.weight_kind)
         zeros = getattr(layer, self.zero_kind) if self.zero_kind else None
-        return weight, getattr(layer, self.scale_kind), zeros, weight.shape[1] if self.group == -1 else self.group
+        return weight, getattr(layer, self.scale_kind), zeros, weight.shape[-1] if self.group == -1 else self.group
 
     def _stored(
         self, words: str, weight: TensorLayout, scales: TensorLayout, zeros: TensorLayout
@@ -132,7 +135,10 @@ class _Weights8(_Normed):
 
 @dataclass(frozen=True)
 class GPTQ8(_Weights8):
-    """GPTQ with 8 bits, without activation order. zero_offset: added to stored zeros: 1 in version 1 of the format."""
+    """GPTQ with 8 bits; ``formats/activation_order.py`` has activation order.
+
+    zero_offset: added to stored zeros: 1 in version 1 of the format.
+    """
 
     group: int = 128
     zero_offset: int = 1
@@ -151,11 +157,19 @@ class GPTQ8(_Weights8):
         if kind == "scales":
             return stored.t()
         if kind == "qweight":
-            return _bytes_of(stored.t())
+            return self.numbers(stored)
         if kind == "qzeros":
             return _bytes_of(stored).t().to(torch.int16) + self.zero_offset
         check_order(stored, self.group)
         return {}
+
+    def numbers(self, stored: torch.Tensor) -> torch.Tensor:
+        """Unpack the stored weight to numbers 0 … 255, uint8 [N, K]."""
+        return _bytes_of(stored.t())
+
+    def packed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Value of the parameter from :meth:`numbers`."""
+        return numbers
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class ExpertsSpec:
     kind: variant of the experts, by default with the gate of ``activation`` and without biases.
     router_bias: the router adds a bias to the logits; it changes the choice and the weights.
     router_factors: each expert's weight is multiplied by a learnt number, after normalisation.
+    weighs_inputs: an expert's input, not its output, is multiplied by its weight; for one expert a token alone.
     scores: another score than the softmax, a correction of the choice, groups and a scale
         (:class:`unisono.kernels.moe.scored_router.RouterScores`); None: softmax alone.
 
@@ -60,6 +61,7 @@ class ExpertsSpec:
     router_bias: bool = False
     router_factors: bool = False
     scores: RouterScores | None = None
+    weighs_inputs: bool = False
 
     def __post_init__(self) -> None:
         count, top_k = self.num_experts, self.top_k
@@ -70,24 +72,28 @@ class ExpertsSpec:
         require(shared >= 0, "shared_expert_intermediate_size", shared, "it must be at least 0")
         require(self.activation in GATES, "hidden_act", self.activation, f"supported are {', '.join(GATES)}")
         self._check_groups()
-        if self.kind == SILU_EXPERTS:
-            object.__setattr__(self, "kind", ExpertKind(GATES[self.activation]))
+        rule = "one expert a token is computed where its input is multiplied by its weight"
+        require(not self.weighs_inputs or top_k == 1, "num_experts_per_tok", top_k, rule)
+        if self.kind.gate == SILU:
+            object.__setattr__(self, "kind", replace(self.kind, gate=GATES[self.activation]))
 
     def build(self, builder: Builder) -> Experts:
         size, hidden, shared = self.intermediate_size, builder.hidden_size, self.shared_intermediate_size
         each, apart = builder.at("experts" if self.kind.bias else "experts.each.0"), builder.at("shared")
         sizes = {"gate_up": size, "down": hidden} if self.kind.bias else {"gate": size, "up": size, "down": hidden}
         format = _one_format(each, *sizes)
-        rides = shared == size and {apart.format(apart.at(n).path) for n in _SHARED} == {format}
+        rides = (
+            not self.weighs_inputs and shared == size and {apart.format(apart.at(n).path) for n in _SHARED} == {format}
+        )
         gelu = self.kind.gate.gelu
-        biased = (replace(self.kind, gate=SILU) if gelu else self.kind) != SILU_EXPERTS
+        biased = replace(self.kind, gate=SILU if gelu else self.kind.gate, transposed=False) != SILU_EXPERTS
         common = rides, builder.dtype, builder.device, expert_format(format, biased, gelu)
         ranks, share, rows = builder.ranks, WHOLE, WHOLE
         if ranks.whole_experts:
             share = self._of_experts(ranks)
         elif ranks.count > 1 and each.can_divide(sizes):
             rows = builder.share
-        return Experts(
+        made = Experts(
             ExpertStack(self.num_experts, hidden, {"gate": size, "up": size}, *common, share, rows, self.kind),
             ExpertStack(self.num_experts, size, {"": hidden}, *common, share, rows, self.kind),
             self.top_k,
@@ -99,6 +105,8 @@ class ExpertsSpec:
             self.router_factors,
             self.scores,
         )
+        made.weighs_inputs = self.weighs_inputs
+        return made
 
     def _check_groups(self) -> None:
         """Raise CheckpointError for groups that do not divide the experts or hold too few."""

@@ -31,20 +31,23 @@ class HeadStepsSpec:
         head; empty: in order.
     clip: queries, keys and values are limited to ± clip; 0: no limit.
     rotate_first: heads are rotated before the head norms.
-    query_growth: (beta, positions): queries are multiplied by 1 + beta · ln(1 + floor(position / positions)).
+    apart: a checkpoint stores the LayerNorm of each head alone.
+    query_growth: (beta, positions, shift): queries are multiplied by
+        1 + beta · ln(1 + floor((position + shift) / positions)).
     """
 
     norm: bool = False
     order: tuple[int, ...] = ()
     clip: float = 0.0
     rotate_first: bool = False
-    query_growth: tuple[float, int] | None = None
+    query_growth: tuple[float, int, int] | None = None
+    apart: bool = False
 
     def __post_init__(self) -> None:
         require(self.clip >= 0, "clip_qkv", self.clip, "it must be at least 0")
         if self.query_growth is not None:
             positions = self.query_growth[1]
-            require(positions >= 1, "original_max_position_embeddings", positions, "it must be at least 1")
+            require(positions >= 1, "positions of a step of query scaling", positions, "it must be at least 1")
 
     def check_divides(self, ranks: int) -> None:
         """Raise ConfigError if the heads cannot be divided among several ranks: norms with weights of each head."""
@@ -59,10 +62,16 @@ class HeadStepsSpec:
 
 
 class HeadLayerNorm(nn.Module):
-    """LayerNorm of each head, without a bias: x [T, heads, D] -> [T, heads, D]. weight [heads, D]."""
+    """LayerNorm of each head, without a bias: x [T, heads, D] -> [T, heads, D]. weight [heads, D].
 
-    def __init__(self, heads: int, head_dim: int, order: tuple[int, ...], builder: Builder) -> None:
+    order, apart: see :class:`HeadStepsSpec`.
+    """
+
+    def __init__(
+        self, heads: int, head_dim: int, order: tuple[int, ...], builder: Builder, apart: bool = False
+    ) -> None:
         super().__init__()
+        self.apart = apart
         weight = torch.ones(heads, head_dim, dtype=builder.dtype, device=builder.device)
         self.weight, self.eps, self.order = nn.Parameter(weight, requires_grad=False), builder.rms_eps, order
         ones = torch.ones(head_dim, device=builder.device)
@@ -79,7 +88,11 @@ class HeadLayerNorm(nn.Module):
 
     def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """See :meth:`RMSNorm.places`."""
-        yield "weight", OrderedColumns(self.weight, tuple(self.weight.shape), order=self.order)
+        if not self.apart:
+            yield "weight", OrderedColumns(self.weight, tuple(self.weight.shape), order=self.order)
+            return
+        for head, row in enumerate(self.weight):
+            yield f"each.{head}.norm.weight", WeightTarget(row, tuple(row.shape))
 
 
 @dataclass(frozen=True)
@@ -102,12 +115,14 @@ class HeadSteps(nn.Module):
         self.k_norm: HeadLayerNorm | None = None
         if spec.norm:
             named = ((self.heads, "q_norm"), (self.kv_heads, "k_norm"))
-            self.q_norm, self.k_norm = (HeadLayerNorm(n, self.dim, spec.order, builder.at(name)) for n, name in named)
+            self.q_norm, self.k_norm = (
+                HeadLayerNorm(n, self.dim, spec.order, builder.at(name), spec.apart) for n, name in named
+            )
         self.still = builder.rotary(RotarySpec.none(self.dim)) if spec.rotate_first else None
         self.growth: torch.Tensor | None = None
         if spec.query_growth is not None:
-            beta, length = spec.query_growth
-            steps = torch.arange(builder.max_positions + 1, dtype=torch.float32) // length
+            beta, length, shift = spec.query_growth
+            steps = (torch.arange(builder.max_positions + 1, dtype=torch.float32) + shift) // length
             self.growth = (1 + beta * torch.log1p(steps)).to(builder.device)
 
     def forward(

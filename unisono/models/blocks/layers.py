@@ -119,7 +119,7 @@ class AttentionSpec:
     soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: no cap.
     sink: each head has a learnt logit in the softmax's denominator.
     output_gate: q_proj yields the query and then a gate for each head, whose sigmoid scales the head's output.
-    qk_norm: RMSNorm over each query and key head.
+    qk_norm: RMSNorm over each query and key head. norm_weights: a checkpoint has weights of it; otherwise they are 1.
     joint_qk_norm: RMSNorm over all query heads, and over all key heads (MiniMax-M2); ranks gather them before it.
     v_norm: RMSNorm over each value head, without a weight.
     k_is_v: values are the keys' projection, before norm and rotation.
@@ -150,6 +150,7 @@ class AttentionSpec:
     steps: HeadStepsSpec | None = None
     joint_qk_norm: bool = False
     whole_text: bool = False
+    norm_weights: bool = True
 
     def __post_init__(self) -> None:
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
@@ -213,6 +214,9 @@ class Attention(nn.Module):
         self.o = builder.joined("o", queries, builder.hidden_size, spec.o_bias)
         self.q_norm = builder.norm(spec.head_dim) if spec.qk_norm else None
         self.k_norm = builder.norm(spec.head_dim) if spec.qk_norm and self.kv_heads else None
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None and not spec.norm_weights:
+                norm.stored = False
         if spec.joint_qk_norm:
             self.q_norm, self.k_norm = builder.norm(queries), builder.norm(whole.num_kv_heads * spec.head_dim)
         sinks = torch.zeros(spec.num_heads, dtype=torch.float32, device=builder.device) if spec.sink else None

@@ -2,7 +2,8 @@
 
 Embeddings are multiplied by the root of the hidden size. Norms multiply by 1 + w. Gemma 3 norms queries and keys and
 rotates them by another table in layers with a window; Gemma 2 caps scores and logits instead. The tokens of a picture
-see each other in both directions. Source of formulas and names: transformers, ``gemma2``, ``gemma3`` and ``siglip``.
+see each other in both directions, and all tokens with ``use_bidirectional_attention`` (EmbeddingGemma; refused beside
+an LM head). Source of formulas and names: transformers, ``gemma2``, ``gemma3`` and ``siglip``.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def read_tower(hf_config: Any) -> VisionConfig | None:
             activation=vision.hidden_act,
             position_side=side,
             pooled=True,
+            apart=True,
         ),
         side=side,
         both_ways=True,
@@ -110,10 +112,7 @@ def read_tower(hf_config: Any) -> VisionConfig | None:
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """Read the config. ``layer_types`` lists the layers with a window; a Gemma 2 has no norms of queries and keys.
-
-    With ``use_bidirectional_attention`` (EmbeddingGemma; refused beside an LM head) tokens see later ones.
-    """
+    """Read the config. ``layer_types`` lists the layers with a window; a Gemma 2 has no norms of queries and keys."""
     text = hf_config.get_text_config()
     bias, head_norms, vision = text.attention_bias, text.model_type != "gemma2", read_tower(hf_config)
     heads = text.num_attention_heads, text.num_key_value_heads, text.head_dim

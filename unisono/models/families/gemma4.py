@@ -8,6 +8,7 @@ each other in both directions in layers with a window, if the config says so. So
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from unisono.models.blocks.experts import BesideSpec, ExpertsSpec
@@ -26,6 +27,7 @@ from unisono.models.families.gemma3 import NAMES as GEMMA3_NAMES
 from unisono.models.families.gemma3 import rotary_of
 from unisono.models.families.gemma4_tower import TOWER, TOWER_ROOTS, read_tower
 from unisono.models.load.build import require
+from unisono.models.vision.config import VisionConfig
 
 DENSE, LAYER = "layers.*.feed_forward.", "model.layers.*."
 
@@ -103,8 +105,11 @@ def read_feed_forward(text: Any, number: int) -> BlockSpec:
     return BesideSpec(dense, ExpertsSpec(*sizes, activation=text.hidden_activation, router_factors=True))
 
 
-def read(hf_config: Any) -> DecoderConfig:
-    """Read the config. ``layer_types`` lists the layers with a window; ``per_layer_config`` has the other heads."""
+def read(hf_config: Any, vision: Callable[[Any], VisionConfig | None] = read_tower) -> DecoderConfig:
+    """Read the config. ``layer_types`` lists the layers with a window; ``per_layer_config`` has the other heads.
+
+    vision: reads the tower.
+    """
     text = hf_config.get_text_config()
     both_ways, size = text.use_bidirectional_attention, getattr(text, "hidden_size_per_layer_input", 0) or 0
     experts = getattr(text, "enable_moe_block", False)
@@ -132,15 +137,9 @@ def read(hf_config: Any) -> DecoderConfig:
         embed_scale=text.hidden_size**0.5,
         logit_cap=text.final_logit_softcapping or 0.0,
         layer_inputs=inputs,
-        vision=read_tower(hf_config),
+        vision=vision(hf_config),
     )
 
 
-NO_EMBEDDER = "pictures are refused: the embeddings of patches of a Gemma4Unified are not supported yet"
-UNIFIED_UNREAD = {"model.embed_vision.": NO_EMBEDDER, "model.embed_audio.": "audio is refused: it is not supported"}
-
 GEMMA4 = Family(read, NAMES)
-GEMMA4_UNIFIED = Family(read, NAMES)
-GEMMA4_UNIFIED_MEDIA = Family(read, in_language_model(NAMES), unread=UNIFIED_UNREAD)
-"""Gemma 4 12B: the same text model, without inputs of layers and experts. It has no towers; media are refused."""
 GEMMA4_VISION = Family(read, in_language_model(NAMES), unread=UNREAD, tower=TOWER, tower_roots=TOWER_ROOTS)

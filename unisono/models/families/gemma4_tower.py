@@ -10,7 +10,7 @@ from typing import Any
 from unisono.models.load.build import require
 from unisono.models.vision.axial_tower import AxialTowerSpec
 from unisono.models.vision.blocks import NORM_EPS
-from unisono.models.vision.config import VisionConfig
+from unisono.models.vision.config import TowerSpec, VisionConfig
 
 BLOCK = "vision.encoder.layers.*."
 _PRODUCTS = {
@@ -37,8 +37,8 @@ TOWER_ROOTS: dict[str, str | None] = {"model.vision_tower.": "vision.", "model.e
 
 def read_tower(hf_config: Any) -> VisionConfig | None:
     """The tower, whose pictures have any shape; ``pooling_kernel_size`` squared patches are averaged to a token."""
-    vision, text = getattr(hf_config, "vision_config", None), hf_config.get_text_config()
-    if vision is None or vision.model_type == "gemma4_unified_vision":
+    vision = getattr(hf_config, "vision_config", None)
+    if vision is None:
         return None
     heads, kv_heads = vision.num_attention_heads, vision.num_key_value_heads
     require(heads == kv_heads, "vision_config.num_key_value_heads", kv_heads, f"it must be {heads}, as the heads")
@@ -46,8 +46,6 @@ def read_tower(hf_config: Any) -> VisionConfig | None:
     eps, act = vision.rms_norm_eps, vision.hidden_activation
     require(eps == NORM_EPS, "vision_config.rms_norm_eps", eps, f"it must be {NORM_EPS}")
     require(act == "gelu_pytorch_tanh", "vision_config.hidden_activation", act, "it must be 'gelu_pytorch_tanh'")
-    image, last = hf_config.image_token_id, text.vocab_size - 1
-    require(0 <= image <= last, "image_token_id", image, f"it must be a token; ids are 0 to {last}")
     tower = AxialTowerSpec(
         vision.num_hidden_layers,
         vision.hidden_size,
@@ -59,11 +57,19 @@ def read_tower(hf_config: Any) -> VisionConfig | None:
         clamped=bool(vision.use_clipped_linears),
         standardized=bool(vision.standardize),
     )
+    return pictures_of_any_shape(hf_config, tower, vision.pooling_kernel_size, vision.patch_size)
+
+
+def pictures_of_any_shape(hf_config: Any, tower: TowerSpec, merge: int, patch_size: int) -> VisionConfig:
+    """The config of pictures of any shape. merge: side of a token in patches. patch_size: of a patch in pixels."""
+    text, image = hf_config.get_text_config(), hf_config.image_token_id
+    last = text.vocab_size - 1
+    require(0 <= image <= last, "image_token_id", image, f"it must be a token; ids are 0 to {last}")
     return VisionConfig(
-        merge=vision.pooling_kernel_size,
-        patch_size=vision.patch_size,
+        merge=merge,
+        patch_size=patch_size,
         temporal_patch_size=1,
-        patch_elements=3 * vision.patch_size**2,
+        patch_elements=3 * patch_size**2,
         hidden_size=text.hidden_size,
         deepstack=0,
         image_token_id=image,

@@ -44,11 +44,6 @@ NORMS: dict[str, dict[str, Any]] = {
 
 ORDERS = {"pre": PRE, "post": POST, "sandwich": SANDWICH}
 
-UNREAD = dict.fromkeys(
-    ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
-    "pictures are refused: this tower is not supported yet",
-)
-
 
 def __getattr__(architecture: str) -> Family:
     """The family of a row by its architecture. Raises AttributeError."""
@@ -68,7 +63,6 @@ def family_of(architecture: str) -> Family:
         lambda hf_config: _read(row, hf_config),
         names,
         _rows(row),
-        unread=UNREAD if row.seen else {},
         tied_unless_stored=row.seen,
     )
 
@@ -111,19 +105,20 @@ def _value(slot: Any, text: Any) -> Any:
 def _layer(row: DecoderRow, text: Any, number: int, windows: tuple[int, ...]) -> LayerSpec:
     """One layer of the model."""
     attention, order = _attention(row, text, number, windows), _value(row.order, text)
-    feed_forward, times = _feed_forward(row, text), float(_value(row.residual_scale, text))
+    feed_forward, times = _feed_forward(row, text, number), float(_value(row.residual_scale, text))
     require(times == 1 or order == "pre", "residual_multiplier", times, "it goes with norms before blocks only")
     if order == "parallel":
         return ParallelSpec(attention, feed_forward, times=times)
     return LayerSpec(attention, feed_forward, ORDERS[order], ORDERS[order], times=times)
 
 
-def _feed_forward(row: DecoderRow, text: Any) -> BlockSpec:
+def _feed_forward(row: DecoderRow, text: Any, number: int) -> BlockSpec:
     bias = bool(_value(row.mlp_bias, text))
     if row.experts is not None:
-        count, top_k, normalise = (_value(slot, text) for slot in row.experts)
-        size, activation = text.intermediate_size, row.activation
-        return ExpertsSpec(count, top_k, size, normalize=bool(normalise), activation=activation)
+        found = [_value(slot, text) for slot in row.experts]
+        count, top_k, normalise = (each[number] if isinstance(each, list) else each for each in found)
+        size, shared = text.intermediate_size, int(_value(row.shared_size, text))
+        return ExpertsSpec(count, top_k, size, shared, normalize=bool(normalise), activation=row.activation)
     kind: Callable[..., BlockSpec] = MLPSpec if row.gated else PlainMLPSpec
     return kind(text.intermediate_size, bias, row.activation)
 
@@ -133,7 +128,8 @@ def _attention(row: DecoderRow, text: Any, number: int, windows: tuple[int, ...]
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rotary, turns = _rotary(row, text, number, windows, head_dim)
     steps = HeadStepsSpec(
-        norm=qk_norm == "layer",
+        norm=qk_norm in ("layer", "layer apart"),
+        apart=qk_norm == "layer apart",
         order=tuple(head_order(row.rotary, head_dim, head_dim)) if qk_norm == "layer" else (),
         clip=float(_value(row.clip, text)),
         rotate_first=qk_norm == "after" and turns,
@@ -176,11 +172,11 @@ def _rotary(
     return RotarySpec.of(text, head_dim, found or None), True
 
 
-def _growth(row: DecoderRow, text: Any) -> tuple[float, int] | None:
+def _growth(row: DecoderRow, text: Any) -> tuple[float, int, int] | None:
     """Growth of queries, if the config has it: see :class:`HeadStepsSpec`."""
     parameters = (text.rope_parameters or {}) if row.query_scaling else {}
     beta = parameters.get("llama_4_scaling_beta")
-    return (float(beta), int(parameters["original_max_position_embeddings"])) if beta else None
+    return (float(beta), int(parameters["original_max_position_embeddings"]), 0) if beta else None
 
 
 # ---- rows of checkpoint tensors ---------------------------------------------------------------------
@@ -206,10 +202,11 @@ def _rows(row: DecoderRow) -> dict[str, Callable[[LayerSpec], torch.Tensor]]:
     if packed or row.rotary != "halves":
         for part in range(3 if packed else 2):
             found[query[part]] = lambda layer, part=part: _head_rows(row, layer, part, packed)  # type: ignore[misc]
-    gates = [f"layers.*.feed_forward.gate_up.{name}" for name in ("gate", "up")]
-    if gates[0] in row.names and row.names[gates[0]] == row.names[gates[1]]:
-        for part, name in enumerate(gates):
-            found[name] = lambda layer, part=part: _gate_rows(layer, part)  # type: ignore[misc]
+    for inside in ("", "shared."):
+        gates = [f"layers.*.feed_forward.{inside}gate_up.{name}" for name in ("gate", "up")]
+        if gates[0] in row.names and row.names[gates[0]] == row.names[gates[1]]:
+            for part, name in enumerate(gates):
+                found[name] = lambda layer, part=part: _gate_rows(layer, part)  # type: ignore[misc]
     return found
 
 
@@ -228,7 +225,8 @@ def _head_rows(row: DecoderRow, layer: LayerSpec, part: int, packed: bool) -> to
 
 
 def _gate_rows(layer: LayerSpec, part: int) -> torch.Tensor:
-    """Rows of the gate or of up (part 0, 1)."""
-    assert isinstance(layer.feed_forward, MLPSpec)
-    size = layer.feed_forward.intermediate_size
+    """Rows of the gate or of up (part 0, 1), of an MLP or of a shared expert."""
+    spec = layer.feed_forward
+    assert isinstance(spec, (MLPSpec, ExpertsSpec))
+    size = spec.shared_intermediate_size if isinstance(spec, ExpertsSpec) else spec.intermediate_size
     return torch.arange(part * size, (part + 1) * size)

@@ -19,7 +19,7 @@ from unisono.layers.linear import Linear
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import LayerNorm
 from unisono.models.load.build import Builder
-from unisono.models.vision.config import MAX_GRID_SIDE, TowerSpec, VisionConfig
+from unisono.models.vision.config import MAX_GRID_SIDE, ProjectorSpec, TowerSpec, VisionConfig
 
 NORM_EPS = 1e-6
 """Epsilon of all norms of a tower; no config.json has it."""
@@ -31,7 +31,19 @@ def rotary_table(head_dim: int, theta: float) -> torch.Tensor:
     Computed on the CPU, so that the table is the same on every device.
     """
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
-    angles = torch.arange(MAX_GRID_SIDE, dtype=torch.float32)[:, None] * (1.0 / theta**exponents)
+    return _cos_sin(1.0 / theta**exponents)
+
+
+def alternating_table(head_dim: int, theta: float) -> torch.Tensor:
+    """:func:`rotary_table` of each row with the even frequencies of a head, then of each column with the odd ones:
+    [2 · MAX_GRID_SIDE, D / 2] fp32."""
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return torch.cat((_cos_sin(frequencies[::2]), _cos_sin(frequencies[1::2])))
+
+
+def _cos_sin(frequencies: torch.Tensor) -> torch.Tensor:
+    """Cosines followed by sines of these frequencies [n] at each position: [MAX_GRID_SIDE, 2 n] fp32."""
+    angles = torch.arange(MAX_GRID_SIDE, dtype=torch.float32)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
@@ -45,13 +57,13 @@ class PatchEmbedding(nn.Module):
         self.proj = Linear(config.patch_elements, spec.width, spec.patch_bias, builder.dtype, builder.device)
         frames = config.temporal_patch_size
         channels = config.patch_elements // (frames * patch * patch)
-        self.kernel = (channels, patch, patch) if spec.pooled else (channels, frames, patch, patch)
+        self.kernel = (channels, patch, patch) if spec.apart else (channels, frames, patch, patch)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.proj(pixels)
 
     def places(self) -> Iterator[tuple[str, WeightTarget]]:
-        """The weight is stored as [W, channels, frames, height, width], of a pooled tower without frames."""
+        """The weight is stored as [W, channels, frames, height, width], or without frames."""
         weight = self.proj.weight
         yield "weight", _Flattened(weight, (len(weight), *self.kernel))
         if self.proj.bias is not None:
@@ -67,15 +79,35 @@ class _Flattened(WeightTarget):
 
 
 class MLP(nn.Module):
-    """``down(gelu(up(x)))``. exact: GELU by the error function, otherwise by tanh."""
+    """``down(gelu(up(x)))``. activation: ``gelu`` by the error function, ``gelu_pytorch_tanh``, or ``quick_gelu``."""
 
-    def __init__(self, up: Linear, down: Linear, exact: bool) -> None:
+    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
         super().__init__()
-        self.up, self.down, self.exact = up, down, exact
+        self.up, self.down, self.activation = up, down, activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x -> the input of ``down``."""
-        return gelu(self.up(x), self.exact)
+        y = self.up(x)
+        return quick_gelu(y) if self.activation == "quick_gelu" else gelu(y, self.activation == "gelu")
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """``x · sigmoid(1.702 x)`` in fp32, of any shape, in x's dtype."""
+    value = x.float()
+    return (value / (1.0 + torch.exp(-1.702 * value))).to(x.dtype)
+
+
+class GatedGELU(nn.Module):
+    """``down(gelu(gate(x)) * up(x))``, GELU by the error function."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x -> the input of ``down``."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return gelu(gate.contiguous(), True) * up
 
 
 class VisionBlock(nn.Module):
@@ -86,17 +118,18 @@ class VisionBlock(nn.Module):
         width, size = spec.width, spec.intermediate_size
         self.heads, self.scale = spec.heads, spec.head_dim**-0.5
         self.norm1, self.norm2 = norm(spec, builder, width), norm(spec, builder, width)
-        whole = 3 * width if not spec.pooled else {"q": width, "k": width, "v": width}
-        self.qkv = builder.linear("qkv", width, whole, bias=True)
+        whole = {"q": width, "k": width, "v": width} if spec.apart else 3 * width
+        self.qkv = builder.linear("qkv", width, whole, spec.bias)
         self.rotary = spec.rope_theta > 0
-        self.proj = builder.linear("proj", width, width, bias=True)
+        self.proj = builder.linear("proj", width, width, spec.bias)
         inside = builder.at("mlp")
-        down = inside.linear("down", size, width, bias=True)
-        self.mlp: GatedMLP | MLP
+        down = inside.linear("down", size, width, spec.bias)
+        self.mlp: GatedMLP | GatedGELU | MLP
         if spec.gated:
-            self.mlp = GatedMLP(inside.linear("gate_up", width, {"gate": size, "up": size}, bias=True), down)
+            kind = GatedMLP if spec.activation == "silu" else GatedGELU
+            self.mlp = kind(inside.linear("gate_up", width, {"gate": size, "up": size}, spec.bias), down)
         else:
-            self.mlp = MLP(inside.linear("up", width, size, bias=True), down, spec.activation == "gelu")
+            self.mlp = MLP(inside.linear("up", width, size, spec.bias), down, spec.activation)
 
     def forward(
         self, x: torch.Tensor, bounds: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
@@ -149,6 +182,56 @@ class PoolingMerger(nn.Module):
             first = first + patch
         pooled: torch.Tensor = self.norm((first / self.unit).to(x.dtype))
         return self.project(pooled)
+
+
+class ProjectingMerger(nn.Module):
+    """``fc2(gelu(fc1(merge(norm(x)))))``; ``merge`` reads the u patches of a token side by side: [P, W] -> [P / u, H].
+
+    See :class:`unisono.models.vision.config.ProjectorSpec`.
+    """
+
+    def __init__(self, config: VisionConfig, projector: ProjectorSpec, builder: Builder) -> None:
+        super().__init__()
+        width, hidden = config.tower.width, config.hidden_size
+        self.norm = replace(builder, rms_eps=projector.eps).norm(width)
+        self.merge = PatchMerge(config.unit, width, builder)
+        self.fc1 = builder.linear("fc1", width, hidden, projector.bias)
+        self.fc2 = builder.linear("fc2", hidden, hidden, projector.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(gelu(self.fc1(self.merge(self.norm(x))), True))
+        return out
+
+
+class PatchMerge(nn.Module):
+    """A product of the u patches of a token, [P, W] -> [P / u, W], without a bias.
+
+    A checkpoint stores the columns of a feature's patches next to each other, as a convolution unfolds them.
+    """
+
+    def __init__(self, unit: int, width: int, builder: Builder) -> None:
+        super().__init__()
+        self.unit, self.width = unit, width
+        self.linear = Linear(unit * width, width, False, builder.dtype, builder.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x.view(-1, self.unit * self.width))
+        return out
+
+    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+        """The weight."""
+        weight = self.linear.weight
+        yield "weight", _ByPatch(weight, tuple(weight.shape), unit=self.unit)
+
+
+@dataclass(frozen=True)
+class _ByPatch(WeightTarget):
+    """Target of a matrix [W, W · unit] whose columns are stored by feature, then by patch."""
+
+    unit: int = 1
+
+    def fill(self, stored: torch.Tensor) -> None:
+        self.parameter.copy_(stored.unflatten(1, (-1, self.unit)).transpose(1, 2).flatten(1))
 
 
 class TransposedLinear(nn.Module):

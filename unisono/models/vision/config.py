@@ -18,18 +18,38 @@ MAX_GRID_SIDE = 8192
 
 
 @dataclass(frozen=True)
+class ProjectorSpec:
+    """A merger that norms patches, merges those of a token by one product, and projects them by an MLP with GELU
+    (Pixtral in Mistral 3).
+
+    eps: of the norm. bias: both products of the MLP have one.
+    """
+
+    eps: float
+    bias: bool = False
+
+
+@dataclass(frozen=True)
 class TowerSpec:
     """Sizes and kinds of a tower's modules.
 
     width: features of a patch.
-    gated: RMSNorm and a gated MLP with SiLU (Qwen2.5-VL); otherwise LayerNorm and an MLP with ``activation``.
+    gated: RMSNorm and a gated MLP (Qwen2.5-VL); otherwise LayerNorm and a plain MLP.
+    activation: of the MLP.
     position_side: side of the learned square of positions; 0: none.
     deepstack_blocks: blocks whose output is read by a merger of its own, one per level.
     window: side of an attention window in patches, a multiple of the merge size; 0: all blocks see a whole frame.
     full_blocks: blocks that see a whole frame despite a window.
     rope_theta: base of the axial rotary angles; 0: none.
     pooled: a token is the average of its patches after a last norm, normed again and projected (SigLIP in Gemma 3);
-        otherwise an MLP reads its patches side by side. Queries, keys and values are stored apart then.
+        otherwise an MLP reads its patches side by side.
+    projector: the merger of Pixtral, in place of either; None: one of them.
+    apart: queries, keys and values are stored apart, and the convolution of patches has no axis of frames.
+    bias: products of the blocks have biases.
+    pre_norm: patches are normed before the first block.
+    eps: of RMSNorms.
+    alternating: of the rotary frequencies of a head the even ones turn by the row and the odd ones by the column;
+        otherwise both axes have all frequencies of half a head.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -47,6 +67,12 @@ class TowerSpec:
     window: int = 0
     full_blocks: tuple[int, ...] = ()
     pooled: bool = False
+    projector: ProjectorSpec | None = None
+    apart: bool = False
+    bias: bool = True
+    pre_norm: bool = False
+    eps: float = 1e-6
+    alternating: bool = False
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "heads", "intermediate_size"):
@@ -54,7 +80,7 @@ class TowerSpec:
             require(value >= 1, f"vision_config.{name}", value, "it must be at least 1")
         sizes = f"{self.width} features must be {self.heads} heads whose size is a multiple of 4"
         require(self.width % (4 * self.heads) == 0, "vision_config.num_heads", self.heads, sizes)
-        known = ("silu",) if self.gated else ("gelu_pytorch_tanh", "gelu")
+        known = ("silu", "gelu") if self.gated else ("gelu_pytorch_tanh", "gelu", "quick_gelu")
         act = self.activation
         require(act in known, "vision_config.hidden_act", act, f"it must be {' or '.join(map(repr, known))}")
         levels = self.deepstack_blocks
@@ -92,6 +118,8 @@ class VisionConfig:
     padding_token_id: token whose inputs of layers those of a picture have (Gemma 4); -1: their own.
     placeholder_token_id: token that a prompt has for a picture, where that is not its marks and tokens; -1: it has
         these. around: text on both sides of the marks that take its place.
+    row_end, picture_end: text of the tokens after each row of a picture's tokens and after the last one; empty: its
+        tokens follow each other.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -115,6 +143,8 @@ class VisionConfig:
     placeholder_token_id: int = -1
     around: str = ""
     padding_token_id: int = -1
+    row_end: str = ""
+    picture_end: str = ""
 
     def __post_init__(self) -> None:
         for name in ("merge", "patch_size", "temporal_patch_size", "patch_elements"):
@@ -155,7 +185,7 @@ def read_vision(
     if vision is None:
         return None
     tower = read_tower(vision)
-    out, hidden = vision.out_hidden_size, text.hidden_size
+    out, hidden = getattr(vision, "out_hidden_size", vision.hidden_size), text.hidden_size  # Qwen2-VL has the latter
     require(out == hidden, "vision_config.out_hidden_size", out, f"it must be the text model's hidden_size {hidden}")
     for name in ("image_token_id", "video_token_id"):
         token, last = getattr(hf_config, name), text.vocab_size - 1

@@ -2,8 +2,9 @@
 
 Owns the tower's forward pass and its inputs per patch. The loader builds it (``loader.load_tower``); the engine runs it
 as a program. One class serves Qwen3-VL, Qwen3.5 (the same without deepstack), Qwen2.5-VL (RMSNorm, gated MLPs,
-windows) and Gemma 3 (SigLIP: no rotary, averages of patches); ``TowerSpec`` selects the parts. Sources: transformers,
-``models/qwen3_vl``, ``qwen2_5_vl``, ``siglip``, ``gemma3``.
+windows), Gemma 3 (SigLIP: no rotary, averages of patches) and Mistral 3 (Pixtral: RMSNorm, gated MLPs, a projector);
+``TowerSpec`` selects the parts. Sources: transformers, ``models/qwen3_vl``, ``qwen2_5_vl``, ``siglip``, ``gemma3``,
+``pixtral``, ``mistral3``.
 
 An item's outputs depend only on its own pixels and grid: products, norms and attention are exact in any batch.
 
@@ -13,7 +14,8 @@ the text model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -24,14 +26,24 @@ from unisono.graphs import Field
 from unisono.kernels.vision.positions import add_positions
 from unisono.models.load.build import Builder
 from unisono.models.vision.axial_tower import AxialTower, AxialTowerSpec
-from unisono.models.vision.blocks import Merger, PatchEmbedding, PoolingMerger, VisionBlock, rotary_table
-from unisono.models.vision.config import VisionConfig
+from unisono.models.vision.blocks import (
+    Merger,
+    PatchEmbedding,
+    PoolingMerger,
+    ProjectingMerger,
+    VisionBlock,
+    alternating_table,
+    norm,
+    rotary_table,
+)
+from unisono.models.vision.config import MAX_GRID_SIDE, TowerSpec, VisionConfig
 from unisono.models.vision.grids import Grid, layout
+from unisono.models.vision.patch_tower import PatchTower, PatchTowerSpec
 
 
 def make_tower(config: VisionConfig, builder: Builder) -> AnyTower:
     """The tower of a configuration; builder: see :class:`VisionTower`."""
-    return (AxialTower if isinstance(config.tower, AxialTowerSpec) else VisionTower)(config, builder)
+    return TOWERS.get(type(config.tower), VisionTower)(config, builder)
 
 
 class VisionTower(nn.Module):
@@ -44,15 +56,16 @@ class VisionTower(nn.Module):
         super().__init__()
         self.config, self.dtype = config, builder.dtype
         spec, width = config.tower, config.tower.width
+        builder = replace(builder, rms_eps=spec.eps)
         self.patch_embed = PatchEmbedding(config, builder)
         self.positions = builder.embedding(spec.position_side**2) if spec.position_side else None
         self.blocks = nn.ModuleList(VisionBlock(spec, builder.at(f"blocks.{i}")) for i in range(spec.depth))
-        inside = builder.at("merger")
-        self.merger = PoolingMerger(config, inside) if spec.pooled else Merger(config, inside, norm_first=True)
+        self.pre_norm = norm(spec, builder, width) if spec.pre_norm else None
+        self.merger = _merger(config, builder.at("merger"))
         levels = range(config.deepstack)
         self.deepstack = nn.ModuleList(Merger(config, builder.at(f"deepstack.{i}"), norm_first=False) for i in levels)
-        table = rotary_table(width // spec.heads, spec.rope_theta or 1.0).to(builder.device)
-        self.register_buffer("cos_sin", table, persistent=False)
+        table = (alternating_table if spec.alternating else rotary_table)(width // spec.heads, spec.rope_theta or 1.0)
+        self.register_buffer("cos_sin", table.to(builder.device), persistent=False)
 
     def fields(self) -> tuple[Field, ...]:
         """Inputs of :meth:`forward` besides the pixels; "rows" are patches. Padding attends to nothing."""
@@ -77,8 +90,9 @@ class VisionTower(nn.Module):
         """
         layouts = [layout(tuple(grid), self.config) for grid in grids]
         starts = np.cumsum([0, *(len(each.axes) for each in layouts)], dtype=np.int32)[:-1]
+        shift = np.array([0, MAX_GRID_SIDE if self.config.tower.alternating else 0], np.int32)  # in the table
         made = {
-            "grid_positions": [each.axes for each in layouts],
+            "grid_positions": [each.axes + shift for each in layouts],
             "frame_bounds": [each.frames + start for each, start in zip(layouts, starts, strict=True)],
             "position_sources": [each.sources for each in layouts],
             "position_weights": [each.weights for each in layouts],
@@ -107,6 +121,8 @@ class VisionTower(nn.Module):
         items' positions. Rows of padding are finite.
         """
         x = self.patch_embed(pixels.to(self.dtype))
+        if self.pre_norm is not None:
+            x = self.pre_norm(x)
         if self.positions is not None:
             x = add_positions(x, self.positions.weight, inputs["position_sources"], inputs["position_weights"])
         spec = self.config.tower
@@ -122,5 +138,18 @@ class VisionTower(nn.Module):
         return out if not spec.window else out.index_select(0, inputs["restore"][: len(out)])
 
 
-AnyTower = VisionTower | AxialTower
-"""A tower of one of both kinds."""
+def _merger(config: VisionConfig, builder: Builder) -> nn.Module:
+    """The module that makes tokens of patches."""
+    spec = config.tower
+    if spec.projector is not None:
+        return ProjectingMerger(config, spec.projector, builder)
+    return PoolingMerger(config, builder) if spec.pooled else Merger(config, builder, norm_first=True)
+
+
+AnyTower = VisionTower | AxialTower | PatchTower
+"""A tower of any kind."""
+TOWERS: Mapping[type[TowerSpec], Callable[[VisionConfig, Builder], AnyTower]] = {
+    AxialTowerSpec: AxialTower,
+    PatchTowerSpec: PatchTower,
+}
+"""Spec -> its tower; others are a :class:`VisionTower`."""

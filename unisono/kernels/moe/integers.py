@@ -1,11 +1,14 @@
-"""Matrix products of experts with 4-bit weights. Owns the ops ``expert_int4_gate_up`` and ``expert_int4_down``.
+"""Matrix products of experts with weights of 4 or 8 bits.
 
-They are ``kernels/moe/experts.py`` with weights that are unpacked in registers (``kernels/gemm/int4.py``) and rounded
-to the activations' dtype: the same product of the same values in the same order, at any number of tokens.
+Owns the ops ``expert_integer_gate_up`` and ``expert_integer_down``.
+
+They are ``kernels/moe/experts.py`` with weights that are decoded in registers (``integer_product`` of
+``kernels/gemm/decoded.py``) and rounded to the activations' dtype: the same product of the same values in the same
+order, at any number of tokens.
 
 Shapes: M tokens, H features, I intermediate features, E experts in the stack with a fused shared one, P = M * top_k
-pairs, G(k) = ceil(k / group). Packed weights uint8 [E, 2 I, H / 2] and [E, H, I / 2]; scales fp32 and zeros int8
-[E, 2 I, G(H)] and [E, H, G(I)].
+pairs, G(k) = ceil(k / group). Weights uint8 [E, 2 I, H / b] and [E, H, I / b] with b numbers in a byte, 2 or 1, which
+the shapes tell; scales fp32 and zeros int8 or int16 [E, 2 I, G(H)] and [E, H, G(I)].
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.int4 import int4_product, int4_steps, unpack_cpu
+from unisono.kernels.gemm.decoded import integer_product
+from unisono.kernels.gemm.int4 import int4_steps, unpack_cpu
+from unisono.kernels.gemm.int8_weights import int8_decode
 from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import down_cpu, down_rows, gate_up_cpu, gate_up_rows, store_gated
@@ -49,11 +54,12 @@ def packed_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, count, group,
+def _integer_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, count, group,
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                     LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-                    HAS_ZEROS: tl.constexpr, GELU: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                    HAS_ZEROS: tl.constexpr, EACH: tl.constexpr, GELU: tl.constexpr,
+                    OVERLAP: tl.constexpr):  # fmt: skip
     """Compute h [pairs, I]. A tile's first half are outputs of gate, the other half the same outputs of up."""
     follow(OVERLAP)
     HALF: tl.constexpr = BLOCK_N // 2
@@ -62,50 +68,52 @@ def _int4_gate_up_kernel(x, weight, scales, zeros, h, ids, order, tiles, M, coun
     r = tl.arange(0, BLOCK_N)
     # The last outputs repeat: that is cheaper than a mask, and they are not stored.
     rows = tl.minimum(part * HALF + r % HALF, I - 1) + (r // HALF) * I
-    w_ptrs = weight + e.to(tl.int64) * (I * H) + rows[:, None] * (H // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    w_ptrs = weight + e.to(tl.int64) * (2 * I * H // EACH)
+    w_ptrs = w_ptrs + rows[:, None] * (H // EACH) + tl.arange(0, WIDTH // EACH)[None, :]
     of_rows = (e.to(tl.int64) * (2 * I) + rows) * tl.cdiv(H, group)
     z_ptrs = zeros + of_rows if HAS_ZEROS else zeros
     for base in range(0, n, TILE):
         pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
         x_ptrs = x + tokens_of(pair, M, TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, WIDTH)[None, :]
-        acc = int4_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, H, group,
-                           TILE, BLOCK_N, WIDTH, STEPS, H % (WIDTH * STEPS) == 0, HAS_ZEROS)  # fmt: skip
+        acc = integer_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, H, group,
+                           TILE, BLOCK_N, WIDTH, STEPS, H % (WIDTH * STEPS) == 0, HAS_ZEROS, EACH)  # fmt: skip
         store_gated(h, acc, part, pair, valid, I, TILE, HALF, GELU)
 
 
 @triton.jit
-def _int4_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, group,
+def _integer_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, count, group,
                  H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-                 HAS_ZEROS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                 HAS_ZEROS: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Compute y [pairs, H]."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(cols, H - 1)
-    w_ptrs = weight + e.to(tl.int64) * (H * I // 2) + rows[:, None] * (I // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    w_ptrs = weight + e.to(tl.int64) * (H * I // EACH)
+    w_ptrs = w_ptrs + rows[:, None] * (I // EACH) + tl.arange(0, WIDTH // EACH)[None, :]
     of_rows = (e.to(tl.int64) * H + rows) * tl.cdiv(I, group)
     z_ptrs = zeros + of_rows if HAS_ZEROS else zeros
     for base in range(0, n, TILE):
         pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
         x_ptrs = h + pair.to(tl.int64)[:, None] * I + tl.arange(0, WIDTH)[None, :]
-        acc = int4_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, I, group,
-                           TILE, BLOCK_N, WIDTH, STEPS, I % (WIDTH * STEPS) == 0, HAS_ZEROS)  # fmt: skip
+        acc = integer_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, I, group,
+                           TILE, BLOCK_N, WIDTH, STEPS, I % (WIDTH * STEPS) == 0, HAS_ZEROS, EACH)  # fmt: skip
         store_pairs(y, acc, pair, valid, cols, H)
 
 
-def _blocking(tile: Tile, group: int, has_zeros: bool) -> dict[str, int]:
-    """Compile-time arguments of the tile and the weight."""
+def _blocking(tile: Tile, group: int, has_zeros: bool, each: int) -> dict[str, int]:
+    """Compile-time arguments of the tile and the weight. each: numbers in a byte."""
     width, steps = int4_steps(group)
     return {
-        "BLOCK_N": tile.n, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": has_zeros, "num_warps": tile.warps,
-        "num_stages": tile.stages,
+        "BLOCK_N": tile.n, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": has_zeros, "EACH": each,
+        "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
 
-def launch_int4_gate_up(
+def launch_integer_gate_up(
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
@@ -114,19 +122,19 @@ def launch_int4_gate_up(
     plan: ExpertPlan,
     gelu: bool = False,
 ) -> torch.Tensor:
-    """Launch the kernel of :func:`expert_int4_gate_up`."""
+    """Launch the kernel of :func:`expert_integer_gate_up`."""
     x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile].up
     parts = triton.cdiv(inner, tile.n // 2)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
-    _int4_gate_up_kernel[grid](
-        x, weight, scales, zeros, h, *plan.operands, group,
-        **options, **_blocking(tile, group, zeros is not None), GELU=gelu, **overlapped(x.device),
+    _integer_gate_up_kernel[grid](
+        x, weight, scales, zeros, h, *plan.operands, group, **options,
+        **_blocking(tile, group, zeros is not None, x.shape[1] // weight.shape[2]), GELU=gelu, **overlapped(x.device),
     )  # fmt: skip
     return h
 
 
-def launch_int4_down(
+def launch_integer_down(
     h: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
@@ -134,31 +142,32 @@ def launch_int4_down(
     group: int,
     plan: ExpertPlan,
 ) -> torch.Tensor:
-    """Launch the kernel of :func:`expert_int4_down`."""
+    """Launch the kernel of :func:`expert_integer_down`."""
     h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile].down
     parts = triton.cdiv(hidden, tile.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
-    _int4_down_kernel[grid](
+    _integer_down_kernel[grid](
         h, weight, scales, zeros, y, *plan.operands, group,
-        **options, **_blocking(tile, group, zeros is not None), **overlapped(h.device),
+        **options, **_blocking(tile, group, zeros is not None, h.shape[1] // weight.shape[2]), **overlapped(h.device),
     )  # fmt: skip
     return y
 
 
 def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles, gelu=False):
-    return launch_int4_gate_up(x, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles), gelu)
+    return launch_integer_gate_up(x, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles), gelu)
 
 
 def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles):
-    return launch_int4_down(h, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles))
+    return launch_integer_down(h, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles))
 
 
-def _unpacked(
-    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
+def _decoded(
+    weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, x: torch.Tensor
 ) -> Callable[[int], torch.Tensor]:
-    """Make a function that unpacks one expert's weight."""
-    return lambda e: unpack_cpu(weight[e], scales[e], None if zeros is None else zeros[e], group, dtype)
+    """Make a function that decodes one expert's weight for the product with x."""
+    decode = int8_decode if weight.shape[2] == x.shape[1] else unpack_cpu
+    return lambda e: decode(weight[e], scales[e], None if zeros is None else zeros[e], group, x.dtype)
 
 
 def _gate_up_meta(x, weight, scales, zeros, group, *plan):
@@ -166,25 +175,25 @@ def _gate_up_meta(x, weight, scales, zeros, group, *plan):
 
 
 @op(cuda=_gate_up_cuda, meta=_gate_up_meta)
-def expert_int4_gate_up_op(
+def expert_integer_gate_up_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
     gelu: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    h, unpacked = gate_up_rows(x, weight, ids, experts), _unpacked(weight, scales, zeros, group, x.dtype)
-    return gate_up_cpu(h, x, unpacked, ids, experts, len(weight), gelu=gelu)
+    h, decoded = gate_up_rows(x, weight, ids, experts), _decoded(weight, scales, zeros, group, x)
+    return gate_up_cpu(h, x, decoded, ids, experts, len(weight), gelu=gelu)
 
 
 @op(cuda=_down_cuda, meta=down_rows)
-def expert_int4_down_op(
+def expert_integer_down_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    unpacked = _unpacked(weight, scales, zeros, group, x.dtype)
-    return down_cpu(down_rows(x, weight), x, unpacked, ids, experts, len(weight))
+    decoded = _decoded(weight, scales, zeros, group, x)
+    return down_cpu(down_rows(x, weight), x, decoded, ids, experts, len(weight))
 
 
-def expert_int4_gate_up(
+def expert_integer_gate_up(
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
@@ -199,10 +208,10 @@ def expert_int4_gate_up(
     gelu: GELU by tanh in place of SiLU. group: inputs that share a scale, as in ``int4_linear``. Rounded after the
     products, after SiLU and after its product. Rows of pairs without an expert are not written.
     """
-    return expert_int4_gate_up_op(x, weight, scales, zeros, group, *plan, gelu)
+    return expert_integer_gate_up_op(x, weight, scales, zeros, group, *plan, gelu)
 
 
-def expert_int4_down(
+def expert_integer_down(
     h: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
@@ -211,17 +220,17 @@ def expert_int4_down(
     plan: ExpertPlan,
 ) -> torch.Tensor:
     """Multiply each row of h [P (+ M), I] by its expert's weight: [P (+ M), H] in h's dtype."""
-    return expert_int4_down_op(h, weight, scales, zeros, group, *plan)
+    return expert_integer_down_op(h, weight, scales, zeros, group, *plan)
 
 
-def _aot(dtype: str, shapes: Shapes, group: int, gelu: bool = False) -> list[AotCase]:
-    """AotCases of both products. With a fused shared expert there are zeros."""
+def _aot(dtype: str, shapes: Shapes, group: int, gelu: bool = False, each: int = 2) -> list[AotCase]:
+    """AotCases of both products. With a fused shared expert there are zeros. each: numbers in a byte."""
     tile_m, zeros, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), shapes.rides, []
-    tiles = TILES[tile_m]
-    for kernel, (x, out), tile in ((_int4_gate_up_kernel, "xh", tiles.up), (_int4_down_kernel, "hy", tiles.down)):
-        tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": "*i8", out: f"*{dtype}"}
-        options = _blocking(tile, group, zeros)
-        options |= {"GELU": gelu} if kernel is _int4_gate_up_kernel else {}
+    tiles, stored_zeros = TILES[tile_m], "*i8" if each == 2 else "*i16"
+    for kernel, (x, out), tile in ((_integer_gate_up_kernel, "xh", tiles.up), (_integer_down_kernel, "hy", tiles.down)):
+        tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": stored_zeros, out: f"*{dtype}"}
+        options = _blocking(tile, group, zeros, each)
+        options |= {"GELU": gelu} if kernel is _integer_gate_up_kernel else {}
         cases.append(product_case(kernel, tensors, shapes, tile_m, tile.across, options, "group"))
     return cases
 
@@ -231,4 +240,7 @@ AOT: list[AotCase] = [
     *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8), 128)),
     *_aot("bf16", Shapes(16, 2816, 704, 128, 8), 64, gelu=True),  # Gemma 4
     *(case for dtype in ("fp16", "fp32") for case in _aot(dtype, Shapes(16, 192, 96, 5, 2, True), 32)),
+    *(case for rows in (1, 512, 4096) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8), 128, each=1)),
+    *(case for rows in (16, 2048) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True), 32, each=1)),
+    *_aot("fp32", Shapes(16, 192, 96, 5, 2, True), 32, each=1),
 ]

@@ -1,0 +1,105 @@
+"""Requests that share the drafts of a round: the same bytes, one launch, and drafts where they are accepted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.helpers import counted, draw_drafts, engine, tokens
+from tests.engine.matrix import PARAMS, PROMPTS, SCARCE
+from unisono.engine.scheduling.adaptive import AcceptanceEstimate
+from unisono.entrypoints.llm import LLM
+from unisono.types import ConfigError, SamplingParams, SpeculativeConfig, StructuredOutputs
+
+GRAPH = "full" if torch.cuda.is_available() else "tape"
+COUNT = 12
+
+
+def sharing(method: str, checkpoints: Any, shared: bool | None = True, **flags: Any) -> LLM:
+    target, model = checkpoints
+    spec = SpeculativeConfig(method, None if model is None else str(model), 5, share_drafts=shared)
+    return engine(target, speculative=spec, **{"adaptive": True, **flags})
+
+
+def between(rng: random.Random, choices: tuple[int, ...]) -> int:
+    """Mostly numbers of drafts that are shared."""
+    return rng.choice((*choices[1:-1], *choices[1:-1], choices[0], choices[-1]))
+
+
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [("eagle3", {"max_num_batched_tokens": 16}), ("ngram", SCARCE)],
+    ids=["eagle3, chunks", "ngram, preemption"],
+)
+def test_same_bytes(
+    method: str, flags: dict[str, Any], checkpoints_of: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_drafts(monkeypatch, between)
+    checkpoints = checkpoints_of(method)
+    expected = plain(checkpoints[0])[:COUNT]
+    with sharing(method, checkpoints, **flags) as llm:
+        assert llm.engine.runner.shared == (1, 2, 3)
+        assert tokens(llm, PROMPTS[:COUNT], PARAMS[:COUNT]) == expected
+        newest = slice(None, -9, -1)
+        assert tokens(llm, PROMPTS[:COUNT][newest], PARAMS[:COUNT][newest]) == expected[newest], "after a prefix hit"
+        passes = counted(llm)
+        shared = {program for program, _, _ in passes if program.startswith("shared_round_")}
+        assert shared == {f"shared_round_{k}" for k in (1, 2, 3)}
+        assert {(kind, reason) for program, kind, reason in passes if program in shared} == {(GRAPH, "")}
+        assert llm.engine.counters.accepted_tokens > 0
+        if "num_pages" in flags:
+            assert llm.engine.scheduler.preemptions > 0
+        llm.engine.check_integrity()
+        assert llm.engine.pool.usage == 0
+
+
+def test_beside_structured_outputs_and_logprobs(checkpoints_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that the host reads keep one width; log-probabilities of shared rounds are those of any other."""
+    kinds = [
+        SamplingParams(temperature=1, seed=3, max_tokens=12, structured_outputs=StructuredOutputs(regex="[0-9 ]+")),
+        SamplingParams(temperature=1, seed=4, max_tokens=12, logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, presence_penalty=0.5),
+    ]
+    draw_drafts(monkeypatch, between)
+    answers = []
+    for shared in (False, True):
+        with LLM("tiny", speculative=SpeculativeConfig("ngram", None, 5, share_drafts=shared), max_num_seqs=4) as llm:
+            outputs = llm.generate(["1 2 3 1 2 3 1 2"] * len(kinds), kinds, use_tqdm=False)
+            answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+            assert bool(llm.engine.runner.shared) is shared
+    assert answers[0] == answers[1]
+
+
+def test_drafts_go_where_they_are_accepted() -> None:
+    """Of two requests, one of which never accepts, the other gets the drafts; the first gets some again later."""
+    estimate = AcceptanceEstimate(2, 4)
+    both = np.arange(2)
+    for _ in range(60):
+        estimate.count(both, np.full(2, 4), np.array([4, 0]))
+    most = np.full(2, 4)
+    alike, shared = estimate.expected(both, most), estimate.expected(both, most, {2: 4})
+    assert shared[2] > alike[2] + 0.5
+    assert np.array_equal(np.delete(shared, 2), np.delete(alike, 2))
+    before = estimate.conditional(both)
+    for _ in range(300):
+        estimate.forget(both, np.array([4, 0]))
+    after = estimate.conditional(both)
+    assert np.array_equal(after[0], before[0])
+    assert after[1, 0] > before[1, 0] + 0.2
+
+
+def test_who_shares(qwen3: Path) -> None:
+    """By default where drafting costs the same for any number; elsewhere if set."""
+    with sharing("ngram", (qwen3, None), None) as llm:
+        assert llm.engine.runner.shared == (1, 2, 3)
+    with sharing("ngram", (qwen3, None), False) as llm:
+        assert llm.engine.runner.shared == ()
+        shown = {each.name: each for each in llm.engine.config.decisions}
+        assert shown["drafts shared by requests"].value == "none"
+    with pytest.raises(ConfigError, match="share_drafts"):
+        SpeculativeConfig.parse({"method": "ngram", "share_drafts": 3})

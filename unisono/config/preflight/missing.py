@@ -1,0 +1,28 @@
+"""Architectures that people ask for and that are not served, with the block that is missing, for their refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_SPARSE = "sparse attention"
+_LIGHTNING = "lightning attention"
+
+MISSING: Mapping[str, str] = {
+    "BailingMoeV2ForCausalLM": "a class in transformers that its formula is compared with",
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "DeepseekV4ForCausalLM": _SPARSE,
+    "Gemma3nForCausalLM": "parallel residual streams (AltUp)",
+    "Gemma3nForConditionalGeneration": "parallel residual streams (AltUp)",
+    "GlmMoeDsaForCausalLM": _SPARSE,
+    "InternLM2ForCausalLM": "a class in transformers that its formula is compared with",
+    "KimiK25ForConditionalGeneration": "its vision tower and its text model's wrapper",
+    "KimiLinearForCausalLM": "a recurrence of Kimi Delta Attention",
+    "LlavaForConditionalGeneration": "its vision tower",
+    "MiniCPMForCausalLM": "a class in transformers that its formula is compared with",
+    "MiniMaxForCausalLM": _LIGHTNING,
+    "MiniMaxText01ForCausalLM": _LIGHTNING,
+    "MllamaForConditionalGeneration": "cross-attention to pictures",
+    "PhiForCausalLM": "a bias of the LM head",
+    "PhimoeForCausalLM": "a router of masked softmaxes (sparsemixer), and a bias of the LM head",
+}
+"""By ``architectures[0]`` of config.json."""
