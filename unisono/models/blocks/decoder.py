@@ -7,7 +7,7 @@ it; the engine and drafters call it. Shapes: T tokens in a pass, E tokens whose 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         inputs = config.layer_inputs
         self.layer_inputs = None if inputs is None else inputs.build(builder.at("layer_inputs"))
         self.reads = config.reads
-        norm = builder.stream_norm() if config.final_norm else None
+        norm: Any = builder.stream_norm() if config.final_norm else None
         tables = config.input_tables
         self.input_tables = None if tables is None else tables.build(builder.at("input_tables"))
         self.embed_norm = builder.stream_norm() if config.embed_norm else None

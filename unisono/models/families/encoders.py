@@ -93,7 +93,7 @@ def _read_bert(c: Any) -> DecoderConfig:
     layer = PostNormSpec(_attention(c, rotary, True), PlainMLPSpec(c.intermediate_size, True, c.hidden_act))
     separator = separator_of(Path(c.name_or_path)) if bert and c.type_vocab_size > 1 else None
     tables = InputTablesSpec(c.max_position_embeddings, offset, c.type_vocab_size, separator)
-    layers = [layer] * c.num_hidden_layers
+    layers: list[LayerSpec] = [layer] * c.num_hidden_layers
     config = _encoder(c, layers, c.layer_norm_eps, input_tables=tables, final_norm=False, norms=LAYER)
     return replace(config, max_positions=c.max_position_embeddings - offset)
 
@@ -127,9 +127,12 @@ def separator_of(directory: Path) -> int | None:
 def _rows(modern: bool) -> dict[str, Callable[[LayerSpec], torch.Tensor]]:
     if not modern:
         return {}
-    found = {f"layers.*.mixer.qkv.{name}": partial(_part, part, True) for part, name in enumerate("qkv")}
-    gates = enumerate(("gate", "up"))
-    return found | {f"layers.*.feed_forward.gate_up.{name}": partial(_part, part, False) for part, name in gates}
+    found: dict[str, Callable[[LayerSpec], torch.Tensor]] = {}
+    for part, name in enumerate("qkv"):
+        found[f"layers.*.mixer.qkv.{name}"] = partial(_part, part, True)
+    for part, name in enumerate(("gate", "up")):
+        found[f"layers.*.feed_forward.gate_up.{name}"] = partial(_part, part, False)
+    return found
 
 
 def _part(part: int, of_attention: bool, layer: LayerSpec) -> torch.Tensor:
