@@ -33,11 +33,15 @@ DEPTH, BEAM = 6, 10
 
 CHAINS, NODES = range(1, 8), (8, 16, 32)
 
-ROUND_MS = {1: 4.69, 4: 4.87, 16: 5.21, 64: 6.49}
-"""Milliseconds of a round without drafts by rows: Qwen3-8B shape, bf16, H200 (results/2026-11-21-adaptive.md)."""
+ROUND_MS = {1: 4.18, 4: 4.28, 16: 4.53, 24: 4.74, 64: 5.59, 96: 6.22}
+"""Milliseconds of the target's part of a round by rows: Qwen3-8B shape, bf16, H200 (results/2026-11-26-h200.md, E).
 
-STEP_MS = 0.23
-"""Milliseconds of one step of an EAGLE-3 head there: the round with k = 5 less that of six rows, divided by 5."""
+Rows of few requests, as a tree's are: 16 and 24 are those of four requests with k = 3 and 5, 64 and 96 those of 16
+requests, less the steps of the head.
+"""
+
+STEP_MS = 0.22
+"""Milliseconds of one step of an EAGLE-3 head there: rounds of one request, k = 3 and 5, less those of 4 and 6 rows."""
 
 
 Line = list[tuple[torch.Tensor, torch.Tensor]]

@@ -9,6 +9,7 @@ A part stands in its page between ``<!-- NAME -->`` and ``<!-- end -->``:
 * structured: what structured outputs enforce.
 * families: the families of the table of decoders.
 * matrix: feature × speculation × graphs, from the cells of the test matrix.
+* pairs: feature × feature, from tests/feature_pairs.toml.
 * metrics: the series of ``/metrics``. This part starts three servers and takes half a minute; name it to write it.
 
 ``tests/test_docs.py`` compares the pages with the code. ``--check`` exits 1 if a page differs, and writes nothing.
@@ -295,6 +296,14 @@ def formats() -> str:
 
 # ---- pages ------------------------------------------------------------------------------------------
 
+
+def pairs() -> str:
+    """Tables of pairs of features. Raises PairError for an entry whose test does not exist."""
+    from scripts.feature_pairs import Pairs
+
+    return Pairs.read().tables()
+
+
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "flags": (REFERENCE / "flags.md", flags),
     "aliases": (REFERENCE / "flags.md", aliases),
@@ -306,6 +315,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "structured": (ROOT / "docs/guide/structure.md", structured),
     "families": (REFERENCE / "models.md", families),
     "matrix": (REFERENCE / "same-bytes.md", matrix),
+    "pairs": (REFERENCE / "feature-pairs.md", pairs),
     "metrics": (REFERENCE / "metrics.md", metrics),
 }
 SLOW = ("metrics",)

@@ -229,6 +229,7 @@ def reference() -> Any:
         "structured",
         "families",
         "matrix",
+        "pairs",
     ],
 )
 def test_generated_parts_are_current(part: str, reference: Any) -> None:

@@ -20,6 +20,8 @@ PRINTS = {
     "structured.py": r'^schema: \{"item": ?"(apples|pears)"[\s\S]*^expression: \d+ (apples|pears)$[\s\S]*^count: \d+$',
     "lora.py": r"^adapter: '[\s\S]*^base: '",
     "several_gpus.py": r"same text: True",
+    "replicate.py": r"^json: passed: 4[\s\S]*^prefix: passed: [\s\S]*^tools: passed: 4[\s\S]*^parsers: passed: 4",
+    "grpo.py": r"step 1: loss \S+[\s\S]*^two runs: the same losses and weights, bit for bit$",
     "drafter/main.py": r"^(1\.[1-9]|[2-4]\.)\d* tokens a round; same text: True",
     "model/main.py": r"same tokens alone: True",
 }

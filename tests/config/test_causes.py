@@ -16,6 +16,8 @@ from tests.config.configs import LLAMA_31_8B, write
 from tests.http.conftest import ROOT
 from unisono.cli.main import app
 from unisono.config.catalog import bundled
+from unisono.config.preflight.ranks import check_config_heads
+from unisono.types import ConfigError
 
 
 @pytest.fixture
@@ -229,6 +231,15 @@ def test_ranks(tiny: Path) -> None:
     assert "8 query heads over 2 KV heads" in told("serve", str(tiny), "--tensor-parallel-size", "3")
     hybrid = told("serve", "tiny-hybrid", "--tensor-parallel-size", "64")
     assert "cannot be divided among 64 ranks" in hybrid
+
+
+def test_heads_of_mamba2_among_ranks() -> None:
+    for heads, groups in (("mamba_num_heads", "n_groups"), ("mamba_n_heads", "mamba_n_groups")):
+        fields = {heads: 6, groups: 2}
+        with pytest.raises(ConfigError, match="6 heads over 2 groups, which cannot be divided among 4"):
+            check_config_heads(fields, 4)
+        check_config_heads(fields, 2)
+        check_config_heads({**fields, "layer_types": ["attention"]}, 4)
 
 
 def test_ranks_without_gpus(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,9 @@ def test_a_plan_for_a_gpu_that_is_not_here() -> None:
     assert memory["kv_tokens"] == memory["kv_left"] // memory["kv_token"]
     (device,) = [each for each in info["decisions"] if each["name"] == "device"]
     assert "24GiB, compute capability 8.9" in device["reason"]
+    (kernels,) = [each for each in info["decisions"] if each["name"] == "kernels"]
+    assert kernels["value"] == "Triton"
+    assert "99 KiB of shared memory" in kernels["reason"]
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

@@ -1,10 +1,11 @@
-"""Published config.json files of mixtures, latent attention and short convolutions are read as their makers mean them.
+"""Published config.json files of mixtures, latent attention and recurrences are read as their makers mean them.
 
 Fields are those of the hub's pages, from memory, without those that only training reads.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from tests.config.configs import write
 from unisono.models.load.checkpoint import Checkpoint
+
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 
 CONFIGS: dict[str, dict[str, Any]] = {'DeepSeek-V3': {'architectures': ['DeepseekV3ForCausalLM'],
                  'attention_bias': False,
@@ -363,7 +366,41 @@ CONFIGS: dict[str, dict[str, Any]] = {'DeepSeek-V3': {'architectures': ['Deepsee
                  'rope_theta': 1000000.0,
                  'routed_scaling_factor': 1.0,
                  'use_expert_bias': True,
-                 'vocab_size': 65536}}  # fmt: skip
+                 'vocab_size': 65536},
+ 'Granite-4.0-H-Tiny': {'architectures': ['GraniteMoeHybridForCausalLM'],
+                        'attention_bias': False,
+                        'attention_multiplier': 0.0078125,
+                        'embedding_multiplier': 12,
+                        'hidden_act': 'silu',
+                        'hidden_size': 1536,
+                        'intermediate_size': 512,
+                        'layer_types': (['mamba'] * 5 + ['attention'] + ['mamba'] * 4) * 4,
+                        'logits_scaling': 6,
+                        'mamba_chunk_size': 256,
+                        'mamba_conv_bias': True,
+                        'mamba_d_conv': 4,
+                        'mamba_d_head': 64,
+                        'mamba_d_state': 128,
+                        'mamba_expand': 2,
+                        'mamba_n_groups': 1,
+                        'mamba_n_heads': 48,
+                        'mamba_proj_bias': False,
+                        'max_position_embeddings': 131072,
+                        'model_type': 'granitemoehybrid',
+                        'normalization_function': 'rmsnorm',
+                        'num_attention_heads': 12,
+                        'num_experts_per_tok': 6,
+                        'num_hidden_layers': 40,
+                        'num_key_value_heads': 4,
+                        'num_local_experts': 64,
+                        'position_embedding_type': 'nope',
+                        'residual_multiplier': 0.22,
+                        'rms_norm_eps': 1e-05,
+                        'rope_theta': 10000,
+                        'shared_intermediate_size': 1024,
+                        'tie_word_embeddings': True,
+                        'vocab_size': 100352},
+ 'Nemotron-3-Nano': json.loads((SHAPES / 'nemotron-3-nano-30b-a3b' / 'config.json').read_text())}  # fmt: skip
 
 READ: dict[str, tuple[tuple[int, int, int], float | None, int, int]] = {
     "DeepSeek-V3": ((128, 4, 576), 192**-0.5 * 1.3688879454**2, 1, 2048),
@@ -377,6 +414,8 @@ READ: dict[str, tuple[tuple[int, int, int], float | None, int, int]] = {
     "dots.llm1": ((32, 32, 128), None, 0, 1408),
     "LFM2-1.2B": ((32, 8, 64), None, 0, 8192),
     "LFM2-8B-A1B": ((32, 8, 64), None, 0, 1792),
+    "Granite-4.0-H-Tiny": ((12, 4, 128), 0.0078125, 0, 512),
+    "Nemotron-3-Nano": ((32, 2, 128), None, 0, 1856),
 }
 """(heads, KV heads or blocks of heads, head size), scale, MTP modules, size of the last feed-forward."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from tests.kernels.interpreter import quicken
 from unisono.kernels.comm.gather import PROGRAMS, buffer_words, launch_gather
 from unisono.kernels.comm.gather_fused import (
     PeerBuffers,
@@ -86,6 +87,7 @@ def silus(peers: PeerBuffers, check: Callable[[bool], None]) -> None:
 
 
 def main() -> int:
+    quicken()
     words = buffer_words(2)
     memory = mmap.mmap(-1, 2 * 8 * words + 64)
     whole = torch.frombuffer(memory, dtype=torch.int64)

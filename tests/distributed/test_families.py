@@ -1,4 +1,4 @@
-"""Latent attention, norms over all heads and scored routers in the engine: drafts, prefix hits, pages, ranks."""
+"""Families with states, norms or routers of their own in the engine: drafts, prefix hits, pages, ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"num_attention_heads": 6, "num_key_value_heads": 6},
     "minimax_m2": {},
     "lfm2_moe": {"vocab_size": 264},
+    "granitemoehybrid": {"vocab_size": 264, "mamba_n_groups": 1},  # the ranks share a group
+    "nemotron_h": {"vocab_size": 264},
 }
 
 
@@ -50,6 +52,10 @@ def test_a_module_of_latent_attention_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_whole_experts_with_scores_change_nothing(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, "glm4_moe", num_attention_heads=4, num_key_value_heads=2)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("glm4_moe", {"num_attention_heads": 4, "num_key_value_heads": 2}), ("nemotron_h", SIZES["nemotron_h"])],
+)
+def test_whole_experts_with_scores_change_nothing(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family, **sizes)
     same(path, run(path, 1, COUNT, captures=1), ranks=2, enable_expert_parallel=True)

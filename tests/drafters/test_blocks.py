@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.drafters.make_blocks import (
@@ -27,8 +28,9 @@ from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
 from unisono.config import catalog
+from unisono.config.preflight.model import with_method
 from unisono.drafters.block.checkpoint import open_block
-from unisono.drafters.block.drafter import DFlashDrafter
+from unisono.drafters.block.drafter import DFlashDrafter, DSparkDrafter
 from unisono.drafters.block.model import BlockHead
 from unisono.entrypoints.llm import LLM
 from unisono.models.config import DecoderConfig
@@ -301,6 +303,77 @@ def test_what_does_not_fit_is_refused(target: Target, tmp_path: Path, case: str)
     file.write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match=says):
         open_block(tmp_path, target.config, "dflash")
+
+
+def cut(path: Path) -> None:
+    """Leave half of the weights' file."""
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def without(name: str) -> Callable[[Path], None]:
+    """Remove a tensor from the weights."""
+
+    def remove(path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        save_file({n: x for n, x in tensors.items() if n != name}, path / "model.safetensors")
+
+    return remove
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda path: (path / "config.json").unlink(), "config.json"),
+    "a config that is a list": (lambda path: (path / "config.json").write_text("[1]"), "config.json"),
+    "a config that is cut": (lambda path: (path / "config.json").write_text('{"a": '), "config.json"),
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "safetensors"),
+    "weights that are cut": (cut, "model.safetensors"),
+    "no projection": (without("fc.weight"), "tensor fc.weight .* is missing"),
+    "no norm": (without("norm.weight"), "tensor norm.weight .* is missing"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_directory_is_refused(target: Target, tmp_path: Path, case: str) -> None:
+    breaks, says = BROKEN[case]
+    make_dflash(tmp_path, target.config)
+    breaks(tmp_path)
+    with_method({"model": str(tmp_path)})  # finds a method or none
+    with pytest.raises(CheckpointError, match=says):
+        open_block(tmp_path, target.config, "dflash")
+
+
+@pytest.mark.parametrize("stated", [None, False])
+def test_confidence_of_dspark(target: Target, tmp_path: Path, stated: bool | None, monkeypatch) -> None:
+    """Requests share drafts by the head's confidence; the text is the target's."""
+    head = make_dspark(tmp_path, target.config)
+    if stated is not None:
+        raw = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"enable_confidence_head": stated}))
+    helpers.draw_drafts(monkeypatch, lambda rng, choices: rng.choice(choices[1:-1]))
+    batch = prompts(4, 100, low=5, high=20, seed=2)
+    with engine(target.path) as llm:
+        plain = tokens(llm, batch, GREEDY)
+    seen: list[torch.Tensor] = []
+    rate = DSparkDrafter.propose_rated
+    monkeypatch.setattr(DSparkDrafter, "propose_rated", lambda *args: seen.append(rate(*args)) or seen[-1])
+    with engine(target.path, speculative=spec(head, 5), adaptive=True) as llm:
+        drafter = llm.engine.worker.drafter
+        assert llm.engine.runner.shared == (1, 2, 3)
+        reasons = {each.name: each.reason for each in llm.engine.config.decisions}
+        assert reasons["speculative"] == "config.json of the head names it"
+        assert tokens(llm, batch, GREEDY) == plain
+        assert drafter.confident is (stated is None)
+        assert bool(seen) is drafter.confident
+        if seen:
+            w = head.weights["confidence_head.proj.weight"].float()
+            hidden = torch.randn(3, target.config.hidden_size)
+            before = torch.tensor([3, 1, 2], dtype=torch.int32)
+            rows = head.weights["markov_head.markov_w1.weight"].float()[before.long()]
+            expected = (torch.cat((hidden, rows), 1) @ w.T)[:, 0].sigmoid()
+            device = drafter.module.markov_head.markov_w1.weight.device
+            got = drafter.module.confidence(hidden.to(device), before.to(device))
+            torch.testing.assert_close(got.cpu(), expected, atol=1e-4, rtol=1e-4)
+            assert all(bool(((x >= 0) & (x <= 1)).all()) for x in seen)
 
 
 def test_k_is_limited_by_the_block(target: Target, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.drafters.proposals import GREEDY
 from tests.engine.helpers import prompts, tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import named, options, random_modules, write_beside
+from unisono.drafters import from_checkpoint
 from unisono.entrypoints.llm import LLM
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import SpeculativeConfig
@@ -55,6 +56,13 @@ def test_what_is_asked_for_wins(carrying: Path) -> None:
     with LLM(str(carrying), speculative=SpeculativeConfig("ngram"), **FLAGS) as llm:
         assert llm.engine.info()["speculation"]["drafter"] == "ngram"
         assert decision(llm) is None
+
+
+def test_modules_come_before_an_assistant(carrying: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_checkpoint, "assistant_beside", lambda directory: directory / "assistant")
+    spec, reason = from_checkpoint.carried_speculation(carrying, Checkpoint.open(carrying).config) or (None, "")
+    assert spec == SpeculativeConfig("mtp")
+    assert f"they come before the assistant {carrying / 'assistant'}, which mtp_frozen reads" in reason
 
 
 def test_random_weights_and_other_checkpoints_do_not_speculate(carrying: Path, tmp_path: Path) -> None:

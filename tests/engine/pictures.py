@@ -59,6 +59,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_position_embeddings": 25},
     ),
 }  # fmt: skip
+FAMILIES["qwen2_vl"] = (FAMILIES["qwen2_5_vl"][0], {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": 80})
 FAMILIES["qwen3_vl_moe"] = (
     {**FAMILIES["qwen3_vl"][0], "num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 52},
     FAMILIES["qwen3_vl"][1],
@@ -154,7 +155,7 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 
 def several(vision: VisionConfig, dtype: torch.dtype = torch.float32) -> list[Prompt]:
-    """Text alone; a picture first, last, in between; three; the same one twice; a video."""
+    """Text alone; a picture first, last, in between; three; the same one twice; a video, if the model takes any."""
     a, b, c = Picture(4, 6, 1), Picture(8, 4, 2), Picture(2, 2, 3)
     video = Picture(4, 4, 4, frames=3, kind="video", seconds=1.5)
     made: list[tuple[Any, ...]] = [
@@ -163,7 +164,7 @@ def several(vision: VisionConfig, dtype: torch.dtype = torch.float32) -> list[Pr
         (words(7, 3), b),
         (words(30, 4), a, words(3, 5), b, words(11, 6), c, words(2, 7)),
         (words(4, 8), a, a, words(5, 9)),
-        (words(11, 10), video, words(6, 11)),
+        (words(11, 10), video if vision.video_token_id >= 0 else c, words(6, 11)),
         (words(13, 12), Picture(12, 10, 5), words(4, 13)),
         (words(40, 14),),
     ]
@@ -199,6 +200,6 @@ def written(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list
     for deltas in stepped(llm, prompts, params):
         hidden = [deltas[0].prompt_hidden_states, *(delta.hidden_states for delta in deltas)]
         states = torch.cat([vectors.unpack(each) for each in hidden if each is not None])
-        logits = llm.engine.worker.model.logits(states).cpu()
+        logits = llm.engine.worker.model.logits(states.to(llm.engine.config.device)).cpu()
         found.append(([token for delta in deltas for token in delta.token_ids], logits))
     return found

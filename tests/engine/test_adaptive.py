@@ -19,6 +19,7 @@ from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.sequence import Extend
+from unisono.engine.startup.buckets import usual_name
 from unisono.entrypoints.llm import LLM
 from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
 
@@ -249,9 +250,9 @@ def test_the_round_behind_a_prompt_tells_nothing_of_costs(ngram: LLM, monkeypatc
     reads: list[tuple[type, int]] = []
     draft_controller = ngram.engine.draft_controller
 
-    def read(work: Any, result: Any, plain: Any = draft_controller.read) -> None:
+    def read(work: Any, result: Any, outputs: Any, plain: Any = draft_controller.read) -> None:
         before = len(told)
-        plain(work, result)
+        plain(work, result, outputs)
         reads.append((type(work), len(told) - before))
 
     monkeypatch.setattr(draft_controller, "read", read)
@@ -288,7 +289,7 @@ def test_what_it_tells(qwen3: Path) -> None:
         for row in info["round_ms"]:
             assert list(row) == ["requests", *(f"k={k}" for k in llm.engine.runner.choices)]
             assert all(ms > 0 for ms in row.values())
-        kinds = {(program, kind) for program, kind, _ in counted(llm)}
+        kinds = {(usual_name(program), kind) for program, kind, _ in counted(llm)}
         assert kinds == {("extend", GRAPH), ("round", GRAPH)}, "the policy's own choices replay graphs too"
 
 

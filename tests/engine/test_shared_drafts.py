@@ -12,6 +12,7 @@ import torch
 
 from tests.engine.helpers import counted, draw_drafts, engine, tokens
 from tests.engine.matrix import PARAMS, PROMPTS, SCARCE
+from tests.engine.pictures import make_seeing, run, several, vision_of
 from unisono.engine.scheduling.adaptive import AcceptanceEstimate
 from unisono.entrypoints.llm import LLM
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig, StructuredOutputs
@@ -75,6 +76,20 @@ def test_beside_structured_outputs_and_logprobs(checkpoints_of: Any, monkeypatch
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_pictures(seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of compact rows keep the rotary positions of their requests."""
+    path = make_seeing(tmp_path)
+    how = SamplingParams(temperature=0 if seed is None else 1, seed=seed, max_tokens=16, ignore_eos=True)
+    draw_drafts(monkeypatch, between)
+    answers = []
+    for method in ("none", "ngram"):
+        with sharing(method, (path, None)) as llm:
+            answers.append(run(llm, several(vision_of(path), llm.engine.config.dtype), how))
+            assert bool(llm.engine.runner.shared) is (method == "ngram")
+    assert answers[0] == answers[1]
+
+
 def test_drafts_go_where_they_are_accepted() -> None:
     """Of two requests, one of which never accepts, the other gets the drafts; the first gets some again later."""
     estimate = AcceptanceEstimate(2, 4)
@@ -93,7 +108,7 @@ def test_drafts_go_where_they_are_accepted() -> None:
     assert after[1, 0] > before[1, 0] + 0.2
 
 
-def test_who_shares(qwen3: Path) -> None:
+def test_drafters_that_share(qwen3: Path) -> None:
     """By default where drafting costs the same for any number; elsewhere if set."""
     with sharing("ngram", (qwen3, None), None) as llm:
         assert llm.engine.runner.shared == (1, 2, 3)

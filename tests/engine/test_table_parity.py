@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import engine, tokens
-from tests.engine.matrix import config_of
 from tests.models.hybrids import reference
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter, merged
@@ -42,19 +40,6 @@ def test_greedy_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
     long = "longrope" in case  # transformers takes the short factors for the second prompt, this engine one table
     for prompt, answer in list(zip(PROMPTS, plain, strict=True))[: 1 if long else 2]:
         assert answer == expected(path, prompt)
-
-
-@pytest.mark.parametrize("case", ["cohere2", "granite", "olmo2"])
-def test_an_eagle3_head_reads_the_states_of_a_row(case: str, tmp_path: Path) -> None:
-    """LayerNorm beside a parallel layer, factors of blocks, and norms of outputs only."""
-    path = make_checkpoint(tmp_path / "c", family_of(case), tokenizer=False, **fields_of(case))
-    head = make_eagle3(tmp_path / "head", config_of(path), (2, 1, 3), aux=[2, 1, 3])
-    spec = SpeculativeConfig("eagle3", model=str(head.path), num_speculative_tokens=3)
-    with engine(path, dtype="float32", max_model_len=128) as llm:
-        plain = tokens(llm, PROMPTS, GREEDY)
-    with engine(path, dtype="float32", max_model_len=128, speculative=spec) as llm:
-        assert tokens(llm, PROMPTS, GREEDY) == plain
-        assert llm.engine.info()["speculation"]["drafter"] == "eagle3"
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_launch_line_of_vllm(served: Any) -> None:
     assert (config.model, config.dtype, config.generation_config) == ("tiny", "float16", "vllm")
     assert config.speculative is not None
     assert (config.speculative.method, config.load_format, config.enforce_eager) == ("ngram", "auto", False)
-    assert "--swap-space 4: nothing to do; nothing is swapped" in output
+    assert "--swap-space 4: no effect; nothing is swapped" in output
     assert "prompts are always computed in chunks" in output
 
 

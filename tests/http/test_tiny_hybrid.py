@@ -106,7 +106,9 @@ def test_the_launch_line_thinks_and_answers(line: Server) -> None:
     assert message["content"].rstrip().endswith("#### 51")
     assert "think>" not in message["reasoning_content"] + message["content"]
     assert streamed(line) == (message["reasoning_content"], message["content"])
-    assert "nothing to choose here" in line.log.read_text(), "the note on --mamba-scheduler-strategy"
+    assert "no effect. A recurrent layer keeps one state" in line.log.read_text(), (
+        "the note on --mamba-scheduler-strategy"
+    )
     info = line.info()
     decisions = {d["name"]: d["value"] for d in info["decisions"]}
     assert decisions["weights"] == "fp8"

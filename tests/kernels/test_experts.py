@@ -20,6 +20,7 @@ from unisono.kernels.moe.experts import (
     expert_down,
     expert_gate_up,
     expert_tiles,
+    expert_up_op,
     launch_down,
     launch_gate_up,
 )
@@ -59,6 +60,21 @@ def test_products_match_float64(plan, shape, dtype, device, assert_close):
         y = launch_down(h, down, plans(ids, experts, 16)[plan], SMALL)
     assert_close(h, expected)
     assert_close(y, torch.stack([down[e].double() @ h[i].double() for i, (e, _) in enumerate(pairs)]))
+
+
+@pytest.mark.parametrize("plan", ["lead", "sorted", "twin"])
+def test_the_product_without_a_gate_matches_float64(plan, dtype, device, assert_close):
+    rows, hidden, inner, experts, top_k = 6, 40, 24, 7, 3
+    on = torch.device("cpu") if plan == "twin" else device
+    x, _, down = inputs(rows, inner, hidden, experts, 0, dtype, on)  # down: [E, inner, hidden]
+    x = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(3)).to(on, dtype)
+    ids = choice(rows, experts, top_k).to(on)
+    products = torch.stack([down[e].double() @ x[token].double() for e, token in all_pairs(ids, experts, 0)])
+    if plan == "twin":
+        h = expert_up_op.cpu(x, down, ids, experts, 0, None, None)
+    else:
+        h = launch_down(x, down, plans(ids, experts, 16)[plan], SMALL, up=True)
+    assert_close(h, products.relu().square())
 
 
 def test_plans_and_tiles_have_the_same_bits(dtype, device):

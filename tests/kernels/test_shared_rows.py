@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_rounds import PAGE, random_rows, slots_of
+from tests.kernels.slot_rows import PAGE, random_rows, slots_of
 from unisono.kernels.speculation import shared_rows
 from unisono.types import FinishReason
 

@@ -46,6 +46,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {}),
     "lfm2": ("lfm2", {"tie_word_embeddings": False}),
     "lfm2_moe": ("lfm2_moe", {"conv_L_cache": 4}),
+    "bamba": ("bamba", {"attention_bias": True, "mlp_bias": True}),
+    "granitemoehybrid": ("granitemoehybrid", {"mamba_conv_bias": False}),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "time_step_limit": (0.3, 1.2),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h-latent": ("nemotron_h", {"moe_latent_size": 24, "layers_block_type": ["moe", LINEAR, FULL, "moe"]}),
+    "nemotron_h-biases": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mlp", LINEAR, "moe", "moe", LINEAR, FULL],
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "norm_topk_prob": False,
+            "n_groups": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "time_step_min": 0.5,
+        },
+    ),
     "qwen3_next-plain-layers": (
         "qwen3_next",
         {

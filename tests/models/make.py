@@ -355,6 +355,52 @@ HYBRIDS["lfm2_moe"] = {
     "num_dense_layers": 1,
     "routed_scaling_factor": 1.5,
 }
+_MAMBA2: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+}
+HYBRIDS["bamba"] = {
+    **{name: value for name, value in _MAMBA2.items() if name != "layer_types"},
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [1],
+}
+HYBRIDS["granitemoehybrid"] = {
+    **_MAMBA2,
+    "intermediate_size": 44,
+    "shared_intermediate_size": 60,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.8,
+}
+HYBRIDS["nemotron_h"] = {
+    "hidden_size": 72,
+    "intermediate_size": 52,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "time_step_min": 0.01,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+    "moe_shared_expert_intermediate_size": 60,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 HYBRIDS["qwen3_5"], HYBRIDS["qwen3_5_moe"] = HYBRIDS["qwen3_5_text"], HYBRIDS["qwen3_5_moe_text"]
 """Families with Gated DeltaNet layers. Those without ``_text`` have a vision tower beside the text model."""
 

@@ -47,7 +47,8 @@ def make_adapter(
     tensors = {}
     for name, weight in base_tensors(base).items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] not in targets or weight.dim() != 2 or module.startswith("mtp."):
+        other = module.startswith("mtp.") or "vision_tower" in module
+        if module.rpartition(".")[2] not in targets or weight.dim() != 2 or other:
             continue
         r = next((value for part, value in (ranks or {}).items() if part in module), rank)
         outputs, inputs = weight.shape
@@ -76,7 +77,7 @@ def rewritten(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
 def merged(base: Path, adapter: Path, directory: Path) -> Path:
     """A copy of the checkpoint, in fp32, with the adapter in its weights: W + scaling · B · A."""
     config, given = json.loads((adapter / CONFIG).read_text()), load_file(adapter / ADAPTER)
-    tensors = {name: t.float() for name, t in base_tensors(base).items()}
+    tensors = {name: t.float() if t.is_floating_point() else t for name, t in base_tensors(base).items()}
     for name, a in given.items():
         if not name.endswith(".lora_A.weight"):
             continue

@@ -1,4 +1,4 @@
-"""The families with Gated DeltaNet layers against transformers in fp32, and every way of feeding them tokens."""
+"""The families with recurrent layers against transformers in fp32, and every way of feeding them tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tests.models.make import make_checkpoint
 LENGTHS = (150, 33, 5)
 """None is a multiple of a page, a tile or a width."""
 
-MORE = ("qwen3_5-vision-tied", "qwen3_5-heads-3x", "qwen3_next-plain-layers")
+MORE = (
+    "qwen3_5-vision-tied", "qwen3_5-heads-3x", "qwen3_next-plain-layers", "granitemoehybrid-dense", "nemotron_h-latent",
+    "nemotron_h-biases",
+)  # fmt: skip
 """Cases that are fed in every way only in the long matrix."""
 
 

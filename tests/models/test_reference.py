@@ -16,12 +16,16 @@ from unisono.kernels.norm.activation import ExpertGate
 from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.kv.specs import Recurrent
 from unisono.kv.store import RecurrentView
-from unisono.layers.expert_stacks import ExpertKind
+from unisono.layers.expert_stacks import RELU2_EXPERTS, ExpertKind
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import BesideSpec, ExpertsSpec
 from unisono.models.blocks.gated_delta import GatedDeltaSpec
 from unisono.models.blocks.latent_attention import LatentSpec
+from unisono.models.blocks.latent_experts import LatentExpertsSpec
 from unisono.models.blocks.layers import POST, SANDWICH, LayerSpec, MLPSpec, NormOrder
+from unisono.models.blocks.mamba2 import Mamba2Spec
+from unisono.models.blocks.one_block import OneBlockSpec
+from unisono.models.blocks.plain_mlp import PlainMLPSpec
 from unisono.models.blocks.short_conv import ShortConvSpec
 from unisono.models.config import DecoderConfig
 
@@ -44,6 +48,8 @@ MIXERS: dict[str, Any] = {
     "attention, values from keys": replace(SPEC, qk_norm=True, v_norm=True, k_is_v=True),
     "attention, norms over all heads": replace(SPEC, joint_qk_norm=True, num_kv_heads=2),
     "gated delta": DELTA,
+    "mamba2": Mamba2Spec(2, 6, 32, 16, step_limits=(0.3, 1.0)),
+    "mamba2, biases of products": Mamba2Spec(1, 2, 16, 16, 2, conv_bias=False, proj_bias=True),
     "short convolution": ShortConvSpec(HIDDEN, 3),
     "latent attention": LATENT,
     "latent attention, plain queries in halves": replace(LATENT, query_rank=0, bias=False, interleaved=False),
@@ -59,6 +65,10 @@ FEED_FORWARDS: dict[str, Any] = {
     "experts, GELU with factors": GELU_EXPERTS,
     "experts, scored in groups": ExpertsSpec(9, 3, 24, shared_intermediate_size=24, scores=GROUPED),
     "experts, corrected softmax": ExpertsSpec(7, 3, 24, normalize=False, scores=RouterScores(False, True, scale=1.5)),
+    "experts, no gate": ExpertsSpec(7, 3, 24, 33, activation="relu2", kind=RELU2_EXPERTS, shared_bias=True),
+    "experts in a latent space": LatentExpertsSpec(
+        ExpertsSpec(7, 3, 24, activation="relu2", kind=RELU2_EXPERTS), PlainMLPSpec(33), 16, bias=True
+    ),
     "mlp beside experts": BesideSpec(MLPSpec(30, activation=GELU), GELU_EXPERTS),
 }
 
@@ -114,6 +124,14 @@ def test_a_feed_forward_is_its_reference(name: str) -> None:
 def test_a_layer_is_its_reference(mixer: str, feed_forward: str) -> None:
     layer, x = filled(LayerSpec(MIXERS[mixer], FEED_FORWARDS[feed_forward]).build(builder())), inputs()
     state = fresh_state(layer)
+    assert_equal(layer(layer.begin(x), context_of(state), state).x, layer.reference(x.double()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parts", [{"mixer": MIXERS["mamba2"]}, {"feed_forward": FEED_FORWARDS["experts, no gate"]}])
+def test_a_layer_of_one_block_is_its_reference(parts: dict[str, Any]) -> None:
+    layer, x = filled(OneBlockSpec.of(**parts).build(builder())), inputs()
+    state = fresh_state(layer) if "mixer" in parts else ()
     assert_equal(layer(layer.begin(x), context_of(state), state).x, layer.reference(x.double()))
 
 

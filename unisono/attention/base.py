@@ -44,8 +44,8 @@ class AttentionInputs:
     kv_len [R]: keys a row may see: its highest position + 1; 0 for a padding row.
     page_table [S, MP]: pages of each slot, in order of position.
     width: tokens per row when all rows have equally many (a round: T = R · width, row-major), else None.
-    query_start [R + 1]: first token of each row when ``width`` is None (an extend pass). Tokens from
-        ``query_start[R]`` on belong to no row and are padding.
+    query_start [R + 1]: first token of each row when ``width`` is None (an extend pass, or a round whose rows differ).
+        Tokens from ``query_start[R]`` on belong to no row and are padding.
     singles: number of leading rows of an extend pass that have one token each and are attended as a round of width 1.
     until [T]: last position that a token sees in layers that attend both ways, at least its own; all tokens up to it
         are in the pass or in the cache. None: its own.

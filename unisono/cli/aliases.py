@@ -51,7 +51,7 @@ class Translation:
     def switch(self, flag: str) -> None:
         """Rewrite an alias without a value."""
         if flag in NOTED_SWITCHES:
-            self.notes.append(f"{flag}: nothing to do; {NOTED_SWITCHES[flag]}.")
+            self.notes.append(f"{flag}: no effect; {NOTED_SWITCHES[flag]}.")
         elif "=" in SWITCHES[flag]:
             self.defaults.append(SWITCHES[flag])
         elif SWITCHES[flag]:
@@ -68,7 +68,7 @@ class Translation:
         elif flag in ACCEPTED:
             check_accepted(flag, value)
         else:
-            self.notes.append(f"{flag} {value}: nothing to do; {NOTED_VALUES[flag]}.")
+            self.notes.append(f"{flag} {value}: no effect; {NOTED_VALUES[flag]}.")
 
     def model(self, flag: str, value: str) -> None:
         self.path = value

@@ -28,13 +28,17 @@ ModelPath = Annotated[
     str,
     typer.Argument(metavar="[PATH]", help="A Hugging Face checkpoint directory, a bundled name, or a Hub id."),
 ]
-MaxTokens = Annotated[int | None, typer.Option(help="Tokens to generate at most; default: what the context leaves.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Maximum number of tokens to generate; default: the rest of the context.")
+]
 Temperature = Annotated[
     float | None, typer.Option(help="Sampling temperature, 0 is greedy; default: the checkpoint's.")
 ]
-TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")]
-MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this cumulative probability.")]
+MinP = Annotated[
+    float | None, typer.Option(help="Drop tokens below this fraction of the most likely token's probability.")
+]
 SampleSeed = Annotated[
     int | None, typer.Option(help="Seed that repeats an answer; default: a new one, which is printed.")
 ]
@@ -81,7 +85,7 @@ def chat(
     min_p: MinP = None,
     seed: SampleSeed = None,
 ) -> None:
-    r"""Chat with a model: one in this process, or with --url a server's.
+    r"""Chat with a model in this process, or with a server's model (--url).
 
     /help lists commands; Ctrl-D ends.
 
@@ -167,7 +171,7 @@ def compare(
     other: Annotated[str | None, typer.Argument(metavar="[B]", help="As A; default: the same as A.")] = None,
     a: Annotated[str, typer.Option("--a", help='Flags of A, a JSON object: {"speculative_method": "none"}.')] = "{}",
     b: Annotated[str, typer.Option("--b", help="Flags of B.")] = "{}",
-    prompt: Annotated[list[str] | None, typer.Option(help="A text to continue; may be given again.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Prompt to continue; may be repeated.")] = None,
     problems: Annotated[int, typer.Option(min=1, max=500, help="Without --prompt: held-out problems to ask.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -175,7 +179,7 @@ def compare(
     trace_all: Annotated[bool, typer.Option("--trace-all", help="Compare ops where tokens are equal, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Find the first token in which two configurations differ, and the layer and op that make it differ.
+    """Find the first token in which two configurations differ, and the layer and op that cause the difference.
 
     Both answer the same prompts. For a difference, both run again without graphs, and the results of all ops of the
     model are compared bit by bit for every position before it. Exit status 1 if a prompt differs.

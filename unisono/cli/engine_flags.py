@@ -20,6 +20,10 @@ def cache_flags(
     snapshot_share: Annotated[
         float, typer.Option(help="Models with recurrent layers: fraction of the KV cache for prefix snapshots.")
     ] = 0.1,
+    snapshot_points: Annotated[
+        int,
+        typer.Option(help="Models with recurrent layers: most snapshots inside a new prompt; each costs a pass."),
+    ] = 2,
     mm_encoder_cache_gb: Annotated[
         float | None, typer.Option(help="Cache of encoded images on the device, GiB; default: 1, on a CPU 0.25.")
     ] = None,
@@ -37,20 +41,22 @@ def scheduling_flags(
         int | None, typer.Option(help="Requests that run at once; default: 256, on a CPU 16.")
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Prompt tokens per pass at most; default: 8192, on a CPU 512.")
+        int | None, typer.Option(help="Maximum number of prompt tokens per pass; default: 8192, on a CPU 512.")
     ] = None,
     max_stall_ms: Annotated[
-        float, typer.Option(help="Longest wait of running requests for prompt passes, milliseconds.")
+        float, typer.Option(help="Longest pause of running requests for prompt passes, milliseconds.")
     ] = 50.0,
     max_forced_tokens: Annotated[
         int | None,
-        typer.Option(help="Most drafts per round that a grammar leaves no choice about; 0: none."),
+        typer.Option(
+            help="Maximum number of forced tokens (the grammar's only continuation) drafted per round; 0: none."
+        ),
     ] = None,
     enable_mixed_chunk: Annotated[
         bool | None,
         typer.Option(
             "--enable-mixed-chunk/--no-enable-mixed-chunk",
-            help="Decode running requests in prompt passes of others, where rounds draft nothing; default: on a GPU.",
+            help="Decode running requests inside prompt passes while rounds do not draft; default: on with a GPU.",
         ),
     ] = None,
     scheduling_policy: Annotated[
@@ -75,10 +81,10 @@ def graph_flags(
         str, typer.Option(help="start: capture graphs before the first request; lazy: each before its first pass.")
     ] = "start",
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compile captured passes with torch.compile first.")
+        bool, typer.Option("--compile", help="Compile passes with torch.compile before capturing them.")
     ] = False,
     graph_memory: Annotated[
-        float | None, typer.Option(help="Memory for graphs, GiB; default: a share of what is free.")
+        float | None, typer.Option(help="Memory for graphs, GiB; default: a fraction of the free memory.")
     ] = None,
 ) -> None:
     """Flags of graphs and kernels: fields of ``unisono.config.EngineConfig``."""
@@ -88,10 +94,12 @@ def feature_flags(
     logprobs_mode: Annotated[
         str,
         typer.Option(
-            help="raw_logprobs: of the model's logits; processed_logprobs: of the distribution that is sampled."
+            help="raw_logprobs: from the model's logits; processed_logprobs: from the distribution that is sampled."
         ),
     ] = "raw_logprobs",
-    max_logprobs: Annotated[int, typer.Option(help="Log-probabilities per token at most; -1: no limit.")] = 20,
+    max_logprobs: Annotated[
+        int, typer.Option(help="Maximum number of log-probabilities per token; -1: no limit.")
+    ] = 20,
     enable_prompt_embeds: Annotated[
         bool, typer.Option("--enable-prompt-embeds", help="Accept prompt_embeds and embedding_overrides.")
     ] = False,
@@ -115,7 +123,9 @@ def memory_flags(
     ] = False,
     tp_reduce: Annotated[
         str,
-        typer.Option(help="gather: the same text as one GPU; ordered: faster, another text for each number of GPUs."),
+        typer.Option(
+            help="gather: the same text as with one GPU; ordered: faster, but the text depends on the number of GPUs."
+        ),
     ] = "gather",
     cpu_offload_gb: Annotated[
         float, typer.Option(help="Host memory for evicted KV pages, GiB; weights stay on the device.")
@@ -123,16 +133,18 @@ def memory_flags(
     cpu_offload_ratio: Annotated[
         float,
         typer.Option(
-            help="Host memory for evicted KV pages, as a multiple of the device's pages; --cpu-offload-gb wins."
+            help="Host memory for evicted KV pages, as a multiple of the device's pages; --cpu-offload-gb overrides it."
         ),
     ] = 0.0,
     kv_offload_dir: Annotated[
         str | None, typer.Option(help="Directory for offloaded KV pages; files outlive the engine.")
     ] = None,
-    kv_offload_dir_gb: Annotated[float, typer.Option(help="Size of --kv-offload-dir at most, GiB.")] = 64.0,
+    kv_offload_dir_gb: Annotated[float, typer.Option(help="Maximum size of --kv-offload-dir, GiB.")] = 64.0,
     role: Annotated[
         str,
-        typer.Option(help="prefill: compute prompts for other engines; decode: have them computed by others; both."),
+        typer.Option(
+            help="prefill: compute prompts for other engines; decode: let prefill engines compute them; both."
+        ),
     ] = "both",
     transfer_listen: Annotated[
         str | None, typer.Option(help="Address that a prefill engine listens on: tcp://HOST:PORT or unix:///PATH.")
@@ -144,7 +156,8 @@ def memory_flags(
         str, typer.Option(help="Transport of KV pages: tcp, nixl, or auto (nixl if both ends have it).")
     ] = "tcp",
     transfer_timeout: Annotated[
-        float, typer.Option(help="Seconds without news of a prefill engine until prompts are computed here.")
+        float,
+        typer.Option(help="Seconds without a message from a prefill engine before this engine computes the prompts."),
     ] = 10.0,
 ) -> None:
     """Flags of several GPUs, host memory, and engines that share the work: fields of ``EngineConfig``."""
@@ -153,7 +166,7 @@ def memory_flags(
 def adapter_flags(
     enable_lora: Annotated[bool, typer.Option("--enable-lora", help="Accept LoRA adapters.")] = False,
     max_loras: Annotated[int, typer.Option(help="Adapters on the device at once.")] = 1,
-    max_lora_rank: Annotated[int, typer.Option(help="Rank of an adapter at most; memory is reserved for it.")] = 16,
+    max_lora_rank: Annotated[int, typer.Option(help="Maximum rank of an adapter; memory is reserved for it.")] = 16,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters in host memory; default: --max-loras.")] = None,
     lora_modules: Annotated[
         list[str] | None, typer.Option(help='Adapters to load: name=path …, or JSON {"name": …, "path": …}.')
@@ -187,9 +200,11 @@ def model_flags(
     ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Revision of a checkpoint on the Hugging Face hub.")] = None,
     hf_overrides: Annotated[
-        str | None, typer.Option(help='Values in place of config.json\'s, JSON: {"rope_theta": 1000000}.')
+        str | None, typer.Option(help='Overrides of config.json, JSON: {"rope_theta": 1000000}.')
     ] = None,
-    config: Annotated[str | None, typer.Option(help="YAML file of flags; the command line wins.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="YAML file of flags; flags on the command line take precedence.")
+    ] = None,
 ) -> None:
     """Flags of the model and its files: fields of ``EngineConfig``, and the sources of their values."""
 

@@ -306,7 +306,7 @@ def serve(
         str | None, typer.Option(help="Chat template: a Jinja file or the template itself; default: the checkpoint's.")
     ] = None,
     drain_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests get to finish after Ctrl-C.")
+        float, typer.Option(min=0, help="Seconds that running requests have to finish after Ctrl-C.")
     ] = 30.0,
     log_level: Annotated[str, typer.Option(help=f"Log level: {', '.join(LOG_LEVELS)}.")] = "info",
 ) -> None:

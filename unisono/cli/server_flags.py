@@ -14,7 +14,7 @@ def http_flags(
         str | None, typer.Option(help="PEM file of the server's certificate; serves HTTPS.")
     ] = None,
     ssl_ca_certs: Annotated[
-        str | None, typer.Option(help="PEM file of authorities that clients' certificates are checked against.")
+        str | None, typer.Option(help="PEM file of the authorities that sign client certificates.")
     ] = None,
     ssl_cert_reqs: Annotated[int, typer.Option(help="Client certificates: 0 none, 1 optional, 2 required.")] = 0,
     allowed_origins: Annotated[str, typer.Option(help="CORS: allowed origins, a JSON list.")] = '["*"]',
@@ -50,7 +50,9 @@ def answer_flags(
     ] = False,
     ignore_hosted_tools: Annotated[
         bool,
-        typer.Option("--ignore-hosted-tools", help="Leave web_search and the like out of requests; warn."),
+        typer.Option(
+            "--ignore-hosted-tools", help="Remove hosted tools (web_search, …) from requests, with a warning."
+        ),
     ] = False,
     allow_unknown_fields: Annotated[
         bool,
@@ -89,8 +91,12 @@ def media_flags(
     media_max_pixels: Annotated[
         int | None, typer.Option(help="Largest decoded image or frame, pixels; default: 67108864.")
     ] = None,
-    media_max_frames: Annotated[int | None, typer.Option(help="Frames per video at most; default: 256.")] = None,
-    media_timeout: Annotated[float | None, typer.Option(help="Seconds to fetch an image at most; default: 10.")] = None,
+    media_max_frames: Annotated[
+        int | None, typer.Option(help="Maximum number of frames per video; default: 256.")
+    ] = None,
+    media_timeout: Annotated[
+        float | None, typer.Option(help="Timeout for fetching an image, seconds; default: 10.")
+    ] = None,
     mm_processor_cache_gb: Annotated[
         float | None, typer.Option(help="Cache of preprocessed images, GiB; default: 1.")
     ] = None,
@@ -129,7 +135,9 @@ def operation_flags(
     restart_engine: Annotated[
         bool, typer.Option("--restart-engine/--no-restart-engine", help="Restart an engine that died.")
     ] = True,
-    max_engine_restarts: Annotated[int, typer.Option(help="Restarts within --engine-restart-window at most.")] = 5,
+    max_engine_restarts: Annotated[
+        int, typer.Option(help="Maximum number of restarts within --engine-restart-window.")
+    ] = 5,
     engine_restart_window: Annotated[float, typer.Option(help="Window for --max-engine-restarts, seconds.")] = 600.0,
     heartbeat_timeout: Annotated[
         float, typer.Option(help="Seconds without a heartbeat until the engine counts as dead; 0: no limit.")

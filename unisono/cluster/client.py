@@ -115,7 +115,7 @@ class EngineClient:
         own = (
             ("engine_up", "gauge", float(self.death is None), "1 while the engine serves, 0 while it is dead."),
             ("engine_restarts", "counter", float(self._restarted), "Starts of the engine process after its death."),
-            ("request_retries", "counter", float(self._retried), "Requests that ran again after such a start."),
+            ("request_retries", "counter", float(self._retried), "Requests that ran again after an engine restart."),
         )
         return [*self._samples, *(ipc.MetricSample(name, kind, {}, value, text) for name, kind, value, text in own)]
 

@@ -47,6 +47,7 @@ class EngineConfig(Concise):
     max_model_len: tokens per request, prompt and output together.
     gpu_memory_utilization: fraction of the GPU's memory that the engine may use, 0 … 1.
     snapshot_share: fraction of the KV cache's bytes for snapshots of recurrent layers, which the prefix cache needs.
+    snapshot_points: snapshots inside a prompt that is computed for the first time, at most; each costs a prompt pass.
     max_num_seqs: requests that run at once. max_num_batched_tokens: prompt tokens per extend pass.
     max_stall_ms: longest time between two rounds of running requests, in milliseconds. Prompt passes in between are as
     large as this allows, by the measured cost of passes.
@@ -76,10 +77,9 @@ class EngineConfig(Concise):
     model's.
     generation_config: source of sampling defaults. auto: the checkpoint's generation_config.json; vllm: vLLM's neutral
     ones; or a directory with that file. EOS ids are always the checkpoint's.
-    tokenizer: directory of the tokenizer; None: the checkpoint's.
-    hf_overrides: values in place of config.json's, by name; nested objects are merged.
-    logprobs_mode: raw: log-probabilities of the model's logits; processed: of the distribution that tokens are sampled
-    from, after penalties, temperature and filters.
+    tokenizer: directory of the tokenizer; None: the checkpoint's. hf_overrides: values in place of config.json's, by
+    name; nested objects are merged. logprobs_mode: raw: log-probabilities of the model's logits; processed: of the
+    distribution that tokens are sampled from, after penalties, temperature and filters.
     max_logprobs: largest ``logprobs`` of a request; -1: no limit. Above 20, whole logit rows are copied to the host.
     scheduling_policy: fcfs: first come, first served. priority: lower priority values first, then fcfs.
     cpu_offload_gb: GiB of host memory for KV pages that the prefix cache evicts from the device; 0: none. Weights stay
@@ -106,6 +106,7 @@ class EngineConfig(Concise):
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
     snapshot_share: float = 0.1
+    snapshot_points: int = 2
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_stall_ms: float = 50.0
@@ -162,9 +163,7 @@ class EngineConfig(Concise):
         _one_of("--tp-reduce", self.tp_reduce, ("gather", "ordered"))
         _one_of("--device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"--gpu-memory-utilization {self.gpu_memory_utilization}: give a share above 0, at most 1."
-            )
+            raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: give a share in (0, 1].")
         if self.mm_encoder_cache_gb is not None and not self.mm_encoder_cache_gb > 0:
             raise ConfigError(f"--mm-encoder-cache-gb {self.mm_encoder_cache_gb}: give GiB above 0.")
         if not 0.0 < self.snapshot_share < 1.0:
@@ -175,6 +174,7 @@ class EngineConfig(Concise):
             ("max_num_batched_tokens", 16),
             ("num_pages", 2),
             ("tensor_parallel_size", 1),
+            ("snapshot_points", 0),
         ):
             value = getattr(self, name)
             if value is not None and value < low:

@@ -59,15 +59,15 @@ SWITCHES = {
 """Settings without a value and their equivalents; an empty one is the default behaviour."""
 
 _GRAMMARS = ("auto", "llguidance", "guidance", "xgrammar")
-_LLGUIDANCE = "the grammar engine is llguidance; the forms of xgrammar are read, too"
+_LLGUIDANCE = "the grammar engine is llguidance, which also reads xgrammar's structural tags"
 _RANKS = "--tensor-parallel-size divides a model among the GPUs of one machine (docs/guide/scale.md)"
 _CONTEXT = f"a context is not divided among GPUs; {_RANKS}"
 _STAGES = f"layers are not divided among GPUs; {_RANKS}"
 _MACHINES = (
     f"{_RANKS}, and --data-parallel-size with --distributed-executor-backend ray puts engines on several machines"
 )
-_EMBEDS = "the checkpoint decides what is served: text, embeddings, or a classifier's scores (docs/guide/embed.md)"
-_ONE_ENGINE = "`unisono serve` runs several engines in one server; other commands, and an LLM, are one engine"
+_EMBEDS = "the task (text, embeddings or classification) follows from the checkpoint (docs/guide/embed.md)"
+_ONE_ENGINE = "only `unisono serve` runs several engines; other commands and LLM run one"
 _EXPERTS = "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size"
 
 ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
@@ -90,10 +90,10 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--pipeline-parallel-size": (("1",), _STAGES),
     "--pp": (("1",), _STAGES),
     "--pp-size": (("1",), _STAGES),
-    "--preemption-mode": (("recompute",), "what is preempted is computed again"),
+    "--preemption-mode": (("recompute",), "preempted requests are recomputed"),
     "--response-role": (("assistant",), "answers have the role assistant"),
     "--runner": (("auto", "generate", "pooling"), _EMBEDS),
-    "--stream-interval": (("1",), "tokens are streamed as they come"),
+    "--stream-interval": (("1",), "every round's tokens are streamed at once"),
     "--structured-outputs-config": (tuple(f'{{"backend": "{name}"}}' for name in _GRAMMARS), _LLGUIDANCE),
     "--task": (("auto", "generate", "embed", "embedding", "classify", "score", "reward"), _EMBEDS),
     "--tokenizer-mode": (("auto", "hf"), "tokenizers are read through transformers"),
@@ -101,8 +101,8 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
 """Settings with a value of which only these values can be honoured, and the reason."""
 
 _ALWAYS_CHUNKED = "prompts are always computed in chunks, as large as --max-stall-ms allows; the text is the same"
-_OWN_GRAPHS = "which graphs are captured follows from --max-num-seqs and --graph-memory; --graphs sets the mode"
-_OWN_COPIES = "pages are gathered on the GPU and copied on a stream of their own"
+_OWN_GRAPHS = "the sizes of graphs follow from --max-num-seqs and --graph-memory; --graphs sets the mode"
+_OWN_COPIES = "pages are gathered on the GPU and copied on a separate stream"
 _ALWAYS_METRICS = "/metrics always has them"
 
 NOTED_VALUES = {
@@ -114,32 +114,32 @@ NOTED_VALUES = {
     "--hicache-mem-layout": _OWN_COPIES,
     "--hicache-write-policy": "a page is written to host memory when the prefix cache evicts it",
     "--log-level-http": "requests that fail are logged, others are not",
-    "--lora-backend": "adapters have one kernel each way, batch-invariant as all others",
+    "--lora-backend": "there is one set of adapter kernels, batch-invariant like all others",
     "--lora-target-modules": "every linear layer has room for adapters",
-    "--mm-attention-backend": "the tower has one attention, batch-invariant as the text model's",
-    "--mm-encoder-attn-backend": "the tower has one attention, batch-invariant as the text model's",
+    "--mm-attention-backend": "the vision tower has one attention backend, batch-invariant like the text model's",
+    "--mm-encoder-attn-backend": "the vision tower has one attention backend, batch-invariant like the text model's",
     "--mm-processor-cache-type": "preprocessed images are cached in the API process, up to --mm-processor-cache-gb",
     "--max-log-len": "prompts are never logged",
     "--max-prefill-tokens": "--max-num-batched-tokens bounds a prompt pass",
     "--max-seq-len-to-capture": _OWN_GRAPHS,
     "--sampling-backend": "there is one sampler, and it is exact",
-    "--schedule-policy": "cached prefixes are used whatever the order; --scheduling-policy sets it",
-    "--schedule-conservativeness": "a request is admitted when pages for its prompt are free, and preempted exactly",
-    "--swap-space": "nothing is swapped: what is preempted is computed again, with the same bytes",
+    "--schedule-policy": "cached prefixes are used in any order of requests; --scheduling-policy sets the order",
+    "--schedule-conservativeness": "a request is admitted if pages for its prompt are free; preemption changes no byte",
+    "--swap-space": "nothing is swapped: preempted requests are recomputed, with the same bytes",
     "--torch-compile-max-bs": _OWN_GRAPHS,
 }
 """Settings with a value that change nothing, and what happens instead; a note reports it."""
 
 NOTED_SWITCHES = {
-    "--async-scheduling": "the host always works while the device does",
+    "--async-scheduling": "host and device always overlap",
     "--calculate-kv-scales": "an fp8 KV cache has a scale for each token and head, made when it is written",
     "--disable-cascade-attn": "there is no cascade attention",
     "--disable-cuda-graph-padding": "graphs are captured for buckets of rows; padding changes no byte",
     "--disable-custom-all-reduce": "ranks gather and never reduce",
-    "--disable-frontend-multiprocessing": "the engine always has a process of its own",
+    "--disable-frontend-multiprocessing": "the engine always runs in a separate process",
     "--disable-log-requests": "requests are not logged unless they fail",
     "--disable-log-stats": _ALWAYS_METRICS,
-    "--disable-overlap-schedule": "the host always works while the device does; the text is the same",
+    "--disable-overlap-schedule": "host and device always overlap; the text is the same",
     "--disable-uvicorn-access-log": "there is no access log",
     "--enable-chunked-prefill": _ALWAYS_CHUNKED,
     "--enable-deterministic-inference": "inference is always deterministic",
@@ -147,47 +147,47 @@ NOTED_SWITCHES = {
     "--enable-log-requests": "requests that fail are logged, and /metrics counts all",
     "--no-enable-log-requests": "requests that fail are logged, and /metrics counts all",
     "--enable-metrics": _ALWAYS_METRICS,
-    "--enable-p2p-check": "ranks reach each other's memory where torch says so, else through NCCL",
+    "--enable-p2p-check": "ranks access each other's memory if torch reports peer access, otherwise they use NCCL",
     "--enable-server-load-tracking": "the load is always tracked",
-    "--is-embedding": "/v1/embeddings is always served, and text too (docs/guide/embed.md)",
-    "--enable-multimodal": "models with a vision tower take images",
+    "--is-embedding": "/v1/embeddings and text routes are always served (docs/guide/embed.md)",
+    "--enable-multimodal": "models with a vision tower always accept images",
     "--skip-mm-profiling": "memory of the tower's passes is measured with the others",
-    "--no-async-scheduling": "the host always works while the device does; the text is the same",
+    "--no-async-scheduling": "host and device always overlap; the text is the same",
     "--no-enable-chunked-prefill": _ALWAYS_CHUNKED,
     "--no-trust-remote-code": "code of a checkpoint is never run",
     "--use-tqdm-on-load": "the stages of a start are shown",
-    "--no-use-tqdm-on-load": "the stages of a start are shown as plain lines where standard error is no terminal",
+    "--no-use-tqdm-on-load": "if standard error is not a terminal, the stages of a start are printed as plain lines",
     "--skip-server-warmup": "graphs are captured before the server is ready",
 }
 """Settings without a value that change nothing, and what happens instead."""
 
-_POOLING = "embeddings are pooled as the checkpoint's 1_Pooling/config.json says (docs/guide/embed.md)"
+_POOLING = "the checkpoint's 1_Pooling/config.json sets the pooling (docs/guide/embed.md)"
 
 REFUSED = {
-    "--completion-template": "there are no completion templates; put the prompt together in the client",
+    "--completion-template": "there are no completion templates; build the prompt in the client",
     "--compilation-config": "graphs are set by --graphs, --graph-memory and --compile",
     "--cpu-offload": "weights are not offloaded; --quantization fp8 makes them smaller",
     "--disable-sliding-window": "windows are the model's; --max-model-len bounds the context",
     "--disaggregation-bootstrap-port": "a prefill engine listens at --transfer-listen",
     "--disaggregation-ib-device": "with --transfer-backend nixl UCX picks devices; UCX_NET_DEVICES names them",
     "--dist-init-addr": _MACHINES,
-    "--enable-force-include-usage": "clients ask for it: stream_options.include_usage",
+    "--enable-force-include-usage": "clients request usage with stream_options.include_usage",
     "--enable-mm-embeds": "image embeddings are not supported; send images",
-    "--interleave-mm-strings": "images are placed where their content parts are",
-    "--enable-sleep-mode": "nothing frees the GPU for a while; stop the server instead",
+    "--interleave-mm-strings": "images are always placed at their content parts",
+    "--enable-sleep-mode": "the server cannot release the GPU temporarily; stop the server instead",
     "--headless": _MACHINES,
     "--hicache-storage-backend": "--kv-offload-dir DIR keeps pages in files",
-    "--hf-token": "the token is read from the environment (HF_TOKEN), not from a flag that others see",
-    "--kv-cache-memory-bytes": "the KV cache takes what --gpu-memory-utilization leaves; --num-pages bounds it",
+    "--hf-token": "the token is read from the environment (HF_TOKEN), because other users can see flags",
+    "--kv-cache-memory-bytes": "the KV cache gets what --gpu-memory-utilization leaves; --num-pages bounds it",
     "--log-config-file": "logging is set by --log-level",
     "--logits-processors": "write a feature (docs/extend/feature.md)",
-    "--max-total-tokens": "the KV cache takes what --gpu-memory-utilization leaves; --num-pages bounds it",
+    "--max-total-tokens": "the KV cache gets what --gpu-memory-utilization leaves; --num-pages bounds it",
     "--middleware": "no code is loaded into the server; put a proxy in front of it",
     "--override-pooler-config": _POOLING,
     "--pooler-config": _POOLING,
-    "--skip-tokenizer-init": "prompts may be token ids with a tokenizer, too; leave it out",
+    "--skip-tokenizer-init": "prompts may be token ids even with a tokenizer; leave the flag out",
     "--trust-remote-code": (
-        "code of a checkpoint is never run. An architecture of docs/reference/models.md needs none; for another one "
+        "code of a checkpoint is never run. The architectures of docs/reference/models.md need none; for others, "
         "write a family (docs/extend/model.md)"
     ),
     "--uds": "the server listens on --host and --port",
@@ -207,7 +207,7 @@ ALGORITHMS = {
 MAMBA_STRATEGIES = ("auto", "no_buffer", "extra_buffer", "extra_buffer_lazy")
 
 MAMBA_NOTE = (
-    "nothing to choose here. A recurrent layer keeps one state per request and a ring of the newest inputs, so "
+    "no effect. A recurrent layer keeps one state per request and a ring of the newest inputs, so "
     "speculation needs no extra states; prefixes keep snapshots at aligned positions."
 )
 
@@ -235,12 +235,12 @@ def algorithm(flag: str, value: Any) -> str:
 def markdown() -> str:
     """The table of ``docs/reference/flags.md``."""
     rows = ["| Name | Here |", "|---|---|"]
-    same = {**SHORT, **RENAMED, **{flag: ours or "nothing: it is so anyway" for flag, ours in SWITCHES.items()}}
+    same = {**SHORT, **RENAMED, **{flag: ours or "no effect: this is the default" for flag, ours in SWITCHES.items()}}
     rows += [f"| `{flag}` | {f'`{ours}`' if ours.startswith('-') else ours} |" for flag, ours in sorted(same.items())]
     for flag, (values, reason) in sorted(ACCEPTED.items()):
         shown = ", ".join(f"`{value}`" if value else "empty" for value in values)
         rows.append(f"| `{flag}` | only {shown}: {reason} |")
     for flag, reason in sorted({**NOTED_VALUES, **NOTED_SWITCHES}.items()):
-        rows.append(f"| `{flag}` | nothing, with a note: {reason} |")
+        rows.append(f"| `{flag}` | no effect, with a note: {reason} |")
     rows += [f"| `{flag}` | refused: {reason} |" for flag, reason in sorted(REFUSED.items())]
     return "\n".join(rows)

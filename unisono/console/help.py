@@ -53,7 +53,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "KV cache: size, dtype, prefix cache, pages in host memory and files",
         (
             "gpu_memory_utilization", "kv_cache_dtype", "num_pages", "enable_prefix_caching", "snapshot_share",
-            "cpu_offload_gb", "cpu_offload_ratio", "kv_offload_dir", "kv_offload_dir_gb",
+            "snapshot_points", "cpu_offload_gb", "cpu_offload_ratio", "kv_offload_dir", "kv_offload_dir_gb",
         ),
     ),
     "scheduling": (
@@ -83,7 +83,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "disaggregation": (
-        "Prompts and rounds on engines of their own",
+        "Separate engines for prefill and decode",
         ("role", "transfer_listen", "prefill_urls", "transfer_backend", "transfer_timeout"),
     ),
     "adapters": (

@@ -135,7 +135,7 @@ def _model_of(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
     method = spec.options.get("draft_method")
     if method is None:
         directory = None if spec.model is None else catalog.find_directory(spec.model)
-        method = "mtp" if directory is None else draft_method(read_object(directory / CONFIG) or {})
+        method = "mtp" if directory is None else draft_method(read_object(directory / CONFIG))
     if method is None or method in ("combined", "none", "ngram", "suffix"):
         raise ConfigError(
             f'"draft_method": {method!r} of the method combined: name the method of the draft model, such as eagle3, '

@@ -33,11 +33,13 @@ def carried_speculation(directory: Path, target: DecoderConfig) -> tuple[Specula
         return _beside(directory, target)
     models, numbers = next(iter(found.items()))
     modules = f"{len(numbers)} MTP module{'s' if len(numbers) > 1 else ''}, named as by {models}"
+    other = assistant_beside(directory)
+    passed_over = "" if other is None else f"; they come before the assistant {other}, which {ASSISTANT_METHOD} reads"
     try:
         MTPCheckpoint.open(directory, target)
     except CheckpointError as error:
         return None, f"the checkpoint carries {modules}, which cannot be used: {error}"
-    return SpeculativeConfig(METHOD), f"the checkpoint carries {modules}; {OFF}"
+    return SpeculativeConfig(METHOD), f"the checkpoint carries {modules}{passed_over}; {OFF}"
 
 
 def _beside(directory: Path, target: DecoderConfig) -> tuple[SpeculativeConfig | None, str] | None:

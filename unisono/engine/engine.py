@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,15 +33,16 @@ from unisono.engine.scheduling.prompt_budget import PromptBudget
 from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import Extend, Pass, Round, Sequence, States
 from unisono.engine.startup.self_test import run_self_test
-from unisono.engine.weight_changes import change_weights
+from unisono.engine.weight_changes import change_weights, weight_commands
 from unisono.engine.worker.batch import BatchBuilder, Launched
 from unisono.engine.worker.device_state import DeviceState, StateSizes
 from unisono.engine.worker.runner import Runner
 from unisono.engine.worker.slots import SlotPool
+from unisono.kv.branch_points import BranchPoints
 from unisono.kv.offload.offloader import PAUSE_SECONDS, Offload
 from unisono.kv.pages import PagePool
 from unisono.kv.specs import ALL
-from unisono.models.load.checkpoint import Checkpoint, generation_defaults
+from unisono.models.load.checkpoint import Checkpoint, sampling_defaults
 from unisono.passes.features.base import Committed, Metric
 from unisono.types import (
     BadRequest,
@@ -78,7 +78,7 @@ class Engine:
         resolved = with_default_drafts(resolve(config, Hardware.detect(config.device), checkpoint), checkpoint)
         self.checkpoint = checkpoint
         self._offload: Offload | None = None
-        self.roles, self.weight_version, self.weight_updates = Roles(), "0", 0
+        self.roles, self.weight_version, self.weight_updates, self.paused = Roles(), "0", 0, False
         self.admitted: Callable[[list[str]], None] = lambda request_ids: None
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
@@ -111,7 +111,8 @@ class Engine:
         slots = SlotPool(self.config.max_num_seqs, vocab_size, runner.send, schema)
         self.draft_controller = DraftController(runner, slots.progress)
         sizes = StateSizes(runner.widths.reading, self.config.max_num_batched_tokens, self.config.max_model_len)
-        device = DeviceState(self.pool, sizes, runner.send)
+        points = BranchPoints(self.config.requested.snapshot_points, frozenset(self.checkpoint.eos_token_ids))
+        device = DeviceState(self.pool, sizes, runner.send, points)
         self.scheduler = Scheduler(
             self.pool,
             slots,
@@ -235,12 +236,17 @@ class Engine:
     @torch.inference_mode()
     def update_weights(self, directory: str = "", draft_directory: str = "", version: str | None = None) -> Any:
         """Replace the weights between two passes; see :func:`unisono.engine.weight_changes.change_weights`."""
-        self._late += self._read_in_flight()
         return change_weights(self, directory, draft_directory, version)
 
+    def finish_pass(self) -> None:
+        """Read the pass in flight; the next step returns its tokens."""
+        self._late += self._read_in_flight()
+
     def command(self, command: str, arguments: Mapping[str, Any]) -> Any:
-        """Run a feature's command (``Feature.commands``) between two steps. Raises ConfigError for an unknown one."""
+        """Run a feature's command (``Feature.commands``), or one of ``weight_commands``, between two steps. Raises
+        ConfigError for an unknown one."""
         calls = {name: call for feature in self.runner.request_features for name, call in feature.commands().items()}
+        calls |= weight_commands(self)
         if command not in calls:
             raise ConfigError(f"no feature has a command {command!r}.")
         return calls[command](**arguments)
@@ -279,10 +285,10 @@ class Engine:
         return deltas if self.roles.service is None else self.roles.service.finished(deltas)
 
     def _pause(self) -> None:
-        """Idle: sleep briefly if a transfer or a remote prompt is pending."""
+        """Idle: sleep briefly if a transfer or a remote prompt is pending, or while passes are held."""
         if self._offload is not None:
             self._offload.pause()
-        if self.arrivals:
+        if self.arrivals or self.paused:
             time.sleep(PAUSE_SECONDS)
 
     def _let_in(self) -> None:
@@ -296,7 +302,7 @@ class Engine:
 
     def _next_pass(self) -> Pass | None:
         """Return the next pass to launch, or None."""
-        work = self.scheduler.schedule()
+        work = None if self.paused else self.scheduler.schedule()
         if self.scheduler.started:
             self.admitted(self.scheduler.started)
             self.scheduler.started = []
@@ -376,7 +382,8 @@ class Engine:
         self.counters.generation_tokens += int(counts.sum())
         if drafts:
             drafting = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
-            self.counters.count_round(drafts, drafted[drafting], counts[drafting] - 1)
+            found = outputs["found"][committed][drafting] if "found" in outputs else None
+            self.counters.count_round(drafts, drafted[drafting], counts[drafting] - 1, found)
             if isinstance(work, Round) and work.forced is not None:
                 self.counters.count_forced((work.forced[committed] >= 0).sum(1), counts - 1)
         sequences = rows.sequences if every else [rows.sequences[row] for row in committed.tolist()]
@@ -434,13 +441,7 @@ class Engine:
 
     @cached_property
     def _generation_defaults(self) -> dict[str, float]:
-        g, source = self.checkpoint.generation, self.config.requested.generation_config
-        if source == "vllm":
-            return {}
-        if source != "auto":
-            g = generation_defaults(Path(source) / "generation_config.json")
-        defaults = {"temperature": g.temperature, "top_p": g.top_p, "top_k": g.top_k, "min_p": g.min_p}
-        return {name: value for name, value in defaults.items() if value is not None}
+        return sampling_defaults(self.checkpoint.generation, self.config.requested.generation_config)
 
     def default_params(self) -> SamplingParams:
         """Return the default sampling parameters."""

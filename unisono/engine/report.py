@@ -53,9 +53,11 @@ class Counters:
         accepted, rounds, drafts = ([0] * num_drafts for _ in range(3))
         return cls(accepted_per_position=accepted, rounds_per_position=rounds, drafts_per_position=drafts)
 
-    def count_round(self, drafts: int, drafted: np.ndarray, accepted: np.ndarray) -> None:
+    def count_round(
+        self, drafts: int, drafted: np.ndarray, accepted: np.ndarray, found: np.ndarray | None = None
+    ) -> None:
         """Count a round of up to ``drafts`` drafts. drafted, accepted [requests]: drafts of each request, and accepted
-        ones.
+        ones. found [requests]: drafts of each before a common budget left some out; None: it had no such budget.
         """
         requests, drafting = len(drafted), int(np.count_nonzero(drafted))
         self.draft_rounds += requests
@@ -63,9 +65,15 @@ class Counters:
         self.drafted_tokens += int(drafted.sum())
         self.accepted_tokens += int(accepted.sum())
         longer = np.bincount(accepted, minlength=drafts + 1)[::-1].cumsum()[::-1]  # requests that accepted i or more
+        rooms, drafting_rooms = [requests] * drafts, [drafting] * drafts
+        if found is not None:
+            room = np.where(drafted < found, drafted, drafts)
+            rooms, drafting_rooms = (
+                (some[:, None] > np.arange(drafts)).sum(0).tolist() for some in (room, room[drafted > 0])
+            )
         for place in range(drafts):
-            self.rounds_per_position[place] += requests
-            self.drafts_per_position[place] += drafting
+            self.rounds_per_position[place] += rooms[place]
+            self.drafts_per_position[place] += drafting_rooms[place]
             self.accepted_per_position[place] += int(longer[place + 1])
 
     def count_forced(self, forced: np.ndarray, accepted: np.ndarray) -> None:

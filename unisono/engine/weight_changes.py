@@ -4,27 +4,41 @@ forgotten.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from unisono.config import ResolvedConfig
+from unisono.distributed.weight_group import TIMEOUT
 from unisono.drafters.base import UpdatableDrafter
 from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.worker.runner import Runner
-from unisono.engine.worker.weight_updates import EndUpdate, UpdateWeights
+from unisono.engine.worker.weight_updates import (
+    EndUpdate,
+    JoinWeightGroup,
+    LeaveWeightGroup,
+    ReceiveWeights,
+    UpdateTensors,
+    UpdateWeights,
+)
 from unisono.types import CheckpointError, ConfigError
 
 
 class ChangedEngine(Protocol):
-    """The parts of an engine that a change of weights reaches. weight_updates: number of changes so far."""
+    """The parts of an engine that a change of weights reaches. weight_updates: number of changes so far.
+    paused: True while no pass may be launched."""
 
     runner: Runner
     scheduler: Scheduler
     weight_updates: int
     weight_version: str
+    paused: bool
 
     @property
     def config(self) -> ResolvedConfig: ...
     def reset_prefix_cache(self) -> int: ...
+    def finish_pass(self) -> None: ...
 
 
 def change_weights(engine: ChangedEngine, directory: str, draft_directory: str, version: str | None) -> dict[str, Any]:
@@ -37,19 +51,74 @@ def change_weights(engine: ChangedEngine, directory: str, draft_directory: str, 
     rest of their texts, from all of their tokens. Returns JSON-ready data. Raises CheckpointError and ConfigError with
     the old weights in place.
     """
-    requested, spec = engine.config.requested, engine.config.speculative
-    if requested.exchanges_pages or requested.kv_offload_dir is not None:
-        raise ConfigError(
-            "weights cannot be updated while pages are in files or shared with other engines: restart without "
-            "--kv-offload-dir, and without prefill and decode apart."
-        )
+    spec = engine.config.speculative
     if not directory and not draft_directory:
         raise ConfigError("name a directory of weights.")
     in_target = spec is not None and spec.model is None and isinstance(engine.runner.worker.drafter, UpdatableDrafter)
     if directory and not draft_directory and in_target:
         draft_directory = directory
+    return _changed(engine, UpdateWeights(directory, draft_directory), version)
+
+
+def weight_commands(engine: ChangedEngine) -> Mapping[str, Callable[..., Any]]:
+    """Commands that write some of the weights by name, and that hold or resume passes; names are SGLang's."""
+
+    def from_tensor(files: Sequence[str], version: str | None = None) -> dict[str, Any]:
+        return _changed(engine, UpdateTensors(tuple(files)), version)
+
+    def from_distributed(
+        names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str,
+        version: str | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        if not len(names) == len(dtypes) == len(shapes):
+            raise ConfigError(f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes: give one of each.")
+        sizes = tuple(tuple(shape) for shape in shapes)
+        return _changed(engine, ReceiveWeights(group_name, tuple(names), tuple(dtypes), sizes), version)
+
+    def join(
+        master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str,
+        timeout: float | None = None,
+    ) -> None:  # fmt: skip
+        where = (
+            group_name,
+            master_address,
+            master_port,
+            rank_offset,
+            world_size,
+            backend,
+            TIMEOUT if timeout is None else timeout,
+        )
+        engine.runner.send(JoinWeightGroup(*where))
+
+    def leave(group_name: str) -> None:
+        engine.runner.send(LeaveWeightGroup(group_name))
+
+    def pause(paused: bool) -> None:
+        engine.finish_pass()
+        engine.paused = paused
+
+    return {
+        "update_weights_from_tensor": torch.inference_mode()(from_tensor),
+        "update_weights_from_distributed": torch.inference_mode()(from_distributed),
+        "init_weights_update_group": join,
+        "destroy_weights_update_group": leave,
+        "pause": torch.inference_mode()(pause),
+    }
+
+
+def _changed(
+    engine: ChangedEngine, command: UpdateWeights | UpdateTensors | ReceiveWeights, version: str | None
+) -> dict[str, Any]:
+    """Have all ranks write weights, and forget what the old ones computed."""
+    requested = engine.config.requested
+    if requested.exchanges_pages or requested.kv_offload_dir is not None:
+        raise ConfigError(
+            "weights cannot be updated while pages are in files or shared with other engines: restart without "
+            "--kv-offload-dir, and without prefill and decode apart."
+        )
+    engine.finish_pass()
     try:
-        engine.runner.send(UpdateWeights(directory, draft_directory))
+        engine.runner.send(command)
     except (CheckpointError, ConfigError):
         engine.runner.send(EndUpdate(False))
         raise

@@ -26,11 +26,12 @@ from unisono.entrypoints.llm_calls import (
 )
 from unisono.entrypoints.pooled_calls import PooledCalls
 from unisono.entrypoints.progress_bar import Bar, prompts_bar, start_bars
+from unisono.entrypoints.weight_calls import WeightCalls
 from unisono.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, check_beams
 from unisono.frontend.collector import Collector
 from unisono.frontend.input_processor import InputProcessor, ModelFacts, PromptType
 from unisono.frontend.pooling import pooling_of
-from unisono.frontend.scores import NO_UPDATE, head_of
+from unisono.frontend.scores import head_of
 from unisono.media.inputs import offline_mapping
 from unisono.media.loader import MediaLoader
 from unisono.media.parts import read_messages, with_request
@@ -68,7 +69,7 @@ class Metric:
     help: str
 
 
-class LLM(PooledCalls):
+class LLM(PooledCalls, WeightCalls):
     """A model in this process. Keyword arguments are :class:`unisono.config.EngineConfig`'s fields and vLLM's names.
 
     ``chat_template`` stands in for the checkpoint's, ``revision`` picks one of a checkpoint on the Hugging Face hub.
@@ -299,14 +300,6 @@ class LLM(PooledCalls):
         """Forget every cached prefix that no running request uses."""
         self.loop.call(lambda engine: engine.reset_prefix_cache())
         return True
-
-    def update_weights(
-        self, directory: str = "", draft_directory: str = "", version: str | None = None
-    ) -> dict[str, Any]:
-        """Replace the weights between two passes; see :meth:`unisono.engine.engine.Engine.update_weights`."""
-        if (self._classifier is not None or self._pooling.layers) and directory:
-            raise BadRequest(NO_UPDATE)
-        return self.loop.call(lambda engine: engine.update_weights(directory, draft_directory, version))
 
     def shutdown(self) -> None:
         """Free the device's memory. Running and later calls in all threads raise EngineDead."""

@@ -26,6 +26,16 @@ HOPPER = SHARED[9, 0]
 LEAST = min(SHARED.values())
 
 
+def card_kernels(capability: tuple[int, int]) -> tuple[str, str]:
+    """Return (kernels that serve a GPU of this compute capability, reason)."""
+    shared = f"a block has {SHARED.get(capability, LEAST) // KIB} KiB of shared memory"
+    if capability == (9, 0):
+        return "Gluon (wgmma, TMA) and Triton", f"Gluon where the start finds Triton's bits; {shared}"
+    if capability >= (9, 0):
+        return "Triton", f"Gluon kernels are for 9.0 alone; launches overlap; {shared}"
+    return "Triton", f"Gluon kernels are for 9.0 alone; launches overlap from 9.0 on; {shared}"
+
+
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block can have; HOPPER for a CPU, LEAST for a GPU that is not in SHARED."""

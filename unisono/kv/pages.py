@@ -57,6 +57,7 @@ class Reservation:
     windows: the request's pages by window group.
     branch: tokens after which the prompt leaves the tree. It exceeds ``cached_tokens`` if the tree lacks a snapshot
         there, which later prompts will need; otherwise 0.
+    guesses: ends of whole pages where other prompts may branch, ascending; see ``unisono/kv/branch_points.py``.
     plan: the transfer from host memory that is possible, until :meth:`fetch` starts it.
     ticket: the last transfer to wait for.
     """
@@ -67,6 +68,7 @@ class Reservation:
     entries: list[_Entry] = field(default_factory=list)
     windows: dict[int, WindowPages] = field(default_factory=dict)
     branch: int = 0
+    guesses: tuple[int, ...] = ()
     plan: FetchPlan | None = None
     ticket: int = 0
     _inserted: int = 0  # leading pages offered to the tree
@@ -112,6 +114,11 @@ class Reservation:
             if self.pool.snapshots is not None:
                 self.snapshot = last.snapshot
                 self.pool.snapshots.touch(last)
+
+    def cut(self, start: int, end: int) -> int:
+        """End of a prompt chunk from ``start``: ``end``, or an earlier position that needs a snapshot, since snapshots
+        are taken where chunks end."""
+        return min((at for at in (self.branch, *self.guesses) if start < at < end), default=end)
 
     @property
     def committed_tokens(self) -> int:

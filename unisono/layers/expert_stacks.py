@@ -28,15 +28,18 @@ class ExpertKind:
     bias: each product adds a bias.
     interleaved: fused checkpoint tensors alternate the rows of gate and up; otherwise gate's come first.
     transposed: fused plain weights are [E, inputs, outputs].
+    gated: False: an expert is ``down(relu(up(x))²)``, and its first stack has ``up`` alone.
     """
 
     gate: ExpertGate = SILU
     bias: bool = False
     interleaved: bool = False
     transposed: bool = False
+    gated: bool = True
 
 
 SILU_EXPERTS = ExpertKind()
+RELU2_EXPERTS = ExpertKind(gated=False)
 
 
 class ExpertStack(nn.Module):
@@ -67,7 +70,7 @@ class ExpertStack(nn.Module):
         super().__init__()
         self.inputs, self.dtype, self.format, self.share, self.rows = inputs, dtype, format, share, rows
         self.experts, self.rides, self.projections = experts, rides, dict(projections)
-        self.kind, self.gate = kind, kind.gate
+        self.kind, self.gate, self.gated = kind, kind.gate, kind.gated
         self.held = {name: rows.size(outputs) for name, outputs in projections.items()}
         self.outputs = sum(self.held.values())
         self.register_parameter("bias", None)

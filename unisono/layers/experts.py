@@ -10,7 +10,7 @@ Shapes: M tokens, H features, E experts, I features of an expert, P = M * top_k 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -23,8 +23,22 @@ from unisono.kernels.moe.scored_router import RouterScores, route_scored
 from unisono.layers.activations import Activations, in_format, plain
 from unisono.layers.expert_stacks import ExpertStack
 from unisono.layers.formats.base import WHOLE, WeightTarget
+from unisono.layers.linear import Linear
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import Factor, RMSNorm
+
+
+class SharedMLP(Protocol):
+    """A shared expert that has weights of its own: a feed-forward (``models/blocks/layers.py``)."""
+
+    down: Linear
+
+    @property
+    def consumers(self) -> tuple[object, ...]: ...
+
+    def __call__(self, x: Activations) -> Any: ...
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class Mixed(NamedTuple):
@@ -64,7 +78,7 @@ class Experts(nn.Module):
         down: ExpertStack,
         top_k: int,
         normalize: bool,
-        shared: GatedMLP | None = None,
+        shared: SharedMLP | None = None,
         gated: bool = False,
         ranks: Ranks = ALONE,
         router_bias: bool = False,
@@ -174,7 +188,10 @@ class Experts(nn.Module):
         """One expert's MLP for :meth:`reference`, x [n, H] -> [n, H]."""
         gate_up, down = self.stacks
         biases = [None if stack.bias is None else stack.bias[number].to(x.dtype) for stack in self.stacks]
-        gate, up = nn.functional.linear(x, gate_up.weight[number].to(x.dtype), biases[0]).chunk(2, dim=-1)
+        first = nn.functional.linear(x, gate_up.weight[number].to(x.dtype), biases[0])
+        if not gate_up.gated:
+            return nn.functional.linear(first.relu().square(), down.weight[number].to(x.dtype), biases[1])
+        gate, up = first.chunk(2, dim=-1)
         alpha, limit, gelu = gate_up.gate
         if limit:  # gpt-oss's clamped SwiGLU
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
@@ -247,8 +264,9 @@ class Experts(nn.Module):
                 for projection, kind, place in stack.riding():
                     yield ".".join(filter(None, ("shared", name, projection, kind))), place
         if self.shared is not None:
-            for name, linear in (("gate_up", self.shared.gate_up), ("down", self.shared.down)):
-                for inside, place in linear.places():
+            first = "gate_up" if isinstance(self.shared, GatedMLP) else "up"
+            for name in (first, "down"):
+                for inside, place in getattr(self.shared, name).places():
                     yield f"shared.{name}.{inside}", place
 
 

@@ -105,8 +105,8 @@ def shared_round_program(context: PassContext, drafts: int) -> Program:
         grow(context, b, b.slots)
         rows, most = b.shape.rows, b.shape.width - 1
         chain = torch.full((rows, most), -1, dtype=torch.int32, device=b.device)
-        rates = _draft_rated(context, b.slots, chain, b.rates)
-        verify_shared(context, b, chain, rates, rows * (1 + drafts))
+        chances = _draft_rated(context, b.slots, chain, b.rates)
+        verify_shared(context, b, chain, chances, rows * (1 + drafts))
 
     return context.program(shared_round(drafts), schema, run)
 

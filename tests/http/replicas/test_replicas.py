@@ -206,7 +206,7 @@ def test_an_llm_is_one_engine() -> None:
 
     assert engine_arguments({"data_parallel_size": 1, "dp_size": 1}) == {}
     for name in ("data_parallel_size", "dp_size"):
-        with pytest.raises(ConfigError, match="`unisono serve` runs several engines in one server"):
+        with pytest.raises(ConfigError, match="only `unisono serve` runs several engines"):
             engine_arguments({name: 2})
 
 

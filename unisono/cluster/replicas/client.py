@@ -28,7 +28,9 @@ PAGES = 1 << 16
 """Default number of pages of a replica that does not report it."""
 SUMMED = frozenset({"reset_prefix_cache", "free_memory"})
 """Commands whose results are added up over the replicas."""
-FORGETTING = frozenset({"reset_prefix_cache", "update_weights"})
+FORGETTING = frozenset(
+    {"reset_prefix_cache", "update_weights", "update_weights_from_tensor", "update_weights_from_distributed"}
+)
 """Commands that empty a replica's cache."""
 
 
@@ -119,13 +121,13 @@ class ReplicaClient:
         return found
 
     def _routing(self, replica: int) -> list[ipc.MetricSample]:
-        router, text = self.router, "Requests that the router gave to an engine, by what decided it."
+        router, text = self.router, "Requests routed to an engine, by deciding rule."
         routed = [
             ipc.MetricSample("routed_requests", "counter", {"reason": reason}, float(count), text)
             for (one, reason), count in sorted(router.routed.items())
             if one == replica
         ]
-        work = "What an engine's open requests still cost, in prompt tokens."
+        work = "Estimated remaining cost of an engine's open requests, in prompt tokens."
         matched = "Prompt tokens that the router expected an engine to have cached."
         return [
             *routed,

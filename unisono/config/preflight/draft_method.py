@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 """Beginnings of the architectures of drafters that read their target's keys."""
@@ -13,8 +12,10 @@ _BY_NAME = {"DFlash": "dflash", "DSpark": "dspark", "Eagle3": "eagle3"}
 """Part of an architecture's name -> method."""
 
 
-def draft_method(raw: Mapping[str, Any]) -> str | None:
-    """The method that loads a head with this config.json; None if it does not determine one."""
+def draft_method(raw: object) -> str | None:
+    """The method that loads a head with this config.json; None if it does not determine one, or is no JSON object."""
+    if not isinstance(raw, Mapping):
+        return None
     names = raw.get("architectures")
     first = str(names[0]) if isinstance(names, list) and names else ""
     if first.startswith(ASSISTANTS):

@@ -70,6 +70,7 @@ _DEEPSEEK = dict.fromkeys(
      "num_experts_per_tok", "num_local_experts", "scoring_func", "topk_method"), ANY
 )  # fmt: skip
 _SHORT_CONV = dict.fromkeys(("layer_types", "conv_L_cache", "norm_eps"), ANY)
+_MAMBA2 = dict.fromkeys(("layer_types", "layers_block_type", "mamba_d_state", "mamba_expand"), ANY)
 _LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "rope_interleave"), ANY)
 _LLAMA4 = {
     **_BIASES, **_EXPERTS,
@@ -234,6 +235,20 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "Glm4MoeLiteForCausalLM": Facts(
         ("glm4_moe_lite",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "mlp_layer_types": ANY}, experts=True
     ),
+    "BambaForCausalLM": Facts(
+        ("bamba",), takes={**_BIASES, **_MAMBA2, "attn_layer_indices": ANY, "mlp_bias": ANY}, partial_rotary=True
+    ),
+    "GraniteMoeHybridForCausalLM": Facts(
+        ("granitemoehybrid",),
+        takes={
+            **_BIASES, **_EXPERTS, **_MAMBA2, "position_embedding_type": (None, "nope", "rope"),
+            **dict.fromkeys(
+                ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier",
+                 "shared_intermediate_size"), ANY
+            ),
+        },
+        experts=True,
+    ),
     "Lfm2ForCausalLM": Facts(("lfm2",), takes=_SHORT_CONV),
     "Lfm2MoeForCausalLM": Facts(
         ("lfm2_moe",),
@@ -246,6 +261,17 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "MiniMaxM2ForCausalLM": Facts(
         ("minimax_m2",), takes={**_EXPERTS, "rotary_dim": ANY, "scoring_func": ANY, "use_qk_norm": ANY},
         experts=True, partial_rotary=True,
+    ),
+    "NemotronHForCausalLM": Facts(
+        ("nemotron_h",),
+        takes={
+            **_MAMBA2, **_EXPERTS, "mlp_hidden_act": ("relu2",),
+            **dict.fromkeys(
+                ("layer_norm_epsilon", "mlp_bias", "n_group", "n_shared_experts", "norm_topk_prob",
+                 "routed_scaling_factor", "ssm_state_size", "topk_group", "use_bias", "use_conv_bias"), ANY
+            ),
+        },
+        experts=True,
     ),
     "Qwen2MoeForCausalLM": Facts(
         ("qwen2_moe",),

@@ -254,7 +254,7 @@ def _check_windows(facts: Facts, config: Mapping[str, Any], architecture: str, w
         if not isinstance(value, (int, float)) or value <= 0 or config.get("use_sliding_window") is False:
             continue
         beyond = isinstance(longest, (int, float)) and value >= longest
-        if (name == "sliding_window" and facts.windows != "none") or name in facts.takes:
+        if name == "sliding_window" and facts.windows != "none":
             window = True
         elif not beyond and not _only_full(types) and name not in facts.takes:
             raise CheckpointError(_refusal(where, name, value, architecture))

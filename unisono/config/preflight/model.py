@@ -136,7 +136,7 @@ def with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     model = settings.get("model")
     if settings.get("method") is not None or not isinstance(model, str):
         return settings
-    method = draft_method(read_object(catalog.resolve_name(model) / CONFIG) or {})
+    method = draft_method(read_object(catalog.resolve_name(model) / CONFIG))
     return settings if method is None else {**settings, "method": method}
 
 

@@ -46,6 +46,11 @@ def check_recurrent_heads(values: int, keys: int, count: int) -> None:
     check_heads("a recurrent layer", (values, "value heads"), (keys, "key heads"), count)
 
 
+def check_mamba_heads(heads: int, groups: int, count: int) -> None:
+    """Check the heads of a Mamba2 layer; see :func:`check_heads`."""
+    check_heads("a Mamba2 layer", (heads, "heads"), (groups, "groups"), count)
+
+
 def check_config_heads(config: Mapping[str, Any], count: int) -> None:
     """Raise ConfigError if the heads in a text model's config.json cannot be divided among ranks.
 
@@ -58,8 +63,13 @@ def check_config_heads(config: Mapping[str, Any], count: int) -> None:
         check_attention_heads(heads, kv_heads or heads, count)
     values, keys = _size(config, "linear_num_value_heads"), _size(config, "linear_num_key_heads")
     types = config.get("layer_types")
-    if values and keys and (not isinstance(types, list) or "linear_attention" in types):
+    recurs = not isinstance(types, list) or "linear_attention" in types or "mamba" in types
+    if values and keys and recurs:
         check_recurrent_heads(values, keys, count)
+    heads = _size(config, "mamba_n_heads") or _size(config, "mamba_num_heads")
+    groups = _size(config, "mamba_n_groups") or _size(config, "n_groups")
+    if heads and groups and recurs:
+        check_mamba_heads(heads, groups, count)
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:

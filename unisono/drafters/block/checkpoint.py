@@ -227,7 +227,7 @@ def open_block(
 
 
 def _confidence(fields: HeadFields, tensors: Mapping[str, Any] | None) -> ConfidenceInputs | None:
-    """What the confidence head of a DSpark checkpoint reads; None if it has none. tensors: those of the checkpoint."""
+    """Inputs of the confidence head of a DSpark checkpoint; None if it has none. tensors: those of the checkpoint."""
     stored = tensors is not None and "confidence_head.proj.weight" in tensors
     if not fields.get("enable_confidence_head", stored):
         return None

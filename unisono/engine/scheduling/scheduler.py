@@ -360,9 +360,8 @@ class Scheduler:
                 break
             start, total = sequence.extended, len(sequence.tokens)
             end = min(total, start + budget)
-            branch = sequence.pages.branch if sequence.pages is not None else 0
-            if start < branch < end:
-                end = branch  # a snapshot is taken where a chunk ends, and other prompts branch here too
+            if sequence.pages is not None:
+                end = sequence.pages.cut(start, end)
             try:
                 least = sequence.least_end()
                 if end < least <= min(total, start + capacity):

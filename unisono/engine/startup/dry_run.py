@@ -22,8 +22,11 @@ from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.from_checkpoint import carried_bytes
 from unisono.engine.scheduling.default_drafts import with_default_drafts
 from unisono.engine.startup.memory import CPU_KV_BYTES, GPU_SLACK
+from unisono.kernels.attention.latent import check_shared_memory
+from unisono.kernels.cards import LEAST, SHARED, card_kernels
 from unisono.kv.specs import PAGE_SIZE, Paged, PerSlot, Recurrent, leaves
 from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.latent_attention import LatentAttention
 from unisono.models.load.build import Builder, no_attention
 from unisono.models.load.checkpoint import Checkpoint, read_tensors
 from unisono.models.load.tensor_files import nbytes
@@ -97,6 +100,12 @@ def dry_run(
     if here:
         resolved = with_default_drafts(resolved, checkpoint)
     model = _on_meta(checkpoint, resolved)
+    decisions = [*resolved.explain()["decisions"]]
+    if hardware.capability is not None and resolved.device.type == "cuda":
+        if any(isinstance(layer.mixer, LatentAttention) for layer in model.layers):
+            check_shared_memory(SHARED.get(hardware.capability, LEAST))
+        value, why = card_kernels(hardware.capability)
+        decisions.append({"name": "kernels", "value": value, "reason": why})
     spec = resolved.speculative
     width = 1 + (spec.num_speculative_tokens if spec is not None else 0)
     state = StateBytes.of(model.state_specs(), width)
@@ -116,7 +125,7 @@ def dry_run(
             "files": weight_bytes if weight_bytes is not None else _file_bytes(directory) if here else 0,
         },
         "memory": _memory(resolved, weights, drafter, state, hardware.total_bytes),
-        "decisions": resolved.explain()["decisions"],
+        "decisions": decisions,
     }
 
 

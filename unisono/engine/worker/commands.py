@@ -11,7 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from unisono.engine.worker.weight_updates import EndUpdate, UpdateCommand, UpdateWeights
+from unisono.engine.worker.weight_updates import (
+    UPDATES,
+    EndUpdate,
+    JoinWeightGroup,
+    LeaveWeightGroup,
+    UpdateCommand,
+    UpdateWeights,
+)
 from unisono.graphs.graph_set import Capture, GraphCommand, Launch, Measure, Release
 from unisono.models.lora.host_adapters import AdapterCommand, KeepAdapters, ReadAdapter, WriteAdapter
 
@@ -187,7 +194,7 @@ Command = (
     | UpdateCommand
 )
 
-ANSWERED = Capture, ReadAdapter, UpdateWeights
+ANSWERED = Capture, ReadAdapter, *UPDATES, JoinWeightGroup, LeaveWeightGroup
 """Commands that may fail on any rank; rank 0 waits for their results."""
 
 _ARRAY = 1

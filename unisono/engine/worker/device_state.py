@@ -15,6 +15,7 @@ from unisono.engine.sequence import Chunk, Growth
 from unisono.engine.sequence import Sequence as Request
 from unisono.engine.worker.commands import LoadSnapshot, ResetRecurrent, SaveSnapshot, WritePages
 from unisono.engine.worker.progress import Progress
+from unisono.kv.branch_points import NO_POINTS, BranchPoints
 from unisono.kv.pages import PagePool, Reservation
 from unisono.kv.specs import PAGE_SIZE
 from unisono.kv.window_pages import WindowPool
@@ -39,10 +40,13 @@ class StateSizes:
 
 
 class DeviceState:
-    """Send the commands for window pages and recurrent state. ``send`` executes a command."""
+    """Send the commands for window pages and recurrent state. ``send`` executes a command. branch_points: where prompts
+    leave snapshots."""
 
-    def __init__(self, pool: PagePool, sizes: StateSizes, send: Callable[..., object]) -> None:
-        self._pool, self._sizes, self._send = pool, sizes, send
+    def __init__(
+        self, pool: PagePool, sizes: StateSizes, send: Callable[..., object], branch_points: BranchPoints = NO_POINTS
+    ) -> None:
+        self._pool, self._sizes, self._send, self._branch_points = pool, sizes, send, branch_points
         self._coming: list[Request] = []  # requests whose first snapshot is on its way from host memory
         self._unsaved: Sequence[Chunk] = ()  # chunks of the last prompt pass; their snapshots are due
 
@@ -52,7 +56,10 @@ class DeviceState:
         if not self._pool.has_quotas(quotas):
             return None
         # A cached prefix has no outputs; the last token is never cached.
-        return self._pool.open(request.keys[: request.reusable + 1], quotas)
+        pages = self._pool.open(request.keys[: request.reusable + 1], quotas)
+        if self._pool.snapshots is not None and self._pool.hits and not pages.branch and pages.plan is None:
+            pages.guesses = self._branch_points.of(request.tokens, pages.cached_tokens)
+        return pages
 
     def begin(self, request: Request, pages: Reservation) -> None:
         """Start a request in its slot: write the window pages of its cached prefix, load or reset its recurrent
@@ -109,8 +116,13 @@ class DeviceState:
         """Free window pages after a prompt pass was read and its full pages are in the prefix tree."""
         sequence, pages = chunk.sequence, chunk.sequence.pages
         assert pages is not None
-        while sequence.snapshots and sequence.snapshots[0][0] <= chunk.end:
-            self._attach(pages, *sequence.snapshots.pop(0))
+        while self._pool.snapshots is not None and sequence.snapshots and sequence.snapshots[0][0] <= chunk.end:
+            position, snapshot = sequence.snapshots.pop(0)
+            node = pages.node_after(position)
+            if node is None:
+                self._pool.snapshots.give_back(snapshot)
+            else:
+                self._pool.snapshots.attach(node, snapshot, guess=position in pages.guesses)
         for window in pages.windows.values():
             window.free_before(chunk.end)
         if chunk.last:
@@ -154,14 +166,6 @@ class DeviceState:
             self._pool.flush()
             self._send(SaveSnapshot(request.slot, snapshot, position if position > seen else 0))
             pool.attach(node, snapshot)
-
-    def _attach(self, pages: Reservation, position: int, snapshot: int) -> None:
-        assert self._pool.snapshots is not None
-        node = pages.node_after(position)
-        if node is None:
-            self._pool.snapshots.give_back(snapshot)
-        else:
-            self._pool.snapshots.attach(node, snapshot)
 
     def _write(self, request: Request, window_group: int, growth: Growth) -> None:
         column, pages = growth

@@ -1,18 +1,24 @@
-"""Update of a worker's weights from directories, in two steps, so that all ranks change or none."""
+"""Update of a worker's weights in two steps, so that all ranks change or none.
+
+Sources: directories, safetensors files (of shared memory), a trainer's process group.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import torch
 
 from unisono.config.checkpoint_files import CONFIG
+from unisono.distributed.weight_group import WeightGroup
 from unisono.drafters.base import Drafter, UpdatableDrafter
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.load.checkpoint import Checkpoint
-from unisono.models.load.loader import decoder_update, tower_update
+from unisono.models.load.loader import decoder_update, partial_update, tower_update
+from unisono.models.load.tensor_files import NAMES, TensorInfo, read_header
 from unisono.models.load.update import Changes, WeightUpdate
 from unisono.models.vision.tower import AnyTower
 from unisono.types import CheckpointError, ConfigError
@@ -28,13 +34,52 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
     draft_directory: str
 
 
+class UpdateTensors(msgspec.Struct, frozen=True, tag=True):
+    """Write the tensors of safetensors files over the target's weights of these names. Answered as UpdateWeights."""
+
+    files: tuple[str, ...]
+
+
+class ReceiveWeights(msgspec.Struct, frozen=True, tag=True):
+    """Receive tensors through a group and write them over the target's weights. Answered as UpdateWeights.
+
+    dtypes: torch's names without ``torch.``.
+    """
+
+    group: str
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class JoinWeightGroup(msgspec.Struct, frozen=True, tag=True):
+    """Join a trainer's group as rank ``rank_offset`` plus the rank in the engine. Answered; waits for all members."""
+
+    group: str
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    backend: str
+    timeout: float
+
+
+class LeaveWeightGroup(msgspec.Struct, frozen=True, tag=True):
+    """Leave a trainer's group. Answered."""
+
+    group: str
+
+
 class EndUpdate(msgspec.Struct, frozen=True, tag=True):
     """End an update. keep: keep the new weights; otherwise put the old ones back."""
 
     keep: bool
 
 
-UpdateCommand = UpdateWeights | EndUpdate
+UPDATES = UpdateWeights, UpdateTensors, ReceiveWeights
+"""Commands that write weights."""
+
+UpdateCommand = UpdateWeights | UpdateTensors | ReceiveWeights | JoinWeightGroup | LeaveWeightGroup | EndUpdate
 
 
 @dataclass
@@ -46,16 +91,59 @@ class WeightUpdater:
     drafter: Drafter
     checkpoint: Checkpoint
     _changes: Changes | None = None
+    _groups: dict[str, WeightGroup] = field(default_factory=dict)
 
     def execute(self, command: UpdateCommand) -> None:
         """Execute a command. Raises CheckpointError and ConfigError with the old weights in place."""
-        if isinstance(command, UpdateWeights):
-            changes = Changes(self._updates(command))
+        if isinstance(command, JoinWeightGroup):
+            self._join(command)
+        elif isinstance(command, LeaveWeightGroup):
+            self._group(command.group).close()
+            del self._groups[command.group]
+        elif isinstance(command, UPDATES):
+            updates = self._updates(command) if isinstance(command, UpdateWeights) else [self._partial(command)]
+            changes = Changes(updates)
             changes.write()
             self._changes = changes
         elif self._changes is not None:
             self._changes.keep() if command.keep else self._changes.revert()
             self._changes = None
+
+    def _join(self, command: JoinWeightGroup) -> None:
+        if command.group in self._groups:
+            raise ConfigError(f"group {command.group!r} exists; destroy it first, or name another.")
+        rank = command.rank_offset + self.model.builder.ranks.index
+        self._groups[command.group] = WeightGroup(
+            command.address, command.port, rank, command.world_size, command.backend, command.timeout
+        )
+
+    def _group(self, name: str) -> WeightGroup:
+        if name not in self._groups:
+            raise ConfigError(f"group {name!r} does not exist; the groups are {sorted(self._groups)}.")
+        return self._groups[name]
+
+    def _partial(self, command: UpdateTensors | ReceiveWeights) -> WeightUpdate:
+        """The update of the target's weights that a command names. Receives all tensors before it checks them, so that
+        a trainer never waits for an engine that refused."""
+        tensors: dict[str, TensorInfo] = {}
+        if isinstance(command, UpdateTensors):
+            for file in map(Path, command.files):
+                if not file.is_file():
+                    raise CheckpointError(f"{file} is no file of weights.")
+                tensors.update(read_header(file))
+        else:
+            group = self._group(command.group)
+            dtypes = [getattr(torch, name, None) for name in command.dtypes]
+            if wrong := [name for name, dtype in zip(command.dtypes, dtypes, strict=True) if dtype not in NAMES]:
+                raise ConfigError(f"dtype {wrong[0]!r}: give one of {', '.join(str(d)[6:] for d in NAMES)}.")
+            received = group.receive(command.names, dtypes, command.shapes)
+            source = Path(f"group {command.group}")
+            for number, (name, tensor) in enumerate(received.items()):
+                dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
+                tensors[name] = TensorInfo(source, name, dtype, shape, number, tensor)
+        if not tensors:
+            raise ConfigError("name at least one tensor.")
+        return partial_update(self.model, self.checkpoint, tensors)
 
     def _updates(self, command: UpdateWeights) -> Sequence[WeightUpdate]:
         found: list[WeightUpdate] = []

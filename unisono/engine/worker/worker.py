@@ -18,7 +18,6 @@ from unisono.engine.disaggregation.page_bytes import PageBytes
 from unisono.engine.worker.commands import (
     Arrived,
     Command,
-    EndUpdate,
     FileCommand,
     FileOutcomes,
     KeepAdapters,
@@ -33,7 +32,7 @@ from unisono.engine.worker.commands import (
     ResetSlots,
     SaveSnapshot,
     UnpackPages,
-    UpdateWeights,
+    UpdateCommand,
     WriteAdapter,
     WriteFile,
     WritePages,
@@ -119,7 +118,7 @@ class Worker:
         elif isinstance(command, ReadAdapter | KeepAdapters | WriteAdapter):
             assert self.adapters is not None
             self.adapters.execute(command)
-        elif isinstance(command, UpdateWeights | EndUpdate):
+        elif isinstance(command, UpdateCommand):
             assert self.updater is not None
             self.updater.execute(command)
         elif isinstance(command, ResetSlots):

@@ -61,6 +61,7 @@ class FirstError(FailFast):
 Strings = Annotated[list[str], FirstError()]
 TokenIds = Annotated[list[int], FirstError()]
 TokenIdLists = Annotated[list[TokenIds], FirstError()]
+Shapes = TokenIdLists
 Documents = Annotated[list[dict[str, str]], FirstError()]
 AdapterNames = Annotated[list[str | None], FirstError()]
 
@@ -220,6 +221,24 @@ BODIES: Mapping[str, Mapping[str, Limit]] = {
     "MetadataBody": {"metadata": SMALL},
     "ItemsBody": {"items": Items(20)},
     "UpdateWeightsRequest": {"model_path": PATH_NAME, "draft_path": PATH_NAME, "weight_version": ID},
+    "UpdateTensorsRequest": {"files": Items(4096, PATH_NAME), "weight_version": ID},
+    "WeightGroupRequest": {
+        "master_address": ID,
+        "master_port": Whole(1, 65535),
+        "rank_offset": Whole(1, 4096),
+        "world_size": Whole(2, 4096),
+        "group_name": ID,
+        "backend": ID,
+    },
+    "LeaveGroupRequest": {"group_name": ID},
+    "ReceiveWeightsRequest": {
+        "names": Items(4096, ID),
+        "dtypes": Items(4096, ID),
+        "shapes": Items(4096, Items(8)),
+        "group_name": ID,
+        "weight_version": ID,
+    },
+    "PauseRequest": {"mode": ID},
     "AbortRequest": {"request_ids": Items(4096, ID), "request_id": ID, "rid": ID},
     "LoadAdapter": {"lora_name": ID, "lora_path": Chars(4096), "base_model_name": ID},
     "UnloadAdapter": {"lora_name": ID, "lora_int_id": Whole(-MAX_INT32)},

@@ -56,7 +56,10 @@ SECONDS = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS),
     "inter_token_latency_seconds": ("Between tokens of a request; tokens of one round share its time.", TOKEN_BUCKETS),
     "time_per_output_token_seconds": ("The older name of inter_token_latency_seconds.", TOKEN_BUCKETS),
-    "request_time_per_output_token_seconds": ("A request's decode time by its tokens after the first.", TOKEN_BUCKETS),
+    "request_time_per_output_token_seconds": (
+        "Decode time of a request divided by its number of tokens after the first.",
+        TOKEN_BUCKETS,
+    ),
     "e2e_request_latency_seconds": ("From a request's arrival to its last token.", REQUEST_BUCKETS),
     "request_queue_time_seconds": ("From the engine's queue to a request's first pass.", REQUEST_BUCKETS),
     "request_prefill_time_seconds": ("From a request's first pass to its first token.", REQUEST_BUCKETS),
@@ -66,7 +69,7 @@ SECONDS = {
 """Histograms of seconds: help text and buckets."""
 LENGTHS = {
     "request_prompt_tokens": "Prompt tokens of a request.",
-    "request_prefill_kv_computed_tokens": "Prompt tokens of a request that no cached prefix had.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens of a request that were not found in the prefix cache.",
     "request_generation_tokens": "Tokens that a sequence generated.",
     "request_max_num_generation_tokens": "The same as request_generation_tokens: a sequence is a request here.",
     "request_params_max_tokens": "max_tokens of requests.",
@@ -102,7 +105,7 @@ class ServerMetrics:
         lengths = length_buckets(context)
         self._lengths = {name: self._histogram(name, text, lengths) for name, text in LENGTHS.items()}
         self._n = self._histogram("request_params_n", "n of requests.", (1, 2, 5, 10, 20))
-        text = "Tokens of prompts begun and of answers that a step of the engine brought."
+        text = "Prompt and generated tokens per engine step."
         self._step_tokens = self._histogram("iteration_tokens_total", text, STEP_BUCKETS)
         self._finished = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
         for reason in FINISHED:
@@ -110,20 +113,20 @@ class ServerMetrics:
                 self._finished.labels(model_name, engine, reason)
         text = "Requests answered with 4xx or 5xx, and streams that ended in an error, by route, status and code."
         self._errors = self._counter("request_errors", text, "handler", "status", "code")
-        text = "Requests and connections that were refused, by reason and the name of their key."
+        text = "Refused requests and connections, by reason and name of the API key."
         self._refused = self._counter("requests_refused", text, "reason", "key")
         for reason in REFUSALS:
             self._refused.labels(**self._labels, reason=reason, key="")
         text = "Unknown fields of requests that were dropped (--allow-unknown-fields), by name."
         self._unknown_fields, self._known_fields = self._counter("unknown_fields", text, "field"), set[str]()
-        text = "Requests by the name of the key that they came with."
+        text = "Requests, by name of the API key."
         self._by_key = self._counter("requests_by_key", text, "key", "status")
-        text = "Requests that hosted tools, or what they left in a conversation, were left out of, by type."
+        text = "Requests from which hosted tools or their items were removed, by type."
         self._ignored = self._counter("ignored_tools", text, "type")
-        text = "The KV cache: tokens of a page, and pages."
+        text = "KV cache: tokens per page, and number of pages."
         self._cache = Gauge("cache_config_info", text, ("engine", *CACHE_LABELS), registry=self._registry)
         self._cache_values: dict[str, tuple[str, ...]] = {}
-        text = "1 for the state that the server is in."
+        text = "1 for the current state of the server."
         self._sleep = Gauge("engine_sleep_state", text, (*self._labels, "sleep_state"), registry=self._registry)
         self.sleeping(False)
         self._add_http()

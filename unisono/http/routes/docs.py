@@ -24,14 +24,22 @@ from unisono.http.routes.conversations import ConversationBody, ItemsBody, Metad
 from unisono.http.routes.embeddings import EmbeddingRequest
 from unisono.http.routes.pooling import ClassificationRequest, PooledRequest, RerankRequest, ScoreRequest
 from unisono.http.routes.tokens import DetokenizeRequest, TokenizeRequest
-from unisono.http.routes.weights import UpdateWeightsRequest
+from unisono.http.routes.weights import (
+    LeaveGroupRequest,
+    PauseRequest,
+    ReceiveWeightsRequest,
+    UpdateTensorsRequest,
+    UpdateWeightsRequest,
+    WeightGroupRequest,
+)
 from unisono.http.service import Service
 from unisono.http.sglang_api import GenerateRequest
 
 BODIES: tuple[type[BaseModel], ...] = (
     AbortRequest, ChatRequest, CompletionRequest, CountRequest, DetokenizeRequest, EmbeddingRequest, GenerateRequest,
     MessagesRequest, ResponsesRequest, TokenizeRequest, ConversationBody, MetadataBody, ItemsBody,
-    LoadAdapter, UnloadAdapter, UpdateWeightsRequest, PooledRequest, ClassificationRequest, ScoreRequest, RerankRequest,
+    LoadAdapter, UnloadAdapter, UpdateWeightsRequest, UpdateTensorsRequest, WeightGroupRequest, LeaveGroupRequest,
+    ReceiveWeightsRequest, PauseRequest, PooledRequest, ClassificationRequest, ScoreRequest, RerankRequest,
 )  # fmt: skip
 """The models of all bodies."""
 STATUSES = {

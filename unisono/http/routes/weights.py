@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unisono.cluster.commands import CommandError
 from unisono.frontend.scores import NO_UPDATE
 from unisono.http.errors import ApiError, unavailable
+from unisono.http.limits.fields import Shapes, Strings
 from unisono.http.openai.translation import checked
 from unisono.http.request_body import load_object
 from unisono.http.routes.common import described, json_response, operators_only, parsed_body
@@ -34,6 +35,66 @@ class UpdateWeightsRequest(BaseModel):
     load_format: Literal["auto"] | None = Field(None, description="null or auto")
 
 
+class UpdateTensorsRequest(BaseModel):
+    """Body of ``/update_weights_from_tensor``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    files: Strings = Field(description="safetensors files on the server's host, such as files in /dev/shm; Unisono's")
+    weight_version: str | None = Field(None, description="its name in answers; null counts updates")
+    abort_all_requests: bool = Field(False, description="true ends running requests; false lets them go on")
+    flush_cache: bool = Field(True, description="true; cached prefixes of old weights cannot be kept")
+
+
+class WeightGroupRequest(BaseModel):
+    """Body of ``/init_weights_update_group``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    master_address: str = Field(description="host of the trainer, which is rank 0")
+    master_port: int = Field(description="port of the trainer")
+    rank_offset: int = Field(description="rank of the engine's first rank")
+    world_size: int = Field(description="members, the trainer included")
+    group_name: str = Field("weight_update_group", description="name of the group")
+    backend: str = Field("nccl", description="nccl or gloo")
+
+
+class LeaveGroupRequest(BaseModel):
+    """Body of ``/destroy_weights_update_group``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    group_name: str = Field("weight_update_group", description="name of the group")
+
+
+class ReceiveWeightsRequest(BaseModel):
+    """Body of ``/update_weights_from_distributed``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    names: Strings = Field(description="the checkpoint's names of the tensors, in the order in which they are sent")
+    dtypes: Strings = Field(description="dtypes, such as bfloat16")
+    shapes: Shapes = Field(description="shapes")
+    group_name: str = Field("weight_update_group", description="name of the group")
+    weight_version: str | None = Field(None, description="its name in answers; null counts updates")
+    abort_all_requests: bool = Field(False, description="true ends running requests; false lets them go on")
+    flush_cache: bool = Field(True, description="true; cached prefixes of old weights cannot be kept")
+
+
+class PauseRequest(BaseModel):
+    """Body of ``/pause_generation``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    mode: Literal["abort", "in_place", "keep"] = Field(
+        "abort", description="abort ends running requests; in_place (vLLM: keep) holds them"
+    )
+
+
+Update = UpdateWeightsRequest | UpdateTensorsRequest | ReceiveWeightsRequest
+"""Bodies of the routes that write weights."""
+
+
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
     operators = operators_only(service)
@@ -47,29 +108,106 @@ def add(app: FastAPI, service: Service) -> None:
         body = await parsed_body(request, lambda raw: checked(load_object(raw), UpdateWeightsRequest))
         return json_response(await _update(service, body))
 
+    @app.post(
+        "/update_weights_from_tensor",
+        dependencies=operators,
+        **described("Replace some of the weights by tensors in shared memory.", UpdateTensorsRequest),
+    )
+    async def from_tensor(request: Request) -> Response:
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), UpdateTensorsRequest))
+        return json_response(await _change(service, body, "update_weights_from_tensor", "files", files=body.files))
+
+    @app.post(
+        "/update_weights_from_distributed",
+        dependencies=operators,
+        **described("Receive some of the weights from a trainer's process group.", ReceiveWeightsRequest),
+    )
+    async def from_distributed(request: Request) -> Response:
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), ReceiveWeightsRequest))
+        arguments = {name: getattr(body, name) for name in ("names", "dtypes", "shapes", "group_name")}
+        return json_response(await _change(service, body, "update_weights_from_distributed", "names", **arguments))
+
+    @app.post(
+        "/init_weights_update_group",
+        dependencies=operators,
+        **described("Join a trainer's process group; waits for all members.", WeightGroupRequest),
+    )
+    async def join(request: Request) -> Response:
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), WeightGroupRequest))
+        if (replicas := len(service.client.infos)) > 1:
+            raise ApiError(
+                400,
+                f"{replicas} replicas cannot join one group: a rank_offset names the ranks of one. Serve one "
+                "replica per server, or use /update_weights_from_tensor.",
+                param="rank_offset",
+            )
+        await _call(service, "init_weights_update_group", "master_address", **body.model_dump())
+        return json_response({"success": True, "message": f"The engine has joined {body.group_name}."})
+
+    @app.post(
+        "/destroy_weights_update_group",
+        dependencies=operators,
+        **described("Leave a trainer's process group.", LeaveGroupRequest),
+    )
+    async def leave(request: Request) -> Response:
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), LeaveGroupRequest))
+        await _call(service, "destroy_weights_update_group", "group_name", group_name=body.group_name)
+        return json_response({"success": True, "message": f"The engine has left {body.group_name}."})
+
+    @app.post(
+        "/pause_generation",
+        dependencies=operators,
+        **described("Launch no more passes, until /continue_generation.", PauseRequest),
+    )
+    async def pause(request: Request) -> Response:
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), PauseRequest))
+        if body.mode == "abort":
+            _abort_all(service)
+        await _call(service, "pause", "mode", paused=True)
+        return json_response({"status": "paused"})
+
+    @app.post("/continue_generation", dependencies=operators, **described("Launch passes again."))
+    async def resume() -> Response:
+        await _call(service, "pause", "mode", paused=False)
+        return json_response({"status": "ok"})
+
     @app.get("/get_weight_version", dependencies=operators, **described("Name of the weights that are served."))
     async def version() -> Response:
         return json_response({"weight_version": service.weights.version})
 
 
 async def _update(service: Service, body: UpdateWeightsRequest) -> dict[str, Any]:
-    if not body.flush_cache:
-        raise ApiError(400, "flush_cache=false would mix old keys with new weights; leave it out.", param="flush_cache")
     if not body.model_path and not body.draft_path:
         raise ApiError(400, "model_path is missing; name a directory of weights.", param="model_path")
-    if (service.classifier is not None or service.pooling.layers) and body.model_path:
-        raise ApiError(400, NO_UPDATE, param="model_path", code="weights_not_updated")
+    return await _change(
+        service, body, "update_weights", "model_path", directory=body.model_path, draft_directory=body.draft_path
+    )
+
+
+async def _change(service: Service, body: Update, command: str, param: str, **arguments: Any) -> dict[str, Any]:
+    """Run a command that writes weights. param: field that errors name."""
+    if not body.flush_cache:
+        raise ApiError(400, "flush_cache=false would mix old keys with new weights; leave it out.", param="flush_cache")
+    if (service.classifier is not None or service.pooling.layers) and arguments.get("directory") != "":
+        raise ApiError(400, NO_UPDATE, param=param, code="weights_not_updated")
     if body.abort_all_requests:
-        for generations in list(service.running.values()):
-            for generation in generations:
-                generation.cancel()
-    arguments = {"directory": body.model_path, "draft_directory": body.draft_path, "version": body.weight_version}
-    try:
-        done = await service.client.call("update_weights", LIMIT, **arguments)
-    except CommandError as error:
-        raise ApiError(400, str(error), param="model_path", code="weights_not_updated") from None
-    except (EngineDead, TimeoutError) as error:
-        raise unavailable(f"The engine does not answer: {error or 'it is busy'}.", "engine_unavailable") from None
+        _abort_all(service)
+    done = await _call(service, command, param, **arguments, version=body.weight_version)
     first = done[0] if isinstance(done, list) else done
     service.weights.version = first["weight_version"]
     return {"success": True, "message": "The weights are updated.", "num_paused_requests": 0, **first}
+
+
+def _abort_all(service: Service) -> None:
+    for generations in list(service.running.values()):
+        for generation in generations:
+            generation.cancel()
+
+
+async def _call(service: Service, command: str, param: str, **arguments: Any) -> Any:
+    try:
+        return await service.client.call(command, LIMIT, **arguments)
+    except CommandError as error:
+        raise ApiError(400, str(error), param=param, code="weights_not_updated") from None
+    except (EngineDead, TimeoutError) as error:
+        raise unavailable(f"The engine does not answer: {error or 'it is busy'}.", "engine_unavailable") from None

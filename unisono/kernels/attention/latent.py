@@ -18,11 +18,23 @@ from unisono.kernels.attention.cpu import SPLIT, attention_cpu
 from unisono.kernels.attention.latent_kernels import latent_kernel
 from unisono.kernels.attention.paged import KEYS, AttentionPlan, _programs
 from unisono.kernels.attention.triton_kernels import LOG2_E
+from unisono.kernels.cards import KIB
 from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.overlap import overlapped
+from unisono.types import ConfigError
 
 SHARED = 194 * 1024
 """Bytes of shared memory that a block of 32 rows needs for latents of 512 elements."""
+
+
+def check_shared_memory(shared: int) -> None:
+    """Raise ConfigError if a GPU's blocks have too little shared memory, in bytes."""
+    if shared < SHARED:
+        raise ConfigError(
+            f"latent attention (MLA) needs {SHARED // KIB} KiB of shared memory for a block; this GPU has "
+            f"{shared // KIB}. Compute capabilities 9.0 and 10.0 have enough."
+        )
+
 
 GROUP = 32
 """Maximum heads of a block, and rows of a tile: two accumulators of 512 per row must fit into registers."""

@@ -44,6 +44,7 @@ def integer_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
     x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / EACH]: the first step's; rows of x that are not ``x_ok`` count as
     0. s_ptrs, z_ptrs [BLOCK_N]: of the first group, followed by the next ones; without zeros, the middle is subtracted.
     """
+    middle: tl.constexpr = 8.0 if EACH == 2 else 128.0
     ks, bytes_ = tl.arange(0, WIDTH), tl.arange(0, WIDTH // EACH)
     last = tl.cdiv(K, group) - 1
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -58,7 +59,6 @@ def integer_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
                 x_tile = tl.load(x_ptrs + start, mask=x_ok[:, None] & (ks < K - start)[None, :], other=0.0)
                 stored = tl.load(w_ptrs + start // EACH, mask=(bytes_ < (K - start) // EACH)[None, :], other=0)
             scale = tl.load(s_ptrs + at)
-            middle: tl.constexpr = 8.0 if EACH == 2 else 128.0
             zero = tl.load(z_ptrs + at).to(tl.float32) if HAS_ZEROS else tl.full((BLOCK_N,), middle, tl.float32)
             if EACH == 2:
                 values = tl.reshape(tl.join(stored & 15, stored >> 4), (BLOCK_N, WIDTH)).to(tl.float32)

@@ -158,8 +158,8 @@ def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
                  H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
                  ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
-                 BIAS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Compute y [pairs, H]. weight [E, H, I]; bias [E, H] with BIAS."""
+                 BIAS: tl.constexpr, OVERLAP: tl.constexpr, UP: tl.constexpr):  # fmt: skip
+    """Compute y [pairs, H]. weight [E, H, I]; bias [E, H] with BIAS. UP: h has a row for each token, and y is ReLU²."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -167,7 +167,8 @@ def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
     weights = weight + e.to(tl.int64) * (H * I) + tl.minimum(cols, H - 1)[None, :] * I + ks[:, None]
     for base in range(0, n, TILE):
         pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
-        rows = h + pair.to(tl.int64)[:, None] * I + ks[None, :]
+        source = tokens_of(pair, M, TOP_K) if UP else pair
+        rows = h + source.to(tl.int64)[:, None] * I + ks[None, :]
         total = tl.zeros((TILE, BLOCK_N), tl.float32)
         for k in tl.range(0, I, BLOCK_K, num_stages=STAGES):
             if I % BLOCK_K == 0:
@@ -180,6 +181,10 @@ def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
             total = tl.dot(a, w, total, input_precision="ieee")
         if BIAS:
             total = biased(total, bias, e, 0, cols, H, H, y.dtype.element_ty)
+        if UP:
+            total = total.to(y.dtype.element_ty).to(tl.float32)
+            total = tl.where(total < 0, 0.0, total)
+            total = total * total
         store_pairs(y, total, pair, valid, cols, H)
 
 
@@ -210,9 +215,10 @@ def launch_gate_up(
 
 
 def launch_down(
-    h: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, tile: Tile | None = None, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Launch the kernel of :func:`expert_down`. tile: overrides the blocking (speed only)."""
+    h: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, tile: Tile | None = None, bias: torch.Tensor | None = None,
+    up: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Launch the kernel of :func:`expert_down`, or of :func:`expert_up`. tile: overrides the blocking (speed only)."""
     h, weight, hidden = h.contiguous(), weight.contiguous(), weight.shape[1]
     tile = tile or expert_tiles(plan.ids.numel(), plan.experts, h.dtype, shared_memory(h.device)).down
     parts = triton.cdiv(hidden, tile.n)
@@ -220,7 +226,7 @@ def launch_down(
     y = h.new_empty(results, hidden)
     _down_kernel[grid](
         h, weight, bias, y, *plan.operands, **options,
-        **_blocking(tile), BIAS=bias is not None, **overlapped(h.device),
+        **_blocking(tile), BIAS=bias is not None, UP=up, **overlapped(h.device),
     )  # fmt: skip
     return y
 
@@ -383,18 +389,55 @@ def expert_down(
     return expert_down_op(h, weight, *plan, bias)
 
 
+def _up_rows(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty(ids.numel(), weight.shape[1])
+
+
+def _up_cuda(x, weight, ids, experts, tile, order, tiles):
+    return launch_down(x, weight, ExpertPlan(ids, experts, tile, order, tiles), up=True)
+
+
+@op(cuda=_up_cuda, meta=_up_rows)
+def expert_up_op(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    h = _up_rows(x, weight, ids)
+    for expert, pairs, tokens in pairs_by_expert(ids, experts, experts):
+        product = row_exact_product(x[tokens], slice_of(weight, expert)).to(h.dtype).clamp(min=0)
+        h[pairs] = product * product
+    return h
+
+
+def expert_up(x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+    """Compute ``relu(x @ up^T)²`` of each pair, for x [M, H] and experts without a gate [E, I, H]: [P, I] in x's dtype.
+
+    Rounded after the product and after the square. Rows of pairs without an expert are not written.
+    """
+    return expert_up_op(x, weight, *plan)
+
+
 def _aot(shared: int, dtype: str, shapes: Shapes, gate: ExpertGate = SILU, biased: bool = False) -> list[AotCase]:
     """AotCases of both products. biased: the experts have biases."""
     chosen = expert_tiles(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype], shared)
     cases = []
     for kernel, (x, out), tile, more in (
         (_gate_up_kernel, "xh", chosen.up, gate.constants),
-        (_down_kernel, "hy", chosen.down, {}),
+        (_down_kernel, "hy", chosen.down, {"UP": False}),
     ):
         tensors = {x: f"*{dtype}", "weight": f"*{dtype}", "bias": f"*{dtype}" if biased else None, out: f"*{dtype}"}
         options = _blocking(tile) | more | {"BIAS": biased}
         cases.append(product_case(kernel, tensors, shapes, chosen.rows, tile.across, options))
     return cases
+
+
+def _aot_up(shared: int, dtype: str, shapes: Shapes) -> AotCase:
+    """AotCase of the first product of experts without a gate, which is a ``down`` from H to I."""
+    chosen = expert_tiles(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype], shared)
+    tensors = {"h": f"*{dtype}", "weight": f"*{dtype}", "bias": None, "y": f"*{dtype}"}
+    turned = shapes._replace(hidden=shapes.inner, inner=shapes.hidden)
+    options = _blocking(chosen.down) | {"BIAS": False, "UP": True}
+    return product_case(_down_kernel, tensors, turned, chosen.rows, chosen.down.across, options)
 
 
 GPT_OSS = ExpertGate(1.702, 7.0)
@@ -410,7 +453,8 @@ def aot(shared: int) -> list[AotCase]:
         *(("bf16", Shapes(rows, 2816, 704, 128, 8), GELU_TANH, False) for rows in (1, 512)),  # Gemma 4
         *((kind, Shapes(rows, 100, 60, 5, 2, True), SILU, False) for kind in ("fp16", "fp32") for rows in (1, 512)),
     ]
-    return [case for dtype, *rest in chosen for case in _aot(shared, dtype, *rest)]
+    up = [_aot_up(shared, "bf16", Shapes(rows, 2688, 1856, 128, 6)) for rows in (1, 64, 2048)]  # Nemotron-3-Nano
+    return [*(case for dtype, *rest in chosen for case in _aot(shared, dtype, *rest)), *up]
 
 
 AOT = aot(HOPPER)

@@ -276,4 +276,5 @@ AOT: list[AotCase] = [
     _case(256, 8, RouterScores(correction=True, groups=8, top_groups=4, scale=2.5)),  # DeepSeek-V3
     _case(160, 6, RouterScores(False, groups=8, top_groups=3, group_best=1, scale=16.0), normalize=False),  # V2
     _case(64, 6, RouterScores(False, correction=True, epsilon=1e-12)),  # ERNIE 4.5
+    _case(16, 1, RouterScores(), normalize=False),  # Llama 4
 ]

@@ -42,6 +42,16 @@ def _earlier(snapshot, ring, slot, since, at, channel, mask, C, J: tl.constexpr,
 
 
 @triton.jit
+def _softplus(x):
+    """Compute log(1 + exp(x)), with Higham's correction of the sum's rounding error."""
+    small = tl.exp(-tl.abs(x))
+    total = 1.0 + small
+    ratio = tl.where(total == 1.0, 1.0, small / tl.where(total == 1.0, 1.0, total - 1.0))
+    rest = tl.where(total == 1.0, small, tl.log(total))
+    return tl.fma(rest, ratio, tl.maximum(x, 0.0))
+
+
+@triton.jit
 def _gates(ba, a_log, dt_bias, gates, token, inside, ba_stride, HV: tl.constexpr, BLOCK_H: tl.constexpr):
     """Compute the log of the decay and beta of tokens [N], of all heads."""
     head = tl.arange(0, BLOCK_H)
@@ -50,11 +60,7 @@ def _gates(ba, a_log, dt_bias, gates, token, inside, ba_stride, HV: tl.constexpr
     b = tl.load(ba + at, mask=mask, other=0.0).to(tl.float32)
     a = tl.load(ba + at + HV, mask=mask, other=0.0).to(tl.float32)
     x = a + tl.load(dt_bias + head, mask=head < HV, other=0.0)[None, :]
-    small = tl.exp(-tl.abs(x))
-    total = 1.0 + small  # log(1 + small) with Higham's correction of the sum's rounding error
-    ratio = tl.where(total == 1.0, 1.0, small / tl.where(total == 1.0, 1.0, total - 1.0))
-    rest = tl.where(total == 1.0, small, tl.log(total))
-    softplus = tl.fma(rest, ratio, tl.maximum(x, 0.0))
+    softplus = _softplus(x)
     rate = -tl.exp(tl.load(a_log + head, mask=head < HV, other=0.0))
     out = gates + token.to(tl.int64)[:, None] * (2 * HV) + head[None, :]
     tl.store(out, rate[None, :] * softplus, mask=mask)

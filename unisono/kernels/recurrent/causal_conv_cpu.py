@@ -129,9 +129,13 @@ def gates_cpu(ba: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> t
     head.
     """
     b, a = (half.contiguous() for half in ba.float().chunk(2, dim=1))
-    x = a + dt_bias
+    decay = -torch.exp(a_log) * softplus_cpu(a + dt_bias)
+    return torch.stack((decay, 1.0 / (1.0 + torch.exp(-b))), dim=1)
+
+
+def softplus_cpu(x: torch.Tensor) -> torch.Tensor:
+    """Compute log(1 + exp(x)), with Higham's correction of the sum's rounding error."""
     small = torch.exp(-x.abs())
     total = 1.0 + small
     rest = torch.where(total == 1.0, small, torch.log(total) * (small / torch.where(total == 1.0, 1.0, total - 1.0)))
-    decay = -torch.exp(a_log) * (x.clamp_min(0) + rest)
-    return torch.stack((decay, 1.0 / (1.0 + torch.exp(-b))), dim=1)
+    return x.clamp_min(0) + rest

@@ -89,9 +89,12 @@ class Sizes(NamedTuple):
 def launch_gated_delta(
     qkv: Tensor, gates: Tensor, state: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, since: Tensor,
     first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
-    round_tile: StateTile = ROUND_TILE, fast_walk: bool = True,
+    round_tile: StateTile = ROUND_TILE, fast_walk: bool = True, skip: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Launch :func:`gated_delta`. fast_walk: use the faster walk for prompts in 16 bits on a GPU (speed only)."""
+    """Launch :func:`gated_delta`, or Mamba2 with ``skip``.
+
+    fast_walk: use the faster walk for prompts in 16 bits on a GPU (speed only; Mamba2 has none).
+    """
     out = _gated_delta_meta(qkv, gates, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
     if tokens == 0 and is_round:
@@ -102,31 +105,31 @@ def launch_gated_delta(
     squares = qkv.new_empty((places, heads, 4, CHUNK, CHUNK))
     factors = gates.new_empty((places, heads, 4, CHUNK))
     starts = rows if query_start is None else query_start
-    options: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "ROUND": is_round}
+    options: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "ROUND": is_round, "DELTA": skip is None}
     _prepare_kernel[(places, heads)](
         qkv, gates, kv_ring, gates_ring, squares, factors, rows, since, first, end, starts, count, width,
         SCALE=sizes.key_dim**-0.5, BLOCK_R=max(_ROWS, triton.next_power_of_2(count)), num_warps=1, **options,
         **overlapped(device),
     )  # fmt: skip
-    inputs = qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end
+    within, where = (qkv, kv_ring, squares, factors), (state, out, rows, since, first, until, end)
     tile = (round_tile if is_round else PROMPT_TILE).of(sizes.value_dim)
     grid = (sizes.value_dim // tile.size, heads, count)
     if is_round and besides == 2:
         _round_kernel[grid](
-            *inputs, width, BLOCK_V=tile.size, num_warps=tile.warps, maxnreg=tile.registers, **sizes.constexprs,
-            **overlapped(device),
+            *within, skip, *where, width, BLOCK_V=tile.size, num_warps=tile.warps, maxnreg=tile.registers,
+            DELTA=skip is None, **sizes.constexprs, **overlapped(device),
         )  # fmt: skip
-    elif not is_round and fast_walk and walks(qkv, sizes.key_dim):
+    elif not is_round and fast_walk and skip is None and walks(qkv, sizes.key_dim):
         launch: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "num_warps": WARPS.value}
         beside = overlaps(device)
-        walk_kernel[(*grid[:2], 1)](*inputs, starts, tokens, count, OTHERS=False, OVERLAP=beside, **launch)
+        walk_kernel[(*grid[:2], 1)](*within, *where, starts, tokens, count, OTHERS=False, OVERLAP=beside, **launch)
         if count > 1:
             walk_kernel[(*grid[:2], count - 1)](
-                *inputs, starts, tokens, count, OTHERS=True, **launch, **overlapped(device)
+                *within, *where, starts, tokens, count, OTHERS=True, **launch, **overlapped(device)
             )  # fmt: skip
     else:
         _walk_kernel[grid](
-            *inputs, starts, tokens, count, width, BLOCK_V=tile.size, num_warps=tile.warps, **options,
+            *within, skip, *where, starts, tokens, count, width, BLOCK_V=tile.size, num_warps=tile.warps, **options,
             **overlapped(device),
         )  # fmt: skip
     if tokens and not is_round:
@@ -166,8 +169,8 @@ def gated_delta(
     return gated_delta_cpu(qkv, gates, state, kv_ring, gates_ring, rows, since, first, until, end, query_start)
 
 
-def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase]:
-    """AotCases of prompt passes, or of rounds of ``width`` tokens per row."""
+def delta_cases(dtype: str, sizes: Sizes, width: int, is_round: bool, delta: bool = True) -> list[AotCase]:
+    """AotCases of prompt passes, or of rounds of ``width`` tokens per row. delta: False: of Mamba2."""
     _, besides = sizes.chunks(width, 1, is_round)
     types = dict.fromkeys(("qkv", "kv_ring", "squares", "out"), f"*{dtype}")
     types |= dict.fromkeys(("gates", "gates_ring", "factors", "state"), "*fp32")
@@ -175,22 +178,24 @@ def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase
     def signature(tensors: str, pointers: str, numbers: str) -> dict[str, str]:
         return {name: types[name] for name in tensors.split()} | ints(pointers, numbers)
 
-    overlap = {"OVERLAP": True}
+    overlap: dict[str, Any] = {"OVERLAP": True}
     options = {**sizes.constexprs, **overlap, "EXTRA": besides, "ROUND": is_round}
     prepare = signature("qkv gates kv_ring gates_ring squares factors", "rows since first end query_start", "R W")
     scale = {"SCALE": sizes.key_dim**-0.5, "BLOCK_R": _ROWS}
-    cases = [AotCase(_prepare_kernel, prepare, options | scale, num_warps=1)]
+    cases = [AotCase(_prepare_kernel, prepare, options | scale | {"DELTA": delta}, num_warps=1)]
     walk = signature("qkv kv_ring squares factors state out", "rows since first until end", "W")
+    rule: dict[str, Any] = {"DELTA": delta, **({"skip": None} if delta else {})}
+    skip = {} if delta else {"skip": "*fp32"}
     tile = (ROUND_TILE if is_round else PROMPT_TILE).of(sizes.value_dim)
     block = {"BLOCK_V": tile.size}
     if is_round and besides == 2:
-        block |= {**sizes.constexprs, **overlap}
-        return [*cases, AotCase(_round_kernel, walk, block, num_warps=tile.warps, maxnreg=tile.registers)]
+        block |= {**sizes.constexprs, **overlap, **rule}
+        return [*cases, AotCase(_round_kernel, walk | skip, block, num_warps=tile.warps, maxnreg=tile.registers)]
     walk |= ints("query_start", "T R")
-    cases.append(AotCase(_walk_kernel, walk, options | block, num_warps=tile.warps))
+    cases.append(AotCase(_walk_kernel, walk | skip, options | block | rule, num_warps=tile.warps))
     if is_round:
         return cases
-    if dtype != "fp32":
+    if dtype != "fp32" and delta:
         walk = {name: kind for name, kind in walk.items() if name != "W"}
         fast = {**sizes.constexprs, **overlap, "EXTRA": besides}
         cases += [
@@ -210,5 +215,5 @@ AOT = [
         ("fp16", (4, 8), 32, 4), ("fp32", (4, 8), 32, 2),
     )
     for is_round in (False, True)
-    for case in _cases(dtype, Sizes(*heads, size, size, CHUNK - 1 + 2 * width), width, is_round)
+    for case in delta_cases(dtype, Sizes(*heads, size, size, CHUNK - 1 + 2 * width), width, is_round)
 ]  # fmt: skip

@@ -54,7 +54,7 @@ def gated_delta_cpu(
 ) -> torch.Tensor:
     """See :func:`unisono.kernels.recurrent.gated_delta.gated_delta`."""
     value_heads, value_dim, key_dim = state.shape[1:]
-    plan = _plan((rows, since, first, until, end), query_start, len(qkv), kv_ring.shape[1])
+    plan = plan_cpu((rows, since, first, until, end), query_start, len(qkv), kv_ring.shape[1])
     out = qkv.new_zeros((len(qkv) + 1, value_heads, value_dim))  # a spare row for positions without a token
     if plan.steps:
         _walk(_chunks(qkv, gates, kv_ring, gates_ring, plan, (value_heads, key_dim)), state, plan, out)
@@ -122,7 +122,7 @@ def _make_plan(p: PassRows, query_start: torch.Tensor | None, tokens: int, ring:
     )  # fmt: skip
 
 
-_plan = SharedPlan(_make_plan)
+plan_cpu = SharedPlan(_make_plan)
 
 
 def _chunks(
@@ -134,6 +134,25 @@ def _chunks(
     sizes: tuple[int, int],
 ) -> Chunks:
     """Compute the chunks of a pass. sizes: value heads, key size."""
+    q, k, v, decay, beta = gathered_cpu(qkv, gates, kv_ring, gates_ring, plan, sizes)
+    q, k = _unit(q) * sizes[1] ** -0.5, _unit(k)
+    decay = decay.cumsum(2)
+    solve, attend = _within(q, k, decay, beta)
+    return Chunks(q, k, v, solve, attend, decay)
+
+
+def gathered_cpu(
+    qkv: torch.Tensor,
+    gates: torch.Tensor,
+    kv_ring: torch.Tensor,
+    gates_ring: torch.Tensor,
+    plan: DeltaPlan,
+    sizes: tuple[int, int],
+) -> tuple[torch.Tensor, ...]:
+    """Gather the chunks' inputs in fp32, absent tokens zero: q, k [N, Hk, c, K], v [N, Hv, c, V], gates [N, Hv, c].
+
+    sizes: value heads, key size. The gates are two tensors, in their order.
+    """
     heads, dim = sizes
     queries, shape = qkv.shape[1] - kv_ring.shape[2], plan.old.shape[:2]
     key_heads = queries // dim
@@ -148,13 +167,11 @@ def _chunks(
     q = new[..., :queries].masked_fill(plan.old | plan.absent, 0).float()
     kv = gathered(new[..., queries:], kv_ring)
     both = gathered(gates.flatten(1).index_select(0, plan.token).view(*shape, -1), gates_ring)
-    decay, beta = (half.transpose(1, 2).contiguous() for half in both.chunk(2, dim=2))  # [N, Hv, c]
-    q = _unit(q.unflatten(2, (key_heads, dim)).transpose(1, 2)) * dim**-0.5
-    k = _unit(kv[..., :queries].unflatten(2, (key_heads, dim)).transpose(1, 2))
+    first, second = (half.transpose(1, 2).contiguous() for half in both.chunk(2, dim=2))  # [N, Hv, c]
+    q = q.unflatten(2, (key_heads, dim)).transpose(1, 2)
+    k = kv[..., :queries].unflatten(2, (key_heads, dim)).transpose(1, 2)
     v = kv[..., queries:].unflatten(2, (heads, -1)).transpose(1, 2).contiguous()
-    decay = decay.cumsum(2)
-    solve, attend = _within(q, k, decay, beta)
-    return Chunks(q, k, v, solve, attend, decay)
+    return q, k, v, first, second
 
 
 def _within(
@@ -163,14 +180,19 @@ def _within(
     """Compute ``solve`` and ``attend`` of :class:`Chunks`: (1 + A)^-1 diag(beta), and the weights among tokens."""
     groups = decay.shape[1] // k.shape[1]
     order = torch.arange(CHUNK)
-    kk, qk = (_products(x, k.mT).repeat_interleave(groups, 1) for x in (k, q))
-    upto = order[:, None] >= order
-    left = (decay[..., :, None] - decay[..., None, :]).masked_fill(~upto, 0).exp()
+    kk, qk = (products_cpu(x, k.mT).repeat_interleave(groups, 1) for x in (k, q))
+    left, upto = left_cpu(decay), order[:, None] >= order
     below = (kk * left * beta[..., None]).masked_fill(order[:, None] <= order, 0)
     solve = torch.eye(CHUNK).expand_as(below).clone()
     for i in range(CHUNK - 1):
         solve = solve - below.narrow(3, i, 1) * solve.narrow(2, i, 1)
     return solve * beta[..., None, :], (qk * left).masked_fill(~upto, 0)
+
+
+def left_cpu(decay: torch.Tensor) -> torch.Tensor:
+    """Compute what is left after token i of what token j <= i adds [N, Hv, c, c]; 1 for j > i. decay: cumulative."""
+    order = torch.arange(CHUNK)
+    return (decay[..., :, None] - decay[..., None, :]).masked_fill(order[:, None] < order, 0).exp()
 
 
 def _walk(chunks: Chunks, state: torch.Tensor, plan: DeltaPlan, out: torch.Tensor) -> None:
@@ -181,12 +203,12 @@ def _walk(chunks: Chunks, state: torch.Tensor, plan: DeltaPlan, out: torch.Tenso
         q, k = (x.index_select(0, n).repeat_interleave(groups, 1) for x in (chunks.q, chunks.k))
         s, decay = s_AHVK.index_select(0, row), chunks.decay.index_select(0, n)
         left = decay.exp()[..., None]
-        error = chunks.v.index_select(0, n) - _products(k, s.mT) * left
-        new = _products(chunks.solve.index_select(0, n), error)
-        o = _products(q, s.mT) * left + _products(chunks.attend.index_select(0, n), new)
+        error = chunks.v.index_select(0, n) - products_cpu(k, s.mT) * left
+        new = products_cpu(chunks.solve.index_select(0, n), error)
+        o = products_cpu(q, s.mT) * left + products_cpu(chunks.attend.index_select(0, n), new)
         out[token] = o.transpose(1, 2).flatten(0, 1).to(out.dtype)
         end = decay[..., -1, None]
-        s = s * end.exp()[..., None] + _products((new * (end - decay).exp()[..., None]).mT, k)
+        s = s * end.exp()[..., None] + products_cpu((new * (end - decay).exp()[..., None]).mT, k)
         s_AHVK.index_copy_(0, row, s)
         if len(reached):
             state[state_rows] = s.index_select(0, reached).to(state.dtype)
@@ -198,7 +220,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
-def _products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def products_cpu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Compute ``x [N, H, m, n] @ y [N, H, n, l]``, at least two products: a BLAS may compute a single one
     differently.
     """

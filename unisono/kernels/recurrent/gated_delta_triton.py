@@ -1,4 +1,4 @@
-"""Triton kernels of the gated delta rule. Launched by ``kernels/recurrent/gated_delta.py``.
+"""Triton kernels of the gated delta rule, and of Mamba2. Launched by ``kernels/recurrent/gated_delta.py``.
 
 A chunk is 16 tokens at a multiple of 16. :func:`_prepare_kernel` computes its state-independent part: from the products
 of its keys and queries, and from the decays, it computes T (the new values are T times the values' errors) and P (the
@@ -6,6 +6,9 @@ outputs are P times the new values, plus the queries' reads of the state). :func
 with the state in registers, :func:`_round_kernel` takes the one or two chunks of a round's row. They share the
 arithmetic and differ in the source of tokens: a round's chunks begin before its tokens, so most of their inputs are
 read from the ring. ``gated_delta_gluon`` has a faster walk, for 16-bit prompts.
+
+Without DELTA they compute Mamba2 (``kernels/recurrent/mamba2.py``): the new values are the values times their steps,
+so there is no T and no read of the state by keys, and the outputs have the values times ``skip`` added.
 
 The tensor cores multiply 16-bit numbers. S, the errors, the new values, T and P are split into two such terms, which
 keep 16 of fp32's 24 bits; q, k and v are exact. The bits of a chunk must not depend on which kernel computes it, so
@@ -132,12 +135,16 @@ def _gate(gates, token, there, h, HV: tl.constexpr):
 
 
 @triton.jit
-def _squares(kk, qk, qq, sums, sums_row, beta, SCALE: tl.constexpr):
-    """Compute T, P [CHUNK, CHUNK] and the chunk's factors [CHUNK] from products of its keys and queries, fp32.
+def _squares(k, q, sums, sums_row, beta, SCALE: tl.constexpr):
+    """Compute T times beta, P [CHUNK, CHUNK] and the chunk's factors [CHUNK] from its keys and queries [CHUNK, K].
 
     sums, sums_row: cumulative logs of the decays, along the rows and the columns of a square; beta: along the rows.
     """
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
+    kk = tl.dot(k, tl.trans(k), zero, input_precision="ieee")
+    qk = tl.dot(q, tl.trans(k), zero, input_precision="ieee")
+    qq = tl.dot(q, tl.trans(q), zero, input_precision="ieee")
     k_row = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 0) + EPS)
     k_col = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 1) + EPS)
     q_col = tl.rsqrt(tl.sum(tl.where(i == j, qq, 0.0), 1) + EPS) * SCALE
@@ -145,22 +152,33 @@ def _squares(kk, qk, qq, sums, sums_row, beta, SCALE: tl.constexpr):
     below = tl.where(i > j, kk * (beta * k_col)[:, None] * left, 0.0)
     P = tl.where(i >= j, qk * q_col[:, None] * left, 0.0)
     T = tl.where(i == j, 1.0, 0.0)
-    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
     for s in tl.static_range(CHUNK - 1):
         row = tl.sum(tl.where(i == s, T, 0.0), 0)
         column = tl.sum(tl.where(j == s, below, 0.0), 1)
         T = tl.fma(zero - column[:, None], zero + row[None, :], T)
     end = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
     decay = tl.exp(sums)
-    return T, P, -(decay * k_col), decay * q_col, tl.exp(end - sums) * k_col, tl.exp(end)
+    return T * beta[None, :], P, -(decay * k_col), decay * q_col, tl.exp(end - sums) * k_col, tl.exp(end)
 
 
 @triton.jit
-def _store_chunk(squares, factors, place, T, P, w_k, w_q, w_s, whole):
-    """Load the inputs of :func:`_within` of a chunk and head at this place. Squares are stored by columns."""
+def _weights(k, q, sums, sums_row, step):
+    """Compute Mamba2's P and the chunk's factors, as :func:`_squares`, with P in place of T; step: along the rows."""
+    qk = tl.dot(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), input_precision="ieee")
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    left = tl.exp(tl.where(i >= j, sums[:, None] - sums_row[None, :], 0.0))
+    end = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
+    P = tl.where(i >= j, qk * left, 0.0)
+    return P, P, step, tl.exp(sums), tl.exp(end - sums), tl.exp(end)
+
+
+@triton.jit
+def _store_chunk(squares, factors, place, T, P, w_k, w_q, w_s, whole, DELTA: tl.constexpr):
+    """Store the inputs of :func:`_within` of a chunk and head at this place. Squares are stored by columns."""
     i = tl.arange(0, CHUNK)
     own, square = place * (4 * CHUNK * CHUNK), i[None, :] * CHUNK + i[:, None]
-    _store_split(squares + own, T, square, CHUNK * CHUNK)
+    if DELTA:
+        _store_split(squares + own, T, square, CHUNK * CHUNK)
     _store_split(squares + own + 2 * CHUNK * CHUNK, P, square, CHUNK * CHUNK)
     f = factors + place * (4 * CHUNK) + i
     tl.store(f, w_k)
@@ -174,7 +192,7 @@ def _store_chunk(squares, factors, place, T, P, w_k, w_q, w_s, whole):
 def _prepare_kernel(
     qkv, gates, kv_ring, gates_ring, squares, factors, rows, since, first, end, query_start, R, W,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, SCALE: tl.constexpr,
-    EXTRA: tl.constexpr, ROUND: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
+    EXTRA: tl.constexpr, ROUND: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Prepare chunks; one program per (chunk, value head).
 
@@ -223,24 +241,26 @@ def _prepare_kernel(
             term = tl.sum(tl.where(i == s, g, 0.0), 0)
             sums += tl.where(i >= s, term, 0.0)
             sums_row += tl.where(i >= s, term, 0.0)
-        zero = tl.zeros([CHUNK, CHUNK], tl.float32)
-        kk = tl.dot(k, tl.trans(k), zero, input_precision="ieee")
-        qk = tl.dot(q, tl.trans(k), zero, input_precision="ieee")
-        qq = tl.dot(q, tl.trans(q), zero, input_precision="ieee")
-        T, P, w_k, w_q, w_s, whole = _squares(kk, qk, qq, sums, sums_row, beta, SCALE)
-        _store_chunk(squares, factors, c.to(tl.int64) * HV + h, T * beta[None, :], P, w_k, w_q, w_s, whole)
+        if DELTA:
+            T, P, w_k, w_q, w_s, whole = _squares(k, q, sums, sums_row, beta, SCALE)
+        else:
+            T, P, w_k, w_q, w_s, whole = _weights(k, q, sums, sums_row, beta)
+        _store_chunk(squares, factors, c.to(tl.int64) * HV + h, T, P, w_k, w_q, w_s, whole, DELTA)
 
 
 # ---- the walk over a row's chunks -------------------------------------------------------------------
 
 
 @triton.jit
-def _reads(S, k, q, k_sum, q_sum):
+def _reads(S, k, q, k_sum, q_sum, DELTA: tl.constexpr):
     """Add the products of half of S [V, n] with keys and queries [CHUNK, n] to the other half's [V, CHUNK]."""
     dtype: tl.constexpr = k.dtype
     k, q = tl.trans(k), tl.trans(q)
     zero = tl.zeros_like(k_sum)
-    if dtype == tl.float32:
+    k_half = zero
+    if not DELTA:
+        q_half = _times(S, q, zero)
+    elif dtype == tl.float32:
         k_half = tl.dot(S, k, zero, input_precision="ieee")
         q_half = tl.dot(S, q, zero, input_precision="ieee")
     else:
@@ -253,41 +273,47 @@ def _reads(S, k, q, k_sum, q_sum):
 
 
 @triton.jit
-def _within(k_sum, q_sum, v, squares, factors):
+def _within(k_sum, q_sum, v, squares, factors, skip, DELTA: tl.constexpr):
     """Compute one chunk: (outputs [V, CHUNK], update of the state by each token [V, CHUNK], decay of the state).
 
     k_sum, q_sum [V, CHUNK]: the keys' and queries' reads of the state. v [CHUNK, V]. squares, factors: outputs of
-    :func:`_prepare_kernel`.
+    :func:`_prepare_kernel`. skip: pointer to the head's factor of the values in the outputs, without DELTA.
     """
     i = tl.arange(0, CHUNK)
     square = i[:, None] * CHUNK + i[None, :]
-    T_high, T_low = _load_split(squares, square, CHUNK * CHUNK)
     P_high, P_low = _load_split(squares + 2 * CHUNK * CHUNK, square, CHUNK * CHUNK)
     w_k, w_q = tl.load(factors + i)[None, :], tl.load(factors + CHUNK + i)[None, :]
     w_s, whole = tl.load(factors + 2 * CHUNK + i)[None, :], tl.load(factors + 3 * CHUNK)
     values = tl.trans(v).to(tl.float32)
     zero = tl.zeros_like(values)
-    new = _times_split(tl.fma(k_sum, zero + w_k, values), T_high, T_low, zero)
-    return _times_split(new, P_high, P_low, q_sum * w_q), new * w_s, whole
+    if DELTA:
+        T_high, T_low = _load_split(squares, square, CHUNK * CHUNK)
+        new = _times_split(tl.fma(k_sum, zero + w_k, values), T_high, T_low, zero)
+    else:
+        new = values * w_k
+    out = _times_split(new, P_high, P_low, q_sum * w_q)
+    if not DELTA:
+        out = tl.fma(values, zero + tl.load(skip), out)
+    return out, new * w_s, whole
 
 
 @triton.jit
-def _chunk(S, k, q, v, squares, factors):
+def _chunk(S, k, q, v, squares, factors, skip, DELTA: tl.constexpr):
     """Compute a chunk that begins with the state S [V, K]: see :func:`_within`."""
     K: tl.constexpr = k.shape[1]
     half = tl.arange(0, K)[None, :] // half_of(K)
     k_sum = tl.zeros([v.shape[1], CHUNK], tl.float32)
     q_sum = k_sum
     for n in tl.static_range(K // half_of(K)):  # zeros in the other half change no sum
-        k_sum, q_sum = _reads(S, tl.where(half == n, k, 0.0), tl.where(half == n, q, 0.0), k_sum, q_sum)
-    return _within(k_sum, q_sum, v, squares, factors)
+        k_sum, q_sum = _reads(S, tl.where(half == n, k, 0.0), tl.where(half == n, q, 0.0), k_sum, q_sum, DELTA)
+    return _within(k_sum, q_sum, v, squares, factors, skip, DELTA)
 
 
 @triton.jit(do_not_specialize=["T", "R"])
 def _walk_kernel(
-    qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R, W,
+    qkv, kv_ring, squares, factors, skip, state, out, rows, since, first, until, end, query_start, T, R, W,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, EXTRA: tl.constexpr,
-    ROUND: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+    ROUND: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Walk all chunks of a row; one program per (tile of V, value head, row). The last row's zero a prompt pass's
     padding.
@@ -298,6 +324,8 @@ def _walk_kernel(
     KV: tl.constexpr = HK * K + HV * V
     dv, d, i = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K), tl.arange(0, CHUNK)
     out += h * V + dv[None, :]
+    if not DELTA:
+        skip += h
     begin, at = row * W if ROUND else tl.load(query_start + row), tl.load(first + row)
     if not ROUND and row == R - 1:
         _blank(out, tl.load(query_start + R), T, HV * V, BLOCK_V)
@@ -319,8 +347,8 @@ def _walk_kernel(
             k = _tile(k_new, C, k_old, KV, position, begin, at, stop, slot, d, RING, True)
             v = _tile(v_new, C, v_old, KV, position, begin, at, stop, slot, dv, RING, True)
             q = _tile(q_new, C, q_new, C, position, begin, at, stop, slot, d, RING, False)
-            place = ch * HV
-            o, taken, whole = _chunk(S, k, q, v, squares + place * (4 * CHUNK * CHUNK), factors + place * (4 * CHUNK))
+            place = ch * HV * (4 * CHUNK)
+            o, taken, whole = _chunk(S, k, q, v, squares + place * CHUNK, factors + place, skip, DELTA)
             _put(out, v_old, o, v, position, begin, at, stop, limit, slot, dv, HV * V, KV, RING, ROUND)
             if (ch + 1 < chunks) | (ch + 1 == keep):
                 S = _times(taken, k, S * whole)
@@ -331,9 +359,9 @@ def _walk_kernel(
 @overlapping(reads_early=True)
 @triton.jit
 def _round_kernel(
-    qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, W,
+    qkv, kv_ring, squares, factors, skip, state, out, rows, since, first, until, end, W,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
-    BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Walk rounds of at most two chunks per row, as :func:`_walk_kernel`; the state is processed in halves of K.
 
@@ -347,6 +375,8 @@ def _round_kernel(
     KV: tl.constexpr = HK * K + HV * V
     dv, d, i = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, HALF), tl.arange(0, CHUNK)
     out += h * V + dv[None, :]
+    if not DELTA:
+        skip += h
     begin, at = row * W, tl.load(first + row)
     if at < 0:
         follow(OVERLAP)
@@ -364,9 +394,9 @@ def _round_kernel(
         for s in tl.static_range(0, K, HALF):
             k = _tile(k_new + s, C, k_old + s, KV, position, begin, at, stop, slot, d, RING, True)
             q = _tile(q_new + s, C, q_new, C, position, begin, at, stop, slot, d, RING, False)
-            k_sum, q_sum = _reads(tl.load(home + s), k, q, k_sum, q_sum)
+            k_sum, q_sum = _reads(tl.load(home + s), k, q, k_sum, q_sum, DELTA)
         follow(OVERLAP)
-        o, taken, whole = _within(k_sum, q_sum, v, squares, factors)
+        o, taken, whole = _within(k_sum, q_sum, v, squares, factors, skip, DELTA)
         _put(out, v_old, o, v, position, begin, at, stop, limit, slot, dv, HV * V, KV, RING, True)
         if (limit > start + CHUNK) | (goal > start):
             after = position + CHUNK
@@ -379,11 +409,11 @@ def _round_kernel(
                     tl.store(home + s, S)
                 k = _tile(k_new + s, C, k_old + s, KV, after, begin, at, stop, slot, d, RING, True)
                 q = _tile(q_new + s, C, q_new, C, after, begin, at, stop, slot, d, RING, False)
-                k_sum, q_sum = _reads(S, k, q, k_sum, q_sum)
+                k_sum, q_sum = _reads(S, k, q, k_sum, q_sum, DELTA)
             v = _tile(v_new, C, v_old, KV, after, begin, at, stop, slot, dv, RING, True)
             if limit > start + CHUNK:
-                after_first = HV * 4 * CHUNK
-                o, taken, whole = _within(k_sum, q_sum, v, squares + after_first * CHUNK, factors + after_first)
+                squares += HV * 4 * CHUNK * CHUNK
+                o, taken, whole = _within(k_sum, q_sum, v, squares, factors + HV * 4 * CHUNK, skip, DELTA)
                 _put(out, v_old, o, v, after, begin, at, stop, limit, slot, dv, HV * V, KV, RING, True)
 
 

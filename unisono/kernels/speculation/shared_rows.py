@@ -70,7 +70,7 @@ def _share_drafts_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     j = tl.arange(0, BLOCK_K)
-    own = tl.load(reach + row * K + j, mask=j < K, other=UNREACHED)
+    own = tl.load(reach + row * K + j, mask=j < K, other=INACTIVE)
     order = j * R + row  # of equal drafts, the earlier in its row comes first
     before = tl.zeros((BLOCK_K,), dtype=tl.int32)
     running = tl.zeros((), dtype=tl.int32)

@@ -62,7 +62,7 @@ class ActivationOrder:
         return total, rms_norm(total, weight, eps)
 
     def prove(self, layer: LinearLayer) -> bool:
-        """That of the weights: the order of inputs is the same in all kernels."""
+        """Proof of the weights; the order of inputs is the same in all kernels."""
         return self.weights.prove(layer)
 
     def rehearse(self, layer: LinearLayer) -> None:

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MEASURED, COMPILED = "9.0 measured", "9.0 compiled"
-GATED = ("gemm.nvfp4", "gemm.int8", "gemm.int8_weights")
-"""Modules of ``unisono.kernels`` that ``tests/kernels/test_cards.py`` compiles for every card."""
+GATED = (
+    "gemm.fp8", "gemm.int4", "gemm.int8", "gemm.int8_weights", "gemm.linear", "gemm.nvfp4",
+    "moe.experts", "moe.fp8", "moe.integers", "moe.mxfp4", "moe.nvfp4",
+)  # fmt: skip
+"""Modules of ``unisono.kernels`` with products, which ``tests/kernels/test_cards.py`` compiles for every card."""
 
-EVERY_CARD = "8.0, 8.6, 8.9, 9.0, 10.0, 12.0 compiled"
+MEASURED = "9.0 measured; 8.0, 8.6, 8.9, 10.0, 12.0 compiled"
+COMPILED = "8.0, 8.6, 8.9, 9.0, 10.0, 12.0 compiled"
+E4M3_MEASURED, E4M3_COMPILED = "9.0 measured; 8.9, 10.0, 12.0 compiled", "8.9, 9.0, 10.0, 12.0 compiled"
+"""Cards of products with e4m3 activations, which begin with 8.9."""
 
 
 @dataclass(frozen=True)
@@ -33,26 +38,27 @@ class DocumentedFormat:
 
 _FP8 = ("gemm.fp8", "gemm.fp8_gluon", "moe.fp8")
 _INT4 = ("gemm.int4", "moe.integers")
+_INT8 = ("gemm.int8_weights", "moe.integers")
 _NVFP4 = ("gemm.nvfp4", "moe.nvfp4")
 _NONE = "not quantised"
 
 ROWS = (
     DocumentedFormat(
         "fp8", "`weight_block_size` [128, 128]; scales float or powers of two (`ue8m0`)",
-        "e4m3, a scale for each 128 × 128 block", "e4m3, a scale for each row and 128 columns", _FP8, MEASURED,
+        "e4m3, a scale for each 128 × 128 block", "e4m3, a scale for each row and 128 columns", _FP8, E4M3_MEASURED,
         ("fp8-blocks", "fp8-blocks-bf16-scales", "fp8-powers-of-two"),
     ),
     DocumentedFormat(
         "fp8", "no blocks", "e4m3, a scale for each projection", "e4m3; `dynamic`: by row; `static`: `input_scale`",
-        _FP8, MEASURED, ("fp8-static",),
+        _FP8, E4M3_MEASURED, ("fp8-static",),
     ),
     DocumentedFormat(
         "fbgemm_fp8", "`activation_scale_ub`", "e4m3, a scale for each output", "e4m3 by row, clamped to the bound",
-        ("gemm.fp8",), COMPILED, ("fbgemm-fp8",), False,
+        ("gemm.fp8",), E4M3_COMPILED, ("fbgemm-fp8",), False,
     ),
     DocumentedFormat(
         "modelopt", "`FP8`, `FP8_PER_CHANNEL_PER_TOKEN`; also hf_quant_config.json",
-        "e4m3, a scale for each projection or output", "e4m3, `input_scale` or by row", _FP8, COMPILED,
+        "e4m3, a scale for each projection or output", "e4m3, `input_scale` or by row", _FP8, E4M3_COMPILED,
         ("modelopt-fp8",),
     ),
     DocumentedFormat(
@@ -61,12 +67,12 @@ ROWS = (
     ),
     DocumentedFormat(
         "compressed-tensors", "float, 8 bits", "e4m3; strategy `tensor`, `channel` or `block` [128, 128]",
-        "e4m3; by token, by group of 128, or static for the tensor", _FP8, MEASURED,
+        "e4m3; by token, by group of 128, or static for the tensor", _FP8, E4M3_MEASURED,
         ("compressed-fp8-channel", "compressed-fp8-tensor", "compressed-fp8-static", "compressed-fp8-blocks"),
     ),
     DocumentedFormat(
         "compressed-tensors", "float, 4 bits (`nvfp4-pack-quantized`)", "e2m1, an e4m3 scale for each 16 inputs",
-        f"{_NONE}, whatever the scheme says", _NVFP4, EVERY_CARD, ("compressed-nvfp4", "compressed-nvfp4-weights"),
+        f"{_NONE}, whatever the scheme says", _NVFP4, COMPILED, ("compressed-nvfp4", "compressed-nvfp4-weights"),
     ),
     DocumentedFormat(
         "compressed-tensors", "int, 4 bits (`pack-quantized`)",
@@ -75,12 +81,12 @@ ROWS = (
     ),
     DocumentedFormat(
         "compressed-tensors", "int, 8 bits, no activations (`pack-quantized`, `int-quantized`)",
-        "strategy `group` of 32, 64 or 128, or `channel`; symmetric or not", _NONE, ("gemm.int8_weights",), EVERY_CARD,
-        ("compressed-int8", "compressed-int8-asymmetric", "compressed-int8-unpacked"), False,
+        "strategy `group` of 32, 64 or 128, or `channel`; symmetric or not", _NONE, _INT8, COMPILED,
+        ("compressed-int8", "compressed-int8-asymmetric", "compressed-int8-unpacked"),
     ),
     DocumentedFormat(
         "compressed-tensors", "int, 8 bits, and activations (`int-quantized`)", "int8; strategy `tensor` or `channel`",
-        "int8; by token, with a zero point or without, or static for the tensor", ("gemm.int8",), EVERY_CARD,
+        "int8; by token, with a zero point or without, or static for the tensor", ("gemm.int8",), COMPILED,
         ("compressed-int8-a8", "compressed-int8-a8-shifted", "compressed-int8-a8-static"), False,
     ),
     DocumentedFormat(
@@ -93,7 +99,11 @@ ROWS = (
     ),
     DocumentedFormat(
         "gptq", "8 bits, `desc_act` false, format v1 or v2", "group of 32, 64 or 128, or all inputs; symmetric or not",
-        _NONE, ("gemm.int8_weights",), EVERY_CARD, ("gptq-8-bits", "gptq-8-bits-asymmetric"), False,
+        _NONE, _INT8, COMPILED, ("gptq-8-bits", "gptq-8-bits-asymmetric"),
+    ),
+    DocumentedFormat(
+        "gptq", "4 or 8 bits, `desc_act` true", "as above; inputs sorted by group while loading", _NONE,
+        ("gemm.int4", "gemm.int8_weights"), COMPILED, ("gptq-desc-act", "gptq-8-bits-desc-act"), False,
     ),
     DocumentedFormat(
         "auto-round", "4 bits, packing of GPTQ or AWQ", "group of 32, 64 or 128, or all inputs", _NONE, _INT4, MEASURED,
@@ -109,8 +119,8 @@ ROWS = (
         ("tests/models/test_gguf.py",),
     ),
     DocumentedFormat(
-        "`--quantization fp8`", "float32, float16 or bfloat16", "as the first row", "as the first row", _FP8, MEASURED,
-        ("tests/models/test_quantised.py",),
+        "`--quantization fp8`", "float32, float16 or bfloat16", "as the first row", "as the first row", _FP8,
+        E4M3_MEASURED, ("tests/models/test_quantised.py",),
     ),
 )  # fmt: skip
 """In the order of the page."""

@@ -30,6 +30,7 @@ from unisono.kernels.moe.experts import (
     expert_down,
     expert_gate_up,
     expert_tile,
+    expert_up,
 )
 from unisono.kernels.moe.plan import ExpertPlan
 from unisono.kernels.norm.activation import SILU, ExpertGate
@@ -46,6 +47,7 @@ class ExpertWeights(Protocol):
     outputs: N, of gate and up together.
     bias: [E (+ 1), N], if the experts have biases.
     gate: how their gate and up are combined.
+    gated: False: the stack has ``up`` alone, and its product ReLU².
     rows: this rank's share of each projection's outputs.
     """
 
@@ -53,6 +55,7 @@ class ExpertWeights(Protocol):
     inputs: int
     outputs: int
     gate: ExpertGate
+    gated: bool
     rows: Share
 
     @property
@@ -68,6 +71,7 @@ class ExpertFormat(Protocol):
     A pair's result may depend on its token's row and its expert's weight only: never on other rows, on their number, on
     the plan or its tile. A format whose products add biases and compute every :class:`ExpertGate` has an attribute
     ``biases`` that is true; the others get neither, except GELU's gate if their attribute ``gelu`` is true. One that
+    computes experts without a gate has a true ``ungated``. One that
     has several kernels for a product has ``prove`` and ``rehearse``, as :class:`PlainExperts`: the first compares their
     bits when an engine starts.
     """
@@ -106,6 +110,7 @@ class PlainExperts:
 
     name: str = "plain"
     biases = True
+    ungated = True
 
     def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         return {"weight": StoredTensor(dtype, FLOATS)}
@@ -125,6 +130,8 @@ class PlainExperts:
             exact_experts.rehearse(gate_up.weight, down.weight, experts, top_k)
 
     def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        if not stack.gated:
+            return expert_up(x, stack.weight, plan)
         return expert_gate_up(x, stack.weight, plan, stack.bias, stack.gate)
 
     def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
@@ -133,20 +140,26 @@ class PlainExperts:
 
 def _is_plain(stack: ExpertWeights) -> bool:
     """True if a stack of gate and up has no biases and SiLU's gate."""
-    return stack.bias is None and stack.gate == SILU
+    return stack.bias is None and stack.gate == SILU and stack.gated
 
 
 PLAIN_EXPERTS = PlainExperts()
 
 
-def expert_format(format: WeightFormat, biases: bool = False, gelu: bool = False) -> ExpertFormat:
+def expert_format(format: WeightFormat, biases: bool = False, gelu: bool = False, gated: bool = True) -> ExpertFormat:
     """Expert format of a weight format. biases: the experts have biases, or a clamped gate. gelu: their gate is GELU's.
+    gated: they have a gate.
 
     Raises CheckpointError if the format does not store stacks, or does not compute these.
     """
     found = PLAIN_EXPERTS if format is PLAIN else getattr(format, "experts", None)
     if found is None:
         raise CheckpointError(f"weights of experts in format {format.name!r} are not supported: it has no `experts`.")
+    if not gated and not getattr(found, "ungated", False):
+        raise CheckpointError(
+            f"weights of experts in format {format.name!r} are not supported where experts have no gate (ReLU²): plain "
+            "weights are."
+        )
     every_gate = getattr(found, "biases", False)
     if (biases and not every_gate) or (gelu and not (every_gate or getattr(found, "gelu", False))):
         raise CheckpointError(

@@ -16,7 +16,7 @@ from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.kernels.sampling.soft_cap import soft_cap
-from unisono.kv.specs import Tree
+from unisono.kv.specs import Tree, leaves
 from unisono.layers.activations import plain
 from unisono.layers.formats.base import Share
 from unisono.layers.linear import Linear
@@ -39,6 +39,8 @@ class Decoder(nn.Module):
     """A whole model, or a rank's part of one, on one device, in one dtype, for up to ``builder.max_positions``
     positions.
 
+    keeps: True for each layer with a state.
+
     With tied embeddings ``lm_head.weight`` *is* ``embed.weight``, or a view of it.
     """
 
@@ -54,6 +56,7 @@ class Decoder(nn.Module):
         self.input_tables = None if tables is None else tables.build(builder.at("input_tables"))
         self.embed_norm = builder.stream_norm() if config.embed_norm else None
         self.layers = build_layers(config.layers, builder, norm)
+        self.keeps = [any(leaves(specs)) for specs in self.state_specs()]
         self.norm = norm
         sizes = config.hidden_size, config.vocab_size
         if config.tie_embeddings:
@@ -113,13 +116,13 @@ class Decoder(nn.Module):
         return plain(stream.normed), aux
 
     def _turn(self, context: ForwardContext, deepest: int) -> int:
-        """Layer after which a pass goes on with its last tokens only: the last one that writes keys, if nothing reads
-        the others behind it.
+        """Layer after which a pass goes on with its last tokens only: the last one that writes keys or another state,
+        if nothing reads the others behind it.
 
         deepest: layers whose inputs are read, or to whose outputs something is added, are at most this one.
         """
         last, turn = len(self.layers) - 1, len(self.layers) - 1
-        while turn > 0 and self.reads[turn] != turn:
+        while turn > 0 and (self.reads[turn] != turn or not self.keeps[turn]):
             turn -= 1
         return turn if context.rotary_positions is None and deepest <= turn else last
 

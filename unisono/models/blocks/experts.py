@@ -17,6 +17,7 @@ from unisono.layers.formats.base import WHOLE, Share, WeightFormat
 from unisono.layers.formats.experts import expert_format
 from unisono.layers.norm import add_normed
 from unisono.models.blocks.layers import MLPSpec
+from unisono.models.blocks.plain_mlp import PlainMLPSpec
 from unisono.models.load.build import Builder, require
 from unisono.types import CheckpointError, ConfigError
 
@@ -29,9 +30,11 @@ class ExpertsSpec:
     """``top_k`` of ``num_experts`` gated MLPs, by softmax over all of them; ties go to the lower id.
 
     shared_intermediate_size: of an expert that every token uses; 0: none.
+    shared_bias: its products have biases; of experts without a gate alone.
     shared_gate: a sigmoid of ``shared_gate(x)`` scales the shared expert.
     normalize: the chosen experts' weights are divided by their sum.
-    kind: variant of the experts, by default with the gate of ``activation`` and without biases.
+    kind: variant of the experts, by default with the gate of ``activation`` and without biases. Experts without a gate
+        have the activation "relu2", and so has the shared one.
     router_bias: the router adds a bias to the logits; it changes the choice and the weights.
     router_factors: each expert's weight is multiplied by a learnt number, after normalisation.
     weighs_inputs: an expert's input, not its output, is multiplied by its weight; for one expert a token alone.
@@ -61,6 +64,7 @@ class ExpertsSpec:
     router_bias: bool = False
     router_factors: bool = False
     scores: RouterScores | None = None
+    shared_bias: bool = False
     weighs_inputs: bool = False
 
     def __post_init__(self) -> None:
@@ -70,35 +74,37 @@ class ExpertsSpec:
         require(self.intermediate_size >= 1, "moe_intermediate_size", self.intermediate_size, "it must be at least 1")
         shared = self.shared_intermediate_size
         require(shared >= 0, "shared_expert_intermediate_size", shared, "it must be at least 0")
-        require(self.activation in GATES, "hidden_act", self.activation, f"supported are {', '.join(GATES)}")
+        known = GATES if self.kind.gated else ("relu2",)
+        require(self.activation in known, "hidden_act", self.activation, f"supported are {', '.join(known)}")
+        require(not (self.shared_bias and self.kind.gated), "mlp_bias", True, "a shared expert with a gate has none")
         self._check_groups()
         rule = "one expert a token is computed where its input is multiplied by its weight"
         require(not self.weighs_inputs or top_k == 1, "num_experts_per_tok", top_k, rule)
-        if self.kind.gate == SILU:
+        if self.kind.gated and self.kind.gate == SILU:
             object.__setattr__(self, "kind", replace(self.kind, gate=GATES[self.activation]))
 
     def build(self, builder: Builder) -> Experts:
         size, hidden, shared = self.intermediate_size, builder.hidden_size, self.shared_intermediate_size
         each, apart = builder.at("experts" if self.kind.bias else "experts.each.0"), builder.at("shared")
-        sizes = {"gate_up": size, "down": hidden} if self.kind.bias else {"gate": size, "up": size, "down": hidden}
+        first, gated = {"gate": size, "up": size} if self.kind.gated else {"up": size}, self.kind.gated
+        sizes = {"gate_up": size, "down": hidden} if self.kind.bias else {**first, "down": hidden}
         format = _one_format(each, *sizes)
-        rides = (
-            not self.weighs_inputs and shared == size and {apart.format(apart.at(n).path) for n in _SHARED} == {format}
-        )
+        may_ride = gated and not self.weighs_inputs and shared == size
+        rides = may_ride and {apart.format(apart.at(n).path) for n in _SHARED} == {format}
         gelu = self.kind.gate.gelu
         biased = replace(self.kind, gate=SILU if gelu else self.kind.gate, transposed=False) != SILU_EXPERTS
-        common = rides, builder.dtype, builder.device, expert_format(format, biased, gelu)
+        common = rides, builder.dtype, builder.device, expert_format(format, biased, gelu, gated)
         ranks, share, rows = builder.ranks, WHOLE, WHOLE
         if ranks.whole_experts:
             share = self._of_experts(ranks)
         elif ranks.count > 1 and each.can_divide(sizes):
             rows = builder.share
         made = Experts(
-            ExpertStack(self.num_experts, hidden, {"gate": size, "up": size}, *common, share, rows, self.kind),
+            ExpertStack(self.num_experts, hidden, first, *common, share, rows, self.kind),
             ExpertStack(self.num_experts, size, {"": hidden}, *common, share, rows, self.kind),
             self.top_k,
             self.normalize,
-            MLPSpec(shared, activation=self.activation).build(apart) if shared and not rides else None,
+            self._shared().build(apart) if shared and not rides else None,
             self.shared_gate and shared > 0,
             ranks,
             self.router_bias,
@@ -107,6 +113,13 @@ class ExpertsSpec:
         )
         made.weighs_inputs = self.weighs_inputs
         return made
+
+    def _shared(self) -> MLPSpec | PlainMLPSpec:
+        """The shared expert where it does not ride."""
+        size = self.shared_intermediate_size
+        if self.kind.gated:
+            return MLPSpec(size, activation=self.activation)
+        return PlainMLPSpec(size, self.shared_bias, self.activation)
 
     def _check_groups(self) -> None:
         """Raise CheckpointError for groups that do not divide the experts or hold too few."""

@@ -192,13 +192,16 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Weight(nn.Module):
-    """Holder of a tensor called ``weight``, or of a share of its rows."""
+    """Holder of a tensor called ``weight``, or of a share of its rows. bias: a second one; None: there is none."""
+
+    bias: nn.Parameter | None
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, share: Share = WHOLE
     ) -> None:
         super().__init__()
         self.weight = _parameter(shape, dtype, device, share)
+        self.register_parameter("bias", None)
 
 
 def _parameter(

@@ -20,9 +20,9 @@ from unisono.attention.base import KV, AttentionOptions
 from unisono.attention.context import ForwardContext
 from unisono.config.preflight.ranks import check_attention_heads
 from unisono.distributed.gather import Ranks
-from unisono.kernels.attention.latent import SHARED, head_blocks
+from unisono.kernels.attention.latent import check_shared_memory, head_blocks
 from unisono.kernels.attention.latent_rows import head_product, rotate_latent
-from unisono.kernels.cards import KIB, shared_memory
+from unisono.kernels.cards import shared_memory
 from unisono.kernels.gemm.fp8_quantize import E4M3
 from unisono.kv.specs import PAGE_SIZE, Paged
 from unisono.layers.activations import Activations, common_input_format
@@ -102,11 +102,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         if builder.kv_dtype == E4M3:
             raise ConfigError("--kv-cache-dtype fp8 is not supported with latent attention: leave it out.")
-        if (found := shared_memory(torch.device(builder.device))) < SHARED:
-            raise ConfigError(
-                f"latent attention (MLA) needs {SHARED // KIB} KiB of shared memory for a block; this GPU has "
-                f"{found // KIB}. Compute capabilities 9.0 and 10.0 have enough."
-            )
+        check_shared_memory(shared_memory(torch.device(builder.device)))
         whole, spec = spec, spec.of(builder.ranks)
         self.spec, self.dtype = spec, builder.dtype
         self.backend = builder.backend(spec.num_heads, spec.num_kv_heads)

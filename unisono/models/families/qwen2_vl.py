@@ -55,7 +55,7 @@ def read(hf_config: Any) -> DecoderConfig:
         LayerSpec(read_attention(text, window=window, qkv_bias=True), mlp) for window in windows_by_layer_type(text)
     ]
     vision = read_vision(hf_config, read_tower, SECTION, interleaved=False)
-    if vision is not None:
+    if vision is not None:  # with a rate, as the processor writes no timestamps of frames
         vision = replace(vision, video_token_id=-1, tokens_per_second=1)
     return read_decoder_config(hf_config, layers, vision=vision)
 

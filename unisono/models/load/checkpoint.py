@@ -209,6 +209,15 @@ def generation_defaults(file: Path) -> GenerationDefaults:
     )
 
 
+def sampling_defaults(stored: GenerationDefaults, source: str) -> dict[str, float]:
+    """Sampling defaults by name. source: as in ``EngineConfig.generation_config``; "auto" takes the ``stored`` ones."""
+    if source == "vllm":
+        return {}
+    found = stored if source == "auto" else generation_defaults(Path(source) / "generation_config.json")
+    values = {"temperature": found.temperature, "top_p": found.top_p, "top_k": found.top_k, "min_p": found.min_p}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _token_ids(value: Any, file: Path) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):

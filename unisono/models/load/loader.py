@@ -25,7 +25,7 @@ from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.quantization import KV_SCALE
 from unisono.models.load.tensor_files import TensorInfo, read, tensor
 from unisono.models.load.update import WeightUpdate
-from unisono.models.load.weights import check, fill, places, tensor_name
+from unisono.models.load.weights import check, check_tensor, fill, places, tensor_name
 from unisono.models.vision.blocks import NORM_EPS
 from unisono.models.vision.tower import AnyTower, make_tower
 from unisono.types import CheckpointError
@@ -328,6 +328,36 @@ def decoder_update(decoder: Decoder, checkpoint: Checkpoint) -> WeightUpdate:
     def check_values() -> None:
         if tied and head in tensors and not head.startswith(unread):
             _check_tied_head(decoder, head, tensors)
+        _check_finite(decoder, checkpoint)
+
+    return WeightUpdate(decoder, targets, tensors, check_values)
+
+
+def partial_update(decoder: Decoder, checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) -> WeightUpdate:
+    """Some of a decoder's weights, by their names in ``checkpoint``; the others stay.
+
+    Raises CheckpointError for a name without a place in the model, and for a wrong shape or dtype.
+    """
+    tensors = _as_named(dict(tensors), checkpoint.family)
+    every = checkpoint_names(decoder, checkpoint.family, tensors)
+    ranks, targets = decoder.builder.ranks, {}
+    head = f"{checkpoint.family.name('lm_head')}.weight"
+    tied_head = head if decoder.config.tie_embeddings and head in tensors else None
+    for name, info in tensors.items():
+        if name in every:
+            check_tensor(name, info, every[name])
+            targets[name] = every[name]
+        elif name != tied_head and not (
+            ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in every
+        ):
+            raise CheckpointError(
+                f"{info.file}: tensor {name} {list(info.shape)} has no place in the {checkpoint.config.architecture} "
+                "that is served. Give names of its checkpoint; a drafter's weights are updated from a directory."
+            )
+
+    def check_values() -> None:
+        if tied_head is not None:
+            _check_tied_head(decoder, tied_head, tensors)
         _check_finite(decoder, checkpoint)
 
     return WeightUpdate(decoder, targets, tensors, check_values)

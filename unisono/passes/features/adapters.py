@@ -278,7 +278,7 @@ class AdapterFeature(Feature):
             return ()
         samples: list[Metric] = [
             ("adapters_loaded", "gauge", {}, len(self.loaded), "Adapters that requests may name."),
-            ("adapter_writes", "counter", {}, self.places.writes, "Adapters that were written onto the device."),
+            ("adapter_writes", "counter", {}, self.places.writes, "Adapters copied to the device."),
         ]
         for loaded in self.loaded.values():
             labels, c = {"adapter": loaded.name}, loaded.counts
@@ -286,8 +286,8 @@ class AdapterFeature(Feature):
                 ("adapter_requests", "counter", c.requests, "Requests of an adapter that got a slot."),
                 ("adapter_generation_tokens", "counter", c.tokens, "Tokens generated with an adapter."),
                 ("adapter_draft_tokens", "counter", c.drafted, "Tokens drafted for requests of an adapter."),
-                ("adapter_accepted_tokens", "counter", c.accepted, "Of these, those that were accepted."),
-                ("adapter_accept_length", "gauge", c.accept_length, "Tokens of a round with drafts, on average."),
+                ("adapter_accepted_tokens", "counter", c.accepted, "Accepted draft tokens of requests of an adapter."),
+                ("adapter_accept_length", "gauge", c.accept_length, "Mean number of tokens per round with drafts."),
             )
             samples += [(name, kind, labels, value, text) for name, kind, value, text in of_each]
         return samples

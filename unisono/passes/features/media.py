@@ -263,15 +263,21 @@ class Media(Feature):
             return ()
         cache = self.cache
         return (
-            ("encoder_cache_queries", "counter", {}, cache.queries, "Frames of pictures and videos that prompts read."),
-            ("encoder_cache_hits", "counter", {}, cache.hits, "Frames that the encoder cache had."),
-            ("encoder_cache_evictions", "counter", {}, cache.evictions, "Frames that made room for others."),
+            (
+                "encoder_cache_queries",
+                "counter",
+                {},
+                cache.queries,
+                "Frames of images and videos looked up in the encoder cache.",
+            ),
+            ("encoder_cache_hits", "counter", {}, cache.hits, "Frames found in the encoder cache."),
+            ("encoder_cache_evictions", "counter", {}, cache.evictions, "Frames evicted from the encoder cache."),
             (
                 "encoder_cache_usage_perc",
                 "gauge",
                 {},
                 cache.used / cache.capacity,
-                "Share of its rows with embeddings.",
+                "Fraction of the encoder cache's rows in use.",
             ),
         )
 

@@ -34,7 +34,7 @@ def exact(
     output_len: Annotated[int, typer.Option(help="Tokens per request.", min=1)] = 32,
     max_prompt: Annotated[int, typer.Option(help="Longest prompt in tokens.", min=3)] = 900,
     long: Annotated[int, typer.Option(help="Number of requests with --long-output-len tokens.", min=0)] = 0,
-    long_output_len: Annotated[int, typer.Option(help="Tokens of those.", min=1)] = 2100,
+    long_output_len: Annotated[int, typer.Option(help="Tokens of each long request.", min=1)] = 2100,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per pass in the chunked run.", min=16)] = 256,
     speculative_config: Annotated[str | None, typer.Option(help="As for `unisono serve`, JSON.")] = None,
 ) -> None:

@@ -186,7 +186,7 @@ def train_draft(
     ] = None,
     hidden_size: Annotated[int, typer.Option(help="standalone: hidden size.")] = 128,
     layers: Annotated[int, typer.Option(help="standalone, dflash: number of layers.")] = 3,
-    block_size: Annotated[int, typer.Option(help="dflash: tokens of a block; it drafts one less.")] = 8,
+    block_size: Annotated[int, typer.Option(help="dflash: tokens per block; the number of drafts is one less.")] = 8,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
     """Train a draft model for a target on the target's own outputs."""

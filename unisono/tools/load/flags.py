@@ -70,7 +70,7 @@ def stall_flags(
     scenario: Annotated[str, typer.Option(help="load, or stall: long prompts arrive while streams run.")] = "load",
     streams: Annotated[int, typer.Option(min=1, help="stall: running streams.")] = 32,
     prompts: Annotated[str, typer.Option(help="stall: simultaneous prompts, separated by commas.")] = "1,8",
-    prompt_len: Annotated[int, typer.Option(min=1, help="stall: tokens of such a prompt.")] = 8000,
+    prompt_len: Annotated[int, typer.Option(min=1, help="stall: tokens per prompt.")] = 8000,
     stream_input_len: Annotated[int, typer.Option(min=1, help="stall: prompt tokens of a stream.")] = 64,
     stream_output_len: Annotated[int, typer.Option(min=1, help="stall: output tokens of a stream at most.")] = 4096,
 ) -> None:
@@ -92,7 +92,9 @@ def report_flags(
         bool, typer.Option("--save-detailed", help="Add every request's figures to --out.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Plot the results to a PNG, SVG or PDF file.")] = None,
-    metadata: Annotated[list[str] | None, typer.Option(help="KEY=VALUE to write into --out; several.")] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(help="Metadata to write into --out: one or several KEY=VALUE.")
+    ] = None,
 ) -> None:
     """Flags of the report."""
 
@@ -117,7 +119,7 @@ def target_flags(
     token_ids: Annotated[
         bool, typer.Option("--token-ids", help="Send prompts as token ids: exact lengths, /v1/completions only.")
     ] = False,
-    header: Annotated[list[str] | None, typer.Option(help="KEY=VALUE to send with requests; several.")] = None,
+    header: Annotated[list[str] | None, typer.Option(help="Request headers: one or several KEY=VALUE.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Authorization: Bearer KEY.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Accept any TLS certificate.")] = False,
     timeout: Annotated[float, typer.Option(min=0.001, help="Timeout of a request, seconds.")] = 21600.0,

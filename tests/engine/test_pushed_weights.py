@@ -1,0 +1,162 @@
+"""Weights that a trainer pushes by name: through shared memory, files and a process group. Passes that are held."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.changed_weights import GREEDY, PROMPTS, other
+from tests.engine.helpers import engine, tokens
+from unisono.distributed.weight_group import WeightGroup
+from unisono.entrypoints.llm import LLM
+from unisono.types import CheckpointError, ConfigError, EngineRequest, SpeculativeConfig
+
+NGRAM = SpeculativeConfig("ngram", num_speculative_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def new(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return other(qwen3, tmp_path_factory.mktemp("new") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def expected(new: Path) -> list[list[int]]:
+    with engine(new) as llm:
+        return tokens(llm, PROMPTS, GREEDY)
+
+
+@pytest.fixture(scope="module")
+def served(qwen3: Path) -> Any:
+    with engine(qwen3, speculative=NGRAM) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(served: LLM, qwen3: Path) -> Any:
+    """An engine with the old weights."""
+    served.update_weights(str(qwen3), version="old")
+    return served
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    (file,) = directory.glob("*.safetensors")
+    return load_file(file)
+
+
+def test_tensors_in_parts(llm: LLM, new: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """Half of the names as tensors, half as a file: then the engine answers as one started with all of them."""
+    graphs = list(llm.engine.runner.planner.graphs())
+    old, tensors = tokens(llm, PROMPTS, GREEDY), weights(new)
+    names = sorted(tensors)
+    first, rest = names[::2], names[1::2]
+    done = llm.update_weights_from_tensor([(name, tensors[name]) for name in first], version="half")
+    assert done["weight_version"] == llm.engine.weight_version == "half"
+    assert done["freed_pages"] > 0
+    half = tokens(llm, PROMPTS, GREEDY)
+    assert half not in (old, expected)
+    save_file({name: tensors[name] for name in rest}, tmp_path / "rest.safetensors")
+    llm.update_weights_from_tensor([str(tmp_path / "rest.safetensors")])
+    assert tokens(llm, PROMPTS, GREEDY) == expected
+    assert list(llm.engine.runner.planner.graphs()) == graphs
+
+
+def test_a_failure_leaves_the_old_weights(llm: LLM, new: Path, tmp_path: Path) -> None:
+    old, tensors = tokens(llm, PROMPTS, GREEDY), weights(new)
+    norm = tensors["model.norm.weight"]
+    for pushed, says in (
+        ({"model.norm.weight": norm, "model.nowhere.weight": norm}, r"model\.nowhere\.weight .* has no place"),
+        ({"model.norm.weight": norm[:-1]}, "has shape"),
+        ({"model.norm.weight": norm.to(torch.int64)}, "has dtype I64"),
+        ({**tensors, "model.norm.weight": torch.full_like(norm, torch.nan)}, "NaN or infinite"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            llm.update_weights_from_tensor(pushed)
+        assert tokens(llm, PROMPTS, GREEDY) == old, says
+    with pytest.raises(CheckpointError, match="no file of weights"):
+        llm.update_weights_from_tensor([str(tmp_path / "missing.safetensors")])
+    with pytest.raises(ConfigError, match="at least one tensor"):
+        llm.update_weights_from_tensor({})
+    assert llm.engine.weight_version == "old"
+
+
+def free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        port: int = opened.getsockname()[1]
+        return port
+
+
+def test_a_trainer_sends_through_a_group(llm: LLM, new: Path, expected: list[list[int]]) -> None:
+    old, tensors, port = tokens(llm, PROMPTS, GREEDY), weights(new), free_port()
+
+    def train() -> None:
+        group = WeightGroup("127.0.0.1", port, 0, 2, timeout=60)
+        group.send({"model.norm.weight": tensors["model.norm.weight"][:-1]})
+        group.send(tensors)
+        group.close()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    llm.init_weights_update_group("127.0.0.1", port, 1, 2, backend="gloo", timeout=60)
+    norm = tensors["model.norm.weight"]
+    with pytest.raises(CheckpointError, match="has shape"):
+        llm.update_weights_from_distributed(["model.norm.weight"], ["float32"], [[len(norm) - 1]])
+    assert tokens(llm, PROMPTS, GREEDY) == old
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
+    shapes = [list(tensor.shape) for tensor in tensors.values()]
+    done = llm.update_weights_from_distributed(list(tensors), dtypes, shapes, version="step 1")
+    trainer.join()
+    assert done["weight_version"] == "step 1"
+    assert tokens(llm, PROMPTS, GREEDY) == expected
+    with pytest.raises(ConfigError, match="exists"):
+        llm.init_weights_update_group("127.0.0.1", port, 1, 2, backend="gloo")
+    llm.destroy_weights_update_group()
+    with pytest.raises(ConfigError, match="does not exist"):
+        llm.destroy_weights_update_group()
+
+
+def test_wrong_groups(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="backends are gloo, nccl"):
+        llm.init_weights_update_group("127.0.0.1", 1, 1, 2, backend="mpi")
+    with pytest.raises(ConfigError, match="no member"):
+        llm.init_weights_update_group("127.0.0.1", 1, 2, 2, backend="gloo")
+    with pytest.raises(ConfigError, match="did not meet"):
+        llm.init_weights_update_group("127.0.0.1", free_port(), 1, 2, backend="gloo", timeout=1)
+    with pytest.raises(ConfigError, match="1 names, 2 dtypes"):
+        llm.update_weights_from_distributed(["a"], ["float32", "float32"], [[1]])
+
+
+def test_held_requests_lose_nothing(llm: LLM, new: Path) -> None:
+    """Held passes launch nothing; an update in between; then every request has all of its tokens."""
+    said: dict[str, list[int]] = {f"r{number}": [] for number in range(len(PROMPTS))}
+    for name, prompt in zip(said, PROMPTS, strict=True):
+        llm.engine.add(EngineRequest(name, list(prompt), GREEDY))
+
+    def step() -> int:
+        deltas = llm.engine.step()
+        for delta in deltas:
+            said[delta.request_id] += delta.token_ids
+        return len(deltas)
+
+    for _ in range(3):
+        step()
+    llm.pause_generation()
+    step()  # hands out the pass that was in flight
+    kept = {name: list(one) for name, one in said.items()}
+    assert llm.engine.has_work()
+    assert [step() for _ in range(3)] == [0, 0, 0]
+    llm.update_weights_from_tensor(weights(new))
+    assert step() == 0
+    llm.continue_generation()
+    while llm.engine.has_work():
+        step()
+    llm.engine.check_integrity()
+    for name, one in said.items():
+        assert one[: len(kept[name])] == kept[name]
+        assert len(one) == GREEDY.max_tokens

@@ -1,0 +1,110 @@
+"""Calls of ``LLM`` that change its weights and hold its passes, for reinforcement learning. Names are SGLang's."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from unisono.engine.engine import Engine
+from unisono.engine.loop import EngineLoop
+from unisono.frontend.classifier import Classifier
+from unisono.frontend.pooling import Pooling
+from unisono.frontend.scores import NO_UPDATE
+from unisono.types import BadRequest
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Directory of files in shared memory, where Linux has them."""
+
+
+class WeightCalls:
+    """The part of ``LLM`` that changes weights. Each method returns once all ranks have done it."""
+
+    loop: EngineLoop[Engine]
+    _classifier: Classifier | None
+    _pooling: Pooling
+
+    def update_weights(
+        self, directory: str = "", draft_directory: str = "", version: str | None = None
+    ) -> dict[str, Any]:
+        """Replace the weights between two passes; see :meth:`unisono.engine.engine.Engine.update_weights`."""
+        if directory:
+            self._check_updatable()
+        return self.loop.call(lambda engine: engine.update_weights(directory, draft_directory, version))
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Sequence[str],
+        version: str | None = None,
+    ) -> dict[str, Any]:
+        """Replace the weights of these names, by the checkpoint's names; the others stay.
+
+        named_tensors: whole tensors in any dtype of checkpoints, or paths of safetensors files with them. Tensors are
+        copied once into a file of shared memory, which all ranks read. version: as for :meth:`update_weights`. Raises
+        CheckpointError, with the old weights in place, for a tensor without a place in the model.
+        """
+        self._check_updatable()
+        entries = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+        files = [entry for entry in entries if isinstance(entry, str)]
+        tensors = dict(entry for entry in entries if not isinstance(entry, str))
+        if not tensors:
+            return self._command("update_weights_from_tensor", files=files, version=version)
+        directory = tempfile.mkdtemp(prefix="unisono-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+        try:
+            file = str(Path(directory, "weights.safetensors"))
+            save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, file)
+            return self._command("update_weights_from_tensor", files=[*files, file], version=version)
+        finally:
+            shutil.rmtree(directory)
+
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int,
+        group_name: str = "weight_update_group", backend: str = "nccl", timeout: float | None = None,
+    ) -> None:  # fmt: skip
+        """Join a trainer's process group; the engine's rank r is rank ``rank_offset`` + r there.
+
+        The trainer is rank 0: :class:`unisono.distributed.weight_group.WeightGroup`. world_size: the trainer and all
+        ranks. timeout: seconds; None: 100. Raises ConfigError if the members do not meet.
+        """
+        self._command(
+            "init_weights_update_group", master_address=master_address, master_port=master_port,
+            rank_offset=rank_offset, world_size=world_size, group_name=group_name, backend=backend, timeout=timeout,
+        )  # fmt: skip
+
+    def update_weights_from_distributed(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
+        group_name: str = "weight_update_group", version: str | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Receive tensors that the trainer sends in this order, and write them over the weights of these names.
+
+        dtypes: torch's names without ``torch.``. Errors are those of :meth:`update_weights_from_tensor`.
+        """
+        self._check_updatable()
+        return self._command(
+            "update_weights_from_distributed", names=names, dtypes=dtypes, shapes=shapes, group_name=group_name,
+            version=version,
+        )  # fmt: skip
+
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """Leave a group. Raises ConfigError if there is none of this name."""
+        self._command("destroy_weights_update_group", group_name=group_name)
+
+    def pause_generation(self) -> None:
+        """Launch no more passes. Requests stay where they are, and calls that wait for them go on waiting."""
+        self._command("pause", paused=True)
+
+    def continue_generation(self) -> None:
+        """Launch passes again."""
+        self._command("pause", paused=False)
+
+    def _command(self, name: str, **arguments: Any) -> Any:
+        return self.loop.call(lambda engine: engine.command(name, arguments))
+
+    def _check_updatable(self) -> None:
+        if self._classifier is not None or self._pooling.layers:
+            raise BadRequest(NO_UPDATE)
