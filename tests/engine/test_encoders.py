@@ -142,6 +142,8 @@ def test_an_encoder_embeds_as_transformers_does(family: str, mode: str, tmp_path
             llm.generate("Tom", SamplingParams(max_tokens=3))
         with pytest.raises(BadRequest, match="read at the start"):
             llm.update_weights(str(path))
+    with engine(path, dtype="float32", max_model_len=128) as llm:  # which reads the stored config
+        assert llm.embed(LONG)[0].outputs == found[-1].outputs
 
 
 @pytest.mark.parametrize("family", ENCODERS)

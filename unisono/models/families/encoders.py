@@ -23,7 +23,7 @@ from unisono.models.blocks.input_tables import InputTablesSpec
 from unisono.models.blocks.layers import AttentionSpec, LayerSpec, NormOrder
 from unisono.models.blocks.plain_mlp import GeluGatedSpec, PlainMLPSpec
 from unisono.models.blocks.post_norm import PostNormSpec
-from unisono.models.config import DecoderConfig, Family, read_decoder_config, windows_by_layer_type
+from unisono.models.config import DecoderConfig, Family, read_decoder_config
 from unisono.models.load.build import require
 
 BERT_LAYER = "encoder.layer.*."
@@ -54,6 +54,7 @@ MODERN_NAMES = {
 }
 HEADS = ("pooler.", "classifier.", "head.", "lm_head.", "cls.", "decoder.", "embeddings.position_ids")
 SEPARATOR = "[SEP]"
+KINDS = ("full_attention", "sliding_attention")
 
 
 def __getattr__(architecture: str) -> Family:
@@ -99,12 +100,13 @@ def _read_bert(c: Any) -> DecoderConfig:
 
 
 def _read_modern(c: Any) -> DecoderConfig:
-    """Read the config of a ModernBERT. ``sliding_window``: tokens that a layer with a window sees on each side."""
+    """Read the config of a ModernBERT. A layer with a window sees half of ``local_attention`` tokens on each side."""
     dim, mlp = c.hidden_size // c.num_attention_heads, GeluGatedSpec(c.intermediate_size, c.mlp_bias)
     layers = []
-    for number, (kind, side) in enumerate(zip(c.layer_types, windows_by_layer_type(c), strict=True)):
+    for number, kind in enumerate(c.layer_types):
+        require(kind in KINDS, f"layer_types[{number}]", kind, f"supported are {' and '.join(KINDS)}")
         rotary = RotarySpec.of(c, dim, dict(c.rope_parameters[kind]))
-        attention = _attention(c, rotary, c.attention_bias, side + 1 if side else 0)
+        attention = _attention(c, rotary, c.attention_bias, c.local_attention // 2 + 1 if kind == KINDS[1] else 0)
         layers.append(LayerSpec(attention, mlp, NormOrder(before=number > 0)))
     return _encoder(c, layers, c.norm_eps, norms=NormKind(True, True, c.norm_bias))
 
