@@ -42,10 +42,10 @@ def test_rows_with_a_rope_type_of_their_own_have_a_case_with_it() -> None:
 @pytest.mark.parametrize("architecture", [name for name in ROWS if name not in OF_THEIR_OWN])
 @torch.no_grad()
 def test_a_row_goes_beyond_the_original_length(architecture: str, tmp_path: Path) -> None:
-    """Logits within 1e-4 of transformers."""
+    """Logits within 2e-4 of transformers."""
     case, rng = of_row(architecture), random.Random(0)
     prompt = [rng.randrange(256) for _ in range(LENGTH)]
     fields = scaled(fields_of(case))
     directory = make_checkpoint(tmp_path, family_of(case), tokenizer=False, **fields)
     (ours,) = whole(load(directory), [prompt])
-    torch.testing.assert_close(ours, reference(directory)(torch.tensor([prompt])).logits[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours, reference(directory)(torch.tensor([prompt])).logits[0], atol=2e-4, rtol=0)
