@@ -188,7 +188,7 @@ async def _change(service: Service, body: Update, command: str, param: str, **ar
     """Run a command that writes weights. param: field that errors name."""
     if not body.flush_cache:
         raise ApiError(400, "flush_cache=false would mix old keys with new weights; leave it out.", param="flush_cache")
-    if service.classifier is not None and arguments.get("directory") != "":
+    if (service.classifier is not None or service.pooling.layers) and arguments.get("directory") != "":
         raise ApiError(400, NO_UPDATE, param=param, code="weights_not_updated")
     if body.abort_all_requests:
         _abort_all(service)
