@@ -398,7 +398,7 @@ class ResolvedConfig:
         limit = self.requested.mm_encoder_cache_gb
         return None if limit is None else int(limit * (1 << 30))
 
-    def explain(self) -> dict[str, object]:
+    def explain(self) -> dict[str, Any]:
         """The resolved settings and every decision, as JSON-ready data."""
         settings = {
             **vars(self.requested),

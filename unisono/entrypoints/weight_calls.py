@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from unisono.engine.engine import Engine
 from unisono.engine.loop import EngineLoop
 from unisono.frontend.classifier import Classifier
 from unisono.frontend.pooling import Pooling
@@ -25,7 +24,7 @@ SHARED_MEMORY = Path("/dev/shm")
 class WeightCalls:
     """The part of ``LLM`` that changes weights. Each method returns once all ranks have done it."""
 
-    loop: EngineLoop[Engine]
+    loop: EngineLoop[Any]
     _classifier: Classifier | None
     _pooling: Pooling
 
@@ -51,7 +50,7 @@ class WeightCalls:
         self._check_updatable()
         entries = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
         files = [entry for entry in entries if isinstance(entry, str)]
-        tensors = dict(entry for entry in entries if not isinstance(entry, str))
+        tensors = {entry[0]: entry[1] for entry in entries if not isinstance(entry, str)}
         if not tensors:
             return self._command("update_weights_from_tensor", files=files, version=version)
         directory = tempfile.mkdtemp(prefix="unisono-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)

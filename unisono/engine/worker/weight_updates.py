@@ -133,10 +133,10 @@ class WeightUpdater:
                 tensors.update(read_header(file))
         else:
             group = self._group(command.group)
-            dtypes = [getattr(torch, name, None) for name in command.dtypes]
-            if wrong := [name for name, dtype in zip(command.dtypes, dtypes, strict=True) if dtype not in NAMES]:
-                raise ConfigError(f"dtype {wrong[0]!r}: give one of {', '.join(str(d)[6:] for d in NAMES)}.")
-            received = group.receive(command.names, dtypes, command.shapes)
+            dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in NAMES}
+            if wrong := [name for name in command.dtypes if name not in dtypes]:
+                raise ConfigError(f"dtype {wrong[0]!r}: give one of {', '.join(dtypes)}.")
+            received = group.receive(command.names, [dtypes[name] for name in command.dtypes], command.shapes)
             source = Path(f"group {command.group}")
             for number, (name, tensor) in enumerate(received.items()):
                 dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)

@@ -32,14 +32,13 @@ from unisono.engine.worker.commands import (
     ResetSlots,
     SaveSnapshot,
     UnpackPages,
-    UpdateCommand,
     WriteAdapter,
     WriteFile,
     WritePages,
     WriteSlot,
 )
 from unisono.engine.worker.slots import Slots
-from unisono.engine.worker.weight_updates import WeightUpdater
+from unisono.engine.worker.weight_updates import UpdateCommand, WeightUpdater
 from unisono.graphs import PendingOutputs
 from unisono.graphs.graph_set import GraphSet
 from unisono.kernels.gemm.persistent import release
