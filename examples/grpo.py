@@ -1,8 +1,7 @@
 """Trains ``tiny`` on sums with GRPO, twice, and gets the same losses bit for bit.
 
 Unisono samples the rollouts, with an EAGLE-3 head that drafts. Plain PyTorch computes the loss (Shao et al., arXiv
-2402.03300, without the KL term), and each step's weights replace those that are served, in place. ``--steps 10`` is the
-run of docs/guide/update-weights.md.
+2402.03300, without the KL term), and each step's weights replace those that are served, in place.
 """
 
 import argparse

@@ -56,7 +56,7 @@ def check_json(client: openai.OpenAI, model: str, count: int) -> tuple[bool, str
     valid = 0
     for seed in range(count):
         answer = client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": QUESTION}], response_format=form, max_tokens=64,
+            model=model, messages=[{"role": "user", "content": QUESTION}], response_format=form, max_tokens=512,
             temperature=1.0, seed=seed,
         )  # fmt: skip
         valid += follows(answer.choices[0].message.content or "")

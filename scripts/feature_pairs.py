@@ -74,7 +74,7 @@ class Pairs:
             "|---|---|",
             *(f"| ✓{number} | `{node}` |" for node, number in numbers.items()),
             "",
-            "Table: tests. Run one with `pytest TEST`; `--run-full` or `make test-all` adds its long cells.",
+            "Table: tests. Run one with `pytest TEST`; `make test-all` adds the long cells.",
             "",
             "| | Pair | Text |",
             "|---|---|---|",

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.engine.helpers import engine
 from tests.models.make import make_checkpoint
 from tests.models.make_classifier import make_classifier
+from tests.models.sentences import embedded, write_modules
 from unisono import LLM, PoolingParams, SamplingParams
 from unisono.types import BadRequest, CheckpointError
 
@@ -137,3 +139,55 @@ def test_a_model_without_a_head_embeds(tmp_path: Path) -> None:
         assert [o.outputs for o in bare.embed(ids)] == [o.outputs for o in llm.embed(ids)]
         with pytest.raises(BadRequest, match="writes no text"):
             bare.generate([[5]], SamplingParams(max_tokens=3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("labels", [1, 2])
+def test_a_reward_model_has_a_head_of_two_layers(labels: int, tmp_path: Path) -> None:
+    """``Qwen2ForRewardModel``, and the step rewards of ``Qwen2ForProcessRewardModel``."""
+    path = make_checkpoint(tmp_path / "c", "qwen2")
+    base, size = AutoModel.from_pretrained(path, dtype=torch.float32), 80
+    head = torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.ReLU(), torch.nn.Linear(size, labels))
+    for parameter in head.parameters():
+        parameter.normal_(0, size**-0.5, generator=torch.Generator().manual_seed(parameter.numel()))
+    tensors = {f"model.{name}": tensor for name, tensor in base.state_dict().items()}
+    save_file(tensors | {f"score.{name}": each for name, each in head.state_dict().items()}, path / "model.safetensors")
+    kind = "Qwen2ForRewardModel" if labels == 1 else "Qwen2ForProcessRewardModel"
+    config = json.loads((path / "config.json").read_text()) | {"architectures": [kind], "num_labels": labels}
+    (path / "config.json").write_text(json.dumps(config))
+    ids, tag = [5, 9, 77, 30, 9, 8], 9
+    each = head(base(torch.tensor([ids])).last_hidden_state[0])
+    with engine(path, dtype="float32") as llm:
+        (whole,) = llm.reward([ids])
+        assert close(whole.outputs.data, each[-1])
+        params = PoolingParams(step_tag_id=tag)
+        (steps,) = llm.encode([ids], params, pooling_task="token_classify")
+        expected = each[[1, 4]] if labels == 1 else each[[1, 4]].softmax(-1)
+        torch.testing.assert_close(steps.outputs.data, expected, atol=1e-5, rtol=0)
+        (none,) = llm.encode([ids], PoolingParams(step_tag_id=200), pooling_task="token_classify")
+        assert none.outputs.data.shape == (0, labels)
+        if labels == 2:
+            chosen = PoolingParams(step_tag_id=tag, returned_token_ids=[1], use_activation=False)
+            (second,) = llm.encode([ids], chosen, pooling_task="token_classify")
+            torch.testing.assert_close(second.outputs.data, each[[1, 4]][:, 1:], atol=1e-5, rtol=0)
+        with pytest.raises(BadRequest, match="labels 0 to"):
+            llm.encode([ids], PoolingParams(returned_token_ids=[7]), pooling_task="token_classify")
+        with pytest.raises(BadRequest, match="go with task token_classify"):
+            llm.encode([ids], params, pooling_task="classify")
+
+
+def test_prompts_and_sizes_of_a_card(tmp_path: Path) -> None:
+    """The default prompt of a card goes before texts; ``matryoshka_dimensions`` are the only sizes."""
+    path = make_checkpoint(tmp_path / "c", "qwen3")
+    layers = write_modules(path, "lasttoken", 84, prompts={"query": "Instruct: ", "document": ""}, default="query")
+    config = json.loads((path / "config.json").read_text()) | {"matryoshka_dimensions": [8, 16]}
+    (path / "config.json").write_text(json.dumps(config))
+    with engine(path, dtype="float32") as llm:
+        (output,) = llm.embed("Tom")
+        assert output.prompt_token_ids == llm.tokenizer.encode("Instruct: Tom")
+        assert close(output.outputs.embedding, embedded(states(path, output.prompt_token_ids), "lasttoken", layers))
+        assert llm.embed({"prompt": "Tom"})[0].outputs == output.outputs
+        assert llm.embed("Tom", prompt_name="document")[0].prompt_token_ids == llm.tokenizer.encode("Tom")
+        assert len(llm.embed([[5, 6]], dimensions=8)[0].outputs.embedding) == 8
+        with pytest.raises(BadRequest, match="trained for 8, 16"):
+            llm.embed("Tom", dimensions=9)

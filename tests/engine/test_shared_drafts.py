@@ -12,6 +12,7 @@ import torch
 
 from tests.engine.helpers import counted, draw_drafts, engine, tokens
 from tests.engine.matrix import PARAMS, PROMPTS, SCARCE
+from tests.engine.pictures import make_seeing, run, several, vision_of
 from unisono.engine.scheduling.adaptive import AcceptanceEstimate
 from unisono.entrypoints.llm import LLM
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig, StructuredOutputs
@@ -72,6 +73,20 @@ def test_beside_structured_outputs_and_logprobs(checkpoints_of: Any, monkeypatch
             outputs = llm.generate(["1 2 3 1 2 3 1 2"] * len(kinds), kinds, use_tqdm=False)
             answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
             assert bool(llm.engine.runner.shared) is shared
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_pictures(seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of compact rows keep the rotary positions of their requests."""
+    path = make_seeing(tmp_path)
+    how = SamplingParams(temperature=0 if seed is None else 1, seed=seed, max_tokens=16, ignore_eos=True)
+    draw_drafts(monkeypatch, between)
+    answers = []
+    for method in ("none", "ngram"):
+        with sharing(method, (path, None)) as llm:
+            answers.append(run(llm, several(vision_of(path), llm.engine.config.dtype), how))
+            assert bool(llm.engine.runner.shared) is (method == "ngram")
     assert answers[0] == answers[1]
 
 

@@ -87,6 +87,15 @@ def test_pooling_gives_what_the_task_names(classifier: Server) -> None:
     assert post(classifier, "/pooling", {"input": [5]})["data"][0]["object"] == "pooling"
 
 
+def test_pooling_gives_the_ends_of_steps(classifier: Server) -> None:
+    body = {"input": [[5, 9, 7, 9], [7]], "task": "token_classify", "use_activation": False}
+    found = post(classifier, "/pooling", body | {"step_tag_id": 9, "returned_token_ids": [1]})
+    assert [len(one["data"]) for one in found["data"]] == [2, 0]
+    assert [value for (value,) in found["data"][0]["data"]] == pytest.approx([0.1, 0.3])
+    for wrong in ({"task": "classify", "step_tag_id": 9}, {"returned_token_ids": [2]}, {"returned_token_ids": []}):
+        assert classifier.http.post("/pooling", json=body | wrong).status_code == 400
+
+
 def test_scores_of_pairs(reranker: Server) -> None:
     for path in PATHS[:2]:
         found = post(reranker, path, {"text_1": "query", "text_2": ["one", "two!"]})
@@ -123,6 +132,8 @@ def test_a_model_without_a_head_scores_by_cosine(server: Server) -> None:
         ("/pooling", {"input": "a", "task": "token_classify"}, "no classifier"),
         ("/pooling", {"input": "a", "task": "other"}, "task"),
         ("/pooling", {"input": "a", "dimensions": HIDDEN_SIZE + 1}, "dimensions"),
+        ("/pooling", {"input": "a", "prompt_name": "query"}, "prompt_name"),
+        ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
         ("/score", {"text_1": "a", "text_2": []}, "text_2"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),

@@ -69,15 +69,20 @@ class ForwardContext:
         """Return the attention inputs of a window group, without a plan."""
         return self.groups.get(window_group, self.groups[ALL])
 
-    def plan(self, backend: AttentionBackend, window_group: int = ALL, window: int = 0) -> AttentionInputs:
+    def plan(
+        self, backend: AttentionBackend, window_group: int = ALL, window: int = 0, symmetric: bool = False
+    ) -> AttentionInputs:
         """Return the attention inputs of a window group, with the backend's plan for layers with this window.
 
-        The plan is made once per backend, group and window of a pass.
+        The plan is made once per backend, group and window of a pass. symmetric: the window reaches as far ahead of a
+        token as back.
         """
         window_group = window_group if window_group in self.groups else ALL
         key = backend, window_group, window
         if key not in self._plans:
             planned = dataclasses.replace(self.groups[window_group])
+            if symmetric and window > 0 and planned.until is not None:
+                planned.until = torch.minimum(planned.until, planned.positions + (window - 1))
             backend.plan(planned, window)
             self._plans[key] = planned
         return self._plans[key]

@@ -21,7 +21,7 @@ from unisono.config.checkpoint_files import ADAPTER_CONFIG, CONFIG, names_in, no
 from unisono.config.decoder_table import ROWS
 from unisono.config.gguf.directory import described
 from unisono.config.gguf.header import is_gguf
-from unisono.config.preflight.families import HEADLESS
+from unisono.config.preflight.families import ENCODERS, HEADLESS
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig, UnisonoError
 
 
@@ -109,6 +109,7 @@ models = Registry(
         "Qwen2MoeForCausalLM": "unisono.models.families.qwen2_moe:QWEN2_MOE",
         **{name: f"unisono.models.families.table:{name}" for name in ROWS},
         **{name: f"unisono.models.families.headless:{name}" for name in HEADLESS},
+        **{name: f"unisono.models.families.encoders:{name}" for name in ENCODERS},
         "Mistral3ForConditionalGeneration": "unisono.models.families.mistral3:MISTRAL3",
     },
     error=CheckpointError,
@@ -171,6 +172,7 @@ features = Registry(
         "media": "unisono.passes.features.media:Media",
         "prompt_logprobs": "unisono.passes.features.prompt_logprobs:PromptLogprobs",
         "hidden_states": "unisono.passes.features.hidden_states:ReturnedHiddenStates",
+        "whole_prompts": "unisono.passes.features.whole_prompts:WholePrompts",
     },
     group="unisono.features",
 )

@@ -44,7 +44,11 @@ SMALL = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
     "1_Pooling/config.json",
+    "[2-9]_Dense/config.json",
+    "[2-9]_Dense/model.safetensors",
 )
 """Files that are read beside the weights."""
 

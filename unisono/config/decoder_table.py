@@ -300,7 +300,7 @@ ROWS: Mapping[str, DecoderRow] = {
         "nanochat",
         "norms without weights, also of embeddings and heads; soft cap of logits; MLP without a gate, ReLU²",
         norm="rms plain",
-        qk_norm="head",
+        qk_norm="after",
         rotary="swapped",
         embed_norm=True,
         qkv_bias=_BIAS,

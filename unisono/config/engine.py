@@ -443,6 +443,9 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
             "(max_position_embeddings in config.json). Give at most that."
         )
     kind, seqs, tokens = GPU_SIZES if gpu else CPU_SIZES
+    reason = f"the default on {kind}"
+    if checkpoint.config.whole_text and tokens < (config.max_model_len or limit):
+        tokens, reason = config.max_model_len or limit, "each prompt is computed in one pass: its tokens see later ones"
     return ResolvedConfig(
         requested=config,
         device=torch.device(device),
@@ -450,9 +453,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
         kv_dtype=resolve_auto("kv_cache_dtype", _kv_dtype(config, dtype, hardware), dtype, "the model's"),
         max_model_len=resolve_auto("max_model_len", config.max_model_len, limit, "the model's context"),
         max_num_seqs=resolve_auto("max_num_seqs", config.max_num_seqs, seqs, f"the default on {kind}"),
-        max_num_batched_tokens=resolve_auto(
-            "max_num_batched_tokens", config.max_num_batched_tokens, tokens, f"the default on {kind}"
-        ),
+        max_num_batched_tokens=resolve_auto("max_num_batched_tokens", config.max_num_batched_tokens, tokens, reason),
         enable_mixed_chunk=resolve_auto(
             "enable_mixed_chunk",
             config.enable_mixed_chunk,

@@ -42,7 +42,7 @@ class WeightGroup:
         self.rank, limit = rank, timedelta(seconds=timeout)
         self.device = torch.device("cpu" if backend == "gloo" else f"cuda:{torch.cuda.current_device()}")
         try:
-            self._store = dist.TCPStore(address, port, world_size, is_master=rank == TRAINER, timeout=limit)
+            self._store: Any = dist.TCPStore(address, port, world_size, is_master=rank == TRAINER, timeout=limit)
             self._group: Any = _group(backend, self._store, rank, world_size, limit)
             self._broadcast(torch.zeros(1, device=self.device))
         except RuntimeError as error:  # of torch: a timeout, an address in use

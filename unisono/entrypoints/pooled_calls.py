@@ -13,7 +13,7 @@ from unisono.entrypoints.progress_bar import Bar
 from unisono.frontend.classifier import Classifier
 from unisono.frontend.input_processor import InputProcessor, PromptType
 from unisono.frontend.pooling import Pooling
-from unisono.frontend.scores import check_one_label, check_task, cosine, pair_ids, paired, pooled_by_task
+from unisono.frontend.scores import Steps, check_one_label, check_task, cosine, pair_ids, paired, pooled_by_task
 from unisono.types import BadRequest, SamplingParams
 from unisono.types.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from unisono.types.pooling import (
@@ -45,17 +45,19 @@ class PooledCalls:
         use_tqdm: Bar = True,
         lora_request: Any = None,
         pooling_params: PoolingParams | None = None,
+        prompt_name: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embed prompts as ``/v1/embeddings`` does: last hidden states, pooled as the checkpoint configures.
 
         dimensions: number of leading values of each embedding that are kept, 1 to the hidden size; None: all.
-        normalize: scale each embedding to length 1. pooling_params: both, as vLLM's. Raises BadRequest, before anything
-        runs, for a wrong argument and for a checkpoint with an unsupported pooling.
+        normalize: scale each embedding to length 1. pooling_params: both, as vLLM's. prompt_name: the prompt
+        of the model card that goes before each text, "query" or "document" in most; None: the checkpoint's default.
+        Raises BadRequest, before anything runs, for a wrong argument and for a checkpoint with an unsupported pooling.
         """
         params = pooling_params or PoolingParams(dimensions)
         check_kind("normalize", normalize, bool, "True or False")
         self._check(params, "embed")
-        found = []
+        found, prompts = [], self._pooling.prompted(prompts, prompt_name)
         for output in self._states(prompts, params, use_tqdm, lora_request):
             vector = self._vector(output, params, normalize)
             found.append(
@@ -81,7 +83,7 @@ class PooledCalls:
         params = pooling_params or PoolingParams()
         task = pooling_task or params.task or ("embed" if self._classifier is None else "classify")
         self._check(params, task)
-        found = []
+        found, prompts = [], self._pooling.prompted(prompts, None) if task == "embed" else prompts
         for output in self._states(prompts, params, use_tqdm, lora_request):
             data = torch.from_numpy(np.array(self._pooled(output, params, task)))
             found.append(PoolingRequestOutput(output.request_id, PoolingOutput(data), output.prompt_token_ids))
@@ -167,13 +169,18 @@ class PooledCalls:
         if task == "embed":
             return self._vector(output, params)
         states = output.prompt_hidden_states.float().numpy()
-        return pooled_by_task(states, task, self._classifier, params.dimensions, params.activated)
+        ids, steps = output.prompt_token_ids, _steps(params)
+        return pooled_by_task(states, task, self._classifier, params.dimensions, params.activated, ids, steps)
 
     def _check(self, params: PoolingParams, task: str) -> None:
         """Raise BadRequest for a task that this checkpoint does not have, or a wrong argument."""
         if task not in TASKS:
             raise BadRequest(f"task={task!r}: give one of {', '.join(TASKS)}.", "pooling_task")
         check_task(task, self._pooling, self._classifier)
-        size = self._inputs.model.hidden_size
-        if params.dimensions is not None and not 1 <= params.dimensions <= size:
-            raise BadRequest(f"dimensions={params.dimensions} is out of range: give 1 to {size}.", "dimensions")
+        _steps(params).check(self._classifier, task)
+        self._pooling.check_dimensions(params.dimensions, self._inputs.model.hidden_size)
+
+
+def _steps(params: PoolingParams) -> Steps:
+    labels = params.returned_token_ids
+    return Steps(params.step_tag_id, None if labels is None else tuple(labels))

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from unisono.engine.engine import Engine
 from unisono.engine.loop import EngineLoop
 from unisono.frontend.classifier import Classifier
+from unisono.frontend.pooling import Pooling
 from unisono.frontend.scores import NO_UPDATE
 from unisono.types import BadRequest
 
@@ -26,6 +27,7 @@ class WeightCalls:
 
     loop: EngineLoop[Engine]
     _classifier: Classifier | None
+    _pooling: Pooling
 
     def update_weights(
         self, directory: str = "", draft_directory: str = "", version: str | None = None
@@ -104,5 +106,5 @@ class WeightCalls:
         return self.loop.call(lambda engine: engine.command(name, arguments))
 
     def _check_updatable(self) -> None:
-        if self._classifier is not None:
+        if self._classifier is not None or self._pooling.layers:
             raise BadRequest(NO_UPDATE)

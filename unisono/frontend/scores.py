@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, CheckpointError
 
 NO_UPDATE = (
-    "The weights of a classifier cannot be replaced while it is served: its head was read at the start. Restart with "
-    "the new checkpoint."
+    "The weights of a classifier, or of an embedding model with dense layers, cannot be replaced while it is served: "
+    "its head was read at the start. Restart with the new checkpoint."
 )
 QUERY, DOCUMENT = "query", "document"
 NO_HEAD = (
@@ -101,12 +102,46 @@ def check_one_label(classifier: Classifier) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Tokens and labels that a process reward model's answer has. None: those of the checkpoint.
+
+    tag: id of the token after each step; the answer has these tokens alone. labels: numbers of the labels that count.
+    """
+
+    tag: int | None = None
+    labels: tuple[int, ...] | None = None
+
+    def check(self, classifier: Classifier | None, task: str) -> None:
+        """Raise BadRequest for steps of another task, and for a label that the checkpoint does not have."""
+        if self == Steps():
+            return
+        if task != "token_classify" or classifier is None:
+            raise BadRequest("step_tag_id and returned_token_ids go with task token_classify.", "step_tag_id")
+        most = len(classifier.labels)
+        wrong = next((each for each in self.labels or () if not 0 <= each < most), None)
+        if wrong is not None or self.labels == ():
+            raise BadRequest(
+                f"returned_token_ids={list(self.labels or ())}: this classifier has the labels 0 to {most - 1}.",
+                "returned_token_ids",
+            )
+
+    def of(self, states: np.ndarray, token_ids: Sequence[int], classifier: Classifier) -> np.ndarray:
+        """The states [tokens, H] of the tokens in the answer: those of the steps' ends, or all."""
+        tag = classifier.step_tag if self.tag is None else self.tag
+        return states if tag is None else states[np.asarray(token_ids[: len(states)]) == tag]
+
+
 def pooled_by_task(
-    states: np.ndarray, task: str, classifier: Classifier | None, dimensions: int | None, activated: bool
-) -> np.ndarray:
-    """Values of a prompt's states [tokens, H] for a task but "embed": see ``LLM.encode``."""
+    states: np.ndarray, task: str, classifier: Classifier | None, dimensions: int | None, activated: bool,
+    token_ids: Sequence[int] = (), steps: Steps | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Values of a prompt's states [tokens, H] for a task but "embed": see ``LLM.encode``. token_ids: the prompt's."""
     if classifier is not None and task == "classify":
-        return classifier.scores(states[-1], activated)
+        return classifier.of_prompt(states, activated)
     if classifier is not None and task == "token_classify":
-        return np.stack([classifier.scores(state, activated) for state in states])
+        steps = steps or Steps()
+        rows = [classifier.scores(state, activated, steps.labels) for state in steps.of(states, token_ids, classifier)]
+        count = len(classifier.labels if steps.labels is None else steps.labels)
+        return np.stack(rows) if rows else np.zeros((0, count), np.float32)
     return np.stack([Pooling().pool(state[None], dimensions, activated) for state in states])

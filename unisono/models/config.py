@@ -16,6 +16,7 @@ import torch
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.layers.norm import RMS, NormKind
 from unisono.layers.rotary import RotarySpec
+from unisono.models.blocks.input_tables import InputTablesSpec
 from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.blocks.layer_inputs import LayerInputsSpec
 from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec
@@ -34,6 +35,8 @@ class DecoderConfig:
     embed_scale: factor of token embeddings.
     norms: kind of the residual stream's norms.
     embed_norm: embeddings are normed before the first layer.
+    input_tables: learnt embeddings of positions and token types; None: there are none.
+    final_norm: the last layer's stream is normed.
     logit_scale: factor of logits, before the cap.
     logit_cap: logits become logit_cap * tanh(logit / logit_cap); 0: no cap.
     layer_inputs: inputs of every layer beside the stream; None: there are none.
@@ -58,6 +61,8 @@ class DecoderConfig:
     mtp_modules: int = 0
     norms: NormKind = RMS
     embed_norm: bool = False
+    input_tables: InputTablesSpec | None = None
+    final_norm: bool = True
     logit_scale: float = 1.0
     vision: VisionConfig | None = None
     hf_config: Any = field(default=None, repr=False, compare=False)
@@ -86,6 +91,11 @@ class DecoderConfig:
     def windows(self) -> tuple[int, ...]:
         """Positions a token sees in each layer, itself included; 0: all."""
         return tuple(getattr(layer.mixer, "window", 0) for layer in self.layers)
+
+    @property
+    def whole_text(self) -> bool:
+        """True if tokens see later ones, so that a prompt is computed in one pass and no text is written."""
+        return any(getattr(layer.mixer, "whole_text", False) for layer in self.layers)
 
     @property
     def reads(self) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ class PoolingParams:
         its older name for embeddings.
     task: one of TASKS; None: the call's own.
     truncate_prompt_tokens: last tokens of a prompt that are kept; None: all.
+    step_tag_id: of "token_classify": the answer has only tokens with this id, those after a process reward model's
+        steps; None: the checkpoint's. returned_token_ids: numbers of the labels that count; None: all.
 
     Raises BadRequest for a value of the wrong kind.
     """
@@ -28,15 +30,22 @@ class PoolingParams:
     normalize: bool | None = None
     task: str | None = None
     truncate_prompt_tokens: int | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dimensions", "truncate_prompt_tokens"):
+        for name in ("dimensions", "truncate_prompt_tokens", "step_tag_id"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise BadRequest(f"{name}={value!r}: give a whole number.", name)
         for name in ("use_activation", "normalize"):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise BadRequest(f"{name}={getattr(self, name)!r}: give True or False.", name)
+        labels = self.returned_token_ids
+        if labels is not None and not (
+            isinstance(labels, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in labels)
+        ):
+            raise BadRequest(f"returned_token_ids={labels!r}: give a list of whole numbers.", "returned_token_ids")
         if self.task is not None and self.task not in TASKS:
             raise BadRequest(f"task={self.task!r}: give one of {', '.join(TASKS)}.", "task")
 

@@ -7,7 +7,7 @@ package (entry point ``unisono.models``) has no entry here; its own ``read`` che
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.config.decoder_table import ROWS, DecoderRow
@@ -112,14 +112,44 @@ _GEMMA4 = {
 }  # fmt: skip
 
 HEADLESS: Mapping[str, str] = {
-    f"{name}{kind}": f"{name}ForCausalLM"
-    for kind in ("ForSequenceClassification", "Model")
-    for name in ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+    **{
+        f"{name}{kind}": f"{name}ForCausalLM"
+        for kind in ("ForSequenceClassification", "Model")
+        for name in ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+    },
+    "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
+    "Gemma3TextModel": "Gemma3ForCausalLM",
+    "Qwen2ForProcessRewardModel": "Qwen2ForCausalLM",
+    "Qwen2ForRewardModel": "Qwen2ForCausalLM",
 }
 """Architectures without an LM head -> that of their decoder: classifiers, rerankers and reward models with a head
 ``score``, and embedding models."""
 
+ENCODERS: Mapping[str, str] = {
+    f"{name}{kind}": inside
+    for name, base in (
+        ("Bert", "bert."), ("ModernBert", "model."), ("Roberta", "roberta."), ("XLMRoberta", "roberta.")
+    )
+    for kind, inside in (("Model", ""), ("ForSequenceClassification", base))
+}  # fmt: skip
+"""Architectures of encoders -> prefix of the base model's tensors."""
+
+_ENCODER = {"hidden_act": ("gelu",), "position_embedding_type": ("absolute",), "layer_norm_eps": ANY}
+_MODERN = {
+    **_BIASES, "mlp_bias": ANY, "hidden_activation": ("gelu",), "position_embedding_type": ("absolute",),
+    "layer_types": ANY, "local_attention": ANY, "sliding_window": ANY, "global_attn_every_n_layers": ANY,
+    "norm_eps": ANY, "layer_norm_eps": ANY,
+}  # fmt: skip
+
+_ENCODER_FACTS = {
+    "Bert": Facts(("bert",), takes=_ENCODER),
+    "ModernBert": Facts(("modernbert",), takes=_MODERN, windows="by layer", rope_by_type=True),
+    "Roberta": Facts(("roberta",), takes=_ENCODER),
+    "XLMRoberta": Facts(("xlm-roberta",), takes=_ENCODER),
+}
+
 ARCHITECTURES: Mapping[str, Facts] = {
+    **{name: _ENCODER_FACTS[name.removesuffix("Model").removesuffix("ForSequenceClassification")] for name in ENCODERS},
     "Gemma2ForCausalLM": Facts(("gemma2",), takes=_GEMMA2, windows="by layer"),
     "Gemma3ForCausalLM": Facts(("gemma3_text",), takes=_GEMMA3, windows="by layer", rope_by_type=True),
     "Gemma3ForConditionalGeneration": Facts(
@@ -251,7 +281,16 @@ ARCHITECTURES: Mapping[str, Facts] = {
     ),
     **{name: facts_of(row) for name, row in ROWS.items()},
 }  # fmt: skip
-ARCHITECTURES = {**ARCHITECTURES, **{name: ARCHITECTURES[decoder] for name, decoder in HEADLESS.items()}}
+_BOTH_WAYS = {"use_bidirectional_attention": (True, False)}
+
+
+def _headless(architecture: str, decoder: str) -> Facts:
+    """The facts of an architecture without an LM head: a Gemma 3 may attend both ways (EmbeddingGemma)."""
+    facts = ARCHITECTURES[decoder]
+    return replace(facts, takes={**facts.takes, **_BOTH_WAYS}) if architecture.startswith("Gemma3") else facts
+
+
+ARCHITECTURES = {**ARCHITECTURES, **{name: _headless(name, decoder) for name, decoder in HEADLESS.items()}}
 """By ``architectures[0]``; the keys are those of ``catalog.models`` (a test compares them)."""
 
 READ_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}

@@ -20,6 +20,7 @@ import torch
 
 from unisono.attention.base import BreakingAttention
 from unisono.config import EngineConfig, ResolvedConfig, catalog
+from unisono.config.preflight.families import ENCODERS, HEADLESS
 from unisono.distributed.gather import ALONE, Ranks, described
 from unisono.distributed.group import Alone, Group, agreement, decided
 from unisono.drafters.base import DivisibleDrafter, Drafter, DrafterContext, PausableDrafter, TreeDrafter
@@ -305,6 +306,8 @@ class Build:
             adapters=worker.adapters,
             adapter_modules=requested.lora_modules,
             whole_logits=self._whole,
+            whole_text=c.whole_text,
+            pools=c.architecture in HEADLESS or c.architecture in ENCODERS,
         )
         return [feature(context) for feature in listed]
 

@@ -22,7 +22,6 @@ from unisono.http.openai.translation import Renames, checked
 from unisono.http.request_body import load_object, off_loop
 from unisono.http.routes.common import described, new_id, parsed_body, placement_of, when_ready
 from unisono.http.service import Service
-from unisono.types import BadRequest
 
 
 class EmbeddingRequest(BaseModel):
@@ -38,6 +37,7 @@ class EmbeddingRequest(BaseModel):
     dimensions: int | None = Field(None, description="a whole number")
     normalize: bool | None = Field(None, description="true (the default) or false")
     truncate_prompt_tokens: int | None = Field(None, description="a whole number")
+    prompt_name: str | None = Field(None, description="a string: the model card's prompt that goes before each text")
     user: str | None = Field(None, description="a string")
 
 
@@ -84,7 +84,8 @@ def add(app: FastAPI, service: Service) -> None:
         body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), EmbeddingRequest), len(raw)))
         model, answer_id = service.model(body.model), new_id("embd-")
         _check(body, service)
-        fields = {"prompt": body.input, "max_tokens": 1, "temperature": 0, "return_hidden_states": True, "model": model}
+        texts = service.pooling.prompted(body.input, body.prompt_name)
+        fields = {"prompt": texts, "max_tokens": 1, "temperature": 0, "return_hidden_states": True, "model": model}
         if body.truncate_prompt_tokens is not None:
             fields["truncate_prompt_tokens"] = body.truncate_prompt_tokens
         renames = Renames({"prompt": "input"})
@@ -97,10 +98,6 @@ def add(app: FastAPI, service: Service) -> None:
 
 def _check(body: EmbeddingRequest, service: Service) -> None:
     """Raise ApiError and BadRequest for fields that this server does not support."""
-    model = service.serving.inputs.model
     if service.pooling.problem is not None:
         raise ApiError(400, f"Embeddings of this checkpoint: {service.pooling.problem}.", code="embeddings_off")
-    if body.dimensions is not None and not 1 <= body.dimensions <= model.hidden_size:
-        raise BadRequest(
-            f"dimensions={body.dimensions} is out of range: this model has 1 to {model.hidden_size}.", "dimensions"
-        )
+    service.pooling.check_dimensions(body.dimensions, service.serving.inputs.model.hidden_size)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.frontend.classifier import Classifier
 from unisono.frontend.pooling import encoded
-from unisono.frontend.scores import check_one_label, check_task, cosine, pair_ids, paired, pooled_by_task
+from unisono.frontend.scores import Steps, check_one_label, check_task, cosine, pair_ids, paired, pooled_by_task
 from unisono.http.answers.answer import Answer
 from unisono.http.answers.generation import Generation, merge
 from unisono.http.errors import unavailable
@@ -52,6 +52,9 @@ class PooledRequest(BaseModel):
     normalize: bool | None = ACTIVATION
     use_activation: bool | None = ACTIVATION
     truncate_prompt_tokens: int | None = TRUNCATE
+    step_tag_id: int | None = Field(None, description="a token id: only tokens with it are in the answer")
+    returned_token_ids: TokenIds | None = Field(None, description="a list of whole numbers: the labels that count")
+    prompt_name: str | None = Field(None, description="a string: the model card's prompt that goes before each text")
     user: str | None = USER
 
 
@@ -107,12 +110,16 @@ class RerankRequest(BaseModel):
     user: str | None = USER
 
 
+Write = Callable[[list[np.ndarray], list[list[int]]], dict[str, Any]]
+
+
 @dataclass
 class PooledReply:
-    """Pooled values in progress. They are never streamed. write: states of each prompt -> the answer without usage."""
+    """Pooled values in progress. They are never streamed. write: (states, token ids) of each prompt -> the answer
+    without usage."""
 
     generations: list[Generation]
-    write: Callable[[list[np.ndarray]], dict[str, Any]]
+    write: Write
 
     async def whole(self) -> dict[str, Any]:
         """The answer. Raises the error that ended a request early."""
@@ -127,15 +134,14 @@ class PooledReply:
         states = [generation.prompt_states() for generation in self.generations]
         if not all(len(each) for each in states):
             raise unavailable("The request was aborted by an operator.", "aborted")
-        return self.write(states)
+        return self.write(states, [generation.prompt_token_ids for generation in self.generations])
 
     def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
         raise NotImplementedError("pooled values are not streamed")
 
 
 async def respond(
-    service: Service, request: Request, prompts: Any, size: int, fields: dict[str, Any], field: str,
-    write: Callable[[list[np.ndarray]], dict[str, Any]],
+    service: Service, request: Request, prompts: Any, size: int, fields: dict[str, Any], field: str, write: Write
 ) -> Response:  # fmt: skip
     """Compute the states of prompts and answer. field: the prompts' name in the body. fields: of the completion."""
     answer_id = new_id("pool-")
@@ -182,16 +188,21 @@ async def _pool(service: Service, request: Request) -> Response:
     model, head = service.model(body.model), service.classifier
     task = body.task or ("embed" if head is None else "classify")
     check_task(task, service.pooling, head)
-    _check_dimensions(body.dimensions, service)
+    service.pooling.check_dimensions(body.dimensions, service.serving.inputs.model.hidden_size)
+    labels = None if body.returned_token_ids is None else tuple(body.returned_token_ids)
+    steps = Steps(body.step_tag_id, labels)
+    steps.check(head, task)
+    prompts = service.pooling.prompted(body.input, body.prompt_name) if task == "embed" else body.input
     active, form = body.use_activation is not False and body.normalize is not False, body.encoding_format or "float"
 
-    def write(states: list[np.ndarray]) -> dict[str, Any]:
-        found = [_pooled(service, each, task, body.dimensions, active) for each in states]
+    def write(states: list[np.ndarray], ids: list[list[int]]) -> dict[str, Any]:
+        pairs = zip(states, ids, strict=True)
+        found = [_pooled(service, each, task, body.dimensions, active, tokens, steps) for each, tokens in pairs]
         data = [{"index": i, "object": "pooling", "data": encoded(each, form)} for i, each in enumerate(found)]
         return listing(model, data)
 
     fields = {"model": model, "truncate_prompt_tokens": body.truncate_prompt_tokens}
-    return await respond(service, request, body.input, size, fields, "input", write)
+    return await respond(service, request, prompts, size, fields, "input", write)
 
 
 async def _classify(service: Service, request: Request) -> Response:
@@ -199,11 +210,11 @@ async def _classify(service: Service, request: Request) -> Response:
     model, head = service.model(body.model), service.classifier
     check_task("classify", service.pooling, head)
 
-    def write(states: list[np.ndarray]) -> dict[str, Any]:
+    def write(states: list[np.ndarray], ids: list[list[int]]) -> dict[str, Any]:
         assert head is not None
         data = []
         for index, each in enumerate(states):
-            probs = head.scores(each[-1], body.use_activation is not False)
+            probs = head.of_prompt(each, body.use_activation is not False)
             label = head.labels[int(probs.argmax())]
             data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
         return listing(model, data)
@@ -255,13 +266,13 @@ async def _scored(
         inputs = service.serving.inputs
         ids = await off_loop(size, lambda: [pair_ids(inputs, pair, names, truncates) for pair in pairs])
         return await respond(
-            service, request, ids, size, fields, field, lambda states: write(_of_pairs(head, states, active))
+            service, request, ids, size, fields, field, lambda states, _: write(_of_pairs(head, states, active))
         )
     check_task("embed", service.pooling, None)
     queries = list(dict.fromkeys(query for query, _ in pairs))
-    texts = [*queries, *(document for _, document in pairs)]
+    texts = service.pooling.prompted([*queries, *(document for _, document in pairs)], None)
 
-    def cosines(states: list[np.ndarray]) -> dict[str, Any]:
+    def cosines(states: list[np.ndarray], _: list[list[int]]) -> dict[str, Any]:
         vectors = [_pooled(service, each, "embed", None, True) for each in states]
         of_query, documents = dict(zip(queries, vectors, strict=False)), vectors[len(queries) :]
         return write([cosine(of_query[query], each) for (query, _), each in zip(pairs, documents, strict=True)])
@@ -270,17 +281,13 @@ async def _scored(
 
 
 def _of_pairs(head: Classifier, states: list[np.ndarray], active: bool) -> list[float]:
-    return [float(head.scores(each[-1], active)[0]) for each in states]
+    return [float(head.of_prompt(each, active)[0]) for each in states]
 
 
-def _pooled(service: Service, states: np.ndarray, task: str, dimensions: int | None, active: bool) -> np.ndarray:
+def _pooled(
+    service: Service, states: np.ndarray, task: str, dimensions: int | None, active: bool,
+    token_ids: Sequence[int] = (), steps: Steps | None = None,
+) -> np.ndarray:  # fmt: skip
     if task == "embed":
         return service.pooling.pool(states, dimensions, active)
-    return pooled_by_task(states, task, service.classifier, dimensions, active)
-
-
-def _check_dimensions(dimensions: int | None, service: Service) -> None:
-    """Raise BadRequest for a number of dimensions that the model does not have."""
-    most = service.serving.inputs.model.hidden_size
-    if dimensions is not None and not 1 <= dimensions <= most:
-        raise BadRequest(f"dimensions={dimensions} is out of range: this model has 1 to {most}.", "dimensions")
+    return pooled_by_task(states, task, service.classifier, dimensions, active, token_ids, steps)

@@ -97,6 +97,8 @@ Update = UpdateWeightsRequest | UpdateTensorsRequest | ReceiveWeightsRequest
 
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
+    _add_groups(app, service)
+    _add_pause(app, service)
     operators = operators_only(service)
 
     @app.post(
@@ -127,6 +129,14 @@ def add(app: FastAPI, service: Service) -> None:
         arguments = {name: getattr(body, name) for name in ("names", "dtypes", "shapes", "group_name")}
         return json_response(await _change(service, body, "update_weights_from_distributed", "names", **arguments))
 
+    @app.get("/get_weight_version", dependencies=operators, **described("Name of the weights that are served."))
+    async def version() -> Response:
+        return json_response({"weight_version": service.weights.version})
+
+
+def _add_groups(app: FastAPI, service: Service) -> None:
+    operators = operators_only(service)
+
     @app.post(
         "/init_weights_update_group",
         dependencies=operators,
@@ -154,6 +164,10 @@ def add(app: FastAPI, service: Service) -> None:
         await _call(service, "destroy_weights_update_group", "group_name", group_name=body.group_name)
         return json_response({"success": True, "message": f"The engine has left {body.group_name}."})
 
+
+def _add_pause(app: FastAPI, service: Service) -> None:
+    operators = operators_only(service)
+
     @app.post(
         "/pause_generation",
         dependencies=operators,
@@ -171,10 +185,6 @@ def add(app: FastAPI, service: Service) -> None:
         await _call(service, "pause", "mode", paused=False)
         return json_response({"status": "ok"})
 
-    @app.get("/get_weight_version", dependencies=operators, **described("Name of the weights that are served."))
-    async def version() -> Response:
-        return json_response({"weight_version": service.weights.version})
-
 
 async def _update(service: Service, body: UpdateWeightsRequest) -> dict[str, Any]:
     if not body.model_path and not body.draft_path:
@@ -188,7 +198,7 @@ async def _change(service: Service, body: Update, command: str, param: str, **ar
     """Run a command that writes weights. param: field that errors name."""
     if not body.flush_cache:
         raise ApiError(400, "flush_cache=false would mix old keys with new weights; leave it out.", param="flush_cache")
-    if service.classifier is not None and arguments.get("directory") != "":
+    if (service.classifier is not None or service.pooling.layers) and arguments.get("directory") != "":
         raise ApiError(400, NO_UPDATE, param=param, code="weights_not_updated")
     if body.abort_all_requests:
         _abort_all(service)

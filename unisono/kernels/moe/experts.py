@@ -454,7 +454,7 @@ def aot(shared: int) -> list[AotCase]:
         *((kind, Shapes(rows, 100, 60, 5, 2, True), SILU, False) for kind in ("fp16", "fp32") for rows in (1, 512)),
     ]
     up = [_aot_up(shared, "bf16", Shapes(rows, 2688, 1856, 128, 6)) for rows in (1, 64, 2048)]  # Nemotron-3-Nano
-    return [*(case for dtype, *rest in chosen for case in _aot(shared, dtype, *rest)), *up]
+    return [*(case for each in chosen for case in _aot(shared, *each)), *up]
 
 
 AOT = aot(HOPPER)

@@ -135,12 +135,16 @@ def _gate(gates, token, there, h, HV: tl.constexpr):
 
 
 @triton.jit
-def _squares(kk, qk, qq, sums, sums_row, beta, SCALE: tl.constexpr):
-    """Compute T, P [CHUNK, CHUNK] and the chunk's factors [CHUNK] from products of its keys and queries, fp32.
+def _squares(k, q, sums, sums_row, beta, SCALE: tl.constexpr):
+    """Compute T times beta, P [CHUNK, CHUNK] and the chunk's factors [CHUNK] from its keys and queries [CHUNK, K].
 
     sums, sums_row: cumulative logs of the decays, along the rows and the columns of a square; beta: along the rows.
     """
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
+    kk = tl.dot(k, tl.trans(k), zero, input_precision="ieee")
+    qk = tl.dot(q, tl.trans(k), zero, input_precision="ieee")
+    qq = tl.dot(q, tl.trans(q), zero, input_precision="ieee")
     k_row = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 0) + EPS)
     k_col = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 1) + EPS)
     q_col = tl.rsqrt(tl.sum(tl.where(i == j, qq, 0.0), 1) + EPS) * SCALE
@@ -148,23 +152,24 @@ def _squares(kk, qk, qq, sums, sums_row, beta, SCALE: tl.constexpr):
     below = tl.where(i > j, kk * (beta * k_col)[:, None] * left, 0.0)
     P = tl.where(i >= j, qk * q_col[:, None] * left, 0.0)
     T = tl.where(i == j, 1.0, 0.0)
-    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
     for s in tl.static_range(CHUNK - 1):
         row = tl.sum(tl.where(i == s, T, 0.0), 0)
         column = tl.sum(tl.where(j == s, below, 0.0), 1)
         T = tl.fma(zero - column[:, None], zero + row[None, :], T)
     end = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
     decay = tl.exp(sums)
-    return T, P, -(decay * k_col), decay * q_col, tl.exp(end - sums) * k_col, tl.exp(end)
+    return T * beta[None, :], P, -(decay * k_col), decay * q_col, tl.exp(end - sums) * k_col, tl.exp(end)
 
 
 @triton.jit
-def _weights(qk, sums, sums_row, step):
-    """Compute Mamba2's P [CHUNK, CHUNK] and the chunk's factors [CHUNK], as :func:`_squares`; step: along the rows."""
+def _weights(k, q, sums, sums_row, step):
+    """Compute Mamba2's P and the chunk's factors, as :func:`_squares`, with P in place of T; step: along the rows."""
+    qk = tl.dot(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), input_precision="ieee")
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     left = tl.exp(tl.where(i >= j, sums[:, None] - sums_row[None, :], 0.0))
     end = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
-    return tl.where(i >= j, qk * left, 0.0), step, tl.exp(sums), tl.exp(end - sums), tl.exp(end)
+    P = tl.where(i >= j, qk * left, 0.0)
+    return P, P, step, tl.exp(sums), tl.exp(end - sums), tl.exp(end)
 
 
 @triton.jit
@@ -236,17 +241,11 @@ def _prepare_kernel(
             term = tl.sum(tl.where(i == s, g, 0.0), 0)
             sums += tl.where(i >= s, term, 0.0)
             sums_row += tl.where(i >= s, term, 0.0)
-        zero = tl.zeros([CHUNK, CHUNK], tl.float32)
-        qk = tl.dot(q, tl.trans(k), zero, input_precision="ieee")
-        place = c.to(tl.int64) * HV + h
         if DELTA:
-            kk = tl.dot(k, tl.trans(k), zero, input_precision="ieee")
-            qq = tl.dot(q, tl.trans(q), zero, input_precision="ieee")
-            T, P, w_k, w_q, w_s, whole = _squares(kk, qk, qq, sums, sums_row, beta, SCALE)
-            _store_chunk(squares, factors, place, T * beta[None, :], P, w_k, w_q, w_s, whole, True)
+            T, P, w_k, w_q, w_s, whole = _squares(k, q, sums, sums_row, beta, SCALE)
         else:
-            P, w_k, w_q, w_s, whole = _weights(qk, sums, sums_row, beta)
-            _store_chunk(squares, factors, place, P, P, w_k, w_q, w_s, whole, False)
+            T, P, w_k, w_q, w_s, whole = _weights(k, q, sums, sums_row, beta)
+        _store_chunk(squares, factors, c.to(tl.int64) * HV + h, T, P, w_k, w_q, w_s, whole, DELTA)
 
 
 # ---- the walk over a row's chunks -------------------------------------------------------------------

@@ -25,7 +25,16 @@ from unisono.kernels.gemm.fp8_linear_norm import fp8_linear_norm
 from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST, Quantised, quantize
 from unisono.layers.activations import Activations, InputFormat, Operand
 from unisono.layers.activations import plain as plain_rows
-from unisono.layers.formats.base import FLOATS, ONE_VALUE, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
+from unisono.layers.formats.base import (
+    FLOATS,
+    ONE_VALUE,
+    PLAIN,
+    WHOLE_PROJECTION,
+    LinearLayer,
+    StoredTensor,
+    TensorLayout,
+    WeightFormat,
+)
 from unisono.layers.formats.experts_quantised import Fp8Experts
 from unisono.layers.formats.quantization_config import named
 
@@ -36,9 +45,6 @@ BY_OUTPUT = TensorLayout(lambda outputs, inputs: ((outputs, 1), (outputs,)), dim
 
 PART = 64 * GROUP
 """Outputs quantised at a time."""
-
-WHOLE_PROJECTION = 2**62
-"""``outputs`` of a tensor with one row for a projection of any size."""
 
 
 class _Fp8:

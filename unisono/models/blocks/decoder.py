@@ -7,7 +7,7 @@ it; the engine and drafters call it. Shapes: T tokens in a pass, E tokens whose 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -51,7 +51,9 @@ class Decoder(nn.Module):
         inputs = config.layer_inputs
         self.layer_inputs = None if inputs is None else inputs.build(builder.at("layer_inputs"))
         self.reads = config.reads
-        norm = builder.stream_norm()
+        norm: Any = builder.stream_norm() if config.final_norm else None
+        tables = config.input_tables
+        self.input_tables = None if tables is None else tables.build(builder.at("input_tables"))
         self.embed_norm = builder.stream_norm() if config.embed_norm else None
         self.layers = build_layers(config.layers, builder, norm)
         self.keeps = [any(leaves(specs)) for specs in self.state_specs()]
@@ -88,6 +90,8 @@ class Decoder(nn.Module):
             len(aux_layers) · H], or None.
         """
         x = merged(self.embed(token_ids), overriding)
+        if self.input_tables is not None:
+            x = self.input_tables(x, token_ids, context.positions, context.query_start)
         if self.embed_norm is not None:
             x = plain(self.embed_norm(x))
         deepest = max((len(each.levels) for each in overriding), default=0)
@@ -125,10 +129,12 @@ class Decoder(nn.Module):
     def reference(self, token_ids: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Plain forward of one text from its start in ``dtype``, token_ids [T] -> logits [T, V]: the tests' oracle."""
         x = self.embed(token_ids).to(dtype)
+        x = x if self.input_tables is None else self.input_tables.reference(x, token_ids)
         x = x if self.embed_norm is None else self.embed_norm.reference(x)
         for layer in self.layers:
             x = cast(DecoderLayer, layer).reference(x)
-        logits, cap = self.lm_head.reference(self.norm.reference(x)) * self.config.logit_scale, self.config.logit_cap
+        x = x if self.norm is None else self.norm.reference(x)
+        logits, cap = self.lm_head.reference(x) * self.config.logit_scale, self.config.logit_cap
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def _add_levels(

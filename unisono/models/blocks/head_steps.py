@@ -201,13 +201,17 @@ def reference_heads(
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-    """Plain causal attention over one text, q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]: the tests' oracle."""
+    """Plain attention over one text, q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]: the tests' oracle.
+
+    It is causal; with ``options.both_ways`` a token sees the whole text, or a window as far ahead as back.
+    """
     tokens = torch.arange(len(q))
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * options.scale
     if options.soft_cap:
         scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
     ago = tokens[:, None] - tokens
+    ago = ago.abs() if options.both_ways else ago
     scores = scores.masked_fill((ago < 0) | ((ago >= options.window) if options.window else False), -torch.inf)
     if options.sinks is not None:
         scores = torch.cat((options.sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1), scores), dim=2)

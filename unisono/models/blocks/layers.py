@@ -125,6 +125,7 @@ class AttentionSpec:
     k_is_v: values are the keys' projection, before norm and rotation.
     input_size: elements of a token that it reads; None: H.
     both_ways: tokens of a picture see each other in both directions (``AttentionInputs.until``).
+    whole_text: a token sees later ones, too: the whole text, or a window that reaches as far ahead as back.
     steps: further steps between the projection and the cache; None: none.
 
     Raises CheckpointError for values that cannot be computed.
@@ -148,6 +149,7 @@ class AttentionSpec:
     both_ways: bool = False
     steps: HeadStepsSpec | None = None
     joint_qk_norm: bool = False
+    whole_text: bool = False
     norm_weights: bool = True
 
     def __post_init__(self) -> None:
@@ -273,7 +275,7 @@ class Attention(nn.Module):
             v = v / (v.square().mean(-1, keepdim=True) + self.eps).sqrt()
         q, gate = (q[:, ::2], q[:, 1::2]) if spec.output_gate else (q, None)
         q, k, v = reference_heads((q, k, v), (self.q_norm, self.k_norm), self.cos_sin, spec.joint_qk_norm, self.steps)
-        options = AttentionOptions(self.scale, spec.window, soft_cap=spec.soft_cap, sinks=self.sinks)
+        options = AttentionOptions(self.scale, spec.window, 0, spec.soft_cap, self.sinks, both_ways=spec.whole_text)
         out = reference_attention(q, k, v, options)
         return self.o.reference((out if gate is None else out * gate.sigmoid()).flatten(1))
 
@@ -295,11 +297,10 @@ class Attention(nn.Module):
     def _attend(
         self, q: torch.Tensor, context: ForwardContext, kv: KV, input_format: InputFormat | None = None
     ) -> Activations:
-        inputs = context.plan(self.backend, self.spec.window_group, self.spec.window)
         spec = self.spec
-        options = AttentionOptions(
-            self.scale, spec.window, soft_cap=spec.soft_cap, sinks=self.sinks, both_ways=spec.both_ways
-        )
+        inputs = context.plan(self.backend, spec.window_group, spec.window, spec.whole_text)
+        both_ways = spec.both_ways or spec.whole_text
+        options = AttentionOptions(self.scale, spec.window, 0, spec.soft_cap, self.sinks, both_ways)
         return attended(self.backend, input_format, q, kv, inputs, options)
 
 
@@ -487,7 +488,7 @@ def joined(
     return add_normed(block.output(y), residual, after, norm, scale)
 
 
-def build_layers(specs: Sequence[LayerSpec], builder: Builder, norm: nn.Module) -> nn.ModuleList:
+def build_layers(specs: Sequence[LayerSpec], builder: Builder, norm: nn.Module | None) -> nn.ModuleList:
     """The layers ``layers.0`` … of a model: each ends with the norm that the next one reads, the last with ``norm``."""
     layers = [spec.build(builder.at(f"layers.{number}")) for number, spec in enumerate(specs)]
     for layer, following in itertools.pairwise(layers):

@@ -1,4 +1,4 @@
-"""An MLP without a gate: ``down(act(up(x)))``.
+"""An MLP without a gate, ``down(act(up(x)))``, and one gated by the exact GELU, ``down(gelu(gate(x)) * up(x))``.
 
 Shapes: M rows, H hidden, I intermediate.
 """
@@ -66,7 +66,24 @@ class Xielu(nn.Module):
         return (torch.where(value > 0, value * value * p, low) + value * beta).to(x.dtype)
 
 
-class PlainMLP(nn.Module):
+class ProjectsDown(nn.Module):
+    """The last product of an MLP. down: its layer."""
+
+    down: Linear
+
+    def project(
+        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
+        """See :meth:`GatedMLP.project`."""
+        return self.down.then_norm(y, residual, norm)
+
+    def output(self, y: Activations) -> torch.Tensor:
+        """See :meth:`GatedMLP.output`."""
+        out: torch.Tensor = self.down(y)
+        return out
+
+
+class PlainMLP(ProjectsDown):
     """See :class:`PlainMLPSpec`. A feed-forward (``models/blocks/layers.py``). act: an activation with weights."""
 
     def __init__(self, up: Linear, down: Linear, activation: str, act: nn.Module | None = None) -> None:
@@ -100,13 +117,45 @@ class PlainMLP(nn.Module):
         approximate = "none" if self.activation == "gelu" else "tanh"
         return self.down.reference(nn.functional.gelu(y, approximate=approximate))
 
-    def project(
-        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, Activations]:
-        """See :meth:`GatedMLP.project`."""
-        return self.down.then_norm(y, residual, norm)
 
-    def output(self, y: Activations) -> torch.Tensor:
-        """See :meth:`GatedMLP.output`."""
-        out: torch.Tensor = self.down(y)
-        return out
+@dataclass(frozen=True)
+class GeluGatedSpec:
+    """An MLP gated by GELU with the error function (ModernBERT). bias: both products have one."""
+
+    intermediate_size: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.intermediate_size >= 1, "intermediate_size", self.intermediate_size, "it must be at least 1")
+
+    def build(self, builder: Builder) -> GeluGatedMLP:
+        size, hidden = self.intermediate_size, builder.hidden_size
+        projections = {"gate": size, "up": size}
+        divided = builder.ranks.count > 1 and builder.can_divide({"gate_up": projections})
+        gate_up = builder.linear("gate_up", hidden, projections, self.bias, share=builder.share if divided else WHOLE)
+        down = builder.joined("down", size, hidden, self.bias, split_inputs=divided)
+        return GeluGatedMLP(gate_up, down)
+
+
+class GeluGatedMLP(ProjectsDown):
+    """See :class:`GeluGatedSpec`. A feed-forward (``models/blocks/layers.py``)."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    @property
+    def consumers(self) -> tuple[object, ...]:
+        """Consumers of the block's input."""
+        return (self.gate_up,)
+
+    def forward(self, x: Activations, positions: torch.Tensor | None = None) -> Activations:
+        """[M, H] -> [M, I], the input of ``down``. Positions are ignored."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        result: torch.Tensor = gelu(gate, True) * up
+        return result
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """See :meth:`PlainMLP.reference`."""
+        gate, up = self.gate_up.reference(x).chunk(2, dim=-1)
+        return self.down.reference(nn.functional.gelu(gate) * up)

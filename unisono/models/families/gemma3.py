@@ -2,7 +2,8 @@
 
 Embeddings are multiplied by the root of the hidden size. Norms multiply by 1 + w. Gemma 3 norms queries and keys and
 rotates them by another table in layers with a window; Gemma 2 caps scores and logits instead. The tokens of a picture
-see each other in both directions. Source of formulas and names: transformers, ``gemma2``, ``gemma3`` and ``siglip``.
+see each other in both directions, and all tokens with ``use_bidirectional_attention`` (EmbeddingGemma; refused beside
+an LM head). Source of formulas and names: transformers, ``gemma2``, ``gemma3`` and ``siglip``.
 """
 
 from __future__ import annotations
@@ -113,16 +114,13 @@ def read_tower(hf_config: Any) -> VisionConfig | None:
 def read(hf_config: Any) -> DecoderConfig:
     """Read the config. ``layer_types`` lists the layers with a window; a Gemma 2 has no norms of queries and keys."""
     text = hf_config.get_text_config()
-    both_ways = getattr(text, "use_bidirectional_attention", None)
-    require(not both_ways, "use_bidirectional_attention", both_ways, "a token that sees later ones is not computed")
     bias, head_norms, vision = text.attention_bias, text.model_type != "gemma2", read_tower(hf_config)
+    heads = text.num_attention_heads, text.num_key_value_heads, text.head_dim
     mlp = MLPSpec(text.intermediate_size, activation=text.hidden_activation)
 
     def layer(layer_type: str, window: int) -> LayerSpec:
         attention = AttentionSpec(
-            text.num_attention_heads,
-            text.num_key_value_heads,
-            text.head_dim,
+            *heads,
             rotary_of(text, layer_type, text.head_dim),
             window=window,
             scale=text.query_pre_attn_scalar**-0.5,
@@ -131,6 +129,7 @@ def read(hf_config: Any) -> DecoderConfig:
             qkv_bias=bias,
             o_bias=bias,
             both_ways=vision is not None,
+            whole_text=bool(getattr(text, "use_bidirectional_attention", None)),
         )
         return LayerSpec(attention, mlp, SANDWICH, SANDWICH)
 

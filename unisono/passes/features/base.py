@@ -118,6 +118,8 @@ class FeatureContext:
     adapters: the target's adapter slots, and the adapters held by this rank; None: off.
     adapter_modules: (name, directory) of adapters loaded at start.
     whole_logits: features that a pass must have if whole rows of logits are read; empty if each rank has them anyway.
+    whole_text: tokens of the model see later ones, too.
+    pools: the model writes no text: prompts return their hidden states, to be pooled.
     """
 
     directory: Path
@@ -142,6 +144,8 @@ class FeatureContext:
     adapters: HeldAdapters | None = None
     adapter_modules: Sequence[tuple[str, str]] = ()
     whole_logits: Features = NO_FEATURES
+    whole_text: bool = False
+    pools: bool = False
 
     def sampled(self, kind: PassKind) -> tuple[Dimension, Dimension]:
         """Dimensions [R, W] of a field with one value per sampled position in such a pass."""

@@ -16,6 +16,7 @@ from unisono.passes.features.base import (
     Committed,
     Computed,
     Feature,
+    FeatureContext,
     HostPass,
     PassKind,
     RequestState,
@@ -32,6 +33,11 @@ class ReturnedHiddenStates(Feature):
     requested_by = ("params.return_hidden_states",)
     needs = Features(returned=True)
     reads_all_tokens = True
+
+    def __init__(self, context: FeatureContext) -> None:
+        super().__init__(context)
+        if context.pools:
+            self.expected = self.needs
 
     def fields(self, kind: PassKind) -> tuple[Field, ...]:
         words = words_of(self.context.hidden_size, self.context.dtype)
