@@ -173,7 +173,7 @@ class MediaDecoder:
         image = self._opened(payload, data)
         width, height = image.size
         image_decoding.check_size(width, height, self.setup["max_pixels"])
-        if isinstance(self.images, SquareImages | PooledImages | RowImages):
+        if isinstance(self.images, (SquareImages, PooledImages, RowImages)):
             self.images.check(message)
             pixels, own_grid = self.images.patches(image_decoding.decoded(image, tuple(message["background"])))
             self._check_tokens(len(pixels), 1, f"{width} x {height} pixels")
