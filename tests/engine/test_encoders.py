@@ -11,9 +11,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from tests.engine.helpers import engine
-from tests.engine.test_pooling import TEXTS, close, states
 from tests.models.make import COMMON, FAMILIES, make_tokenizer, randomise
-from tests.models.sentences import embedded, write_modules
+from tests.models.sentences import TEXTS, close, embedded, states, write_modules
 from unisono import LLM, SamplingParams
 from unisono.types import BadRequest
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,27 +14,14 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from tests.engine.helpers import engine
 from tests.models.make import make_checkpoint
 from tests.models.make_classifier import make_classifier
-from tests.models.sentences import embedded, write_modules
+from tests.models.sentences import TEXTS, close, embedded, states, write_modules
 from unisono import LLM, PoolingParams, SamplingParams
 from unisono.types import BadRequest, CheckpointError
 
-TEXTS = ["Tom has 3 boxes", "a", "the quick brown fox jumps over the lazy dog, twice", "…?"]
 SCORE_TEMPLATE = (
     "<q>{{ (messages | selectattr('role', 'eq', \"query\") | first).content }}</q>"
     "<d>{{ (messages | selectattr('role', 'eq', \"document\") | first).content }}</d>"
 )
-
-
-def close(ours: Any, theirs: Any) -> bool:
-    """Cosine of at least 0.99999, and the same length."""
-    a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    return a @ b / np.linalg.norm(a) / np.linalg.norm(b) >= 0.99999 and np.allclose(a, b, atol=1e-4)
-
-
-@torch.no_grad()
-def states(path: Path, ids: list[int]) -> torch.Tensor:
-    """transformers' final states of a prompt."""
-    return AutoModel.from_pretrained(path, dtype=torch.float32)(torch.tensor([ids])).last_hidden_state[0]
 
 
 @torch.no_grad()

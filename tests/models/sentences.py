@@ -5,11 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModel
 
 TYPES = "sentence_transformers.models."
+TEXTS = ["Tom has 3 boxes", "a", "the quick brown fox jumps over the lazy dog, twice", "…?"]
+
+
+def close(ours: Any, theirs: Any) -> bool:
+    """Cosine of at least 0.99999, and the same length."""
+    a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b) >= 0.99999 and np.allclose(a, b, atol=1e-4)
+
+
+@torch.no_grad()
+def states(path: Path, ids: list[int]) -> torch.Tensor:
+    """transformers' final states of a prompt."""
+    return AutoModel.from_pretrained(path, dtype=torch.float32)(torch.tensor([ids])).last_hidden_state[0]
 
 
 def write_modules(
