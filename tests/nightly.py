@@ -25,10 +25,10 @@ STATE = Kept(
 
 KEPT: dict[str, Kept] = {
     # ---- engines and drafters ------------------------------------------------------------------------
-    "engine/test_adaptive.py::test_same_bytes_whatever_is_drafted": Kept(
+    "engine/test_adaptive.py::test_same_bytes_with_random_draft_lengths": Kept(
         ("eagle3", "ngram", "standalone"), "eagle3: mtp catches up and pauses by the same code (drafters/hidden.py)"
     ),
-    "engine/test_adaptive.py::test_a_paused_drafter_drafts_as_if_it_had_not_been": Kept(
+    "engine/test_adaptive.py::test_resumed_drafter_drafts_as_if_never_paused": Kept(
         ("eagle3", "standalone"), "eagle3: eagle and mtp share drafters/hidden.py; standalone has pages of its own"
     ),
     "engine/test_failures.py::test_one_request_fails": Kept(
@@ -65,10 +65,10 @@ KEPT: dict[str, Kept] = {
     "drafters/test_trees.py::test_a_path_is_drafted_as_a_chain_of_its_tokens": Kept(
         ("eagle3", "standalone"), "eagle and mtp draft trees by the code of eagle3 (drafters/hidden.py)"
     ),
-    "drafters/test_trees.py::test_what_is_kept_depends_on_the_text_alone": Kept(
+    "drafters/test_trees.py::test_drafter_state_after_tree_rounds_equals_sequential_state": Kept(
         ("eagle3",), "eagle and mtp keep what eagle3 keeps (drafters/hidden.py)"
     ),
-    "drafters/test_gemma_assistant.py::test_the_text_is_the_targets": Kept(
+    "drafters/test_gemma_assistant.py::test_text_equals_the_targets_own": Kept(
         ("layer inputs, clusters", "experts"),
         "test_every_draft_is_the_references has all checkpoints; the text depends on verification alone",
     ),
@@ -80,9 +80,9 @@ KEPT: dict[str, Kept] = {
     "drafters/test_hybrid_mtp.py::test_random_modules_draft_for_random_weights": Kept(
         ("qwen3_5_text-2-*", "qwen3_5_moe-1-*"), "both families, and both numbers of modules"
     ),
-    "drafters/test_eagle3.py::test_the_text_is_the_targets": Kept(
+    "drafters/test_eagle3.py::test_text_equals_the_targets_own": Kept(
         ("EAGLE-1 as published-*", "SGLang,*", "speculators of a Qwen3*"),
-        "test_every_step_is_the_papers has all formats; the text depends on verification alone",
+        "test_draft_steps_match_reference_forward has all formats; the text depends on verification alone",
     ),
     "drafters/test_frozen.py::test_every_draft_is_the_references": Kept(
         ("full attention-chunks of 21", "window of 19-one pass", "window of 19-preempted"),
@@ -95,11 +95,11 @@ KEPT: dict[str, Kept] = {
     "graphs/test_commands.py::test_another_worker_replays_the_stream": Kept(
         ("tree of eagle3",), "a chain's commands are those of a tree with one path"
     ),
-    "graphs/test_outputs_ready.py::test_who_waits_does_not_wait_for_the_drafter": Kept(
+    "graphs/test_outputs_ready.py::test_outputs_are_published_before_the_drafter_runs": Kept(
         ("eagle3-None", "ngram-None", "mtp_frozen-None", "standalone-{*", "eagle3-{*"),
         "each kind of state once, trees of two; passes/verify.py and extend.py publish before any drafter runs",
     ),
-    "graphs/test_outputs_ready.py::test_what_is_published_is_left_alone": Kept(
+    "graphs/test_outputs_ready.py::test_no_op_writes_outputs_after_publication": Kept(
         ("none-None", "eagle3-None", "ngram-None", "mtp_frozen-None", "standalone-{*", "eagle3-{*"),
         "as above",
     ),
@@ -108,12 +108,12 @@ KEPT: dict[str, Kept] = {
         ("gemma4-*",),
         "engine/test_parity.py has gemma2, gemma3_text and gemma4_text: batched, alone in chunks, after prefix hits",
     ),
-    "models/test_parity.py::test_same_bits_however_fed": Kept(
+    "models/test_parity.py::test_logits_are_independent_of_chunking": Kept(
         ("*-batched", "*-chunks-of-7", "*-rounds-of-4", "llama-llama3-rope-*", "mixtral*", "*moe*", "*gemma*", "*oss*"),
         "rounds of one token, together and alone: one dense family, experts, windows and sinks; a layer does not know "
         "the width of a round, and kernels/test_attention.py has all widths",
     ),
-    "models/test_hybrid_parity.py::test_same_bits_however_fed": Kept(
+    "models/test_hybrid_parity.py::test_logits_are_independent_of_chunking": Kept(
         ("*-batched", "*-chunks-of-7", "*-rounds-of-4", "qwen3_5-chunks-of-16", "qwen3_5-rounds-of-1",
          "qwen3_5_moe-rounds-of-1", "qwen3_next-chunks-of-16", "qwen3_next-rounds-of-1"),
         "every way for each kind of layer; variants of sizes, towers and tied heads have three ways",
@@ -121,7 +121,7 @@ KEPT: dict[str, Kept] = {
     "models/test_gated_delta.py::test_same_bytes": STATE,
     "kv/test_mixed_model.py::test_same_bytes": STATE,
     # ---- http ----------------------------------------------------------------------------------------
-    "http/test_connection.py::test_bodies_are_gone_once_they_are_prepared": Kept(
+    "http/test_connection.py::test_request_bodies_are_freed_after_preparation": Kept(
         ("/v1/chat/completions", "/v1/messages"),
         "one body as it came and one that was translated; all routes read through routes/common.py::parsed_body",
     ),

@@ -121,13 +121,13 @@ def test_sizes() -> None:
                 assert size <= 60, f"{path}: {node.name} has {size} lines; a function has at most 60"
 
 
-def test_modules_say_what_they_are_for() -> None:
+def test_modules_have_docstrings() -> None:
     for path in (*FILES, *TRAINING):
         if tree(path).body:
             assert ast.get_docstring(tree(path)), f"{path} has no module docstring"
 
 
-def test_llguidance_is_imported_where_a_grammar_is_used() -> None:
+def test_llguidance_is_imported_lazily() -> None:
     """Not before: servers without structured outputs do not need it."""
     for path in FILES:
         everywhere = [node for node in nodes(path) if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -138,7 +138,7 @@ def test_llguidance_is_imported_where_a_grammar_is_used() -> None:
                 assert node not in tree(path).body, path
 
 
-def test_nothing_names_an_algorithm() -> None:
+def test_engine_names_no_drafter() -> None:
     """The engine, graphs, sampling and state know the Drafter protocol, never a drafter by name."""
     algorithm = re.compile(r"\b(dflash2?|dspark|eagle3?|mtp|nextn|ngram|suffix_decoding|standalone)\b", re.IGNORECASE)
     for path in FILES:
@@ -190,7 +190,7 @@ def test_modules_import_one_way() -> None:
     assert circle is None, circle
 
 
-def test_nothing_names_a_feature() -> None:
+def test_engine_names_no_feature() -> None:
     """What makes, runs and reads passes knows the Feature protocol, never a feature by name."""
     named = re.compile(
         r"grammar|matcher|\bmasked\b|logprob|log-prob|embedd|overrid|return_hidden|structured"

@@ -301,7 +301,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/getting-started.md"])
-def test_the_makefile_has_what_the_pages_promise(page: str) -> None:
+def test_make_targets_of_the_pages_exist(page: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`?make ([a-z-]+)", (ROOT / page).read_text()):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -82,7 +82,7 @@ def test_a_bar_in_a_notebook_needs_no_terminal(monkeypatch: pytest.MonkeyPatch) 
     assert "1/3" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
-def test_what_objects_show(llm: LLM) -> None:
+def test_reprs_of_public_objects(llm: LLM) -> None:
     """What a person sees who types a name: the facts, in a line."""
     facts = "'tiny': Qwen3ForCausalLM, float32 on cpu, context 128 tokens"
     assert repr(llm).startswith(f"LLM({facts}")
@@ -398,7 +398,7 @@ def test_keywords_of_other_engines() -> None:
         ({"max_num_seqs": "4"}, "max_num_seqs='4': give a whole number"),
     ],
 )
-def test_keywords_that_cannot_be_honoured(given: dict[str, Any], says: str) -> None:
+def test_unsupported_llm_keywords_raise(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         LLM("tiny", **given)
 
@@ -505,7 +505,7 @@ def test_prompt_types_and_params() -> None:
     assert params.logit_bias == {1: 2.0}
 
 
-def test_what_an_output_tells(llm: LLM) -> None:
+def test_stop_reason_and_metrics_of_outputs(llm: LLM) -> None:
     (free,) = llm.generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     ids, text = free.outputs[0].token_ids, free.outputs[0].text
     (stopped,) = llm.generate(
@@ -525,7 +525,7 @@ def test_what_an_output_tells(llm: LLM) -> None:
     assert metrics.queued_ts < metrics.first_token_ts < metrics.last_token_ts
 
 
-def test_what_a_model_tells(llm: LLM) -> None:
+def test_llm_tokenizer_default_params_and_metrics(llm: LLM) -> None:
     assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("def add")) == "def add"
     assert llm.get_default_sampling_params() == llm.engine.default_params()
     before = {one.name: one.value for one in llm.get_metrics() if not one.labels}

@@ -73,7 +73,7 @@ def test_the_wheel_is_small_enough(wheel: Path) -> None:
     assert wheel.name == f"unisono-{__version__}-py3-none-any.whl"
 
 
-def test_its_metadata(wheel: Path) -> None:
+def test_wheel_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"unisono-{__version__}.dist-info/METADATA").decode()
         entries = archive.read(f"unisono-{__version__}.dist-info/entry_points.txt").decode()
@@ -93,7 +93,7 @@ def test_its_metadata(wheel: Path) -> None:
     assert "http" not in "".join(told.get_all("Project-URL") or ())
 
 
-def test_the_sdist_has_what_a_build_and_the_tests_need(tmp_path: Path) -> None:
+def test_sdist_contains_build_and_test_files(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     code = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
     copied = tmp_path / "source"

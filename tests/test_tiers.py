@@ -15,7 +15,7 @@ NAMES = "abcd"
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.sets(st.integers(0, 255), max_size=20))
-def test_no_pair_is_lost(sizes: list[int], holes: set[int]) -> None:
+def test_pairwise_selection_covers_all_pairs(sizes: list[int], holes: set[int]) -> None:
     cells = [
         dict(zip(NAMES, values, strict=False))
         for place, values in enumerate(itertools.product(*map(range, sizes)))

@@ -86,6 +86,6 @@ def test_as_many_paths_as_fit() -> None:
         ({"topk": 10**6, "num_draft_tokens": 10**12}, "topk=1000000 with num_draft_tokens=1000000000000: it"),
     ],
 )  # fmt: skip
-def test_what_is_refused(given: dict[str, Any], words: str) -> None:
+def test_invalid_token_trees_raise(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parsed(**given)

@@ -265,7 +265,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_every_command_tells_before_torch_is_imported(line: str, tmp_path: Path) -> None:
+def test_commands_report_unsupported_models_without_importing_torch(line: str, tmp_path: Path) -> None:
     foreign = write(tmp_path / "c", LLAMA_31_8B, architectures=["BambaForCausalLM"], model_type="bamba")
     arguments = line.format(foreign).split()
     code = f"import sys, unisono.cli.main; sys.argv[1:] = {arguments!r}\ntry: unisono.cli.main.app()\n"

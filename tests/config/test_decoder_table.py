@@ -33,7 +33,7 @@ def config_of(architecture: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", ROWS)
-def test_no_edited_config_is_computed_without_its_field(architecture: str) -> None:
+def test_unsupported_field_values_raise_for_every_row(architecture: str) -> None:
     config, takes = config_of(architecture), facts_of(ROWS[architecture]).takes
     check_model_type(architecture, config, WHERE)
     check_formula(architecture, config, WHERE)
@@ -51,7 +51,7 @@ def test_no_edited_config_is_computed_without_its_field(architecture: str) -> No
 
 
 @pytest.mark.parametrize("architecture", ROWS)
-def test_a_row_takes_no_other_rows_config(architecture: str) -> None:
+def test_rows_refuse_configs_of_other_rows(architecture: str) -> None:
     for other in ROWS:
         if other != architecture:
             with pytest.raises(CheckpointError, match="model_type"):

@@ -49,7 +49,7 @@ def test_a_bundled_model() -> None:
     assert {row["name"] for row in info["decisions"]} >= {"speculative", "max_num_batched_tokens"}
 
 
-def test_flags_change_what_is_told() -> None:
+def test_flags_change_the_plan() -> None:
     plain = explained("tiny", "--dtype", "bfloat16", "--speculative-method", "none")
     assert (plain["model"]["drafter"], plain["memory"]["drafter"]) == ("none", 0)
     fp8 = explained("tiny", "--dtype", "bfloat16", "--quantization", "fp8", "--kv-cache-dtype", "fp8")
@@ -127,7 +127,7 @@ def test_a_plan_for_a_gpu_that_is_not_here() -> None:
     (["--device-memory", "0.001GiB"], "leaves no room"),
     (["--device-memory", "24GiB", "--device-capability", "8.6", "--kv-cache-dtype", "fp8"], "e4m3 needs 8.9"),
 ])  # fmt: skip
-def test_plans_that_cannot_be_made_are_refused(arguments: list[str], says: str) -> None:
+def test_infeasible_plans_are_refused(arguments: list[str], says: str) -> None:
     result = planned("tiny", *arguments)
     assert result.exit_code != 0
     assert says in result.output

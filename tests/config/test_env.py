@@ -19,7 +19,7 @@ def test_the_page_is_the_code() -> None:
     assert table == env.markdown(), "write it again: python scripts/reference.py environment"
 
 
-def test_nobody_else_reads_a_variable() -> None:
+def test_only_env_module_reads_environment_variables() -> None:
     """Others may name variables in messages, but read none: neither by a literal nor by a constant of env.py."""
     reads = re.compile(r"(?:os\.environ|getenv)[^\n]*UNISONO_|(?:os\.environ|getenv)[^\n]*\b(?:env\.)[A-Z_]+")
     files = [path for path in (ROOT / "unisono").rglob("*.py") if path.name != "env.py"]

@@ -85,7 +85,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("model_type", FIELDS)
-def test_its_fields_tell_even_if_its_model_type_was_changed_too(model_type: str, tmp_path: Path) -> None:
+def test_relabelled_model_is_refused_by_its_fields(model_type: str, tmp_path: Path) -> None:
     fields, named = FIELDS[model_type]
     names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     said = refusal(write(tmp_path / "c", of_class(model_type, **fields), **names))
@@ -119,7 +119,7 @@ def test_its_fields_tell_even_if_its_model_type_was_changed_too(model_type: str,
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_field_that_llama_is_computed_without(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_fields_unsupported_for_llama_raise(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     assert named in refusal(write(tmp_path / "c", LLAMA_31_8B, **changes))
 
 
@@ -165,7 +165,7 @@ def test_fields_that_other_families_do_not_read(name: str, changes: dict[str, An
     assert named in refusal(write(tmp_path / "c", PUBLISHED[name], **changes))
 
 
-def test_the_architecture_is_told_before_its_fields(tmp_path: Path) -> None:
+def test_unsupported_architecture_is_reported_before_its_fields(tmp_path: Path) -> None:
     """Phi-4-mini-flash: nobody should be told to change a rope that would not help."""
     config = of_class("phi3", rope_scaling={"type": "longrope", "long_factor": [1.0] * 48, "short_factor": [1.0] * 48})
     said = refusal(write(tmp_path / "c", config, architectures=["Phi4FlashForCausalLM"]))

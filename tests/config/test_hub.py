@@ -134,7 +134,7 @@ def test_a_dry_run_downloads_no_weights(hub: FakeHub) -> None:
     ("name", "says"),
     [("foreign", "'BambaForCausalLM' is not supported"), ("renamed", "residual_multiplier=0.2")],
 )
-def test_a_refused_model_costs_its_config(hub: FakeHub, name: str, says: str) -> None:
+def test_refused_model_downloads_only_its_config(hub: FakeHub, name: str, says: str) -> None:
     assert says in explain(f"owner/{name}", hub)
     assert hub.downloaded == [f"owner/{name}/config.json"]
     assert says in explain(f"owner/{name}", hub)  # from the cache
@@ -151,7 +151,7 @@ def test_a_refused_model_costs_its_config(hub: FakeHub, name: str, says: str) ->
         ("small@v9", ("no revision 'v9'",), []),
     ],
 )
-def test_what_cannot_be_served_is_told_by_name(
+def test_unsupported_hub_checkpoints_are_refused_with_reason(
     hub: FakeHub, name: str, says: tuple[str, ...], downloaded: list[str]
 ) -> None:
     told = explain(f"owner/{name}", hub)

@@ -13,7 +13,7 @@ from unisono.config.preflight.model import check_config
 from unisono.types import CheckpointError
 
 
-def test_none_of_them_is_served() -> None:
+def test_missing_architectures_are_not_in_the_catalog() -> None:
     assert not MISSING.keys() & {*catalog.models.names}
 
 

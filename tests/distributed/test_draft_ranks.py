@@ -64,7 +64,9 @@ def test_a_rank_keeps_its_heads_of_the_draft_only(method: str) -> None:
         (2, {"method": "ngram", "draft_tensor_parallel_size": 2}, "'ngram' has no layers that could be divided so"),
     ],
 )
-def test_what_cannot_be(ranks: int, spec: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_draft_tensor_parallel_size_raises(
+    ranks: int, spec: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("unisono.engine.worker.runner.Team", lambda *given: None)
     spec |= {"model": "tiny-eagle3"} if spec["method"] == "eagle3" else {}
     with pytest.raises(ConfigError, match=says):
@@ -80,7 +82,7 @@ def test_what_cannot_be(ranks: int, spec: dict[str, Any], says: str, monkeypatch
     ],
     ids=["EAGLE-3", "heads that cannot be divided", "draft model"],
 )
-def test_what_is_divided_by_default(given: dict[str, Any], heads: int, says: str, tmp_path: Path) -> None:
+def test_default_division_of_draft_layers(given: dict[str, Any], heads: int, says: str, tmp_path: Path) -> None:
     if heads:
         sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 64}
         head = make_eagle3(

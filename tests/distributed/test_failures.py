@@ -66,7 +66,7 @@ def test_a_rank_that_dies_while_nothing_runs(path: Path) -> None:
     llm.shutdown()
 
 
-def test_a_rank_that_dies_while_a_request_is_given_its_slot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_death_during_slot_assignment_ends_the_engine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no longer among those that wait and not yet among those that run; the engine ends all the same."""
     llm = engine(path, **FLAGS)
     team = llm.engine.runner.team

@@ -56,6 +56,8 @@ def test_a_module_of_latent_attention_changes_nothing(tmp_path: Path) -> None:
     ("family", "sizes"),
     [("glm4_moe", {"num_attention_heads": 4, "num_key_value_heads": 2}), ("nemotron_h", SIZES["nemotron_h"])],
 )
-def test_whole_experts_with_scores_change_nothing(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+def test_replicated_experts_with_scores_write_the_same_bytes(
+    family: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
     path = make_checkpoint(tmp_path, family, **sizes)
     same(path, run(path, 1, COUNT, captures=1), ranks=2, enable_expert_parallel=True)

@@ -49,6 +49,6 @@ def test_the_budget_is_of_all_ranks(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) <= budget * (1 << 30)
 
 
-def test_a_directory_that_cannot_be_had(tmp_path: Path) -> None:
+def test_unusable_offload_directory_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--kv-offload-dir /proc/nowhere"):
         engine("tiny", tensor_parallel_size=2, enforce_eager=True, kv_offload_dir="/proc/nowhere", **HOST)

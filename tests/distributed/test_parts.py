@@ -76,7 +76,9 @@ def test_a_tied_head_is_a_part_of_the_embedding(format: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
-def test_no_tensor_is_read_whole_for_a_part(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_reads_only_its_share_of_the_weights(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = make_checkpoint(tmp_path, family, **FAMILIES[family])
     bytes_read = counted_reads(monkeypatch)
     model = loaded(path, Ranks(1, 2))
@@ -103,7 +105,7 @@ def test_no_tensor_is_read_whole_for_a_part(family: str, tmp_path: Path, monkeyp
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_told_before_a_process_starts(
+def test_indivisible_sizes_raise_before_processes_start(
     flags: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unisono.distributed.processes.RankProcess", None)
@@ -128,7 +130,7 @@ def test_a_recurrent_layer_is_divided_by_heads(tmp_path: Path) -> None:
     assert torch.equal(mine.A_log, whole.A_log[heads // 2 :])
 
 
-def test_ranks_share_a_key_head_where_there_are_fewer(tmp_path: Path) -> None:
+def test_ranks_share_key_heads_if_there_are_more_ranks(tmp_path: Path) -> None:
     """Four ranks over two key heads: each has a value head, and the key head that it reads."""
     path = make_checkpoint(tmp_path, "qwen3_5_moe_text")
     whole = loaded(path, Ranks()).layers[0].mixer

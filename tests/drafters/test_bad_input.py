@@ -55,7 +55,7 @@ FLAGS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("text", FLAGS)
-def test_a_flag_that_cannot_be_honoured(text: str) -> None:
+def test_invalid_speculative_config_flags_raise(text: str) -> None:
     result = explain("tiny", "--speculative-config", text)
     assert (result.exit_code, FLAGS[text] in result.stderr) == (2, True), result.output
     assert sum(not line.endswith(" …") for line in result.stderr.splitlines()) == 1, "one line beside the stages"

@@ -188,7 +188,7 @@ def plain_texts(target: Target) -> Callable[..., list[list[int]]]:
 
 
 @pytest.mark.parametrize(("head", "way"), of_every_head(tuple(FLAGS)), indirect=["head"])
-def test_every_block_is_the_papers(target: Target, head: Block, way: str, plain_texts: Any) -> None:
+def test_block_drafts_match_reference_forward(target: Target, head: Block, way: str, plain_texts: Any) -> None:
     """Logits and drafts; then once more behind cached prefixes, of prompts and of generated text."""
     batch, params = prompts(5, 250, low=1, high=50, seed=3), mixed_params(5, max_tokens=14)
     written = plain_texts(5, 3, 14, low=1, high=50)
@@ -205,7 +205,7 @@ def test_every_block_is_the_papers(target: Target, head: Block, way: str, plain_
     assert wrong == 0
 
 
-def test_a_context_one_position_late_is_noticed(target: Target, tmp_path: Path, monkeypatch) -> None:
+def test_comparison_fails_for_shifted_context(target: Target, tmp_path: Path, monkeypatch) -> None:
     """The comparison above can fail."""
     head = make_dflash(tmp_path, target.config)
     write = BlockHead.write_context
@@ -219,7 +219,7 @@ def test_a_context_one_position_late_is_noticed(target: Target, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("head", "k"), of_every_head((1, 5)), indirect=["head"])
-def test_the_text_is_the_targets(target: Target, head: Block, k: int, plain_texts: Any) -> None:
+def test_text_equals_the_targets_own(target: Target, head: Block, k: int, plain_texts: Any) -> None:
     batch, params = prompts(10, 250, seed=8), mixed_params(10)
     expected = plain_texts(10, 8, 24)
     with engine(target.path, speculative=spec(head, k)) as llm:
@@ -262,7 +262,7 @@ def test_hybrids(make: Make, tmp_path: Path) -> None:
         llm.engine.check_integrity()
 
 
-def test_one_product_writes_every_layers_context(target: Target, tmp_path: Path) -> None:
+def test_joined_context_gemm_equals_per_layer_gemms(target: Target, tmp_path: Path) -> None:
     """The joined rows give the bits of each layer's own, with fewer reads."""
     head = make_dflash(tmp_path, target.config)
     with engine(target.path, speculative=spec(head), enforce_eager=True) as llm:
@@ -292,7 +292,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_what_does_not_fit_is_refused(target: Target, tmp_path: Path, case: str) -> None:
+def test_incompatible_block_drafter_config_raises(target: Target, tmp_path: Path, case: str) -> None:
     changes, says = CHANGES[case]
     make_dflash(tmp_path, target.config)
     file = tmp_path / "config.json"

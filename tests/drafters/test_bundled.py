@@ -31,7 +31,7 @@ def test_every_bundled_model_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_it_drafts_by_default_and_says_so(model: str) -> None:
+def test_bundled_models_speculate_by_default(model: str) -> None:
     method, why = METHODS[model]
     asked = SamplingParams(temperature=0, max_tokens=24)
     with LLM(model, **SMALL) as llm:
@@ -48,7 +48,7 @@ def test_it_drafts_by_default_and_says_so(model: str) -> None:
         assert llm.chat(QUESTION, asked)[0].outputs[0].token_ids == drafted
 
 
-def test_the_server_says_so(tmp_path: Path) -> None:
+def test_server_logs_default_speculation(tmp_path: Path) -> None:
     with serving(tmp_path, *FLAGS, "--enforce-eager") as server:  # as `make serve` does: no PATH
         log = server.log.read_text()
         assert (

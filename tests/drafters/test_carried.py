@@ -33,7 +33,7 @@ def decision(llm: LLM) -> tuple[str, str] | None:
     return (rows[0]["value"], rows[0]["reason"]) if rows else None
 
 
-def test_it_speculates_by_default_and_says_why(carrying: Path) -> None:
+def test_checkpoint_mtp_modules_are_used_by_default(carrying: Path) -> None:
     batch = prompts(3, 60, low=1, high=50, seed=1)
     with LLM(str(carrying), speculative=SpeculativeConfig("none"), **FLAGS) as llm:
         assert llm.engine.info()["speculation"]["drafter"] == "none"
@@ -52,7 +52,7 @@ def test_it_speculates_by_default_and_says_why(carrying: Path) -> None:
         assert llm.engine.counters.drafted_tokens > 0
 
 
-def test_what_is_asked_for_wins(carrying: Path) -> None:
+def test_explicit_method_overrides_bundled_mtp(carrying: Path) -> None:
     with LLM(str(carrying), speculative=SpeculativeConfig("ngram"), **FLAGS) as llm:
         assert llm.engine.info()["speculation"]["drafter"] == "ngram"
         assert decision(llm) is None
@@ -73,7 +73,7 @@ def test_random_weights_and_other_checkpoints_do_not_speculate(carrying: Path, t
         assert decision(llm) is None
 
 
-def test_modules_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+def test_unusable_mtp_modules_are_reported(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "target", "qwen3", **options())
     stored = load_file(path / "model.safetensors")
     stored |= {"mtp.fc.weight": torch.zeros(2, 2), "mtp.layers.0.input_layernorm.weight": torch.zeros(2)}

@@ -51,7 +51,7 @@ def continuation(ids: list[int], shortest: int) -> int | None:
 
 
 @pytest.mark.parametrize("shortest", [2, 8])
-def test_a_long_match_takes_the_models_place(checkpoints: dict[str, Path], tmp_path: Path, shortest: int) -> None:
+def test_long_ngram_match_replaces_model_drafts(checkpoints: dict[str, Path], tmp_path: Path, shortest: int) -> None:
     target = checkpoints["mistral"]
     head = make_dflash(tmp_path, config_of(target)).path
     options = {"prompt_lookup_min": shortest, "shared_tokens": 0}
@@ -75,7 +75,7 @@ def test_a_long_match_takes_the_models_place(checkpoints: dict[str, Path], tmp_p
     assert 0 < replaced < len(seen)
 
 
-def test_a_model_that_pauses_still_does(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_combined_drafter_is_pausable_if_its_model_is(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """EAGLE-3 catches up after rounds without drafts; a block drafter has nothing to catch up with."""
     target = config_of(checkpoints["mistral"])
     eagle = make_eagle3(tmp_path / "eagle", target, (2, 1, 3), aux=[2, 1, 3]).path
@@ -110,7 +110,7 @@ def test_the_directory_names_the_method(checkpoints: dict[str, Path], tmp_path: 
         ("tiny-eagle3", {"window": 3}, "'eagle3' has no option 'window'"),
     ],
 )
-def test_what_cannot_be(model: str, options: dict[str, Any], says: str) -> None:
+def test_invalid_combined_drafter_options_raise(model: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises((ConfigError, CheckpointError), match=says):
         CombinedDrafter(SpeculativeConfig("combined", model, 3, options), config_of_tiny())
 

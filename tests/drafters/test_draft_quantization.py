@@ -94,7 +94,7 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param("eagle", marks=FULL), "mtp", pytest.param("mtp, two modules", marks=FULL)]
 )
-def test_what_is_accepted_depends_on_the_request_alone(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_fp8_draft_acceptance_is_batch_invariant(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Round by round: drafts in fp8 are the same in every batch, and however the prompt was cut."""
     method, make, _ = CASES[name]
     target, draft = make(checkpoints, tmp_path)
@@ -214,7 +214,7 @@ def fake(vocab: int = 40_000, dtype: torch.dtype = torch.bfloat16, format: Any =
         (fake(format=ONLINE_FP8), True, True, "stored as fp8"),
     ],
 )
-def test_what_auto_chooses(
+def test_auto_draft_quantization_choices(
     target: Any, shares: bool, able: bool, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_quantization, "multiplies_e4m3", lambda device: able)
@@ -223,12 +223,12 @@ def test_what_auto_chooses(
     assert words is None or words in chosen.decision()[1]
 
 
-def test_on_a_cpu_nothing_is_quantised_unasked(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_drafter_on_cpu_is_not_quantised_by_default(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     with engine(*DRAFTERS["mtp"](checkpoints, tmp_path)[:1], speculative=spec("mtp", None)) as llm:
         assert decision(llm)[0] == "as the checkpoint has them"
 
 
-def test_what_cannot_be_is_refused(
+def test_invalid_draft_quantization_raises(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, head = DRAFTERS["eagle"](checkpoints, tmp_path)

@@ -113,14 +113,14 @@ def test_a_right_head_is_always_accepted(certain: Path, tmp_path: Path, k: int, 
         assert llm.engine.scheduler.prefix_hits > 0
 
 
-def test_a_request_that_wants_fewer_drafts_gets_them(certain: Path, tmp_path: Path) -> None:
+def test_max_drafts_limits_drafts_per_request(certain: Path, tmp_path: Path) -> None:
     params = [SamplingParams(temperature=0, max_tokens=13, max_drafts=k, ignore_eos=True) for k in (0, 1, 2, None)]
     with engine(certain, speculative=spec("eagle", certain_head(tmp_path, certain), 3)) as llm:
         entries = play(llm, prompts(4, 250), params)
     assert [entry.rounds for entry in entries] == [[1] * 12, [2] * 6, [3] * 4, [4] * 3]
 
 
-def test_states_that_are_lost_are_noticed(certain: Path, tmp_path: Path) -> None:
+def test_lost_hidden_states_lower_acceptance(certain: Path, tmp_path: Path) -> None:
     """The construction can fail: without the hidden state of a cached page's end, nothing is right behind a hit."""
     batch = prompts(6, 250, low=40, high=70)
     greedy = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True)
@@ -244,7 +244,7 @@ def test_hidden_states_of_another_position_do_not(stepping: tuple[Path, Path], m
 # ---- what is refused --------------------------------------------------------------------------------------
 
 
-def test_what_cannot_draft_is_refused_at_start(certain: Path, tmp_path: Path) -> None:
+def test_invalid_eagle_options_raise_at_start(certain: Path, tmp_path: Path) -> None:
     head = make_eagle(tmp_path / "head", Checkpoint.open(certain).config).path
     for given, words in (
         (SpeculativeConfig("eagle", None, 3), "'eagle' needs \"model\": the directory of a head made for this target"),

@@ -150,7 +150,9 @@ def plain_texts(target: Target) -> Callable[..., list[list[int]]]:
 
 
 @pytest.mark.parametrize(("case", "way"), of_every_head(tuple(FLAGS)), indirect=["case"])
-def test_every_step_is_the_papers(target: Target, case: tuple[str, Head], way: str, plain_texts: Any) -> None:
+def test_draft_steps_match_reference_forward(
+    target: Target, case: tuple[str, Head], way: str, plain_texts: Any
+) -> None:
     """Hidden states, logits and drafts; then once more behind cached prefixes, of prompts and of what was written."""
     (method, head), flags = case, FLAGS[way]
     batch, params = prompts(5, 250, low=1, high=50, seed=3), mixed_params(5, max_tokens=11)
@@ -169,7 +171,7 @@ def test_every_step_is_the_papers(target: Target, case: tuple[str, Head], way: s
     assert wrong == 0
 
 
-def test_a_head_fed_one_position_late_is_noticed(target: Target, tmp_path: Path, monkeypatch) -> None:
+def test_comparison_fails_for_shifted_hidden_states(target: Target, tmp_path: Path, monkeypatch) -> None:
     """The comparison above can fail."""
     head = make_eagle3(tmp_path, target.config, (2, 3, 4), aux=[1, 2, 3])
     encode = Eagle3Head.encode
@@ -183,7 +185,7 @@ def test_a_head_fed_one_position_late_is_noticed(target: Target, tmp_path: Path,
 
 
 @pytest.mark.parametrize(("case", "k"), of_every_head((1, 5)), indirect=["case"])
-def test_the_text_is_the_targets(target: Target, case: tuple[str, Head], k: int, plain_texts: Any) -> None:
+def test_text_equals_the_targets_own(target: Target, case: tuple[str, Head], k: int, plain_texts: Any) -> None:
     method, head = case
     batch, params = prompts(10, 250, seed=8), mixed_params(10)
     expected = plain_texts(10, 8, 24)

@@ -188,7 +188,7 @@ def test_a_right_drafter_is_always_accepted(sure: tuple[Path, Path], k: int, fla
     ],
     ids=["no projection", "no output", "other target", "own keys", "scale", "norms", "heads", "unexpected"],
 )
-def test_what_does_not_fit_is_named(change, words, tmp_path: Path) -> None:
+def test_incompatible_frozen_drafter_weights_are_named(change, words, tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", "llama", **options())
     weights = random_weights(target)
     change(weights)
@@ -221,7 +221,7 @@ def test_layer_types_choose_the_targets_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("normed", [True, False])
-def test_queries_alone_turn_as_they_do_beside_keys(normed: bool) -> None:
+def test_query_only_rotation_equals_rotation_with_keys(normed: bool) -> None:
     """``rope_and_cache`` without KV heads, kernel and twin, gives the bits it gives with them."""
     heads, dim, count = 6, 24, 7
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -143,7 +143,7 @@ def test_every_draft_is_the_references(case: Case, flags: dict) -> None:
     assert mistakes(case, seen[::3]) == [0] * 3
 
 
-def test_the_text_is_the_targets(case: Case) -> None:
+def test_text_equals_the_targets_own(case: Case) -> None:
     """In graphs, greedy and sampled, with pages for few requests."""
     batch, params = prompts(6, 250, low=1, high=60), mixed_params(6)
     with engine(case.path) as llm:
@@ -174,7 +174,7 @@ def test_clusters_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
         FrozenCheckpoint.open(path, Checkpoint.open(target).config)
 
 
-def test_its_directory_names_the_method(tmp_path: Path) -> None:
+def test_assistant_directory_implies_mtp_frozen(tmp_path: Path) -> None:
     """As in vLLM, where the speculative config has a model alone; and it cannot be served itself."""
     target = make_checkpoint(tmp_path / "target", "gemma4_text", tokenizer=False)
     path = str(make_assistant(tmp_path / "a", target))

@@ -37,7 +37,7 @@ def share(llm: LLM) -> int:
     return int(decisions(llm)["draft self-test"][0].split("%")[0])
 
 
-def test_it_drafts_by_default_and_says_why(pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_adjacent_assistant_is_used_by_default(pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     target, assistant = pair
     batch = prompts(3, 250, low=1, high=50, seed=1)
     with LLM(str(target), speculative=SpeculativeConfig("none"), **FLAGS) as llm:
@@ -69,7 +69,7 @@ def wirings(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("wrong", ["tokens in another order", "features in another order"])
-def test_a_wrong_wiring_is_named(
+def test_failed_self_test_of_an_assistant_is_reported(
     pair: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
     target = shutil.copytree(pair[0], tmp_path / "target")
@@ -94,7 +94,7 @@ def test_one_that_does_not_fit_is_named_and_left_out(pair: tuple[Path, Path], tm
         assert "It belongs to another model" in reason
 
 
-def test_what_is_asked_for_wins_and_other_directories_are_no_assistants(
+def test_explicit_drafter_overrides_assistant_and_other_models_are_ignored(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     with LLM(str(pair[0]), speculative=SpeculativeConfig("ngram"), **FLAGS) as llm:

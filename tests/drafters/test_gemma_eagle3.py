@@ -89,15 +89,13 @@ def watched(target: Target, head: Head, **flags: Any) -> tuple[list[Seen], LLM]:
     return watch.rounds, llm
 
 
-def test_every_step_is_the_papers(target: Target, head: Head) -> None:
+def test_draft_steps_match_reference_forward(target: Target, head: Head) -> None:
     rounds, _ = watched(target, head, max_num_batched_tokens=21, max_num_seqs=2)
     assert len(rounds) > 12
     assert worst(target, head, rounds[::2]) < 1e-4
 
 
-def test_the_layers_inputs_one_token_late_are_noticed(
-    target: Target, head: Head, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comparison_fails_for_shifted_layer_inputs(target: Target, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail."""
     encode = Eagle3Head.encode
     monkeypatch.setattr(Eagle3Head, "encode", lambda self, seen: encode(self, seen.roll(1, 0)))
@@ -105,7 +103,7 @@ def test_the_layers_inputs_one_token_late_are_noticed(
     assert worst(target, head, rounds[:4]) > 1e-2
 
 
-def test_the_text_is_the_targets(target: Target, head: Head) -> None:
+def test_text_equals_the_targets_own(target: Target, head: Head) -> None:
     """In graphs, with prefix hits the second time."""
     batch, params = prompts(6, 250, low=1, high=60), mixed_params(6)
     with engine(target.path) as llm:

@@ -24,7 +24,7 @@ def package(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_one_command_passes(package: Path) -> None:
+def test_howto_command_passes(package: Path) -> None:
     (command,) = blocks(PAGE, "sh")
     assert text_of(PAGE).rstrip().endswith(command + "```")
     printed = run(PAGE, package)
@@ -32,7 +32,7 @@ def test_the_one_command_passes(package: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_one_command_fails_a_broken_drafter(package: Path) -> None:
+def test_howto_command_fails_for_a_broken_drafter(package: Path) -> None:
     drafter = package / f"{MODULE}.py"
     drafter.write_text(drafter.read_text().replace("drafts.copy_(", "drafts.copy_(1 + "))
     printed = run(PAGE, package, "-k", "accepted")

@@ -112,7 +112,7 @@ def test_random_modules_draft_for_random_weights(case: Case, modules: int, what:
     assert drafted[0] == drafted[1]
 
 
-def test_no_modules_to_give_random_weights(case: Case, tmp_path: Path) -> None:
+def test_dummy_mtp_without_declared_modules_raises(case: Case, tmp_path: Path) -> None:
     config = Checkpoint.open(config_alone(case.path, tmp_path / "shape", 0)).config
     with pytest.raises(CheckpointError, match=r"declares no MTP modules \(mtp_num_hidden_layers\)"):
         MTPCheckpoint.open(tmp_path / "shape", config, dummy=True)
@@ -191,7 +191,7 @@ def test_modules_in_the_checkpoints_weight_format(case: Case, tmp_path: Path, mo
         ("mtp.layers.0.mlp.gate.e_score_correction_bias", "e_score_correction_bias"),
     ],
 )
-def test_what_does_not_fit_is_named(name: str, words: str, case: Case, tmp_path: Path) -> None:
+def test_unsupported_mtp_tensors_are_named(name: str, words: str, case: Case, tmp_path: Path) -> None:
     path = renamed(case.path, tmp_path / "other", lambda t: t | {name: torch.zeros(2, 2)})
     with pytest.raises(CheckpointError, match=words):
         MTPCheckpoint.open(path, Checkpoint.open(path).config)

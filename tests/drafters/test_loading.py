@@ -57,7 +57,7 @@ def decisions(llm: Any) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("method", DRAFTERS)
-def test_what_loads_says_so(
+def test_drafter_loading_reports_progress_and_decisions(
     method: str, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     made: Callable[..., Checkpoints] = DRAFTERS[method]
@@ -74,13 +74,13 @@ def test_what_loads_says_so(
         assert reason in found[name][1]
 
 
-def test_a_module_that_is_reused_says_so(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_reused_mtp_module_is_a_decision(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     with drafting("mtp", DRAFTERS["mtp"](checkpoints, tmp_path), 1) as llm:
         assert decisions(llm)["draft modules"][0].startswith("1 of 2")
         assert decisions(llm)["draft modules"][1] == "reused for every step"
 
 
-def test_a_convention_that_was_set_says_so(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_explicit_aux_layers_are_a_decision(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     target = checkpoints["mistral"]
     head = make_eagle3(tmp_path, config_of(target), (3, 2, 1), aux=[2, 1, 0]).path
     spec = SpeculativeConfig("eagle3", str(head), 3, {"aux_layers": "output"})

@@ -106,7 +106,7 @@ def test_every_draft_is_the_references(case: Case, way: str) -> None:
     assert mistakes(case, seen[::2]) == [0] * 4
 
 
-def test_one_state_for_all_modules_is_noticed(tmp_path: Path) -> None:
+def test_comparison_fails_for_a_shared_module_state(tmp_path: Path) -> None:
     """The comparison above can fail: with one hidden state kept for all modules, drafts change."""
     case = make(tmp_path, "mimo-3")
     batch = prompts(4, 250, low=1, high=50, seed=3)

@@ -115,7 +115,7 @@ def test_the_text_is_the_one_without_drafts(family: str, tmp_path: Path) -> None
             assert module.layer.mixer.o.format == BlockFp8()
 
 
-def test_what_is_not_converted_is_what_the_list_says(tmp_path: Path) -> None:
+def test_modules_to_not_convert_are_kept_plain(tmp_path: Path) -> None:
     """A block's MLP that the list names is plain; a list that is silent on mtp.fc means fp8, which is not there."""
     path, _, _ = published(tmp_path, "qwen3_5_text", {}, [*KEPT, "mtp.layers.0.mlp"], plain=("mtp.layers.0.mlp",))
     target = load(path)

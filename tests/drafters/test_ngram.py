@@ -77,7 +77,7 @@ def test_options_bound_the_match(qwen3: Path, plain: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("size", [50, 4096], ids=["small ring", "all of it"])
-def test_what_others_were_answered_counts(qwen3: Path, plain: list[list[int]], size: int) -> None:
+def test_ngrams_match_outputs_of_other_requests(qwen3: Path, plain: list[list[int]], size: int) -> None:
     """One request at a time, twice, so that plain Python knows what the ring holds when it drafts."""
     ring, rounds, accepted = [-1] * size, 0, 0
     with engine(qwen3, speculative=ngram(shared_tokens=size), max_num_seqs=1) as llm:
@@ -133,6 +133,6 @@ def test_the_bundled_model_repeats_itself() -> None:
     ],
     ids=["unknown", "low", "high", "order", "fraction", "bool", "ring", "model"],
 )
-def test_what_does_not_fit_is_refused(config: dict[str, Any], words: str) -> None:
+def test_invalid_ngram_options_raise(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM("tiny", speculative=SpeculativeConfig("ngram", **config))

@@ -127,7 +127,7 @@ def watched(seeing: Path, head: Head, **flags: Any) -> tuple[Watch, list[Prompt]
 
 
 @pytest.mark.parametrize("flags", [{}, {"max_num_batched_tokens": 16}], ids=["one pass", "chunks of 16"])
-def test_an_eagle3_head_sees_what_the_target_sees(seeing: Path, head: Head, flags: dict[str, Any]) -> None:
+def test_eagle3_head_reads_image_embeddings_and_positions(seeing: Path, head: Head, flags: dict[str, Any]) -> None:
     """Embeddings, hidden states and rotary positions: in prompts, chunks, after prefix hits, in rounds, in catch-up."""
     watch, given, _ = watched(seeing, head, **flags)
     assert len(watch.rounds) > 10
@@ -137,7 +137,9 @@ def test_an_eagle3_head_sees_what_the_target_sees(seeing: Path, head: Head, flag
 
 
 @pytest.mark.parametrize("withheld", ["embeddings", pytest.param("rotary positions", marks=pytest.mark.full)])
-def test_withheld_they_are_missed(seeing: Path, head: Head, withheld: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_fails_without_embeddings_or_positions(
+    seeing: Path, head: Head, withheld: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparison above can fail."""
     of_entries = PromptPass.of_entries
 
@@ -234,7 +236,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, seed=0)
 
 
 @pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.full), "mtp of several"])
-def test_given_embeddings_are_drafted_from(method: str, qwen3: Path, tmp_path: Path) -> None:
+def test_prompt_embeddings_are_drafted_like_their_token_ids(method: str, qwen3: Path, tmp_path: Path) -> None:
     """Prompts of embeddings are drafted for as the token ids whose embeddings they are, wherever a chunk ends."""
     batch, drafts = prompts(3, 250, low=30, high=60, seed=3), []
     if method == "eagle3":

@@ -155,7 +155,7 @@ def test_noise_costs_some_acceptance(qwen3: Path, nearly: Path, expected: list[l
         assert 0.25 < acceptance(llm) < 0.9
 
 
-def test_shared_noise_is_what_gets_drawn_drafts_accepted(
+def test_sampled_drafts_are_accepted_because_of_shared_noise(
     qwen3: Path, nearly: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: drafts drawn with the noise of another position are as good a sample, and rarely the target's."""
@@ -261,13 +261,13 @@ def refused(qwen3: Path) -> Iterator[Any]:
     return ask
 
 
-def test_what_cannot_be_drafted_is_refused(refused: Any, tmp_path: Path) -> None:
+def test_invalid_draft_model_options_raise(refused: Any, tmp_path: Path) -> None:
     refused(ConfigError, 'needs "model"', model=None)
     refused(ConfigError, "no option 'topk'", topk=4)
     refused(ConfigError, "load_format='gguf' of the method 'standalone': choose one of auto, dummy", load_format="gguf")
     refused(CheckpointError, "does not exist", model=str(tmp_path / "nowhere"))
 
 
-def test_it_asks_for_no_hidden_states(qwen3: Path) -> None:
+def test_draft_model_needs_no_hidden_states(qwen3: Path) -> None:
     with drafting(qwen3, qwen3) as llm:
         assert llm.engine.runner.features == NO_FEATURES

@@ -75,7 +75,7 @@ def test_the_predicted_acceptance(qwen3: Path, plain: list[list[int]], size: int
     assert accepted > (80 if size == 4096 else 0)
 
 
-def test_what_is_shared_ended_by_itself(qwen3: Path, plain: list[list[int]]) -> None:
+def test_shared_ring_holds_only_finished_outputs(qwen3: Path, plain: list[list[int]]) -> None:
     """Outputs from the first token to a stop id or the limit; not prompts, not what was aborted."""
     stop = next(t for i, t in enumerate(plain[1]) if i > 4 and t not in plain[1][:i])
     with engine(qwen3, speculative=suffix(shared_tokens=64), max_num_batched_tokens=16) as llm:
@@ -126,6 +126,6 @@ def test_the_bundled_model_learns_from_other_answers() -> None:
     ],
     ids=["unknown", "depth", "probability", "factor", "text", "negative", "fraction", "model"],
 )
-def test_what_does_not_fit_is_refused(config: dict[str, Any], words: str) -> None:
+def test_invalid_suffix_options_raise(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM("tiny", speculative=SpeculativeConfig("suffix", **config))

@@ -97,7 +97,7 @@ def test_a_path_is_drafted_as_a_chain_of_its_tokens(method: str, checkpoints: di
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 @torch.inference_mode()
-def test_what_is_kept_depends_on_the_text_alone(
+def test_drafter_state_after_tree_rounds_equals_sequential_state(
     method: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a round whose third path was the best, the state is that of an engine that committed token by token."""
@@ -136,7 +136,7 @@ def test_what_is_kept_depends_on_the_text_alone(
         assert torch.equal(draft, stepwise[length][1])
 
 
-def test_text_is_drafted_as_the_oracle_says(qwen3: Path) -> None:
+def test_ngram_tree_paths_match_the_oracle(qwen3: Path) -> None:
     """Prompt lookup: path l follows the l-th different continuation, in every round of every request."""
     params = [SamplingParams(temperature=t, seed=i, max_tokens=40, ignore_eos=True,
                              allowed_token_ids=tuple(range(40, 43))) for i, t in enumerate((0, 1, 1))]  # fmt: skip

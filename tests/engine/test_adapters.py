@@ -127,7 +127,7 @@ def written(step: RecordedOp) -> set[int]:
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_nothing_is_read_early_that_the_launch_before_writes(
+def test_overlapped_launches_do_not_read_their_predecessors_output(
     quantization: str | None, qwen3: Path, adapters: dict[str, LoRARequest]
 ) -> None:
     flags = {"max_num_seqs": 2, "max_num_batched_tokens": 256, "quantization": quantization}
@@ -247,7 +247,9 @@ def test_equal_prompts_of_different_adapters_share_no_page(
             assert cached(llm, lora, salted) == 64
 
 
-def test_who_waits_for_a_place_is_passed_by_those_who_need_none(qwen3: Path, adapters: dict[str, LoRARequest]) -> None:
+def test_base_requests_overtake_requests_that_wait_for_an_adapter_slot(
+    qwen3: Path, adapters: dict[str, LoRARequest]
+) -> None:
     long, short = replace(GREEDY, max_tokens=40), replace(GREEDY, max_tokens=3)
     with engine(qwen3, enable_lora=True, max_loras=1, max_cpu_loras=3) as llm:
         order: list[str] = []
@@ -264,7 +266,7 @@ def test_who_waits_for_a_place_is_passed_by_those_who_need_none(qwen3: Path, ada
         assert not any(place.users for place in places.all)
 
 
-def test_what_callers_may_name(qwen3: Path, adapters: dict[str, LoRARequest], tmp_path: Path) -> None:
+def test_invalid_lora_requests_raise(qwen3: Path, adapters: dict[str, LoRARequest], tmp_path: Path) -> None:
     one = adapters["one"]
     with engine(qwen3, **ON) as llm:
         run(llm, [PROMPTS[0]], BRIEF, one)
@@ -310,7 +312,7 @@ def test_a_request_is_checked_while_no_step_runs(
         assert led == [True, True], "checked, then added"
 
 
-def test_what_ended_requests_held_is_forgotten(qwen3: Path, adapters: dict[str, LoRARequest]) -> None:
+def test_adapters_of_finished_requests_are_evicted(qwen3: Path, adapters: dict[str, LoRARequest]) -> None:
     """Beyond --max-cpu-loras adapters stay in memory for requests that are open, and no longer."""
     with engine(qwen3, enable_lora=True, max_loras=2) as llm:
         held = next(f for f in llm.engine.runner.request_features if f.name == "adapters").held

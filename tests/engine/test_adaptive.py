@@ -61,7 +61,7 @@ def check(method: str, checkpoints: Checkpoints, expected: list[Any], **flags: A
 
 
 @pytest.mark.parametrize("method", ["eagle3", "ngram", "mtp", "standalone"])
-def test_same_bytes_whatever_is_drafted(method: str, checkpoints_of: Any, plain: Any, at_random: Any) -> None:
+def test_same_bytes_with_random_draft_lengths(method: str, checkpoints_of: Any, plain: Any, at_random: Any) -> None:
     at_random()
     checkpoints = checkpoints_of(method)
     flags = SCARCE if method == "mtp" else {"max_num_batched_tokens": 16}
@@ -140,7 +140,7 @@ def pauses(rng: random.Random, choices: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("method", PAUSABLE)
-def test_a_paused_drafter_drafts_as_if_it_had_not_been(
+def test_resumed_drafter_drafts_as_if_never_paused(
     method: str, checkpoints_of: Any, at_random: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit: equal text, equal drafts, behind pauses shorter and longer than what can be remembered."""
@@ -164,7 +164,7 @@ CERTAIN = SamplingParams(temperature=0, max_tokens=1 + 10 * 4, ignore_eos=True)
 
 
 @pytest.mark.parametrize("paused", [0, 7, 40])
-def test_what_a_pause_leaves_in_the_prefix_cache_is_whole(qwen3: Path, paused: int) -> None:
+def test_prefix_hits_after_paused_drafting_have_complete_draft_state(qwen3: Path, paused: int) -> None:
     """The target is its own draft: whoever goes on from cached pages has every draft accepted, or keys were missing."""
     prompt = prompts(1, 250, 20, 21, seed=5)[0]
     with drafting("standalone", (qwen3, qwen3)) as llm:
@@ -207,7 +207,7 @@ def test_only_those_behind_catch_up(qwen3: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("method", ["standalone", "ngram"])
-def test_where_nobody_drafts_rounds_are_plain(method: str, qwen3: Path) -> None:
+def test_rounds_are_plain_if_no_request_drafts(method: str, qwen3: Path) -> None:
     """Speculation is off for every request: k = 0, whatever drafting might bring, and nothing to catch up with."""
     with drafting(method, (qwen3, qwen3 if method == "standalone" else None)) as llm:
         before = llm.engine.draft_controller.rounds.copy()
@@ -216,7 +216,7 @@ def test_where_nobody_drafts_rounds_are_plain(method: str, qwen3: Path) -> None:
         assert ("catch_up", GRAPH, "") not in counted(llm)
 
 
-def test_it_can_be_fixed_and_says_so(qwen3: Path) -> None:
+def test_fixed_draft_length_is_a_decision(qwen3: Path) -> None:
     for flags, why in (({"adaptive": False}, "adaptive is off"), ({"enforce_eager": True}, "without graphs")):
         with drafting("ngram", (qwen3, None), **flags) as llm:
             assert llm.engine.runner.choices == (3,)
@@ -244,7 +244,7 @@ def test_costs_are_those_of_plain_rounds(more: dict[str, Any], known: bool, ngra
     assert bool(told) is known
 
 
-def test_the_round_behind_a_prompt_tells_nothing_of_costs(ngram: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_round_after_a_prompt_is_not_timed(ngram: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt's outputs came before its drafter had caught up, which falls into the time of that round."""
     told: list[int] = []
     reads: list[tuple[type, int]] = []
@@ -272,7 +272,7 @@ def ngram(qwen3: Path) -> Any:
         yield llm
 
 
-def test_what_it_tells(qwen3: Path) -> None:
+def test_adaptive_speculation_info_and_metrics(qwen3: Path) -> None:
     with drafting("ngram", (qwen3, None), k=7, max_num_seqs=4) as llm:
         tokens(llm, TEXTS, LONG)
         info: dict[str, Any] = llm.engine.info()["speculation"]  # type: ignore[assignment]
@@ -302,7 +302,7 @@ def test_a_tree_is_drafted_whole_or_not_at_all(qwen3: Path, plain: Any, at_rando
         assert set(llm.engine.draft_controller.rounds) == {0, 3}
 
 
-def test_what_a_round_without_drafts_costs_a_paused_drafter(checkpoints_of: Any) -> None:
+def test_standby_cost_of_a_paused_drafter(checkpoints_of: Any) -> None:
     """Its share of a pass that catches up with all that is pending; nothing where no memory runs out."""
     costs = {}
     for method in ("eagle", "standalone", "ngram"):

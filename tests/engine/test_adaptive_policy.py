@@ -74,7 +74,7 @@ class Service:
         return self.tokens / self.ms
 
 
-def test_expected_tokens_are_those_of_every_way_a_round_can_go() -> None:
+def test_expected_tokens_equal_enumeration_of_outcomes() -> None:
     acceptance = AcceptanceEstimate(2, 5)
     for _ in range(4000):  # far more trials than the prior counts for
         for slot in (0, 1):
@@ -89,7 +89,7 @@ def test_expected_tokens_are_those_of_every_way_a_round_can_go() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_choice_is_that_of_brute_force(seed: int) -> None:
+def test_choice_equals_brute_force(seed: int) -> None:
     """Random estimates and costs, no curiosity: argmax of expected tokens over time, requests' own limits included."""
     rng = np.random.default_rng(seed)
     rows = int(rng.integers(1, 9))
@@ -118,12 +118,12 @@ def test_never_much_slower_than_the_best(rows: int) -> None:
     assert service.speed > 0.99 * speeds[0]
 
 
-def test_the_sizes_call_for_different_numbers() -> None:
+def test_batch_sizes_choose_different_draft_lengths() -> None:
     """The test above would be passed by a constant if they did not."""
     assert len({best_of(RATES, rows, 0.01 * rows) for rows in (1, 4, 16, 64, 128, 256)}) >= 3
 
 
-def test_it_comes_back_when_acceptance_rises() -> None:
+def test_drafting_resumes_when_acceptance_rises() -> None:
     service = Service(4, (0.02,) * 5)
     assert service.run(600)[-100:].count(0) > 90
     service.rates = (0.95,) * 5
@@ -144,7 +144,7 @@ def test_old_evidence_does_not_outlive_a_change(rows: int, turnover: bool) -> No
     assert chosen.count(5) > 15
 
 
-def test_curiosity_costs_what_it_may() -> None:
+def test_probe_cost_stays_within_its_share() -> None:
     """Where drafting never pays, what probes lose stays within their share of the time."""
     for rows, catch_up in itertools.product((1, 64), (0.0, 2.0)):
         service = Service(rows, (0.05,) * 5)
@@ -158,7 +158,7 @@ def test_curiosity_costs_what_it_may() -> None:
         assert all(b - a >= PROBE_PAUSE or b - a <= 2 for a, b in itertools.pairwise(probes))
 
 
-def test_nobody_drafts_where_nobody_may() -> None:
+def test_draft_length_respects_request_limits() -> None:
     service = Service(8, (1.0,) * 5)
     service.most = np.zeros(8, dtype=int)
     assert set(service.run(50)) == {0}
@@ -166,14 +166,14 @@ def test_nobody_drafts_where_nobody_may() -> None:
     assert set(service.run(50)) <= {0, 1, 2}
 
 
-def test_only_what_has_a_graph_is_chosen() -> None:
+def test_only_draft_lengths_with_graphs_are_chosen() -> None:
     service = Service(4, (1.0,) * 5, known=lambda rows, k: None if k in (3, 5) else table(rows, k))
     assert set(service.run(50)) == {2}
     nothing = AdaptiveK(CHOICES, AcceptanceEstimate(1, 5), RoundCosts(lambda rows, k: None))
     assert nothing.choose(np.array([0]), np.array([MANY]), 0.0) == 5
 
 
-def test_what_a_round_takes_is_learnt() -> None:
+def test_round_costs_are_corrected_by_measurements() -> None:
     """An offset common to all, and a difference where the table is wrong about one."""
     costs = RoundCosts(lambda rows, k: 10.0 + k)
     for _ in range(9):
@@ -193,7 +193,7 @@ def test_what_a_round_takes_is_learnt() -> None:
     assert (costs.ms(8, 0), costs.ms(8, 3)) == (pytest.approx(12.0), pytest.approx(17.0))
 
 
-def test_probes_tell_of_costs_too() -> None:
+def test_probes_correct_round_costs() -> None:
     """A number that the table makes out to be too dear is never chosen; what its probes take sets that right."""
     costs = RoundCosts(lambda rows, k: 10.0 + 4 * k)
     costs.probed(8, 1, 10.0)
@@ -209,7 +209,7 @@ def test_probes_tell_of_costs_too() -> None:
 
 
 @pytest.mark.parametrize("down", [True, False])
-def test_what_drafting_takes_beyond_the_table_is_found_out(down: bool) -> None:
+def test_unmodelled_drafting_cost_stops_drafting(down: bool) -> None:
     """A look-up in long texts makes rounds thrice as long as on padding: two tokens a round do not pay for it."""
     service = Service(1, (0.6, 0.4, 0.2, 0.1, 0.1), down=down)
     service.drafting = 9.0
@@ -230,7 +230,7 @@ def test_resuming_has_to_pay() -> None:
     assert policy().choose(np.array([0]), np.array([1]), 1e4) == 0
 
 
-def test_rounds_without_drafts_pay_for_what_the_drafter_has_to_catch_up_with_later() -> None:
+def test_catch_up_cost_is_charged_to_rounds_without_drafts() -> None:
     """0.7 drafts accepted of one: a round of 10 ms against one of 18 ms that brings 1.7 tokens."""
 
     def chosen(standby_ms: float) -> int:

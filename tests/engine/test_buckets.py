@@ -19,7 +19,7 @@ def test_rows_at_which_tiles_are_full() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="threads are settled on a CPU only")
-def test_settling_graphs_keeps_the_decisions_before_it(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_graphs_keeps_earlier_decisions(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
@@ -30,7 +30,7 @@ def test_settling_graphs_keeps_the_decisions_before_it(qwen3: Path, monkeypatch:
     assert {"threads", "graphs"} <= set(names)
 
 
-def test_few_sizes_are_few() -> None:
+def test_sparse_buckets_keep_few_sizes() -> None:
     buckets = Buckets(Program("p", BufferSchema(()), lambda b: None), tuple(PassShape(n) for n in range(1, 101)))
     assert [shape.rows for shape in _sparse(buckets, 100).shapes] == [1, 4, 16, 32, 64, 100]
     assert [shape.rows for shape in _sparse(buckets, 64).shapes] == [1, 4, 16, 32, 64]

@@ -89,7 +89,7 @@ def run(folder: Path, *modes: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_who_compiles(tmp_path: Path) -> None:
+def test_kernels_compile_in_processes_or_fall_back(tmp_path: Path) -> None:
     """(By processes, here, whether they start before the first kernel.)"""
     done = run(tmp_path, "processes", "in the cache", "cannot travel", "none", "die at work", "do not start")
     assert json.loads(done.splitlines()[-1]) == {
@@ -99,7 +99,7 @@ def test_who_compiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not OLDEST.is_dir() or shutil.which("gcc") is None, reason="a C compiler and the oldest Triton")
-def test_what_launches_a_kernel_is_compiled_with_it(tmp_path: Path) -> None:
+def test_triton_launchers_are_compiled_with_their_kernels(tmp_path: Path) -> None:
     """Triton 3.6 does that when it loads a kernel. A library with nothing in it stands in for the GPU's."""
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["gcc", "-shared", "-x", "c", os.devnull, "-o", library], check=True)

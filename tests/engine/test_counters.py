@@ -30,7 +30,7 @@ def drafting(path: Path, **flags: Any) -> Any:
     return engine(path, speculative=SpeculativeConfig("ngram", num_speculative_tokens=K, options=options), **flags)
 
 
-def test_only_drafts_that_there_were_count(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_exclude_padding_drafts(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []  # (most that the row might have had, drafts) of each active row and round
 
     def watched(
@@ -65,7 +65,7 @@ def test_graphs_count_the_same(qwen3: Path) -> None:
     assert counted[0] == counted[1]
 
 
-def test_each_request_learns_what_became_of_its_drafts(qwen3: Path) -> None:
+def test_deltas_count_drafted_and_accepted_tokens_per_request(qwen3: Path) -> None:
     with drafting(qwen3) as llm:
         totals = []
         for prompt, params in zip(PROMPTS, PARAMS, strict=True):
@@ -78,7 +78,7 @@ def test_each_request_learns_what_became_of_its_drafts(qwen3: Path) -> None:
         assert [total for total, params in zip(totals, PARAMS, strict=True) if params.max_drafts == 0] == [(0, 0)] * 2
 
 
-def test_info_and_metrics_tell(qwen3: Path) -> None:
+def test_info_and_metrics_report_acceptance(qwen3: Path) -> None:
     with drafting(qwen3) as llm:
         llm.generate(PROMPTS, [replace(p, max_drafts=None) for p in PARAMS])
         c, told = llm.engine.counters, llm.engine.info()["speculation"]

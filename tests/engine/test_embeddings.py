@@ -130,7 +130,7 @@ def test_drafted(method: str, checkpoints: dict[str, Path], tmp_path: Path) -> N
         assert llm.engine.counters.accepted_tokens > 0
 
 
-def test_a_paused_drafter_goes_on_behind_embeddings(
+def test_paused_drafter_catches_up_after_embeddings(
     qwen3: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a draft model catches up with begins before the first generated token, where there may be none."""
@@ -142,7 +142,7 @@ def test_a_paused_drafter_goes_on_behind_embeddings(
 
 
 @pytest.mark.parametrize(("drafts", "cached"), [(3, 96), (0, 32)])
-def test_what_a_pause_leaves_in_the_prefix_cache(qwen3: Path, drafts: int, cached: int) -> None:
+def test_prefix_cache_after_paused_drafting_with_embeddings(qwen3: Path, drafts: int, cached: int) -> None:
     """An answer's pages are known by what stands before them; those that the drafter has not read are not kept."""
     ids = prompts(1, 250, low=40, high=41, seed=3)[0]
     long = replace(GREEDY, max_tokens=60)
@@ -161,7 +161,7 @@ def test_what_a_pause_leaves_in_the_prefix_cache(qwen3: Path, drafts: int, cache
         llm.engine.check_integrity()
 
 
-def test_penalties_see_no_token_where_an_embedding_stands(qwen3: Path) -> None:
+def test_penalties_ignore_embedding_positions(qwen3: Path) -> None:
     """Repetition counts the tokens that are left."""
     ids = [9, 10, 11, 12] * 4
     given = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=30.0)
@@ -181,7 +181,7 @@ def test_penalties_see_no_token_where_an_embedding_stands(qwen3: Path) -> None:
         assert gap(nines, choice) not in (plain, free), "10 is, 9 is not"
 
 
-def test_prefixes_are_known_by_what_they_hold(qwen3: Path) -> None:
+def test_prefix_cache_keys_include_embeddings(qwen3: Path) -> None:
     """Equal embeddings hit, different ones do not, nor do the ids whose embeddings they are."""
     ids = prompts(1, 250, low=64, high=65, seed=3)[0]
 
@@ -285,7 +285,7 @@ def llm(qwen3: Path) -> Any:
         yield llm
 
 
-def test_no_overrides_are_a_plain_prompt(llm: LLM) -> None:
+def test_empty_overrides_equal_a_plain_prompt(llm: LLM) -> None:
     assert tokens(llm, [bad(embedding_overrides={})], GREEDY) == tokens(llm, [[1, 2, 3]], GREEDY)
     assert all(key.features.embeddings is False for key in llm.engine.worker.graphs._eager_buffers)
 
@@ -298,7 +298,7 @@ def test_the_docs_code_runs() -> None:
         exec(block, {})
 
 
-def test_requests_say_so_themselves(llm: LLM) -> None:
+def test_engine_add_validates_requests(llm: LLM) -> None:
     """The engine's own door checks too: token ids may be placeholders only where an embedding stands."""
     with pytest.raises(BadRequest, match="token id -1"):
         llm.engine.add(EngineRequest("r", [-1, 2], SamplingParams(seed=1)))

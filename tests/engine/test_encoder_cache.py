@@ -77,7 +77,7 @@ def test_a_small_cache(seeing: Path, vision: VisionConfig, tokens: int) -> None:
         assert cache["evictions"] > 0
 
 
-def test_what_does_not_fit_is_refused(seeing: Path, vision: VisionConfig) -> None:
+def test_images_larger_than_the_encoder_cache_are_refused(seeing: Path, vision: VisionConfig) -> None:
     with small(seeing, 40) as llm:
         with pytest.raises(BadRequest, match=r"frame of 24 tokens; at most 20.*--mm-encoder-cache-gb"):
             run(llm, [prompt(vision, Picture(8, 12))], GREEDY)

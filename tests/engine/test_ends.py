@@ -46,7 +46,9 @@ def computed(llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) 
     ],
     ids=["a token", "its log-probability", "those of the prompt", "hidden states"],
 )
-def test_what_a_request_reads(asked: dict[str, Any], read: int, qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_layer_rows_by_request_parameters(
+    asked: dict[str, Any], read: int, qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine(qwen3, graphs="off", max_num_seqs=ROWS) as llm:
         rows, answer = computed(llm, SamplingParams(max_tokens=4, temperature=0.0, **asked), monkeypatch)
         assert rows[:-1] == [LENGTH] * (len(rows) - 1)
@@ -65,7 +67,7 @@ def test_what_a_request_reads(asked: dict[str, Any], read: int, qwen3: Path, mon
         ("mtp_frozen", ROWS),
     ],
 )
-def test_what_a_drafter_reads(
+def test_last_layer_rows_by_drafter(
     method: str,
     read: int,
     checkpoints: dict[str, Path],

@@ -36,7 +36,7 @@ def run(llm: LLM) -> dict[str, list[int]]:
     return got
 
 
-def test_shutdown_lets_go_of_the_model(qwen3: Path) -> None:
+def test_shutdown_frees_the_model(qwen3: Path) -> None:
     """Another engine in this process needs the memory."""
     with engine(qwen3) as llm:
         tokens(llm, prompts(2, 250), GREEDY)
@@ -111,7 +111,7 @@ def test_abort_frees_pages_in_every_state(llm: LLM) -> None:
     assert engine_.scheduler.slots.available == 8
 
 
-def test_the_others_do_not_notice_an_abort(llm: LLM) -> None:
+def test_abort_does_not_affect_other_requests(llm: LLM) -> None:
     batch = prompts(4, 250, seed=9)
     expected = tokens(llm, batch, GREEDY)
     for i, prompt in enumerate(batch):
@@ -210,7 +210,7 @@ def test_one_round_is_one_launch_behind_the_host(llm: LLM) -> None:
     run(llm)
 
 
-def test_what_cannot_be_resolved_is_refused(qwen3: Path, tmp_path: Path) -> None:
+def test_unresolvable_engine_flags_raise(qwen3: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--max-model-len 9999 is above the model's context of 512"):
         LLM(str(qwen3), max_model_len=9999)
     with pytest.raises(ConfigError, match="--dtype 'int3'"):

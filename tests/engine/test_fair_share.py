@@ -125,7 +125,7 @@ def test_between_two_turns_of_a_waiting_client_no_other_has_three(seed: int, by_
     assert len(queue._next) < 200
 
 
-def test_who_leaves_pays_for_no_turn() -> None:
+def test_cancelled_requests_do_not_delay_their_client() -> None:
     """10,000 requests that are taken back cost their client nothing afterwards."""
     queue = Waiting()
     flood = [waiting_sequence(i, "a") for i in range(10_000)]

@@ -141,7 +141,7 @@ def test_every_form_has_the_same_bytes(qwen3: Path) -> None:
             assert llm.engine.counters.accepted_forced_tokens > 0
 
 
-def test_merged_keeps_a_draft_only_after_the_forced_tokens_it_continues() -> None:
+def test_merged_drops_drafts_that_contradict_forced_tokens() -> None:
     drafts = np.array([[[5, 6, 7]], [[5, 9, 7]], [[1, 2, 3]], [[5, -1, -1]]], np.int32)
     forced = np.array([[5, 6, -1], [5, 6, -1], [-1, -1, -1], [5, 6, 7]], np.int32)
     assert merged(drafts, forced).tolist() == [[[5, 6, 7]], [[5, 6, -1]], [[1, 2, 3]], [[5, 6, 7]]]

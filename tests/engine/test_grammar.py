@@ -100,7 +100,7 @@ MORE = [(name, flags) for name in METHODS for flags in ({}, CHUNKS, SCARCE) if (
     ALTERNATING + [pytest.param(*each, marks=pytest.mark.full) for each in MORE],
     ids=str,
 )
-def test_same_bytes_however_many_drafts(
+def test_same_bytes_with_random_draft_lengths(
     name: str, flags: dict[str, Any], checkpoints_of: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounds with drafts and without by turns, under masks and not; a paused drafter catches up before either."""
@@ -179,7 +179,7 @@ def test_a_greedy_token_is_the_likeliest_that_the_grammar_allows(qwen3: Path) ->
             assert matcher.is_accepting()
 
 
-def test_log_probabilities_are_raw_or_those_of_what_is_allowed(qwen3: Path) -> None:
+def test_logprobs_mode_under_a_grammar(qwen3: Path) -> None:
     asked = StructuredOutputs(choice=("yes", "no"))
     params = SamplingParams(temperature=1, seed=1, max_tokens=9, structured_outputs=asked, logprobs=3)
     first = {}
@@ -217,7 +217,7 @@ def test_the_two_passes_of_a_round_may_be_padded_differently(
     assert accepted[0] == accepted[1] > 0
 
 
-def test_masks_that_wait_for_nothing_would_be_seen(qwen3: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_fails_for_masks_sent_too_early(qwen3: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: rounds launched before the tokens are known get the masks of the position before."""
     expected = plain(qwen3)  # before anything is broken
     monkeypatch.setattr(Scheduler, "_unread", lambda self, sequences: False)

@@ -32,7 +32,7 @@ def answer(llm: LLM, regex: str, **params: Any) -> tuple[str, str | None]:
     return output.text, output.finish_reason
 
 
-def test_an_end_comes_where_the_form_is_complete_and_only_there(certain: LLM) -> None:
+def test_output_ends_exactly_when_the_grammar_is_complete(certain: LLM) -> None:
     """The bias makes every position want to end, the drafter's too."""
     assert answer(certain, "(ab){3}") == ("ababab", "stop")
     text, finish = answer(certain, "(ab){3,9}")
@@ -40,7 +40,7 @@ def test_an_end_comes_where_the_form_is_complete_and_only_there(certain: LLM) ->
     assert answer(certain, "(ab){3,9}", max_tokens=3) == ("aba", "length")
 
 
-def test_min_tokens_and_ignore_eos_hold_as_long_as_the_form_can_go_on(certain: LLM) -> None:
+def test_min_tokens_and_ignore_eos_apply_while_the_grammar_continues(certain: LLM) -> None:
     assert answer(certain, "(ab){1,9}", min_tokens=7) == ("abababab", "stop")
     assert answer(certain, "(ab){2}", min_tokens=7) == ("abab", "stop")
     assert answer(certain, "(ab){1,5}", ignore_eos=True) == ("ababababab", "stop")
@@ -69,7 +69,7 @@ def test_a_request_without_stop_ids_ends_all_the_same(certain: LLM) -> None:
     assert deltas[-1].finish.text == "stop"
 
 
-def test_a_request_that_cannot_go_on_fails_alone(certain: LLM) -> None:
+def test_request_without_allowed_tokens_fails_alone(certain: LLM) -> None:
     """Its other parameters forbid all that its grammar allows."""
     letters = tuple(make_tokenizer().encode("xyz", add_special_tokens=False))
     stuck = SamplingParams(seed=1, structured_outputs=StructuredOutputs(regex="xab"), allowed_token_ids=letters)
@@ -104,7 +104,7 @@ def test_a_request_that_cannot_go_on_fails_alone(certain: LLM) -> None:
         ("ab+", {"bad_words": ("ab",)}, None),  # of two tokens
     ],
 )
-def test_a_form_that_cannot_begin_is_refused(
+def test_grammar_without_an_allowed_first_token_is_refused(
     certain: LLM, regex: str, restriction: dict[str, Any], param: str | None, thinking: Thinking | None
 ) -> None:
     """Before the request is queued: its other parameters leave no first token of the form."""
@@ -166,7 +166,7 @@ def test_a_round_with_a_grammar_is_two_replays_and_others_have_their_own(certain
     assert {kind for _, kind, _ in counted(certain)} == {GRAPH}
 
 
-def test_the_two_kinds_take_turns(certain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_and_free_rounds_alternate(certain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of the others runs while the host reads drafts, and one while it reads tokens."""
     launched: list[str] = []
     note_launches(monkeypatch, lambda key, batch: launched.append(key.program))
@@ -220,9 +220,7 @@ def test_all_aborted_between_the_two_passes(certain: LLM) -> None:
     assert engine.pool.usage == 0
 
 
-def test_a_round_waits_for_tokens_only_where_masks_depend_on_them(
-    certain: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_masked_rounds_wait_for_unread_tokens(certain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     unread: list[int] = []
 
     def note(key: Any, batch: Any) -> None:

@@ -65,7 +65,7 @@ def assert_reference(path: Path, outputs: list[RequestOutput]) -> None:
     ],
     ids=["batched", "chunks of 16", "chunks of 37, segmented", "eager", "drafted"],
 )
-def test_they_are_transformers(qwen3: Path, flags: dict[str, Any]) -> None:
+def test_hidden_states_match_transformers(qwen3: Path, flags: dict[str, Any]) -> None:
     with engine(qwen3, dtype="float32", **flags) as llm:
         plain = tokens(llm, PROMPTS, NARROW)
         first = llm.generate(PROMPTS, asking(NARROW))
@@ -86,7 +86,7 @@ def test_they_are_transformers(qwen3: Path, flags: dict[str, Any]) -> None:
         llm.engine.check_integrity()
 
 
-def test_graphs_of_it_are_captured_when_idle(qwen3: Path) -> None:
+def test_hidden_state_graphs_are_captured_when_idle(qwen3: Path) -> None:
     """Starting up captures none, the first passes say why they ran eagerly, and later ones replay."""
     params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, return_hidden_states=True)]
     with engine(qwen3, graphs="full") as llm:  # whatever a graph saves of so small a model
@@ -193,7 +193,7 @@ def test_a_prompt_that_fills_the_context(
     assert first.prompt_hidden_states == again.prompt_hidden_states
 
 
-def test_a_prefix_hit_would_leave_them_out(qwen3: Path) -> None:
+def test_hidden_states_disable_prefix_hits(qwen3: Path) -> None:
     """So the cache is not read, but filled; and of several sequences the first computes the prompt."""
     prompt = prompts(1, 250, low=64, high=65)[0]
     params = SamplingParams(seed=3, max_tokens=5, n=3, ignore_eos=True, return_hidden_states=True)
@@ -207,7 +207,7 @@ def test_a_prefix_hit_would_leave_them_out(qwen3: Path) -> None:
     assert_reference(qwen3, [output])
 
 
-def test_they_end_with_the_text(qwen3: Path) -> None:
+def test_hidden_states_end_with_the_text(qwen3: Path) -> None:
     given = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, return_hidden_states=True)
     with engine(qwen3, speculative=SpeculativeConfig("ngram", num_speculative_tokens=3)) as llm:
         whole = llm.generate(["hello hello"], given)[0].outputs[0]
@@ -219,7 +219,7 @@ def test_they_end_with_the_text(qwen3: Path) -> None:
     assert one.hidden_states.shape == (0, whole.hidden_states.shape[1])
 
 
-def test_the_lm_head_reads_them(qwen3: Path) -> None:
+def test_lm_head_of_hidden_states_gives_the_tokens(qwen3: Path) -> None:
     """The last of a prompt's gives the first token."""
     given = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, return_hidden_states=True)
     with engine(qwen3) as llm:

@@ -142,7 +142,7 @@ def test_a_prefix_hit_near_a_page_end(method: str, hybrid: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["mtp", pytest.param("ngram", marks=pytest.mark.full)])
-def test_aborts_leave_nothing_behind(method: str, hybrid: Path, plain: list[list[int]]) -> None:
+def test_aborts_free_state_and_pages(method: str, hybrid: Path, plain: list[list[int]]) -> None:
     """Requests that are aborted in their prompts and in their rounds; those that come after have the same bytes."""
     with engine(hybrid, **{**FLAGS, "max_num_batched_tokens": 23}, **drafting(method, 3)) as llm:
         for steps in (1, 2, 5, 17, 33):
@@ -157,7 +157,7 @@ def test_aborts_leave_nothing_behind(method: str, hybrid: Path, plain: list[list
         assert llm.engine.pool.usage == 0
 
 
-def test_accepted_drafts_are_remembered_wherever_a_page_ends(hybrid: Path) -> None:
+def test_accepted_drafts_across_page_ends_update_the_state(hybrid: Path) -> None:
     """A text that repeats itself, so that drafts are accepted across many page ends."""
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, allowed_token_ids=(7, 8))
     with engine(hybrid, **FLAGS) as llm:

@@ -70,7 +70,7 @@ def test_same_bytes_without_drafts(way: str, qwen3: Path, alone: Any) -> None:
         }
 
 
-def test_it_is_another_cache(qwen3: Path, alone: Any) -> None:
+def test_fp8_cache_changes_the_text(qwen3: Path, alone: Any) -> None:
     """The comparisons can fail: the plain cache says something else."""
     with engine(qwen3) as llm:
         assert tokens(llm, PROMPTS[:12], PARAMS[:12]) != alone(qwen3)
@@ -177,7 +177,7 @@ def test_pages_go_to_another_engine(setup: str, tmp_path: Path, monkeypatch: pyt
 # ---- what is told, and memory ------------------------------------------------------------------------
 
 
-def test_it_takes_half_the_memory_of_a_16_bit_cache(qwen3: Path) -> None:
+def test_fp8_cache_takes_half_the_memory_of_16_bits(qwen3: Path) -> None:
     """Of a token: D + 1 bytes in place of 2 D, for keys and values of each KV head. Identities differ."""
     seen = {}
     for dtype in ("auto", "fp8", "fp8_e4m3", "bfloat16"):
@@ -209,7 +209,7 @@ def test_about_twice_as_many_pages_fit() -> None:
     assert 1.98 < pages(torch.float8_e4m3fn) / pages(None) < 2
 
 
-def test_a_gpu_without_e4m3_is_told_so() -> None:
+def test_fp8_cache_on_gpu_without_e4m3_raises() -> None:
     checkpoint, asked = Checkpoint.open("tiny"), EngineConfig("tiny", kv_cache_dtype="fp8")
     gpu = Hardware(torch.device("cuda", 0), "a GPU", 1 << 34, 1, (8, 0))
     with pytest.raises(ConfigError, match=r"fp8: this GPU has compute capability 8\.0, and e4m3 needs 8\.9"):

@@ -110,7 +110,7 @@ def draw(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "method", [each if each in ("eagle3", "ngram") else pytest.param(each, marks=pytest.mark.full) for each in DRAFTERS]
 )
-def test_a_drafter_misses_nothing(
+def test_drafter_observes_every_token_of_mixed_passes(
     method: str,
     checkpoints_of: Callable[[str], Checkpoints],
     plain: Callable[[Path], list[list[int]]],
@@ -208,7 +208,7 @@ def check_alike(path: Path, asked: list[list[int]], scarce: bool = True) -> None
     assert sum(found[1]) > 16 * len(asked)
 
 
-def test_rows_that_decode_are_told_as_in_a_round() -> None:
+def test_inputs_of_a_mixed_pass_split_into_prompt_and_round() -> None:
     """Joined inputs come apart again, and recurrences of rows that decode move their snapshots as a round does."""
 
     def ints(*values: int) -> torch.Tensor:

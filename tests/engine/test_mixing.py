@@ -46,12 +46,12 @@ def mixing(device: str, round_ms: float, drafts: bool = False) -> Mixing:
     ("device", "round_ms", "tokens"),
     [("cuda", 5.0, 168), ("cuda", 2.0, 168), ("cuda", 1.0, 0), ("cpu", 1.0, 168)],
 )
-def test_passes_are_mixed_where_one_takes_less_than_two(device: str, round_ms: float, tokens: int) -> None:
+def test_passes_are_mixed_if_faster_than_two(device: str, round_ms: float, tokens: int) -> None:
     """Their decoding rows take part of the tokens. A CPU always mixes: nothing is measured there."""
     assert mixing(device, round_ms).prompt_tokens(RUNNING, [], lambda ms: 200) == tokens
 
 
-def test_other_reasons_for_rounds_of_their_own() -> None:
+def test_conditions_that_disable_mixed_passes() -> None:
     asked = mixing("cuda", 5.0)
     mixed = asked.prompt_tokens(RUNNING, [], lambda ms: 256)
     assert mixed == 256 - 32, "the room for decoding rows is part of the pass"
@@ -63,7 +63,7 @@ def test_other_reasons_for_rounds_of_their_own() -> None:
     assert asked.info()["apart"] == {"too many requests": 1, "a feature": 1}, "no reason where nothing runs"
 
 
-def test_the_round_it_replaces_takes_time_of_its_own() -> None:
+def test_mixed_pass_is_compared_with_the_measured_round() -> None:
     """The scheduler asks for as many tokens as fit beside it; on a CPU nothing is measured."""
     asked: list[float] = []
     for device, round_ms in (("cuda", 5.0), ("cpu", 0.0)):
@@ -80,13 +80,13 @@ def test_the_round_it_replaces_takes_time_of_its_own() -> None:
         assert asked.pop() == round_ms
 
 
-def test_it_tells_what_it_expected() -> None:
+def test_info_reports_expected_pass_times() -> None:
     asked = mixing("cuda", 1.0)
     assert asked.prompt_tokens(RUNNING, [], lambda ms: 200) == 0
     assert asked.info() == {"apart": {"slower": 1}, "expected_ms": {"mixed": 50.0, "extend": 48.0, "round": 1.0}}
 
 
-def test_a_mixed_pass_fills_a_graph_where_more_prompts_wait() -> None:
+def test_mixed_pass_fills_its_graph_from_waiting_prompts() -> None:
     asked = mixing("cuda", 5.0)
     asked._runner.filling = lambda tokens, room: 128  # type: ignore[method-assign]
     prompt: Any = SimpleNamespace(states={}, tokens=[0] * 1000, extended=0)
@@ -107,7 +107,9 @@ def test_a_mixed_pass_fills_a_graph_where_more_prompts_wait() -> None:
         ("cuda", None, SpeculativeConfig("ngram", adaptive=False), False),
     ],
 )
-def test_who_mixes(device: str, asked: bool | None, spec: SpeculativeConfig | None, mixes: bool) -> None:
+def test_default_of_enable_mixed_chunk(
+    device: str, asked: bool | None, spec: SpeculativeConfig | None, mixes: bool
+) -> None:
     """By default engines on a GPU do, but not where every round drafts."""
     facts: Any = SimpleNamespace(dtype=torch.bfloat16, config=SimpleNamespace(max_positions=4096))
     hardware = Hardware(torch.device(device), device, 1 << 30)

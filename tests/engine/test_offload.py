@@ -104,7 +104,7 @@ def evicted(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
     assert not llm.engine.pool.tree.match(prompt)
 
 
-def test_others_go_on_while_pages_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_run_while_offloaded_pages_load(monkeypatch: pytest.MonkeyPatch) -> None:
     arrive_late(monkeypatch, polls=40)
     prompt = prompts(1, 250, low=150, high=151, seed=9)[0]
     short = SamplingParams(temperature=0, seed=1, max_tokens=4, ignore_eos=True)
@@ -215,7 +215,7 @@ def test_metrics() -> None:
         ({"kv_offload_dir": "/proc/nowhere", "cpu_offload_ratio": 2.0}, "--kv-offload-dir /proc/nowhere"),
     ],
 )
-def test_what_cannot_be(flags: dict[str, Any], words: str) -> None:
+def test_invalid_offload_flags_raise(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         engine("tiny", **flags)
 

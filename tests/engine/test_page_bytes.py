@@ -56,7 +56,7 @@ def named(*parts: tuple[int, list[int]]) -> Named:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_pages_go_from_every_rank_to_its_like(count: int) -> None:
+def test_pages_move_between_ranks_of_the_same_index(count: int) -> None:
     with ranks(count, count) as (here, there):
         read, written = (
             named((ALL, [3, 1, 5]), (32, [2]), (SNAPSHOTS, [1])),
@@ -75,7 +75,7 @@ def test_pages_go_from_every_rank_to_its_like(count: int) -> None:
             assert (here.state(rank, ALL, 1), there.state(rank, ALL, 1)) == (kept[0][rank], kept[1][rank]), "-1"
 
 
-def test_bytes_come_whatever_the_order_in_which_they_are_asked_for() -> None:
+def test_page_payloads_can_be_read_in_any_order() -> None:
     with ranks(3) as (here,):
         packings = [here.pages.pack(named((ALL, [number]))) for number in range(4)]
         for number in (2, 0, 3, 1):
@@ -83,7 +83,7 @@ def test_bytes_come_whatever_the_order_in_which_they_are_asked_for() -> None:
             assert payload == b"".join(here.state(rank, ALL, number) for rank in range(3))
 
 
-def test_pages_are_read_when_the_command_says_so() -> None:
+def test_packed_pages_exclude_later_writes() -> None:
     """What a later pass writes is not in them."""
     with ranks(2) as (here,):
         before = [here.state(rank, ALL, 2) for rank in range(2)]

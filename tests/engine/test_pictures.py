@@ -114,7 +114,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
         assert llm.engine.scheduler.prefix_hits > 0
 
 
-def test_a_picture_decides(seeing: Path, vision: VisionConfig, alone: list[list[int]]) -> None:
+def test_image_changes_the_text(seeing: Path, vision: VisionConfig, alone: list[list[int]]) -> None:
     """The comparisons above can fail: other pixels, or another shape of as many tokens, give another text."""
     with engine(seeing) as llm:
         dtype = llm.engine.config.dtype
@@ -124,7 +124,7 @@ def test_a_picture_decides(seeing: Path, vision: VisionConfig, alone: list[list[
             assert run(llm, [prompt(vision, words(7, 3), other, dtype=dtype)], mixed_params(3)[2:])[0] != alone[2]
 
 
-def test_prefixes_are_known_by_what_is_seen(seeing: Path, vision: VisionConfig) -> None:
+def test_prefix_cache_keys_include_images(seeing: Path, vision: VisionConfig) -> None:
     """A hit may end in the middle of a picture; another picture in its place is none."""
     with engine(seeing) as llm:
         dtype = llm.engine.config.dtype

@@ -41,7 +41,7 @@ class Silent(Feature):
     """A feature of somebody else that does not say by which fields it is asked for."""
 
 
-def test_what_asks_for_a_feature_is_not_plain(qwen3: Path) -> None:
+def test_requests_that_need_a_feature_are_not_plain(qwen3: Path) -> None:
     with engine(qwen3) as llm:
         features = llm.engine.runner.request_features
         is_plain = llm.engine.runner.is_plain

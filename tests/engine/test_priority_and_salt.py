@@ -53,7 +53,7 @@ def expected(qwen3: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_priorities_decide_who_is_first(qwen3: Path, expected: dict, way: str) -> None:
+def test_requests_run_in_order_of_priority(qwen3: Path, expected: dict, way: str) -> None:
     """One slot: the first comes first, for it has begun; then lower values, and of equal ones the earlier."""
     priorities = [9, 5, -1, 5, 0, -1]
     requests = [request(i, priority) for i, priority in enumerate(priorities)]

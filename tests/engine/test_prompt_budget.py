@@ -105,7 +105,7 @@ def test_the_bound_holds_and_passes_are_as_large_as_it_allows() -> None:
     assert all(s.finish is FinishReason.LENGTH for s in (*streams, *long))
 
 
-def test_nobody_waits_and_passes_are_whole() -> None:
+def test_without_running_requests_passes_are_unbounded() -> None:
     device = Device()
     for _ in range(4):
         device.add(8000, 1)
@@ -115,7 +115,7 @@ def test_nobody_waits_and_passes_are_whole() -> None:
 
 
 @pytest.mark.parametrize("bound", [1.0, 2.1])
-def test_prompts_go_on_however_tight_the_bound_is(bound: float) -> None:
+def test_prompts_progress_under_any_stall_bound(bound: float) -> None:
     """The least pass runs between two rounds, and no other."""
     device = Device(max_stall_ms=bound)
     stream = device.add(10, 300)
@@ -128,7 +128,7 @@ def test_prompts_go_on_however_tight_the_bound_is(bound: float) -> None:
 
 
 @pytest.mark.parametrize("timed", [True, False])
-def test_the_table_is_corrected_by_what_passes_take(timed: bool) -> None:
+def test_cost_table_is_corrected_by_measured_passes(timed: bool) -> None:
     """Long contexts take half as long again; after a few passes the bound holds."""
     device = Device(extend_ms=lambda n: 1.5 * table(n), timed=timed)
     device.add(10, 3000)
@@ -140,7 +140,7 @@ def test_the_table_is_corrected_by_what_passes_take(timed: bool) -> None:
     assert (max(late) <= 1.01 * BOUND + ROUND_MS) is timed
 
 
-def test_prompts_that_nobody_waits_for_correct_the_table_too() -> None:
+def test_prompts_without_running_requests_also_correct_the_table() -> None:
     """The first prompt that comes to running requests finds the right sizes."""
     device = Device(extend_ms=lambda n: 1.5 * table(n))
     for _ in range(6):
@@ -154,7 +154,7 @@ def test_prompts_that_nobody_waits_for_correct_the_table_too() -> None:
     assert max(device.gaps) <= 1.05 * BOUND + ROUND_MS
 
 
-def test_what_a_long_pass_leaves_is_not_filled_with_a_short_one() -> None:
+def test_long_prefill_pass_is_not_followed_by_a_short_filler() -> None:
     """Passes come in the sizes of graphs; a short one takes more time a token, and the next long one has to wait."""
 
     def stairs(tokens: int) -> float:
@@ -186,7 +186,7 @@ def size_after(tokens: int, share: float) -> float:
     return budget.tokens(running, []) / before
 
 
-def test_a_pass_that_is_under_way_teaches_later() -> None:
+def test_pass_in_flight_is_measured_after_completion() -> None:
     """Its outputs are read before its drafter has caught up; what it took is known with a later pass."""
     budget, took = PromptBudget(BOUND, MOST, table), list[float]()
     running: Any = [object()]
@@ -201,12 +201,12 @@ def test_a_pass_that_is_under_way_teaches_later() -> None:
     assert budget.tokens(running, []) < 0.85 * before
 
 
-def test_short_passes_say_little() -> None:
+def test_short_passes_correct_the_table_weakly() -> None:
     assert size_after(3600, 1.6) < 0.85, "a long one teaches"
     assert size_after(100, 1.6) > 0.95
 
 
-def test_an_outlier_is_not_believed() -> None:
+def test_outlier_measurements_are_clamped() -> None:
     """Where the host was late in launching its kernels, a pass has taken many times as long."""
     assert 0.6 < size_after(3600, 10.0) < 0.75
     assert size_after(3600, 0.01) < 1.5
@@ -243,7 +243,7 @@ def test_a_pass_that_is_a_round_too_may_take_as_much_longer() -> None:
     assert budget.tokens([], [], round_ms=ROUND_MS) == MOST
 
 
-def test_a_table_that_knows_nothing() -> None:
+def test_budget_without_a_cost_table() -> None:
     """Without graphs nothing is measured at start: a guess is corrected until the bound holds."""
     device = Device(extend_ms=lambda n: 0.02 * n)
     device.scheduler.budget._table = lambda n: 0.0
@@ -285,7 +285,7 @@ class Event:
 
 
 @pytest.mark.parametrize(("span", "ms"), [(None, None), ((2.0, None), None), ((2.0, 9.5), 7.5)], ids=str)
-def test_what_a_pass_took(span: Any, ms: float | None) -> None:
+def test_device_time_of_a_pass(span: Any, ms: float | None) -> None:
     events = None if span is None else tuple(map(Event, span))
     assert PendingOutputs((), None, None, events).device_ms() == ms  # type: ignore[arg-type]
 

@@ -132,7 +132,7 @@ def test_wrong_groups(llm: LLM) -> None:
         llm.update_weights_from_distributed(["a"], ["float32", "float32"], [[1]])
 
 
-def test_held_requests_lose_nothing(llm: LLM, new: Path) -> None:
+def test_paused_requests_keep_all_tokens(llm: LLM, new: Path) -> None:
     """Held passes launch nothing; an update in between; then every request has all of its tokens."""
     said: dict[str, list[int]] = {f"r{number}": [] for number in range(len(PROMPTS))}
     for name, prompt in zip(said, PROMPTS, strict=True):

@@ -44,9 +44,7 @@ def check(llm: LLM, *, drafts: bool) -> None:
 
 
 @pytest.mark.parametrize("method", [m if m in FAST else pytest.param(m, marks=pytest.mark.full) for m in METHODS])
-def test_sampled_log_probabilities_are_those_of_a_prompt(
-    checkpoints_of: Callable[[str], Any], qwen3: Path, method: str
-) -> None:
+def test_sampled_logprobs_equal_prompt_logprobs(checkpoints_of: Callable[[str], Any], qwen3: Path, method: str) -> None:
     target, draft = checkpoints_of(method) if method != "none" else (qwen3, None)
     spec = {} if method == "none" else {"speculative": speculation(method, draft)}
     with engine(target, **spec) as llm:

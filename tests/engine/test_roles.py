@@ -138,7 +138,7 @@ def test_silent_and_dying_peers(tmp_path: Path) -> None:
             one.shutdown()
 
 
-def test_aborts_tell_the_peer(tmp_path: Path) -> None:
+def test_aborts_are_forwarded_to_the_prefill_engine(tmp_path: Path) -> None:
     prompt = prompts(1, 250, low=200, high=201, seed=4)[0]
     with (
         prefill_engine("tiny", address("unix", tmp_path), max_num_batched_tokens=16, enforce_eager=True) as one,
@@ -161,7 +161,7 @@ def test_aborts_tell_the_peer(tmp_path: Path) -> None:
         one.engine.check_integrity()
 
 
-def test_no_room_and_scarce_pages(tmp_path: Path) -> None:
+def test_same_bytes_with_scarce_pages_on_both_engines(tmp_path: Path) -> None:
     """More prompts than pages on both sides, with preemption: some pages find no room, and every text is the same."""
     batch, params = prompts(10, 250, low=60, high=110, seed=7), mixed_params(10, max_tokens=12)
     with engine("tiny", enforce_eager=True) as llm:
@@ -208,7 +208,7 @@ def test_salted_prompts_share_nothing(tmp_path: Path) -> None:
         ({"role": "prefill", "transfer_listen": "unix:///proc/x"}, "--transfer-listen unix:///proc/x"),
     ],
 )
-def test_what_cannot_be(flags: dict[str, Any], words: str) -> None:
+def test_invalid_role_flags_raise(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         engine("tiny", enforce_eager=True, **flags)
 

@@ -101,7 +101,7 @@ def stop_to_answer(after: int, patch: pytest.MonkeyPatch) -> threading.Event:
     return stuck
 
 
-def test_memory_that_stops_to_answer(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_peer_memory_falls_back_to_local_prefill(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a prompt. The engine steps on, uses what has come and computes the rest."""
     prompt = prompts(1, 250, low=200, high=201, seed=4)[0]
     expected = expected_of(prompt)

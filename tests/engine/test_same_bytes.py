@@ -72,7 +72,7 @@ def test_preemption(qwen3: Path) -> None:
         assert llm.engine.pool.usage == 0
 
 
-def test_the_seed_is_what_decides(qwen3: Path, alone: list[list[int]]) -> None:
+def test_comparison_fails_for_another_seed(qwen3: Path, alone: list[list[int]]) -> None:
     """The comparison above can fail: another seed gives other bytes, for sampled requests only."""
     from dataclasses import replace
 

@@ -119,7 +119,7 @@ def test_drafting_changes_nothing(checkpoints: dict[str, Path], undrafted: Any, 
         assert 0 < acceptance(llm) < 1
 
 
-def test_the_edits_decide_where_there_are_few_words(qwen3: Path, undrafted: Any) -> None:
+def test_comparison_fails_without_logit_edits_of_few_words(qwen3: Path, undrafted: Any) -> None:
     """The comparison above can fail: without its edits each kind has another answer."""
     edits = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "min_tokens")
     without = [replace(p, **{name: getattr(SamplingParams(), name) for name in edits}) for p in few_words()]
@@ -299,7 +299,7 @@ def test_n_sequences_are_n_seeds_and_one_prompt(qwen3: Path) -> None:
         assert wrapped.outputs[1].token_ids == tokens(llm, [[1, 2]], hot(seed=0, **short))[0]
 
 
-def test_a_sequence_does_not_wait_for_a_leader_that_is_gone(qwen3: Path) -> None:
+def test_follower_sequence_runs_after_its_leader_is_aborted(qwen3: Path) -> None:
     with engine(qwen3, max_num_seqs=1) as llm:
         first, second = EngineRequest("r", [1] * 40, hot(n=2)).sequences()
         for request in (first, second):
@@ -353,7 +353,7 @@ def test_out_of_range(llm: LLM, options: dict, param: str, says: str) -> None:
     assert not llm.engine.scheduler.has_work
 
 
-def test_the_parameters_are_what_decides(qwen3: Path, expected: list[Any], llm: LLM) -> None:
+def test_comparison_fails_without_logit_edits(qwen3: Path, expected: list[Any], llm: LLM) -> None:
     """The comparisons above can fail: without its edits, a request of every kind has another answer."""
     plain = SamplingParams()
     edits = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids",

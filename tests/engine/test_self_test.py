@@ -47,7 +47,7 @@ def test_a_drafter_that_fits_passes(qwen3: Path, caplog: pytest.LogCaptureFixtur
     assert not warnings(caplog)
 
 
-def test_a_head_that_does_not_fit_is_named(
+def test_mismatched_head_fails_the_self_test(
     checkpoints: dict[str, Path], wrong_head: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with drafting("eagle", (checkpoints["mistral"], wrong_head), K, whole_self_test=True) as llm:
@@ -59,7 +59,7 @@ def test_a_head_that_does_not_fit_is_named(
     assert value in warning
 
 
-def test_a_doubtful_convention_of_layer_ids_is_named(
+def test_ambiguous_layer_ids_are_reported(
     checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = checkpoints["mistral"]
@@ -71,7 +71,7 @@ def test_a_doubtful_convention_of_layer_ids_is_named(
     assert 'set "aux_layers" to "input" or "output"' in warning
 
 
-def test_nothing_is_left_behind(
+def test_self_test_restores_engine_state(
     checkpoints: dict[str, Path], wrong_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against an engine that was not tested: slots, pages, counts; and what requests get, drafts included."""
@@ -115,7 +115,7 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize(("flags", "options", "why"), SKIPPED.values(), ids=SKIPPED)
-def test_what_proves_nothing_is_skipped(
+def test_inconclusive_draft_self_test_is_skipped(
     checkpoints: dict[str, Path], wrong_head: Path, caplog: pytest.LogCaptureFixture, flags: Any, options: Any, why: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -129,7 +129,7 @@ def test_what_proves_nothing_is_skipped(
     assert not warnings(caplog)
 
 
-def test_the_shortest_context_that_will_do(checkpoints: dict[str, Path], wrong_head: Path) -> None:
+def test_minimum_context_of_the_self_test(checkpoints: dict[str, Path], wrong_head: Path) -> None:
     with drafting(
         "eagle", (checkpoints["mistral"], wrong_head), K, max_model_len=34, max_num_seqs=1, whole_self_test=True
     ) as llm:
@@ -144,6 +144,6 @@ def test_without_a_tokenizer_there_is_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_a_drafter_without_weights_is_not_doubted(qwen3: Path, method: str) -> None:
+def test_drafter_without_weights_needs_no_self_test(qwen3: Path, method: str) -> None:
     with drafting(method, (qwen3, None), K, whole_self_test=True) as llm:
         assert outcome(llm) is None

@@ -90,7 +90,7 @@ def test_pictures(seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert answers[0] == answers[1]
 
 
-def test_drafts_go_where_they_are_accepted() -> None:
+def test_shared_drafts_favour_requests_with_high_acceptance() -> None:
     """Of two requests, one of which never accepts, the other gets the drafts; the first gets some again later."""
     estimate = AcceptanceEstimate(2, 4)
     both = np.arange(2)

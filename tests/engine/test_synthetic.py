@@ -39,7 +39,7 @@ def run(path: Path) -> tuple[list[list[int]], list[int], list[int]]:
         )
 
 
-def test_drafts_are_accepted_as_often_as_asked(qwen3: Path) -> None:
+def test_synthetic_acceptance_matches_the_rates(qwen3: Path) -> None:
     texts, rounds, accepted = run(qwen3)
     for asked, tried, taken in zip(RATES, rounds, accepted, strict=True):
         assert abs(taken / tried - asked) < 4 * (asked * (1 - asked) / tried) ** 0.5, "four standard errors"
@@ -56,6 +56,6 @@ def test_drafts_are_accepted_as_often_as_asked(qwen3: Path) -> None:
     ],
     ids=["without speculation", "no share", "a later draft more often", "and a mean"],
 )
-def test_what_cannot_be_is_refused(flags: dict) -> None:
+def test_invalid_synthetic_acceptance_raises(flags: dict) -> None:
     with pytest.raises(ConfigError, match="synthetic-acceptance-rates"):
         EngineConfig(**flags)

@@ -98,7 +98,7 @@ def test_same_bytes(way: str, expected: Any) -> None:
         assert "speculative" not in WAYS[way] or llm.engine.counters.accepted_tokens > 0
 
 
-def test_what_cannot_be_followed_is_refused() -> None:
+def test_thinking_budget_with_synthetic_acceptance_raises() -> None:
     with engine("tiny", speculative=SpeculativeConfig("ngram"), synthetic_acceptance_length=2.0) as llm:
         asked = SamplingParams(thinking=Thinking(*MARKS, "thinking", 3))
         with pytest.raises(BadRequest, match="thinking_token_budget"):

@@ -191,7 +191,7 @@ def always_second(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return rewritten(source, folder / "target", only_odd), rewritten(source, folder / "draft", in_pairs)
 
 
-def test_a_tree_accepts_what_its_second_candidates_hold(always_second: Checkpoints) -> None:
+def test_tree_accepts_second_candidates(always_second: Checkpoints) -> None:
     """A chain of best candidates is never right here; the path of second ones always is, over many pages."""
     params = [SamplingParams(temperature=0, max_tokens=1 + 4 * n, ignore_eos=True) for n in range(9, 13)]
     with engine(always_second[0]) as llm:
@@ -234,7 +234,7 @@ def test_a_perfect_draft_is_accepted(qwen3: Path, tree: str) -> None:
             assert_every_draft_accepted(llm, entries)
 
 
-def test_a_path_ends_where_it_ends(qwen3: Path) -> None:
+def test_round_commits_no_more_than_its_best_path(qwen3: Path) -> None:
     """The best path of a perfect draft is one step long here, so no round commits more than two tokens."""
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=1 + 2 * 6, ignore_eos=True)
     with drafting_tree("standalone", (qwen3, qwen3), {"speculative_token_tree": "[(0,), (1,), (1, 0)]"}) as llm:

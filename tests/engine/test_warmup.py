@@ -45,7 +45,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
 
-def test_a_launch_only_queues_its_compilation() -> None:
+def test_launch_while_compiling_only_queues_its_kernel() -> None:
     kernel = Kernel()
     with compiling_only(CPU, CompileProcesses(0)):
         kernel[(3,)](1)
@@ -57,7 +57,7 @@ def test_a_launch_only_queues_its_compilation() -> None:
     assert kernel.runs[-1] == ((5,), False)
 
 
-def test_what_kernels_would_have_filled_is_zero() -> None:
+def test_empty_tensors_are_zeroed_while_only_compiling() -> None:
     table = torch.arange(4)
     empty, new = torch.empty, torch.Tensor.new_empty
     with torch.inference_mode(), compiling_only(CPU, CompileProcesses(0)):

@@ -69,7 +69,7 @@ def test_a_failure_leaves_the_old_weights(checkpoints_of: Callable[[str], OLD_AN
         llm.engine.check_integrity()
 
 
-def test_running_requests_go_on_with_the_new_weights(qwen3: Path, tmp_path: Path) -> None:
+def test_running_requests_continue_with_the_new_weights(qwen3: Path, tmp_path: Path) -> None:
     """The old weights' tokens stay; the rest is what the new ones write after them."""
     new = other(qwen3, tmp_path / "new")
     spec = SpeculativeConfig("ngram", num_speculative_tokens=2)

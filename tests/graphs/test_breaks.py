@@ -73,7 +73,7 @@ def test_an_optional_break_is_taken_in_segmented_captures_only() -> None:
     ],
     ids=["a tuple", "a nest", "its argument", "a view of its argument"],
 )
-def test_what_a_break_may_return(work: Callable[..., Any], use: Callable[..., Any]) -> None:
+def test_break_returns_nested_tensors_and_views(work: Callable[..., Any], use: Callable[..., Any]) -> None:
     broken = eager_break(work)
 
     def run(b: Buffers) -> None:
@@ -84,7 +84,7 @@ def test_what_a_break_may_return(work: Callable[..., Any], use: Callable[..., An
         assert run_graph(graph, [[value, value]])[0] == [(value + 1) * (value + 2)] * 2
 
 
-def test_a_break_that_returns_nothing_may_change_what_it_is_given() -> None:
+def test_break_without_result_mutates_its_arguments() -> None:
     @eager_break
     def work(x: torch.Tensor, plan: list[float]) -> None:
         plan[:] = [x.sum().item()]
@@ -190,7 +190,7 @@ def test_only_values_may_change(work: Callable[..., Any], message: str) -> None:
         graph.replay()
 
 
-def test_what_a_break_may_not_return() -> None:
+def test_break_that_returns_a_set_is_refused() -> None:
     with pytest.raises(CaptureError, match="returns a set: return tensors"):
         graph_of(lambda b: eager_break(lambda x: {x})(b.x))
 
@@ -204,6 +204,6 @@ def test_what_a_break_may_not_return() -> None:
     ],
     ids=["item", "tolist", "a tensor of host values"],
 )
-def test_a_host_read_outside_a_break_is_told_where_it_belongs(run: Callable[[Buffers], Any]) -> None:
+def test_host_read_outside_a_break_raises(run: Callable[[Buffers], Any]) -> None:
     with pytest.raises(CaptureError, match="@eager_break"):
         graph_of(run)

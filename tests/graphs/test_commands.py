@@ -137,7 +137,7 @@ def test_another_worker_replays_the_stream(
         other.close()
 
 
-def test_another_graph_set_captures_what_the_planner_chose_by_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_commands_capture_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner drops, releases and captures by times and sizes that the other set does not have."""
     stream: list[bytes] = []
     passes = program(lambda b: b.result.copy_(b.x.float() * b.scale[:, None]))

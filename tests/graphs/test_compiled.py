@@ -101,7 +101,7 @@ def test_without_emulated_roundings_the_bits_would_differ(monkeypatch: pytest.Mo
     assert compile_program(rounding, buffers, splits=False).compiled == 0
 
 
-def test_a_piece_that_is_right_on_the_recorded_values_only_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piece_that_is_wrong_on_other_values_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are recorded on padding. A compiler that takes a slice for the whole, as one did, is right on that."""
     monkeypatch.setattr(compiled, "EXACT_INTEGERS", compiled.EXACT_INTEGERS | {"searchsorted"})
 
@@ -133,7 +133,7 @@ def test_a_piece_that_is_right_on_the_recorded_values_only_is_not_used(monkeypat
     ],
     ids=["any", "rows", "two rows", "one row", "no row"],
 )
-def test_whole_numbers_that_a_piece_can_take(work: Any, bounds: tuple[int, int] | None) -> None:
+def test_integer_bounds_of_compiled_pieces(work: Any, bounds: tuple[int, int] | None) -> None:
     function = torch.fx.symbolic_trace(work)
     given = [torch.tensor([7, 7, 7]), torch.zeros(2, 16).T]
     ints, floats = compiled._other_values(function, given)
@@ -144,7 +144,7 @@ def test_whole_numbers_that_a_piece_can_take(work: Any, bounds: tuple[int, int] 
     assert (ints.tolist() == [7, 7, 7]) == (bounds is None)
 
 
-def test_pieces_end_where_something_is_written() -> None:
+def test_pieces_end_at_writes() -> None:
     """x + 1, the write, and what reads it: two pieces around it."""
 
     def run(b: Buffers) -> None:
@@ -156,7 +156,7 @@ def test_pieces_end_where_something_is_written() -> None:
 
 
 @pytest.mark.parametrize("run", [aliases, twins], ids=lambda f: f.__name__)
-def test_no_piece_makes_what_is_written_later(run: Callable[[Buffers], Any]) -> None:
+def test_tensors_written_later_are_not_made_by_a_piece(run: Callable[[Buffers], Any]) -> None:
     """A compiler may give two results, or a result and an input, the same memory."""
     pieces, _ = pieces_of(run)
     (write,) = [step for step in pieces.steps if step.run is torch.ops.aten.add_.Tensor]
@@ -165,7 +165,7 @@ def test_no_piece_makes_what_is_written_later(run: Callable[[Buffers], Any]) -> 
     assert pieces.compiled
 
 
-def test_what_a_pass_made_is_dropped_after_its_last_use() -> None:
+def test_intermediates_are_dropped_after_last_use() -> None:
     """Or a capture would hold every intermediate, and no memory would be reused."""
 
     def run(b: Buffers) -> None:

@@ -23,7 +23,7 @@ def expected_ms(sizes: tuple[int, ...], limit: int, cost: PassCost, passes: floa
 
 
 @pytest.mark.parametrize("case", range(40))
-def test_no_other_set_is_cheaper(case: int) -> None:
+def test_chosen_sizes_equal_brute_force_optimum(case: int) -> None:
     rng = random.Random(case)
     sizes = tuple(sorted(rng.sample(range(1, 60), rng.randrange(1, 8))))
     eager = rng.choice([math.inf, rng.uniform(1, 40)])
@@ -49,7 +49,7 @@ def test_more_passes_pay_for_more_graphs_and_dearer_memory_for_fewer() -> None:
     assert len(choose(sizes, dear, 1e5)) < len(many)
 
 
-def test_no_size_is_captured_where_the_device_is_busy_anyway() -> None:
+def test_sizes_bound_by_the_device_are_not_captured() -> None:
     """An 8B model's passes on an H200: from about 1000 tokens on the host launches faster than the device works."""
     cost = PassCost.linear(fixed_ms=3.3, row_ms=0.0235, eager_ms=25.0)
     chosen = choose(candidates(8192, 16), cost, passes=1e6)
@@ -57,7 +57,7 @@ def test_no_size_is_captured_where_the_device_is_busy_anyway() -> None:
     assert choose(candidates(8192, 16), PassCost.linear(30.0, 0.02, eager_ms=25.0), passes=1e6) == ()
 
 
-def test_a_cost_goes_through_what_was_measured() -> None:
+def test_pass_cost_interpolates_measurements() -> None:
     cost = PassCost.measured({16: 5.0, 1016: 25.0, 64: 5.5}, eager_ms=30.0)
     assert [cost.replay(n) for n in (16, 64, 1016, 1968)] == pytest.approx([5.0, 5.5, 25.0, 44.5])
     assert cost.eager(16) == 30.0
@@ -76,7 +76,7 @@ def test_one_row_behind_a_tile_costs_the_next_tile() -> None:
     assert not {18, 20, 36, 40, 44, 48, 52, 56, 60} & set(chosen)
 
 
-def test_what_is_there_costs_nothing_more() -> None:
+def test_existing_graphs_add_no_capture_cost() -> None:
     cost = PassCost.linear(1.0, 0.1, capture_ms=20.0)
     few = choose((1, 2, 4, 8, 16), cost, passes=30)
     assert few == (16,)

@@ -34,7 +34,7 @@ CUDA = torch.cuda.is_available()
         ({"graph_memory": float("nan")}, "--graph-memory nan: give GiB above 0"),
     ],
 )
-def test_flags_that_cannot_be_honoured(flags: dict[str, Any], message: str) -> None:
+def test_invalid_graph_flags_raise(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**flags)
 
@@ -103,7 +103,7 @@ def test_graphs_beyond_the_memory_budget_run_eagerly_and_say_so(qwen3: Path) -> 
         assert any(r["advice"] == "raise --graph-memory" for r in llm.engine.info()["graphs"])  # type: ignore[attr-defined]
 
 
-def test_lazy_capture_captures_what_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_capture_captures_only_used_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass replays a graph, each graph serves a pass, and a long answer learns what other rounds cost."""
     from unisono.engine.scheduling import draft_controller
 
@@ -134,7 +134,7 @@ def test_prompt_logprobs_replay_graphs(qwen3: Path) -> None:
         assert {kind for program, kind, _ in counted(llm) if program == "score"} == {FULL}
 
 
-def test_an_idle_engine_captures_what_was_missing(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_engine_captures_missing_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt passes for which nothing was captured at start, because few were expected."""
     from unisono.engine.startup import buckets as buckets_module
     from unisono.engine.startup.buckets import buckets_of
@@ -163,7 +163,7 @@ def test_an_idle_engine_captures_what_was_missing(qwen3: Path, monkeypatch: pyte
         assert {name: value for name, _, _, value, _ in llm.engine.metrics()}["graph_idle_captures"] == 2
 
 
-def test_metrics_tell_of_padding(qwen3: Path) -> None:
+def test_metrics_report_graph_padding(qwen3: Path) -> None:
     with engine(qwen3, max_num_seqs=4, graphs="full") as llm:
         llm.generate([[1, 2]] * 3, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
         samples = {(n, labels.get("program")): v for n, _, labels, v, _ in llm.engine.metrics()}

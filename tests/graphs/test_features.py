@@ -62,7 +62,7 @@ def served(planner: Planner, rows: int, features: Features) -> tuple[int, Featur
     return answer.graph.key.shape.rows, answer.graph.key.features
 
 
-def test_more_masks_cover_fewer_whatever_else_is_needed() -> None:
+def test_masked_features_cover_unmasked_ones() -> None:
     hidden = [Features(Hidden.NULL), Features(Hidden.LAST), Features(Hidden.FULL)]
     for (poorer, richer), ours, theirs in product(pairwise(hidden), (False, True), (False, True)):
         a = Features(richer.hidden, masks=ours)
@@ -73,7 +73,7 @@ def test_more_masks_cover_fewer_whatever_else_is_needed() -> None:
     assert not Features(Hidden.AUX, (1, 2)).covers(aux)
 
 
-def test_whole_logits_cover_parts_and_not_the_other_way_round() -> None:
+def test_all_logits_cover_selected_logits_but_not_conversely() -> None:
     whole, parts = Features(whole_logits=True), Features()
     assert whole.covers(parts)
     assert not parts.covers(whole)
@@ -102,7 +102,7 @@ def test_a_graph_with_masks_serves_a_pass_without_and_allows_all() -> None:
     assert planner.passes == {("p", "tape", ""): 2}
 
 
-def test_a_graph_without_masks_serves_none_that_needs_them() -> None:
+def test_graph_without_masks_does_not_serve_masked_passes() -> None:
     planner = planned((Features(), (4,)))
     assert served(planner, 2, MASKED) is Reason.NOT_CAPTURED
     assert launch(planner, [5, 6], mask=[1, 2]) == [1, 2]
@@ -120,7 +120,7 @@ def test_a_pass_takes_the_graph_of_its_own_needs_before_a_smaller_one_of_more() 
 
 
 @pytest.mark.parametrize("rows", [(4,), ()], ids=["replayed", "eager"])
-def test_a_batch_has_what_its_needs_say(rows: tuple[int, ...]) -> None:
+def test_batch_fields_must_match_features(rows: tuple[int, ...]) -> None:
     planner = planned((Features(), rows), (MASKED, rows))
     with pytest.raises(ProgramError, match="missing \\['mask'\\]"):
         planner.run(GraphKey("p", PassShape(1), MASKED), {"x": [1]})
@@ -131,7 +131,7 @@ def test_a_batch_has_what_its_needs_say(rows: tuple[int, ...]) -> None:
 COST = PassCost.linear(fixed_ms=1.0, row_ms=1.0, capture_ms=1.0)
 
 
-def test_what_is_captured_on_demand() -> None:
+def test_on_demand_graph_is_captured_before_its_first_pass() -> None:
     """Nothing at start; then what serves the first pass that wants it, once, before that pass."""
     planner = planned((MASKED, (2, 4)), cost=COST, passes=1e6, on_demand=True)
     assert not list(planner.graphs())

@@ -28,7 +28,7 @@ def captured(planner: Planner) -> list[int]:
     return [graph.key.shape.rows for graph in planner.graphs()]
 
 
-def test_what_is_left_for_later_is_captured_when_idle() -> None:
+def test_deferred_graphs_are_captured_when_idle() -> None:
     planner = planned(4, 8, later=True, passes=1000.0)
     assert captured(planner) == []
     assert answer(planner, 3) is Reason.NOT_CAPTURED
@@ -37,21 +37,21 @@ def test_what_is_left_for_later_is_captured_when_idle() -> None:
     assert planner.idle_captures == 2
 
 
-def test_sizes_that_take_a_certain_time_are_kept_whatever_they_save() -> None:
+def test_sizes_in_kept_ms_are_captured_even_if_unprofitable() -> None:
     planner = planned(8, 24, 28, 32, 40, passes=1000.0, kept_ms=(26.0, 33.0))
     assert captured(planner) == [8], "above 20 rows an eager pass takes no longer than a graph"
     assert [planner.capture_missing() for _ in range(3)] == [1, 1, 0]
     assert captured(planner) == [8, 28, 32]
 
 
-def test_common_sizes_are_captured_at_start_and_others_when_idle_whatever_they_save() -> None:
+def test_common_sizes_are_captured_at_start_and_rare_ones_when_idle() -> None:
     planner = planned(8, 24, 28, 40, passes=1000.0, common=frozenset({24}), when_idle=frozenset({40}))
     assert captured(planner) == [8, 24], "above 20 rows an eager pass takes no longer than a graph"
     assert [planner.capture_missing() for _ in range(2)] == [1, 0]
     assert captured(planner) == [8, 24, 40]
 
 
-def test_what_is_there_or_was_dropped_is_not_captured_later() -> None:
+def test_dropped_graphs_are_not_captured_when_idle() -> None:
     planner = planned(4, 8, later=True, passes=1000.0)
     planner.budget = 0
     assert planner.capture_missing() == 0
@@ -98,7 +98,7 @@ def test_a_pass_is_cut_short_to_fill_a_graph(tokens: int, decodes: int, filled: 
     assert Runner.filling(runner, tokens, decodes) == filled
 
 
-def test_a_prompt_pass_takes_what_its_graph_takes() -> None:
+def test_prompt_pass_tokens_fill_the_graph() -> None:
     """Up to 20 rows a graph saves time; a mixed pass has all rows of its room, whoever decodes in it."""
     planner = LonePlanner(CPU)
     programs = Buckets(program(double, "extend"), shapes(12, 18), cost=COST, passes=1000.0)
@@ -116,7 +116,7 @@ def test_a_prompt_pass_takes_what_its_graph_takes() -> None:
     assert taken == [12.0, 18.0, 25.0, 16.0, 16.0]
 
 
-def test_passes_are_not_cut_short_where_all_replay() -> None:
+def test_passes_are_not_shortened_if_all_replay() -> None:
     """On a CPU, where every pass replays a graph."""
     planner = LonePlanner(CPU)
     planner.capture([Buckets(program(double), shapes(8, 16), cost=PassCost.linear(1.0, 1.0))])

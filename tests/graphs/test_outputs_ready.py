@@ -34,7 +34,7 @@ def publishing(b: Buffers) -> None:
 
 @pytest.mark.skipif(CUDA, reason="on a GPU the copy and what follows race: nobody may write there")
 @pytest.mark.parametrize("how", KINDS, ids=str)
-def test_the_outputs_are_what_they_were_when_published(how: dict[str, bool]) -> None:
+def test_outputs_keep_their_published_values(how: dict[str, bool]) -> None:
     def run(b: Buffers) -> None:
         publishing(b)
         b.result.zero_()
@@ -46,7 +46,7 @@ def test_the_outputs_are_what_they_were_when_published(how: dict[str, bool]) -> 
 
 @pytest.mark.skipif(not CUDA, reason="a CPU runs one thing after the other")
 @pytest.mark.parametrize("how", [*KINDS, None], ids=str)
-def test_the_host_has_them_while_the_pass_goes_on(how: dict[str, bool] | None) -> None:
+def test_host_reads_outputs_before_the_pass_ends(how: dict[str, bool] | None) -> None:
     def run(b: Buffers) -> None:
         publishing(b)
         large = b.scale.expand(8192, 8192).contiguous()
@@ -113,7 +113,7 @@ def opened(
 
 
 @pytest.mark.parametrize(("method", "tree"), CASES[1:], ids=str)
-def test_who_waits_does_not_wait_for_the_drafter(
+def test_outputs_are_published_before_the_drafter_runs(
     method: str, tree: dict[str, Any] | None, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Prompts and rounds under masks publish before their drafter is told; other rounds do not publish."""
@@ -143,7 +143,7 @@ def test_who_waits_does_not_wait_for_the_drafter(
 
 @pytest.mark.skipif(CUDA, reason="reads tapes")
 @pytest.mark.parametrize(("method", "tree"), CASES, ids=str)
-def test_what_is_published_is_left_alone(
+def test_no_op_writes_outputs_after_publication(
     method: str, tree: dict[str, Any] | None, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     with opened(method, tree, checkpoints, tmp_path) as llm:

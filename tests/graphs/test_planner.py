@@ -74,7 +74,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return limit
 
 
-def test_out_of_memory_drops_buckets_says_so_and_serves(
+def test_out_of_memory_drops_buckets_with_a_warning(
     no_room: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     no_room(4)
@@ -104,7 +104,7 @@ def test_the_budget_holds_and_leaves_room_for_others() -> None:
     assert planner.costs()["bytes"] == planner.graph_bytes
 
 
-def test_what_others_took_counts_against_the_budget_not_against_a_share() -> None:
+def test_graphs_of_other_programs_count_against_budget_not_share() -> None:
     large, small = planned(16).graph_bytes, planned(1).graph_bytes
     planner = LonePlanner(CPU, budget=large + 2 * small)
     planner.capture([Buckets(program(double, "rounds"), shapes(16)), Buckets(program(double), shapes(1), share=0.5)])
@@ -130,7 +130,7 @@ def test_the_cost_model_chooses_among_the_shapes() -> None:
     assert len(list(few.graphs())) < 4
 
 
-def test_what_a_pass_costs_is_measured_where_tiles_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pass_costs_are_measured_at_tile_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of 2, 4 and 16 rows are tried; that of 16 takes longer than launching the pass eagerly."""
     device = {1: 1.0, 2: 1.1, 4: 3.0, 8: 6.0, 16: 20.0, 32: 40.0}
 
@@ -197,7 +197,7 @@ def test_a_graph_that_is_only_tried_may_not_fit(
     assert answer(planner, 4) == 4
 
 
-def test_where_not_even_the_smallest_fits_every_pass_says_so(
+def test_every_pass_counts_no_memory_if_smallest_graph_does_not_fit(
     no_room: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_room(3)
@@ -209,7 +209,7 @@ def test_where_not_even_the_smallest_fits_every_pass_says_so(
         assert said == [Eager(Reason.NO_MEMORY)] * 6
 
 
-def test_a_larger_size_may_fit_where_the_smallest_does_not(
+def test_larger_graph_serves_if_the_smallest_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was captured first, and the budget is spent: it serves, and is not told as dropped."""
@@ -243,7 +243,7 @@ def test_launches_that_hide_the_largest_pass_have_it_tried_as_a_graph(monkeypatc
     assert answer(measured(40.0), 64) is Reason.UNPROFITABLE, "its own time is seen, and a graph saves none of it"
 
 
-def test_what_is_missing_is_captured_when_idle_once_it_pays() -> None:
+def test_missing_graphs_are_captured_when_idle_once_profitable() -> None:
     planner = planned(1, 2, 4, 8, cost=COST, passes=1e-6)
     assert not list(planner.graphs())
     assert answer(planner, 3) is Reason.NOT_CAPTURED
@@ -259,7 +259,7 @@ def test_what_is_missing_is_captured_when_idle_once_it_pays() -> None:
     assert planner.idle_captures == 1
 
 
-def test_what_was_dropped_is_not_tried_again_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_graphs_are_not_retried_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = PassCost.linear(fixed_ms=0.0, row_ms=1.0, eager_ms=5.0, capture_ms=0.0)
     planner = planned(16, cost=cost)
     planner.budget = planner.graph_bytes
@@ -273,7 +273,7 @@ def test_what_was_dropped_is_not_tried_again_when_idle(monkeypatch: pytest.Monke
     assert captures == []
 
 
-def test_what_an_idle_capture_could_not_have_is_told_from_then_on() -> None:
+def test_failed_idle_capture_changes_the_eager_reason() -> None:
     planner = planned(1, 8, cost=PassCost.linear(fixed_ms=0.0, row_ms=1.0, eager_ms=9.0, capture_ms=0.0), passes=1e-6)
     planner.budget = 0
     for _ in range(20):
@@ -342,7 +342,7 @@ def test_every_reason_has_advice() -> None:
 # ---- who owns what ----------------------------------------------------------------------------------
 
 
-def test_outputs_that_nobody_copied_are_gone_with_the_next_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncopied_outputs_are_overwritten_by_the_next_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """PendingOutputs owns its copy: without it an older pass would show the newer one's outputs."""
     planner = planned(2)
 
@@ -357,7 +357,7 @@ def test_outputs_that_nobody_copied_are_gone_with_the_next_replay(monkeypatch: p
     assert two() == ([3, 4], [3, 4])
 
 
-def test_poison_shows_what_is_read_after_its_graphs_replay() -> None:
+def test_poison_reveals_reads_of_stale_intermediates() -> None:
     """Graphs share a pool, so another replay leaves garbage in every intermediate. This one reads one all the same."""
     kept: dict[str, torch.Tensor] = {}
 

@@ -67,7 +67,7 @@ def test_a_replay_calls_kernels_without_the_dispatcher() -> None:
         assert graph.buffers.fetch().wait()["result"].tolist()[0] == [1, 1]
 
 
-def test_replay_computes_on_what_the_buffers_hold_now() -> None:
+def test_replay_reads_current_buffer_values() -> None:
     graph = tape(double)
     for factor in (2.0, 3.0):
         graph.buffers.load({"x": [[1, 2], [3, 4]], "scale": [factor, factor]})
@@ -132,7 +132,7 @@ def test_host_reads_are_refused_at_capture(sync) -> None:
         tape(sync)
 
 
-def test_buffers_refuse_what_the_schema_lacks() -> None:
+def test_buffers_refuse_fields_outside_the_schema() -> None:
     buffers = Buffers(SCHEMA, PassShape(2), CPU)
     with pytest.raises(ProgramError, match=r"unknown \['y'\], missing \['scale'\]"):
         buffers.load({"x": [[1, 2]], "y": [0]})
@@ -205,7 +205,7 @@ def test_needs_cover() -> None:
         (Features(Hidden.FULL), Features()),
     ],
 )
-def test_the_richer_need_serves_the_poorer_never_the_reverse(richer: Features, poorer: Features) -> None:
+def test_graph_with_more_features_serves_fewer_but_not_conversely(richer: Features, poorer: Features) -> None:
     shape = PassShape(4)
     assert GraphKey("p", shape, richer).covers(GraphKey("p", shape, poorer))
     assert not GraphKey("p", shape, poorer).covers(GraphKey("p", shape, richer))
@@ -221,7 +221,7 @@ def test_needs_of_different_kinds_cover_neither() -> None:
 
 
 @torch.inference_mode()
-def test_what_may_be_a_view_is_recorded_where_it_copies() -> None:
+def test_ops_that_may_alias_are_recorded_if_they_copy() -> None:
     """In inference mode ``reshape``, ``contiguous`` and ``to`` reach the tape whole; their schemas say alias."""
 
     def run(b: Buffers) -> None:

@@ -79,7 +79,7 @@ def test_a_pass_has_the_fields_of_its_needs(warm: bool) -> None:
     assert planner.passes == lazy
 
 
-def test_a_richer_graph_serves_where_there_is_none_of_the_passes_own() -> None:
+def test_graph_with_more_features_serves_if_no_exact_graph_exists() -> None:
     """Inputs that the pass has not are padding, though the graph's last pass brought some; never the reverse."""
     planner = planned()
     key = GraphKey("p", PassShape(4), BOTH)
@@ -103,7 +103,7 @@ def test_a_graph_of_its_own_needs_goes_first() -> None:
 
 
 @pytest.mark.parametrize("features", [Features(), EMBEDS])
-def test_a_batch_brings_what_its_needs_say(features: Features) -> None:
+def test_batch_fields_must_match_features(features: Features) -> None:
     planner = planned(2)
     other = EMBEDS if features == Features() else Features()
     for _ in range(2):  # eagerly, and replayed
@@ -177,7 +177,7 @@ def test_needs_beside_those_on_demand_are_on_demand_too(logits: Logits) -> None:
     assert planner.passes == {("p", "tape", ""): 2}, "which also serves passes without masks"
 
 
-def test_what_is_planned_with_more_serves_passes_with_less() -> None:
+def test_graph_with_more_features_serves_pass_with_fewer() -> None:
     """No graphs for some logits beside those for all."""
     planner = on_demand(scoring=True)
     launch(planner, Features(logits=Logits.SELECTED))
@@ -187,7 +187,7 @@ def test_what_is_planned_with_more_serves_passes_with_less() -> None:
     assert planner.passes == {("p", "tape", ""): 2}
 
 
-def test_what_nobody_planned_is_reported() -> None:
+def test_unplanned_variants_are_reported_as_eager() -> None:
     planner = planned(4)
     outputs(planner, 3, EMBEDS)
     (row,) = (row for row in planner.report() if row["kind"] == "eager")

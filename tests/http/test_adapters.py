@@ -65,7 +65,7 @@ def test_models_lists_adapters_with_their_parent(server: Server, places: dict[st
     assert server.http.get("/v1/models/first").json() == cards["first"]
 
 
-def test_model_picks_the_adapter_and_company_changes_no_byte(server: Server) -> None:
+def test_model_field_selects_the_adapter_in_any_batch(server: Server) -> None:
     alone = {name: text(server, name) for name in ("base", "first", "second")}
     assert len({tuple(ids) for ids in alone.values()}) == 3
     with ThreadPoolExecutor(9) as pool:
@@ -123,13 +123,15 @@ def test_loading_and_unloading(server: Server, places: dict[str, Path]) -> None:
         ("x", "\0", 400, "is not a path"),
     ],
 )
-def test_what_cannot_be_loaded(server: Server, places: Any, name: str, path: str, status: int, says: str) -> None:
+def test_invalid_adapter_loads_are_refused(
+    server: Server, places: Any, name: str, path: str, status: int, says: str
+) -> None:
     body = {"lora_name": name, "lora_path": path.format(**places)}
     refused(server.http.post(LOAD, json=body), status, says)
     assert "x" not in server.http.get("/v1/models").text.split('"')
 
 
-def test_metrics_and_info_tell_of_each_adapter(server: Server) -> None:
+def test_metrics_and_info_report_each_adapter(server: Server) -> None:
     before = {one["name"]: one for one in server.info()["adapters"]}["first"]
     text(server, "first", prompt=[7, 8, 9] * 12, max_tokens=40)
     after = {one["name"]: one for one in server.info()["adapters"]}["first"]
@@ -141,7 +143,7 @@ def test_metrics_and_info_tell_of_each_adapter(server: Server) -> None:
 
 
 @pytest.mark.full
-def test_a_new_engine_has_what_was_loaded(server: Server, places: dict[str, Path]) -> None:
+def test_restarted_engine_reloads_adapters(server: Server, places: dict[str, Path]) -> None:
     assert server.http.post(LOAD, json={"lora_name": "kept", "lora_path": str(places["late"])}).status_code == 200
     before = text(server, "kept")
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
@@ -152,7 +154,7 @@ def test_a_new_engine_has_what_was_loaded(server: Server, places: dict[str, Path
     assert text(server, "kept") == before
 
 
-def test_loading_while_serving_has_to_be_allowed(start: Start) -> None:
+def test_runtime_adapter_loading_needs_a_flag(start: Start) -> None:
     answer = start().http.post(LOAD, json={"lora_name": "a", "lora_path": "/tmp"})
     refused(answer, 403, "start with --allowed-lora-path DIR")
 

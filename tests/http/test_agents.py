@@ -54,7 +54,7 @@ def prompt(server: Server, path: str, **body: Any) -> str:
     return text[: text.find(text[:12], 12)] if text.find(text[:12], 12) > 0 else text
 
 
-def test_a_response_cut_inside_its_reasoning_goes_on(agents: Server) -> None:
+def test_response_truncated_in_reasoning_can_be_continued(agents: Server) -> None:
     cut: dict[str, Any] = {"input": [Q], "max_output_tokens": 10}
     first = post(agents, RESPONSES, **cut)
     assert (first["status"], [item["type"] for item in first["output"]]) == ("incomplete", ["reasoning"])
@@ -209,7 +209,7 @@ def test_hosted_tools_are_left_out_and_counted(agents: Server) -> None:
     assert log.count("--ignore-hosted-tools): web_search") == 1, "each type is logged once"
 
 
-def test_what_hosted_tools_left_in_a_conversation(agents: Server) -> None:
+def test_hosted_tool_items_in_history_are_accepted(agents: Server) -> None:
     search = {
         "type": "web_search_call",
         "id": "ws_1",

@@ -62,7 +62,7 @@ def test_system_and_every_block(server: Server) -> None:
     assert ask(server, **body)["content"][0]["text"].startswith(rendered + "<|im_start|>assistant\n")
 
 
-def test_an_answer_begun_by_the_caller_goes_on(server: Server) -> None:
+def test_prefilled_assistant_message_is_continued(server: Server) -> None:
     messages = [*HI, {"role": "assistant", "content": "Well"}]
     text = ask(server, messages=messages, ignore_eos=True, skip_special_tokens=False)["content"][0]["text"]
     assert "<|im_start|>assistant\nWell<|im_start|>user" in text
@@ -114,7 +114,7 @@ def test_thinking_blocks(thinking: Server) -> None:
     assert ask(thinking, messages=continued)["type"] == "message"
 
 
-def test_nothing_leaves_before_the_first_token(thinking: Server) -> None:
+def test_stream_opens_with_the_first_token(thinking: Server) -> None:
     begin = time.monotonic()
     body = {"model": "fake", "max_tokens": 9, "messages": HI, "stream": True}
     with thinking.http.stream("POST", PATH, json=body) as response:

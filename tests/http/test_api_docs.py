@@ -32,7 +32,7 @@ def test_the_page_has_every_route_and_no_other() -> None:
     assert sorted(written) == sorted(routes())
 
 
-def test_the_page_says_who_may_call() -> None:
+def test_api_page_lists_route_permissions() -> None:
     """By asking each route's dependencies: without a key, and from another machine."""
     for row in (line for line in PAGE.splitlines() if line.startswith("| `")):
         _, names, who, *_ = row.split("|")

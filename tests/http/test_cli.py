@@ -68,7 +68,7 @@ def test_errors_are_one_line_and_a_status(arguments: list[str], status: int, say
     assert "Traceback" not in result.output
 
 
-def test_serve_reports_what_the_engine_process_could_not_load(tmp_path: Path) -> None:
+def test_serve_reports_load_errors_of_the_engine_process(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["ParrotForCausalLM"]}')
     command = [sys.executable, "-m", "unisono", "serve", str(tmp_path), "--port", "0"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -95,7 +95,7 @@ def test_an_empty_key_is_refused(served: Any, monkeypatch: pytest.MonkeyPatch, k
         ("--config /no/such.yaml", "--config /no/such.yaml: cannot be read"),
     ],
 )
-def test_flags_that_cannot_be_honoured(served: Any, arguments: str, says: str) -> None:
+def test_invalid_serve_flags_raise(served: Any, arguments: str, says: str) -> None:
     code, output, config, _ = served("tiny", *arguments.split(" ", 1))
     assert code in (1, 2)
     assert says in " ".join(output.split())

@@ -92,7 +92,7 @@ def test_openai_responses(client: openai.OpenAI) -> None:
     assert text == answer.output_text
 
 
-def test_openai_says_what_is_wrong(client: openai.OpenAI) -> None:
+def test_openai_client_raises_bad_request(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature=9999"):
         client.chat.completions.create(model="tiny", messages=SHORT, temperature=9999)
     assert [model.id for model in client.models.list()] == ["tiny"]

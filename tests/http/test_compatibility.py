@@ -107,7 +107,7 @@ def test_null_and_neutral_values_are_taken(server: Server, path: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def test_a_misspelt_field_is_told_its_neighbour(server: Server) -> None:
+def test_misspelt_field_error_suggests_the_closest_name(server: Server) -> None:
     error = post(server, CHAT, max_token=1).json()["error"]
     assert (error["param"], error["code"]) == ("max_token", "unknown_field")
     assert "did you mean max_tokens?" in error["message"]

@@ -102,7 +102,7 @@ def test_a_client_that_leaves_behind_pipelined_requests(slow_server: Server) -> 
     until(lambda: under_way(slow_server) == 0, 10)
 
 
-def test_a_request_that_is_not_whole_ends_with_its_connection(slow_server: Server) -> None:
+def test_incomplete_request_ends_with_its_connection(slow_server: Server) -> None:
     assert ask(slow_server, request(BODY)[:-5], half=True) == b""
     assert ask(slow_server, request(BODY) + request(BODY)[:-5], half=True).count(b"HTTP/1.1 200") == 1
     assert under_way(slow_server) == 0
@@ -139,7 +139,7 @@ def test_pipelined_requests_are_answered_in_order(
 CLOSE = "Connection: close\r\n"
 
 
-def test_what_is_pipelined_waits_with_its_client(server: Server) -> None:
+def test_pipelined_requests_apply_backpressure(server: Server) -> None:
     """Reading stops; 1,000 requests of 36 bytes took 1.7 MB before."""
     many, before = request(path="/version") * 1000, resident(server)
     with ExitStack() as stack:
@@ -253,7 +253,7 @@ def test_unfinished_bodies_leave_no_memory(room: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/generate"])
-def test_bodies_are_gone_once_they_are_prepared(start: Start, model_dir: Path, tmp_path: Path, path: str) -> None:
+def test_request_bodies_are_freed_after_preparation(start: Start, model_dir: Path, tmp_path: Path, path: str) -> None:
     """Their bytes are given back then; answers that are not streamed kept them to their end."""
     hold = tmp_path / "hold"
     hold.touch()

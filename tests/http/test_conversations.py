@@ -20,7 +20,7 @@ def shown(server: Server, **body: Any) -> str:
     return server.openai.responses.create(model="fake", extra_body=WHOLE, **body).output_text
 
 
-def test_a_conversation_is_gone_on_with(server: Server) -> None:
+def test_responses_continue_a_conversation(server: Server) -> None:
     client = server.openai.conversations
     begun = client.create(metadata={"a": "b"}, items=[{"type": "message", "role": "developer", "content": "be brief"}])
     assert begun.id.startswith("conv_")
@@ -36,7 +36,7 @@ def test_a_conversation_is_gone_on_with(server: Server) -> None:
     assert items[2].id == first.output[0].id
 
 
-def test_it_is_read_changed_and_forgotten(server: Server) -> None:
+def test_conversations_are_read_updated_and_deleted(server: Server) -> None:
     client = server.openai.conversations
     begun = client.create()
     added = client.items.create(begun.id, items=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
@@ -106,7 +106,7 @@ def test_the_oldest_turns_make_room(server: Server) -> None:
     assert short.output_text == "user\nhi"
 
 
-def test_what_goes_is_whole_turns() -> None:
+def test_truncation_drops_complete_turns() -> None:
     call, output = {"type": "function_call"}, {"type": "function_call_output"}
     system, one, two, said = (
         {"type": "message", "role": role, "content": text}

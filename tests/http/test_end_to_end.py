@@ -36,7 +36,7 @@ def chat(server: Server, content: str, max_tokens: int = 64, **options: Any) -> 
     return answer.choices[0].message.content, answer.usage.prompt_tokens_details.cached_tokens
 
 
-def test_it_answers(tiny: Server) -> None:
+def test_chat_answers_and_hits_the_prefix_cache(tiny: Server) -> None:
     text, cached = chat(tiny, QUESTION, temperature=0)
     assert "####" in text
     again, cached_again = chat(tiny, QUESTION, temperature=0)
@@ -44,7 +44,7 @@ def test_it_answers(tiny: Server) -> None:
     assert cached_again > cached
 
 
-def test_streaming_and_company_change_no_byte(tiny: Server) -> None:
+def test_same_bytes_alone_streamed_and_concurrent(tiny: Server) -> None:
     """Sampled with a seed: alone, streamed, and among 64 clients at once the same text comes."""
     requests = [(f"{QUESTION} {'And why? ' * (i % 2)}", 100 + i % 4) for i in range(64)]
     alone = {(text, seed): chat(tiny, text, TOKENS, temperature=HOT, seed=seed)[0] for text, seed in set(requests)}
@@ -170,7 +170,7 @@ def test_weights_change_between_two_answers(tiny: Server) -> None:
     assert native["meta_info"]["weight_version"] == "step-7"
 
 
-def test_it_leaves_quietly(tiny: Server) -> None:
+def test_server_shuts_down_cleanly(tiny: Server) -> None:
     tiny.signal()
     assert tiny.wait() == 0
     assert "Traceback" not in tiny.log.read_text()

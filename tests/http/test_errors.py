@@ -216,7 +216,7 @@ def test_a_request_that_fails_in_the_engine(server: Server) -> None:
     assert server.http.get("/health").status_code == 200
 
 
-def test_a_request_that_cannot_go_on_is_its_own_fault(server: Server) -> None:
+def test_request_without_allowed_tokens_returns_400(server: Server) -> None:
     """As where allowed_token_ids forbid what its structured output needs next: 400, and an event of that kind."""
     body = {"prompt": [Trick.STUCK], "max_tokens": 5}
     check(server.http.post(TEXT, json=body), 400, "structured_outputs", "cannot go on", "no token continues")

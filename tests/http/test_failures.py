@@ -56,7 +56,7 @@ def test_messages_that_no_engine_reads() -> None:
         assert not loop.is_alive()
 
 
-def test_what_no_message_can_carry_is_the_clients_error() -> None:
+def test_unserializable_prompts_raise_bad_request() -> None:
     for prompt in ([2**70], [object()]):
         with pytest.raises(BadRequest, match="cannot be sent"):
             _encoded(EngineRequest("a", prompt, SamplingParams(seed=0)))  # type: ignore[arg-type]

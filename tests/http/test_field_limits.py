@@ -237,7 +237,7 @@ def test_bodies_are_counted_before_they_are_parsed(monkeypatch: pytest.MonkeyPat
     assert (refused.value.status, refused.value.code) == (400, code)
 
 
-def test_what_stands_in_a_text_is_not_counted() -> None:
+def test_delimiters_inside_strings_are_not_counted() -> None:
     """Commas, brackets and escaped quotes of texts, wherever a piece of the body is cut."""
     text = rb"[{,\"\\" * (1 << 17)
     for before in range(8):

@@ -57,7 +57,7 @@ NESTED: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 
 
-def test_unknown_fields_are_dropped_where_a_flag_says_so(start: Start, model_dir: Path, open_server: Server) -> None:
+def test_allow_unknown_fields_drops_them(start: Start, model_dir: Path, open_server: Server) -> None:
     server = start(model_dir, step_seconds=0.001, allow_unknown_fields=True)
     for path, body, name in NESTED:
         body = {"model": "fake", **body}
@@ -221,7 +221,7 @@ def test_stop_expressions(server: Server) -> None:
     refused(server, TEXT, "no_stop_trim", "differ", no_stop_trim=True, include_stop_str_in_output=False)
 
 
-def test_no_detokenizing(server: Server) -> None:
+def test_detokenize_false(server: Server) -> None:
     ids = TOKENIZER.encode("abc")
     answer = ask(server, detokenize=False, return_token_ids=True, logprobs=1, max_tokens=3)["choices"][0]
     assert (answer["text"], answer["token_ids"]) == ("", ids)
@@ -344,7 +344,7 @@ def test_echo_in_chat(server: Server) -> None:
     ) | {"id": 0, "created": 0, "choices": 0}
 
 
-def test_thinking_is_left_out_or_left_in(open_server: Server) -> None:
+def test_include_and_separate_reasoning(open_server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "<think>so</think>yes"}], "max_tokens": 40}
     template = {"chat_template_kwargs": {"opening": "<think>"}}
 

@@ -95,7 +95,7 @@ def test_the_opening_chunk_of_every_choice_comes_with_its_first_token(waiting: S
     in_one_try(check)
 
 
-def test_a_first_token_without_text_is_told_at_once(waiting: Server) -> None:
+def test_first_token_without_text_is_sent_at_once(waiting: Server) -> None:
     """The first bytes of a character: the chunk says that a token has come."""
 
     def check() -> None:

@@ -49,7 +49,9 @@ NAMED: list[tuple[str, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param", "says"), NAMED, ids=lambda value: value[:30])
-def test_what_no_field_holds_is_refused_by_name(server: Server, path: str, body: str, param: str, says: str) -> None:
+def test_unrepresentable_values_return_400_with_the_field_name(
+    server: Server, path: str, body: str, param: str, says: str
+) -> None:
     answer = server.http.post(path, content=body, headers=HEADERS)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -59,7 +61,7 @@ def test_what_no_field_holds_is_refused_by_name(server: Server, path: str, body:
     assert len(error["message"]) < 400
 
 
-def test_whole_pairs_are_text(server: Server) -> None:
+def test_paired_surrogates_are_text(server: Server) -> None:
     answer = server.http.post(
         TEXT, content=r'{"prompt": "\ud83d\ude00", "max_tokens": 4, "echo": true}', headers=HEADERS
     )

@@ -22,7 +22,7 @@ async def fails(request: Request) -> Response:
     raise RuntimeError("nobody thought of that")
 
 
-def test_what_fails_is_answered_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_unhandled_exceptions_are_answered_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     """An exception that left the application would have uvicorn close the connection under the next request."""
     asyncio.run(_ask(caplog))
 

@@ -98,7 +98,7 @@ NAMES = st.sampled_from(sorted({*OWN, *OF_TEMPLATES, *(name for name in fuzz.ODD
 
 @settings(max_examples=150, deadline=None)
 @given(NAMES | st.text(max_size=8), st.sampled_from(["x", 1, None, [], {}]))
-def test_no_name_of_a_variable_fails(tokenizer: Tokenizer, name: str, value: Any) -> None:
+def test_any_template_variable_name_is_accepted(tokenizer: Tokenizer, name: str, value: Any) -> None:
     """``messages`` and ``self`` were arguments of a function of ours: an internal error."""
     with suppress(BadRequest):
         text = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, template_kwargs={name: value})

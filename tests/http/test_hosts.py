@@ -108,7 +108,7 @@ def test_every_name_and_wrong_ones() -> None:
 
 
 @given(st.from_regex(r"[a-z0-9:.\[\]-]{0,30}\.example\.?(:[0-9]{1,5})?", fullmatch=True))
-def test_no_other_name_is_known(header: str) -> None:
+def test_unknown_host_headers_are_rejected(header: str) -> None:
     assert header not in KnownHosts(["a.test"], "0.0.0.0")
 
 

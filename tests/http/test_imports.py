@@ -34,7 +34,7 @@ def test_a_start_on_a_cpu_imports_no_sympy() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads which libraries a process has")
-def test_a_server_loads_torch_where_it_takes_embeddings(model_dir: Path, start: Start) -> None:
+def test_server_imports_torch_only_for_embeddings(model_dir: Path, start: Start) -> None:
     """transformers imports torch with its tokenizers, unless it is told that there is none."""
     server = start(model_dir, enable_return_hidden_states=True)
     assert "PyTorch" not in server.log.read_text()

@@ -39,7 +39,7 @@ def test_sessions(parts: list[tuple[str, str, str]]) -> None:
     assert len({session(*one)[:256] for one in parts}) == len(parts)
 
 
-def test_ids_of_requests_and_of_their_parts(slow_server: Server) -> None:
+def test_request_and_part_ids_do_not_collide(slow_server: Server) -> None:
     """No name that a client gives its request is that of a part of another's: all of these run at once."""
     bodies: list[dict[str, Any]] = [{"request_id": "x", "n": 2}]
     bodies += [{"request_id": f"x-{i}", "n": 1 + i % 2} for i in range(3)]

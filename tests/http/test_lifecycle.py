@@ -235,7 +235,7 @@ def test_without_a_tokenizer_token_ids_are_taken(slow_server: Server) -> None:
         assert "has no tokenizer" in response.json()["error"]["message"]
 
 
-def test_the_idle_engine_sleeps_checks_itself_and_captures_what_was_missing(start: Start) -> None:
+def test_idle_engine_checks_integrity_and_captures_missing_graphs(start: Start) -> None:
     server = start()
     server.openai.completions.create(model="fake", prompt=[5])
     pid = server.info()["pid"]

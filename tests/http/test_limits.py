@@ -77,7 +77,7 @@ def test_too_many_headers_are_named(guarded: Server) -> None:
         assert b"larger than 8 KiB" in answer(connection)
 
 
-def test_no_http_at_all(guarded: Server) -> None:
+def test_non_http_bytes_return_invalid_http(guarded: Server) -> None:
     with connect(guarded) as connection:
         connection.sendall(b"\x16\x03\x01\x02\x00\r\n\r\n")
         assert b"invalid_http" in answer(connection)

@@ -28,7 +28,7 @@ def samples(running: int, tokens: int, eager: int) -> list[MetricSample]:
     ]
 
 
-def test_labels_keep_their_values_whatever_their_order() -> None:
+def test_metric_labels_in_any_order() -> None:
     page = ServerMetrics("m", lambda: samples(1, 2, 3)).render().decode()
     assert 'unisono:passes_total{engine="0",kind="eager",model_name="m",program="round",reason="DISABLED"} 3.0' in page
     assert 'unisono:passes_total{engine="0",kind="cuda graph",model_name="m",program="round",reason=""} 7.0' in page
@@ -37,7 +37,7 @@ def test_labels_keep_their_values_whatever_their_order() -> None:
     assert 'unisono:gpu_cache_usage_perc{engine="0",model_name="m"} 0.25' in page, "as older dashboards call it"
 
 
-def test_the_log_line_tells_what_happened_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_line_reports_changes_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     line = ProgressLine()
@@ -59,7 +59,7 @@ def test_the_log_line_tells_what_happened_since_the_last(monkeypatch: pytest.Mon
     assert line.line(samples(0, 600, 5)) is None
 
 
-def test_the_log_line_tells_how_drafts_fared_since_the_last() -> None:
+def test_log_line_reports_acceptance_since_the_last() -> None:
     def counted(rounds: float, drafted: float, accepted: float) -> list[MetricSample]:
         names = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
         counts = dict(zip(names, (rounds, drafted, accepted), strict=True)) | {"generation_tokens": rounds + accepted}
@@ -102,7 +102,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield start(metrics_prefix="both", prefill_seconds=0.3, queue_seconds=0.1, step_seconds=0.03)
 
 
-def test_where_a_requests_time_goes(timed: Server) -> None:
+def test_request_time_histograms_by_phase(timed: Server) -> None:
     """Queue, prefill and decode add up to the whole; both prefixes say the same."""
     before = scrape(timed.http)
     timed.http.post("/v1/completions", json={"prompt": [5, 6, 7, 8], "max_tokens": 11, "n": 2}).raise_for_status()

@@ -193,7 +193,7 @@ def test_the_mean_of_all_tokens(embedding: Server) -> None:
     assert "note" not in whole
 
 
-def test_a_generative_checkpoint_says_so(generative: Server) -> None:
+def test_embeddings_of_a_generative_model_carry_a_note(generative: Server) -> None:
     """The last token's state, and a note that nobody trained it for this."""
     found = generative.http.post("/v1/embeddings", json={"input": [IDS], "normalize": False}).json()
     assert found["data"][0]["embedding"] == state(IDS[-1], len(IDS) - 1)

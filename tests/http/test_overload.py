@@ -117,7 +117,7 @@ def test_every_sequence_counts(start: Start, pool: ThreadPoolExecutor) -> None:
     assert ask(server).status_code == 200
 
 
-def test_whoever_leaves_makes_room(start: Start, pool: ThreadPoolExecutor) -> None:
+def test_disconnected_and_failed_requests_release_queue_slots(start: Start, pool: ThreadPoolExecutor) -> None:
     """Clients that go, requests that are wrong, and background responses: each place comes back, once."""
     server = start(step_seconds=0.02, max_num_seqs=1, load={"max_queued_requests": 1})
     for _ in range(3):
@@ -221,7 +221,7 @@ def test_rates_recover(start: Start) -> None:
         assert [http.post(TEXT, json=body).status_code for _ in range(3)][:2] == [200, 200]
 
 
-def test_what_is_refused_costs_nothing(start: Start) -> None:
+def test_unauthorized_requests_do_not_consume_rate_limit(start: Start) -> None:
     """A request without a key uses up nobody's rate."""
     server = start(api_key="secret", load={"client": {"requests_per_minute": 3}})
     assert [ask(server, "wrong").status_code for _ in range(10)] == [401] * 10
@@ -249,7 +249,7 @@ def crowd(tiny: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.full
-def test_300_requests_of_one_key_add_a_turn_to_anothers(tiny: Server, crowd: httpx.Client) -> None:
+def test_300_requests_of_one_key_delay_another_key_by_one_turn(tiny: Server, crowd: httpx.Client) -> None:
     """One key sends 300 at once. A single request of another key overtakes all but those that run and a turn."""
     ended: list[str] = []
     texts: set[str] = set()

@@ -75,7 +75,7 @@ def dashboard() -> dict[str, Any]:
     return json.loads((HOME / "grafana" / "unisono.json").read_text())
 
 
-def test_every_panel_asks_for_what_the_server_tells(labels: dict[str, set[str]]) -> None:
+def test_dashboard_panels_query_existing_metrics(labels: dict[str, set[str]]) -> None:
     panels = dashboard()["panels"]
     assert len(panels) >= 20
     for panel in panels:
@@ -88,7 +88,7 @@ def test_every_panel_asks_for_what_the_server_tells(labels: dict[str, set[str]])
     assert label in labels[name]
 
 
-def test_a_query_that_asks_for_something_else_is_found(labels: dict[str, set[str]]) -> None:
+def test_queries_of_unknown_metrics_are_rejected(labels: dict[str, set[str]]) -> None:
     for wrong in (
         'sum(unisono:nonsense{model_name=~"$model"})',
         'sum(unisono:engine_up{modell="x"})',
@@ -99,7 +99,7 @@ def test_a_query_that_asks_for_something_else_is_found(labels: dict[str, set[str
             check_query(wrong, labels)
 
 
-def test_every_alert_asks_for_what_the_server_tells(labels: dict[str, set[str]]) -> None:
+def test_alerts_query_existing_metrics(labels: dict[str, set[str]]) -> None:
     rules = yaml.safe_load((HOME / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
     for rule in rules:
         expression, _, limit = re.fullmatch(r"(.*) (>|==) ([\d.]+)", rule["expr"]).groups()  # type: ignore[union-attr]
@@ -109,7 +109,7 @@ def test_every_alert_asks_for_what_the_server_tells(labels: dict[str, set[str]])
             assert label in set().union(*(labels[name] for name, _ in SELECTOR.findall(expression)))
 
 
-def test_the_dashboard_is_what_its_script_writes() -> None:
+def test_dashboard_equals_its_generator() -> None:
     spec = importlib.util.spec_from_file_location("make_dashboard", HOME / "grafana" / "make_dashboard.py")
     assert spec is not None
     assert spec.loader is not None
@@ -124,7 +124,7 @@ def dockerfile() -> list[tuple[str, str]]:
     return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]  # type: ignore[misc]
 
 
-def test_the_image_copies_what_exists_and_a_build_needs() -> None:
+def test_dockerfile_copies_existing_sources() -> None:
     ignored = (HOME / "Dockerfile.dockerignore").read_text().split()
     copied = [a.split()[:-1] for name, a in dockerfile() if name == "COPY" and "--from" not in a]
     for source in (one for line in copied for one in line):
@@ -135,7 +135,7 @@ def test_the_image_copies_what_exists_and_a_build_needs() -> None:
     assert [a for name, a in dockerfile() if name == "USER"] == ["unisono", "unisono"]
 
 
-def test_the_image_starts_a_command_that_there_is() -> None:
+def test_dockerfile_starts_an_existing_command() -> None:
     from unisono.cli.main import app
 
     (command,) = [json.loads(a) for name, a in dockerfile() if name == "CMD"]
@@ -151,12 +151,12 @@ def health_check(port: str) -> int:
     return subprocess.run([sys.executable, *(part.replace("8000", port) for part in command)], timeout=30).returncode
 
 
-def test_the_health_check_tells_a_server_from_none(busy: Server) -> None:
+def test_health_check_exit_codes(busy: Server) -> None:
     assert health_check(busy.url.rpartition(":")[2]) == 0
     assert health_check("1") != 0
 
 
-def test_the_compose_file_names_what_exists() -> None:
+def test_compose_file_references_exist() -> None:
     compose = yaml.safe_load((HOME / "compose.yaml").read_text())
     services = compose["services"]
     for name in ("cuda", "cpu"):

@@ -58,7 +58,7 @@ def test_files(server: Server, path: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["app.py", "..%2fapp.py", "%2e%2e/app.py", "__init__.py", "style.css/x"])
-def test_nothing_else_is_a_file(server: Server, name: str) -> None:
+def test_unknown_page_files_return_404(server: Server, name: str) -> None:
     assert server.http.get(f"/page/{name}").status_code == 404
 
 
@@ -73,7 +73,7 @@ def test_the_policy_forbids_other_hosts_inline_scripts_and_markup_from_text() ->
 OWN = [name for name in NAMES if not name.startswith("vendor/") and not name.endswith(".png")]
 
 
-def test_no_file_names_another_host() -> None:
+def test_page_files_reference_no_other_host() -> None:
     assert {"index.html", "style.css", "app.js", "chat.js", "numbers.js"} <= set(OWN)
     for name in OWN:
         text = page_files()[name].decode().replace("http://www.w3.org/2000/svg", "")
@@ -107,7 +107,7 @@ def test_scripts_of_the_page_are_short() -> None:
         assert len(page_files()[name].decode().splitlines()) <= 500, name
 
 
-def test_what_the_page_stores() -> None:
+def test_browser_storage_of_the_page() -> None:
     """The key and the text that is typed last as long as the tab; the browser keeps two choices of the display."""
     texts = {name: page_files()[name].decode() for name in OWN}
     stored = {name for name, text in texts.items() if "sessionStorage." in text}
@@ -149,7 +149,7 @@ def start_module(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_return_drafts_tells_it_of_each_token(drafting: Server, path: str) -> None:
+def test_return_drafts_marks_each_token(drafting: Server, path: str) -> None:
     asked: dict[str, Any] = (
         {"prompt": "abcdefgh"} if path == TEXT else {"messages": [{"role": "user", "content": "abcdefghijklmnop"}]}
     )
@@ -194,7 +194,7 @@ def test_return_drafts_needs_a_stream(server: Server) -> None:
     assert server.http.post(TEXT, json={"prompt": "a", "return_drafts": False}).status_code == 200
 
 
-def test_rounds_stay_apart_where_deltas_are_joined() -> None:
+def test_joined_deltas_keep_round_boundaries() -> None:
     delta = TokenDelta("r", [1], drafted_tokens=0)
     delta.absorb(TokenDelta("r", [2, 3], drafted_tokens=4, accepted_tokens=1))
     delta.absorb(TokenDelta("r", [4, 5, 6], FinishReason.STOP, drafted_tokens=2, accepted_tokens=2))
@@ -216,7 +216,7 @@ def latest(server: Server, **headers: str) -> list[dict[str, Any]]:
     return answer.json()["requests"]
 
 
-def test_requests_tell_what_was_waited_for(start: Start) -> None:
+def test_recent_requests_report_phase_times(start: Start) -> None:
     server = start(step_seconds=0.02, prefill_seconds=0.2, queue_seconds=0.05, tokens_per_step=2)
     assert latest(server) == []
     answer = server.http.post(TEXT, json={"prompt": [7, 8, 9, 10], "max_tokens": 8}).json()
@@ -353,7 +353,7 @@ def test_the_state_agrees_with_the_metrics(drafting: Server) -> None:
     assert passes["count"] > 0
 
 
-def test_the_page_learns_what_the_model_takes(server: Server, start: Start, tmp_path: Path) -> None:
+def test_page_state_reports_model_inputs(server: Server, start: Start, tmp_path: Path) -> None:
     blind = state(server)["model"]
     assert (blind["names"], blind["pictures"], blind["max_model_len"]) == (["fake"], None, 512)
     assert len(blind["questions"]) == 3

@@ -452,7 +452,7 @@ def test_a_stream_without_its_last_event_was_cut_off(echo: Server, tmp_path: Pat
         assert "ended before the answer did" in text_of(browser, ".failure p")
 
 
-def test_a_key_is_asked_for_where_an_answer_needs_it(start: Start, model_dir: Path, tmp_path: Path) -> None:
+def test_page_prompts_for_a_missing_api_key(start: Start, model_dir: Path, tmp_path: Path) -> None:
     server = start(model_dir, api_key="the-key")
     with browsing(tmp_path, server.url) as browser:
         browser.until("document.getElementById('key-dialog').open")

@@ -74,7 +74,7 @@ def test_classes_have_labels_and_probabilities(classifier: Server) -> None:
     assert found["usage"]["total_tokens"] == sum(len(TOKENIZER.encode(text)) for text in ("ab", "abcdefghij" * 3))
 
 
-def test_pooling_gives_what_the_task_names(classifier: Server) -> None:
+def test_pooling_output_by_task(classifier: Server) -> None:
     ids = [[5, 9], [7]]
     tokens = post(classifier, "/pooling", {"input": ids, "task": "token_classify", "use_activation": False})
     expected = [[[0.05, 0.0], [0.09, 0.1]], [[0.07, 0.0]]]
@@ -141,7 +141,7 @@ def test_a_model_without_a_head_scores_by_cosine(server: Server) -> None:
         ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": []}, "rank_fields"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(server: Server, path: str, body: dict[str, Any], word: str) -> None:
+def test_invalid_pooling_requests_return_400(server: Server, path: str, body: dict[str, Any], word: str) -> None:
     answer = server.http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert word in answer.json()["error"]["message"]

@@ -43,7 +43,7 @@ def renderers(server: Server) -> list[int]:
     return [pid for pid in found if b"unisono.text.templates.renderer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_the_loop_goes_on_while_a_template_meets_its_limit(trusting: Server) -> None:
+def test_streams_continue_while_a_template_runs_into_its_limit(trusting: Server) -> None:
     """A template of 80 bytes takes 2 s of processor time; in the event loop everybody would wait for it."""
     assert chat(trusting).status_code == 200
     body = {"prompt": [1, 2], "max_tokens": 5, "ignore_eos": True, "stream": True}
@@ -92,7 +92,7 @@ def test_killed_processes_are_replaced(trusting: Server) -> None:
     assert chat(trusting).status_code == 200
 
 
-def test_work_that_never_returns_is_given_up() -> None:
+def test_hung_preparation_returns_503() -> None:
     """Its clients, and those after it, get 503 with Retry-After; when it returns, work is done again."""
     asyncio.run(_give_up())
 

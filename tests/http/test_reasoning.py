@@ -71,7 +71,7 @@ def split(parser: Any, prompt: str, pieces: list[str], prefix: str | None = None
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_wherever_deltas_are_cut(case: tuple[Any, str, str, tuple[str, str]]) -> None:
+def test_reasoning_split_is_independent_of_delta_boundaries(case: tuple[Any, str, str, tuple[str, str]]) -> None:
     parser, prompt, answer, expected = case
     assert split(parser, prompt, [answer]) == expected
     assert split(parser, prompt, list(answer)) == expected
@@ -89,7 +89,7 @@ def test_wherever_deltas_are_cut(case: tuple[Any, str, str, tuple[str, str]]) ->
         ("never <tool_cal", ("never <tool_cal", "")),
     ],
 )
-def test_a_call_ends_a_thought_that_was_not_closed(answer: str, expected: tuple[str, str]) -> None:
+def test_tool_call_ends_unclosed_reasoning(answer: str, expected: tuple[str, str]) -> None:
     for first in range(len(answer)):
         for second in range(first, len(answer)):
             splitter = QWEN.splitter(OPEN, None, ["<tool_call>"])
@@ -115,7 +115,7 @@ def test_text_is_not_held_back_for_long() -> None:
         ("", ("", "next</think>\nYes")),
     ],
 )
-def test_a_continued_answer_goes_on_where_it_was(prefix: str, expected: tuple[str, str]) -> None:
+def test_continued_message_resumes_its_reasoning_state(prefix: str, expected: tuple[str, str]) -> None:
     if prefix:
         assert split(QWEN, "anything", ["next</think>\nYes"], prefix) == expected
 
@@ -140,7 +140,7 @@ def test_unknown_names_are_refused() -> None:
         ("{{ messages }}", None),
     ],
 )
-def test_the_template_says_which_parser(template: str, parser: Any) -> None:
+def test_reasoning_parser_is_detected_from_the_template(template: str, parser: Any) -> None:
     assert parser_of(template) == parser
 
 
@@ -160,7 +160,7 @@ def test_the_template_says_which_parser(template: str, parser: Any) -> None:
         (OSS, "anything", "so", "content"),
     ],
 )
-def test_where_an_answer_begins(parser: Any, prompt: str, prefix: str | None, state: str) -> None:
+def test_initial_reasoning_state_from_prompt(parser: Any, prompt: str, prefix: str | None, state: str) -> None:
     assert parser.begins(prompt, prefix) == state
 
 
@@ -260,7 +260,7 @@ def test_several_answers_and_structured_ones(thinking: Server) -> None:
     assert (structured["reasoning_content"], structured["content"]) == ("user\nx", "y")
 
 
-def test_thoughts_may_come_back_as_history(thinking: Server) -> None:
+def test_reasoning_content_in_history_is_accepted(thinking: Server) -> None:
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "ho", "reasoning_content": "hm"},
@@ -278,7 +278,7 @@ def test_without_a_parser_nothing_changes(server: Server) -> None:
     assert "reasoning_content" not in message
 
 
-def test_the_request_says_whether_to_think(thinking: Server) -> None:
+def test_request_fields_enable_thinking(thinking: Server) -> None:
     """Fields become variables of the template; the fake engine repeats what it writes."""
     request = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
 
@@ -300,7 +300,7 @@ def test_the_request_says_whether_to_think(thinking: Server) -> None:
     assert "thinking_token_budget=-1" in answer.json()["error"]["message"]
 
 
-def test_a_budget_needs_marks(server: Server) -> None:
+def test_thinking_budget_needs_reasoning_tags(server: Server) -> None:
     answer = server.http.post("/v1/chat/completions", json=body("x", "", thinking_token_budget=3))
     assert answer.status_code == 400
     assert "--reasoning-parser" in answer.json()["error"]["message"]
@@ -312,7 +312,7 @@ def test_an_unknown_parser_ends_the_start(start: Start) -> None:
     assert "deepseek_r1" in server.log.read_text()
 
 
-def test_an_answer_that_is_not_split_thinks_all_the_same() -> None:
+def test_separate_reasoning_false_keeps_reasoning_in_the_text() -> None:
     """separate_reasoning: false leaves the thought in the text; a grammar still begins after it."""
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
     request = ChatRequest(messages=[{"role": "user", "content": "x"}], separate_reasoning=False)

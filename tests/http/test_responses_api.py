@@ -89,7 +89,7 @@ def test_through_openais_stream_helper(server: Server) -> None:
     assert {"response.created", "response.output_text.delta", "response.completed"} <= kinds
 
 
-def test_nothing_leaves_before_the_first_token(slow: Server) -> None:
+def test_stream_opens_with_the_first_token(slow: Server) -> None:
     begin = time.monotonic()
     with slow.http.stream("POST", PATH, json={"input": "hi", "stream": True, "max_output_tokens": 2}) as response:
         next(response.iter_raw())
@@ -114,7 +114,7 @@ def test_logprobs(server: Server) -> None:
     assert all(len(one.top_logprobs) == 2 and one.logprob == -0.25 for one in part.logprobs)
 
 
-def test_a_conversation_goes_on_by_its_id(server: Server) -> None:
+def test_previous_response_id_continues_the_conversation(server: Server) -> None:
     def shown(**body: Any) -> Any:
         extra = {"ignore_eos": True, "skip_special_tokens": False}
         return server.openai.responses.create(model="fake", extra_body=extra, max_output_tokens=90, **body)

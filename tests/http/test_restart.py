@@ -149,7 +149,7 @@ def test_a_stopped_engine_without_restart(start: Start, pool: ThreadPoolExecutor
     assert server.wait() == 0
 
 
-def test_heartbeats_go_on_while_a_step_holds_pythons_lock(start: Start) -> None:
+def test_heartbeats_continue_while_a_step_holds_the_gil(start: Start) -> None:
     server = start(heartbeat_timeout=2, restart_engine=True)
     engine = server.info()["pid"]
     answer = server.http.post(TEXT, json={"prompt": [int(Trick.HOLD)], "max_tokens": 2})
@@ -172,7 +172,7 @@ def test_a_request_that_kills_an_engine_is_not_tried_again(start: Start) -> None
     assert files(server.process.pid) == open_files, "sockets and pipes of dead processes are closed"
 
 
-def test_a_crash_loop_is_given_up(start: Start) -> None:
+def test_crash_loop_stops_restarts(start: Start) -> None:
     server = start(restart_engine=True, max_engine_restarts=1, engine_restart_window=60)
     os.kill(server.info()["pid"], signal.SIGKILL)
     until(lambda: metrics(server)["engine_restarts_total"] == 1 and healthy(server), UP_AGAIN)

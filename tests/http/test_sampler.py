@@ -42,7 +42,7 @@ def test_completion_logprobs(server: Server) -> None:
     assert create(model="fake", prompt=TEXT, max_tokens=3).choices[0].logprobs is None
 
 
-def test_what_is_impossible_is_a_number(server: Server) -> None:
+def test_impossible_tokens_have_a_finite_logprob(server: Server) -> None:
     answer = server.openai.completions.create(model="fake", prompt=[5], max_tokens=1, logprobs=6)
     assert min(answer.choices[0].logprobs.top_logprobs[0].values()) == -9999.0
 
@@ -289,7 +289,7 @@ def test_several_sequences(server: Server) -> None:
     assert server.info()["requests"]["running"] == 0
 
 
-def test_usage_tells_what_became_of_drafts(start: Start, model_dir: Path) -> None:
+def test_usage_counts_accepted_and_rejected_drafts(start: Start, model_dir: Path) -> None:
     """Steps of four tokens, three of them drafts; the fake target takes all that there is room for."""
     create = start(model_dir, tokens_per_step=4).openai.completions.create
     usage = create(model="fake", prompt="abc", max_tokens=10).usage  # 4 + 4 + 2

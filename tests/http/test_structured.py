@@ -103,15 +103,13 @@ def test_guided_json(tiny: Server) -> None:
     ],
     ids=["schema", "regex", "EBNF", "reference", "depth"],
 )
-def test_what_cannot_be_compiled_is_refused_and_the_server_lives(
-    tiny: Server, options: dict[str, Any], says: str
-) -> None:
+def test_uncompilable_structured_outputs_return_400(tiny: Server, options: dict[str, Any], says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=re.escape(says)):
         chat(tiny, **options)
     assert_a_cat(chat(tiny, response_format=CAT).choices[0].message.content)
 
 
-def test_a_request_whose_grammar_is_being_compiled_holds_up_nobody() -> None:
+def test_grammar_compilation_does_not_block_other_requests() -> None:
     """It is answered when that is done; what came later runs meanwhile, and what left is forgotten."""
     compiling: dict[str, Future[None]] = {"slow": Future(), "left": Future()}
     with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:

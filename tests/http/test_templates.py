@@ -57,7 +57,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", HARD.values(), ids=list(HARD))
-def test_what_would_take_all_is_ended(renderer: Renderer, text: str) -> None:
+def test_templates_beyond_time_or_memory_limits_are_killed(renderer: Renderer, text: str) -> None:
     template = renderer._forks._template
     assert template is not None
     with pytest.raises((TemplateTooHard, TemplateFailed)):
@@ -68,7 +68,7 @@ def test_what_would_take_all_is_ended(renderer: Renderer, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", REACHING)
-def test_what_reaches_out_is_refused(renderer: Renderer, text: str) -> None:
+def test_templates_cannot_reach_python_internals(renderer: Renderer, text: str) -> None:
     try:
         found = renderer.render(text, HI)
     except TemplateFailed:

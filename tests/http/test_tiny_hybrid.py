@@ -159,7 +159,7 @@ def test_a_thinking_budget(line: Server, plain: Server) -> None:
     ["required", pytest.param({"type": "function", "function": {"name": "tell"}}, marks=pytest.mark.full)],
     ids=["required", "named"],
 )
-def test_a_tool_call_after_a_thought(choice: object, line: Server, plain: Server) -> None:
+def test_tool_call_after_reasoning(choice: object, line: Server, plain: Server) -> None:
     parameters = {"type": "object", "properties": {"pens": {"type": "integer", "maximum": 99}}, "required": ["pens"]}
     tools = [{"type": "function", "function": {"name": "tell", "parameters": parameters}}]
     asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
@@ -175,7 +175,7 @@ def test_a_tool_call_after_a_thought(choice: object, line: Server, plain: Server
 
 
 @pytest.mark.full
-def test_it_speculates_by_default(bare: Server) -> None:
+def test_tiny_hybrid_speculates_by_default(bare: Server) -> None:
     message = chat(bare, max_tokens=40)["message"]
     assert "5 * 12 = 60" in message["reasoning_content"], "the template's text says which parser"
     counters = bare.info()["counters"]

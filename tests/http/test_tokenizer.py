@@ -113,7 +113,7 @@ def test_stop_strings(bytes_: Tokenizer, chunk: int, stop: tuple[str, ...], text
     assert detokenizer.num_tokens == sum(len(bytes_.encode(c)) for c in "Hello, world 🙂"[:until])
 
 
-def test_nothing_that_may_become_a_stop_string_is_given_out_early(bytes_: Tokenizer) -> None:
+def test_text_that_may_become_a_stop_string_is_held_back(bytes_: Tokenizer) -> None:
     detokenizer = Detokenizer(bytes_, SamplingParams(stop=("abcX",)), [])
     ids = [bytes_.encode(c)[0] for c in "abcabcX"]
     assert [detokenizer.feed([i]) for i in ids] == ["", "", "", "abc", "", "", ""]

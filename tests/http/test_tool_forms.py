@@ -38,7 +38,7 @@ def read(form: str, pieces: list[str], parallel: bool = True, ends: bool = False
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_wherever_pieces_are_cut(case: str) -> None:
+def test_tool_call_parsing_is_independent_of_delta_boundaries(case: str) -> None:
     form, answer, expected = CASES[case]
     for ends in (False, True):
         assert read(form, [answer], ends=ends) == expected
@@ -53,7 +53,7 @@ def test_wherever_pieces_are_cut(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [name for name, (_, _, (_, calls)) in CASES.items() if len(calls) > 1])
-def test_one_call_where_no_more_are_wanted(case: str) -> None:
+def test_parallel_false_returns_one_call(case: str) -> None:
     form, answer, (_, calls) = CASES[case]
     for pieces in ([answer], list(answer)):
         assert read(form, pieces, parallel=False)[1] == calls[:1]
@@ -83,7 +83,7 @@ def test_arguments_come_as_they_are_written() -> None:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("specials", [False, True])
-def test_what_a_grammar_allows_is_read_back(form: Any, specials: bool) -> None:
+def test_grammar_conforming_calls_are_parsed(form: Any, specials: bool) -> None:
     """Calls are walked through the structure's own parts; tokens stand for their marks."""
     ids = {mark: 1000 + i for i, mark in enumerate(form.marks)} if specials else {}
     texts = {i: mark for mark, i in ids.items()}
@@ -172,7 +172,7 @@ def test_a_schema_that_refers_to_itself() -> None:
         ("{{ messages }}", None),
     ],
 )
-def test_which_form_a_template_asks_for(template: str, name: str | None) -> None:
+def test_tool_format_is_detected_from_the_template(template: str, name: str | None) -> None:
     found = format_of(template)
     assert (found and found.name) == name
 

@@ -45,7 +45,7 @@ def answer(server: Server, text: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", ["hermes", "hermes two", "hermes between", "plain"])
-def test_whole_answers_and_streams(echo: Server, case: str) -> None:
+def test_complete_and_streamed_tool_calls(echo: Server, case: str) -> None:
     _, text, (content, calls) = CASES[case]
     (choice,) = answer(echo, text, seed=1).choices
     message = choice.message
@@ -114,7 +114,7 @@ def prompt_of(server: Server, messages: list[Any], **options: Any) -> str:
     return given["choices"][0]["message"]["content"]
 
 
-def test_what_a_template_gets(echo: Server) -> None:
+def test_tool_messages_passed_to_the_chat_template(echo: Server) -> None:
     calls = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
     messages = [
         {"role": "user", "content": "Hi."},
@@ -133,7 +133,7 @@ def test_what_a_template_gets(echo: Server) -> None:
                          '"parameters": {"type": "object", "properties": {}}}}]')  # fmt: skip
 
 
-def test_a_template_without_tools_is_told_of_them(model_dir: Path, start: Start) -> None:
+def test_tools_are_described_to_templates_without_tool_support(model_dir: Path, start: Start) -> None:
     calls = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -188,7 +188,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_said(echo: Server, case: str) -> None:
+def test_invalid_tool_requests_return_400(echo: Server, case: str) -> None:
     request, says = BAD[case]
     given = echo.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], **request})
     assert given.status_code == 400, given.text
@@ -301,7 +301,7 @@ def test_strict_tools_leave_text_free(tiny: Server) -> None:
     assert ask(tiny, tools=strict, max_tokens=40).choices[0].message.content
 
 
-def test_a_schema_that_cannot_be_a_grammar(tiny: Server) -> None:
+def test_uncompilable_tool_schema_raises(tiny: Server) -> None:
     bad = [tool("f", {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}, "required": ["a"]})]
     with pytest.raises(openai.BadRequestError, match="tools cannot be made a grammar") as error:
         ask(tiny, tools=bad, tool_choice="required")

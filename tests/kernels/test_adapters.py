@@ -96,7 +96,7 @@ def test_rows_without_an_adapter_keep_minus_zero(run, device):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_rows_are_exact_in_any_company(run, device, assert_rows_exact):
+def test_rows_are_batch_invariant(run, device, assert_rows_exact):
     y, x, a, b, ids = inputs(6, 520, (16, 4), 16, torch.float32, "cpu" if run == "twin" else device)
     assert_rows_exact(lambda y, x, ids: added(run, y, x, a, b, (16, 4), plan(ids)), y, x, ids)
 
@@ -118,7 +118,7 @@ def test_twin_and_kernel_agree(device, dtype, assert_close):
     assert_close(added("kernel", y, x, a, b, (40, 8), plan(ids)), twin)
 
 
-def test_no_row_has_an_adapter(device):
+def test_batch_without_adapters_is_unchanged(device):
     y, x, a, b, ids = inputs(6, 64, (48,), 16, torch.float32, device)
     nobody = torch.full_like(ids, LOADED)
     assert torch.equal(added("kernel", y, x, a, b, (48,), plan(nobody)), y)
@@ -200,7 +200,7 @@ def test_one_launch_has_the_bits_of_launches_of_their_own(run, rows, dtype, devi
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_rows_of_one_launch_are_exact_in_any_company(run, device, assert_rows_exact):
+def test_rows_of_one_launch_are_batch_invariant(run, device, assert_rows_exact):
     _, x, a, b, ids = inputs(6, 520, (16, 4), 16, torch.float32, "cpu" if run == "twin" else device)
     weight, _ = weights(20, 520, torch.float32, x.device)
     assert_rows_exact(lambda x, ids: in_one_launch(run, weight, None, x, a, b, (16, 4), ids), x, ids)
@@ -214,7 +214,7 @@ def test_one_launch_keeps_minus_zero_of_rows_without_an_adapter(device):
     assert not out[ids == LOADED].any()
 
 
-def test_a_tile_that_waits_in_vain_says_so(device, monkeypatch):
+def test_tile_that_times_out_writes_nan(device, monkeypatch):
     """Rows with an adapter become NaN, others stay. The counter begins too low."""
     if device.type == "cuda":
         pytest.skip("on a GPU the wait takes seconds")
@@ -227,7 +227,7 @@ def test_a_tile_that_waits_in_vain_says_so(device, monkeypatch):
     assert torch.equal(out[ids == LOADED], launch_linear(x, weight, None, None)[ids == LOADED])
 
 
-def test_which_passes_take_one_launch(monkeypatch):
+def test_conditions_for_single_launch_adapters(monkeypatch):
     _, x, a, b, ids = inputs(70, 64, (48,), 16, torch.float32, "cpu")
     weight, _ = weights(48, 64, torch.float32, "cpu")
 
@@ -248,7 +248,7 @@ def test_which_passes_take_one_launch(monkeypatch):
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("rows", "k", "width", "rank"), [(9, 40, 33, 16), (40, 530, 100, 32), (70, 520, 70, 64)])
-def test_silu_reads_what_was_expanded(run, rows, k, width, rank, dtype, device):
+def test_fused_expand_and_silu_equals_separate_launches(run, rows, k, width, rank, dtype, device):
     """The bits of expanding and SiLU one after the other, of all rows; its input stays."""
     y, x, a, b, ids = inputs(rows, k, (width, width), rank, dtype, "cpu" if run == "twin" else device)
     silu, product = (adapter_silu_op.cpu, silu_mul.cpu) if run == "twin" else (silu_cuda, launch_silu_mul)

@@ -126,7 +126,7 @@ def _touched_early(ptx: str, touches: re.Pattern) -> bool:
     return False
 
 
-def test_ways_through_the_code() -> None:
+def test_early_access_check_follows_branches() -> None:
     """A write after the wait may stand before it in the text, and one before it after it."""
     fine = [".entry f()", "bra.uni $B;", "$A:", "st.global.b32 [x], y;", "ret;", "$B:", "griddepcontrol.wait;"]
     early = [".entry f()", "@%p1 bra $B;", "griddepcontrol.wait;", "ret;", "$B:", "st.global.b32 [x], y;"]

@@ -283,7 +283,7 @@ def test_without_hopper_all_attention_is_one_kernel():
 
 
 @pytest.mark.parametrize("heads", [2, 4, 8, 16, 32, 64])
-def test_what_the_kernel_for_hopper_is_compared_on_has_tiles_that_it_serves(heads: int) -> None:
+def test_proof_inputs_of_hopper_attention_fill_its_tiles(heads: int) -> None:
     """Else the comparison would be of one kernel with itself."""
     lengths, starts = hopper.proof_lengths(heads), (700, 13)
     for tokens in (sum(lengths), sum(lengths) - sum(starts)):
@@ -294,7 +294,7 @@ def test_what_the_kernel_for_hopper_is_compared_on_has_tiles_that_it_serves(head
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 128), (4, 128), (8, 128), (16, 128), (32, 128), (2, 256)])
-def test_what_the_kernel_for_hopper_is_compared_on_can_be_read(heads: int, dim: int) -> None:
+def test_proof_inputs_of_hopper_attention_have_nan_only_in_masked_slots(heads: int, dim: int) -> None:
     """NaN stands where no token may look, and nowhere else; a difference to what serves otherwise is seen."""
     proof, device = (heads, heads, dim, torch.float16, torch.device("cpu")), torch.device("cpu")
     off = 0.0

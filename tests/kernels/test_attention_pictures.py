@@ -21,7 +21,7 @@ def requests(triton: bool, window: int, **options) -> Requests:
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0])
-def test_it_is_float64s_in_any_pass(triton, window, soft_cap):
+def test_attention_over_images_matches_float64_in_any_pass(triton, window, soft_cap):
     if triton and soft_cap and window != 12:
         return  # one of them, in the interpreter
     case = requests(triton, window, soft_cap=soft_cap, planned_window=True)
@@ -37,7 +37,7 @@ def test_it_is_float64s_in_any_pass(triton, window, soft_cap):
     assert torch.equal(inside, got[250:300])
 
 
-def test_the_reference_is_float64s():
+def test_reference_matches_float64():
     case = requests(False, 12)
     positions = case._int32([*range(300), *range(40)])
     until = case._int32([case.until(row, p) for row, n in enumerate(LENGTHS) for p in range(n)])

@@ -105,7 +105,7 @@ def test_rounds_on_hopper_have_the_same_bits(heads, kv_heads, dtype, first, monk
     assert launched, "it was not the kernel for Hopper"
 
 
-def test_it_serves_where_it_can(monkeypatch):
+def test_supported_shapes_of_round_attention(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
     heads = 32, 8, 128, torch.bfloat16
@@ -117,7 +117,7 @@ def test_it_serves_where_it_can(monkeypatch):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (32, 8), (32, 1)])
-def test_what_it_is_compared_on_can_be_read(heads: int, kv_heads: int) -> None:
+def test_proof_inputs_of_round_attention_have_nan_only_in_masked_slots(heads: int, kv_heads: int) -> None:
     """NaN stands where no token may look, and nowhere else; a difference to what serves otherwise is seen."""
     device, off, widths = torch.device("cpu"), 0.0, []
     proof = heads, kv_heads, 128, torch.float16, device

@@ -64,14 +64,14 @@ def test_ids_name_the_tokens(best):
     assert set(got.flatten().tolist()) <= set(ids.tolist())
 
 
-def test_the_first_is_what_is_picked_whatever_the_filters(best):
+def test_first_candidate_equals_the_sampled_token(best):
     logits = torch.randn(len(ROWS), 600) * 3
     slots = torch.arange(len(ROWS), dtype=torch.int32)
     got = best(logits, ROWS, 4)
     assert torch.equal(got[:, 0], sampling.sample.cpu(logits, slots, 1, *fields_of(ROWS)))
 
 
-def test_what_filters_drop_is_no_candidate(best):
+def test_filtered_tokens_are_not_candidates(best):
     rows = [{"top_k": 2}, {"top_k": 1, "temperature": 0.7}, {"min_p": 1.0}, {"top_k": 2, "temperature": 0.0}]
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 4)
     got = best(logits, rows, 3)

@@ -54,7 +54,7 @@ def picked(logits, rows, width=1, offset=0, edited=None):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("width", [1, 3, 9])
-def test_the_best_of_all_parts_is_what_is_picked(best, ranks, width, dtype):
+def test_best_key_over_all_ranks_is_the_sampled_token(best, ranks, width, dtype):
     """Several blocks of columns in a part, with blocks of either size."""
     logits = (torch.randn(len(UNFILTERED) * width, 9000) * 2).to(dtype)
     got = best(logits, UNFILTERED, ranks, width=width, offset=2)
@@ -83,7 +83,7 @@ def test_ties_go_to_the_lowest_id_of_all_ranks(best):
 
 @pytest.mark.parametrize("nothing", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("rows", [[{"temperature": 0.0}], [{}]], ids=["greedy", "drawn"])
-def test_what_is_no_number_is_never_picked(best, rows, nothing):
+def test_nan_and_minus_infinity_are_never_picked(best, rows, nothing):
     """Where there is nothing else, token 0 is, as from whole rows; columns after a part's end are no tokens."""
     logits = torch.full((1, 10), nothing)
     assert best(logits, rows, 2, 3).tolist() == [[0, -1, -1]]

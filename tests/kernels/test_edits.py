@@ -111,7 +111,7 @@ def both(logits, slots, width, drafts, batch, device, **options):
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_they_are_transformers_processors(width, dtype, device):
+def test_edits_match_transformers_processors(width, dtype, device):
     """Position j of a round has seen the drafts before it."""
     batch = rows()
     logits = (torch.randn(len(batch) * width, VOCAB) * 4).to(dtype)
@@ -196,7 +196,7 @@ def test_a_row_depends_on_no_other(device, assert_rows_exact):
     )
 
 
-def test_rows_that_ask_for_nothing_are_left_alone(device):
+def test_rows_without_edits_are_not_written(device):
     batch = rows()
     slots = torch.arange(len(batch), dtype=torch.int32)
     no_drafts = torch.empty((len(batch), 0), dtype=torch.int32)

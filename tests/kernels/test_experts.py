@@ -112,7 +112,7 @@ def test_rows_are_exact(run, dtype, device, assert_rows_exact):
     assert_rows_exact(layer, x, ids, weights, gates, residual)
 
 
-def test_what_padding_holds_reaches_no_other_row(device):
+def test_padding_rows_do_not_affect_other_rows(device):
     experts, dtype = 4, torch.float32
     x, gate_up, down = inputs(6, 32, 16, experts, 1, dtype, device)
     ids = choice(6, experts, 2).to(device)
@@ -180,7 +180,7 @@ def test_the_sort_is_stable_and_its_tiles_cover_every_pair_once(rows, experts, t
 
 @pytest.mark.parametrize("programs", [1, 2])
 @pytest.mark.parametrize(("rides", "hidden", "inner"), [(0, 128, 192), (1, 128, 192), (1, 384, 320)])
-def test_the_kernel_of_prompts_waits_for_what_it_reads(rides, hidden, inner, programs):
+def test_prefill_kernel_threads_wait_for_their_inputs(rides, hidden, inner, programs):
     """As threads (``gluon_threads``): tiles with pairs for both groups, for one, for none; outputs beyond the last.
 
     Tiles have fewer steps than there are stages, and more: a group that leaves one out must not run ahead.
@@ -224,7 +224,7 @@ def test_the_kernel_of_prompts_has_the_tritons_bits(shape, device):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_proof_multiplies_what_the_weights_read(ranks, monkeypatch):
+def test_proof_inputs_match_weight_shapes(ranks, monkeypatch):
     """Also those of a rank, whose ``down`` reads more than its ``gate_up`` makes."""
     hidden, inner, experts = 32, 64, 4
     _, gate_up, down = inputs(3, hidden, inner, experts, 1, torch.float16, torch.device("cpu"))

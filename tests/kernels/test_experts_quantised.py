@@ -90,7 +90,7 @@ def plans(ids: torch.Tensor, experts: int, tile: int) -> dict[str, ExpertPlan]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_pairs_row_is_its_experts(kind, shape):
+def test_output_row_of_a_pair_matches_its_expert(kind, shape):
     """The twins against one linear layer for each pair, which its own tests compare with float64."""
     rows, hidden, inner, experts, top_k, rides = shape
     up, down = stack_of(kind, experts + rides, [inner, inner], hidden), stack_of(kind, experts + rides, [hidden], inner)
@@ -122,7 +122,7 @@ TWINS = [
 
 
 @pytest.mark.parametrize(("kind", "shape", "plan"), TWINS)
-def test_kernels_are_like_their_twins(kind, shape, plan, dtype, device, assert_close):
+def test_kernels_match_their_references(kind, shape, plan, dtype, device, assert_close):
     rows, hidden, inner, experts, top_k, rides = shape
     up, down = stack_of(kind, experts + rides, [inner, inner], hidden), stack_of(kind, experts + rides, [hidden], inner)
     x, ids = torch.randn(rows, hidden).to(dtype), choice(rows, experts, top_k)
@@ -167,7 +167,7 @@ def both_groups_and_one(rows: int, experts: int, top_k: int, tile: int) -> Exper
 
 @pytest.mark.parametrize("programs", [1, 2])
 @pytest.mark.parametrize("made", ["fp8 by block", "fp8 by output", "quantised"])
-def test_the_kernel_of_prompts_waits_for_what_it_reads(made, programs):
+def test_prefill_kernel_threads_wait_for_their_inputs(made, programs):
     """As threads (``gluon_threads``): other scales in each step and half of a tile, outputs beyond the last."""
     rows, experts, top_k, rides = 70, 5, 3, programs - 1
     kind = "fp8 by output" if made == "fp8 by output" else "fp8 by block"
@@ -200,7 +200,7 @@ def test_the_kernel_of_prompts_waits_for_what_it_reads(made, programs):
 
 @pytest.mark.parametrize("kind", ["fp8 by block", "fp8 by output"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_quantised_result_is_the_results(kind, shape):
+def test_fused_quantised_output_equals_quantised_output(kind, shape):
     """Both kinds of operand of ``down`` give the same rows, and gate and up with a quantised result make it."""
     rows, hidden, inner, experts, top_k, rides = shape
     up, down = stack_of(kind, experts + rides, [inner, inner], hidden), stack_of(kind, experts + rides, [hidden], inner)
@@ -223,7 +223,7 @@ def test_the_kernel_of_prompts_has_the_tritons_bits(shape, kind, device):
         assert experts_fp8._same_bits(on(device, up), on(device, down), dtype, experts, top_k)
 
 
-def test_what_ranks_gather_is_not_quantised() -> None:
+def test_gathered_gate_outputs_are_not_quantised() -> None:
     """A rank that has some of gate's outputs makes plain rows, which are gathered; one that has all may quantise."""
     up = stack_of("fp8 by block", 4, [128, 128], 128)
     format = Fp8Experts(SimpleNamespace(operands=lambda _: up))

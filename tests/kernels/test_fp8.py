@@ -153,7 +153,7 @@ def test_op_dispatches_and_knows_its_shape():
     assert fp8.prove_fp8(weight, scales, torch.float32), "nothing to compare on a CPU"
 
 
-def test_where_torch_has_no_such_product_triton_serves(monkeypatch):
+def test_unsupported_scaled_mm_fails_the_proof(monkeypatch):
     """The proof fails instead of raising, and what failed stays failed."""
     monkeypatch.setattr(fp8, "launch_quantize", lambda x, group: (x, x))
     monkeypatch.setattr(fp8, "launch_fp8_product", lambda *given: torch.zeros(1))

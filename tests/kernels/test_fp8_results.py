@@ -99,7 +99,7 @@ def test_gated_norms(heads, dim, dtype, device):
     assert_quantised(launch_gated_norm_fp8(*given, 128), launch_gated_norm(*given), 128)
 
 
-def test_gated_norm_says_what_it_can_quantise():
+def test_sizes_that_gated_norm_can_quantise():
     """It has eight heads of a row."""
     assert not quantises(128, 0)
     assert not quantises(8, 128)
@@ -109,7 +109,7 @@ def test_gated_norm_says_what_it_can_quantise():
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("rows", "size", "top_k"), [(1, 64, 2), (5, 300, 3)])
-def test_what_experts_said(rows, size, top_k, shared, group, dtype, device):
+def test_combined_expert_outputs_are_quantised(rows, size, top_k, shared, group, dtype, device):
     y, own, residual = (rows_of(n, size, dtype=dtype, device=device) for n in (rows * top_k, rows, rows))
     y[-1] = torch.nan  # a pair without an expert
     weights = torch.rand(rows, top_k).to(device)

@@ -52,7 +52,7 @@ def test_values_from_keys_are_those_of_a_copied_projection(op, v_norm, dtype, de
         assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
-def test_as_many_keys_as_queries_are_not_taken_for_gates():
+def test_equal_query_and_key_heads_are_not_read_as_gates():
     """2 (Hq + Hkv) heads of one size would be queries with gates."""
     case = make_case(24, 24, True, torch.float32, "cpu", heads=4, kv_heads=4)
     q, _, v = run(rope_and_cache, case, case.qkv[:, : 8 * 24].contiguous(), 24, False, True)
@@ -62,7 +62,7 @@ def test_as_many_keys_as_queries_are_not_taken_for_gates():
 
 @pytest.mark.parametrize("choose", [launch_choose, choose_cpu])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16])
-def test_factors_come_after_the_normalisation(choose, kind, device):
+def test_router_factors_apply_after_normalisation(choose, kind, device):
     device = torch.device("cpu") if choose is choose_cpu else device
     logits, factors = torch.randn(9, 13).to(device), torch.randn(13).to(device, kind)
     positions = torch.tensor([0, 1, -1, 3, 4, 5, 6, -1, 8], dtype=torch.int32, device=device)
@@ -74,7 +74,7 @@ def test_factors_come_after_the_normalisation(choose, kind, device):
     assert (weights[~real] == 0).all()
 
 
-def test_the_router_hands_factors_on():
+def test_route_passes_expert_factors():
     x, weight, factors = torch.randn(5, 24), torch.randn(7, 24), torch.rand(7)
     with_factors = route(x, weight, None, None, 7, 3, True, None, factors)
     plain = route(x, weight, None, None, 7, 3, True)

@@ -42,7 +42,7 @@ def printed() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("by_triton", [False, True])
-def test_they_do_not_depend_on_the_order(printed: list[list[str]], by_triton: bool) -> None:
+def test_triton_cache_keys_do_not_depend_on_import_order(printed: list[list[str]], by_triton: bool) -> None:
     """Those of Triton alone do, which is why it is changed; this may end with a version of Triton."""
     first, second = (lines[by_triton] for lines in printed)
     assert int(first.split()[0]) > 250

@@ -206,7 +206,7 @@ def tensor_core(monkeypatch):
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dim", [32, pytest.param(128, marks=pytest.mark.full)])
-def test_scales_may_lie_far_apart(triton, dim, tensor_core, assert_close):
+def test_scales_of_very_different_magnitude(triton, dim, tensor_core, assert_close):
     """Keys and values of all magnitudes in a step: tiles of many rows scale these, tiles of few rows their weights."""
     case = Requests([300], triton, torch.float16, heads=8, kv_heads=1, dim=dim, e4m3=True, spread=True)
     many = case.extend([(0, 236, 300)], 32)
@@ -230,7 +230,7 @@ def test_rounds_and_chunks_have_the_bits_of_one_pass(triton, window):
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("byte", [0x7F, 0xFF])
-def test_stale_bytes_are_never_seen(triton, byte):
+def test_stale_bytes_do_not_affect_attention(triton, byte):
     """Behind a window, after a request's end and in the padding page: NaN as e4m3, and exponents that are infinite."""
     case = Requests([300, 17], triton, window=40, e4m3=True)
     spans, ends = [(0, 290, 300), (1, 8, 17)], [(0, 300), None, (1, 17)]

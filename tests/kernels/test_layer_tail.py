@@ -44,7 +44,7 @@ SIZES = {  # rows, h, q, i, f, programs, EACH, STAGES
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("case", SIZES)
-def test_programs_meet_and_compute_the_layer(case: str, bias: bool) -> None:
+def test_simulated_programs_match_the_reference(case: str, bias: bool) -> None:
     rows, h, q, i, f, programs, each, stages = SIZES[case]
     counters = torch.zeros(32, dtype=torch.int64)
     for seed in range(3):  # counters go on from launch to launch
@@ -101,7 +101,7 @@ def test_tiles_of_an_8b_model_on_an_h200() -> None:
     assert tail.LayerTailTiles.of(4096, 12288, 6144, 132) == tail.LayerTailTiles(h=32, i=32, f=48)
 
 
-def test_one_engine_of_a_process_has_launches_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_engine_per_device_claims_persistent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     class Owner: ...
 
     device, first, second = torch.device("cuda", 7), Owner(), Owner()
@@ -131,7 +131,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("broken", BREAKS)
-def test_threads_see_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_detects_broken_synchronisation(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative controls of the first test."""
     x, residual, weights = made(3, 192, 320, 448, 256, torch.float16)
     monkeypatch.setattr("tests.kernels.gluon_threads.LIMIT", 0.3)

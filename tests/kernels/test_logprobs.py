@@ -46,7 +46,7 @@ def case(dtype, width=1):
 
 @pytest.mark.parametrize("processed", [False, True], ids=["raw", "processed"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_they_are_the_logarithms_of_the_softmax(width, processed, dtype, device, monkeypatch):
+def test_logprobs_equal_log_softmax(width, processed, dtype, device, monkeypatch):
     monkeypatch.setattr(room, "BLOCK", 256)  # several blocks, one of them short
     arguments = case(dtype, width)
     logits, slots, _, tokens, edited, _ = arguments
@@ -86,7 +86,7 @@ def test_ties_go_to_the_lowest_ids_and_nan_counts_for_nothing(device):
                 assert unpack(out[n], WANTED[slot])[2] == order
 
 
-def test_fewer_tokens_than_wanted(device):
+def test_missing_alternatives_have_impossible_logprobs(device):
     """The filters kept three: the rest of the alternatives are impossible, and say so."""
     logits, slots, width, tokens, edited, threshold = case(torch.float32)
     slots = torch.full((ROWS,), 7, dtype=torch.int32)  # three wanted

@@ -65,7 +65,7 @@ def test_the_longest_latest_match_is_continued(ops, trial, longest, shortest):
     ],
     ids=["once", "latest", "longest", "period-1", "period-2", "new", "one-token", "empty", "across", "alike", "behind"],
 )
-def test_by_the_book(ops, own, longest, expected):
+def test_ngram_lookup_examples(ops, own, longest, expected):
     history, length = slots_of([own], ops)
     drafts = ops.tensor([[7] * 3])
     scratch = lookup.lookup_scratch(1, 1, ops.device)
@@ -116,7 +116,7 @@ def test_the_vote_equals_the_oracle(ops, trial):
     ],
     ids=["majority", "most-specific", "factor-1", "factor-1-of-2", "factor-2.5", "split", "half", "end"],
 )  # fmt: skip
-def test_the_vote_by_the_book(ops, ring, own, factor, share, expected):
+def test_shared_ngram_vote_examples(ops, ring, own, factor, share, expected):
     history, length = slots_of([own], ops)
     drafts = ops.tensor([[7] * 3])
     scratch = lookup.lookup_scratch(1, 16, ops.device)

@@ -69,7 +69,7 @@ def test_paths_equal_the_oracle(ops, trial):
     ],
     ids=["distinct", "prefix", "longer", "order", "one-token", "embedding"],
 )
-def test_by_the_book(ops, own, sizes, expected):
+def test_ngram_tree_lookup_examples(ops, own, sizes, expected):
     assert run(ops, [own], [0], sizes, 2, 4, 1) == [expected]
 
 

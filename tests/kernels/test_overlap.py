@@ -20,7 +20,7 @@ def calls(statement: ast.stmt) -> list[str]:
     return [name_of(node) for node in ast.walk(statement) if isinstance(node, ast.Call)]
 
 
-def test_what_a_layer_runs_is_overlapped() -> None:
+def test_layer_kernels_are_declared_overlapped() -> None:
     assert overlapped_kernels() == {
         "_linear_kernel", "_add_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_sigmoid_gate_kernel",
         "_rope_and_cache_kernel",
@@ -46,7 +46,7 @@ def test_what_a_layer_runs_is_overlapped() -> None:
 
 
 @pytest.mark.parametrize("kernel", sorted(overlapped_kernels() - overlap.READ_EARLY - overlap.BESIDE))
-def test_it_follows_before_it_touches_anything(kernel: str) -> None:
+def test_kernels_wait_before_their_first_access(kernel: str) -> None:
     """What the compiler makes of it: tests/kernels/test_aot.py."""
     before: list[str] = []
     for statement in functions()[kernel].body:
@@ -59,7 +59,7 @@ def test_it_follows_before_it_touches_anything(kernel: str) -> None:
 
 
 @pytest.mark.parametrize(("capability", "able"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
-def test_only_devices_that_can_are_asked_to(
+def test_overlap_is_enabled_by_compute_capability(
     capability: tuple[int, int], able: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -70,7 +70,7 @@ def test_only_devices_that_can_are_asked_to(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU runs one after the other")
-def test_a_chain_has_the_bits_of_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapped_chain_equals_serial_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     """200 kernels in a graph, each a few microseconds, each reading what the one before it wrote."""
     torch.manual_seed(0)
     size, rows = 1024, 5
@@ -113,7 +113,7 @@ def test_a_chain_has_the_bits_of_one_that_waits(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(got, expected)
 
 
-def test_kernels_declare_what_they_do_before_their_turn() -> None:
+def test_kernels_declare_early_reads() -> None:
     assert {"layer_tail_kernel", "fp8_rows_kernel", "_rms_norm_kernel"} <= overlap.READ_EARLY
     assert {"walk_kernel"} == overlap.BESIDE
     assert {"_quantize_kernel", "attention_kernel"} <= overlap.LEADING

@@ -56,7 +56,7 @@ def test_the_norm_of_a_gathered_sum(rows: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("dims", [(128, 128), (256, 64), (64, 64)])
-def test_heads_that_turn(dims: tuple[int, int], parts: int, device: torch.device) -> None:
+def test_rotary_of_divided_heads(dims: tuple[int, int], parts: int, device: torch.device) -> None:
     """Also those of which a program has fewer than it has room for. Several ranks hold the same KV head."""
     op = rope_and_cache if ON_GPU else launch_rope_and_cache
     case = make_case(*dims, True, DTYPE, device, tokens=64 if ON_GPU else 3, heads=32, kv_heads=8)

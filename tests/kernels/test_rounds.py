@@ -105,7 +105,7 @@ def test_commit_equals_the_oracle(ops, width, trial):
         "no-room",
     ],
 )
-def test_commit_by_the_book(ops, tokens, drafts, max_length, stops, expected):
+def test_commit_examples(ops, tokens, drafts, max_length, stops, expected):
     row = {"length": 10, "max_length": max_length, "status": FinishReason.RUNNING, "last_token": 4, "stops": stops}
     fields = slots_of([row], ops.device)
     result = ops.commit(

@@ -46,7 +46,7 @@ def test_ties_go_to_the_lower_id(choose, device):
 
 
 @pytest.mark.parametrize("choose", [launch_choose, choose_cpu])
-def test_of_padding_only_the_weights_are_strange(choose, device):
+def test_nonfinite_padding_rows_have_valid_experts(choose, device):
     nan, inf = float("nan"), float("inf")
     clean = logits_of(1, 6, device)
     rows = torch.tensor([[nan] * 6, [inf] * 6, [-inf] * 6, [nan, 1, inf, -inf, 2, nan]]).to(device)
@@ -71,7 +71,7 @@ def test_padding_has_no_expert(choose, device):
 
 
 @pytest.mark.parametrize("choose", [launch_choose, choose_cpu])
-def test_a_pass_of_padding_alone_has_experts_in_turns(choose, device):
+def test_all_padding_pass_assigns_experts_round_robin(choose, device):
     """It is run to be measured: without experts it would say that many tokens cost what one does."""
     positions = torch.full((4,), -1, dtype=torch.int32).to(device)
     ids, weights, _ = choose(logits_of(4, 5, device), positions, None, 5, 3, True)

@@ -104,7 +104,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("lanes", "kind"), [(2048, "smooth"), *((128, kind) for kind in KINDS)])
-def test_thresholds_keep_what_the_twin_keeps(lanes, kind, dtype, device, monkeypatch):
+def test_filter_thresholds_equal_the_reference(lanes, kind, dtype, device, monkeypatch):
     """With few lanes the search passes over the row. Rows whose filters are off, or do not matter, keep everything."""
     monkeypatch.setattr(sampling, "FILTER_LANES", lanes)
     logits = KINDS[kind](torch.randn(len(ROWS), 1500)).to(dtype)

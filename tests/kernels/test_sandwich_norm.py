@@ -63,7 +63,7 @@ def test_rows_are_exact(run, size, dtype, device, assert_rows_exact):
 
 
 @pytest.mark.parametrize("group", [128, 0])
-def test_quantises_what_it_would_store(group, device):
+def test_fused_quantisation_equals_quantised_output(group, device):
     arguments = inputs(5, 256, torch.float16, device)
     total, normed, x8, scales = launch_add_normed(*arguments, group, True)
     plain_total, plain, *_ = launch_add_normed(*arguments)
@@ -116,7 +116,7 @@ def test_gelu_rows_are_exact(run, size, dtype, device, assert_rows_exact):
     assert_rows_exact(run, torch.randn(9, 2 * size).to("cpu" if run is gelu_mul.cpu else device, dtype))
 
 
-def test_gelu_quantises_what_it_would_store(device):
+def test_gelu_fused_quantisation_equals_quantised_output(device):
     x = torch.randn(5, 512).to(device, torch.float16)
     for group in (128, 0):
         x8, scales = activation.launch_silu_mul_fp8(x, group, gelu=True)

@@ -44,7 +44,7 @@ def shares_of(rows: list[dict[str, Any]], drafts: list[list[int]], rates: list[l
 
 
 @pytest.mark.parametrize(("count", "k", "tokens"), [(1, 3, 3), (9, 1, 12), (12, 5, 27), (12, 7, 96), (11, 15, 14)])
-def test_the_likeliest_drafts_are_verified(ops: SimpleNamespace, count: int, k: int, tokens: int) -> None:
+def test_most_likely_drafts_are_verified(ops: SimpleNamespace, count: int, k: int, tokens: int) -> None:
     rng = random.Random(count * k)
     rows = random_rows(rng, count)
     order = [*rng.sample(range(count), count), count]  # and the padding slot

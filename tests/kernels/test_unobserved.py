@@ -32,7 +32,7 @@ def strided(case: SimpleNamespace, values: list[int]) -> torch.Tensor:
     return case.tensor([[n, -5] for n in values])[:, 0]
 
 
-def test_settle(case):
+def test_mark_observed(case):
     observed = case.tensor([1, 2, 3, 4, 5, 6])
     case.mark_observed(observed, case.tensor([4, 0]), strided(case, [10, 11, 12, 13, 14, 15]))
     assert observed.tolist() == [10, 2, 3, 4, 14, 6]
@@ -71,7 +71,7 @@ def test_take_pending(case, lag):
     assert moving.tolist() == [8, 11, 9, 3, 4, 0]
 
 
-def test_where_an_embedding_stands_token_0_is_taken(case):
+def test_embedding_positions_are_read_as_token_0(case):
     """A history has -1 there: no draft model has a row for it, and -1 in a result means that nothing follows."""
     history = case.history.clone()
     history[1, :7] = -1
@@ -81,7 +81,7 @@ def test_where_an_embedding_stands_token_0_is_taken(case):
     assert sampled.tolist() == [[0, 0, 107, 108]]
 
 
-def test_a_stash_is_what_is_taken():
+def test_stashed_states_are_taken_in_order():
     """Three rounds of width 1, then the ring's rows are those of the pending tokens, in order."""
     observed, length = torch.tensor([6, 0]).int(), torch.tensor([6, 0]).int()
     ring, slots = torch.zeros(2, WIDTH, 1), torch.tensor([0]).int()

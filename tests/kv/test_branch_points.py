@@ -28,7 +28,9 @@ END = 7
         (1000, 500, 900, 2, ()),
     ],
 )
-def test_points(length: int, first_end: int | None, cached: int, most: int, points: tuple[int, ...]) -> None:
+def test_branch_points_of_a_prompt(
+    length: int, first_end: int | None, cached: int, most: int, points: tuple[int, ...]
+) -> None:
     tokens = [1] * length
     if first_end is not None:
         tokens[first_end - 1] = END

@@ -94,7 +94,7 @@ def test_a_window_frees_its_pages(mixed: Path) -> None:
     assert 2 <= max(held) <= WINDOW // PAGE_SIZE + 4
 
 
-def test_a_prefix_hit_goes_on_from_its_snapshot(mixed: Path) -> None:
+def test_prefix_hit_resumes_from_its_snapshot(mixed: Path) -> None:
     """One token after a page's end and near it; the hit is as long as that of a model without recurrence.
 
     The snapshot after a prompt of whole pages serves longer prompts only: a prompt's last token is never cached.
@@ -137,7 +137,7 @@ def test_a_conversation_is_cached_alike_with_drafts(mixed: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [pytest.param(None, marks=pytest.mark.full), "ngram"])
-def test_a_snapshot_is_taken_where_prompts_branch(method: str | None, mixed: Path) -> None:
+def test_snapshot_is_taken_at_the_branch_of_prompts(method: str | None, mixed: Path) -> None:
     """The second prompt with the same beginning leaves a snapshot after the last page they share; the third hits it."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     base, *ends = prompts(6, VOCAB, low=70, high=71, seed=9)
@@ -204,7 +204,7 @@ def test_same_bytes_with_trees(method: str, mixed: Path, plain: list[list[int]],
 
 
 @pytest.mark.full
-def test_accepted_drafts_are_remembered_wherever_a_page_ends(mixed: Path) -> None:
+def test_accepted_drafts_across_page_ends_update_the_state(mixed: Path) -> None:
     """A text that repeats itself, so that drafts are accepted across many page ends."""
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, allowed_token_ids=(7, 8))
     prompt = [7, 8] * 6

@@ -68,7 +68,7 @@ def test_a_slot_is_pinned_until_all_ranks_have_written_it(ranks: Ranks) -> None:
     assert part(1) in files
 
 
-def test_what_one_rank_could_not_write_is_removed_on_all(ranks: Ranks) -> None:
+def test_failed_write_on_one_rank_removes_the_file_on_all(ranks: Ranks) -> None:
     index = HostIndex({0: 2})
     files = PageFiles(ranks, {}, 10 * SIZE, index)
     files.keep(part(1), index.put(part(1), index.take(0), True))
@@ -95,7 +95,7 @@ def test_a_prompt_waits_until_all_ranks_have_read(outcome: int, ranks: Ranks) ->
     assert index.take(0) >= 0, "the slot is free again, or gives way"
 
 
-def test_ranks_are_asked_for_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_outcomes_are_requested_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time rank 0 waits for them."""
     monkeypatch.setattr(page_files, "ASK_SECONDS", 60.0)
     ranks, index = Ranks(), HostIndex({0: 60})

@@ -29,7 +29,7 @@ def test_reserve_is_all_or_nothing() -> None:
     pool.check_integrity()
 
 
-def test_the_padding_page_is_never_given() -> None:
+def test_padding_page_is_never_reserved() -> None:
     pool = PagePool(4)
     assert PADDING_PAGE not in pool.open([1]).reserve(3 * PAGE_SIZE)
 
@@ -109,7 +109,7 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_eviction_is_by_last_use_whatever_came_before(seed: int) -> None:
+def test_eviction_order_equals_brute_force_lru(seed: int) -> None:
     """Against brute force: of all unlocked leaves the one that was used first."""
     rng, pool = random.Random(seed), PagePool(41)
     radix, held, evicted = pool.tree, [], 0

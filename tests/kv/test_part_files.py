@@ -29,7 +29,7 @@ def host() -> Host:
     return Host(host={0: [torch.arange(8.0).view(2, 4)]}, copied=threading.Event())
 
 
-def test_it_answers_again_until_rank_0_asks_no_more(host: Any, tmp_path: Path) -> None:
+def test_outcomes_are_repeated_until_rank_0_stops_asking(host: Any, tmp_path: Path) -> None:
     """Another rank may be later than this one."""
     files = PartFiles(tmp_path, bytes(16), host)
     asked: list[tuple[Part, bool]] = [(ONE, True), (TWO, True)]
@@ -52,7 +52,7 @@ def test_it_answers_again_until_rank_0_asks_no_more(host: Any, tmp_path: Path) -
     files.close()
 
 
-def test_only_rank_0_keeps_a_list_of_what_is_done(host: Any, tmp_path: Path) -> None:
+def test_only_rank_0_polls_finished_files(host: Any, tmp_path: Path) -> None:
     files = PartFiles(tmp_path, bytes(16), host, polled=False)
     files.read(ONE, 0)
     while (told := files.outcomes([(ONE, False)])) == [PENDING]:

@@ -73,7 +73,7 @@ def test_a_prefix_moves_with_its_windows_and_snapshots() -> None:
     assert same(SNAPSHOTS, node.snapshot, found.snapshot, here, there)
 
 
-def test_what_does_not_fit_changes_nothing() -> None:
+def test_transfer_without_free_pages_changes_nothing() -> None:
     here, there, tokens = filled(), filled(), tokens_of(1, 2, 3, 4)
     pool, other = PagePool(12, {32: 7}), PagePool(3, {32: 7})
     run(pool, tokens, 8)
@@ -84,7 +84,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
     assert all(map(torch.equal, before, there._pages.values()))
 
 
-def test_what_the_tree_has_already_stays() -> None:
+def test_repeated_transfer_keeps_cached_pages() -> None:
     """Parts that arrive a second time change nothing: no page is lost, none is written."""
     here, there, tokens = filled(), filled(), tokens_of(1, 2)
     pool, other = PagePool(12, {32: 7}), PagePool(12, {32: 7})
@@ -105,7 +105,7 @@ def test_what_the_tree_has_already_stays() -> None:
         (0, 1, 0, "belongs to none"),
     ],
 )
-def test_what_is_not_the_next_pages_is_refused(first: int, pages: int, missing: int, says: str) -> None:
+def test_out_of_order_transfers_are_refused(first: int, pages: int, missing: int, says: str) -> None:
     here, there, tokens = filled(), filled(), tokens_of(1, 2)
     pool, other = PagePool(12, {32: 7}), PagePool(12, {32: 7})
     run(pool, tokens, 8)

@@ -33,7 +33,7 @@ def test_a_request_holds_no_more_than_its_window() -> None:
     pool.check_integrity()
 
 
-def test_a_prefix_is_usable_where_its_window_is_complete() -> None:
+def test_prefix_hit_needs_a_complete_window() -> None:
     """The pages of window group ALL are all cached; of the window's only those that were not needed elsewhere."""
     tokens = tokens_of(1, 2, 3, 4, 5, 6)
     pool = PagePool(100, {WINDOW: 9})
@@ -72,7 +72,7 @@ def test_a_quota_is_a_promise() -> None:
     pool.check_integrity()
 
 
-def test_without_a_quota_nobody_is_admitted() -> None:
+def test_admission_needs_a_window_quota() -> None:
     pool = PagePool(100, {WINDOW: 8})
     quota = {WINDOW: 5}
     first = pool.open([1], quota)
@@ -83,7 +83,7 @@ def test_without_a_quota_nobody_is_admitted() -> None:
     assert pool.windows[WINDOW].unpromised == 7
 
 
-def test_a_prefix_needs_a_snapshot_where_there_are_tails() -> None:
+def test_prefix_hit_of_a_recurrent_model_needs_a_snapshot() -> None:
     tokens = tokens_of(1, 2, 3)
     pool = PagePool(20, snapshots=2)
     reservation = run(pool, tokens)
@@ -151,7 +151,7 @@ def test_a_request_never_holds_more_than_its_quota(tokens: int) -> None:
     assert most <= window.quota <= most + 3
 
 
-def test_what_a_prefix_that_ends_with_the_page_needs_is_kept() -> None:
+def test_pages_in_the_window_of_a_page_aligned_prefix_are_kept() -> None:
     """Tokens past a page's end are known before the prefix tree has that page; a hit goes on from the end."""
     pool = PagePool(200, {WINDOW: 100}).windows[WINDOW]
     for beyond in range(PAGE_SIZE):

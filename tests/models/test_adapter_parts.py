@@ -66,7 +66,7 @@ def test_b_is_divided_as_the_weight_that_it_is_added_to(family: str, tmp_path: P
     assert divided > 10
 
 
-def test_no_b_is_read_whole_for_a_part(simple: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_reads_only_its_share_of_lora_b(simple: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     base, adapter = simple
     _, layers = attached(base, Ranks(1, 2))
     bytes_read = counted_reads(monkeypatch)
@@ -87,7 +87,7 @@ def test_each_rank_checks_its_own_part(simple: tuple[Path, Path]) -> None:
             read_adapter(adapter, attached(base, ranks)[1])
 
 
-def test_commands_say_what_a_rank_holds(simple: tuple[Path, Path], tmp_path: Path) -> None:
+def test_adapter_commands_track_held_weights(simple: tuple[Path, Path], tmp_path: Path) -> None:
     base, first = simple
     _, layers = attached(base, Ranks(1, 2))
     held, second = HeldAdapters(layers), make_adapter(tmp_path / "second", base, 2)

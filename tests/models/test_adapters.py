@@ -108,7 +108,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_cannot_be_read(kind: str, base: Path, layers: AdapterLayers, tmp_path: Path) -> None:
+def test_unreadable_adapters_raise(kind: str, base: Path, layers: AdapterLayers, tmp_path: Path) -> None:
     spoil, says = WRONG[kind]
     adapter = make_adapter(tmp_path / "adapter", base)
     read_adapter(adapter, layers)  # it was right before

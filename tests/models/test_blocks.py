@@ -93,7 +93,7 @@ class Recorder:
         return q.flatten(1)
 
 
-def test_the_backend_is_told_what_the_spec_says() -> None:
+def test_attention_options_come_from_the_spec() -> None:
     made = Recorder()
     b = builder(lambda q, kv: made)
     plain, rich = SPEC.build(b), replace(SPEC, scale=1.0, window=9, soft_cap=30.0, sink=True).build(b)
@@ -141,7 +141,7 @@ def test_each_layer_has_its_own_sizes_state_and_table() -> None:
     assert hidden.isfinite().all()
 
 
-def test_queries_over_anothers_keys_have_no_state() -> None:
+def test_layers_with_shared_kv_own_no_state() -> None:
     """And read the pages of the layer that wrote them."""
     attention = QuerySpec(6, 2, 20, rotary(20), window=8, pages=9).build(builder())
     assert list(leaves(attention.state_specs())) == []
@@ -150,7 +150,7 @@ def test_queries_over_anothers_keys_have_no_state() -> None:
 
 
 @pytest.mark.parametrize("change", [{"num_heads": 0}, {"num_kv_heads": 4}, {"head_dim": 3}])
-def test_sizes_that_cannot_be(change: dict[str, int]) -> None:
+def test_invalid_attention_sizes_raise(change: dict[str, int]) -> None:
     from unisono.types import CheckpointError
 
     with pytest.raises(CheckpointError, match=next(iter(change))):

@@ -138,7 +138,7 @@ def test_truncated_file_is_named(directory):
         (b'\x0b\0\0\0\0\0\0\0{"a": null}', "header"),
     ],
 )
-def test_no_safetensors_file(directory, content, word):
+def test_invalid_safetensors_file_raises(directory, content, word):
     (directory / WEIGHTS).write_bytes(content)
     refused(directory, WEIGHTS, word)
 

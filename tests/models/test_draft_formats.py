@@ -56,7 +56,7 @@ def test_layer_ids_are_inferred(given, layers, convention, speculators, expected
     assert why
 
 
-def test_what_was_inferred_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_inferred_layer_ids_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "unisono")
     head = make_eagle3(tmp_path / "outputs", TARGET, (2, 4, 5), aux=[1, 3, 4])
     assert open_eagle3(head.path, TARGET).config.aux_layers == (2, 4, 5)
@@ -75,7 +75,7 @@ def test_what_was_inferred_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
 # ---- what is shared ---------------------------------------------------------------------------------------
 
 
-def test_embedding_and_head_are_the_targets_where_they_are_equal(tmp_path: Path) -> None:
+def test_draft_head_shares_equal_embedding_and_lm_head(tmp_path: Path) -> None:
     target = load(make_checkpoint(tmp_path / "target", "llama", tokenizer=False))
     embed, lm_head = target.embed.weight, target.lm_head.weight
 

@@ -52,7 +52,7 @@ def build(spec: ExpertsSpec, dtype: torch.dtype = torch.float32, **options) -> t
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("rows", [1, 9, LEAD_PAIRS + 3])
-def test_a_layer_is_float64s(name, rows):
+def test_layer_matches_float64(name, rows):
     spec = SPECS[name]
     layer = build(spec)
     rides = spec.shared_intermediate_size == spec.intermediate_size
@@ -67,7 +67,7 @@ def test_a_layer_is_float64s(name, rows):
         assert torch.equal(alone[0], total[row])
 
 
-def test_a_token_is_multiplied_with_what_it_chooses():
+def test_products_per_token_counts_chosen_experts():
     """The engine compares a pass's products with its attention."""
     layer = build(SPEC)
     assert products_per_token(layer) == layer.router.numel() + 4 * 3 * 24 * HIDDEN
@@ -175,7 +175,7 @@ def test_dummy_weights(made):
     assert not whole(first, PROMPT)[0].isnan().any()
 
 
-def test_layers_without_experts_are_chosen_as_the_config_says(made, directory):
+def test_dense_layers_follow_the_config(made, directory):
     config = json.loads((directory / "config.json").read_text())
     config |= {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     (directory / "config.json").write_text(json.dumps(config))
@@ -194,7 +194,7 @@ def test_every_name_of_a_family_is_a_place(made):
     assert {ours.replace("*", "0") for ours in set(named) - dense} <= asked
 
 
-def test_what_cannot_be_computed_is_refused():
+def test_invalid_expert_specs_raise():
     for change, words in (
         ({"num_experts": 0}, "num_experts=0"),
         ({"num_experts": 4096}, "1 to 1024"),
@@ -242,7 +242,7 @@ def test_a_format_of_another_package_stores_experts():
     assert apart.shared is not None, "the shared expert is stored in another format"
 
 
-def test_formats_that_cannot_be_are_refused():
+def test_unsupported_expert_formats_raise():
     with pytest.raises(CheckpointError, match="'odd' are not supported"):
         build(SPEC, format=lambda module: Plain("odd"))
     with pytest.raises(CheckpointError, match="gate doubled, up doubled, down plain"):

@@ -91,7 +91,7 @@ def test_accepted_drafts_cross_chunks(gated: Path) -> None:
             assert llm.engine.counters.accepted_tokens > 20
 
 
-def test_a_conversation_goes_on_from_its_snapshot(gated: Path) -> None:
+def test_conversation_resumes_from_its_snapshot(gated: Path) -> None:
     """Drafts move the snapshot of a request's last round on, so both hits and text are those without drafts."""
     found = {}
     for k in (0, 4):
@@ -118,7 +118,7 @@ def test_a_conversation_goes_on_from_its_snapshot(gated: Path) -> None:
         ((2, 4, 16, 16, 1), "linear_conv_kernel_dim=1"),
     ],
 )
-def test_what_cannot_be_computed_is_refused_by_name(sizes: tuple[int, ...], name: str) -> None:
+def test_unsupported_gated_delta_sizes_raise(sizes: tuple[int, ...], name: str) -> None:
     with pytest.raises(CheckpointError, match=name):
         GatedDeltaSpec(*sizes)
 

@@ -87,7 +87,7 @@ def test_logits_and_text_are_transformers(path: Path, llm: LLM) -> None:
 
 
 @torch.no_grad()
-def test_a_chunk_that_cuts_a_picture_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_fails_if_a_chunk_splits_an_image(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail."""
     monkeypatch.setattr(MediaState, "reach", lambda self, start, end: end)
     monkeypatch.setattr(MediaState, "least_end", lambda self, start: start + 1)

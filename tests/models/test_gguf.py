@@ -158,7 +158,7 @@ SPLITTING = "It's 12345 o'clock…\n\n  and  THE Qwen2Model_x=3.14 ça, 你好\t
     ("smollm", ["1", "2", "3", "4", "5"]), ("llama-bpe", ["123", "45"]), ("qwen2", ["1", "2", "3", "4", "5"]),
     ("gpt-2", ["12345"]), ("tekken", ["1", "2", "3", "4", "5"]),
 ])  # fmt: skip
-def test_numbers_are_split_as_the_name_says(pre: str, want: list[str], llama: Path, tmp_path: Path) -> None:
+def test_digit_split_follows_the_pre_tokenizer_name(pre: str, want: list[str], llama: Path, tmp_path: Path) -> None:
     write_gguf(llama, tmp_path / "m.gguf", tokens=Tokens(pre))
     split = Tokenizer.load(described(tmp_path / "m.gguf")).backend.backend_tokenizer.pre_tokenizer
     parts = [part for part, _ in split.pre_tokenize_str(SPLITTING)]
@@ -192,7 +192,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(name: str, llama: Path, tmp_path: Path) -> None:
+def test_unsupported_gguf_keys_raise(name: str, llama: Path, tmp_path: Path) -> None:
     keys, named = REFUSED[name]
     write_gguf(llama, tmp_path / "m.gguf", keys=keys)
     with pytest.raises(CheckpointError) as caught:

@@ -123,7 +123,7 @@ def test_a_missing_bias_is_named(directory: Path) -> None:
         load(directory)
 
 
-def test_sizes_and_formats_that_cannot_be_are_refused(directory: Path, tmp_path: Path) -> None:
+def test_unsupported_gpt_oss_sizes_and_formats_raise(directory: Path, tmp_path: Path) -> None:
     change(directory, intermediate_size=72)
     with pytest.raises(CheckpointError, match="MXFP4 experts with 72 inputs: they must be a multiple of 32"):
         load(directory)

@@ -22,7 +22,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_one_command_passes(page: str, tmp_path: Path) -> None:
+def test_howto_command_passes(page: str, tmp_path: Path) -> None:
     assert text_of(page).rstrip().endswith(blocks(page, "sh")[0] + "```")
     install(page, PAGES[page][0], tmp_path)
     printed = run(page, tmp_path)
@@ -30,7 +30,7 @@ def test_the_one_command_passes(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["extend/model", pytest.param("extend/weight-format", marks=pytest.mark.full)])
-def test_the_one_command_fails_what_is_broken(page: str, tmp_path: Path) -> None:
+def test_howto_command_fails_for_a_broken_example(page: str, tmp_path: Path) -> None:
     install(page, PAGES[page][0], tmp_path)
     right, wrong = PAGES[page][2]
     broken = [f for f in tmp_path.glob("*.py") if right in f.read_text()]

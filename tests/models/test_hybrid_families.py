@@ -134,7 +134,7 @@ def changed(source: Path, directory: Path, **fields: Any) -> Path:
     ids=["output gate", "state dtype", "no attention", "window", "value heads"],
 )
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5"])
-def test_what_is_not_computed_is_refused(
+def test_unsupported_hybrid_config_fields_raise(
     fields: dict[str, Any], words: str, family: str, made: dict[str, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=re.escape(words)):
@@ -142,7 +142,7 @@ def test_what_is_not_computed_is_refused(
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5", "qwen3_5_moe_text"])
-def test_what_the_text_models_config_says_is_read(family: str, made: dict[str, Path], tmp_path: Path) -> None:
+def test_text_config_fields_are_read(family: str, made: dict[str, Path], tmp_path: Path) -> None:
     fields = {"mtp_num_hidden_layers": 1, "attn_output_gate": False, "eos_token_id": 5, "output_gate_type": "swish"}
     path = changed(made[family], tmp_path / "config", **fields, full_attention_interval=4, mamba_ssm_dtype="float32")
     checkpoint = Checkpoint.open(path)

@@ -57,7 +57,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_same_bits_however_fed(way, case, prompts):
+def test_logits_are_independent_of_chunking(way, case, prompts):
     _, decoder, expected = case
     for got, want in zip(WAYS[way](decoder, prompts), expected, strict=True):
         assert torch.equal(got, want), f"rows differ: {(got != want).any(-1).nonzero().flatten().tolist()[:8]}"

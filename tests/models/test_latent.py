@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_computed_is_refused_by_name(case: str, plain: Path, tmp_path: Path) -> None:
+def test_unsupported_mla_config_fields_raise(case: str, plain: Path, tmp_path: Path) -> None:
     changes, says = REFUSED[case]
     raw = json.loads((plain / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | changes))

@@ -39,7 +39,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "quantization"), CASES)
-def test_what_kernels_quantise_has_the_bits_of_a_launch_of_its_own(kind, quantization, paths, monkeypatch) -> None:
+def test_fused_quantisation_equals_a_separate_launch_bitwise(kind, quantization, paths, monkeypatch) -> None:
     """Prompts, chunks and rounds; in fp32 and bf16."""
     for dtype in (torch.float32, torch.bfloat16):
         results = []

@@ -33,7 +33,7 @@ def test_the_module_computes_as_the_targets_layer(made):
     torch.testing.assert_close(ours, made.forward(tokens.long(), hidden), atol=1e-4, rtol=0)
 
 
-def test_it_is_used_without_a_flag(made):
+def test_mtp_layer_is_used_by_default(made):
     speculation, why = carried_speculation(made.path, load(made.path).config)
     assert speculation is not None, why
     assert speculation.method == "mtp"

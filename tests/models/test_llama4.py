@@ -54,7 +54,7 @@ def test_drafts_change_no_byte(seeing: Path) -> None:
         assert tokens(llm, PROMPTS, GREEDY) == plain
 
 
-def test_the_context_ends_with_the_first_chunk(seeing: Path) -> None:
+def test_context_is_limited_to_the_first_chunk(seeing: Path) -> None:
     assert Checkpoint.open(seeing).config.max_positions == 300
     with pytest.raises(ConfigError, match="300"), engine(seeing, dtype="float32", max_model_len=301):
         pass

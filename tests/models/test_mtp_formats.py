@@ -127,7 +127,7 @@ def test_block_shapes_are_the_modules_own(targets: dict[str, Path], tmp_path: Pa
     ],
     ids=["no norm", "no keys", "no projection", "MLA", "MoE", "other hidden size", "misshapen", "unexpected"],
 )
-def test_what_does_not_fit_is_named(change, words, targets: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_or_mismatched_mtp_tensors_are_named(change, words, targets: dict[str, Path], tmp_path: Path) -> None:
     target = load(targets["llama"])
     tensors = named(random_modules(target.config, 1), "deepseek", LAYERS)
     change(tensors)
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_named(change, words, targets: dict[str, Path], tmp
         assert word in str(error.value), f"{word!r} is not in: {error.value}"
 
 
-def test_no_directory(targets: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_mtp_directory_raises(targets: dict[str, Path], tmp_path: Path) -> None:
     config = Checkpoint.open(targets["llama"]).config
     with pytest.raises(CheckpointError, match="no directory"):
         MTPCheckpoint.open(tmp_path / "nowhere", config)

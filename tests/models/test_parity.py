@@ -177,7 +177,7 @@ def test_the_ends_of_rows_alone_have_the_same_bits(case, prompts):
         pytest.param(lambda d, p: rounds(d, p[1:2], 1, padding=0), id="alone-rounds-of-1"),
     ],
 )
-def test_same_bits_however_fed(case, prompts, feed):
+def test_logits_are_independent_of_chunking(case, prompts, feed):
     _, decoder, expected = case
     logits = feed(decoder, prompts)
     expected = expected if len(logits) == len(expected) else expected[1:2]

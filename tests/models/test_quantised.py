@@ -121,7 +121,7 @@ def test_the_text_depends_on_the_weights_alone(name: str, plain: Path, tmp_path:
     assert answers(path, prompts, speculative=drafts, **flags) == together
 
 
-def test_explain_says_what_is_quantised(plain: Path) -> None:
+def test_explain_reports_quantised_weights(plain: Path) -> None:
     with LLM(str(plain), max_num_seqs=2, max_model_len=64, load_format="dummy", quantization="fp8") as llm:
         info = llm.engine.info()
         assert llm.generate(["a"], SamplingParams(max_tokens=3))[0].outputs[0].token_ids
@@ -184,7 +184,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(name: str, plain: Path, tmp_path: Path) -> None:
+def test_unsupported_quantisation_configs_raise(name: str, plain: Path, tmp_path: Path) -> None:
     layout, changes, named = REFUSED[name]
     quantise(plain, tmp_path / "model", LAYOUTS[layout])
     with pytest.raises(CheckpointError) as caught:
@@ -222,7 +222,7 @@ def test_scales_of_a_cache_are_noted_and_not_used(plain: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("kind", "value"), [("weight_scale", float("nan")), ("weight_global_scale", 0.0)])
-def test_numbers_that_are_none_are_refused(kind: str, value: float, plain: Path, tmp_path: Path) -> None:
+def test_nonfinite_scales_raise(kind: str, value: float, plain: Path, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "model", LAYOUTS["compressed-nvfp4"])
     tensors = load_file(tmp_path / "model/model.safetensors")
     name = next(name for name in tensors if name.endswith(kind))

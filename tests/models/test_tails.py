@@ -120,7 +120,7 @@ def test_the_last_of_many_layers_has_none(decoder: Decoder, monkeypatch: pytest.
     ],
     ids=["plain", "adapters", "fp8"],
 )
-def test_the_engine_says_which(flags: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_engine_reports_fused_layer_tails(flags: dict[str, Any], says: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, **DENSE)
     with engine(path, enforce_eager=True, **flags) as llm:
         [decision] = [d for d in llm.engine.config.decisions if d.name == "what follows a mixer"]

@@ -149,7 +149,7 @@ def test_grids_that_are_not_computed(grid, made):
 # ---- config.json ------------------------------------------------------------------------------------
 
 
-def test_what_config_json_says(made):
+def test_vision_config_from_config_json(made):
     vision = Checkpoint.open(made["qwen3_vl"]).config.vision
     told = json.loads(json.dumps(dataclasses.asdict(vision)))
     assert told["patch_elements"] == 3 * 2 * 4 * 4
@@ -374,7 +374,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_is_wrong_is_named(kind, made, tmp_path):
+def test_invalid_vision_weights_are_named(kind, made, tmp_path):
     change, message = WRONG[kind]
 
     def changed(tensors):

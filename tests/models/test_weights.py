@@ -96,7 +96,7 @@ def test_ranks_read_their_part_only(file: Path, format: WeightFormat, monkeypatc
     torch.testing.assert_close(torch.cat(q, 1), whole(x)[:, :48], atol=1e-6, rtol=0)
 
 
-def test_what_cannot_be_divided() -> None:
+def test_indivisible_outputs_raise() -> None:
     with pytest.raises(ConfigError, match=r"16 outputs .* among 3 ranks"):
         Linear(INPUTS, SIZES, False, torch.float32, "cpu", share=Share(0, 3))
 

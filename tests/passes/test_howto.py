@@ -17,7 +17,7 @@ def package(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_one_command_passes(package: Path) -> None:
+def test_howto_command_passes(package: Path) -> None:
     (command,) = blocks(PAGE, "sh")
     assert text_of(PAGE).rstrip().endswith(command + "```")
     said = run(PAGE, package)
@@ -25,7 +25,7 @@ def test_the_one_command_passes(package: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_one_command_fails_a_broken_feature(package: Path) -> None:
+def test_howto_command_fails_for_a_broken_feature(package: Path) -> None:
     """One that reports another row's number: a tree's best path is not always the first."""
     feature = package / f"{MODULE}.py"
     text = feature.read_text()

@@ -65,7 +65,7 @@ def test_keys_are_forced_as_the_tokenizer_writes_them(grammars: Grammars) -> Non
     assert matcher.forced() == []
 
 
-def test_the_end_is_forced_where_nothing_else_may_come(grammars: Grammars) -> None:
+def test_only_possible_end_is_forced(grammars: Grammars) -> None:
     form = StructuredOutputs(choice=("yes",))
     matcher = Matcher(grammars.get(form), SamplingParams(structured_outputs=form))
     assert matcher.forced() == [*ids("yes"), EOS]
@@ -73,7 +73,7 @@ def test_the_end_is_forced_where_nothing_else_may_come(grammars: Grammars) -> No
     assert matcher.forced() == [EOS]
 
 
-def test_nothing_is_forced_where_there_is_a_choice(grammars: Grammars) -> None:
+def test_nothing_is_forced_with_several_continuations(grammars: Grammars) -> None:
     form = StructuredOutputs(choice=("yes", "no"))
     matcher = Matcher(grammars.get(form), SamplingParams(structured_outputs=form))
     assert matcher.forced() == []
@@ -81,7 +81,7 @@ def test_nothing_is_forced_where_there_is_a_choice(grammars: Grammars) -> None:
     assert matcher.forced() == [EOS]
 
 
-def test_a_lane_that_dies_forces_nothing_and_costs_nothing(grammars: Grammars) -> None:
+def test_death_of_a_process_forces_no_tokens(grammars: Grammars) -> None:
     form = StructuredOutputs(regex="abcde[fg]hijk")
     matcher = Matcher(grammars.get(form), SamplingParams(structured_outputs=form))
     first = matcher.forced()

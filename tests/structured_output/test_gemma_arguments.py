@@ -69,7 +69,7 @@ def check(schema: dict[str, Any]) -> TextCheck:
     return TextCheck("structural_tag", outputs.structural_tag)
 
 
-def test_what_a_schema_allows_and_how_it_is_read() -> None:
+def test_gemma_arguments_follow_the_schema_and_are_parsed() -> None:
     form = check(SCHEMA)
     for text, value in ALLOWED.items():
         call = f"<|tool_call>call:f{text}<tool_call|>"
@@ -113,7 +113,7 @@ def test_definitions_of_nested_objects_are_told_apart() -> None:
     assert not form.accepts(f"<|tool_call>call:f{{x:{Q}aa{Q},i:{{y:{Q}aa{Q}}}}}<tool_call|>")
 
 
-def test_what_cannot_be_written_is_refused() -> None:
+def test_unsupported_gemma_argument_schemas_raise() -> None:
     with pytest.raises(BadRequest, match=r"anyOf.*stands beside"):
         check({"type": "object", "properties": {"a": {"minLength": 2, "anyOf": [{"type": "string"}, {"const": 1}]}}})
     with pytest.raises(BadRequest, match="enum"):

@@ -58,7 +58,7 @@ _value: SIGNED_INT | ESCAPED_STRING | start
         ('root ::= start\nstart ::= "q"', ["q"], [""]),
     ],
 )  # fmt: skip
-def test_what_matches(text: str, matching: list[str], other: list[str]) -> None:
+def test_lark_grammars_accept_and_reject_texts(text: str, matching: list[str], other: list[str]) -> None:
     form = TextCheck("grammar", text)
     assert [form.accepts(one) for one in matching] == [True] * len(matching)
     assert [form.accepts(one) for one in other] == [False] * len(other)
@@ -86,13 +86,13 @@ def test_what_matches(text: str, matching: list[str], other: list[str]) -> None:
         ("root ::= [z-a]", "wrong way round"),
     ],
 )
-def test_what_is_refused(text: str, says: str) -> None:
+def test_invalid_lark_grammars_raise(text: str, says: str) -> None:
     with pytest.raises(BadRequest, match="cannot be compiled") as caught:
         TextCheck("grammar", text)
     assert says in str(caught.value)
 
 
-def test_which_notation() -> None:
+def test_lark_is_distinguished_from_gbnf() -> None:
     assert is_lark('?start: "a" | "b"')
     assert is_lark("// sums\nstart.3 : A")
     assert not is_lark('root ::= "a: b"')

@@ -71,7 +71,7 @@ def expected(drafts: list[int], before: list[int]) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_masks_allow_what_a_choice_goes_on_with(grammars: Grammars, choice: str) -> None:
+def test_masks_allow_continuations_of_a_choice(grammars: Grammars, choice: str) -> None:
     following, done = matcher(grammars), []
     for token in [*ids(choice), END]:
         assert masks(following, []) == [[possible(done)]]
@@ -100,14 +100,14 @@ def test_a_draft_that_ends_the_text(grammars: Grammars) -> None:
     following.accept([*ids("ab"), END])
 
 
-def test_paths_share_nothing_but_what_they_have_in_common(grammars: Grammars) -> None:
+def test_tree_paths_get_independent_masks(grammars: Grammars) -> None:
     following, paths = matcher(grammars), [ids("abc"), ids("abd"), ids("abx"), ids("bab"), [ids("a")[0], -1, -1]]
     together = masks(following, *paths)
     assert together == [masks(following, path)[0] for path in paths]
     assert together == [expected(path, []) for path in paths]
 
 
-def test_an_end_is_held_back_while_there_is_another_way(grammars: Grammars) -> None:
+def test_min_tokens_and_ignore_eos_mask_the_end_while_continuations_exist(grammars: Grammars) -> None:
     more = possible(ids("ab")) - {END}
     assert END in possible(ids("ab"))
     for params in ({"min_tokens": 3}, {"ignore_eos": True}):
@@ -131,7 +131,7 @@ def test_a_token_that_does_not_continue_is_an_error(grammars: Grammars) -> None:
         following.accept(ids("ax"))
 
 
-def test_an_expression_that_takes_ever_longer_fails_before_it_holds_up_everybody(grammars: Grammars) -> None:
+def test_expression_with_exploding_mask_time_fails(grammars: Grammars) -> None:
     """Its third nested repetition: after some thirty letters one more mask would take seconds, and then minutes."""
     asked = StructuredOutputs(regex="((a{0,30}){0,30}){0,30}b")
     following = Matcher(grammars.get(asked), SamplingParams(structured_outputs=asked))
@@ -174,7 +174,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("kind", "value", "says"), [(k, *row) for k, rows in BAD.items() for row in rows], ids=str)
-def test_what_cannot_be_compiled(grammars: Grammars, kind: str, value: Any, says: str) -> None:
+def test_uncompilable_structured_outputs_raise(grammars: Grammars, kind: str, value: Any, says: str) -> None:
     with pytest.raises(BadRequest, match=rf"structured_outputs\.{kind}=") as caught:
         grammars.get(StructuredOutputs(**{kind: value}))
     assert says in str(caught.value)
@@ -201,7 +201,7 @@ def test_what_cannot_be_compiled(grammars: Grammars, kind: str, value: Any, says
         ({"json": "[" * 100 + "]" * 100}, "deeper than 64"),
     ],
 )
-def test_what_makes_no_sense(given: dict[str, Any], says: str) -> None:
+def test_invalid_structured_outputs_raise(given: dict[str, Any], says: str) -> None:
     with pytest.raises(BadRequest, match=says) as caught:
         StructuredOutputs(**given)
     assert len(str(caught.value)) < 300

@@ -126,7 +126,7 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("asked", HOSTILE.values(), ids=list(HOSTILE))
-def test_what_would_end_a_process_ends_its_own(
+def test_hostile_grammar_kills_only_its_own_process(
     grammars: Grammars, asked: StructuredOutputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars_module, "SECONDS", 2.0)
@@ -153,7 +153,7 @@ def test_what_would_end_a_process_ends_its_own(
     assert mask(follower(grammars, regex("[a-c]{3}"))) == set(ids("abc"))
 
 
-def test_hard_grammars_hold_up_nobody_and_end_when_nobody_waits(some_endless: Grammars) -> None:
+def test_hard_grammars_do_not_block_others_and_end_on_cancellation(some_endless: Grammars) -> None:
     """More of them than there are slots and processes."""
     before = len(children(os.getpid()))
     hard = [some_endless.prepare(regex(ENDLESS + "b" * i)) for i in range(grammars_module.PROCESSES + 4)]
@@ -169,7 +169,9 @@ def test_hard_grammars_hold_up_nobody_and_end_when_nobody_waits(some_endless: Gr
         hard[0].result(0)
 
 
-def test_one_waits_on_where_another_has_left(some_endless: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_request_does_not_cancel_a_shared_compilation(
+    some_endless: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammars_module, "SECONDS", 0.05)
     first, second = some_endless.prepare(regex(ENDLESS)), some_endless.prepare(regex(ENDLESS))
     assert first.cancel()
@@ -185,7 +187,7 @@ def test_memory_is_limited(directory: Path, monkeypatch: pytest.MonkeyPatch) -> 
     grammars.close()
 
 
-def test_a_lane_that_dies_costs_nobody_his_answer(grammars: Grammars) -> None:
+def test_matchers_survive_the_death_of_their_process(grammars: Grammars) -> None:
     """Its outputs go on in other processes, from where they were."""
     asked = regex("abc[d-f]{3}")
     matchers = [follower(grammars, asked) for _ in range(6)]
@@ -215,7 +217,7 @@ def test_processes_that_die_are_replaced(grammars: Grammars) -> None:
     assert mask(follower(grammars, StructuredOutputs(choice=("warm",)))) == set(ids("w")), "kept, and died since"
 
 
-def test_a_mask_takes_time_of_its_own(grammars: Grammars) -> None:
+def test_mask_time_limit_counts_processor_time(grammars: Grammars) -> None:
     """A machine that is busy elsewhere fails nobody: the limit is of processor time."""
     asked = regex("[ab]{4}")
     matcher = follower(grammars, asked)
@@ -232,7 +234,7 @@ def test_a_mask_takes_time_of_its_own(grammars: Grammars) -> None:
     matcher.accept(ids("a"))
 
 
-def test_nothing_is_left(directory: Path) -> None:
+def test_close_ends_all_processes(directory: Path) -> None:
     before = set(children(os.getpid()))
     grammars = Grammars(directory, VOCAB, [END])
     matcher = follower(grammars, regex("ab"))

@@ -45,7 +45,7 @@ def test_texts_that_masks_allow_are_valid(cases: object) -> None:
     assert found > 500
 
 
-def test_times_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_and_mask_times_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     compiling, masks = times(maskbench(DIRECTORY))
     with capsys.disabled():
         print(f"\ncompiling {statistics.median(compiling):.1f} ms, a mask {statistics.median(masks):.0f} µs (medians)")

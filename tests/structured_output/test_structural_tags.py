@@ -87,7 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize(("form", "matching", "other"), CASES.values(), ids=list(CASES))
-def test_what_matches(form: dict[str, Any], matching: list[str], other: list[str]) -> None:
+def test_structural_tags_accept_and_reject_texts(form: dict[str, Any], matching: list[str], other: list[str]) -> None:
     check = TextCheck("structural_tag", {"type": "structural_tag", "format": form})
     assert [check.accepts(one) for one in matching] == [True] * len(matching)
     assert [check.accepts(one) for one in other] == [False] * len(other)
@@ -114,7 +114,7 @@ def test_the_older_form() -> None:
         ({"type": "grammar", "grammar": "root ::= root"}, "no text matches it"),
     ],
 )
-def test_what_is_refused(form: dict[str, Any], says: str) -> None:
+def test_invalid_structural_tags_raise(form: dict[str, Any], says: str) -> None:
     with pytest.raises(BadRequest, match="cannot be compiled") as caught:
         TextCheck("structural_tag", {"type": "structural_tag", "format": form})
     assert says in str(caught.value)

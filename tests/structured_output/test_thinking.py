@@ -81,7 +81,7 @@ def mask(following: ThinkingMatcher) -> set[int]:
     return masks(following, [])[0][0]
 
 
-def test_a_budget_ends_the_thought(make: Make) -> None:
+def test_budget_ends_the_reasoning(make: Make) -> None:
     for budget in (0, 1, 5):
         following = make(budget=budget)
         for token in ids("one two three four five six")[:budget]:
@@ -93,7 +93,7 @@ def test_a_budget_ends_the_thought(make: Make) -> None:
         following.accept([*ids("yes <think>"), EOS])
 
 
-def test_a_thought_that_ends_by_itself(make: Make) -> None:
+def test_reasoning_that_ends_before_its_budget(make: Make) -> None:
     for mark in ([END], ids("</") + ids("think") + ids(">")):
         following = make(budget=5)
         following.accept([*ids("one"), *mark, *ids("two three four five six seven")])
@@ -112,7 +112,7 @@ def test_a_mark_of_several_tokens(make: Make) -> None:
     assert mask(following) == EVERYTHING
 
 
-def test_an_output_that_may_open_a_thought(make: Make) -> None:
+def test_output_that_may_open_reasoning(make: Make) -> None:
     following = make("begin", budget=1)
     following.accept([*ids("\n"), START])
     assert mask(following) == EVERYTHING
@@ -126,7 +126,7 @@ def test_an_output_that_may_open_a_thought(make: Make) -> None:
     assert mask(free) == EVERYTHING
 
 
-def test_a_grammar_begins_after_the_thought(make: Make) -> None:
+def test_grammar_begins_after_the_reasoning(make: Make) -> None:
     following = make(form=FORM)
     assert mask(following) == EVERYTHING - {EOS} - overrunning(""), "no end, and no token beyond the mark"
     following.accept(ids("hm, a </think"))
@@ -174,7 +174,7 @@ def test_a_grammar_may_begin_at_once(make: Make) -> None:
     thinks.accept([START, *ids("a thought"), END, *ids("ab-12"), EOS])
 
 
-def test_the_least_number_of_tokens_counts_the_thought(make: Make) -> None:
+def test_min_tokens_counts_reasoning_tokens(make: Make) -> None:
     following = make(form=StructuredOutputs(choice=("a", "aa")), min_tokens=5)
     following.accept([*ids("hm hm"), END, *ids("a")])
     length = len(ids("hm hm")) + 2
@@ -187,7 +187,7 @@ def test_the_least_number_of_tokens_counts_the_thought(make: Make) -> None:
 @pytest.mark.parametrize("state", ["begin", "thinking"])
 @pytest.mark.parametrize("budget", [None, 0, 3])
 @pytest.mark.parametrize("form", [None, FORM], ids=["free", "grammar"])
-def test_drafts_see_what_steps_see(make: Make, state: str, budget: int | None, form: Any) -> None:
+def test_masks_of_drafts_equal_sequential_masks(make: Make, state: str, budget: int | None, form: Any) -> None:
     """Wherever an output stands and whatever is drafted: the same masks as if the drafts had been taken one by one."""
     dice = random.Random(f"{state}{budget}{form}")
     likely = [START, END, EOS, *ids("</"), *ids("think"), *ids(">"), *ids("\n"), *ids("ab"), *ids("-"), *ids("12")]
@@ -233,7 +233,7 @@ def one_by_one(make: Make, state: str, budget: Any, form: Any, taken: list[int],
     return rows + [EVERYTHING] * (1 + len(drafts) - len(rows))
 
 
-def test_random_outputs_are_what_was_asked(make: Make) -> None:
+def test_random_outputs_satisfy_budget_and_grammar(make: Make) -> None:
     dice = random.Random(3)
     for number in range(30):
         budget = dice.choice([0, 2, 7])
@@ -267,7 +267,7 @@ def test_special_tokens_that_have_no_text_do_not_part_a_mark(make: Make) -> None
     assert mask(parted) == {END}
 
 
-def test_what_makes_no_sense() -> None:
+def test_invalid_thinking_params_raise() -> None:
     for bad in ({"start": ""}, {"end": 3}, {"state": "gone"}, {"budget": -1}, {"budget": True}):
         with pytest.raises(BadRequest):
             Thinking(**{"start": "<", "end": ">", **bad})

@@ -194,7 +194,7 @@ BOUNDED = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_mask_leads_to_a_dead_end_and_every_call_is_valid(name: str) -> None:
+def test_random_walks_over_masks_end_in_valid_calls(name: str) -> None:
     """Calls written at random, token by token; the reader's arguments satisfy the schema."""
     tools, references = [Tool("weather", BOUNDED, strict=True)], References(BOUNDED)
     asked = Structure(NAMES[name], {}).required(tools, parallel=True)
@@ -236,7 +236,7 @@ def test_calls_end(grammars: Grammars) -> None:
     assert several.parallel
 
 
-def test_arguments_that_are_not_listed_are_not_written(grammars: Grammars) -> None:
+def test_unlisted_arguments_are_masked(grammars: Grammars) -> None:
     form, open_ = NAMES["hermes"], {"type": "object", "properties": {"a": {"type": "integer"}}}
     for schema, may in ((open_, False), ({**open_, "additionalProperties": True}, True)):
         asked = Structure(form, {}).required([Tool("f", schema)], False)

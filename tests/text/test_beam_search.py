@@ -75,7 +75,7 @@ def test_one_beam_is_greedy() -> None:
     assert list(beam.tokens) == tokens
 
 
-def test_end_tokens_only_end_where_they_are_asked_to() -> None:
+def test_end_tokens_end_beams_only_if_they_are_stop_ids() -> None:
     beams = search(5, 1.0, stop_ids=()).best()
     assert len(beams) == 5
     assert {len(beam.tokens) for beam in beams} == {STEPS}

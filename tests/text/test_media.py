@@ -194,7 +194,7 @@ def test_videos_of_frames(count: int, style: str, directory: Path, inputs: Input
         assert np.array_equal(pixels[i // 2, :, :, i % 2], patches.reshape(-1, 3, 2, size * size)[:, :, i % 2])
 
 
-def test_seconds_are_part_of_a_digest(inputs: InputProcessor) -> None:
+def test_video_digest_includes_timestamps(inputs: InputProcessor) -> None:
     """Positions of a video's tokens depend on its speed, and cached prefixes are found by digests."""
     frames = frames_of(4)
     digests = [
@@ -283,7 +283,7 @@ def test_placeholders_must_fit(inputs: InputProcessor) -> None:
     assert inputs.request("a", prompt, SamplingParams()).media == prompt.media
 
 
-def test_names_stand_for_pictures(inputs: InputProcessor) -> None:
+def test_uuids_refer_to_cached_images(inputs: InputProcessor) -> None:
     """multi_modal_uuids: with a name a picture need not come again, while it is kept."""
     image = pics.picture(90, 64)
     given = {"prompt": PAD, "multi_modal_data": {"image": [image]}, "multi_modal_uuids": {"image": ["cat"]}}
@@ -299,7 +299,7 @@ def test_names_stand_for_pictures(inputs: InputProcessor) -> None:
         inputs.media.load(MediaSource("image", "a", None, uuid="cat", owner="bob"))
 
 
-def test_what_was_preprocessed_is_kept(inputs: InputProcessor) -> None:
+def test_preprocessed_media_is_cached(inputs: InputProcessor) -> None:
     """The same bytes with the same options are decoded once; the oldest go first."""
     asked: list[Any] = []
     workers = inputs.media.workers

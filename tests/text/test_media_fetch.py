@@ -218,7 +218,7 @@ def test_urls_that_are_refused(url: str, words: str) -> None:
     refused(fetcher("pics.test"), url, words)
 
 
-def test_nothing_is_fetched_by_default() -> None:
+def test_media_fetching_is_off_by_default() -> None:
     refused(fetcher(), "https://pics.test/", r"--allowed-media-domains has none\. Send a data URL")
 
 
@@ -292,12 +292,12 @@ def test_resolvers_that_take_their_time() -> None:
 @pytest.mark.parametrize(
     ("path", "words"), [("endless", "larger than"), ("claims", "larger than"), ("gone", "answers 404")]
 )
-def test_what_is_not_read(path: str, words: str, port: int) -> None:
+def test_oversized_and_failed_downloads_are_refused(path: str, words: str, port: int) -> None:
     refused(fetcher("*"), f"http://pics.test:{port}/{path}", words)
     refused(fetcher("*"), "http://pics.test:1/", "cannot be fetched")
 
 
-def test_nothing_is_unpacked(port: int) -> None:
+def test_compressed_bodies_are_not_decompressed(port: int) -> None:
     """A packed body stays packed: a bomb is as large as it came."""
     assert len(fetcher("*").fetch(f"http://pics.test:{port}/packed", "part")) < 1 << 16
 

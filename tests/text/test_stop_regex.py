@@ -29,7 +29,7 @@ def first_match(pattern: str, text: str) -> tuple[int, int] | None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_it_is_the_first_match(pattern: str) -> None:
+def test_stop_regex_finds_the_first_match(pattern: str) -> None:
     rng = random.Random(pattern)
     for _ in range(200):
         text = "".join(rng.choice("abcdAB 1\n") for _ in range(rng.randrange(1, 15)))
@@ -63,7 +63,7 @@ def test_text_that_begins_no_match_is_let_out_at_once() -> None:
     assert stops.found == "3 apples"
 
 
-def test_what_backtracks_for_ever_elsewhere_does_not() -> None:
+def test_stop_regex_is_linear_in_text() -> None:
     """Exponential for Python's re: linear here."""
     begun = time.perf_counter()
     assert StopRegex([r"(a+)+b", r"(a|aa)+c"]).feed("a" * 5000) is None

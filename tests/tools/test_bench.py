@@ -84,7 +84,7 @@ def test_wrong_flags_of_developers_benchmarks(
     assert len(shown.strip().splitlines()) == 1
 
 
-def test_latency_leaves_out_what_cannot_run_and_says_so(tmp_path: Path) -> None:
+def test_bench_latency_skips_infeasible_cases(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     result = bench(*SMALL, "--max-num-seqs", "2", "--max-model-len", "200", "--repeats", "1", "--out", str(out))
     assert result.exit_code == 0, result.output
@@ -107,14 +107,14 @@ def test_latency_leaves_out_what_cannot_run_and_says_so(tmp_path: Path) -> None:
         (["--batch", "", "--max-model-len", "64", "--prompts", "8,2048"], "--prompts 2048: the engine's context is 64"),
     ],
 )
-def test_latency_refuses_what_a_flag_asks_for_and_cannot_run(arguments: list[str], says: str) -> None:
+def test_bench_latency_refuses_infeasible_flags(arguments: list[str], says: str) -> None:
     result = bench(*SMALL, *arguments)
     assert result.exit_code == 2
     assert says in result.output
     assert "ms/step" not in result.output
 
 
-def test_exact_says_what_was_not_tested() -> None:
+def test_bench_exact_reports_untested_modes() -> None:
     result = bench("exact", "--requests", "1", "--max-prompt", "20", "--output-len", "4")
     assert result.exit_code == 1
     assert "preempted                NOT TESTED: 0 preemptions" in result.output
@@ -122,7 +122,7 @@ def test_exact_says_what_was_not_tested() -> None:
     assert "FAILED: not tested: batched" in result.output
 
 
-def test_exact_passes_with_figures_of_what_ran() -> None:
+def test_bench_exact_reports_counts_per_mode() -> None:
     result = bench("exact", "--requests", "8", "--max-prompt", "60", "--output-len", "18", "--chunk", "16")
     assert result.exit_code == 0, result.output
     for mode in ("batched", "in chunks of 16", "after a prefix hit", "preempted", "without graphs"):

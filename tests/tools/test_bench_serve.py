@@ -47,7 +47,7 @@ async def slow_stream(body: dict[str, Any]) -> AsyncIterator[bytes]:
     yield sse(usage(7, 6)) + END
 
 
-def test_first_token_gaps_and_tokens_are_what_the_server_did(tmp_path: Path) -> None:
+def test_ttft_itl_and_token_counts_match_the_server(tmp_path: Path) -> None:
     found, shown = results(tmp_path, slow_stream, "--num-prompts", 3, "--save-detailed", "--max-concurrency", 1)
     assert (found["completed"], found["failed"]) == (3, 0)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (21, 18)
@@ -111,7 +111,7 @@ def failing(number: int) -> Answer:
     return answer
 
 
-def test_failures_are_told_by_kind(tmp_path: Path) -> None:
+def test_failures_are_counted_by_kind(tmp_path: Path) -> None:
     numbers = itertools.count()
 
     def answer(body: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -133,7 +133,7 @@ def test_failures_are_told_by_kind(tmp_path: Path) -> None:
     assert "full" in found["failure_examples"]["HTTP 503"]
 
 
-def test_nothing_succeeded(tmp_path: Path) -> None:
+def test_exit_code_if_all_requests_fail(tmp_path: Path) -> None:
     async def answer(body: dict[str, Any]) -> AsyncIterator[bytes]:
         yield plain("500 Oops", "{}")
 
@@ -222,7 +222,7 @@ def test_a_conversation_repeats_the_answers_that_it_got() -> None:
     assert last["messages"][2]["content"] != last["messages"][4]["content"]
 
 
-def test_what_requests_say(tmp_path: Path) -> None:
+def test_bench_flags_become_request_fields(tmp_path: Path) -> None:
     flags = ["--num-prompts", 1, "--temperature", 0.5, "--top-k", 7, "--ignore-eos", "--extra-body", '{"seed": 3}']
     with scripted(quick) as server:
         bench(
@@ -307,7 +307,7 @@ def asked(source: PromptSource = TINY, seed: int = 0, **flags: Any) -> list[Any]
     return conversations(MixFlags(**{"num_prompts": 40, **flags}), source, seed)
 
 
-def test_lengths_are_what_was_asked_for() -> None:
+def test_prompt_and_output_lengths_match_the_flags() -> None:
     for source in (TINY, source_of(["tiny"], True), PromptSource(None)):
         turns = [one.turns[0] for one in asked(source, random_input_len="20:60", random_output_len="5:9")]
         assert all(20 <= source.count(turn.prompt) <= 60 for turn in turns)

@@ -74,7 +74,7 @@ def test_the_stall_of_this_engine(tmp_path: Path) -> None:
         (["--dataset-name", "conversation", "--token-ids"], "--token-ids"),
     ],
 )
-def test_what_cannot_run(arguments: list[object], says: str) -> None:
+def test_infeasible_benchmark_flags_are_refused(arguments: list[object], says: str) -> None:
     scene = ["--prompt-len", 40, "--stream-input-len", 8, "--stream-output-len", 40]
     shown = bench("--num-prompts", 1, *scene, *arguments)
     assert shown.exit_code == (1 if "--model" in arguments else 2)

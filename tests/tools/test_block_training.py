@@ -41,7 +41,7 @@ def texts(count: int = 12) -> list[Text]:
     return [Text([rng.choice(used) for _ in range(rng.randrange(8, 40))], rng.randrange(2, 6)) for _ in range(count)]
 
 
-def test_a_plain_reader_computes_what_was_trained(target: Path, tmp_path: Path) -> None:
+def test_reference_forward_reads_the_exported_checkpoint(target: Path, tmp_path: Path) -> None:
     """The exported tensors in the paper's forward, after every prefix of a text."""
     torch.manual_seed(1)
     teacher = Teacher(Checkpoint.open(target), "cpu", 64)

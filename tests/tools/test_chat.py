@@ -122,7 +122,7 @@ def test_ctrl_c_is_not_lost_with_its_exception() -> None:
         assert stopped()
 
 
-def test_a_server_of_another_house_in_a_pipe() -> None:
+def test_chat_with_another_openai_server_in_a_pipe() -> None:
     """No colours, one answer a line, nothing but answers on standard output, no field that only Unisono knows."""
     with scripted(answer, '{"data": [{"id": "other"}]}') as server:
         done = piped(server, "hello\nbad\n/params top_k=3\n\nhello\n/quit\nnever\n")

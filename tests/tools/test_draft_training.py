@@ -90,7 +90,7 @@ def unrolled(teacher: Teacher, found: Any, tokens: list[int]) -> tuple[TeacherOu
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_a_plain_reader_computes_what_was_trained(method: str, target: Path, tmp_path: Path) -> None:
+def test_reference_forward_reads_the_exported_checkpoint(method: str, target: Path, tmp_path: Path) -> None:
     """The exported tensors, by the formats' names, in the papers' forward, after every prefix of a text."""
     teacher, found = made(method, target, tmp_path)
     found.save()
@@ -121,7 +121,9 @@ def test_a_plain_reader_computes_what_was_trained(method: str, target: Path, tmp
 
 
 @pytest.mark.parametrize(("layout", "modules"), [("deepseek", 3), ("qwen", 1)])
-def test_a_plain_reader_computes_what_mtp_was_trained(layout: str, modules: int, target: Path, tmp_path: Path) -> None:
+def test_reference_forward_reads_the_exported_mtp_checkpoint(
+    layout: str, modules: int, target: Path, tmp_path: Path
+) -> None:
     teacher, found = made("mtp", target, tmp_path, replace(SHAPE, layout=layout, modules=modules))
     found.save()
     stored, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
@@ -163,7 +165,7 @@ def follow_the_drafts(teacher: Teacher, found: Any, weights: Any, layout: str) -
         torch.testing.assert_close(steps[step][at - 1 - step], wanted[step], rtol=1e-4, atol=1e-4)
 
 
-def test_transformers_computes_what_a_standalone_draft_was_trained(target: Path, tmp_path: Path) -> None:
+def test_transformers_reads_the_exported_draft_model(target: Path, tmp_path: Path) -> None:
     teacher, found = made("standalone", target, tmp_path)
     found.save()
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -177,7 +179,7 @@ def test_transformers_computes_what_a_standalone_draft_was_trained(target: Path,
     assert (tmp_path / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
 
 
-def test_the_teacher_sees_what_transformers_sees(target: Path, tmp_path: Path) -> None:
+def test_teacher_hidden_states_and_logits_match_transformers(target: Path, tmp_path: Path) -> None:
     teacher, found = made("eagle3", target, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     tokens = texts(1, seed=4)[0].token_ids
@@ -244,7 +246,7 @@ def quiet(*_: object) -> None:
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_training_raises_acceptance_and_prints_what_serving_sees(method: str, target: Path, tmp_path: Path) -> None:
+def test_training_raises_acceptance_and_reports_the_served_length(method: str, target: Path, tmp_path: Path) -> None:
     path = certain(target, tmp_path / "target")
     run, said = a_run(method, path, tmp_path / "out"), list[str]()
     data = prompts_file(tmp_path / "data.jsonl")
@@ -293,7 +295,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(method: str, target: Path, tmp_p
     assert all(torch.equal(whole[name], parts_[name]) for name in whole)
 
 
-def test_a_lost_run_goes_on_where_it_was(target: Path, tmp_path: Path) -> None:
+def test_interrupted_run_resumes(target: Path, tmp_path: Path) -> None:
     """No answers are added (the run had as many as its time allowed), no step is repeated."""
     data, said = prompts_file(tmp_path / "data.jsonl", 10), list[str]()
     options = {"held_out": 2, "report": quiet, "log": said.append, **FAST}
@@ -309,7 +311,7 @@ def test_a_lost_run_goes_on_where_it_was(target: Path, tmp_path: Path) -> None:
     assert len(answers.splitlines()) == 7
 
 
-def test_answers_that_were_cut_off_are_asked_for_again(target: Path, tmp_path: Path) -> None:
+def test_truncated_answers_are_regenerated(target: Path, tmp_path: Path) -> None:
     file, asking = tmp_path / "answers.jsonl", AnswerConfig(max_tokens=5, longest=64)
     prompts = [TrainingPrompt([i, i + 1, i + 2]) for i in range(5)] + [TrainingPrompt([7, 8, 9], complete=True)]
 
@@ -426,7 +428,7 @@ def test_lines_that_are_wrong(line: str, words: str, target: Path, tmp_path: Pat
     assert str(file) in str(caught.value)
 
 
-def test_what_a_file_holds(target: Path, tmp_path: Path) -> None:
+def test_prompt_files_are_read(target: Path, tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "ours to say"}]
     lines = [{"messages": chat}, {"prompt": "ab"}, {"prompt": "ab"}, {"text": "x" * 100}]

@@ -39,7 +39,7 @@ def plain() -> tuple[int, int, float | None]:
     return run(SpeculativeConfig("none"))
 
 
-def test_most_are_right(plain: tuple[int, int, float | None]) -> None:
+def test_tiny_model_solves_most_problems(plain: tuple[int, int, float | None]) -> None:
     right, tokens, accept_length = plain
     assert right >= 0.75 * COUNT
     assert tokens > 20 * COUNT
@@ -50,14 +50,16 @@ USUAL = ("mtp",)
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in USUAL else pytest.mark.full) for m in HEADS])
-def test_bundled_heads_reach_their_bars_and_change_no_answer(method: str, plain: tuple[int, int, float | None]) -> None:
+def test_bundled_heads_reach_their_acceptance_and_change_no_answer(
+    method: str, plain: tuple[int, int, float | None]
+) -> None:
     right, tokens, accept_length = run(SpeculativeConfig(method, HEADS[method], 3))
     assert (right, tokens) == plain[:2]
     assert accept_length is not None
     assert accept_length >= BARS[method]
 
 
-def test_a_model_that_sees_is_asked_about_pictures() -> None:
+def test_vision_model_is_evaluated_on_images() -> None:
     """An engine that says that it has a tower gets each picture as a PNG in a data URL, before the question."""
     asked: list[Any] = []
 
@@ -86,7 +88,7 @@ def test_a_model_that_sees_is_asked_about_pictures() -> None:
 
 
 @pytest.mark.full
-def test_bench_tells_what_a_drafter_brings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_drafters_reports_speedup(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.run(drafters, ["--problems", "3", "--batch", "1,2", "--methods", "eagle3"])
     assert not ended.value.code

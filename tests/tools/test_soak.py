@@ -125,7 +125,7 @@ def test_verdicts(case: Case, expected: Answer | None, response: httpx.Response,
     assert outcome.verdict == verdict, outcome
 
 
-def test_what_does_not_end_hangs() -> None:
+def test_requests_beyond_the_time_limit_count_as_hung() -> None:
     async def never(request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(60)
         return httpx.Response(200)
@@ -140,7 +140,7 @@ def test_streams_are_joined_by_choice_and_call() -> None:
     assert joined(chunks) == {"1 call 0 name": "add", "1 call 0 arguments": '{"a": 1}'}
 
 
-def test_every_kind_is_asked_and_seeds_repeat() -> None:
+def test_soak_cases_cover_every_kind_and_repeat_by_seed() -> None:
     first, again = cases(420, 0, 512), cases(420, 0, 512)
     assert first == again
     assert {case.client for case in first} == {"stays", "leaves", "aborts", "errs", "reads"}
@@ -170,7 +170,7 @@ def test_kinds_follow_the_servers_abilities() -> None:
     assert {case.path for case in found if case.kind == "tools elsewhere"} == {"/v1/messages", "/v1/responses"}
 
 
-def test_abilities_as_servers_tell_them() -> None:
+def test_server_abilities_are_read() -> None:
     models = {"data": [{"id": "base", "parent": None}, {"id": "one", "parent": "base"}]}
     assert Abilities.read(models, {"model": {"pictures": {"max_count": 3}}}) == Abilities(("one",), True)
     assert Abilities.read({"data": [{"id": "base"}]}, {"model": {"pictures": None}}) == Abilities()
@@ -195,7 +195,7 @@ def test_pictures_are_pictures() -> None:
         assert len(image.getcolors()) == 2
 
 
-def test_the_quiet_server_has_the_flags_that_decide_about_answers() -> None:
+def test_reference_server_keeps_flags_that_affect_answers() -> None:
     flags = ["--lora-modules", "a=b", "c=d", "--speculative-method", "ngram", "--dtype=float32", "--num-pages", "9"]
     assert answering(flags) == ["--lora-modules", "a=b", "c=d", "--dtype=float32"]
     assert answering(["--enable_lora", "--restart-engine"]) == ["--enable_lora"]
@@ -237,7 +237,7 @@ def test_violations(held: dict[str, Any], more: dict[str, Any], says: str | None
     assert "preemptions" in report.table()
 
 
-def test_a_zombie_does_not_live() -> None:
+def test_zombie_process_counts_as_dead() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     assert _lives(process.pid)
     process.kill()

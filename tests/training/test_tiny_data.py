@@ -57,13 +57,13 @@ def test_arithmetic_of_training_problems() -> None:
         check_arithmetic(problem)
 
 
-def test_no_hole_is_left_open() -> None:
+def test_templates_leave_no_placeholders() -> None:
     for problem in train_problems(3000, seed=2) + [problem for _, problem in data.test_split(300)]:
         text = problem.question + problem.worked_answer.replace("#### ", "")
         assert not re.search(r"[{}|\[\]()@!#]", text), problem
 
 
-def test_every_number_of_a_step_was_given_or_computed() -> None:
+def test_steps_use_only_known_numbers() -> None:
     """Steps use numbers of the question, earlier results, or constants that its words stand for (a week, half, 25%)."""
     constants = {"2", "3", "4", "5", "7", "10", "12", "60"}
     for problem in train_problems(2000, seed=3):
@@ -119,7 +119,7 @@ def test_held_out_templates_never_occur_in_training() -> None:
             assert data.template_of(problem) not in names
 
 
-def test_skeletons_trained_only_are_trained_and_never_asked() -> None:
+def test_training_only_skeletons_are_absent_from_the_test_split() -> None:
     added = {skeleton.name for skeleton in skeletons.TRAINED_ONLY}
     assert added <= {data.template_of(problem) for problem in train_problems(10_000, seed=10)}
     assert not added & {data.template_of(problem) for _, problem in data.test_split(500)}

@@ -32,7 +32,7 @@ def test_prompts_are_conversations(tmp_path: Path) -> None:
     assert asked["test"] == [problem.question for _, problem in data.test_split(50)]
 
 
-def test_nothing_held_out_is_learnt_from() -> None:
+def test_training_prompts_exclude_held_out_questions() -> None:
     held = {problem.question for _, problem in data.test_split(500)}
     assert not held & set(questions("train", 3000))
     tokenizer = Tokenizer.load(catalog.bundled_path("tiny"))

@@ -205,7 +205,7 @@ def test_experts_and_tensor_names(saved: Path) -> None:
     assert size < (16 << 20) - 100_000
 
 
-def test_chat_template_opens_and_closes_thoughts(saved: Path) -> None:
+def test_chat_template_opens_and_closes_reasoning(saved: Path) -> None:
     tokenizer = Tokenizer.load(saved)
     assert tokenizer is not None
     ids = tokenizer.encode(f"{THINK}\n1 + 1 = 2\n{THOUGHT}\n\n2{STOP}", add_special_tokens=False)

@@ -53,7 +53,7 @@ def model(tokenizer: Tokenizer) -> TinyVL:
 # ---- scenes and questions -----------------------------------------------------------------------
 
 
-def test_the_stored_problems_are_what_the_generator_makes() -> None:
+def test_stored_problems_equal_the_generator() -> None:
     assert FILE.read_text(encoding="utf-8").splitlines() == lines()
     assert picture_problems(COUNT) == held_out_problems(COUNT)
     assert len({json.dumps(one.scene.as_json()) for one in picture_problems(COUNT)}) > 0.98 * COUNT
@@ -119,7 +119,7 @@ def test_answers_are_right() -> None:
     assert known > 300
 
 
-def test_a_thing_is_drawn_where_the_answer_says() -> None:
+def test_shapes_are_drawn_at_their_positions() -> None:
     rng = Random(4)
     for _ in range(60):
         scene = random_scene(rng, rng.choice(SIZES), 1.0, held_out=False)
@@ -172,7 +172,7 @@ def test_the_model_is_transformers_and_branches_are_single_turns(model: TinyVL, 
     assert {branch for _, branch in seen} >= {0, 1, 2}
 
 
-def test_prompts_are_what_the_chat_template_makes(tokenizer: Tokenizer) -> None:
+def test_prompts_equal_the_chat_template(tokenizer: Tokenizer) -> None:
     import jinja2
 
     problem, format = picture_problems(1)[0], Format(tokenizer)
@@ -186,7 +186,7 @@ def test_prompts_are_what_the_chat_template_makes(tokenizer: Tokenizer) -> None:
     assert format.ids(text) == format.prompt(problem.question, 1, first=False)
 
 
-def test_labels_are_what_tokens_show() -> None:
+def test_patch_labels_match_the_drawing() -> None:
     things = (Thing("square", "red", 16, 16, 12), Thing("7", "blue", 48, 48, 2))
     labels = labels_of(Scene(64, 64, "black", things)).reshape(4, 4)
     red = 1 + SHAPES.index("square") * len(COLOURS) + list(COLOURS).index("red")
@@ -220,7 +220,7 @@ def test_the_loss_falls(tokenizer: Tokenizer) -> None:
 # ---- the head -----------------------------------------------------------------------------------
 
 
-def test_a_blind_head_reads_placeholders_and_nothing_else_changes(model: TinyVL, tokenizer: Tokenizer) -> None:
+def test_blind_head_reads_placeholder_embeddings(model: TinyVL, tokenizer: Tokenizer) -> None:
     with stream(tokenizer, Packing(2, 128, 1.0), 1, 0) as batches:
         batch = Tensors.of(next(batches), "cpu")
     given = (model, batch.pictures, batch.ids, batch.weights, batch.positions, batch.mask, batch.places)

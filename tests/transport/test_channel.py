@@ -81,7 +81,7 @@ def test_strangers_are_refused(ends: tuple[Channel, Channel], key: bytes, model:
     assert other.most != PEERS
 
 
-def test_a_proof_cannot_be_sent_back(ends: tuple[Channel, Channel]) -> None:
+def test_reflected_proof_is_refused(ends: tuple[Channel, Channel]) -> None:
     """A listener that does not know the key repeats the proof that it gets."""
     one, other = ends
 
@@ -111,7 +111,7 @@ def test_silence_ends_a_message_that_has_begun() -> None:
     channel.close()
 
 
-def test_an_end_that_was_closed_here_says_so(ends: tuple[Channel, Channel]) -> None:
+def test_use_after_close_raises_channel_error(ends: tuple[Channel, Channel]) -> None:
     """Not what the system makes of a descriptor that is gone, whichever thread closed it."""
     ours, _ = ends
     ours.close()

@@ -264,7 +264,7 @@ def test_a_connection_that_ends_while_bytes_are_read(
         ("tcp", "nixl", ""),
     ],
 )
-def test_what_two_ends_agree_on(
+def test_transfer_backend_negotiation(
     connects: str, listens: str, agreed: str, ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_library("imitated", monkeypatch)

@@ -213,7 +213,7 @@ def meanwhile(server: Server, *slow: dict[str, Any], requests: int = 1) -> tuple
     return others, max(took)
 
 
-def test_other_requests_go_on_while_a_picture_is_decoded(sees: Server) -> None:
+def test_requests_run_while_an_image_is_decoded(sees: Server) -> None:
     """A picture of 36 million pixels takes its time; text requests are answered all the while."""
     huge = data_url(pics.encoded(Image.new("RGB", (6000, 6000), (9, 8, 7)), compress_level=1))
     ask(sees, text("warm"))
@@ -228,7 +228,7 @@ def test_other_requests_go_on_while_a_picture_is_decoded(sees: Server) -> None:
     in_one_try(check)
 
 
-def test_other_requests_go_on_while_hosts_are_slow(sees: Server, host: str) -> None:
+def test_requests_run_while_media_hosts_are_slow(sees: Server, host: str) -> None:
     """More requests that wait for a host than there are places in which requests are prepared."""
 
     def check() -> None:

@@ -92,7 +92,7 @@ def test_a_request_that_kills_takes_one_engine_only(start: Start, pool: ThreadPo
     assert sorted(one["restarts"] for one in engines(server)) == [0, 0, 1]
 
 
-def test_without_restarts_the_others_go_on(start: Start) -> None:
+def test_surviving_replicas_serve_without_restarts(start: Start) -> None:
     server = start(data_parallel_size=2, restart_engine=False)
     os.kill(pid(server, 1), signal.SIGKILL)
     until(lambda: state(server, 1) == "dead")

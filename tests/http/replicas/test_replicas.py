@@ -119,7 +119,7 @@ def test_one_page_of_metrics(server: Server) -> None:
     assert all(float(count) >= 1 for count in counted)
 
 
-def test_what_is_told_of_each_engine(server: Server) -> None:
+def test_info_and_load_report_each_engine(server: Server) -> None:
     told = engines(server)
     assert [(one["engine"], one["state"], one["restarts"]) for one in told] == [(0, "serving", 0), (1, "serving", 0)]
     assert len({one["info"]["pid"] for one in told}) == 2

@@ -71,7 +71,7 @@ def test_the_next_turn_of_a_conversation_finds_the_answer(turn: int) -> None:
     assert router.loads[home].pages.match(page_hashes(again, again.prompt_token_ids, PAGE)) == 8
 
 
-def test_what_runs_together() -> None:
+def test_sequences_beams_and_sessions_share_a_replica() -> None:
     router = Router(4)
     leader = request("x-0", tokens(1, 40))
     home = router.choose(leader, ANYWHERE)
@@ -149,7 +149,7 @@ def test_the_index_is_bounded_and_forgets_leaves_first() -> None:
     assert index.match(range(1000, 1100)) == 10
 
 
-def test_hashes_tell_prompts_apart() -> None:
+def test_page_hashes_distinguish_prompts() -> None:
     ids = tokens(1, 40)
     plain = page_hashes(request("a", ids), ids, PAGE)
     assert len(plain) == 2, "full pages only"
@@ -196,7 +196,7 @@ def test_gpus_and_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> Non
         environments(2, "cuda:1", 1, {})
 
 
-def test_replicas_find_nearly_what_one_engine_finds() -> None:
+def test_replica_hit_rate_is_close_to_one_engine() -> None:
     """12 prefixes asked 20 times each, 16 requests at once: what is cached is what was sent there before."""
     draw = random.Random(1)
     heads = [tokens(i, 256) for i in range(12)]

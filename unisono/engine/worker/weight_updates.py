@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import torch
 
 from unisono.config.checkpoint_files import CONFIG
 from unisono.distributed.weight_group import WeightGroup

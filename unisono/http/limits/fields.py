@@ -238,7 +238,7 @@ BODIES: Mapping[str, Mapping[str, Limit]] = {
         "group_name": ID,
         "weight_version": ID,
     },
-    "PauseRequest": {"mode": ID},
+    "PauseRequest": {},
     "AbortRequest": {"request_ids": Items(4096, ID), "request_id": ID, "rid": ID},
     "LoadAdapter": {"lora_name": ID, "lora_path": Chars(4096), "base_model_name": ID},
     "UnloadAdapter": {"lora_name": ID, "lora_int_id": Whole(-MAX_INT32)},
