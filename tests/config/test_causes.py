@@ -172,7 +172,7 @@ def draft_head(directory: Path) -> Path:
 
 
 def foreign(directory: Path) -> Path:
-    return edit(directory, architectures=["BambaForCausalLM"], model_type="bamba")
+    return edit(directory, architectures=["Zamba2ForCausalLM"], model_type="zamba2")
 
 
 CAUSES: dict[Callable[[Path], Path], tuple[str, ...]] = {
@@ -201,7 +201,7 @@ CAUSES: dict[Callable[[Path], Path], tuple[str, ...]] = {
     typing_error: ("does not exist", "did you mean copy?"),
     diffusers: ("diffusers pipeline",),
     draft_head: ("is a draft head", "--speculative-model"),
-    foreign: ("'BambaForCausalLM' is not supported", "LlamaForCausalLM"),
+    foreign: ("'Zamba2ForCausalLM' is not supported", "LlamaForCausalLM"),
 }
 
 
@@ -266,10 +266,10 @@ COMMANDS = (
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_report_unsupported_models_without_importing_torch(line: str, tmp_path: Path) -> None:
-    foreign = write(tmp_path / "c", LLAMA_31_8B, architectures=["BambaForCausalLM"], model_type="bamba")
+    foreign = write(tmp_path / "c", LLAMA_31_8B, architectures=["Zamba2ForCausalLM"], model_type="zamba2")
     arguments = line.format(foreign).split()
     code = f"import sys, unisono.cli.main; sys.argv[1:] = {arguments!r}\ntry: unisono.cli.main.app()\n"
     code += "finally: print([m for m in ('torch', 'transformers', 'fastapi') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "'BambaForCausalLM' is not supported" in done.stderr
+    assert "'Zamba2ForCausalLM' is not supported" in done.stderr
     assert (done.returncode, done.stdout.strip()) == (1, "[]")

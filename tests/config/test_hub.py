@@ -49,8 +49,8 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
     foreign = write(
         repositories / "foreign",
         LLAMA_31_8B,
-        architectures=["BambaForCausalLM"],
-        model_type="bamba",
+        architectures=["Zamba2ForCausalLM"],
+        model_type="zamba2",
     )
     renamed = write(repositories / "renamed", LLAMA_31_8B, residual_multiplier=0.2)
     for directory in (foreign, renamed):
@@ -132,7 +132,7 @@ def test_a_dry_run_downloads_no_weights(hub: FakeHub) -> None:
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("foreign", "'BambaForCausalLM' is not supported"), ("renamed", "residual_multiplier=0.2")],
+    [("foreign", "'Zamba2ForCausalLM' is not supported"), ("renamed", "residual_multiplier=0.2")],
 )
 def test_refused_model_downloads_only_its_config(hub: FakeHub, name: str, says: str) -> None:
     assert says in explain(f"owner/{name}", hub)

@@ -10,13 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.delta_cases import Layer, Passes, Sizes, cuts, differing, oracle, rounds
+from tests.kernels.delta_cases import (
+    ON_GPU,
+    Layer,
+    Passes,
+    Sizes,
+    cuts,
+    differing,
+    dots_in_a_chain,  # noqa: F401  a fixture
+    oracle,
+    relative,
+    rounds,
+)
 from tests.kernels.gluon_threads import Machine
 from unisono.kernels.recurrent import gated_delta_gluon
 from unisono.kernels.recurrent.causal_conv import causal_conv, launch_causal_conv
 from unisono.kernels.recurrent.gated_delta import gated_delta, launch_gated_delta
 
-ON_GPU = torch.cuda.is_available()
 SIZES = {
     "ratio 1": Sizes(3, 3, 32, 32),
     "ratio 2": Sizes(2, 4, 32, 16),
@@ -25,32 +35,12 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def dots_in_a_chain(dots_in_order: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's ``tl.dot`` begins with what there is, as the device's does: a sum in slices is one sum."""
-    if ON_GPU:
-        return
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def create_dot(self: object, a: Any, b: Any, d: Any, *precision: object) -> TensorHandle:
-        total = d.data.copy()
-        for k in range(a.data.shape[-1]):
-            total += a.data[..., k, None].astype(total.dtype) * b.data[k].astype(total.dtype)
-        return TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-
-
 def twins(layer: Layer) -> Passes:
     return Passes(layer, causal_conv, gated_delta)
 
 
 def kernels(layer: Layer) -> Passes:
     return Passes(layer, launch_causal_conv, launch_gated_delta, "cuda" if ON_GPU else "cpu")
-
-
-def relative(x: torch.Tensor, y: torch.Tensor) -> float:
-    return float((x.double().cpu() - y.double()).norm() / y.double().norm())
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.delta_cases import TAPS, Layer, Passes, Sizes, cuts, differing, rounds
-from tests.kernels.test_gated_delta import ON_GPU, dots_in_a_chain, relative  # noqa: F401  a fixture
+from tests.kernels.delta_cases import (
+    ON_GPU,
+    TAPS,
+    Layer,
+    Passes,
+    Sizes,
+    cuts,
+    differing,
+    dots_in_a_chain,  # noqa: F401  a fixture
+    relative,
+    rounds,
+)
 from unisono.kernels.recurrent.mamba2 import launch_mamba2, mamba2
 from unisono.kernels.recurrent.mamba_conv import launch_mamba_conv, mamba_conv
 
