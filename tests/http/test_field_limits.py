@@ -25,7 +25,7 @@ from unisono.types.limits import SAMPLING, Chars, Data, Entries, Items, Real, Wh
 
 MODULES = (
     "openai.protocol", "sglang_api", "anthropic_api.body", "responses_api.body", "routes.embeddings", "routes.pooling",
-    "routes.tokens", "routes.admin", "routes.adapters", "routes.conversations",
+    "routes.tokens", "routes.admin", "routes.adapters", "routes.conversations", "routes.weights",
 )  # fmt: skip
 PAGE = Path(__file__).parents[2] / "docs/reference/limits.md"
 
