@@ -424,7 +424,7 @@ def test_embeddings(llm: LLM) -> None:
     assert whole.outputs.embedding != other.outputs.embedding
     (short,) = llm.embed([PROMPTS[1]], dimensions=5, normalize=False)
     assert short.outputs.embedding == state[:5].tolist()
-    with pytest.raises(BadRequest, match="dimensions=0 is out of range: give 1 to"):
+    with pytest.raises(BadRequest, match="dimensions=0 is out of range: this model has 1 to"):
         llm.embed("x", dimensions=0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -398,7 +398,8 @@ def test_rounds_of_any_width_leave_the_same_context(target: Target, tmp_path: Pa
     helpers.draw_drafts(monkeypatch)
     monkeypatch.setattr("unisono.engine.worker.build.draft_choices", lambda config, most: ((0, 1, 2, 4, 5), "drawn"))
     head = make_dflash(tmp_path, target.config)
-    with engine(target.path, speculative=spec(head), enforce_eager=True, adaptive=True) as llm:
+    each = replace(spec(head), share_drafts=False)
+    with engine(target.path, speculative=each, enforce_eager=True, adaptive=True) as llm:
         watch = Watch(llm)
         tokens(llm, prompts(4, 250, seed=6), GREEDY)
     assert len({len(drafts) for _, _, drafts, _ in watch.rounds}) > 2

@@ -111,7 +111,7 @@ def test_default_of_enable_mixed_chunk(
     device: str, asked: bool | None, spec: SpeculativeConfig | None, mixes: bool
 ) -> None:
     """By default engines on a GPU do, but not where every round drafts."""
-    facts: Any = SimpleNamespace(dtype=torch.bfloat16, config=SimpleNamespace(max_positions=4096))
+    facts: Any = SimpleNamespace(dtype=torch.bfloat16, config=SimpleNamespace(max_positions=4096, whole_text=False))
     hardware = Hardware(torch.device(device), device, 1 << 30)
     config = resolve(EngineConfig(enable_mixed_chunk=asked, speculative=spec), hardware, facts)
     assert bool(decode_sizes(config)) is mixes

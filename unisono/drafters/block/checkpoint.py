@@ -226,13 +226,19 @@ def open_block(
     return opened
 
 
-def _confidence(fields: HeadFields, tensors: Mapping[str, Any] | None) -> ConfidenceInputs | None:
-    """Inputs of the confidence head of a DSpark checkpoint; None if it has none. tensors: those of the checkpoint."""
-    stored = tensors is not None and "confidence_head.proj.weight" in tensors
-    if not fields.get("enable_confidence_head", stored):
+def _confidence(fields: HeadFields, tensors: Mapping[str, Any] | None, hidden_size: int) -> ConfidenceInputs | None:
+    """Inputs of the confidence head of a DSpark checkpoint; None if it has none.
+
+    tensors: those of the checkpoint. A config that does not say if the head reads the Markov row leaves it to the size
+    of the weight.
+    """
+    stored = tensors or {}
+    weight = stored.get("confidence_head.proj.weight")
+    if not fields.get("enable_confidence_head", weight is not None):
         return None
-    bias = tensors is not None and "confidence_head.proj.bias" in tensors
-    return ConfidenceInputs(bool(fields.get("confidence_head_with_markov", False)), bias)
+    wider = weight is not None and weight.shape[-1] != hidden_size
+    with_markov = bool(fields.get("confidence_head_with_markov", wider))
+    return ConfidenceInputs(with_markov, "confidence_head.proj.bias" in stored)
 
 
 def _variant(
@@ -240,7 +246,7 @@ def _variant(
 ) -> tuple[type[BlockHead], BlockConfig]:
     """(the module of this kind of head, the config with its sizes)."""
     if method == "dspark":
-        confidence = _confidence(fields, tensors)
+        confidence = _confidence(fields, tensors, settings.layer.hidden_size)
         return MarkovHead, dataclasses.replace(
             settings, markov_rank=fields.number("markov_rank", 1), confidence=confidence
         )

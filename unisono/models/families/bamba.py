@@ -28,8 +28,9 @@ NAMES: dict[str, Name] = {
 
 def read(hf_config: Any) -> DecoderConfig:
     """Read the config. ``attn_layer_indices``: the layers that attend."""
-    kinds, bias = list(hf_config.layers_block_type), hf_config.attention_bias
-    require(FULL in kinds, "attn_layer_indices", hf_config.attn_layer_indices, "at least one layer must attend")
+    attending, bias = hf_config.attn_layer_indices or [], hf_config.attention_bias
+    kinds = [FULL if number in attending else LINEAR for number in range(hf_config.num_hidden_layers)]
+    require(FULL in kinds, "attn_layer_indices", attending, "at least one layer must attend")
     mixers: dict[str, BlockSpec] = {FULL: read_attention(hf_config, qkv_bias=bias, o_bias=bias)}
     if LINEAR in kinds:
         mixers[LINEAR] = read_mamba2(hf_config)
