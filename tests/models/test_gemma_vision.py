@@ -25,6 +25,7 @@ from tests.engine.helpers import engine
 from tests.engine.pictures import IMAGE, TEXT, VOCAB, Picture, prompt, run, stepped, vision_of, words, written
 from tests.models.hybrids import reference, renamed
 from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS
+from tests.models.towers import compare_embeddings
 from unisono.entrypoints.llm import LLM
 from unisono.models.load.build import no_attention
 from unisono.models.load.checkpoint import Checkpoint
@@ -204,22 +205,8 @@ def masks4(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def test_gemma4_embeddings_are_transformers(path4: Path) -> None:
-    vision, model = vision_of(path4), reference(path4).model
-    tower = load_tower(Checkpoint.open(path4), dtype=torch.float32, device="cpu")
-    assert tower is not None
-    pictures = [Picture(4, 6, 1), Picture(8, 4, 2), Picture(2, 2, 3), Picture(2, 16, 4)]
-    grids, pixels = [(1, p.rows, p.columns) for p in pictures], [p.pixels(vision) for p in pictures]
-
-    def run(pixels: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
-        return tower(pixels, {name: torch.from_numpy(v) for name, v in tower.host_inputs(grids).items()})
-
-    ours, start = run(torch.cat(pixels), grids), 0
-    theirs = model.get_image_features(**inputs4(pixels, grids, vision)).pooler_output
-    for grid, each, expected in zip(grids, pixels, theirs, strict=True):
-        tokens = len(each) // vision.unit
-        torch.testing.assert_close(ours[start : start + tokens], expected, atol=1e-4, rtol=0)
-        assert torch.equal(run(each, [grid]), ours[start : start + tokens])
-        start += tokens
+    model = reference(path4).model
+    tower = compare_embeddings(path4, lambda *given: model.get_image_features(**inputs4(*given)).pooler_output)
     with pytest.raises(ValueError, match="at most 16"):
         tower.host_inputs([(1, 2, 18)])
 

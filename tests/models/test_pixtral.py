@@ -12,11 +12,11 @@ import torch
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import engine
 from tests.engine.matrix import config_of
-from tests.engine.pictures import TEXT, Picture, run, vision_of, written
+from tests.engine.pictures import TEXT, run, vision_of, written
 from tests.engine.pixtral_pictures import images_of, make_mistral3, several
 from tests.models.hybrids import reference
+from tests.models.towers import compare_embeddings
 from unisono.models.load.checkpoint import Checkpoint
-from unisono.models.load.loader import load_tower
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig, vectors
 
 GREEDY = SamplingParams(
@@ -49,23 +49,13 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @torch.no_grad()
 def test_embeddings_are_transformers(path: Path) -> None:
     """Each picture's, in any pass."""
-    vision, model = vision_of(path), reference(path).model
-    tower = load_tower(Checkpoint.open(path), dtype=torch.float32, device="cpu")
-    assert tower is not None
-    pictures = [Picture(4, 6, 1), Picture(8, 4, 2), Picture(2, 2, 3), Picture(2, 16, 4)]
-    grids, pixels = [(1, p.rows, p.columns) for p in pictures], [p.pixels(vision) for p in pictures]
+    model = reference(path).model
 
-    def run(pixels: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
-        return tower(pixels, {name: torch.from_numpy(v) for name, v in tower.host_inputs(grids).items()})
+    def theirs(pixels: Any, grids: Any, vision: Any) -> Any:
+        inputs = images_of(pixels, [grid[1:] for grid in grids])
+        return model.get_image_features(**inputs, vision_feature_layer=-1).pooler_output
 
-    ours, start = run(torch.cat(pixels), grids), 0
-    theirs = model.get_image_features(**images_of(pixels, [g[1:] for g in grids]), vision_feature_layer=-1)
-    for grid, each, expected in zip(grids, pixels, theirs.pooler_output, strict=True):
-        tokens = len(each) // vision.unit
-        assert expected.std() > 0.1, "a flat tower would prove nothing"
-        torch.testing.assert_close(ours[start : start + tokens], expected, atol=1e-4, rtol=0)
-        assert torch.equal(run(each, [grid]), ours[start : start + tokens])
-        start += tokens
+    compare_embeddings(path, theirs)
 
 
 @torch.no_grad()

@@ -157,19 +157,24 @@ GEMMA4 = {
 }  # fmt: skip
 
 
-def test_gemma4_images_are_transformers(tmp_path: Path) -> None:
-    """Pixels, grids and the marks around an image's tokens; its placeholder is the token itself."""
+def looked(path: Path, config: dict[str, Any], **sizes: int) -> tuple[InputProcessor, list[Any], Any]:
+    """(the frontend of a model with this processor, two images, a prompt with both)."""
     own = tokenizer()
     own.chat_template = None
-    own.save_pretrained(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(GEMMA4))
-    seen = replace(vision(), merge=3, patch_size=16, side=0, placeholder_token_id=own.image_token_id, around="")
+    own.save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(config))
+    seen = replace(vision(), side=0, placeholder_token_id=own.image_token_id, around="", **sizes)
     facts = ModelFacts(4096, 1000, 6, "float32", (), {}, False, False, vision=seen)
-    inputs = InputProcessor(
-        Tokenizer.load(tmp_path), facts, MediaLoader(seen, tmp_path, MediaSettings(), "float32", 99)
-    )
+    inputs = InputProcessor(Tokenizer.load(path), facts, MediaLoader(seen, path, MediaSettings(), "float32", 99))
     images = [pics.picture(200, 90, 1), pics.picture(33, 170, 2)]
     prompt = inputs.prompt({"prompt": f"Look: {IMAGE} and {IMAGE}.", "multi_modal_data": {"image": images}})
+    return inputs, images, prompt
+
+
+def test_gemma4_images_are_transformers(tmp_path: Path) -> None:
+    """Pixels, grids and the marks around an image's tokens; its placeholder is the token itself."""
+    inputs, images, prompt = looked(tmp_path, GEMMA4, merge=3, patch_size=16)
+    own = tokenizer()
     found = AutoImageProcessor.from_pretrained(str(tmp_path), backend="pil").preprocess(images, return_tensors="np")
     for item, pixels, places, count in zip(
         prompt.media,
@@ -194,18 +199,8 @@ def test_gemma4_images_are_transformers(tmp_path: Path) -> None:
 
 def test_gemma4_12b_images_are_transformers(tmp_path: Path) -> None:
     """A token is one patch of 48 × 48 pixels, between 0 and 1; its rows are transformers' merged patches."""
-    own = tokenizer()
-    own.chat_template = None
-    own.save_pretrained(tmp_path)
     config = {**GEMMA4, "image_processor_type": "Gemma4UnifiedImageProcessor"}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
-    seen = replace(vision(), merge=1, patch_size=48, side=0, placeholder_token_id=own.image_token_id, around="")
-    facts = ModelFacts(4096, 1000, 6, "float32", (), {}, False, False, vision=seen)
-    inputs = InputProcessor(
-        Tokenizer.load(tmp_path), facts, MediaLoader(seen, tmp_path, MediaSettings(), "float32", 99)
-    )
-    images = [pics.picture(200, 90, 1), pics.picture(33, 170, 2)]
-    prompt = inputs.prompt({"prompt": f"Look: {IMAGE} and {IMAGE}.", "multi_modal_data": {"image": images}})
+    inputs, images, prompt = looked(tmp_path, config, merge=1, patch_size=48)
     found = Gemma4ImageProcessorPil(**GEMMA4).preprocess(images, return_tensors="np")
     for item, pixels, places in zip(prompt.media, found["pixel_values"], found["image_position_ids"], strict=True):
         columns, rows = (places.max(0) + 1).tolist()

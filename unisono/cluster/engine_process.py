@@ -23,7 +23,7 @@ import zmq
 
 from unisono.cluster import curve, heartbeat, ipc
 from unisono.cluster.commands import CommandError, OperatorCommands
-from unisono.cluster.heap import collector_paused, freeze_heap
+from unisono.cluster.heap import freeze_heap, uncollected
 from unisono.cluster.ledger import Ledger
 from unisono.engine.loop import EngineLike, EngineLoop
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta, UnisonoError
@@ -43,7 +43,7 @@ Factory = Callable[[Any, Callable[[str, float], None]], EngineLike]
 def load_factory(name: str) -> Factory:
     """Return the factory that ``"module:Class"`` names."""
     module, _, attribute = name.partition(":")
-    with collector_paused():
+    with uncollected():
         factory: Factory = getattr(importlib.import_module(module), attribute)
     return factory
 

@@ -31,18 +31,6 @@ def freeze_heap() -> None:
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector within a block of imports, whose objects all stay: torch takes 0.3 s less."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
 def frozen_heap() -> Iterator[None]:
     """Freeze the heap within a block."""
     freeze_heap()
@@ -55,7 +43,7 @@ def frozen_heap() -> Iterator[None]:
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Disable garbage collection within a block: imports and loading make objects that stay, and collections walk
-    them.
+    them. Importing torch takes 0.3 s less.
     """
     enabled = gc.isenabled()
     gc.disable()
