@@ -384,6 +384,7 @@ class Client:
                 chunks.append(json.loads(line[6:]))
                 if "error" in chunks[-1]:
                     answer.error = str(chunks[-1]["error"].get("message"))
+                    continue  # [DONE] follows; there is nothing to abort
                 if patience is not None and len(chunks) == patience:
                     answer.ends.append("left")
                     if case.client == "leaves":

@@ -91,6 +91,7 @@ def asked(case: Case, expected: Answer | None, answer: Callable[[httpx.Request],
 
 
 STREAM = Case("streams", TEXT, {"prompt": "a", "stream": True})
+ABORTED = Case("aborted", TEXT, {"prompt": "a", "stream": True}, "aborts", 1)
 LEFT = Case("left", TEXT, {"prompt": "a", "stream": True}, "leaves", 2)
 ONE = Case("whole", TEXT, {"prompt": "a"})
 BAD = Case("bad", TEXT, {"prompt": 7}, "errs")
@@ -118,6 +119,7 @@ SAID = Answer(200, {"0 text": "abc", "0 finish": "length"})
         (BAD, None, httpx.Response(500, json={"error": {"message": "oh"}}), "failed"),
         (ONE, Answer(200, WHOLE), httpx.Response(500, json={"error": {"message": ENDED_EARLY + "-9"}}), "killed"),
         (STREAM, SAID, httpx.Response(200, content=sse({"error": {"message": ENDED_EARLY + "-9"}})), "killed"),
+        (ABORTED, SAID, httpx.Response(200, content=sse({"error": {"message": ENDED_EARLY + "-9"}})), "killed"),
     ],
 )
 def test_verdicts(case: Case, expected: Answer | None, response: httpx.Response, verdict: str) -> None:
