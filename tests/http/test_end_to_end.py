@@ -6,9 +6,12 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.http.conftest import Server, serving, until
 from unisono.config.catalog import bundled
@@ -168,6 +171,42 @@ def test_weights_change_between_two_answers(tiny: Server) -> None:
     assert answer["system_fingerprint"].endswith("-step-7")
     native = tiny.http.post("/generate", json={"text": "1", "sampling_params": {"max_new_tokens": 1}}).json()
     assert native["meta_info"]["weight_version"] == "step-7"
+
+
+def test_weights_change_by_name_and_back(tiny: Server, tmp_path: Path) -> None:
+    name, text = "model.norm.weight", chat(tiny, QUESTION, temperature=0)[0]
+    own = load_file(bundled["tiny"] / "model.safetensors")[name]
+    changed = {"changed": {name: -own}, "own": {name: own}, "unknown": {"model.nowhere.weight": own}}
+    for file, tensors in changed.items():
+        save_file(tensors, tmp_path / file)
+
+    def update(file: str) -> httpx.Response:
+        return tiny.http.post("/update_weights_from_tensor", json={"files": [str(tmp_path / file)]})
+
+    for file, says in (("missing", "is no file of weights"), ("unknown", "model.nowhere.weight")):
+        refused = update(file)
+        assert refused.status_code == 400
+        assert says in refused.json()["error"]["message"]
+    assert chat(tiny, QUESTION, temperature=0)[0] == text, "refused updates change nothing"
+    assert update("changed").json()["success"] is True
+    assert chat(tiny, QUESTION, temperature=0)[0] != text
+    assert update("own").json()["success"] is True
+    assert chat(tiny, QUESTION, temperature=0)[0] == text
+
+
+def test_pause_generation_holds_requests(tiny: Server) -> None:
+    text = chat(tiny, QUESTION, temperature=0)[0]
+    assert tiny.http.post("/pause_generation", json={"mode": "keep"}).json() == {"status": "paused"}
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(chat, tiny, QUESTION, temperature=0)
+        until(lambda: tiny.http.get("/load").json()["server_load"] == 1)
+        assert tiny.http.get("/health").status_code == 200
+        assert not held.done()
+        assert tiny.http.post("/continue_generation").json() == {"status": "ok"}
+        assert held.result(60)[0] == text
+    refused = tiny.http.post("/pause_generation", json={"mode": "stop"})
+    assert refused.status_code == 400
+    assert "mode" in refused.json()["error"]["message"]
 
 
 def test_server_shuts_down_cleanly(tiny: Server) -> None:
