@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.engine.helpers import counted, draw_drafts, engine, tokens
 from tests.engine.matrix import PARAMS, PROMPTS, SCARCE
 from tests.engine.pictures import make_seeing, run, several, vision_of
 from unisono.engine.scheduling.adaptive import AcceptanceEstimate
+from unisono.engine.startup.buckets import shared_choices
 from unisono.entrypoints.llm import LLM
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig, StructuredOutputs
 
@@ -109,9 +111,14 @@ def test_shared_drafts_favour_requests_with_high_acceptance() -> None:
 
 
 def test_drafters_that_share(qwen3: Path) -> None:
-    """By default where drafting costs the same for any number; elsewhere if set."""
+    """By default on a CPU where drafting costs the same for any number; elsewhere if set."""
     with sharing("ngram", (qwen3, None), None) as llm:
-        assert llm.engine.runner.shared == (1, 2, 3)
+        on_cpu = llm.engine.config.device.type == "cpu"
+        assert llm.engine.runner.shared == ((1, 2, 3) if on_cpu else ())
+        facts = SimpleNamespace(device=SimpleNamespace(type="cuda"), speculative=llm.engine.config.speculative)
+        drafter = llm.engine.worker.drafter
+    found, reason = shared_choices(facts, drafter, (0, 1, 2, 3, 5), False)
+    assert (found, reason.startswith("not measured on a GPU")) == ((), True)
     with sharing("ngram", (qwen3, None), False) as llm:
         assert llm.engine.runner.shared == ()
         shown = {each.name: each for each in llm.engine.config.decisions}

@@ -212,9 +212,10 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class AtOnceDrafter(Drafter, Protocol):
-    """A drafter whose drafts cost about the same in any number, if ``drafts_at_once``: requests share them by default.
+    """A drafter whose drafts cost about the same in any number, if ``drafts_at_once``.
 
-    In a round whose requests share drafts, ``propose`` is called for the most that one request may have.
+    Requests share its drafts by default on a CPU. In a round whose requests share drafts, ``propose`` is called for the
+    most that one request may have.
     """
 
     drafts_at_once: bool
