@@ -292,3 +292,15 @@ def test_a_mark_that_begins_with_itself(make: Make) -> None:
         following = make(budget=9, marks=("[[<", "]]>"))
         following.accept([token for char in text for token in ids(char)] + ids("one two three four five six seven"))
         assert mask(following) == EVERYTHING
+
+
+def test_a_failed_search_for_marks_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, thinking = MarksCache(DIRECTORY, VOCAB), Thinking("<think>", "</think>")
+    with monkeypatch.context() as patch:
+        patch.setattr("unisono.structured_output.thinking.Spelling", lambda *given: [].pop())
+        with pytest.raises(IndexError):
+            cache.prepare(thinking).result(60)
+    found = cache.prepare(thinking)
+    assert isinstance(found.result(60), Marks)
+    assert cache.prepare(thinking) is found
+    cache.close()

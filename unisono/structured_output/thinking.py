@@ -131,12 +131,14 @@ class MarksCache:
         self._lock = threading.Lock()
 
     def prepare(self, thinking: Thinking) -> Future[Marks]:
-        """Start to find the marks, once. The future's exception is a BadRequest."""
+        """Start to find the marks, once. The future's exception is a BadRequest; after any other the next call tries
+        again."""
         with self._lock:
             key = thinking.start, thinking.end
-            if key not in self._found:
-                self._found[key] = self._thread.submit(self._find, *key)
-            return self._found[key]
+            found = self._found.get(key)
+            if found is None or (found.done() and not isinstance(found.exception(), BadRequest | None)):
+                self._found[key] = found = self._thread.submit(self._find, *key)
+            return found
 
     def _find(self, start: str, end: str) -> Marks:
         if self._spelling is None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.config.checkpoint_files import TOKENIZER_FILES
+from unisono.config.transformers_names import from_transformers
 from unisono.config.untrusted_files import check_directory
 from unisono.text.templates.renderer import RendererBusy, TemplateFailed, TemplateTooHard, renderer
 from unisono.types import BadRequest, CheckpointError, TemporaryFailure
@@ -91,10 +92,8 @@ class Tokenizer:
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             return None
         check_directory(path)
-        from transformers import AutoTokenizer  # takes seconds: the server lets its engine start first
-
         try:
-            return cls(AutoTokenizer.from_pretrained(str(path), local_files_only=True))
+            return cls(from_transformers("AutoTokenizer").from_pretrained(str(path), local_files_only=True))
         except Exception as error:  # transformers raises anything from KeyError to a bare Exception here
             raise CheckpointError(f"The tokenizer in {path} cannot be loaded: {error}") from error
 

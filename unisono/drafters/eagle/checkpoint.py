@@ -24,6 +24,7 @@ from unisono.config.catalog import find_directory
 from unisono.config.checkpoint_files import CONFIG, PICKLE
 from unisono.config.preflight.families import DRAFT_LAYERS
 from unisono.config.preflight.formula import check_formula
+from unisono.config.transformers_names import from_transformers
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.eagle.model import DraftConfig, Eagle3Head, EagleHead
 from unisono.layers.formats.base import WeightFormat, WeightTarget
@@ -322,9 +323,7 @@ def layer_config(
     values = {k: v for k, v in fields.items() if k != "model_type"}
 
     def by_transformers() -> Any:
-        from transformers import AutoConfig  # takes seconds to import
-
-        return AutoConfig.for_model(model_type, **values)
+        return from_transformers("AutoConfig").for_model(model_type, **values)
 
     try:
         hf_config = stored_config(json.dumps([model_type, values], sort_keys=True).encode(), "", by_transformers)

@@ -23,6 +23,7 @@ from unisono.config.gguf.directory import source as gguf_source
 from unisono.config.preflight.families import READ_AS
 from unisono.config.preflight.model import architecture_of, check_config
 from unisono.config.preflight.weights import weight_files
+from unisono.config.transformers_names import from_transformers
 from unisono.config.untrusted_files import check_directory, check_token_ids, check_values, read_json
 from unisono.layers.formats.base import PLAIN, WeightFormat
 from unisono.models.config import DecoderConfig, Family
@@ -169,15 +170,13 @@ def _parse_config(
     """(transformers' configuration, the family's DecoderConfig) of config.json contents ``raw`` with ``overrides``."""
 
     def by_transformers() -> Any:
-        from transformers import AutoConfig  # takes seconds to import, so after the cheap checks
-
-        known = READ_AS.get(str(raw.get("model_type")))
+        auto_config, known = from_transformers("AutoConfig"), READ_AS.get(str(raw.get("model_type")))
         if not overrides and known is None:
-            return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            return auto_config.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         with tempfile.TemporaryDirectory() as changed:
             theirs = {name: value for name, value in raw.items() if name != "auto_map" or known is None}
             Path(changed, CONFIG).write_text(json.dumps(theirs | ({"model_type": known} if known else {})))
-            config = AutoConfig.from_pretrained(changed, local_files_only=True, trust_remote_code=False)
+            config = auto_config.from_pretrained(changed, local_files_only=True, trust_remote_code=False)
         config.name_or_path = str(directory)
         return config
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from unisono.config.transformers_names import from_transformers
 from unisono.types import CheckpointError
 
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
@@ -39,9 +40,7 @@ def _with_tokenizer(directory: Path, use: Callable[[Any], Any]) -> Any:
 
             return use(Tokenizer.from_file(str(file)))
         if any((directory / name).is_file() for name in OTHER_TOKENIZERS):
-            from transformers import AutoTokenizer  # slow to import
-
-            return use(AutoTokenizer.from_pretrained(str(directory), local_files_only=True))
+            return use(from_transformers("AutoTokenizer").from_pretrained(str(directory), local_files_only=True))
     except Exception as error:  # both raise anything from KeyError to a bare Exception here
         raise CheckpointError(f"The tokenizer in {directory} cannot be loaded: {error}") from error
     return None
