@@ -11,7 +11,7 @@ PAGE, STOP_IDS, MAX_TOKENS = 4, 16, 32
 
 
 def slots_of(rows: list[dict], device: str | torch.device = "cpu") -> SimpleNamespace:
-    """One slot per row and the padding slot behind them, as views of one arena with fields in between."""
+    """One slot per row and the padding slot after them, as views of one arena with fields in between."""
     rows = [*rows, {"length": 0, "max_length": 0, "status": FinishReason.FREE, "last_token": 0, "stops": ()}]
     block = torch.full((len(rows), 5 + STOP_IDS), -1, dtype=torch.int32)
     for i, row in enumerate(rows):

@@ -32,7 +32,7 @@ def write_modules(
     directory: Path, mode: str, hidden: int, dense: Sequence[tuple[int, str]] = (), bias: bool = False,
     prompts: dict[str, str] | None = None, default: str | None = None,
 ) -> list[torch.nn.Module]:  # fmt: skip
-    """Write ``modules.json`` and the modules behind a model: pooling, dense layers (outputs, activation), length 1.
+    """Write ``modules.json`` and the modules after a model: pooling, dense layers (outputs, activation), length 1.
 
     Returns the dense layers and activations.
     """

@@ -1,4 +1,4 @@
-"""Layers behind a model beside PyTorch's, and sentence-transformers' files that are refused."""
+"""Layers after a model, compared with PyTorch's, and sentence-transformers' files that are refused."""
 
 from __future__ import annotations
 

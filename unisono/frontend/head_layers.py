@@ -1,4 +1,4 @@
-"""Small dense layers behind a model, applied on the CPU to one state at a time, and the tensors they are read from.
+"""Small dense layers after a model, applied on the CPU to one state at a time, and the tensors they are read from.
 
 They are the dense modules of sentence-transformers, and the layers of a classifier's or reward model's head. Each is
 computed in float64, so that a result does not depend on the other requests.

@@ -1,6 +1,6 @@
 """Pooling of a prompt's hidden states to one vector, by the checkpoint's configuration.
 
-Checkpoints for embeddings carry sentence-transformers' files: ``modules.json`` lists the modules behind the model, with
+Checkpoints for embeddings carry sentence-transformers' files: ``modules.json`` lists the modules after the model, with
 ``1_Pooling/config.json`` and dense layers (``2_Dense``), and ``config_sentence_transformers.json`` has the prompts of
 the model card.
 """
@@ -34,7 +34,7 @@ class Pooling:
     """The pooling of a checkpoint.
 
     mode: ``last``, ``mean`` or ``cls`` (the first token). meant: the checkpoint is for embeddings. problem: the reason
-    why its pooling is not supported, if it is not. layers: dense layers behind it. prompts: beginnings of texts, by
+    why its pooling is not supported, if it is not. layers: dense layers after it. prompts: beginnings of texts, by
     name. default_prompt: name of the one that texts get without a name; None: none. sizes: the only numbers of
     dimensions that embeddings may be cut to (``matryoshka_dimensions`` of config.json); empty: all.
     """

@@ -117,7 +117,7 @@ class Decoder(nn.Module):
 
     def _turn(self, context: ForwardContext, deepest: int) -> int:
         """Layer after which a pass goes on with its last tokens only: the last one that writes keys or another state,
-        if nothing reads the others behind it.
+        if nothing reads the others after it.
 
         deepest: layers whose inputs are read, or to whose outputs something is added, are at most this one.
         """

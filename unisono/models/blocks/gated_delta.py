@@ -64,10 +64,7 @@ class GatedDeltaSpec:
 
     def share(self, ranks: Ranks) -> Share:
         """A rank's share of the queries, keys and values of one tensor."""
-        if ranks.count == 1:
-            return WHOLE
-        (keys, values), of_keys = self.channels, min(ranks.count, self.num_key_heads)
-        return Share(ranks.index, ranks.count, (keys, keys, values), (of_keys, of_keys, ranks.count))
+        return recurrent_share(ranks, self.channels, self.num_key_heads)
 
     @property
     def channels(self) -> tuple[int, int]:
@@ -76,6 +73,17 @@ class GatedDeltaSpec:
 
     def build(self, builder: Builder) -> GatedDelta:
         return GatedDelta(self, builder)
+
+
+def recurrent_share(ranks: Ranks, channels: tuple[int, int], key_heads: int) -> Share:
+    """A rank's share of one tensor with two parts of ``channels[0]`` elements and one of ``channels[1]``.
+
+    key_heads: heads, or groups, of each of the first two. With fewer than ranks, several ranks hold the same one.
+    """
+    if ranks.count == 1:
+        return WHOLE
+    (keys, values), of_keys = channels, min(ranks.count, key_heads)
+    return Share(ranks.index, ranks.count, (keys, keys, values), (of_keys, of_keys, ranks.count))
 
 
 class GatedDelta(nn.Module):

@@ -56,7 +56,7 @@ class InputTables(torch.nn.Module):
         return out
 
     def _types(self, token_ids: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-        """Type of each token: 1 behind a separator of its own row, else 0; [T] int32."""
+        """Type of each token: 1 after a separator of its own row, else 0; [T] int32."""
         if self.spec.separator is None or self.spec.types < 2 or starts is None:
             return torch.zeros_like(token_ids)
         ends = (token_ids == self.spec.separator).to(torch.int32)

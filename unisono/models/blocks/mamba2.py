@@ -24,7 +24,7 @@ from unisono.kv.specs import Recurrent, Remembered
 from unisono.kv.store import RecurrentView
 from unisono.layers.activations import Activations, OfAllRanks
 from unisono.layers.formats.base import WHOLE, Share
-from unisono.models.blocks.gated_delta import HEAD_SIZES, _parameter, _Weight
+from unisono.models.blocks.gated_delta import HEAD_SIZES, _parameter, _Weight, recurrent_share
 from unisono.models.blocks.layers import LayerSpec
 from unisono.models.load.build import Builder, require
 
@@ -78,10 +78,7 @@ class Mamba2Spec:
 
     def share(self, ranks: Ranks) -> Share:
         """A rank's share of C, B and x of one tensor."""
-        if ranks.count == 1:
-            return WHOLE
-        (keys, values), of_keys = self.channels, min(ranks.count, self.groups)
-        return Share(ranks.index, ranks.count, (keys, keys, values), (of_keys, of_keys, ranks.count))
+        return recurrent_share(ranks, self.channels, self.groups)
 
     @property
     def channels(self) -> tuple[int, int]:

@@ -86,7 +86,7 @@ def _attention(c: Any, rotary: RotarySpec, bias: bool, window: int = 0) -> Atten
 
 
 def _read_bert(c: Any) -> DecoderConfig:
-    """Read the config of a BERT, or of a RoBERTa, whose positions begin behind ``pad_token_id``."""
+    """Read the config of a BERT, or of a RoBERTa, whose positions begin after ``pad_token_id``."""
     require(not c.is_decoder and not c.add_cross_attention, "is_decoder", True, "a causal BERT is not computed")
     bert = c.model_type == "bert"
     offset = 0 if bert else c.pad_token_id + 1
