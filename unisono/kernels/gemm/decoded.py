@@ -35,6 +35,32 @@ def decoding_tile(rows: int, dtype: torch.dtype, large: Tile) -> Tile:
 
 
 @triton.jit
+def integers_decoded(stored, zero, scale, EACH: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    """Decode bytes [BLOCK_N, WIDTH / EACH] with zeros and scales [BLOCK_N] to ``(q - zero) * scale``, fp32.
+
+    A number in the mantissa of 2 ** 23 is added to it, one in bits 4 to 7 of the mantissa of 2 ** 19 too. That takes
+    one operation for each number, while a conversion runs at an eighth of the rate. The difference is exact.
+    """
+    byte = stored.to(tl.int32)
+    if EACH == 2:
+        low = ((byte & 0x0F) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)[:, None]
+        high = ((byte & 0xF0) | 0x49000000).to(tl.float32, bitcast=True) - (524288.0 + zero)[:, None]
+        values = tl.reshape(tl.join(low, high), (BLOCK_N, WIDTH))
+    else:
+        values = (byte | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)[:, None]
+    return values * scale[:, None]
+
+
+@triton.jit
+def _zero_and_scale(z_ptrs, s_ptrs, start, group, last, HAS_ZEROS: tl.constexpr, middle: tl.constexpr):
+    """Load the zeros and scales of the group of input ``start``; beyond the last group those of the last."""
+    at = tl.minimum(start // group, last)
+    scale = tl.load(s_ptrs + at)
+    zero = tl.load(z_ptrs + at).to(tl.float32) if HAS_ZEROS else tl.full(scale.shape, middle, tl.float32)
+    return zero, scale
+
+
+@triton.jit
 def integer_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
                     EVEN_K: tl.constexpr, HAS_ZEROS: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
@@ -43,29 +69,26 @@ def integer_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
     EACH: numbers in a byte of the weight: 2 of 4 bits, the first in the low bits, or 1 of 8 bits.
     x_ptrs [BLOCK_M, WIDTH], w_ptrs [BLOCK_N, WIDTH / EACH]: the first step's; rows of x that are not ``x_ok`` count as
     0. s_ptrs, z_ptrs [BLOCK_N]: of the first group, followed by the next ones; without zeros, the middle is subtracted.
+    The compiler does not load bytes ahead of their step, so zeros and scales are loaded one step ahead here.
     """
     middle: tl.constexpr = 8.0 if EACH == 2 else 128.0
     ks, bytes_ = tl.arange(0, WIDTH), tl.arange(0, WIDTH // EACH)
     last = tl.cdiv(K, group) - 1
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    zero, scale = _zero_and_scale(z_ptrs, s_ptrs, 0, group, last, HAS_ZEROS, middle)
     for first in range(0, K, WIDTH * STEPS):
         for j in tl.static_range(STEPS):
             start = first + j * WIDTH
-            at = tl.minimum(start // group, last)
             if EVEN_K:
                 x_tile = tl.load(x_ptrs + start, mask=x_ok[:, None], other=0.0)
                 stored = tl.load(w_ptrs + start // EACH)
             else:
                 x_tile = tl.load(x_ptrs + start, mask=x_ok[:, None] & (ks < K - start)[None, :], other=0.0)
                 stored = tl.load(w_ptrs + start // EACH, mask=(bytes_ < (K - start) // EACH)[None, :], other=0)
-            scale = tl.load(s_ptrs + at)
-            zero = tl.load(z_ptrs + at).to(tl.float32) if HAS_ZEROS else tl.full((BLOCK_N,), middle, tl.float32)
-            if EACH == 2:
-                values = tl.reshape(tl.join(stored & 15, stored >> 4), (BLOCK_N, WIDTH)).to(tl.float32)
-            else:
-                values = stored.to(tl.float32)
-            w_tile = ((values - zero[:, None]) * scale[:, None]).to(x_tile.dtype)
+            next_zero, next_scale = _zero_and_scale(z_ptrs, s_ptrs, start + WIDTH, group, last, HAS_ZEROS, middle)
+            w_tile = integers_decoded(stored, zero, scale, EACH, BLOCK_N, WIDTH).to(x_tile.dtype)
             acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+            zero, scale = next_zero, next_scale
     return tl.trans(acc)
 
 

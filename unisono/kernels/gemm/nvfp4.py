@@ -81,18 +81,22 @@ def nvfp4_product(x_ptrs, x_ok, w_ptrs, s_ptrs, multiplier, K,
     """
     ks, bytes_, groups = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2), tl.arange(0, WIDTH // 16)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    scale = tl.load(s_ptrs, mask=(groups < K // 16)[None, :], other=0)
     for first in range(0, K, WIDTH * STEPS):
         for j in tl.static_range(STEPS):
             k = first + j * WIDTH
             if EVEN_K:
                 x_tile = tl.load(x_ptrs + k, mask=x_ok[:, None], other=0.0)
-                packed, scale = tl.load(w_ptrs + k // 2), tl.load(s_ptrs + k // 16)
+                packed = tl.load(w_ptrs + k // 2)
             else:
                 x_tile = tl.load(x_ptrs + k, mask=x_ok[:, None] & (ks < K - k)[None, :], other=0.0)
                 packed = tl.load(w_ptrs + k // 2, mask=(bytes_ < (K - k) // 2)[None, :], other=0)
-                scale = tl.load(s_ptrs + k // 16, mask=(groups < (K - k) // 16)[None, :], other=0)
+            # The compiler does not load so few bytes ahead of their step.
+            after = k + WIDTH
+            next_scale = tl.load(s_ptrs + after // 16, mask=(groups < (K - after) // 16)[None, :], other=0)
             w_tile = nvfp4_decoded(packed, scale, multiplier, x_tile.dtype, BLOCK_N, WIDTH)
             acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+            scale = next_scale
     return tl.trans(acc)
 
 
