@@ -22,7 +22,7 @@ from multiprocessing import get_context
 import torch
 
 from benchmarks.experts import graph_us
-from unisono.kernels.gemm import int4, nvfp4, packed_gluon
+from unisono.kernels.gemm import int4, nvfp4, packed_gluon, packed_turns
 from unisono.kernels.gemm.linear import launch_linear
 from unisono.kernels.gemm.tile import Tile
 
@@ -30,8 +30,8 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate+up": (24576, 4096), "dow
 KINDS = ("int4", "int4 zeros", "nvfp4")
 ROWS = (1, 16, 33, 64)
 TRITON = {
-    16: [Tile(16, 64, 0, 4, stages) for stages in (3, 4, 6)] + [Tile(16, 128, 0, 8, 4)],
-    64: [Tile(64, 64, 0, 4, stages) for stages in (3, 4)] + [Tile(64, 128, 0, 8, 3)],
+    16: [Tile(16, 64, 0, 4, stages) for stages in (4, 6)],
+    64: [Tile(64, 64, 0, 4, stages) for stages in (3, 4)],
 }
 GLUON = {
     16: [Tile(16, 64, 128, 4, stages, registers=most) for stages, most in ((6, 80), (8, 80), (6, 64), (16, 96))],
@@ -40,8 +40,16 @@ GLUON = {
         *(Tile(32, 64, 128, 4, stages, registers=80) for stages in (4, 8)),
     ],
 }
+TURNS = {
+    16: [
+        Tile(16, 64, 104, 8, 8, registers=104),
+        Tile(16, 64, 104, 8, 16, registers=104),
+        Tile(16, 64, 104, 16, 16, registers=104),
+    ],
+    64: [Tile(64, 64, 128, 8, 6, registers=128), Tile(32, 64, 104, 8, 8, registers=104)],
+}
 OLD = {16: [None], 64: [None]}
-LIMITS = {"gluon": 55, "triton": 50, "old": 40}
+LIMITS = {"gluon": 50, "turns": 45, "triton": 45, "old": 35}
 
 
 def weight(kind: str, n: int, k: int, seed: int = 0) -> tuple:
@@ -58,16 +66,17 @@ def weight(kind: str, n: int, k: int, seed: int = 0) -> tuple:
 
 def product(kernel: str, kind: str) -> Callable:
     """The product f(x, *operands, bias, residual, tile) of a kernel."""
-    if kernel == "gluon":
+    if kernel in ("gluon", "turns"):
+        launch = packed_gluon.launch_packed_rows if kernel == "gluon" else packed_turns.launch_packed_turns
         group = () if kind != "nvfp4" else (packed_gluon.NVFP4_GROUP,)
-        return lambda x, *rest: packed_gluon.launch_packed_rows(x, *rest[:-3], *group, *rest[-3:])
+        return lambda x, *rest: launch(x, *rest[:-3], *group, *rest[-3:])
     home = "old47" if kernel == "old" else "unisono.kernels.gemm"
     module = importlib.import_module(f"{home}.{'nvfp4' if kind == 'nvfp4' else 'int4'}")
     return module.launch_nvfp4_linear if kind == "nvfp4" else module.launch_int4_linear
 
 
 def tiles(kernel: str, rows: int) -> list[Tile | None]:
-    table = {"triton": TRITON, "gluon": GLUON, "old": OLD}[kernel]
+    table = {"triton": TRITON, "gluon": GLUON, "turns": TURNS, "old": OLD}[kernel]
     return table[16 if rows <= 16 else 64]
 
 
@@ -131,7 +140,7 @@ def part(kernel: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kernels", nargs="+", default=["gluon", "triton", "old"], choices=list(LIMITS))
+    parser.add_argument("--kernels", nargs="+", default=["gluon", "turns", "triton", "old"], choices=list(LIMITS))
     parser.add_argument("--part")
     given = parser.parse_args()
     if given.part:

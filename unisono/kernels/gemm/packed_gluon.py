@@ -144,8 +144,8 @@ def _decode(held, scale, zero, multiplier, NVFP4: gl.constexpr, DTYPE: gl.conste
 @gluon.jit
 def _multiply(x, w, full, free, scales, zeros, bias, residual, out, M, N, K, group, first, token0, pieces,
               NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-              WIDE: gl.constexpr, PIECE: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-              OVERLAP: gl.constexpr):  # fmt: skip
+              WIDE: gl.constexpr, PIECE: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr,
+              HAS_RESIDUAL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Decode, multiply, sum and store. The part of four warps."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
