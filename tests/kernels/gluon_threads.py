@@ -318,7 +318,8 @@ class Machine:
             "tma": types.SimpleNamespace(async_copy_global_to_shared=self.copies.start),
             "warpgroup_mma": multiply, "warpgroup_mma_init": Product, "warpgroup_mma_wait": finish,
             "fence_async_shared": lambda: None, "block_barrier": lambda: None,
-            "HALF": 32, "WIDTH": 128,
+            "HALF": 32, "WIDTH": 128, "bits_as": lambda value, dtype: value.view(dtype),
+            "masked": lambda bits, mask, base: ((bits & mask) | base).view(torch.float32),
             "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
             "scale_for": lambda largest: largest.clamp(min=1e-10) / 448.0,
             "scales_of": lambda value: value.abs().amax(1).clamp(min=1e-10) / 448.0,
@@ -329,7 +330,7 @@ class Machine:
         def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
             if layout == "barrier":
                 return Barriers(shape[0]) if len(shape) == 2 else Barriers(1).index(0)
-            return Shared(torch.full(shape, float("nan"), dtype=dtype))
+            return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 85, dtype=dtype))
 
         def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
             value, at = torch.as_tensor(value), torch.as_tensor(pointer.at)
@@ -340,7 +341,9 @@ class Machine:
         return types.SimpleNamespace(
             constexpr=Any, float8e4nv=torch.float8_e4m3fn, int32=torch.int32, int64=torch.int64, float32=torch.float32,
             NVMMADistributedLayout=nothing, BlockedLayout=nothing, SliceLayout=nothing, DotOperandLayout=nothing,
-            SwizzledSharedLayout=nothing, NVMMASharedLayout=nothing,
+            SwizzledSharedLayout=nothing, NVMMASharedLayout=nothing, DistributedLinearLayout=nothing,
+            int8=torch.int8, uint8=torch.uint8, reshape=torch.reshape, permute=torch.permute, full_like=torch.full_like,
+            join=lambda a, b: torch.stack((a, b), -1),
             program_id=lambda axis: Number(_here.program // math.prod(self.grid[:axis]) % self.grid[axis]),
             num_programs=lambda _: Number(self.programs), broadcast=torch.broadcast_tensors,
             static_range=range, num_warps=lambda: 4,
@@ -379,6 +382,6 @@ def _closed(name: str) -> Callable[..., Any]:
     return operation
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and"):
     for _side in ("", "r"):
         setattr(Number, f"__{_side}{_name}__", _closed(f"__{_side}{_name}__"))

@@ -1,7 +1,8 @@
 """Products of decoded weights: the shared part of ``int4.py``, ``int8_weights.py`` and ``nvfp4.py``.
 
-Up to FEW_ROWS rows a kernel decodes the weight in registers, at :func:`decoding_tile`. Above, the weight is decoded
-into a buffer for the plain product, if :class:`DecodedProduct` found the same bits on the present GPU.
+Up to FEW_ROWS rows a kernel decodes the weight in registers, at :func:`decoding_tile`, or on Hopper that of
+``packed_gluon.py``, if :class:`FewRowsProduct` found the same bits on the present GPU. Above, the weight is decoded
+into a buffer for the plain product, if :class:`DecodedProduct` found them.
 """
 
 from __future__ import annotations
@@ -135,3 +136,36 @@ class DecodedProduct(ExactKernel[...]):
         if args[0].is_cuda:
             exact_blas.rehearse(self._decode(*args))
         super().rehearse(*args)
+
+
+class FewRowsProduct(ExactKernel[...]):
+    """Another product of packed weights, up to FEW_ROWS rows.
+
+    Arguments of a comparison and keys: as in :class:`DecodedProduct`. packed(x, *operands, None, None): the product of
+    the Triton kernel, and of the other one, where ``suits(rows, *operands, dtype)``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        keys: Callable[..., tuple[Hashable, ...]],
+        packed: Callable[..., torch.Tensor],
+        other: Callable[..., torch.Tensor],
+        suits: Callable[..., bool],
+    ) -> None:
+        super().__init__(name, keys, self._same_bits)
+        self._packed, self._other, self._suits = packed, other, suits
+
+    def _same_bits(self, *args: Any) -> bool:
+        """Compare both products with random inputs of each number of rows."""
+        *operands, dtype = args
+        weight = operands[0]
+        for rows in PROOF_ROWS:
+            if not self._suits(rows, *args):
+                return False
+            generator = torch.Generator(weight.device).manual_seed(rows)
+            x = torch.randn(rows, 2 * weight.shape[1], device=weight.device, generator=generator).to(dtype)
+            given = (x, *operands, None, None)
+            if not torch.equal(self._other(*given), self._packed(*given)):
+                return False
+        return True

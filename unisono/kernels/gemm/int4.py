@@ -2,7 +2,8 @@
 
 A weight is ``(q - zero) * scale``, computed in fp32 and rounded to the activations' dtype; activations are not
 quantised. The product of rounded weights accumulates K in one sequence in fp32, exactly as ``kernels/gemm/linear.py``
-does. Up to FEW_ROWS rows one Triton kernel unpacks weights in registers. Above, the weight is unpacked into a buffer
+does. Up to FEW_ROWS rows one kernel unpacks weights in registers: that of ``packed_gluon.py`` on Hopper, if
+:func:`prove_int4` found the same bits, otherwise the Triton kernel here. Above, the weight is unpacked into a buffer
 and the plain product runs on it, if :func:`prove_int4` found the same bits on the present GPU; otherwise the Triton
 kernel runs at every M.
 
@@ -17,13 +18,22 @@ bits) and 2 i + 1 (high bits) as 0 … 15.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile, integer_product
+from unisono.kernels.gemm.decoded import (
+    DECODING_TILES,
+    FEW_ROWS,
+    DecodedProduct,
+    FewRowsProduct,
+    decoding_tile,
+    integer_product,
+)
 from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
+from unisono.kernels.gemm.packed_gluon import launch_packed_rows, suits
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
@@ -138,7 +148,28 @@ def _keys(
 
 
 exact_unpacked = DecodedProduct("products of unpacked int4 weights", _keys, launch_unpack, launch_int4_linear)
-prove_int4, rehearse_int4 = exact_unpacked.prove, exact_unpacked.rehearse
+exact_int4_rows = FewRowsProduct(
+    "int4 products of few rows",
+    _keys,
+    launch_int4_linear,
+    launch_packed_rows,
+    lambda rows, weight, scales, zeros, group, dtype: suits(rows, weight, group, dtype),
+)
+
+
+def prove_int4(*weight: Any) -> bool:
+    """Prove the Hopper kernel of few rows and the product of the unpacked weight. Returns the second result.
+
+    Arguments: those of :func:`launch_unpack`.
+    """
+    exact_int4_rows.prove(*weight)
+    return exact_unpacked.prove(*weight)
+
+
+def rehearse_int4(*weight: Any) -> None:
+    """Launch the kernels of :func:`prove_int4` and ignore the results: this compiles them ahead of time."""
+    exact_int4_rows.rehearse(*weight)
+    exact_unpacked.rehearse(*weight)
 
 
 def int4_linear_cuda(
@@ -150,9 +181,12 @@ def int4_linear_cuda(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    if x.shape[0] > FEW_ROWS and exact_unpacked.serves((weight.shape[0], x.shape[1], group, x.dtype)):
+    rows, key = x.shape[0], (weight.shape[0], x.shape[1], group, x.dtype)
+    if rows > FEW_ROWS and exact_unpacked.serves(key):
         return linear_cuda(x, launch_unpack(weight, scales, zeros, group, x.dtype), bias, residual)
-    return launch_int4_linear(x, weight, scales, zeros, group, bias, residual)
+    few = exact_int4_rows.serves(key) and suits(rows, weight, group, x.dtype)
+    launch = launch_packed_rows if few else launch_int4_linear
+    return launch(x, weight, scales, zeros, group, bias, residual)
 
 
 @op(cuda=int4_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))

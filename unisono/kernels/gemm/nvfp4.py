@@ -5,7 +5,7 @@ has an fp32 multiplier. ``s = scale * multiplier`` is rounded to fp32, the weigh
 then to the activations' dtype. Activations are not quantised. The product of rounded weights accumulates K in one
 sequence in fp32, exactly as ``kernels/gemm/linear.py`` does.
 
-As in ``kernels/gemm/int4.py`` up to FEW_ROWS rows one Triton kernel decodes weights in registers, with outputs as the
+As in ``kernels/gemm/int4.py`` up to FEW_ROWS rows one kernel decodes weights in registers, with outputs as the
 instruction's M so that it is always wgmma on Hopper. Above, the weight is decoded into a buffer for the plain product,
 if :func:`prove_nvfp4` found the same bits on the present GPU; otherwise the Triton kernel runs at every M.
 
@@ -16,13 +16,15 @@ uint8 [N, K / 16], the bits of e4m3; multipliers fp32 [N].
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile
+from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, FewRowsProduct, decoding_tile
 from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
+from unisono.kernels.gemm.packed_gluon import NVFP4_GROUP, launch_packed_rows, suits
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
@@ -191,16 +193,50 @@ def _keys(
 
 
 exact_nvfp4 = DecodedProduct("products of decoded NVFP4 weights", _keys, launch_nvfp4_decode, launch_nvfp4_linear)
-prove_nvfp4, rehearse_nvfp4 = exact_nvfp4.prove, exact_nvfp4.rehearse
+
+
+def launch_nvfp4_rows(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor,
+    bias: torch.Tensor | None, residual: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Launch the Hopper kernel of few rows."""
+    return launch_packed_rows(x, weight, scales, multipliers, NVFP4_GROUP, bias, residual)
+
+
+exact_nvfp4_rows = FewRowsProduct(
+    "NVFP4 products of few rows",
+    _keys,
+    launch_nvfp4_linear,
+    launch_nvfp4_rows,
+    lambda rows, weight, scales, multipliers, dtype: suits(rows, weight, NVFP4_GROUP, dtype),
+)
+
+
+def prove_nvfp4(*weight: Any) -> bool:
+    """Prove the Hopper kernel of few rows and the product of the decoded weight. Returns the second result.
+
+    Arguments: those of :func:`launch_nvfp4_decode`.
+    """
+    exact_nvfp4_rows.prove(*weight)
+    return exact_nvfp4.prove(*weight)
+
+
+def rehearse_nvfp4(*weight: Any) -> None:
+    """Launch the kernels of :func:`prove_nvfp4` and ignore the results: this compiles them ahead of time."""
+    exact_nvfp4_rows.rehearse(*weight)
+    exact_nvfp4.rehearse(*weight)
 
 
 def nvfp4_linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor,
     bias: torch.Tensor | None, residual: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    if x.shape[0] > FEW_ROWS and exact_nvfp4.serves((weight.shape[0], x.shape[1], x.dtype)):
+    rows, key = x.shape[0], (weight.shape[0], x.shape[1], x.dtype)
+    if rows > FEW_ROWS and exact_nvfp4.serves(key):
         return linear_cuda(x, launch_nvfp4_decode(weight, scales, multipliers, x.dtype), bias, residual)
-    return launch_nvfp4_linear(x, weight, scales, multipliers, bias, residual)
+    few = exact_nvfp4_rows.serves(key) and suits(rows, weight, NVFP4_GROUP, x.dtype)
+    launch = launch_nvfp4_rows if few else launch_nvfp4_linear
+    return launch(x, weight, scales, multipliers, bias, residual)
 
 
 @op(cuda=nvfp4_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))

@@ -2,7 +2,9 @@
 
 The tensor memory accelerator loads packed weights and activations into a ring in shared memory. Four warps decode a
 piece of the weight to registers, in the layout of wgmma's left operand, while the product of the piece before it runs.
-Scales and zeros are loaded two pieces ahead. The sum over K is one sequence, as in every kernel of a product.
+Scales and zeros are loaded two pieces ahead. The sum over K is one sequence, as in every kernel of a product. Where
+there are few programs, several groups of warps take turns at the pieces: each decodes its next piece while the others
+multiply, and takes over the sums through shared memory.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -31,13 +33,13 @@ from unisono.kernels.hopper import block_barrier, next_stage, stage_barriers
 from unisono.kernels.library import AotCase
 from unisono.kernels.overlap import overlapped, overlapping
 
-WIDE = 64
+WIDE = gl.constexpr(64)
 """Outputs of a program: the rows of one ``wgmma``."""
 
-PIECE = 128
+PIECE = gl.constexpr(128)
 """Inputs of a piece of the weight, 64 bytes of an output."""
 
-HALF = 64
+BOX = gl.constexpr(64)
 """Inputs of a box of activations: in bytes, a row of the widest swizzle."""
 
 MOST_ROWS = 64
@@ -48,42 +50,96 @@ NVFP4_GROUP = 16
 _W_LAYOUT = gl.NVMMASharedLayout(64, 8, 2)
 _X_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 
+_BYTES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [64, 64],
+    )
+)  # fmt: skip
+"""Bytes of a piece: those of the inputs that a thread has of wgmma's left operand."""
+
+_BY_GROUP = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 8, 16],
+    )
+)  # fmt: skip
+"""wgmma's left operand by output, group of 16 and input."""
+
+_SCALES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]], [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
+    )
+)  # fmt: skip
+"""Scales of a piece by output, word and byte: a thread has all of its outputs."""
+
+
+@gluon.jit
+def bits_as(value, DTYPE: gl.constexpr):
+    """Take bits for another dtype."""
+    return value.to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def masked(bits, mask: gl.constexpr, base: gl.constexpr):
+    """Compute ``bits & mask | base`` in one instruction, as fp32; the compiler makes two of it."""
+    return gl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=f,r,r,r",
+        [bits, gl.full_like(bits, mask), gl.full_like(bits, base)], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_activations(x_desc, x, bar, stage, piece, token0):
+    for j in gl.static_range(PIECE // BOX):
+        place = x.index(stage * (PIECE // BOX) + j)
+        tma.async_copy_global_to_shared(x_desc, [token0, piece * PIECE + j * BOX], bar, place)
+
 
 @gluon.jit
 def _load(x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS: gl.constexpr, STAGES: gl.constexpr,
-          PIECE: gl.constexpr, HALF: gl.constexpr, BYTES: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+          OVERLAP: gl.constexpr):  # fmt: skip
     """Load all pieces. The weight's first ones do not wait. The part of one warp."""
+    SIZE: gl.constexpr = PIECE * (WIDE // 2 + 2 * ROWS)
     for i in gl.static_range(STAGES):
         if i < pieces:
-            mbarrier.expect(full.index(i), BYTES)
+            mbarrier.expect(full.index(i), SIZE)
             tma.async_copy_global_to_shared(w_desc, [first, i * (PIECE // 2)], full.index(i), w.index(i))
     if OVERLAP:
         gdc_wait()
     for i in gl.static_range(STAGES):
         if i < pieces:
-            for j in gl.static_range(PIECE // HALF):
-                place = x.index(i * (PIECE // HALF) + j)
-                tma.async_copy_global_to_shared(x_desc, [token0, i * PIECE + j * HALF], full.index(i), place)
+            _load_activations(x_desc, x, full.index(i), i, i, token0)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     for i in range(STAGES, pieces):
         mbarrier.wait(free.index(stage), phase ^ 1)
-        mbarrier.expect(full.index(stage), BYTES)
+        mbarrier.expect(full.index(stage), SIZE)
         tma.async_copy_global_to_shared(w_desc, [first, i * (PIECE // 2)], full.index(stage), w.index(stage))
-        for j in gl.static_range(PIECE // HALF):
-            place = x.index(stage * (PIECE // HALF) + j)
-            tma.async_copy_global_to_shared(x_desc, [token0, i * PIECE + j * HALF], full.index(stage), place)
+        _load_activations(x_desc, x, full.index(stage), stage, i, token0)
         stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def _group(scales, zeros, rows, piece, group, K, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, PIECE: gl.constexpr,
-           GROUPS: gl.constexpr):  # fmt: skip
-    """Load what decodes a piece for each output: scale and zero of integers, the scales of NVFP4's groups of 16."""
+def _rows(zeros, first, N, NVFP4: gl.constexpr):
+    """Outputs of the program, in the layout of their scales, and the multipliers of NVFP4."""
+    WORDS: gl.constexpr = gl.SliceLayout(2, _SCALES)
+    rows = gl.minimum(first + gl.arange(0, WIDE, gl.SliceLayout(1, WORDS if NVFP4 else _BYTES)), N - 1)
     if NVFP4:
-        at = piece * (PIECE // 64) + gl.arange(0, PIECE // 64, gl.SliceLayout(0, GROUPS))
+        each = gl.arange(0, WIDE, gl.SliceLayout(1, gl.SliceLayout(2, _BY_GROUP)))
+        multiplier = gl.load(zeros + gl.minimum(first + each, N - 1))
+    else:
+        multiplier = rows
+    return rows, multiplier
+
+
+@gluon.jit
+def _group(scales, zeros, rows, piece, group, K, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr):
+    """Load what decodes a piece for each output: scale and zero of integers, two words of NVFP4's scales."""
+    if NVFP4:
+        at = piece * (PIECE // 64) + gl.arange(0, PIECE // 64, gl.SliceLayout(0, gl.SliceLayout(2, _SCALES)))
         inside = (at < K // 64)[None, :] & (rows >= 0)[:, None]
-        words = scales.to(gl.pointer_type(gl.int32), bitcast=True)
-        scale = gl.load(words + rows[:, None] * (K // 64) + at[None, :], mask=inside, other=0)
+        scale = gl.load(scales + rows[:, None] * (K // 64) + at[None, :], mask=inside, other=0)
         zero = scale
     else:
         groups = (K + group - 1) // group
@@ -94,159 +150,188 @@ def _group(scales, zeros, rows, piece, group, K, NVFP4: gl.constexpr, HAS_ZEROS:
 
 
 @gluon.jit
-def _masked(bits, mask: gl.constexpr, base: gl.constexpr):
-    """Compute ``bits & mask | base`` in one instruction, as fp32; the compiler makes two of it."""
-    return gl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=f,r,r,r",
-        [bits, gl.full_like(bits, mask), gl.full_like(bits, base)], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _integers(held, scale, zero, DTYPE: gl.constexpr, BYTES: gl.constexpr):
+def _integers(held, scale, zero, DTYPE: gl.constexpr):
     """Decode bytes to pairs ``(q - zero) * scale``, as ``integers_decoded`` of ``kernels/gemm/decoded.py``."""
-    byte = held.load(BYTES).to(gl.int32)
-    low = _masked(byte, 0x0F, 0x4B000000) - (8388608.0 + zero)[:, None]
-    high = _masked(byte, 0xF0, 0x49000000) - (524288.0 + zero)[:, None]
+    byte = held.load(_BYTES).to(gl.int32)
+    low = masked(byte, 0x0F, 0x4B000000) - (8388608.0 + zero)[:, None]
+    high = masked(byte, 0xF0, 0x49000000) - (524288.0 + zero)[:, None]
     return gl.join((low * scale[:, None]).to(DTYPE), (high * scale[:, None]).to(DTYPE))
 
 
 @gluon.jit
-def _e2m1(held, scale, multiplier, DTYPE: gl.constexpr, BYTES: gl.constexpr, THREE: gl.constexpr, FOUR: gl.constexpr,
-          WIDE: gl.constexpr, PIECE: gl.constexpr):  # fmt: skip
+def _e2m1(held, words, multiplier, DTYPE: gl.constexpr):
     """Decode bytes to weights [WIDE, PIECE / 16, 16], by the rule of ``kernels/gemm/nvfp4.py``.
 
-    Sign, exponent and mantissa go to their places in fp32, as there: sign bits that are shifted in are cut away.
+    Sign, exponent and mantissa go to their places in fp32, as there: other copies of the sign are cut away.
     """
-    byte = held.load(BYTES).to(gl.int8, bitcast=True).to(gl.int32)
-    high = ((byte << 18) & -0x7E400000).to(gl.float32, bitcast=True)
-    low = (((byte << 28) >> 6) & -0x7E400000).to(gl.float32, bitcast=True)
-    values = gl.convert_layout(gl.reshape(gl.join(low, high), [WIDE, PIECE // 16, 16]), THREE)
-    place = 24 - 8 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, FOUR)))
-    bits = ((scale[:, :, None] << place[None, None, :]) >> 4) & -0x78100000
-    bits = gl.convert_layout(gl.reshape(bits, [WIDE, PIECE // 16]), gl.SliceLayout(2, THREE))
-    s = bits.to(gl.float32, bitcast=True) * 1.329227995784916e36 * multiplier[:, None]
-    return (values * 8.507059173023462e37 * s[:, :, None]).to(DTYPE)
+    byte = bits_as(held.load(_BYTES), gl.int8).to(gl.int32)
+    high = bits_as((byte << 18) & -0x7E400000, gl.float32)
+    low = bits_as(((byte << 28) >> 6) & -0x7E400000, gl.float32)
+    values = gl.convert_layout(gl.reshape(gl.join(low, high), [WIDE, PIECE // 16, 16]), _BY_GROUP)
+    place = (24 - 8 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _SCALES)))).to(gl.int32)
+    bits = ((words[:, :, None] << place[None, None, :]) >> 4) & -0x78100000
+    bits = gl.convert_layout(gl.reshape(bits, [WIDE, PIECE // 16]), gl.SliceLayout(2, _BY_GROUP))
+    scale = bits_as(bits, gl.float32) * 1.329227995784916e36 * multiplier[:, None]
+    return (values * 8.507059173023462e37 * scale[:, :, None]).to(DTYPE)
 
 
 @gluon.jit
-def _decode(held, scale, zero, multiplier, NVFP4: gl.constexpr, DTYPE: gl.constexpr, BYTES: gl.constexpr,
-            THREE: gl.constexpr, FOUR: gl.constexpr, DOT: gl.constexpr, WIDE: gl.constexpr,
-            PIECE: gl.constexpr):  # fmt: skip
+def _decode(held, scale, zero, multiplier, NVFP4: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr):
     """Decode a piece [WIDE, PIECE / 2] to registers."""
-    if NVFP4:
-        values = _e2m1(held, scale, multiplier, DTYPE, BYTES, THREE, FOUR, WIDE, PIECE)
-    else:
-        values = _integers(held, scale, zero, DTYPE, BYTES)
+    values = _e2m1(held, scale, multiplier, DTYPE) if NVFP4 else _integers(held, scale, zero, DTYPE)
     return gl.convert_layout(gl.reshape(values, [WIDE, PIECE]), DOT)
 
 
 @gluon.jit
-def _multiply(x, w, full, free, scales, zeros, bias, residual, out, M, N, K, group, first, token0, pieces,
+def _product(a, x, stage, acc, DOT: gl.constexpr):
+    """Start to add a piece's product to acc [WIDE, ROWS]."""
+    low, high = gl.split(gl.permute(gl.reshape(a, [WIDE, 2, BOX]), [0, 2, 1]))
+    product = warpgroup_mma_init(acc)
+    b = x.index(stage * 2).permute([1, 0])
+    product = warpgroup_mma(gl.convert_layout(low, DOT), b, product, is_async=True)
+    b = x.index(stage * 2 + 1).permute([1, 0])
+    return warpgroup_mma(gl.convert_layout(high, DOT), b, product, is_async=True)
+
+
+@gluon.jit
+def _multiply(x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, group, first, token0, pieces,
               NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-              WIDE: gl.constexpr, PIECE: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr,
-              HAS_RESIDUAL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """Decode, multiply, sum and store. The part of four warps."""
+              HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+    """Decode, multiply, sum and store. The part of four warps, where no others take turns."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    BYTES: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
-        [64, 64],
-    )  # fmt: skip
+    DTYPE: gl.constexpr = out.dtype.element_ty
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    DTYPE: gl.constexpr = out.dtype.element_ty
-    EACH: gl.constexpr = PIECE // HALF
-    THREE: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 8, 16],
-    )  # fmt: skip
-    FOUR: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]], [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
-    )  # fmt: skip
-    GROUPS: gl.constexpr = gl.SliceLayout(2, FOUR)
-    rows = gl.minimum(first + gl.arange(0, WIDE, gl.SliceLayout(1, GROUPS if NVFP4 else BYTES)), N - 1)
-    if NVFP4:
-        each = gl.arange(0, WIDE, gl.SliceLayout(1, gl.SliceLayout(2, THREE)))
-        multiplier = gl.load(zeros + gl.minimum(first + each, N - 1))
-    else:
-        multiplier = rows
+    rows, multiplier = _rows(zeros, first, N, NVFP4)
     r = _residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, WIDE, WIDE)
-    s0, z0 = _group(scales, zeros, rows, 0, group, K, NVFP4, HAS_ZEROS, PIECE, GROUPS)
-    s1, z1 = _group(scales, zeros, rows, 1, group, K, NVFP4, HAS_ZEROS, PIECE, GROUPS)
+    s0, z0 = _group(scales, zeros, rows, 0, group, K, NVFP4, HAS_ZEROS)
+    s1, z1 = _group(scales, zeros, rows, 1, group, K, NVFP4, HAS_ZEROS)
     acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
     mbarrier.wait(full.index(0), 0)
-    a = _decode(w.index(0), s0, z0, multiplier, NVFP4, DTYPE, BYTES, THREE, FOUR, DOT, WIDE, PIECE)
+    a = _decode(w.index(0), s0, z0, multiplier, NVFP4, DTYPE, DOT)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for piece in range(1, pieces):
-        p = warpgroup_mma_init(acc)
-        for j in gl.static_range(EACH):
-            p = warpgroup_mma(_part(a, j, EACH, WIDE, HALF, DOT), x.index(stage * EACH + j).permute([1, 0]), p,
-                              is_async=True)  # fmt: skip
-        s2, z2 = _group(scales, zeros, rows, piece + 1, group, K, NVFP4, HAS_ZEROS, PIECE, GROUPS)
+        product = _product(a, x, stage, acc, DOT)
+        s2, z2 = _group(scales, zeros, rows, piece + 1, group, K, NVFP4, HAS_ZEROS)
         behind = stage
         stage, phase = next_stage(stage, phase, STAGES)
         mbarrier.wait(full.index(stage), phase)
-        a = _decode(w.index(stage), s1, z1, multiplier, NVFP4, DTYPE, BYTES, THREE, FOUR, DOT, WIDE, PIECE)
-        acc = warpgroup_mma_wait(0, [p])
+        a = _decode(w.index(stage), s1, z1, multiplier, NVFP4, DTYPE, DOT)
+        acc = warpgroup_mma_wait(0, [product])
         mbarrier.arrive(free.index(behind))
         s1, z1 = s2, z2
-    p = warpgroup_mma_init(acc)
-    for j in gl.static_range(EACH):
-        p = warpgroup_mma(_part(a, j, EACH, WIDE, HALF, DOT), x.index(stage * EACH + j).permute([1, 0]), p,
-                          is_async=True)  # fmt: skip
-    acc = warpgroup_mma_wait(0, [p])
+    acc = warpgroup_mma_wait(0, [_product(a, x, stage, acc, DOT)])
     _store(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, WIDE, WIDE)
 
 
 @gluon.jit
-def _part(a, j: gl.constexpr, EACH: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr, DOT: gl.constexpr):
-    """Take part j of a decoded piece."""
-    low, high = gl.split(gl.permute(gl.reshape(a, [WIDE, EACH, HALF]), [0, 2, 1]))
-    return gl.convert_layout(low if j == 0 else high, DOT)
+def _take_turns(TURN: gl.constexpr, TURNS: gl.constexpr, x, w, full, free, sums, turns, scales, zeros, bias, residual,
+                out, M, N, K, group, first, token0, pieces, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr,
+                ROWS: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+                OVERLAP: gl.constexpr):  # fmt: skip
+    """Decode and multiply every TURNS-th piece from TURN on; the first group stores. The part of four warps.
+
+    turns [TURNS + 1]: barriers of each group's turn to add to the sums [WIDE, ROWS], and of the end.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    rows, multiplier = _rows(zeros, first, N, NVFP4)
+    if TURN == 0:
+        r = _residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, WIDE, WIDE)
+    s0, z0 = _group(scales, zeros, rows, TURN, group, K, NVFP4, HAS_ZEROS)
+    s1, z1 = _group(scales, zeros, rows, TURN + TURNS, group, K, NVFP4, HAS_ZEROS)
+    for piece in range(TURN, pieces, TURNS):
+        stage = piece % STAGES
+        mbarrier.wait(full.index(stage), piece // STAGES & 1)
+        a = _decode(w.index(stage), s0, z0, multiplier, NVFP4, DTYPE, DOT)
+        s0, z0 = s1, z1
+        s1, z1 = _group(scales, zeros, rows, piece + 2 * TURNS, group, K, NVFP4, HAS_ZEROS)
+        mbarrier.wait(turns.index(TURN), piece // TURNS & 1)
+        sums.store(warpgroup_mma_wait(0, [_product(a, x, stage, sums.load(MMA), DOT)]))
+        block_barrier()
+        mbarrier.arrive(turns.index(gl.where(piece + 1 == pieces, TURNS, (TURN + 1) % TURNS)))
+        mbarrier.arrive(free.index(stage))
+    if TURN == 0:
+        mbarrier.wait(turns.index(TURNS), 0)
+        _store(sums.load(MMA), out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, WIDE, WIDE)
 
 
 @overlapping(reads_early=True)
 @gluon.jit
 def packed_rows_kernel(x_desc, w_desc, scales, zeros, bias, residual, out, M, N, K, group, NVFP4: gl.constexpr,
-                       HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr,
-                       PIECE: gl.constexpr, HALF: gl.constexpr, HAS_BIAS: gl.constexpr,
-                       HAS_RESIDUAL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """Compute one tile of WIDE outputs and ROWS tokens: ``_multiply`` on the launch's warps, ``_load`` on one more."""
-    BYTES: gl.constexpr = PIECE * (WIDE // 2 + 2 * ROWS)
+                       HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+                       REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+                       OVERLAP: gl.constexpr):  # fmt: skip
+    """Compute one tile of WIDE outputs and ROWS tokens: TURNS groups of four warps, and ``_load`` on one more."""
     pieces = (K + PIECE - 1) // PIECE
     token0, first = gl.program_id(0) * ROWS, gl.program_id(1) * WIDE
     w = gl.allocate_shared_memory(gl.uint8, [STAGES, WIDE, PIECE // 2], w_desc.layout)
-    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (PIECE // HALF), ROWS, HALF], x_desc.layout)
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (PIECE // BOX), ROWS, BOX], x_desc.layout)
     full, free = stage_barriers(STAGES, 1, 1)
+    if TURNS > 1:
+        sums = gl.allocate_shared_memory(gl.float32, [WIDE, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        turns = gl.allocate_shared_memory(gl.int64, [TURNS + 1, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(TURNS + 1):
+            mbarrier.init(turns.index(i), count=1)
+        sums.store(gl.zeros([WIDE, ROWS], gl.float32, gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])))
+    else:
+        sums, turns = full, free
     fence_async_shared()
     block_barrier()
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                x, w, full, free, scales, zeros, bias, residual, out, M, N, K, group, first, token0, pieces, NVFP4,
-                HAS_ZEROS, ROWS, STAGES, WIDE, PIECE, HALF, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
-            (_load, (
-                x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS, STAGES, PIECE, HALF, BYTES, OVERLAP)),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+    # Compile-time arguments would become tensors in tuples with a name.
+    if TURNS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, group, first,
+                    token0, pieces, NVFP4, HAS_ZEROS, ROWS, STAGES, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
+                (_load, (x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS, STAGES, OVERLAP)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        mbarrier.arrive(turns.index(0))
+        gl.warp_specialize(
+            [
+                (_take_turns, (
+                    0, TURNS, x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, group, first,
+                    token0, pieces, NVFP4, HAS_ZEROS, ROWS, STAGES, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
+                (_take_turns, (
+                    1, TURNS, x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, group, first,
+                    token0, pieces, NVFP4, HAS_ZEROS, ROWS, STAGES, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
+                (_load, (x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS, STAGES, OVERLAP)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
 
 
-def suits(rows: int, weight: torch.Tensor, group: int) -> bool:
-    """Return True if the kernel can multiply this number of rows by the packed weight [N, K / 2] on its device."""
+def suits(rows: int, weight: torch.Tensor, group: int, dtype: torch.dtype) -> bool:
+    """Return True if the kernel can multiply this number of rows by the packed weight [N, K / 2] on its device.
+
+    dtype: of activations.
+    """
     aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] % 32 == 0
-    whole = group == NVFP4_GROUP or group % PIECE == 0 or group >= 2 * weight.shape[1]
-    return 0 < rows <= MOST_ROWS and aligned and whole and processors(weight.device) > 0
+    whole = group == NVFP4_GROUP or group % PIECE.value == 0 or group >= 2 * weight.shape[1]
+    fits = 0 < rows <= MOST_ROWS and dtype is not torch.float32
+    return fits and aligned and whole and processors(weight.device) > 0
 
 
-def tile_of(rows: int) -> Tile:
-    """Choose the fastest known tile for this number of rows on an H200."""
-    size = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    return Tile(size, WIDE, PIECE, 4, {16: 6, 32: 4, 64: 3}[size], registers=80)
+def tile_of(rows: int, n: int) -> Tile:
+    """Choose the fastest known tile for this number of rows and outputs, on an H200. warps: all that multiply."""
+    alone = n <= 132 * WIDE.value  # one program for a multiprocessor
+    if rows <= 16 and alone:
+        return Tile(16, WIDE.value, PIECE.value, 8, 8, registers=104)
+    if rows <= 32:
+        return Tile(16 if rows <= 16 else 32, WIDE.value, PIECE.value, 4, 6 if rows <= 16 else 4, registers=80)
+    return Tile(64, WIDE.value, PIECE.value, 4, 5 if alone else 3, registers=104 if alone else 80)
 
 
 def launch_packed_rows(
@@ -266,27 +351,27 @@ def launch_packed_rows(
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    tile = tile or tile_of(rows)
-    out, nvfp4 = x.new_empty(rows, n), group == NVFP4_GROUP
-    packed_rows_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, WIDE))](
-        TensorDescriptor.from_tensor(x, [tile.m, HALF], _X_LAYOUT),
-        TensorDescriptor.from_tensor(weight, [WIDE, PIECE // 2], _W_LAYOUT),
-        scales, zeros, bias, residual, out, rows, n, k, group, NVFP4=nvfp4, HAS_ZEROS=zeros is not None and not nvfp4,
-        **_sizes(tile), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, num_warps=tile.warps,
-        maxnreg=tile.registers, **overlapped(x.device),
+    tile, nvfp4 = tile or tile_of(rows, n), group == NVFP4_GROUP
+    out = x.new_empty(rows, n)
+    packed_rows_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, WIDE.value))](
+        TensorDescriptor.from_tensor(x, [tile.m, BOX.value], _X_LAYOUT),
+        TensorDescriptor.from_tensor(weight, [WIDE.value, PIECE.value // 2], _W_LAYOUT),
+        scales.view(torch.int32) if nvfp4 else scales, zeros, bias, residual, out, rows, n, k, group, NVFP4=nvfp4,
+        HAS_ZEROS=zeros is not None and not nvfp4, **_sizes(tile), HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None, num_warps=4, maxnreg=tile.registers, **overlapped(x.device),
     )  # fmt: skip
     return out
 
 
-def _sizes(tile: Tile) -> dict[str, int]:
-    return {"ROWS": tile.m, "STAGES": tile.stages, "WIDE": WIDE, "PIECE": PIECE, "HALF": HALF}
+def _sizes(tile: Tile) -> dict[str, int | None]:
+    return {"ROWS": tile.m, "STAGES": tile.stages, "TURNS": tile.warps // 4, "REGISTERS": tile.registers}
 
 
 def _case(dtype: str, tile: Tile, nvfp4: bool, zeros: bool, bias: bool) -> AotCase:
     signature = {
-        "x_desc": f"tensordesc<{dtype}[{tile.m}, {HALF}],{_X_LAYOUT!r}>",
-        "w_desc": f"tensordesc<u8[{WIDE}, {PIECE // 2}],{_W_LAYOUT!r}>",
-        "scales": "*u8" if nvfp4 else "*fp32", "zeros": "*fp32" if nvfp4 else "*i8",
+        "x_desc": f"tensordesc<{dtype}[{tile.m}, {BOX.value}],{_X_LAYOUT!r}>",
+        "w_desc": f"tensordesc<u8[{WIDE.value}, {PIECE.value // 2}],{_W_LAYOUT!r}>",
+        "scales": "*i32" if nvfp4 else "*fp32", "zeros": "*fp32" if nvfp4 else "*i8",
         **dict.fromkeys(("bias", "residual", "out"), f"*{dtype}"),
         **dict.fromkeys(("M", "N", "K", "group"), "i32"),
     }  # fmt: skip
@@ -296,10 +381,11 @@ def _case(dtype: str, tile: Tile, nvfp4: bool, zeros: bool, bias: bool) -> AotCa
 
 AOT = [
     *(
-        _case("bf16", tile_of(rows), nvfp4, zeros, False)
+        _case("bf16", tile_of(rows, n), nvfp4, zeros, False)
         for rows in (16, 32, 64)
+        for n in (4096, 24576)
         for nvfp4, zeros in ((False, False), (False, True), (True, False))
     ),
-    _case("fp16", tile_of(16), False, True, True),
-    _case("fp16", tile_of(16), True, False, True),
+    _case("fp16", tile_of(16, 4096), False, True, True),
+    _case("fp16", tile_of(16, 4096), True, False, True),
 ]

@@ -1,0 +1,72 @@
+"""The Hopper kernel of few rows with 4-bit weights, its programs as threads and on a GPU."""
+
+import pytest
+import torch
+
+from tests.kernels.gluon_threads import Descriptor, Machine, Number
+from unisono.kernels import hopper
+from unisono.kernels.gemm import fp8_gluon, packed_gluon
+from unisono.kernels.gemm.int4 import exact_int4_rows, unpack_cpu
+from unisono.kernels.gemm.linear import launch_linear
+from unisono.kernels.gemm.nvfp4 import exact_nvfp4_rows, nvfp4_decode
+from unisono.kernels.gemm.packed_gluon import NVFP4_GROUP, launch_packed_rows
+from unisono.kernels.gemm.tile import Tile
+
+KINDS = ("int4", "int4 zeros", "nvfp4")
+
+
+def weight_of(kind: str, n: int, k: int) -> tuple:
+    """(weight, scales, zeros or multipliers, group): operands of ``launch_packed_rows``."""
+    packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    if kind == "nvfp4":
+        return packed, torch.randint(0, 120, (n, k // 16), dtype=torch.uint8), torch.rand(n) * 1e-2, NVFP4_GROUP
+    groups = -(-k // 128)
+    zeros = torch.randint(0, 16, (n, groups)).to(torch.int8) if kind == "int4 zeros" else None
+    return packed, (0.5 + torch.rand(n, groups)) * 0.01, zeros, 128
+
+
+def decoded(operands: tuple, dtype: torch.dtype) -> torch.Tensor:
+    return nvfp4_decode(*operands[:3], dtype) if operands[3] == NVFP4_GROUP else unpack_cpu(*operands, dtype)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_compute_the_product(kind, turns):
+    """Stages are free before they are loaded, and groups of warps add up the pieces in turn."""
+    rows, n, k = 19, 100, 1216  # the last tiles of both and the last piece are not full
+    operands, x = weight_of(kind, n, k), torch.randn(rows, k).half()
+    weight, scales, zeros, group = operands
+    residual, tile = torch.randn(rows, n).half(), Tile(16, 64, 128, 4 * turns, 4, registers=80)
+    out = torch.full((rows, n), float("nan")).half()
+    Machine((packed_gluon, fp8_gluon, hopper), (2, 2)).run(
+        packed_gluon.packed_rows_kernel,
+        x_desc=Descriptor(x, [tile.m, 64]), w_desc=Descriptor(weight, [64, 64]),
+        scales=(scales.view(torch.int32) if kind == "nvfp4" else scales).view(-1),
+        zeros=torch.zeros(1) if zeros is None else zeros, bias=out, residual=residual, out=out,
+        M=rows, N=n, K=Number(k), group=group, NVFP4=kind == "nvfp4", HAS_ZEROS=kind == "int4 zeros",
+        HAS_BIAS=False, HAS_RESIDUAL=True, OVERLAP=True, **packed_gluon._sizes(tile),
+    )  # fmt: skip
+    want = (x.float() @ decoded(operands, torch.float16).float().t()).half() + residual
+    torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wgmma needs a Hopper GPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(4096, 512), (200, 1216)])
+def test_the_kernel_of_few_rows_has_the_plain_bits(size, kind, device):
+    operands = tuple(t.to(device) if isinstance(t, torch.Tensor) else t for t in weight_of(kind, *size))
+    bias, residual = (torch.randn(shape, device=device).bfloat16() for shape in (size[0], (64, size[0])))
+    for rows in (1, 3, 16, 17, 33, 64):
+        x = torch.randn(rows, size[1], device=device).bfloat16()
+        want = launch_linear(x, decoded(operands, torch.bfloat16), bias, residual[:rows])
+        for turns in (1, 2):
+            tile = Tile(16 if rows <= 16 else 64, 64, 128, 4 * turns, 4, registers=104)
+            assert torch.equal(launch_packed_rows(x, *operands, bias, residual[:rows], tile), want)
+
+
+@pytest.mark.parametrize("kernel", [exact_int4_rows, exact_nvfp4_rows])
+def test_a_device_without_the_kernel_keeps_the_triton_one(kernel):
+    *operands, group = weight_of("nvfp4" if kernel is exact_nvfp4_rows else "int4", 64, 256)
+    operands += [] if kernel is exact_nvfp4_rows else [group]
+    assert not kernel.same_bits(*operands, torch.bfloat16)
+    assert kernel.prove(*operands, torch.bfloat16), "nothing to compare on a CPU"
