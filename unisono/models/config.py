@@ -93,7 +93,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Positions a token sees in each layer, itself included; 0: all."""
+        """Window of each layer, in positions: see :class:`AttentionSpec`."""
         return tuple(getattr(layer.mixer, "window", 0) for layer in self.layers)
 
     @property
