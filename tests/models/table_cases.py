@@ -114,6 +114,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "OlmoeForCausalLM",
         {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": False, "clip_qkv": 2.0},
     ),
+    "phi": ("PhiForCausalLM", {"layer_norm_eps": 1e-3, "rope_parameters": THIRD}),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": 23}),
     "phi3-longrope": (
         "Phi3ForCausalLM",

@@ -44,7 +44,8 @@ def facts_of(row: DecoderRow) -> Facts:
     takes = {name: ANY if values is None else values for name, values in row.fields.items()}
     takes |= {name: ANY if values is None else values for name, values in row.takes.items()}
     if row.activation != "silu":
-        takes |= dict.fromkeys(("hidden_act", "activation_function", "mlp_hidden_act"), (row.activation,))
+        same = (row.activation, "gelu_new") if row.activation == "gelu_pytorch_tanh" else (row.activation,)
+        takes |= dict.fromkeys(("hidden_act", "activation_function", "mlp_hidden_act"), same)
     if row.windows == "by layer":
         takes["layer_types"] = ANY
     if row.query_scaling:

@@ -22,6 +22,5 @@ MISSING: Mapping[str, str] = {
     "MiniMaxForCausalLM": _LIGHTNING,
     "MiniMaxText01ForCausalLM": _LIGHTNING,
     "MllamaForConditionalGeneration": "cross-attention to pictures",
-    "PhiForCausalLM": "a biased norm that attention and MLP share beside each other",
 }
 """By ``architectures[0]`` of config.json."""
