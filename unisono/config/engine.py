@@ -436,11 +436,11 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
     device = resolve_auto("device", config.device, str(hardware.device), f"found: {hardware.name}")
     dtype = resolve_auto("dtype", config.dtype, *_auto_dtype(gpu, checkpoint.dtype or torch.float32))
     dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
-    limit = checkpoint.config.max_positions
+    limit = checkpoint.context
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is above the model's context of {limit} tokens "
-            "(max_position_embeddings in config.json). Give at most that."
+            "(config.json, or max_seq_length of sentence_bert_config.json). Give at most that."
         )
     kind, seqs, tokens = GPU_SIZES if gpu else CPU_SIZES
     reason = f"the default on {kind}"
