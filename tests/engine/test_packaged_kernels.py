@@ -87,7 +87,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("starts")
     reason = f"there is no {ARCHIVE}"
     assert starts(root, "first") == {
-        "first": [0, 0, {reason: 2}, 2, "0 from the package, 0 from Triton's cache, 2 compiled"]
+        "first": [0, 0, {reason: 2}, 2, "0 from the archive, 0 from Triton's cache, 2 compiled"]
     }
     command = [sys.executable, "scripts/kernels.py", "pack", str(root / "first"), "--out", str(root / "archives")]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -99,7 +99,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_starts_with_an_archive_compile_nothing(root: Path) -> None:
     found = starts(root, "empty", "sizes", "changed", "kernels", "card")
-    assert found["empty"] == [2, 0, {}, 0, "2 from the package, 0 from Triton's cache, 0 compiled"]
+    assert found["empty"] == [2, 0, {}, 0, "2 from the archive, 0 from Triton's cache, 0 compiled"]
     assert found["sizes"][:4] == [1, 0, {CONFIGURATION: 1}, 1]
     assert found["changed"][:4] == [0, 0, {CHANGED: 2}, 2]
     assert found["kernels"][:4] == [2, 0, {UNKNOWN: 1}, 1]

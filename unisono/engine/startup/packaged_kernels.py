@@ -127,9 +127,9 @@ class PackagedKernels:
     def decision(self) -> tuple[str, str, str]:
         """Return (name, value, reason) for the engine's decisions."""
         missing = sum(self.missing.values())
-        value = f"{self.restored} from the package, {self.cached} from Triton's cache, {missing} compiled"
+        value = f"{self.restored} from the archive, {self.cached} from Triton's cache, {missing} compiled"
         reasons = [f"{count} {why}" for why, count in sorted(self.missing.items())]
-        usual = "the package's archive has all that Triton's cache lacked" if self.restored else "all were cached"
+        usual = "the archive has all that Triton's cache lacked" if self.restored else "all were cached"
         return "compiled kernels", value, ", ".join(reasons) or usual
 
 

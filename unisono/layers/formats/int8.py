@@ -56,7 +56,12 @@ class Int8(_Normed):
     by_projection: bool = False
     fixed: bool = False
     shifted: bool = False
-    name: str = "int8, activations too"
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        kind = "with fixed scales" if self.fixed else "with zero points" if self.shifted else "too"
+        return f"int8, activations {kind}"
 
     def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         layout = ONE_VALUE if self.by_projection else BY_OUTPUT
