@@ -138,7 +138,8 @@ def current_source(kernel: str) -> str | None:
     """Return the digest of the source of ``module:kernel``, callees included; None if this code has no such kernel."""
     module, _, name = kernel.partition(":")
     try:
-        return getattr(import_module(module), name).cache_key
+        digest: str = getattr(import_module(module), name).cache_key
+        return digest
     except (ImportError, AttributeError):
         return None
 
