@@ -39,6 +39,7 @@ from unisono.engine.startup.buckets import (
 )
 from unisono.engine.startup.compile_processes import CompileProcesses, forks_for
 from unisono.engine.startup.memory import PageDemand, fit_pages, peak_bytes
+from unisono.engine.startup.packaged_kernels import PackagedKernels
 from unisono.engine.startup.synthetic import acceptance_rule
 from unisono.engine.startup.warmup import compiling_only, run_on_padding, warmup_passes
 from unisono.engine.worker.device_state import StateSizes
@@ -96,9 +97,14 @@ class Build:
         self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Progress, group: Group | None = None
     ) -> None:
         self.config, self.seconds, self._group = config, dict[str, float](), group or Alone()
-        forks = forks_for(self._group.ranks.count) if config.device.type == "cuda" else 0
-        with CompileProcesses(forks) as self._processes:
+        forks, packaged = 0, None
+        if config.device.type == "cuda":
+            forks, packaged = forks_for(self._group.ranks.count), PackagedKernels.of(config.device)
+            packaged.install()
+        with CompileProcesses(forks, packaged is not None and packaged.serves) as self._processes:
             self._build(checkpoint, progress)
+        if packaged is not None:
+            self.decide(*packaged.decision())
 
     def _build(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Build the worker: load weights, bind the drafter, size the KV cache."""
