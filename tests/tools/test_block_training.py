@@ -69,9 +69,9 @@ def test_reference_forward_reads_the_exported_checkpoint(target: Path, tmp_path:
     for anchor in range(1, len(text) - 3):
         ids = text[: anchor + 1]
         want, _ = reference(block, table, head.weight, ids, seen.aux[0, :anchor], [0] * 3)
-        for step, (positions, logits) in enumerate(steps):
-            (row,) = (positions == anchor + step).nonzero()[:, 0].tolist()
-            torch.testing.assert_close(logits[0, row].double(), want[step], rtol=1e-4, atol=1e-4)
+        for step, (places, logits) in enumerate(steps):
+            (row,) = (places == anchor + step).nonzero()[:, 0].tolist()
+            torch.testing.assert_close(logits[row].double(), want[step], rtol=1e-4, atol=1e-4)
 
 
 def test_two_steps_learn_and_are_served(target: Path, tmp_path: Path) -> None:
