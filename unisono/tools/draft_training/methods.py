@@ -45,7 +45,8 @@ class DraftShape:
     ``deepseek`` or ``qwen``. beside_target: write MTP modules into a copy of the target's directory. draft_vocab: size
     of EAGLE-3's vocabulary. aux_layers: layers of the target whose inputs EAGLE-3 and DFlash read. hidden_size: of a
     standalone model. layers: of a standalone model or a DFlash head. block_size: tokens of DFlash's blocks, the last
-    committed one included. tokenizer: copy the target's tokenizer to a standalone model.
+    committed one included. tokenizer: copy the target's tokenizer to a standalone model. heads, kv_heads: of DFlash's
+    attention; None: the target's.
     """
 
     unroll: int = 3
@@ -59,9 +60,21 @@ class DraftShape:
     layers: int = 3
     tokenizer: bool = True
     block_size: int = 8
+    heads: int | None = None
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("unroll", "modules", "draft_vocab", "intermediate_size", "hidden_size", "layers"):
+        at_least_1 = (
+            "unroll",
+            "modules",
+            "draft_vocab",
+            "intermediate_size",
+            "hidden_size",
+            "layers",
+            "heads",
+            "kv_heads",
+        )
+        for name in at_least_1:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least 1.")
@@ -75,6 +88,10 @@ class DraftShape:
             raise ConfigError(f"--layout qwen shares one projection: it has 1 module, not {self.modules}.")
         if self.hidden_size % 64:
             raise ConfigError(f"--hidden-size {self.hidden_size}: give a multiple of 64 (heads of 32, in pairs).")
+
+    def drafts(self, method: str, default: int) -> int:
+        """Drafts of a round when the trained head is measured: all of a DFlash block, ``default`` of others."""
+        return self.block_size - 1 if method == "dflash" else default
 
 
 class Method(Protocol):
@@ -113,6 +130,8 @@ class Eagle3:
         self.out, self.dtype = out, stored_dtype(teacher)
         raw, c = _target_config(teacher)
         layers = shape.aux_layers or _default_layers(c.num_layers)
+        if len(layers) != 3:
+            raise ConfigError(f"--aux-layers {','.join(map(str, layers))}: eagle3 reads three layers.")
         draft_vocab = min(shape.draft_vocab or max(c.vocab_size // 4, min(c.vocab_size, 1024)), c.vocab_size)
         changes = {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -146,27 +165,37 @@ class Eagle3:
 
 
 class DFlash:
-    """DFlash: a few layers that fill blocks of masks, over the states of three target layers; shares embedding and LM
-    head."""
+    """DFlash: a few layers that fill blocks of masks, over the states of target layers; shares embedding and LM head.
+
+    Its layers are Qwen3's, as those of published heads.
+    """
 
     def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
         self.out, self.dtype = out, stored_dtype(teacher)
         raw, c = _target_config(teacher)
-        layers = tuple(sorted(shape.aux_layers or _default_layers(c.num_layers)))
-        if layers[0] < 1:
-            layers = tuple(dict.fromkeys(max(layer, 1) for layer in layers))  # outputs are named: that of layer 0 is 1
+        layers = shape.aux_layers or spread_layers(c.num_layers)
+        if layers[0] < 1 or layers[-1] > c.num_layers or list(layers) != sorted(set(layers)):
+            raise ConfigError(
+                f"--aux-layers {','.join(map(str, layers))}: give numbers from 1 to {c.num_layers}, ascending. "
+                "config.json of a DFlash head names outputs of layers, and the first layer's input is none."
+            )
         used = {token for text in texts for token in text.token_ids}
         mask = next((token for token in reversed(range(c.vocab_size)) if token not in used), c.vocab_size - 1)
         changes = {
             "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
             "num_hidden_layers": shape.layers,
             "num_target_layers": c.num_layers,
             "block_size": shape.block_size,
             "dflash_config": {"mask_token_id": mask, "target_layer_ids": [layer - 1 for layer in layers]},
             "torch_dtype": _dtype_name(self.dtype),
-            **_without_none(intermediate_size=shape.intermediate_size),
-        }
-        export.write_json(out / "config.json", export.layer_fields(raw, c, **changes))
+            **_without_none(
+                intermediate_size=shape.intermediate_size, num_attention_heads=shape.heads,
+                num_key_value_heads=shape.kv_heads,
+            ),
+        }  # fmt: skip
+        fields = export.layer_fields(raw, c, **changes)
+        export.write_json(out / "config.json", export.with_plain_rotation(fields))
         self.checkpoint = open_block(out, c, "dflash", dummy=True)
         head: Any = self.checkpoint.build(
             teacher.decoder, lambda heads, kv_heads: BlockTrainingAttention(), teacher.longest, torch.float32,
@@ -315,6 +344,14 @@ def _initialize(module: nn.Module, shared: Teacher | None = None) -> None:
 def _default_layers(count: int) -> tuple[int, ...]:
     """EAGLE-3's default aux layers for a target of ``count`` layers; below 3 layers: last, middle and first."""
     return (2, count // 2, count - 3) if count >= 3 else (count, count // 2, 0)
+
+
+def spread_layers(count: int, most: int = 5) -> tuple[int, ...]:
+    """Up to ``most`` layers whose inputs DFlash reads, evenly spread from layer 2 to the last one (published heads:
+    five, from layer 2 to the last but one of 36)."""
+    first, last = min(2, count), max(count - 1, 1)
+    chosen = min(most, max(1, last - first + 1))
+    return tuple(sorted({first + round(n * (last - first) / max(1, chosen - 1)) for n in range(chosen)}))
 
 
 def _target_config(teacher: Teacher) -> tuple[dict[str, Any], Any]:
