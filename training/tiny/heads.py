@@ -140,7 +140,7 @@ def measure_all(options: argparse.Namespace) -> bool:
     specs = {name: known[name] for name in options.baselines}
     for method in options.methods:
         drafts = shape_of(options, method).drafts(method, DRAFTS)
-        specs[method] = SpeculativeConfig(method, str(head_directory(options, method)), drafts)
+        specs[method] = SpeculativeConfig(method, str(head_directory(options, method)), drafts, adaptive=False)
     flags: dict[str, Any] = {"device": options.device, "gpu_memory_utilization": GPU_SHARE, "max_num_seqs": 32}
     plain: list[list[int]] = []
     _log(f"| method | drafts | accept length | by position | right of {len(problems)} | same tokens as the first |")

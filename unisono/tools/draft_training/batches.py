@@ -17,6 +17,11 @@ POOL = 64
 """Number of batches whose texts are sorted by length together, to reduce padding."""
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from host memory to ``device``, in the order of its stream, without waiting for it."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Batch:
     """token_ids [B, L] int32, padded with 0. loss_mask [B, L] bool: where the next token's prediction is trained."""

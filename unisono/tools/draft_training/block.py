@@ -18,6 +18,7 @@ import torch
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.attention.context import ForwardContext
 from unisono.drafters.block.model import BlockHead
+from unisono.tools.draft_training.batches import to_device
 from unisono.tools.draft_training.draft import Step
 from unisono.tools.draft_training.teacher import TeacherOutputs
 
@@ -91,7 +92,7 @@ class BlockDraft:
         anchors = draw_anchors(outputs.batch.loss_mask, self.most_anchors, seed=int(outputs.batch.token_ids.sum()))
         count = anchors.shape[1]
         trained = _places(anchors, outputs.batch.loss_mask, width)
-        at = anchors.to(device, non_blocking=True).clamp_min(0)
+        at = to_device(anchors, device).clamp_min(0)
         tokens = outputs.token_ids.new_full((rows, count, width), settings.mask_token)
         tokens[:, :, 0] = outputs.token_ids.gather(1, at)
         positions = (at[:, :, None] + torch.arange(width, device=device)).clamp_max(length).int()
@@ -113,9 +114,9 @@ class BlockDraft:
         )
         hidden = self.module(tokens.flatten(), ForwardContext.of(inputs), state)
         for blocks, where in trained:
-            logits = self.module.logits(hidden.index_select(0, blocks.to(device, non_blocking=True)))
+            logits = self.module.logits(hidden.index_select(0, to_device(blocks, device)))
             assert isinstance(logits, torch.Tensor)
-            yield where.to(device, non_blocking=True), logits
+            yield to_device(where, device), logits
 
 
 def draw_anchors(loss_mask: torch.Tensor, most: int, seed: int) -> torch.Tensor:

@@ -112,7 +112,7 @@ def train_on_texts(run: Run, texts: list[Text], resume: bool, report: Progress, 
 
 def measure_acceptance(run: Run, held: list[TrainingPrompt], **flags: Any) -> DraftAcceptance:
     """Acceptance of the exported draft model on the prompts ``held``; ``flags`` are those of the engine."""
-    spec = SpeculativeConfig(run.method, str(run.out), run.shape.drafts(run.method, DRAFTS))
+    spec = SpeculativeConfig(run.method, str(run.out), run.shape.drafts(run.method, DRAFTS), adaptive=False)
     return measure(
         run.target, held, spec, max_tokens=run.asking.max_tokens, longest=run.asking.longest, device=run.device,
         gpu_memory_utilization=GPU_SHARE, **flags,

@@ -206,9 +206,12 @@ class DFlash:
             head.norm.weight.copy_(teacher.decoder.norm.weight)
         self.draft = BlockDraft(head, layers)
 
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The parameters by their names in the checkpoint."""
+        return _parameters(self.checkpoint.targets(self.draft.module))  # type: ignore[arg-type]
+
     def save(self) -> None:
-        tensors = _parameters(self.checkpoint.targets(self.draft.module))  # type: ignore[arg-type]
-        export.write_tensors(self.out / WEIGHTS, tensors, self.dtype)
+        export.write_tensors(self.out / WEIGHTS, self.stored(), self.dtype)
 
 
 class MTP:

@@ -22,7 +22,7 @@ from unisono.models.blocks.layers import AttentionSpec
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.loader import load_model
 from unisono.tools.draft_training.attention import TrainingAttention, new_pass
-from unisono.tools.draft_training.batches import PAGE, Batch
+from unisono.tools.draft_training.batches import PAGE, Batch, to_device
 from unisono.types import CheckpointError
 
 
@@ -75,9 +75,9 @@ class Teacher:
     @torch.no_grad()
     def run(self, batch: Batch, aux_layers: tuple[int, ...] = ()) -> TeacherOutputs:
         """One forward pass over the batch; ``aux_layers`` as for ``Decoder.forward``."""
-        ids, loss_mask = (t.to(self.device, non_blocking=True) for t in (batch.token_ids, batch.loss_mask))
+        ids, loss_mask = (to_device(t, self.device) for t in (batch.token_ids, batch.loss_mask))
         (rows, length), c = ids.shape, self.decoder.config
-        trained = batch.loss_mask.flatten().nonzero()[:, 0].to(self.device, non_blocking=True)
+        trained = to_device(batch.loss_mask.flatten().nonzero()[:, 0], self.device)
         inputs, _ = new_pass(c, rows, length, 0, PAGE, 0, self.dtype, self.device)
         context = ForwardContext.of(inputs)
         if self.recurs:  # a prompt pass of rows without a state
