@@ -24,6 +24,7 @@ from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.models.load.loader import Shared
 from unisono.tools.draft_training.answers import Text
 from unisono.tools.draft_training.batches import Batches
+from unisono.tools.draft_training.methods import METHODS, DraftShape
 from unisono.tools.draft_training.teacher import Teacher
 from unisono.types import CheckpointError
 
@@ -177,6 +178,15 @@ def test_blocks_of_outputs_move_whole_or_are_refused() -> None:
     assert second.item() == 11
     with pytest.raises(CheckpointError, match="a value for each 2 outputs"):
         Shared.of("scale", WeightTarget(first, (2, 1)), torch.tensor([1, 2, 5, 0]), None)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_heads_with_a_layer_of_the_target_are_not_trained_for_hybrids(
+    method: str, made: dict[str, Path], tmp_path: Path
+) -> None:
+    teacher = Teacher(Checkpoint.open(made["qwen3_5_text"]), "cpu", longest=32)
+    with pytest.raises(CheckpointError, match="layer 0 has a recurrence, and 3 more have. " + method):
+        METHODS[method](teacher, DraftShape(), [], tmp_path)
 
 
 def test_teacher_states_of_hybrids_are_those_of_serving(made: dict[str, Path]) -> None:

@@ -22,6 +22,7 @@ from unisono.drafters.mtp.checkpoint import LAYOUTS
 from unisono.drafters.mtp.model import MTPModule
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layers import MLPSpec
+from unisono.models.config import attention_of
 from unisono.models.load.build import Builder
 from unisono.models.load.checkpoint import WEIGHTS, Checkpoint, read_json
 from unisono.models.load.loader import checkpoint_names
@@ -31,7 +32,7 @@ from unisono.tools.draft_training.answers import Text
 from unisono.tools.draft_training.block import BlockDraft, BlockTrainingAttention
 from unisono.tools.draft_training.draft import ModulePerStep, TrainableDraft, UnrolledHead, WholeModel
 from unisono.tools.draft_training.teacher import Teacher
-from unisono.types import ConfigError
+from unisono.types import CheckpointError, ConfigError
 
 STD = 0.02
 """Standard deviation of initial weights. The last matrix of a residual branch gets a quarter of it."""
@@ -108,6 +109,7 @@ class Eagle:
     """EAGLE: one decoder layer that shares the target's embedding and LM head."""
 
     def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
+        _check_attends(teacher, "eagle")
         self.out, self.dtype = out, stored_dtype(teacher)
         raw, c = _target_config(teacher)
         sizes = _without_none(intermediate_size=shape.intermediate_size)
@@ -127,6 +129,7 @@ class Eagle3:
     """EAGLE-3: reads the inputs of three target layers and drafts the most frequent tokens of the answers."""
 
     def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
+        _check_attends(teacher, "eagle3")
         self.out, self.dtype = out, stored_dtype(teacher)
         raw, c = _target_config(teacher)
         layers = shape.aux_layers or _default_layers(c.num_layers)
@@ -218,6 +221,7 @@ class MTP:
     """MTP modules, initialised from the target's last layer."""
 
     def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
+        _check_attends(teacher, "mtp")
         self.out, self.shape, self.teacher, self.dtype = out, shape, teacher, stored_dtype(teacher)
         target, last = teacher.decoder, teacher.decoder.layers[-1]
         c = target.config
@@ -322,6 +326,17 @@ def trainable_parameters(draft: TrainableDraft, teacher: Teacher) -> dict[str, n
     """The draft's parameters by name, without those shared with the target."""
     shared = {id(p) for p in teacher.decoder.parameters()}
     return {name: p for name, p in draft.module.named_parameters() if id(p) not in shared}
+
+
+def _check_attends(teacher: Teacher, method: str) -> None:
+    """Raise CheckpointError for a target with recurrent layers: the heads of ``method`` take their layer from it."""
+    layers = teacher.decoder.config.layers
+    recurrent = [n for n, layer in enumerate(layers) if attention_of(layer) is None]
+    if recurrent:
+        raise CheckpointError(
+            f"{teacher.checkpoint.path}: layer {recurrent[0]} has a recurrence, and {len(recurrent) - 1} more have. "
+            f"{method} is trained only for targets all of whose layers attend; dflash and standalone for others, too."
+        )
 
 
 def _new_head(checkpoint: DraftCheckpoint, teacher: Teacher) -> Any:
