@@ -205,7 +205,7 @@ def train_draft(
         raise ConfigError(f"--minutes {minutes}: give a number above 0.")
     recipe = Recipe(steps, minutes * (1 - ANSWERS_SHARE - MEASURING_SHARE), batch_tokens, lr, muon_lr, save_every, seed)
     shape = DraftShape(
-        unroll, modules, layout, beside_target, draft_vocab, _layers(aux_layers), intermediate_size, hidden_size,
+        unroll, modules, layout, beside_target, draft_vocab, _layers(aux_layers, method), intermediate_size, hidden_size,
         layers, block_size=block_size, heads=heads, kv_heads=kv_heads,
     )  # fmt: skip
     longest = max_model_len or min(1024, Checkpoint.open(target).config.max_positions)
@@ -217,11 +217,13 @@ def train_draft(
     print(f"unisono serve {target} --speculative-config '{json.dumps(served)}'")
 
 
-def _layers(text: str | None) -> tuple[int, ...] | None:
+def _layers(text: str | None, method: str) -> tuple[int, ...] | None:
     """Parse --aux-layers."""
     if text is None:
         return None
     parts = text.split(",")
     if not all(part.strip().isdigit() for part in parts):
         raise ConfigError(f"--aux-layers {text!r}: give layer numbers separated by commas, such as 2,4,5.")
+    if method == "eagle3" and len(parts) != 3:
+        raise ConfigError(f"--aux-layers {text!r}: eagle3 reads three: give three layer numbers.")
     return tuple(int(part) for part in parts)

@@ -133,8 +133,6 @@ class Eagle3:
         self.out, self.dtype = out, stored_dtype(teacher)
         raw, c = _target_config(teacher)
         layers = shape.aux_layers or _default_layers(c.num_layers)
-        if len(layers) != 3:
-            raise ConfigError(f"--aux-layers {','.join(map(str, layers))}: eagle3 reads three layers.")
         draft_vocab = min(shape.draft_vocab or max(c.vocab_size // 4, min(c.vocab_size, 1024)), c.vocab_size)
         changes = {
             "architectures": ["LlamaForCausalLMEagle3"],
