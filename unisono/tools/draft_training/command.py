@@ -205,8 +205,8 @@ def train_draft(
         raise ConfigError(f"--minutes {minutes}: give a number above 0.")
     recipe = Recipe(steps, minutes * (1 - ANSWERS_SHARE - MEASURING_SHARE), batch_tokens, lr, muon_lr, save_every, seed)
     shape = DraftShape(
-        unroll, modules, layout, beside_target, draft_vocab, _layers(aux_layers, method), intermediate_size, hidden_size,
-        layers, block_size=block_size, heads=heads, kv_heads=kv_heads,
+        unroll, modules, layout, beside_target, draft_vocab, _layers(aux_layers, method), intermediate_size,
+        hidden_size, layers, block_size=block_size, heads=heads, kv_heads=kv_heads,
     )  # fmt: skip
     longest = max_model_len or min(1024, Checkpoint.open(target).config.max_positions)
     asking = AnswerConfig(temperature, max_tokens, longest, seed, 60 * minutes * ANSWERS_SHARE, sampled)
