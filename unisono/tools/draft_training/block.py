@@ -97,7 +97,7 @@ class BlockDraft:
         tokens[:, :, 0] = outputs.token_ids.gather(1, at)
         positions = (at[:, :, None] + torch.arange(width, device=device)).clamp_max(length).int()
         spec, places = self.module.config.attention, rows * (length + count * width)
-        shape = places, spec.num_kv_heads, 1, spec.head_dim  # type: ignore[union-attr]
+        shape = places, spec.num_kv_heads, 1, spec.head_dim
         state = [KV(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))) for _ in self.module.layers]
         slots = torch.arange(places, dtype=torch.int32, device=device)
         each = slots[:length].repeat(rows)
@@ -134,7 +134,7 @@ def draw_anchors(loss_mask: torch.Tensor, most: int, seed: int) -> torch.Tensor:
 
 
 def _places(anchors: torch.Tensor, loss_mask: torch.Tensor, width: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each mask of a block: (its tokens in the pass [N], the places of the loss mask that they predict [N])."""
+    """List (tokens in the pass [N], the places of the loss mask that they predict [N]) of each mask of a block."""
     (rows, length), found = loss_mask.shape, []
     first, each = torch.arange(rows)[:, None] * length, torch.arange(anchors.numel()).view_as(anchors) * width
     for step in range(width - 1):
