@@ -189,7 +189,9 @@ attention = Registry(
 
 _BUNDLED = Path(__file__).parents[1] / "bundled"
 _BUNDLED_MODELS = "tiny", "tiny-hybrid", "tiny-vl"
-_BUNDLED_HEADS = "tiny-eagle", "tiny-eagle3", "tiny-mtp", "tiny-draft", "tiny-vl-eagle3"
+_BUNDLED_HEADS = (
+    "tiny-eagle", "tiny-eagle3", "tiny-mtp", "tiny-draft", "tiny-dflash", "tiny-hybrid-dflash", "tiny-vl-eagle3",
+)  # fmt: skip
 
 bundled: Mapping[str, Path] = {
     name: _BUNDLED / name
