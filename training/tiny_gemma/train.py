@@ -44,7 +44,7 @@ class Recipe:
     which the phases end. problems: of the evaluation.
     """
 
-    minutes: float = 7.0
+    minutes: float = 6.9
     seed: int = 0
     rows: int = 64
     length: int = 1024
@@ -52,7 +52,7 @@ class Recipe:
     adam_lr: float = 3e-3
     assistant_lr: float = 0.02
     model_until: float = 0.7
-    assistant_until: float = 0.9
+    assistant_until: float = 0.91
     problems: int = 500
     save_every_s: float = 60.0
 
@@ -108,7 +108,7 @@ class Run:
         report, texts = evaluate(model, assistant, tokenizer, self.recipe.problems, self.device, until)
         self.figures |= asdict(report)
         self.write({})
-        log(f"{json.dumps(asdict(report))}\n{texts[0]}\n{texts[1]}")
+        log("\n".join([json.dumps(asdict(report)), *texts[:2]]))
 
 
 class Losses:
