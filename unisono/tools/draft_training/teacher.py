@@ -5,11 +5,13 @@ The pass uses the decoder and the ops of serving, so that a draft model is train
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
+from unisono.attention.base import KV
 from unisono.attention.context import ForwardContext
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.models.blocks.decoder import Decoder
@@ -30,7 +32,8 @@ class TeacherOutputs:
 
     token_ids [B, L] int32. loss_mask [B, L] bool. hidden [B, L, H]: after the final norm. aux [B, L, layers · H], or
     None.
-    logits [N, V] fp32: at the positions in the loss mask, row by row.
+    logits [N, V] fp32: at the positions in the loss mask, row by row. state: keys and values of each layer that has
+    some.
     """
 
     token_ids: torch.Tensor
@@ -38,6 +41,7 @@ class TeacherOutputs:
     hidden: torch.Tensor
     aux: torch.Tensor | None
     logits: torch.Tensor
+    state: list[Sequence[torch.Tensor]] = field(default_factory=list)
 
     @cached_property
     def logit_rows(self) -> torch.Tensor:
@@ -78,9 +82,18 @@ class Teacher:
         """One forward pass over the batch; ``aux_layers`` as for ``Decoder.forward``."""
         ids, loss_mask = (t.to(self.device, non_blocking=True) for t in (batch.token_ids, batch.loss_mask))
         (rows, length), c = ids.shape, self.decoder.config
-        inputs, kv = new_pass(c, rows, length, 0, PAGE, c.num_layers, self.dtype, self.device)
+        inputs, _ = new_pass(c, rows, length, 0, PAGE, 0, self.dtype, self.device)
+        kv = self._state(rows * length // PAGE)
         with torch.autocast(self.device.type, enabled=False):
             hidden, aux = self.decoder(ids.flatten(), ForwardContext.of(inputs), kv, aux_layers)
             logits = self.decoder.logits(hidden[loss_mask.flatten()]).float()
         aux = None if aux is None else aux.view(rows, length, -1)
-        return TeacherOutputs(ids, loss_mask, hidden.view(rows, length, -1), aux, logits)
+        return TeacherOutputs(ids, loss_mask, hidden.view(rows, length, -1), aux, logits, kv)
+
+    def _state(self, pages: int) -> list[Sequence[torch.Tensor]]:
+        """Empty keys and values of every layer; none of a layer that reads those of another."""
+        found: list[Sequence[torch.Tensor]] = []
+        for specs in self.decoder.state_specs():
+            each = [torch.zeros((pages, *spec.shape), dtype=self.dtype, device=self.device) for spec in specs]
+            found.append(KV(*each) if each else ())
+        return found
