@@ -101,7 +101,10 @@ class Run:
 
     def measure(self, tokenizer: Tokenizer) -> None:
         """Print what the evaluation finds, and write it to training.json."""
-        model, assistant = (kind(self.model.config).to(self.device) for kind in (TinyGemma, TinyAssistant))
+        model, assistant = (
+            TinyGemma(self.model.config).to(self.device),
+            TinyAssistant(self.model.config).to(self.device),
+        )
         model.load_state_dict(self.model.state_dict())  # not compiled: shapes change
         assistant.load_state_dict(self.assistant.state_dict())
         until = BEGAN + 60 * self.recipe.minutes

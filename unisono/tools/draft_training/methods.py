@@ -253,10 +253,13 @@ class FrozenMTP:
         head = self.checkpoint.load(teacher.decoder, teacher.attention, torch.float32)
         _initialize(head, shared=teacher)
         with torch.no_grad():
-            for layer, read in zip(head.layers, head.reads, strict=True):
-                layer.mixer.q_norm.weight.copy_(teacher.decoder.layers[read].mixer.q_norm.weight)
-                for norm in (layer.mixer_post_norm, layer.feed_forward_post_norm):
-                    norm.weight.fill_(POST_NORM)
+            own: dict[str, torch.Tensor] = head.state_dict()
+            theirs = teacher.decoder.state_dict()
+            for number, read in enumerate(head.reads):
+                layer = f"layers.{number}."
+                own[f"{layer}mixer.q_norm.weight"].copy_(theirs[f"layers.{read}.mixer.q_norm.weight"])
+                for norm in ("mixer_post_norm", "feed_forward_post_norm"):
+                    own[f"{layer}{norm}.weight"].fill_(POST_NORM)
         self.draft = FrozenDraft(head, shape.unroll)
 
     def save(self) -> None:

@@ -95,5 +95,5 @@ class Teacher:
         found: list[Sequence[torch.Tensor]] = []
         for specs in self.decoder.state_specs():
             each = [torch.zeros((pages, *spec.shape), dtype=self.dtype, device=self.device) for spec in specs]
-            found.append(KV(*each) if each else ())
+            found.append(KV(*each) if each else each)
         return found
