@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from training.tiny.batches import Packing, stream
 from training.tiny_gemma.assistant import TinyAssistant
 from training.tiny_gemma.checkpoint import ASSISTANT, MODEL, Save, load_, round_
 from training.tiny_gemma.evaluate import generate, matches, prompt
@@ -138,6 +140,17 @@ def test_names_sizes_and_loading(pair: tuple[TinyGemma, TinyAssistant], saved: P
         load_(fresh, saved / name)
         for key, tensor in module.state_dict().items():
             assert torch.equal(fresh.state_dict()[key], tensor), key
+
+
+def test_earlier_batches_stand_in_for_late_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only once there are enough, and only while the next one is not ready."""
+    tokenizer = Tokenizer.from_file(str(catalog.bundled_path("tiny") / "tokenizer.json"))
+    monkeypatch.setattr(Future, "done", lambda self: False)
+    for repeat, different in ((3, 3), (0, 8)):
+        with stream(tokenizer, Packing(1, 64, 4096), 1, 1, repeat=repeat) as batches:
+            given = [next(batches).ids.tobytes() for _ in range(8)]
+        assert len(set(given)) == different
+        assert len(set(given[:3])) == 3
 
 
 @pytest.mark.full

@@ -41,7 +41,8 @@ class Recipe:
     """The settings of a run.
 
     minutes: limit of the whole run. rows, length: shape of a batch. model_until, assistant_until: shares of the time at
-    which the phases end. problems: of the evaluation.
+    which the phases end. problems: of the evaluation. repeat: batches that are kept, to be given again while
+    the next one is not ready.
     """
 
     minutes: float = 6.9
@@ -54,6 +55,7 @@ class Recipe:
     model_until: float = 0.7
     assistant_until: float = 0.91
     problems: int = 500
+    repeat: int = 128
     save_every_s: float = 60.0
 
 
@@ -183,7 +185,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(catalog.bundled_path("tiny") / "tokenizer.json"))
     packing = Packing(recipe.rows, recipe.length, config.max_position_embeddings)
     seed = recipe.seed + (1000 if named["start"] else 0)  # other text than the run before it
-    with stream(tokenizer, packing, seed, named["workers"]) as batches:
+    with stream(tokenizer, packing, seed, named["workers"], repeat=recipe.repeat) as batches:
         first = next(batches)  # the workers fork here, before CUDA is initialised
         compiled = device == "cuda" and not named["no_compile"]
         run = Run(recipe, config, device, compiled, Save(named["out"], tokenizer, asdict(recipe)))
