@@ -203,8 +203,8 @@ bundled_drafts: Mapping[str, SpeculativeConfig] = {
     "tiny": SpeculativeConfig("eagle3", model="tiny-eagle3"),
     "tiny-vl": SpeculativeConfig("eagle3", model="tiny-vl-eagle3"),
 }
-"""Default speculation of bundled models: the fastest of their heads. Others use their MTP modules or the assistant beside
-them, if any.
+"""Default speculation of bundled models: the fastest of their heads. Others use their MTP modules or the assistant
+beside them, if any.
 """
 
 
