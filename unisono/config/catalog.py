@@ -188,9 +188,10 @@ attention = Registry(
 )
 
 _BUNDLED = Path(__file__).parents[1] / "bundled"
-_BUNDLED_MODELS = "tiny", "tiny-hybrid", "tiny-vl"
+_BUNDLED_MODELS = "tiny", "tiny-hybrid", "tiny-vl", "tiny-gemma"
 _BUNDLED_HEADS = (
     "tiny-eagle", "tiny-eagle3", "tiny-mtp", "tiny-draft", "tiny-dflash", "tiny-hybrid-dflash", "tiny-vl-eagle3",
+    "tiny-gemma-assistant",
 )  # fmt: skip
 
 bundled: Mapping[str, Path] = {
@@ -206,7 +207,9 @@ bundled_drafts: Mapping[str, SpeculativeConfig] = {
     "tiny": SpeculativeConfig("eagle3", model="tiny-eagle3"),
     "tiny-vl": SpeculativeConfig("eagle3", model="tiny-vl-eagle3"),
 }
-"""Default speculation of bundled models: the fastest of their heads. Other models use their MTP modules, if any."""
+"""Default speculation of bundled models: the fastest of their heads. Others use their MTP modules or the assistant
+beside them, if any.
+"""
 
 
 def drafts_of(path: Path) -> SpeculativeConfig | None:

@@ -193,8 +193,8 @@ def train_draft(
     intermediate_size: Annotated[
         int | None, typer.Option(help="Intermediate size of the MLP; default: the target's.")
     ] = None,
-    hidden_size: Annotated[int, typer.Option(help="standalone: hidden size.")] = 128,
-    layers: Annotated[int, typer.Option(help="standalone, dflash: number of layers.")] = 3,
+    hidden_size: Annotated[int, typer.Option(help="standalone, mtp_frozen: hidden size.")] = 128,
+    layers: Annotated[int, typer.Option(help="standalone, mtp_frozen, dflash: number of layers.")] = 3,
     block_size: Annotated[int, typer.Option(help="dflash: tokens per block; the number of drafts is one less.")] = 8,
     heads: Annotated[int | None, typer.Option(help="dflash: attention heads; default: the target's.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="dflash: KV heads; default: the target's.")] = None,

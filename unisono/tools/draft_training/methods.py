@@ -19,6 +19,7 @@ from torch import nn
 from unisono.drafters.block.checkpoint import open_block
 from unisono.drafters.eagle.checkpoint import DraftCheckpoint, open_eagle, open_eagle3
 from unisono.drafters.mtp.checkpoint import LAYOUTS
+from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
 from unisono.drafters.mtp.model import MTPModule
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layers import MLPSpec
@@ -30,12 +31,16 @@ from unisono.models.load.weights import WeightTargets
 from unisono.tools.draft_training import export
 from unisono.tools.draft_training.answers import Text
 from unisono.tools.draft_training.block import BlockDraft, BlockTrainingAttention
-from unisono.tools.draft_training.draft import ModulePerStep, TrainableDraft, UnrolledHead, WholeModel
+from unisono.tools.draft_training.draft import FrozenDraft, ModulePerStep, TrainableDraft, UnrolledHead, WholeModel
 from unisono.tools.draft_training.teacher import Teacher
 from unisono.types import CheckpointError, ConfigError
 
 STD = 0.02
 """Standard deviation of initial weights. The last matrix of a residual branch gets a quarter of it."""
+
+
+POST_NORM = 0.25
+"""Initial weights of norms of a branch's output. A matrix before them has any scale."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,9 @@ class DraftShape:
     unroll: steps that a head is unrolled in training. modules: number of MTP modules. layout: names of the MTP tensors,
     ``deepseek`` or ``qwen``. beside_target: write MTP modules into a copy of the target's directory. draft_vocab: size
     of EAGLE-3's vocabulary. aux_layers: layers of the target whose inputs EAGLE-3 and DFlash read. hidden_size: of a
-    standalone model. layers: of a standalone model or a DFlash head. block_size: tokens of DFlash's blocks, the last
-    committed one included. tokenizer: copy the target's tokenizer to a standalone model. heads, kv_heads: of DFlash's
-    attention; None: the target's.
+    standalone model or an assistant. layers: of these or of a DFlash head. block_size: tokens of DFlash's blocks, the
+    last committed one included. tokenizer: copy the target's tokenizer to a standalone model. heads, kv_heads: of
+    DFlash's attention; None: the target's.
     """
 
     unroll: int = 3
@@ -260,6 +265,42 @@ class MTP:
             export.write_tensors(self.out / WEIGHTS, tensors, self.dtype)
 
 
+class FrozenMTP:
+    """An assistant of Gemma 4: the last of its layers reads the target's keys without a window, the others those with
+    one."""
+
+    def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
+        self.out, self.dtype = out, stored_dtype(teacher)
+        raw, c = _target_config(teacher)
+        kind = raw.get("text_config", raw).get("model_type", "")
+        if not kind.startswith("gemma4"):
+            raise ConfigError(f"mtp_frozen is trained for targets of Gemma 4, not for a {c.architecture}.")
+        types = [export.SLIDING] * (shape.layers - 1) + ["full_attention"]
+        sizes = shape.hidden_size, shape.intermediate_size or 2 * shape.hidden_size
+        fields = dict(zip(("hidden_size", "intermediate_size"), sizes, strict=True))
+        config = export.assistant_fields(raw, c, types, dtype=_dtype_name(self.dtype), **fields)
+        export.write_json(out / "config.json", config)
+        last = {bool(layer.mixer.window): c.reads[number] for number, layer in enumerate(c.layers)}
+        empty = export.empty_assistant(c, [last[kind == export.SLIDING] for kind in types], *sizes)
+        export.write_tensors(out / WEIGHTS, empty, self.dtype)
+        self.checkpoint = FrozenCheckpoint.open(out, c)
+        head = self.checkpoint.load(teacher.decoder, teacher.attention, torch.float32)
+        _initialize(head, shared=teacher)
+        with torch.no_grad():
+            own: dict[str, torch.Tensor] = head.state_dict()
+            theirs = teacher.decoder.state_dict()
+            for number, read in enumerate(head.reads):
+                layer = f"layers.{number}."
+                own[f"{layer}mixer.q_norm.weight"].copy_(theirs[f"layers.{read}.mixer.q_norm.weight"])
+                for norm in ("mixer_post_norm", "feed_forward_post_norm"):
+                    own[f"{layer}{norm}.weight"].fill_(POST_NORM)
+        self.draft = FrozenDraft(head, shape.unroll)
+
+    def save(self) -> None:
+        tensors = _parameters(self.checkpoint.targets(self.draft.module))
+        export.write_tensors(self.out / WEIGHTS, tensors, self.dtype)
+
+
 class Standalone:
     """A small Qwen3 with the target's vocabulary and tokenizer."""
 
@@ -302,7 +343,14 @@ class Standalone:
         export.write_tensors(self.out / WEIGHTS, tensors, self.dtype)
 
 
-METHODS: dict[str, Any] = {"dflash": DFlash, "eagle": Eagle, "eagle3": Eagle3, "mtp": MTP, "standalone": Standalone}
+METHODS: dict[str, Any] = {
+    "dflash": DFlash,
+    "eagle": Eagle,
+    "eagle3": Eagle3,
+    "mtp": MTP,
+    "mtp_frozen": FrozenMTP,
+    "standalone": Standalone,
+}
 _LAYOUTS = {"deepseek": "DeepSeek-V3, GLM", "qwen": "Qwen3-Next, Qwen3.5"}
 
 

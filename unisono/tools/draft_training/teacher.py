@@ -6,12 +6,14 @@ The pass uses the decoder and the ops of serving, so that a draft model is train
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from unisono.attention.base import KV
 from unisono.attention.context import ForwardContext
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.kv.recurrent_pass import RecurrentPass
@@ -34,6 +36,7 @@ class TeacherOutputs:
 
     token_ids [B, L] int32. loss_mask [B, L] bool. hidden [B, L, H]: after the final norm. aux [B, L, layers · H], or
     None. logits [N, V] fp32: at the positions in the loss mask, row by row. batch: the same batch in host memory.
+    state: keys and values of each layer that has some.
     """
 
     token_ids: torch.Tensor
@@ -42,6 +45,7 @@ class TeacherOutputs:
     aux: torch.Tensor | None
     logits: torch.Tensor
     batch: Batch
+    state: list[Sequence[torch.Tensor]] = field(default_factory=list)
 
     @cached_property
     def logit_rows(self) -> torch.Tensor:
@@ -89,7 +93,7 @@ class Teacher:
             hidden, aux = self.decoder(ids.flatten(), context, state, aux_layers)
             logits = self.decoder.logits(hidden.index_select(0, trained)).float()
         aux = None if aux is None else aux.view(rows, length, -1)
-        return TeacherOutputs(ids, loss_mask, hidden.view(rows, length, -1), aux, logits, batch)
+        return TeacherOutputs(ids, loss_mask, hidden.view(rows, length, -1), aux, logits, batch, state)
 
     def _empty(self, spec: Spec, rows: int, length: int) -> Any:
         """State of rows without a token, in the form that layers take."""
