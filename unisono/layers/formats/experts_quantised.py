@@ -14,13 +14,19 @@ from unisono.kernels.moe.fp8 import (
     expert_fp8_down,
     expert_fp8_gate_up,
     expert_fp8_gate_up_fp8,
+    expert_fp8_up,
     fp8_expert_tile,
     fp8_tile_rows,
 )
 from unisono.kernels.moe.gluon import TILE_PAIRS
-from unisono.kernels.moe.integers import expert_integer_down, expert_integer_gate_up, packed_tile_rows
+from unisono.kernels.moe.integers import (
+    expert_integer_down,
+    expert_integer_gate_up,
+    expert_integer_up,
+    packed_tile_rows,
+)
 from unisono.kernels.moe.mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
-from unisono.kernels.moe.nvfp4 import expert_nvfp4_down, expert_nvfp4_gate_up
+from unisono.kernels.moe.nvfp4 import expert_nvfp4_down, expert_nvfp4_gate_up, expert_nvfp4_up
 from unisono.kernels.moe.plan import ExpertPlan
 from unisono.layers.activations import InputFormat, Operand
 from unisono.layers.formats.base import WHOLE, StoredTensor
@@ -83,25 +89,26 @@ class Fp8Experts(_Stacks):
 
     weights: Fp8Weights
     gelu = True
+    ungated = True
 
     def input_format(self, stack: ExpertWeights) -> InputFormat:
         """Input format of the product with a pass's tokens: see ``layers/activations.py``."""
         return InputFormat(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
-        if stack.gate.gelu:  # the kernel of prompts computes SiLU only
+        if stack.gate.gelu or not stack.gated:  # the kernel of prompts computes SiLU's gate only
             return fp8_tile_rows(pairs, experts)
         return fp8_expert_tile(pairs, experts, self.weights.operands(stack), stack.dtype)
 
     def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
         """See :data:`unisono.kernels.moe.fp8.exact_fp8_experts`."""
-        if gate_up.gate.gelu:
+        if gate_up.gate.gelu or not gate_up.gated:
             return False
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
         return exact_fp8_experts.prove(*stacks, gate_up.dtype, experts, top_k)
 
     def rehearse(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> None:
-        if gate_up.gate.gelu:
+        if gate_up.gate.gelu or not gate_up.gated:
             return
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
         exact_fp8_experts.rehearse(*stacks, gate_up.dtype, experts, top_k)
@@ -109,6 +116,8 @@ class Fp8Experts(_Stacks):
     def gate_up(self, stack: ExpertWeights, x: Operand, plan: ExpertPlan) -> Operand:
         """Quantised where the kernel of prompts can, and the ranks' parts are not gathered."""
         weight, scales = self.weights.operands(stack)
+        if not stack.gated:
+            return expert_fp8_up(x, weight, scales, plan)
         if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
             return expert_fp8_gate_up_fp8(x, weight, scales, plan)
         return expert_fp8_gate_up(x, weight, scales, plan, stack.gate.gelu)
@@ -123,11 +132,14 @@ class IntegerExperts(_Stacks):
 
     weights: IntegerWeights
     gelu = True
+    ungated = True
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
     def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        if not stack.gated:
+            return expert_integer_up(x, *self.weights.operands(stack), plan)
         return expert_integer_gate_up(x, *self.weights.operands(stack), plan, stack.gate.gelu)
 
     def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
@@ -157,11 +169,14 @@ class NVFP4Experts(_Stacks):
 
     weights: NVFP4Weights
     gelu = True
+    ungated = True
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
     def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        if not stack.gated:
+            return expert_nvfp4_up(x, *self.weights.operands(stack), plan)
         return expert_nvfp4_gate_up(x, *self.weights.operands(stack), plan, stack.gate.gelu)
 
     def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
