@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.kernels.gemm.fp8_quantize import GROUP
+from unisono.kernels.gemm.fp8_quantize import GROUP, quantize
 from unisono.kernels.moe.fp8 import (
     exact_fp8_experts,
     expert_fp8_down,
@@ -43,6 +43,11 @@ class Weights(Protocol):
 
 
 class Fp8Weights(Weights, Protocol):
+    @property
+    def fixed_kind(self) -> str | None:
+        """Name of the parameter with calibrated scales of activations; None: they are computed."""
+        ...
+
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight and scales, from the parameters of a layer or of a stack."""
         ...
@@ -85,14 +90,22 @@ class _Stacks:
 
 @dataclass(frozen=True)
 class Fp8Experts(_Stacks):
-    """e4m3 stacks with scales per block or per output."""
+    """e4m3 stacks with scales per block or per output. With calibrated scales of activations, the largest of a stack
+    serves all its experts."""
 
     weights: Fp8Weights
     gelu = True
     ungated = True
 
-    def input_format(self, stack: ExpertWeights) -> InputFormat:
+    @property
+    def whole_stack(self) -> bool:
+        """True if a rank needs the tensors of all experts."""
+        return self.weights.fixed_kind is not None
+
+    def input_format(self, stack: ExpertWeights) -> InputFormat | None:
         """Input format of the product with a pass's tokens: see ``layers/activations.py``."""
+        if self.weights.fixed_kind:
+            return None
         return InputFormat(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
@@ -116,6 +129,7 @@ class Fp8Experts(_Stacks):
     def gate_up(self, stack: ExpertWeights, x: Operand, plan: ExpertPlan) -> Operand:
         """Quantised where the kernel of prompts can, and the ranks' parts are not gathered."""
         weight, scales = self.weights.operands(stack)
+        x = self._calibrated(stack, x)
         if not stack.gated:
             return expert_fp8_up(x, weight, scales, plan)
         if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
@@ -123,7 +137,12 @@ class Fp8Experts(_Stacks):
         return expert_fp8_gate_up(x, weight, scales, plan, stack.gate.gelu)
 
     def down(self, stack: ExpertWeights, h: Operand, plan: ExpertPlan) -> torch.Tensor:
-        return expert_fp8_down(h, *self.weights.operands(stack), plan)
+        return expert_fp8_down(self._calibrated(stack, h), *self.weights.operands(stack), plan)
+
+    def _calibrated(self, stack: ExpertWeights, x: Operand) -> Operand:
+        """x, quantised with the stack's calibrated scale if it has one."""
+        kind = self.weights.fixed_kind
+        return quantize(x, 0, getattr(stack, kind)) if kind and isinstance(x, torch.Tensor) else x
 
 
 @dataclass(frozen=True)
