@@ -19,7 +19,8 @@ from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks.input_tables import InputTablesSpec
 from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.blocks.layer_inputs import LayerInputsSpec
-from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec
+from unisono.models.blocks.layers import AttentionSpec, BlockSpec, LayerSpec, MLPSpec
+from unisono.models.blocks.one_block import AbsentSpec
 from unisono.models.load.build import require
 from unisono.models.vision.config import VisionConfig
 from unisono.types import CheckpointError
@@ -90,6 +91,14 @@ class DecoderConfig:
             if spec is not None:
                 return spec
         raise CheckpointError(f"a {self.architecture} with this config.json has no attention layer.")
+
+    @property
+    def feed_forward(self) -> BlockSpec:
+        """Spec of the last feed-forward. Draft modules with random weights copy it."""
+        for layer in reversed(self.layers):
+            if not isinstance(layer.feed_forward, AbsentSpec):
+                return layer.feed_forward
+        raise CheckpointError(f"a {self.architecture} with this config.json has no feed-forward.")
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from unisono.attention.base import KV
 from unisono.attention.context import ForwardContext
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.kv.recurrent_pass import RecurrentPass
