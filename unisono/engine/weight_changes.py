@@ -13,6 +13,7 @@ from unisono.config import ResolvedConfig
 from unisono.distributed.weight_group import TIMEOUT
 from unisono.drafters.base import UpdatableDrafter
 from unisono.engine.scheduling.scheduler import Scheduler
+from unisono.engine.sleep import WEIGHTS, SleepState, sleep_commands
 from unisono.engine.worker.runner import Runner
 from unisono.engine.worker.weight_updates import (
     EndUpdate,
@@ -34,6 +35,7 @@ class ChangedEngine(Protocol):
     weight_updates: int
     weight_version: str
     paused: bool
+    sleep: SleepState
 
     @property
     def config(self) -> ResolvedConfig: ...
@@ -95,7 +97,10 @@ def weight_commands(engine: ChangedEngine) -> Mapping[str, Callable[..., Any]]:
 
     def pause(paused: bool) -> None:
         engine.finish_pass()
-        engine.paused = paused
+        if engine.sleep.asleep:
+            engine.sleep.held = paused
+        else:
+            engine.paused = paused
 
     return {
         "update_weights_from_tensor": torch.inference_mode()(from_tensor),
@@ -103,6 +108,7 @@ def weight_commands(engine: ChangedEngine) -> Mapping[str, Callable[..., Any]]:
         "init_weights_update_group": join,
         "destroy_weights_update_group": leave,
         "pause": torch.inference_mode()(pause),
+        **sleep_commands(engine),
     }
 
 
@@ -116,17 +122,23 @@ def _changed(
             "weights cannot be updated while pages are in files or shared with other engines: restart without "
             "--kv-offload-dir, and without prefill and decode apart."
         )
+    if WEIGHTS in engine.sleep.asleep:
+        raise ConfigError('the weights sleep: wake them up first, with tags=["weights"].')
     engine.finish_pass()
+    recomputed = engine.scheduler.recompute()
+    freed = engine.reset_prefix_cache()  # now no page is in use, and ranks keep the old weights in them
     try:
         engine.runner.send(command)
     except (CheckpointError, ConfigError):
         engine.runner.send(EndUpdate(False))
         raise
     engine.runner.send(EndUpdate(True))
-    recomputed = engine.scheduler.recompute()
     for feature in engine.runner.request_features:
         feature.weights_changed()
-    freed = engine.reset_prefix_cache()
+    if not isinstance(command, UpdateWeights):
+        engine.sleep.directory = None
+    elif command.directory:
+        engine.sleep.directory = command.directory
     engine.weight_updates += 1
     engine.weight_version = str(engine.weight_updates) if version is None else version
     return {"weight_version": engine.weight_version, "recomputed_requests": recomputed, "freed_pages": freed}

@@ -101,6 +101,28 @@ class WeightCalls:
         """Launch passes again."""
         self._command("pause", paused=False)
 
+    def sleep(self, level: int = 1) -> dict[str, Any]:
+        """Free the memory of weights and KV cache until :meth:`wake_up`; needs ``enable_sleep_mode=True``.
+
+        level: 1: weights go to host memory; 2: the target's weights are dropped. Requests that run are computed again
+        after the wake. Returns freed bytes by tag. Raises ConfigError if the engine cannot sleep.
+        """
+        return self._command("sleep", level=level)
+
+    def wake_up(self, tags: Sequence[str] | None = None, reload: bool = True) -> dict[str, Any]:
+        """Get the memory back at the same addresses.
+
+        tags: ``weights`` and ``kv_cache``, weights first; None: both. reload: read dropped weights from their
+        directory; False: an update of all weights follows before ``kv_cache`` wakes. Raises ConfigError with the rest
+        asleep if memory or weights are missing.
+        """
+        return self._command("wake_up", tags=None if tags is None else list(tags), reload=reload)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True while a part of the memory sleeps."""
+        return bool(self.loop.engine.sleep.asleep)
+
     def _command(self, name: str, **arguments: Any) -> Any:
         return self.loop.call(lambda engine: engine.command(name, arguments))
 

@@ -5,18 +5,27 @@ Sources: directories, safetensors files (of shared memory), a trainer's process 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import torch
 
 from unisono.config.checkpoint_files import CONFIG
 from unisono.distributed.weight_group import WeightGroup
 from unisono.drafters.base import Drafter, UpdatableDrafter
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.load.checkpoint import Checkpoint
-from unisono.models.load.loader import decoder_update, partial_update, tower_update
+from unisono.models.load.loader import (
+    checkpoint_names,
+    decoder_update,
+    drawn_parameters,
+    fill_randomly,
+    held_by,
+    partial_update,
+    tower_update,
+)
 from unisono.models.load.tensor_files import NAMES, TensorInfo, read_header
 from unisono.models.load.update import Changes, WeightUpdate
 from unisono.models.vision.tower import AnyTower
@@ -75,20 +84,38 @@ class EndUpdate(msgspec.Struct, frozen=True, tag=True):
     keep: bool
 
 
-UPDATES = UpdateWeights, UpdateTensors, ReceiveWeights
+class ReloadWeights(msgspec.Struct, frozen=True, tag=True):
+    """Load the target's weights after sleep level 2 has dropped them. Answered; an error leaves them void.
+
+    directory: with the tensors of the served checkpoint; empty: the checkpoint of the start, or its dummy weights.
+    """
+
+    directory: str
+
+
+UPDATES = UpdateWeights, UpdateTensors, ReceiveWeights, ReloadWeights
 """Commands that write weights."""
 
-UpdateCommand = UpdateWeights | UpdateTensors | ReceiveWeights | JoinWeightGroup | LeaveWeightGroup | EndUpdate
+UpdateCommand = (
+    UpdateWeights | UpdateTensors | ReceiveWeights | ReloadWeights | JoinWeightGroup | LeaveWeightGroup | EndUpdate
+)
 
 
 @dataclass
 class WeightUpdater:
-    """Updates the weights of one worker's modules. checkpoint: of the start."""
+    """Updates the weights of one worker's modules.
+
+    checkpoint: of the start. dummy_seed: seed of its dummy weights; None if they were read. scratch: returns memory for
+    old values, see :class:`Changes`. void: the checkpoint's names of weights that sleep has dropped.
+    """
 
     model: Decoder
     tower: AnyTower | None
     drafter: Drafter
     checkpoint: Checkpoint
+    dummy_seed: int | None = None
+    scratch: Callable[[], Sequence[torch.Tensor]] = tuple
+    void: set[str] = field(default_factory=set)
     _changes: Changes | None = None
     _groups: dict[str, WeightGroup] = field(default_factory=dict)
 
@@ -99,14 +126,45 @@ class WeightUpdater:
         elif isinstance(command, LeaveWeightGroup):
             self._group(command.group).close()
             del self._groups[command.group]
+        elif isinstance(command, ReloadWeights):
+            self._reload(command)
         elif isinstance(command, UPDATES):
             updates = self._updates(command) if isinstance(command, UpdateWeights) else [self._partial(command)]
-            changes = Changes(updates)
+            changes = Changes(updates, self.scratch(), keeps_old=not self.void)
             changes.write()
             self._changes = changes
         elif self._changes is not None:
-            self._changes.keep() if command.keep else self._changes.revert()
+            if command.keep:
+                self.void = self.void.difference(*(update.targets for update in self._changes.updates))
+                self._changes.keep()
+            else:
+                self._changes.revert()
             self._changes = None
+
+    def loaded(self) -> Iterator[torch.Tensor]:
+        """Yield the target's weights that :class:`ReloadWeights` and complete updates write, and count them as void.
+
+        Raises CheckpointError if the checkpoint of the start cannot be opened any more.
+        """
+        if self.dummy_seed is not None:
+            self.void = set(checkpoint_names(self.model, self.checkpoint.family))
+            yield from (parameter for _, parameter in drawn_parameters(self.model))
+            return
+        targets = decoder_update(self.model, self.checkpoint).targets
+        self.void = set(targets)
+        waiting = list(targets.values())
+        while waiting:
+            target = waiting.pop()
+            yield from (target.parameter, *target.others.values())
+            waiting += [part for part, _ in held_by(target)]
+
+    def _reload(self, command: ReloadWeights) -> None:
+        if self.dummy_seed is not None and not command.directory:
+            fill_randomly(self.model, self.dummy_seed)
+        else:
+            checkpoint = self._opened(Path(command.directory)) if command.directory else self.checkpoint
+            Changes([decoder_update(self.model, checkpoint)], keeps_old=False).write()
+        self.void = set()
 
     def _join(self, command: JoinWeightGroup) -> None:
         if command.group in self._groups:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -261,18 +261,22 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
     a rank's parts are those of the whole tensors. A tensor inside another one, such as a tied head, fills that one.
     """
     first: dict[int, nn.Parameter] = {}
+    for name, parameter in drawn_parameters(root):
+        generator = torch.Generator(parameter.device)
+        for part, old in SEED_NAMES.items():
+            name = name.replace(part, old)
+        generator.manual_seed(seed ^ zlib.crc32(name.encode()))
+        held = first.setdefault(parameter.untyped_storage().data_ptr(), parameter)
+        draw_held(held, generator, getattr(parameter, "drawn", None))
+
+
+def drawn_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that :func:`fill_randomly` fills, by name: norms keep their initial ones."""
     for path, module in root.named_modules():
-        if not isinstance(module, (Factor, LayerNorm, RMSNorm)):  # norms are initialised to ones
+        if not isinstance(module, (Factor, LayerNorm, RMSNorm)):
             for kind, parameter in module.named_parameters(recurse=False):
-                if parameter.is_meta:
-                    continue
-                generator = torch.Generator(parameter.device)
-                name = f"{path}.{kind}"
-                for part, old in SEED_NAMES.items():
-                    name = name.replace(part, old)
-                generator.manual_seed(seed ^ zlib.crc32(name.encode()))
-                held = first.setdefault(parameter.untyped_storage().data_ptr(), parameter)
-                draw_held(held, generator, getattr(parameter, "drawn", None))
+                if not parameter.is_meta:
+                    yield f"{path}.{kind}", parameter
 
 
 def draw_held(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None) -> None:
