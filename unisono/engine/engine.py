@@ -148,7 +148,6 @@ class Engine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises BadRequest for one that cannot run. After any exception the engine is unchanged."""
         with self.failures.arriving():
-            self.sleep.check_awake()
             request, states = self._checked(request)
             limit = self.config.max_model_len
             if request.params.max_tokens is not None:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from unisono.engine.loop import EngineLoop
+from unisono.engine.loop import EngineLoop, Inbox
 from unisono.frontend.classifier import Classifier
 from unisono.frontend.pooling import Pooling
 from unisono.frontend.scores import NO_UPDATE
-from unisono.types import BadRequest
+from unisono.types import BadRequest, EngineRequest
 
 SHARED_MEMORY = Path("/dev/shm")
 """Directory of files in shared memory, where Linux has them."""
@@ -122,6 +122,11 @@ class WeightCalls:
     def is_sleeping(self) -> bool:
         """True while a part of the memory sleeps."""
         return bool(self.loop.engine.sleep.asleep)
+
+    def _submit(self, requests: Sequence[EngineRequest]) -> Inbox:
+        """Add requests to the engine. Raises BadRequest while it sleeps, since this thread would wait for ever."""
+        self.loop.engine.sleep.check_awake()
+        return self.loop.submit(requests)
 
     def _command(self, name: str, **arguments: Any) -> Any:
         return self.loop.call(lambda engine: engine.command(name, arguments))
