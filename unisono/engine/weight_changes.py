@@ -65,17 +65,17 @@ def change_weights(engine: ChangedEngine, directory: str, draft_directory: str, 
 def weight_commands(engine: ChangedEngine) -> Mapping[str, Callable[..., Any]]:
     """Commands that write some of the weights by name, and that hold or resume passes; names are SGLang's."""
 
-    def from_tensor(files: Sequence[str], version: str | None = None) -> dict[str, Any]:
-        return _changed(engine, UpdateTensors(tuple(files)), version)
+    def from_tensor(files: Sequence[str], version: str | None = None, draft: bool = False) -> dict[str, Any]:
+        return _changed(engine, UpdateTensors(tuple(files), draft), version)
 
     def from_distributed(
         names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str,
-        version: str | None = None,
+        version: str | None = None, draft: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         if not len(names) == len(dtypes) == len(shapes):
             raise ConfigError(f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes: give one of each.")
         sizes = tuple(tuple(shape) for shape in shapes)
-        return _changed(engine, ReceiveWeights(group_name, tuple(names), tuple(dtypes), sizes), version)
+        return _changed(engine, ReceiveWeights(group_name, tuple(names), tuple(dtypes), sizes, draft), version)
 
     def join(
         master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str,
@@ -135,10 +135,10 @@ def _changed(
     engine.runner.send(EndUpdate(True))
     for feature in engine.runner.request_features:
         feature.weights_changed()
-    if not isinstance(command, UpdateWeights):
+    if isinstance(command, UpdateWeights):
+        engine.sleep.directory = command.directory or engine.sleep.directory
+    elif not command.draft:
         engine.sleep.directory = None
-    elif command.directory:
-        engine.sleep.directory = command.directory
     engine.weight_updates += 1
     engine.weight_version = str(engine.weight_updates) if version is None else version
     return {"weight_version": engine.weight_version, "recomputed_requests": recomputed, "freed_pages": freed}

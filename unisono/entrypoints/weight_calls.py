@@ -40,24 +40,26 @@ class WeightCalls:
         self,
         named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Sequence[str],
         version: str | None = None,
+        draft: bool = False,
     ) -> dict[str, Any]:
         """Replace the weights of these names, by the checkpoint's names; the others stay.
 
         named_tensors: whole tensors in any dtype of checkpoints, or paths of safetensors files with them. Tensors are
-        copied once into a file of shared memory, which all ranks read. version: as for :meth:`update_weights`. Raises
-        CheckpointError, with the old weights in place, for a tensor without a place in the model.
+        copied once into a file of shared memory, which all ranks read. version: as for :meth:`update_weights`. draft:
+        the drafter's weights, by the names of its checkpoint. Raises CheckpointError, with the old weights in place,
+        for a tensor without a place in the model.
         """
         self._check_updatable()
         entries = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
         files = [entry for entry in entries if isinstance(entry, str)]
         tensors = {entry[0]: entry[1] for entry in entries if not isinstance(entry, str)}
         if not tensors:
-            return self._command("update_weights_from_tensor", files=files, version=version)
+            return self._command("update_weights_from_tensor", files=files, version=version, draft=draft)
         directory = tempfile.mkdtemp(prefix="unisono-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
         try:
             file = str(Path(directory, "weights.safetensors"))
             save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, file)
-            return self._command("update_weights_from_tensor", files=[*files, file], version=version)
+            return self._command("update_weights_from_tensor", files=[*files, file], version=version, draft=draft)
         finally:
             shutil.rmtree(directory)
 
@@ -77,16 +79,17 @@ class WeightCalls:
 
     def update_weights_from_distributed(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
-        group_name: str = "weight_update_group", version: str | None = None,
+        group_name: str = "weight_update_group", version: str | None = None, draft: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         """Receive tensors that the trainer sends in this order, and write them over the weights of these names.
 
-        dtypes: torch's names without ``torch.``. Errors are those of :meth:`update_weights_from_tensor`.
+        dtypes: torch's names without ``torch.``. draft, errors: as of
+        :meth:`update_weights_from_tensor`.
         """
         self._check_updatable()
         return self._command(
             "update_weights_from_distributed", names=names, dtypes=dtypes, shapes=shapes, group_name=group_name,
-            version=version,
+            version=version, draft=draft,
         )  # fmt: skip
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:

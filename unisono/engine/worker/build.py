@@ -131,9 +131,7 @@ class Build:
         slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store, schema)
         store.declare("target", specs)
         self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.requested.compile), tower)
-        dummy_seed = config.requested.seed if config.requested.load_format == "dummy" else None
-        self.worker.updater = WeightUpdater(model, tower, drafter, checkpoint, dummy_seed, self.worker.unused_pages)
-        self.worker.memory = memory
+        self.worker.updater, self.worker.memory = self._updater(checkpoint, spec), memory
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
             self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
@@ -184,6 +182,14 @@ class Build:
         self.decide("weights", *checkpoint.quantization.decision())
         self._tell_ranks(model)
         return model, tower
+
+    def _updater(self, checkpoint: Checkpoint, spec: SpeculativeConfig) -> WeightUpdater:
+        """Return the updater of the worker's modules."""
+        requested, worker = self.config.requested, self.worker
+        seed = requested.seed if requested.load_format == "dummy" else None
+        draft = checkpoint.path if spec.model is None else catalog.find_directory(spec.model)
+        modules = worker.model, worker.tower, worker.drafter
+        return WeightUpdater(*modules, checkpoint, seed, worker.unused_pages, str(draft))
 
     def close(self) -> None:
         """Release the programs and their parts."""
