@@ -355,8 +355,8 @@ class _Server:
         return Held(*held, load, files, len(processes))  # type: ignore[arg-type]
 
     def memory(self) -> float:
-        """MiB that the server's processes have for themselves."""
-        return sum(map(_anonymous, self._processes())) / 2**10
+        """MiB that are no file's; pages that several processes share count once."""
+        return sum(map(_proportional, self._processes())) / 2**10
 
     def signal_engine(self, number: int) -> None:
         """Send a signal to the engine process."""
@@ -403,6 +403,14 @@ def _anonymous(pid: int) -> int:
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
         return sum(int(value) for value in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.M))
+    return 0
+
+
+def _proportional(pid: int) -> int:
+    """KiB of a process that are no file's, those that it shares divided by their users; 0 for one that has ended."""
+    with contextlib.suppress(OSError):
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return sum(int(value) for value in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", rollup, re.M))
     return 0
 
 
