@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.models.quantised import experts_in_mxfp4
+from tests.models.quantised_writers import experts_in_mxfp4
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>")
 PAD, BOS, END = 256, 257, 258

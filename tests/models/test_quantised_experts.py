@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
-from tests.models.quantised import LAYOUTS, Activations, Dequantised, quantise
+from tests.models.quantised import LAYOUTS, Dequantised, quantise
+from tests.models.quantised_writers import Activations
 from tests.ops import Ops
 from unisono import LLM, SamplingParams
 from unisono.distributed.gather import Ranks

@@ -137,7 +137,7 @@ class DecoderConfig:
 
 
 def _on_three_axes(layer: LayerSpec, vision: VisionConfig) -> LayerSpec:
-    """The layer with rotary planes assigned to the axes of the model's sections.
+    """Return the layer with rotary planes assigned to the axes of the model's sections.
 
     Raises CheckpointError if the sections do not match the number of planes.
     """
@@ -174,7 +174,7 @@ class Family:
     rows: projection -> a function of its layer's spec that returns the rows of the checkpoint tensor that form the
         projection, in order, int64. Several projections may then share the rows of one checkpoint module.
     unread: name prefix of tensors that are not read -> reason.
-    tied_unless_stored: embedding and head are tied exactly if the checkpoint has no tensor of the head, whatever
+    tied_unless_stored: embedding and head are tied if and only if the checkpoint has no tensor of the head, whatever
         config.json has.
     tower: module of the vision tower -> checkpoint module, inside one of TOWER_PREFIXES; empty: there is no tower.
     tower_roots: name prefix of a tower's tensors -> prefix inside TOWER_PREFIXES[0], or None for tensors that are not
@@ -195,7 +195,7 @@ class Family:
         return (tuple(self.tower_roots) or TOWER_PREFIXES) if self.tower else ()
 
     def tower_name(self, name: str) -> str | None:
-        """A tensor's name inside a tower with one prefix; itself if it is none of a tower, None if it is not read."""
+        """Rename a tower's tensor to its one prefix; other names are returned as they are. None: it is not read."""
         root = next((root for root in self.tower_roots if name.startswith(root)), None)
         if root is None:
             return name
@@ -226,13 +226,13 @@ def checkpoint_name(names: Mapping[str, Name], module: str, layers: Sequence[Lay
 
 
 def _key(module: str) -> tuple[str, list[int]]:
-    """(the module with ``*`` for its layer number and without an expert's, these numbers)."""
+    """Split a module's name: (``*`` for its layer number, its expert's number dropped; these numbers)."""
     key = re.sub(r"\.\d+(?=\.)", ".*", re.sub(r"\.each\.\d+", ".each", module))
     return key, [int(number) for number in re.findall(r"\.(\d+)(?=\.)", module)]
 
 
 def in_language_model(names: Mapping[str, Name]) -> dict[str, Name]:
-    """The names in a model with a vision tower: ``model.language_model.`` in place of ``model.``."""
+    """Return the names in a model with a vision tower: ``model.language_model.`` replaces ``model.``."""
 
     def moved(name: str) -> str:
         return re.sub(r"^model\.", "model.language_model.", name)

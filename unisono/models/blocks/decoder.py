@@ -27,7 +27,7 @@ from unisono.models.load.build import Builder
 
 
 def rows_of(head: Linear, ranks: Ranks) -> Linear:
-    """A rank's part of an LM head held whole by every rank; shares its memory."""
+    """Return this rank's part of an LM head that every rank holds whole, as a view."""
     share = Share(ranks.index, ranks.count)
     part = Linear(head.inputs, head.outputs, False, head.dtype, "meta", head.format, share)
     start, stop = share.part(head.outputs)

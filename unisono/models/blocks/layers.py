@@ -63,7 +63,7 @@ class FeedForward(Protocol):
         ...
 
     def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
-        """(residual + the block's output, ``norm`` of it); without a norm, the sum twice."""
+        """Return (residual + the block's output, ``norm`` of it); without a norm, the sum twice."""
         ...
 
     def output(self, y: Any) -> torch.Tensor:
@@ -483,7 +483,7 @@ def joined(
     block: Mixer | FeedForward, y: Any, residual: torch.Tensor, after: RMSNorm | None, norm: nn.Module | None,
     scale: Factor | None = None,
 ) -> tuple[torch.Tensor, Activations]:  # fmt: skip
-    """(residual + the block's output, normed by ``after`` if there is one, times ``scale``; ``norm`` of the result)."""
+    """Return (residual + the block's output, normed by ``after`` if any, times ``scale``; ``norm`` of the result)."""
     if after is None:
         return block.project(y, residual, norm)
     return add_normed(block.output(y), residual, after, norm, scale)
