@@ -21,7 +21,7 @@ from unisono.kernels.proofs import ExactKernel
 FEW_ROWS = 64
 """Maximum rows for which weights are decoded in registers."""
 
-PROOF_ROWS = (1, 16, 33, 64)
+PROOF_ROWS = (1, 16, 17, 33, 64)
 """Numbers of rows at which the product of packed weights is compared with the plain one of decoded weights."""
 
 DECODING_TILES = {16: Tile(16, 64, 0, 4, 4), 32: Tile(32, 64, 0, 4, 3), 64: Tile(64, 64, 0, 4, 3)}

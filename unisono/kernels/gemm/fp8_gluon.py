@@ -150,9 +150,9 @@ def _outputs(first, token0, M, N, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WID
 
 
 @gluon.jit
-def _residual(residual, first, token0, M, N, HAS_RESIDUAL: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+def load_residual(residual, first, token0, M, N, HAS_RESIDUAL: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
               WIDE: gl.constexpr):  # fmt: skip
-    """Load the residual that :func:`_store` adds, if any."""
+    """Load the residual that :func:`store_product` adds, if any."""
     SIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
     if HAS_RESIDUAL:
         _, _, at, inside = _outputs(first, token0, M, N, ROWS, OUTPUTS, WIDE, SIDE)
@@ -163,7 +163,7 @@ def _residual(residual, first, token0, M, N, HAS_RESIDUAL: gl.constexpr, ROWS: g
 
 
 @gluon.jit
-def _store(acc, out, bias, r, first, token0, M, N, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+def store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
            ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr):  # fmt: skip
     """Store products [WIDE, ROWS] with OUTPUTS valid outputs, as ``store_sums`` of ``kernels/gemm/linear.py`` does."""
     SIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
@@ -220,7 +220,7 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
         token = token0 + gl.arange(0, ROWS, gl.SliceLayout(0, MMA))
         x_ok = token < PADDED
         of_w = w_scales + first // 128 * steps if BY_BLOCK else w_scales
-        r = _residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
+        r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
         acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
         acc = _sum(acc, w, x, full, free, x_scales + token, x_ok, of_w, item, groups, steps - 1 if BY_BLOCK else 0,
                    PADDED, STAGES, ROWS, WIDE, BY_BLOCK, MMA)  # fmt: skip
@@ -229,7 +229,7 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
             xs = gl.load(x_scales + token, mask=x_ok, other=0.0)
             acc = acc * xs[None, :] * gl.load(w_scales + col)[:, None]
         item += groups
-        _store(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
+        store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
 
 
 @overlapping(reads_early=True)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from unisono.kernels.gemm.fp8_gluon import _residual, _store
+from unisono.kernels.gemm.fp8_gluon import load_residual, store_product
 from unisono.kernels.gemm.persistent import processors
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.hopper import block_barrier, next_stage, stage_barriers
@@ -205,7 +205,7 @@ def _multiply(x, w, full, free, sums, turns, scales, zeros, bias, residual, out,
         gdc_wait()
         gdc_launch_dependents()
     rows, multiplier = _rows(zeros, first, N, NVFP4)
-    r = _residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, WIDE, WIDE)
+    r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, WIDE, WIDE)
     s0, z0 = _group(scales, zeros, rows, 0, group, K, NVFP4, HAS_ZEROS)
     s1, z1 = _group(scales, zeros, rows, 1, group, K, NVFP4, HAS_ZEROS)
     acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
@@ -223,7 +223,7 @@ def _multiply(x, w, full, free, sums, turns, scales, zeros, bias, residual, out,
         mbarrier.arrive(free.index(behind))
         s1, z1 = s2, z2
     acc = warpgroup_mma_wait(0, [_product(a, x, stage, acc, DOT)])
-    _store(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, WIDE, WIDE)
+    store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, WIDE, WIDE)
 
 
 @gluon.jit
@@ -243,7 +243,7 @@ def _take_turns(TURN: gl.constexpr, TURNS: gl.constexpr, x, w, full, free, sums,
         gdc_launch_dependents()
     rows, multiplier = _rows(zeros, first, N, NVFP4)
     if TURN == 0:
-        r = _residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, WIDE, WIDE)
+        r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, WIDE, WIDE)
     s0, z0 = _group(scales, zeros, rows, TURN, group, K, NVFP4, HAS_ZEROS)
     s1, z1 = _group(scales, zeros, rows, TURN + TURNS, group, K, NVFP4, HAS_ZEROS)
     for piece in range(TURN, pieces, TURNS):
@@ -259,7 +259,7 @@ def _take_turns(TURN: gl.constexpr, TURNS: gl.constexpr, x, w, full, free, sums,
         mbarrier.arrive(free.index(stage))
     if TURN == 0:
         mbarrier.wait(turns.index(TURNS), 0)
-        _store(sums.load(MMA), out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, WIDE, WIDE)
+        store_product(sums.load(MMA), out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, WIDE, WIDE)
 
 
 @overlapping(reads_early=True)
