@@ -1,13 +1,13 @@
 #!/bin/sh
 # What is measured on an H200 after a change, in parts of under ten minutes:
 #
-#   sh benchmarks/on_gpu.sh PART OUT      PART: bars, tails, surface, house, mixed, kv, blocks, gemma (one GPU), ranks (two GPUs); OUT: a folder for results
+#   sh benchmarks/on_gpu.sh PART OUT      PART: bars, tails, surface, house, mixed, kv, blocks, gemma, formats, latent, new (one GPU), ranks (two GPUs); OUT: a folder for results
 #
 # Each step has a time limit and a file OUT/NAME.txt; the ends of all of them are printed last.
 # PYTHON names the interpreter that has Unisono's dependencies (python3).
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?PART: bars, tails, surface, house, mixed, kv, blocks, gemma or ranks}
+part=${1:?PART: bars, tails, surface, house, mixed, kv, blocks, gemma, formats, latent, new or ranks}
 out=${2:?OUT: a folder for results}
 python=${PYTHON:-python3}
 unisono="$python -m unisono"
@@ -99,8 +99,8 @@ kv) # the KV cache in e4m3: bits, a layer's time, rounds and prompts, kernels' t
     step exact-fp8 100 $unisono bench exact $shape --requests 100 --kv-cache-dtype fp8 --speculative-config "$head"
     tests kv-tests 60 tests/kernels/test_kv_e4m3.py tests/kernels/test_rotary.py
     ;;
-gemma) # Gemma 4: bytes in six ways, decode and first tokens in bf16 and fp8, rounds with an assistant of random weights
-    for model in 26b-a4b 31b e4b; do
+gemma) # Gemma 4 (MODELS: some of its sizes): bytes in six ways, decode and first tokens in bf16 and fp8, rounds with an assistant of random weights
+    for model in ${MODELS:-26b-a4b 31b e4b}; do
         shape="--model benchmarks/shapes/gemma-4-$model --load-format dummy"
         latency="bench latency $shape --max-num-seqs 64 --output-len 96 --max-model-len 9000 --batch 1,16,64 --prompts 2048,8192"
         step "assistant-$model" 60 "$python" -m benchmarks.gemma_assistant "benchmarks/shapes/gemma-4-$model" "$out/assistant-$model"
@@ -123,13 +123,44 @@ blocks) # block drafters with random weights: rounds, drafting and catching up b
     step exact-dspark 110 $unisono bench exact $shape --requests 100 --speculative-config "$(block dspark dspark 7)"
     tests blocks-tests 60 tests/kernels/test_block.py tests/drafters/test_blocks.py
     ;;
+formats) # the 8B in each weight format, and 35B-A3B in NVFP4: decode and first tokens beside bf16, bytes in six ways
+    sizes="--load-format dummy --max-num-seqs 64 --output-len 96 --max-model-len 9000 --batch 1,16,64 --prompts 2048,8192"
+    for format in "" -nvfp4 -int8 -awq; do
+        step "latency$format" 60 $unisono bench latency --model "benchmarks/shapes/qwen3-8b$format" $sizes
+    done
+    step latency-fp8 60 $unisono bench latency --model benchmarks/shapes/qwen3-8b --quantization fp8 $sizes
+    for format in -nvfp4 -int8; do
+        step "exact$format" 80 $unisono bench exact --model "benchmarks/shapes/qwen3-8b$format" --load-format dummy --requests 100 --output-len 16
+    done
+    for format in -fp8 -nvfp4; do
+        step "35b$format" 90 $unisono bench latency --model "benchmarks/shapes/qwen3.5-35b-a3b$format" $sizes
+    done
+    ;;
+latent) # latent attention and Mamba2: decode, first tokens, rounds with MTP; bytes in six ways
+    sizes="--load-format dummy --max-num-seqs 64 --output-len 96 --max-model-len 9000 --batch 1,16,64"
+    mtp='{"method":"mtp","num_speculative_tokens":3,"load_format":"dummy"}'
+    for model in glm-4.7-flash nemotron-3-nano-30b-a3b glm-4.7-flash-fp8; do
+        step "latency-$model" 100 $unisono bench latency --model "benchmarks/shapes/$model" $sizes --prompts 2048,8192
+    done
+    step drafts-glm 70 $unisono bench latency --model benchmarks/shapes/glm-4.7-flash $sizes --prompts "" --speculative-config "$mtp" \
+        --synthetic-acceptance-length 2.5
+    step exact-glm 120 $unisono bench exact --model benchmarks/shapes/glm-4.7-flash --load-format dummy --output-len 16 --speculative-config "$mtp"
+    step exact-nemotron 120 $unisono bench exact --model benchmarks/shapes/nemotron-3-nano-30b-a3b --load-format dummy --output-len 16
+    ;;
+new) # tests of the newest kernels, side by side
+    for name in ${KERNELS:-int8 nvfp4 latent shared_rows mamba2 gated_delta}; do
+        tests "kernels-$name" "${LIMIT:-240}" "tests/kernels/test_$name.py" &
+        names="$names kernels-$name"
+    done
+    wait
+    ;;
 ranks) # two GPUs: parts of one GPU's bits, then whole models
     tests parts 60 tests/kernels/test_parts.py
     step gathers 80 "$python" -m benchmarks.gathers
     step ranks 420 "$python" -m benchmarks.tensor_parallel --limit 400 --out "$out/ranks.json"
     ;;
 *)
-    echo "PART $part is not one of bars, tails, surface, house, mixed, kv, blocks, gemma, ranks." >&2
+    echo "PART $part is not one of bars, tails, surface, house, mixed, kv, blocks, gemma, formats, latent, new, ranks." >&2
     exit 2
     ;;
 esac

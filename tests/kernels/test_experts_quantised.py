@@ -15,6 +15,7 @@ from unisono.kernels import hopper, silu_mul
 from unisono.kernels.gemm.fp8 import fp8_linear
 from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, Quantised, quantize, quantize_cpu, widened_activations
 from unisono.kernels.gemm.int4 import int4_linear
+from unisono.kernels.gemm.int8 import int8_linear
 from unisono.kernels.gemm.int8_weights import int8_weight_linear
 from unisono.kernels.moe import fp8 as experts_fp8
 from unisono.kernels.moe import gluon as experts_gluon
@@ -26,6 +27,7 @@ from unisono.kernels.moe.fp8 import (
     launch_fp8_down,
     launch_fp8_gate_up,
 )
+from unisono.kernels.moe.int8 import expert_int8_down, expert_int8_gate_up, launch_int8_down, launch_int8_gate_up
 from unisono.kernels.moe.integers import (
     expert_integer_down,
     expert_integer_gate_up,
@@ -38,7 +40,7 @@ from unisono.kernels.norm.activation import SILU
 from unisono.layers.formats.base import WHOLE, Share
 from unisono.layers.formats.experts_quantised import Fp8Experts
 
-KINDS = ["fp8 by block", "fp8 by output", "int4", "int4 with zeros", "int8", "int8 with zeros"]
+KINDS = ["fp8 by block", "fp8 by output", "int4", "int4 with zeros", "int8", "int8 with zeros", "a8"]
 SHAPES = [(3, 136, 40, 4, 2, 1), (1, 160, 136, 4, 2, 0), (9, 128, 96, 3, 1, 1)]  # M, H, I, E, top_k, riding along
 
 Operands = tuple
@@ -52,6 +54,8 @@ def stack_of(kind: str, experts: int, parts: list[int], k: int) -> Operands:
         rows = sum(-(-part // 128) for part in parts)
         shape = (experts, rows, -(-k // 128)) if kind == "fp8 by block" else (experts, n)
         return (torch.randn(experts, n, k) * 50).to(E4M3), (0.5 + torch.rand(shape)) * 1e-3
+    if kind == "a8":
+        return torch.randint(-128, 128, (experts, n, k), dtype=torch.int8), (0.5 + torch.rand(experts, n)) * 1e-3
     bits = 8 if kind.startswith("int8") else 4
     packed, scales = (
         torch.randint(0, 256, (experts, n, k * bits // 8), dtype=torch.uint8),
@@ -68,12 +72,16 @@ def of_expert(stack: Operands, expert: int, part: int = 0, parts: int = 1) -> Op
 
 
 def linear_of(kind: str) -> Callable[..., torch.Tensor]:
+    if kind == "a8":
+        return int8_linear
     return fp8_linear if kind.startswith("fp8") else int8_weight_linear if kind.startswith("int8") else int4_linear
 
 
 def ops_of(kind: str, launched: bool) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
     if kind.startswith("fp8"):
         return (launch_fp8_gate_up, launch_fp8_down) if launched else (expert_fp8_gate_up, expert_fp8_down)
+    if kind == "a8":
+        return (launch_int8_gate_up, launch_int8_down) if launched else (expert_int8_gate_up, expert_int8_down)
     return (launch_integer_gate_up, launch_integer_down) if launched else (expert_integer_gate_up, expert_integer_down)
 
 

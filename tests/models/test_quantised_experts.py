@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
-from tests.models.quantised import LAYOUTS, Activations, Dequantised, quantise
+from tests.models.quantised import LAYOUTS, Dequantised, quantise
+from tests.models.quantised_writers import Activations
 from tests.ops import Ops
 from unisono import LLM, SamplingParams
 from unisono.distributed.gather import Ranks
@@ -32,6 +33,7 @@ SIZES = {
 PROMPT = [7 * i % 251 for i in range(40)]
 NAMES = ["fp8-blocks", "compressed-fp8-channel", "compressed-fp8-blocks", "awq", "gptq-asymmetric", "compressed-int4"]
 NAMES += ["fp8-static", "compressed-nvfp4", "modelopt-nvfp4", "compressed-int8", "gptq-8-bits-asymmetric"]
+NAMES += ["compressed-int8-a8"]
 
 
 class Experts(nn.Module):
@@ -108,7 +110,7 @@ def test_logits_are_those_of_the_dequantised_weights(name: str, plain: Path, tmp
     values = quantise(plain, tmp_path / "model", layout)
     assert any(".experts." in module for module in values)
     (got,) = whole(load(tmp_path / "model"), [PROMPT])
-    assert error(got, reference(plain, values, layout.activations)) < (4e-3 if "fp8" in name else 1e-5)
+    assert error(got, reference(plain, values, layout.activations)) < (4e-3 if "fp8" in name or "a8" in name else 1e-5)
 
 
 def test_fused_experts_and_those_made_while_loading_have_the_same_bits(plain: Path, tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def answers(path: Path, prompts: list[str], **flags: Any) -> list[list[int]]:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-asymmetric", "gptq-8-bits-asymmetric"])
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-asymmetric", "gptq-8-bits-asymmetric", "compressed-int8-a8"])
 def test_the_text_depends_on_the_weights_alone(name: str, plain: Path, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "model", LAYOUTS[name])
     prompts = ["one two one two one", "abcabcab", "x"]

@@ -179,6 +179,19 @@ def test_cancelled_request_does_not_cancel_a_shared_compilation(
         second.result(60)
 
 
+def test_process_stopped_after_its_answer_gives_masks(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler may stop a compilation that has ended but whose answer it has not read."""
+    hear = Grammars._hear
+
+    def stop_and_hear(self: Grammars, job: Any) -> None:
+        job.process.pause()
+        hear(self, job)
+
+    monkeypatch.setattr(Grammars, "_hear", stop_and_hear)
+    mask = Matcher(grammars.get(StructuredOutputs(regex="[ab]{3}")), SamplingParams()).first_mask()
+    assert mask.any()
+
+
 def test_memory_is_limited(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "MEMORY", 64 << 20)
     grammars = Grammars(directory, VOCAB, [END])

@@ -1,4 +1,4 @@
-"""Stacks of experts in fp8, integers, MXFP4 and NVFP4: stored as in a linear layer, and applied by a plan."""
+"""Stacks of experts in fp8, int8, integers, MXFP4 and NVFP4: stored as in a linear layer, and applied by a plan."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from unisono.kernels.moe.fp8 import (
     fp8_tile_rows,
 )
 from unisono.kernels.moe.gluon import TILE_PAIRS
+from unisono.kernels.moe.int8 import expert_int8_down, expert_int8_gate_up, int8_tile_rows
 from unisono.kernels.moe.integers import (
     expert_integer_down,
     expert_integer_gate_up,
@@ -50,6 +51,12 @@ class Fp8Weights(Weights, Protocol):
 
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight and scales, from the parameters of a layer or of a stack."""
+        ...
+
+
+class Int8Weights(Weights, Protocol):
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and scales by output, from the parameters of a stack."""
         ...
 
 
@@ -143,6 +150,23 @@ class Fp8Experts(_Stacks):
         """x, quantised with the stack's calibrated scale if it has one."""
         kind = self.weights.fixed_kind
         return quantize(x, 0, getattr(stack, kind)) if kind and isinstance(x, torch.Tensor) else x
+
+
+@dataclass(frozen=True)
+class Int8Experts(_Stacks):
+    """int8 stacks with a scale per output; activations are quantised by row."""
+
+    weights: Int8Weights
+    gelu = True
+
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
+        return int8_tile_rows(pairs, experts)
+
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        return expert_int8_gate_up(x, *self.weights.operands(stack), plan, stack.gate.gelu)
+
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        return expert_int8_down(h, *self.weights.operands(stack), plan)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class ExpertsSpec:
         return made
 
     def _shared(self) -> MLPSpec | PlainMLPSpec:
-        """The shared expert where it does not ride."""
+        """The shared expert, if it is not computed as one of the routed experts."""
         size = self.shared_intermediate_size
         if self.kind.gated:
             return MLPSpec(size, activation=self.activation)
@@ -171,7 +171,7 @@ class BesideSpec:
     sparse: ExpertsSpec
 
     def of(self, ranks: Ranks) -> BesideSpec:
-        """The same; raises ConfigError where the experts cannot be divided among the ranks."""
+        """Return the spec itself. Raises ConfigError if the experts cannot be divided among the ranks."""
         self.sparse.of(ranks)
         return self
 

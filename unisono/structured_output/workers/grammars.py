@@ -262,6 +262,7 @@ class Grammars:
             return
         self._selector.unregister(process.channel)
         job.process, job.spent, job.since = None, computed, None
+        process.go_on()  # it may have been stopped between its answer and now
         try:
             (kind, text), _ = process.channel.receive()
         except Gone:
