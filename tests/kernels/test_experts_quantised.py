@@ -23,6 +23,7 @@ from unisono.kernels.moe.fp8 import (
     expert_fp8_down,
     expert_fp8_gate_up,
     expert_fp8_gate_up_fp8,
+    expert_fp8_up,
     launch_fp8_down,
     launch_fp8_gate_up,
 )
@@ -30,6 +31,7 @@ from unisono.kernels.moe.int8 import expert_int8_down, expert_int8_gate_up, laun
 from unisono.kernels.moe.integers import (
     expert_integer_down,
     expert_integer_gate_up,
+    expert_integer_up,
     launch_integer_down,
     launch_integer_gate_up,
 )
@@ -163,6 +165,41 @@ def test_plans_and_tiles_have_the_same_bits(kind, device):
     assert torch.equal(alone, torch.cat([h[3 * top_k : 4 * top_k], h[rows * top_k + 3 :][:1]]))
 
 
+def up_of(kind: str) -> Callable[..., torch.Tensor]:
+    return expert_fp8_up if kind.startswith("fp8") else expert_integer_up
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_row_without_a_gate_matches_its_expert(kind):
+    rows, hidden, inner, experts, top_k = 3, 160, 136, 4, 2
+    up, x, ids = stack_of(kind, experts, [inner], hidden), torch.randn(rows, hidden), choice(rows, experts, top_k)
+    h = up_of(kind)(x, *up, plan=ExpertPlan(ids, experts, 16))
+    assert h.shape == (rows * top_k, inner)
+    for i, expert in enumerate(ids.flatten().tolist()):
+        want = linear_of(kind)(x[i // top_k : i // top_k + 1], *of_expert(up, expert)).relu().square()
+        torch.testing.assert_close(h[i : i + 1], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_without_a_gate_match_their_references_in_any_plan(kind, dtype, device, assert_close):
+    rows, hidden, inner, experts, top_k = 18, 128, 40, 3, 2
+    up, ids = stack_of(kind, experts, [inner], hidden), choice(rows, experts, top_k)
+    ids[5] = experts  # padding
+    x = (0.3 * torch.randn(rows, hidden)).to(dtype)
+    given = ids.flatten() < experts
+    want = up_of(kind)(x, *up, plan=ExpertPlan(ids, experts, 16))[given]
+    _, launch = ops_of(kind, launched=True)
+    x, up, found = x.to(device), on(device, up), {}
+    for tile in (16, 32):
+        for name, plan in plans(ids.to(device), experts, tile).items():
+            if tile == 16 or name == "sorted":
+                found[name, tile] = launch(x, *up, plan=plan, up=True)[given.to(device)]
+    assert_close(found["lead", 16], want, kind.startswith("fp8"))
+    assert all(torch.equal(found["lead", 16], each) for each in found.values())
+    alone = launch(x[3:4], *up, plan=ExpertPlan(ids[3:4].to(device), experts, 16), up=True)
+    assert torch.equal(alone, found["lead", 16][3 * top_k : 4 * top_k])
+
+
 def both_groups_and_one(rows: int, experts: int, top_k: int, tile: int) -> ExpertPlan:
     """Choices with a row of padding, whose tiles have pairs for both warp groups of a program, for one, for none."""
     ids = torch.cat((torch.tensor([[0, 1, 2]]).repeat(rows - 4, 1), choice(4, experts - 1, top_k))).int()
@@ -283,3 +320,5 @@ def test_ops_know_their_shapes(kind):
     h = gate_up(torch.randn(3, 128).to(meta), *on(meta, up), plan=plan)
     assert h.shape == (3 * 2 + 3, 64)
     assert project(h, *on(meta, down), plan=plan).shape == (9, 128)
+    plan = ExpertPlan(torch.zeros(3, 2, dtype=torch.int32, device=meta), 5, 16)
+    assert up_of(kind)(torch.randn(3, 128).to(meta), *on(meta, up), plan=plan).shape == (6, 128)
