@@ -21,6 +21,7 @@ MODELS = [name for name, path in catalog.bundled.items() if (path / "tokenizer.j
 METHODS = {
     "tiny": ("eagle3", "the bundled head tiny-eagle3"),
     "tiny-hybrid": ("mtp", "carries 1 MTP module"),
+    "tiny-gemma": ("mtp_frozen", "the assistant beside the checkpoint"),
     "tiny-vl": ("eagle3", "the bundled head tiny-vl-eagle3"),
 }
 

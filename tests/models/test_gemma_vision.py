@@ -32,7 +32,7 @@ from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.loader import load_model, load_tower
 from unisono.models.vision.config import VisionConfig
 from unisono.passes.features.media import MediaState
-from unisono.types import BadRequest, CheckpointError, SamplingParams, vectors
+from unisono.types import BadRequest, CheckpointError, SamplingParams, SpeculativeConfig, vectors
 
 GREEDY = SamplingParams(
     temperature=0, max_tokens=12, ignore_eos=True, seed=0, return_hidden_states=True,
@@ -225,3 +225,33 @@ def test_gemma4_logits_and_text_are_transformers(path4: Path, most: int) -> None
         theirs = model(input_ids=ids, **masks4(model, ids), **seen).logits[0]
         torch.testing.assert_close(logits, theirs, atol=2e-4, rtol=0)  # 1.1e-4 with experts
         assert theirs[len(each.ids) - 1 :, :TEXT].argmax(-1).tolist() == tokens
+
+
+# ---- ranks ------------------------------------------------------------------------------------------
+
+PAIRS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Gemma 3": (make_gemma3, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "Gemma 4": (make_gemma4, {**GEMMA4_EXPERTS, "num_key_value_heads": 2}),
+    "Gemma 4 12B": (make_gemma4_unified, {"num_key_value_heads": 2}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_ranks_write_the_text_of_one_about_pictures(name: str, tmp_path: Path) -> None:
+    """The second time behind cached prefixes, the third time with drafts."""
+    make, fields = PAIRS[name]
+    path = make(tmp_path, **fields)
+    vision = vision_of(path)
+    prompts = several(vision) if name == "Gemma 3" else shapes(vision)
+    params = SamplingParams(
+        temperature=0.7, seed=3, max_tokens=12, ignore_eos=True, allowed_token_ids=tuple(range(TEXT))
+    )
+    with engine(path) as llm:
+        one = run(llm, prompts, params)
+    spec = SpeculativeConfig("ngram", num_speculative_tokens=2)
+    with engine(path, tensor_parallel_size=2) as llm:
+        assert run(llm, prompts, params) == one
+        assert run(llm, prompts, params) == one
+        assert llm.engine.scheduler.prefix_hits > 0
+    with engine(path, tensor_parallel_size=2, speculative=spec, max_num_batched_tokens=96) as llm:
+        assert run(llm, prompts, params) == one

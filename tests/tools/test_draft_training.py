@@ -459,7 +459,7 @@ def test_bad_flags_are_one_line_and_a_status(target: Path, tmp_path: Path) -> No
         (
             ["dspark", *common],
             2,
-            "method 'dspark' cannot be trained; choose one of dflash, eagle, eagle3, mtp, standalone",
+            "method 'dspark' cannot be trained; choose one of dflash, eagle, eagle3, mtp, mtp_frozen, standalone",
         ),
         (["dflash", *common, "--block-size", "3"], 2, "--block-size 3: give 4 to 16"),
         (["eagle", *common[:4]], 2, "--out"),

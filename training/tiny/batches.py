@@ -47,22 +47,31 @@ class Packing:
 
 @contextmanager
 def stream(
-    tokenizer: Tokenizer, packing: Packing, seed: int, workers: int, source: Source = document
+    tokenizer: Tokenizer, packing: Packing, seed: int, workers: int, source: Source = document, repeat: int = 0
 ) -> Iterator[Iterator[Batch]]:
     """An endless iterator of batches of ``source``'s documents, which ``workers`` processes make in advance.
 
     Enter it before CUDA is initialised, because it forks.
+
+    repeat: once so many batches are given, give one of the last so many again while the next is not ready; 0: wait.
     """
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, _start, (tokenizer.to_str(), source)) as pool:
         seeds = (f"{seed} {number}" for number in itertools.count())
         waiting: deque[Future[Batch]] = deque()
+        earlier: deque[Batch] = deque(maxlen=repeat)
+        rng = Random(seed)
 
         def batches() -> Iterator[Batch]:
             while True:
                 while len(waiting) <= READY * workers:
                     waiting.append(pool.submit(make_batch, next(seeds), packing))
-                yield waiting.popleft().result()
+                if len(earlier) == repeat > 0 and not waiting[0].done():
+                    yield rng.choice(earlier)
+                    continue
+                batch = waiting.popleft().result()
+                earlier.append(batch)
+                yield batch
 
         yield batches()
         pool.shutdown(wait=False, cancel_futures=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,14 @@ def evaluate(
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         answers = generate(model, prompts, stops, max_new_tokens, until)
         length, by_position = accept_length(model, prompts, answers)
+    return score(tokenizer, answers, length, by_position)
+
+
+def score(
+    tokenizer: Tokenizer, answers: Sequence[list[int]], length: float, by_position: list[float]
+) -> tuple[Report, list[str]]:
+    """Judge answers to the first problems of the test split -> (report, answers as text)."""
+    split = test_split(len(answers))
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
     right = [final_answer(text) == p.final_answer for text, (_, p) in zip(texts, split, strict=True)]
     asked, solved = (
@@ -66,7 +74,7 @@ def evaluate(
     )
     by_kind = {kind: solved[kind] / asked[kind] for kind in KINDS if asked[kind]}
     tokens = sum(map(len, answers))
-    return Report(problems, sum(right) / problems, by_kind, len(by_position), length, by_position, tokens), texts
+    return Report(len(split), sum(right) / len(split), by_kind, len(by_position), length, by_position, tokens), texts
 
 
 @torch.no_grad()
@@ -98,19 +106,27 @@ def generate(
 
 @torch.no_grad()
 def accept_length(
-    model: TinyHybrid, prompts: Sequence[list[int]], answers: Sequence[list[int]], drafts: int = 3, batch: int = 64
+    model: TinyHybrid, prompts: Sequence[list[int]], answers: Sequence[list[int]], drafts: int = 3
 ) -> tuple[float, list[float]]:
     """(tokens per round, share of rounds in which the first n drafts are right) over greedy answers."""
+    return count_rounds(lambda texts: _matches(model, texts, drafts), prompts, answers, drafts)
+
+
+def count_rounds(
+    matches: Callable[[Sequence[list[int]]], list[list[list[int]]]], prompts: Sequence[list[int]],
+    answers: Sequence[list[int]], drafts: int, batch: int = 64,
+) -> tuple[float, list[float]]:  # fmt: skip
+    """As ``accept_length``, for any drafts. matches: says which drafts of the texts are right, see ``_matches``."""
     tokens, rounds, right = 0, 0, [0] * drafts
     for start in range(0, len(prompts), batch):
         some = [
             list(p + a) for p, a in zip(prompts[start : start + batch], answers[start : start + batch], strict=True)
         ]
-        matches = _matches(model, some, drafts)
+        found = matches(some)
         for row, text in enumerate(some):
             at = len(prompts[start + row])  # the first token comes from the prompt's pass
             while at + 1 < len(text):
-                accepted, left = sum(matches[row][at - 1]), len(text) - at - 1
+                accepted, left = sum(found[row][at - 1]), len(text) - at - 1
                 new = min(accepted + 1, left)
                 tokens, rounds, at = tokens + new, rounds + 1, at + new
                 for n in range(min(accepted, left)):

@@ -143,7 +143,7 @@ def train(recipe: Recipe, batches: Iterator[Batch], device: str, save: Save, tok
     figures: dict[str, object] = {}
 
     def next_batch() -> Tensors:
-        return _to_device(next(batches), device)
+        return to_device(next(batches), device)
 
     def write(more: dict[str, object]) -> None:
         save(model, {**figures, **more})
@@ -225,7 +225,8 @@ def _optimizers(part: torch.nn.Module, muon_lr: float, adam_lr: float) -> list[t
     return [(Muon(matrices), muon_lr), (adam, adam_lr)]
 
 
-def _to_device(batch: Batch, device: str) -> Tensors:
+def to_device(batch: Batch, device: str) -> Tensors:
+    """A batch without the shift between ids and targets."""
     ids = torch.from_numpy(batch.ids.astype("int32")).to(device).long()
     weights = torch.from_numpy(batch.weights[:, 1:].copy()).to(device).float() / 10
     positions = torch.from_numpy(batch.positions.astype("int32")).to(device).long()

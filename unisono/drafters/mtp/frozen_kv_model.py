@@ -167,7 +167,7 @@ class FrozenCheckpoint:
             attention, dtype, self.config.hidden_size, ranks=target.builder.ranks, wide_norms=self.config.wide_norms
         )
         head = FrozenHead(self.config, self.reads, target.embed, builder, self.ordered)
-        weights.fill(self._targets(head), self.tensors, target.embed.weight.device, progress)
+        weights.fill(self.targets(head), self.tensors, target.embed.weight.device, progress)
         return head.eval()
 
     def update(self, head: FrozenHead) -> WeightUpdate:
@@ -176,17 +176,17 @@ class FrozenCheckpoint:
         """
         if self.config != head.config or self.reads != head.reads:
             raise CheckpointError(f"{self.path}: its config is not that of the drafter that is served.")
-        return WeightUpdate(head, self._targets(head), self.tensors)
+        return WeightUpdate(head, self.targets(head), self.tensors)
 
     def _check(self, target: DecoderConfig) -> None:
         """Compare the tensors with the head's parameters. Raises CheckpointError naming the first misfit."""
         builder = Builder(self.config.hidden_size, self.config.rms_eps, torch.float32, "meta", no_attention, 1)
         embed = Embedding(target.vocab_size, target.hidden_size, torch.float32, "meta")
         reason = "it has no place in this drafter"
-        targets = self._targets(FrozenHead(self.config, self.reads, embed, builder, self.ordered))
+        targets = self.targets(FrozenHead(self.config, self.reads, embed, builder, self.ordered))
         weights.check(targets, self.tensors, self.path, lambda name: None if name == EMBED else reason)
 
-    def _targets(self, head: FrozenHead) -> dict[str, WeightTarget]:
+    def targets(self, head: FrozenHead) -> dict[str, WeightTarget]:
         """Checkpoint names of the head's own tensors -> the parameters they fill."""
         names = SANDWICH_NAMES if self.config.layers[0].mixer_norms.after else NAMES
         targets = {

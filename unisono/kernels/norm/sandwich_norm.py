@@ -20,6 +20,7 @@ from unisono.kernels.norm.rms_norm import (
     columns_of,
     quantised_norm,
     rms_norm,
+    rms_norm_formula,
     rounded_before_weight,
     row_warps,
     square,
@@ -94,7 +95,20 @@ def _meta(
     return empty_like(x), *with_fp8_meta(x, group, keep and weight is not None)
 
 
-@op(cuda=launch_add_normed, meta=_meta)
+def _formula(
+    x: torch.Tensor, residual: torch.Tensor, after: torch.Tensor, after_eps: float, factor: torch.Tensor | None,
+    weight: torch.Tensor | None, eps: float, group: int | None = None, keep: bool = True,
+) -> SumNormed:  # fmt: skip
+    """Compute :func:`add_normed` with a gradient. Raises NotImplementedError for a quantised norm."""
+    if group is not None:
+        raise NotImplementedError("norms that are quantised to fp8 have no gradient")
+    total = rms_norm_formula(x, after, after_eps) + residual
+    total = total if factor is None else (total * factor).to(x.dtype)
+    normed = x.new_empty(0) if weight is None else rms_norm_formula(total, weight, eps)
+    return total, normed, *empty_quantised(x, 0, 0, None)
+
+
+@op(cuda=launch_add_normed, meta=_meta, gradient=_formula)
 def add_normed_op(
     x: torch.Tensor, residual: torch.Tensor, after: torch.Tensor, after_eps: float, factor: torch.Tensor | None,
     weight: torch.Tensor | None, eps: float, group: int | None = None, keep: bool = True,

@@ -65,7 +65,7 @@ class Decoder(nn.Module):
             if builder.ranks.count > 1 and builder.can_divide({"lm_head": config.vocab_size}):
                 self.lm_head = rows_of(self.lm_head, builder.ranks)
         else:
-            self.lm_head = builder.joined("lm_head", *sizes, split_inputs=False)
+            self.lm_head = builder.joined("lm_head", *sizes, config.head_bias, split_inputs=False)
 
     def state_specs(self) -> Tree:
         """State specs of each layer, in a list."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from unisono.attention.context import ForwardContext
 from unisono.drafters.eagle.model import Eagle3Head, EagleHead
+from unisono.drafters.mtp.frozen_kv_model import FrozenHead
 from unisono.drafters.mtp.model import MTPModule
 from unisono.models.blocks.decoder import Decoder
 from unisono.tools.draft_training.attention import KV, new_pass
@@ -28,7 +29,8 @@ DISCOUNT = 0.8
 """Weight of a step in the loss, relative to the step before: a draft counts only if all earlier ones are accepted."""
 
 Step = tuple[int | torch.Tensor, torch.Tensor]
-"""(first position, logits [B, L - first, V']), or (positions [P], logits [B, P, V'])."""
+"""(first position, logits [B, L - first, V']), or (places [N] of the loss mask, as indices b · L + position, logits [N,
+V'])."""
 
 
 class TrainableDraft(Protocol):
@@ -71,6 +73,28 @@ class UnrolledHead:
             hidden, logits, kv = _run(self.module, outputs.token_ids[:, first:], hidden[:, :-1], first, dtype, earlier)
             earlier = (*earlier, kv)
             yield first, logits
+
+
+@dataclass
+class FrozenDraft:
+    """An assistant, whose queries attend over the target's keys and values. All steps of a round stand at the position
+    of its last committed token; a pass computes a round from every position but the first."""
+
+    module: FrozenHead
+    steps: int
+    ids: None = None
+    aux_layers: tuple[int, ...] = ()
+
+    def unroll(self, outputs: TeacherOutputs, dtype: torch.dtype) -> Iterator[Step]:
+        hidden, config = outputs.hidden, self.module.config
+        for step in range(min(self.steps, hidden.shape[1] - 1)):
+            first, hidden = 1 + step, hidden[:, :-1]
+            rows, length = hidden.shape[:2]
+            inputs, _ = new_pass(config, rows, length, 1, length, 0, dtype, hidden.device)
+            ids = outputs.token_ids[:, first:].flatten()
+            state, logits = self.module(ids, hidden.flatten(0, 1), ForwardContext.of(inputs), outputs.state)
+            hidden = state.unflatten(0, (rows, length))
+            yield first, logits.unflatten(0, (rows, length))
 
 
 @dataclass
@@ -135,11 +159,13 @@ def loss_of(draft: TrainableDraft, outputs: TeacherOutputs, dtype: torch.dtype) 
     best = outputs.logits.argmax(-1)
     if draft.ids is not None:
         target = target.index_select(1, draft.ids)
-    for first, logits in draft.unroll(outputs, dtype):
-        at = slice(first, None) if isinstance(first, int) else first
-        mask = outputs.loss_mask[:, at]
-        rows = outputs.logit_rows[:, at][mask]
-        predicted = logits[mask].float()
+    for where, logits in draft.unroll(outputs, dtype):
+        if isinstance(where, int):
+            mask = outputs.loss_mask[:, where:]
+            rows, logits = outputs.logit_rows[:, where:][mask], logits[mask]
+        else:
+            rows = outputs.logit_rows.flatten().index_select(0, where)
+        predicted = logits.float()
         log_probabilities = predicted.log_softmax(-1)
         weight = DISCOUNT ** len(agreed)
         count = max(1, rows.shape[0])

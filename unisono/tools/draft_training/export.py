@@ -1,21 +1,23 @@
 """Writes trained draft models to disk, in the formats of their original repositories.
 
 EAGLE-3: ``midlayer.*`` with ``d2t`` and ``t2d``, which SGLang and vLLM read too. EAGLE: the original format. MTP: the
-keys of DeepSeek-V3 or Qwen3-Next, alone or in a copy of the target's directory. Standalone models: a Hugging Face
-directory. Tensor names are defined in ``drafters/eagle/checkpoint.py`` and ``drafters/mtp/checkpoint.py``.
+keys of DeepSeek-V3 or Qwen3-Next, alone or in a copy of the target's directory. Assistants: as those of Gemma 4.
+Standalone models: a Hugging Face directory. Tensor names are defined in ``drafters/eagle/checkpoint.py`` and
+``drafters/mtp``.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from unisono.models.blocks.layers import MLPSpec
 from unisono.models.load.checkpoint import INDEX, WEIGHTS, read_json
 
 TOKENIZER_FILES = (
@@ -24,6 +26,20 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+
+SLIDING = "sliding_attention"
+
+_NOT_OF_ASSISTANTS = (
+    "architectures",
+    "per_layer_config",
+    "num_experts",
+    "top_k_experts",
+    "moe_intermediate_size",
+    "transformers_version",
+)
+_SANDWICH = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)  # fmt: skip
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -59,7 +75,7 @@ def layer_fields(target: Mapping[str, Any], config: Any, **changes: Any) -> dict
         "model_type": "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.layers[-1].feed_forward.intermediate_size,
+        "intermediate_size": dense_width(config),
         "num_hidden_layers": 1,
         "num_attention_heads": config.attention.num_heads,
         "num_key_value_heads": config.attention.num_kv_heads,
@@ -70,9 +86,102 @@ def layer_fields(target: Mapping[str, Any], config: Any, **changes: Any) -> dict
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        **{name: target[name] for name in ROPE if target.get(name) is not None},
+        **_rotary(target),
         **changes,
     }
+
+
+def dense_width(config: Any) -> int:
+    """Intermediate size of the last layer's MLP; three times the hidden size if it has experts."""
+    feed_forward = dense_of(config.layers[-1])
+    return feed_forward.intermediate_size if isinstance(feed_forward, MLPSpec) else 3 * config.hidden_size
+
+
+def with_plain_rotation(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with whole heads rotated by absolute positions, as block drafters have it.
+
+    Axes of pictures and a partial rotation of the target are left out. Scaled rotations (YaRN and others) are kept.
+    """
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", fields.get("rope_theta"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    others = {name: value for name, value in fields.items() if name not in ROPE}
+    if kind not in ("default", "mrope"):
+        own = "mrope_section", "mrope_interleaved", "partial_rotary_factor"
+        return {**others, "rope_parameters": {n: v for n, v in {"rope_theta": theta, **rope}.items() if n not in own}}
+    return others if theta is None else {**others, "rope_theta": theta}
+
+
+def dense_of(layer: Any) -> Any:
+    """The feed-forward of a layer, or what stands beside its experts."""
+    return getattr(layer.feed_forward, "dense", layer.feed_forward)
+
+
+def _rotary(target: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the rotary table. Of a target with a table per layer type, that of its layers with a window."""
+    text = {**target, **target.get("text_config", {})}
+    found = {name: text[name] for name in ROPE if text.get(name) is not None}
+    tables = found.get("rope_parameters", {})
+    return {"rope_parameters": tables[SLIDING]} if SLIDING in tables else found
+
+
+def assistant_fields(target: Mapping[str, Any], config: Any, types: Sequence[str], **changes: Any) -> dict[str, Any]:
+    """config.json of an assistant for a Gemma 4.
+
+    types: of its layers. target, config: see :func:`layer_fields`. changes: override fields of its text model.
+    """
+    raw = target.get("text_config", target)
+    full = next((layer.mixer for layer in config.layers if not layer.mixer.window), None)
+    heads = {"global_head_dim": full.head_dim, "num_global_key_value_heads": full.num_kv_heads} if full else {}
+    text = {
+        **{name: value for name, value in raw.items() if name not in _NOT_OF_ASSISTANTS},
+        "num_hidden_layers": len(types),
+        "num_kv_shared_layers": len(types),
+        "layer_types": list(types),
+        "enable_moe_block": False,
+        "use_double_wide_mlp": False,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "final_logit_softcapping": None,
+        **heads,
+        **changes,
+    }
+    unified = "unified" in raw["model_type"]
+    return {
+        "architectures": [f"Gemma4{'Unified' * unified}AssistantForCausalLM"],
+        "model_type": f"gemma4{'_unified' * unified}_assistant",
+        "backbone_hidden_size": config.hidden_size,
+        "text_config": text,
+        "use_ordered_embeddings": False,
+        "tie_word_embeddings": True,
+    }
+
+
+def empty_assistant(config: Any, reads: Sequence[int], hidden: int, intermediate: int) -> dict[str, torch.Tensor]:
+    """Tensors of an assistant of these sizes, all ones. reads: the target's layer that each of its layers reads."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "pre_projection.weight": (hidden, 2 * config.hidden_size),
+        "post_projection.weight": (config.hidden_size, hidden),
+    }
+    for number, read in enumerate(reads):
+        mixer = config.layers[read].mixer
+        width = mixer.num_heads * mixer.head_dim
+        shapes |= {
+            f"model.layers.{number}.{name}": shape
+            for name, shape in {
+                "self_attn.q_proj.weight": (width, hidden),
+                "self_attn.o_proj.weight": (hidden, width),
+                "self_attn.q_norm.weight": (mixer.head_dim,),
+                "mlp.gate_proj.weight": (intermediate, hidden),
+                "mlp.up_proj.weight": (intermediate, hidden),
+                "mlp.down_proj.weight": (hidden, intermediate),
+                **{f"{norm}.weight": (hidden,) for norm in _SANDWICH},
+                "layer_scalar": (1,),
+            }.items()
+        }
+    return {name: torch.ones(shape) for name, shape in shapes.items()}
 
 
 def original_names(tensors: Tensors) -> dict[str, torch.Tensor]:
