@@ -2,6 +2,7 @@
 # make unit     tests that start no engine, under 3 minutes
 # make test     lint, type-check and test; ROOM=kv: the tests of one folder of tests/; make test-all adds the long matrix
 # make docs     build the documentation into build/site; make reference writes its generated parts
+# make kernels  on a machine with a GPU: compile its kernels for the wheel; make wheel builds the wheel with them
 # make same BASE=COMMIT  compare tokens, PTX, HTTP schema, flags and wheel with those of a commit, for refactorings
 # make clients  install 15 clients of the field in an environment of their own, and talk with each
 VENV ?= .venv
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 # Some images forbid bytecode. Hundreds of processes of a test run would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve unit test test-all same clients lint docs reference clean
+.PHONY: serve unit test test-all same clients lint docs reference kernels wheel clean
 
 serve: $(VENV)/.ready
 	exec env -u OMP_NUM_THREADS $(BIN)/unisono serve
@@ -51,6 +52,13 @@ docs: $(VENV)/.ready
 reference: $(VENV)/.ready
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/reference.py metrics
+
+kernels: $(VENV)/.ready
+	$(BIN)/python scripts/kernels.py build
+
+wheel: $(VENV)/.ready
+	$(BIN)/python scripts/kernels.py check
+	$(BIN)/python -m build --wheel
 
 # The oldest Triton that pyproject.toml allows: kernels in Gluon have to compile with it, too.
 $(VENV)/oldest-triton: $(VENV)/.ready

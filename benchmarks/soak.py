@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import run
+from unisono.config.catalog import bundled
 from unisono.config.preflight.model import check_model
 from unisono.tools.load.server_process import check_flags, wait_for_url
 
@@ -52,6 +53,9 @@ def soak(
     max_model_len: Annotated[int, typer.Option(help="Of the server: its context in tokens.", min=512)] = 1024,
     limit: Annotated[float, typer.Option(help="Seconds after which a request counts as hung.", min=1)] = 120.0,
     deaths: Annotated[int, typer.Option(help="Engine processes to end, by SIGKILL and SIGSTOP in turns.", min=0)] = 0,
+    sleeps: Annotated[
+        int, typer.Option(help="Sleeps of levels 1 and 2 in turns, each with an update of the weights.", min=0)
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of the choice of requests.")] = 0,
 ) -> None:
     """Send a server every kind of request; all other flags are those of `unisono serve`.
@@ -59,12 +63,15 @@ def soak(
     Exit code 1 if a request hung or failed, if a byte differs from a quiet run, if pages, slots, file descriptors or
     processes are left, if memory grew by more than 2 % over the last half, or if nothing was preempted or refused.
     With --deaths the engine process dies in the first third of the run. Requests that ran in it end with an error, at
-    most as many as the server has slots, and are sent again; all others are answered.
+    most as many as the server has slots, and are sent again; all others are answered. With --sleeps requests that run
+    wait, and all answers stay the same.
     """
     check_model(model, load_format="dummy")  # its weights are the servers' to check
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers end with this process
     check_flags(model, context.args)
-    plan = Plan(model, requests, min(distinct, requests), concurrency, max_num_seqs, max_model_len, limit, deaths, seed)
+    plan = Plan(
+        model, requests, min(distinct, requests), concurrency, max_num_seqs, max_model_len, limit, deaths, seed, sleeps
+    )
     report = asyncio.run(_run(plan, context.args))
     print(report.table())
     if report.problems:
@@ -85,6 +92,7 @@ class Plan:
     limit: float
     deaths: int
     seed: int
+    sleeps: int = 0
 
     def flags(self, busy: bool) -> list[str]:
         """The server's flags. busy: few pages and a short queue, so that requests are preempted, and some refused."""
@@ -94,7 +102,13 @@ class Plan:
         if not busy:
             return [*own, "--speculative-method", "none"]
         shared = [*own, "--num-pages", str(few), "--max-queued-requests", str(queue)]
+        shared += ["--enable-sleep-mode"] if self.sleeps else []
         return [*shared, "--max-engine-restarts", str(self.deaths)] if self.deaths else shared
+
+    def sleeps_at(self, requests: int) -> dict[int, int]:
+        """Levels of sleep, by the number of answered requests of ``requests`` that they follow."""
+        every = max(1, requests // (self.sleeps + 1))
+        return {every * (i + 1): 1 + i % 2 for i in range(self.sleeps)}
 
     def deaths_at(self, requests: int) -> dict[int, int]:
         """Signals to the engine process, by the number of answered requests of ``requests`` that they follow."""
@@ -128,6 +142,7 @@ class Report:
     seconds: float = 0
     deaths: int = 0
     slots: int = 0
+    sleeps: int = 0
     ended: list[str] = field(default_factory=list)
 
     @property
@@ -184,7 +199,8 @@ class Report:
                 f"files: API process {b.files[0]} before, {a.files[0]} after; engine {b.files[1]}, {a.files[1]}; "
                 f"processes {b.processes}, {a.processes}",
                 f"memory: {half[0]:.0f} MiB at half time, {half[-1]:.0f} at the end, {100 * self.growth:+.2f} %",
-                f"{self.preemptions:.0f} preemptions{rounds}, {self.deaths} engine deaths, {self.seconds:.0f} s",
+                f"{self.preemptions:.0f} preemptions{rounds}, {self.deaths} engine deaths, {self.sleeps} sleeps with "
+                f"updates, {self.seconds:.0f} s",
             ]
         )
 
@@ -255,6 +271,8 @@ async def _flood(
     left, outcomes, done = iter(order), [], 0
     every = max(1, len(order) // SAMPLES)
     deaths = plan.deaths_at(len(order)) if report is not None else {}
+    sleeps = plan.sleeps_at(len(order)) if report is not None else {}
+    one_sleep = asyncio.Lock()
 
     async def worker() -> None:
         nonlocal done
@@ -274,12 +292,34 @@ async def _flood(
             if report is not None and done in deaths:
                 server.signal_engine(deaths[done])
                 report.deaths += 1
+            if report is not None and done in sleeps:
+                level = sleeps.pop(done)
+                async with one_sleep:
+                    report.ended += await _sleep(client, level, plan.model)
+                report.sleeps += 1
             if done % max(100, len(order) // 10) == 0:
                 counts = Counter(one.verdict for one in outcomes)
                 print(f"  {done} of {len(order)}: {dict(counts)}", flush=True)
 
     await asyncio.gather(*(worker() for _ in range(plan.concurrency)))
     return outcomes
+
+
+async def _sleep(client: Any, level: int, model: str) -> list[str]:
+    """Put the server to sleep, write its weights again and wake it; returns what went wrong."""
+    directory = {"model_path": str(bundled.get(model, Path(model)))}
+    parts = {"tags": "weights", "reload": level == 1}
+    steps: list[tuple[str, dict[str, Any]]] = [
+        ("/sleep", {"params": {"level": level, "mode": "keep"}}),
+        ("/wake_up", {"params": parts}),
+        ("/update_weights_from_disk", {"json": directory}),
+        ("/wake_up", {}),
+    ]
+    for path, body in steps:
+        answer = await client.http.post(path, **body)
+        if answer.status_code != 200:
+            return [f"{path} at level {level}: {answer.status_code} {answer.text[:200]}"]
+    return []
 
 
 async def _metrics(client: Any) -> dict[str, float]:
@@ -315,8 +355,8 @@ class _Server:
         return Held(*held, load, files, len(processes))  # type: ignore[arg-type]
 
     def memory(self) -> float:
-        """MiB that the server's processes have for themselves."""
-        return sum(map(_anonymous, self._processes())) / 2**10
+        """MiB that are no file's; pages that several processes share count once."""
+        return sum(map(_proportional, self._processes())) / 2**10
 
     def signal_engine(self, number: int) -> None:
         """Send a signal to the engine process."""
@@ -363,6 +403,14 @@ def _anonymous(pid: int) -> int:
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
         return sum(int(value) for value in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.M))
+    return 0
+
+
+def _proportional(pid: int) -> int:
+    """KiB of a process that are no file's, those that it shares divided by their users; 0 for one that has ended."""
+    with contextlib.suppress(OSError):
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return sum(int(value) for value in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", rollup, re.M))
     return 0
 
 

@@ -398,7 +398,8 @@ def judge(case: Case, answer: Answer, expected: Answer | None) -> tuple[str, str
     """Verdict and reason. expected: the answer of the quiet run, where the case has one."""
     shown = f"{answer.status} {answer.error}"
     if answer.status in (429, 503):
-        return ("refused", "") if answer.retry_after else ("failed", f"{shown} without Retry-After")
+        told = answer.retry_after or "The server sleeps" in answer.error
+        return ("refused", "") if told else ("failed", f"{shown} without Retry-After")
     if answer.error.startswith(ENDED_EARLY):
         return "killed", ""
     if case.client == "errs":

@@ -34,7 +34,7 @@ ALLOWED = {
     "text": {"types", "config", "sandbox"},
     "media": {"types", "sandbox"},
     "structured_output": {"types", "sandbox", "text"},
-    "frontend": {"types", "text", "media"},
+    "frontend": {"types", "config", "text", "media"},
     "passes": {
         "types", "graphs", "kv", "kernels", "distributed", "attention", "models", "drafters", "sampling",
         "structured_output",

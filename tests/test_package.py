@@ -62,6 +62,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
         ".svg",
         ".png",
         ".txt",
+        ".zip",  # compiled kernels, after make kernels
     )
     assert [name for name in names if name.startswith("unisono/") and not name.endswith(known)] == []
     data = [name for name in names if name.startswith("unisono/") and ("skeleton" in name or "/data/" in name)]

@@ -42,6 +42,7 @@ def test_accessors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (env.api_key(), env.transfer_key(), env.compile_processes()) == (None, b"", None)
     assert (env.gathers_by_nccl(), env.persistent_launches()) == (False, True)
     assert env.cache_directory() == tmp_path / "unisono"
+    assert env.kernel_archives(tmp_path) == tmp_path
     for variable, value in ((env.API_KEY, ""), (env.TRANSFER_KEY, "é"), (env.COMPILE_PROCESSES, "0")):
         monkeypatch.setenv(variable.name, value)
     for variable, value in ((env.GATHER, "nccl"), (env.STAYING_LAUNCHES, "0"), (env.CACHE, str(tmp_path / "own"))):
@@ -49,6 +50,10 @@ def test_accessors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (env.api_key(), env.transfer_key(), env.compile_processes()) == ("", "é".encode(), 0)
     assert (env.gathers_by_nccl(), env.persistent_launches()) == (True, False)
     assert env.cache_directory() == tmp_path / "own"
+    monkeypatch.setenv(env.KERNELS.name, "/archives")
+    assert env.kernel_archives(tmp_path) == Path("/archives")
+    monkeypatch.setenv(env.KERNELS.name, "0")
+    assert env.kernel_archives(tmp_path) is None
     monkeypatch.setenv(env.COMPILE_PROCESSES.name, "many")
     monkeypatch.setenv(env.STAYING_LAUNCHES.name, "1")
     assert (env.compile_processes(), env.persistent_launches()) == (None, True)

@@ -24,8 +24,8 @@ FULL = ("tiny, eagle3", "tiny, mtp", "tiny, eagle", "tiny, standalone", "tiny, e
 @pytest.mark.parametrize(
     ("setup", "ranks", "count"),
     [
-        ("tiny, eagle3", 2, 6),
-        ("tiny, dflash", 2, 6),
+        ("tiny, eagle3", 2, 4),
+        ("tiny, dflash", 2, 4),
         *(pytest.param(name, ranks, 60, marks=pytest.mark.full) for name in FULL for ranks in (2, 4)),
     ],
 )

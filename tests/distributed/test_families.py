@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.requests_ import ROOMY, differing, run, spec
 from tests.models.make import make_checkpoint
-from tests.models.make_layer_mtp import make_layer_mtp
+from tests.models.make_layer_mtp import make_layer_mtp, make_nemotron_mtp
 
 COUNT = 6
 SIZES: dict[str, dict[str, Any]] = {
@@ -49,6 +49,15 @@ def test_a_module_of_latent_attention_changes_nothing(tmp_path: Path) -> None:
     alone = run(made.path, 1, COUNT, captures=1, speculative=spec("none"))
     found = same(made.path, alone, speculative=spec("mtp", num_speculative_tokens=3))
     assert found["replays"] > 0
+
+
+def test_a_module_of_nemotron_changes_nothing(tmp_path: Path) -> None:
+    made = make_nemotron_mtp(tmp_path, **SIZES["nemotron_h"], moe_latent_size=24)
+    alone = run(made.path, 1, COUNT, captures=1, speculative=spec("none"))
+    found = same(made.path, alone, **ROOMY, speculative=spec("mtp", num_speculative_tokens=3))
+    assert found["replays"] > 0
+    assert found["hits"] > 0
+    same(made.path, alone, ranks=2, speculative=spec("mtp", num_speculative_tokens=2))
 
 
 @pytest.mark.full

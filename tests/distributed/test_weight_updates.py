@@ -26,10 +26,20 @@ def test_two_ranks(checkpoints_of: Callable[[str], Any], tmp_path: Path) -> None
     save_file(tensors, file, {"format": "pt"})
     with engine(new, speculative=speculation("eagle3", new_draft)) as llm:
         expected = answers(llm)
-    with engine(target, speculative=speculation("eagle3", draft), tensor_parallel_size=2) as llm:
+    with engine(
+        target,
+        speculative=speculation("eagle3", draft),
+        tensor_parallel_size=2,
+        enable_sleep_mode=True,
+    ) as llm:
         old = answers(llm)
         with pytest.raises(CheckpointError, match="NaN or infinite"):
             llm.update_weights(str(bad))
         assert answers(llm) == old
         llm.update_weights(str(new), str(new_draft))
         assert answers(llm) == expected != old
+
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert answers(llm) == expected, "every rank got its part back"

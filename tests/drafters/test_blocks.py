@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.drafters.make_blocks import (
     make_speculators_block,
     reference,
 )
+from tests.drafters.watch import BlockWatch
 from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
@@ -35,7 +36,7 @@ from unisono.drafters.block.model import BlockHead
 from unisono.entrypoints.llm import LLM
 from unisono.models.config import DecoderConfig
 from unisono.models.load.checkpoint import Checkpoint
-from unisono.types import CheckpointError, ConfigError, FinishReason, SamplingParams, SpeculativeConfig
+from unisono.types import CheckpointError, ConfigError, SamplingParams, SpeculativeConfig
 
 LAYERS, K = 4, 5
 GREEDY = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
@@ -109,44 +110,7 @@ def spec(head: Block, k: int = K, **options: str) -> SpeculativeConfig:
     return SpeculativeConfig(method, str(head.path), k, options)
 
 
-@dataclass
-class Watch:
-    """Records logits and drafts of each round in ``rounds``: (committed tokens, greedy, drafts, logits [k, V']).
-
-    Random heads are hardly ever right, so afterwards some drafts are made right: ``texts`` are the requests' tokens
-    from first to last.
-    """
-
-    llm: LLM
-    texts: Sequence[list[int]] = ()
-    rounds: list[tuple[list[int], bool, list[int], torch.Tensor]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        drafter = self.llm.engine.worker.drafter
-        self._logits, self._propose = drafter.module.logits, drafter.propose
-        drafter.module.logits, drafter.propose = self.logits, self.propose
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self._last = self._logits(hidden)
-        return self._last
-
-    def propose(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
-        self._propose(rows, drafts)
-        s, k = self.llm.engine.worker.slots, drafts.shape[1]
-        logits = self._last.view(len(rows), k, -1).cpu()
-        for row, slot in enumerate(rows.tolist()):
-            if s.status[slot] != FinishReason.RUNNING:
-                continue
-            length, most = int(s.length[slot]), int(s.max_length[slot] - s.length[slot])
-            ids = s.history[slot, :length].tolist()
-            if most >= k:  # a block that ends before its last mask is not the paper's
-                self.rounds.append((ids, bool(s.temperature[slot] == 0), drafts[row].tolist(), logits[row]))
-            text = next((t for t in self.texts if t[:length] == ids), [])
-            truth = text[length:][: length % (k + 1)]
-            drafts[row, : len(truth)] = torch.tensor(truth, dtype=drafts.dtype)
-
-
-def compare(target: Target, head: Block, watch: Watch, every: int = 1) -> tuple[float, int]:
+def compare(target: Target, head: Block, watch: BlockWatch, every: int = 1) -> tuple[float, int]:
     """The largest relative error of logits, and the number of greedy drafts that were not the best."""
     error, wrong = 0.0, 0
     for ids, greedy, drafts, got in watch.rounds[::every]:
@@ -194,7 +158,7 @@ def test_block_drafts_match_reference_forward(target: Target, head: Block, way: 
     written = plain_texts(5, 3, 14, low=1, high=50)
     with engine(target.path, speculative=spec(head), enforce_eager=True, **FLAGS[way]) as llm:
         texts = [p + t for p, t in zip(batch, written, strict=True)]
-        watch = Watch(llm, texts)
+        watch = BlockWatch(llm, texts)
         assert tokens(llm, batch, params) == written
         assert llm.engine.counters.accept_length > 2
         tokens(llm, texts, params)
@@ -211,7 +175,7 @@ def test_comparison_fails_for_shifted_context(target: Target, tmp_path: Path, mo
     write = BlockHead.write_context
     monkeypatch.setattr(BlockHead, "write_context", lambda self, seen, *where: write(self, seen.roll(1, 0), *where))
     with engine(target.path, speculative=spec(head), enforce_eager=True) as llm:
-        watch = Watch(llm)
+        watch = BlockWatch(llm)
         tokens(llm, prompts(3, 250), GREEDY)
     error, wrong = compare(target, head, watch)
     assert error > 0.05
@@ -400,7 +364,7 @@ def test_rounds_of_any_width_leave_the_same_context(target: Target, tmp_path: Pa
     head = make_dflash(tmp_path, target.config)
     each = replace(spec(head), share_drafts=False)
     with engine(target.path, speculative=each, enforce_eager=True, adaptive=True) as llm:
-        watch = Watch(llm)
+        watch = BlockWatch(llm)
         tokens(llm, prompts(4, 250, seed=6), GREEDY)
     assert len({len(drafts) for _, _, drafts, _ in watch.rounds}) > 2
     error, wrong = compare(target, head, watch)

@@ -21,7 +21,7 @@ from tests.models.harness import load
 from tests.models.hybrid_mtp import with_module
 from tests.models.make import make_checkpoint
 from tests.models.mtp_pass import attention, run
-from tests.models.quantised import fp8_blocks
+from tests.models.quantised_writers import fp8_blocks
 from unisono.drafters import quantization as draft_quantization
 from unisono.drafters.mtp.checkpoint import MTPCheckpoint
 from unisono.drafters.quantization import DraftWeights

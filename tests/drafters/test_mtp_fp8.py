@@ -23,7 +23,8 @@ from tests.models.hybrid_mtp import forward, with_module
 from tests.models.hybrids import one_by_one, renamed
 from tests.models.make import make_checkpoint
 from tests.models.mtp_pass import open_modules, run
-from tests.models.quantised import BLOCK_CONFIG, Layout, by_token_and_group, fp8_blocks, quantise
+from tests.models.quantised import BLOCK_CONFIG, Layout, quantise
+from tests.models.quantised_writers import by_token_and_group, fp8_blocks
 from unisono.drafters.mtp.checkpoint import MTPCheckpoint
 from unisono.layers.formats.base import PLAIN
 from unisono.layers.formats.fp8 import ONLINE_FP8, BlockFp8

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.drafters.make_blocks import Block, make_dflash
+from tests.drafters.make_blocks import reference as block_reference
 from tests.drafters.make_heads import Head, make_eagle3, make_speculators, reference
 from tests.drafters.proposals import mistakes, record
-from tests.drafters.watch import Watch
+from tests.drafters.watch import BlockWatch, Watch
 from tests.engine.helpers import engine, mixed_params, prompts
 from tests.engine.matrix import config_of, drafting, with_modules
 from tests.engine.pictures import IMAGE, VIDEO, Picture, Prompt, make_seeing, prompt, run, several, vision_of, words
@@ -23,6 +25,7 @@ from tests.models.hybrid_mtp import forward, random_module
 from tests.models.hybrids import reference as transformers_model
 from tests.models.make_mtp import write_beside
 from unisono.drafters.base import PromptPass
+from unisono.drafters.block.model import BlockHead
 from unisono.entrypoints.llm import LLM
 from unisono.models.blocks.rotary_positions import rotary_positions
 from unisono.models.load.checkpoint import Checkpoint
@@ -164,6 +167,45 @@ def test_a_head_of_another_width_reads_token_ids(seeing: Path, tmp_path: Path) -
             told = {decision.name: decision.value for decision in llm.engine.config.decisions}
     assert found[0] == found[1]
     assert told["drafter sees"] == "token ids"
+
+
+# ---- block drafters ---------------------------------------------------------------------------------------
+
+
+def block_error(seeing: Path, head: Block, **flags: Any) -> float:
+    """The largest relative error of a block head's logits after texts with pictures."""
+    spec, target = SpeculativeConfig("dflash", str(head.path), 3), Target(seeing)
+    given, error = prompts_of(target.vision), 0.0
+    with engine(seeing, dtype="float32", speculative=spec, enforce_eager=True, **flags) as llm:
+        watch = BlockWatch(llm)
+        for _ in range(2):  # then after cached prefixes
+            run(llm, given, mixed_params(len(given), max_tokens=6))
+        assert llm.engine.scheduler.prefix_hits > 0
+    assert len(watch.rounds) > 10
+    for ids, _, drafts, got in watch.rounds[::2]:
+        by = max((p for p in given if ids[: len(p.ids)] == p.ids), key=lambda p: len(p.ids))
+        _, shown = target.shows(by, ids)
+        want, _ = block_reference(head, target.embed, target.lm_head, ids, shown[:-1], drafts)
+        error = max(error, float((got - want).norm() / want.norm()))
+    return error
+
+
+@pytest.mark.parametrize("flags", [{}, {"max_num_batched_tokens": 16}], ids=["one pass", "chunks of 16"])
+def test_block_head_reads_the_states_of_pictures(seeing: Path, tmp_path: Path, flags: dict[str, Any]) -> None:
+    """At absolute positions; the target's states have its rotary positions and deepstack levels."""
+    head = make_dflash(tmp_path, config_of(seeing), tuple(layer - 1 for layer in LAYERS))
+    assert head.layers == LAYERS
+    assert block_error(seeing, head, **flags) < CLOSE
+
+
+@pytest.mark.full
+def test_comparison_fails_without_the_states_of_pictures(
+    seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison above can fail."""
+    head, write = make_dflash(tmp_path, config_of(seeing), (1, 0, 2)), BlockHead.write_context
+    monkeypatch.setattr(BlockHead, "write_context", lambda self, seen, *where: write(self, seen.roll(1, 0), *where))
+    assert block_error(seeing, head) > 0.05
 
 
 # ---- MTP ------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -72,3 +72,40 @@ class Watch:
             truth = text[length:][: length % (drafts.shape[1] + 1)]
             drafts[row, : len(truth)] = torch.tensor(truth, dtype=drafts.dtype)
         self._steps = []
+
+
+@dataclass
+class BlockWatch:
+    """Records what a block drafter does, in ``rounds``: (committed tokens, greedy, drafts, logits [k, V']).
+
+    Random heads are hardly ever right, so afterwards some drafts are made right: ``texts`` are the requests' tokens
+    from first to last.
+    """
+
+    llm: LLM
+    texts: Sequence[list[int]] = ()
+    rounds: list[tuple[list[int], bool, list[int], torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        drafter = self.llm.engine.worker.drafter
+        self._logits, self._propose = drafter.module.logits, drafter.propose
+        drafter.module.logits, drafter.propose = self.logits, self.propose
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._last = self._logits(hidden)
+        return self._last
+
+    def propose(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
+        self._propose(rows, drafts)
+        s, k = self.llm.engine.worker.slots, drafts.shape[1]
+        logits = self._last.view(len(rows), k, -1).cpu()
+        for row, slot in enumerate(rows.tolist()):
+            if s.status[slot] != FinishReason.RUNNING:
+                continue
+            length, most = int(s.length[slot]), int(s.max_length[slot] - s.length[slot])
+            ids = s.history[slot, :length].tolist()
+            if most >= k:  # a block that ends before its last mask is not the paper's
+                self.rounds.append((ids, bool(s.temperature[slot] == 0), drafts[row].tolist(), logits[row]))
+            text = next((t for t in self.texts if t[:length] == ids), [])
+            truth = text[length:][: length % (k + 1)]
+            drafts[row, : len(truth)] = torch.tensor(truth, dtype=drafts.dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.helpers import engine, tokens
+from tests.engine.helpers import lazy_engine, tokens
 from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS
 from tests.models.make import FAMILIES, make_checkpoint
 
@@ -38,7 +38,7 @@ def plain() -> Callable[[Path], list[list[int]]]:
 
     @functools.cache
     def run(target: Path) -> list[list[int]]:
-        with engine(target) as llm:
+        with lazy_engine(target, enforce_eager=True) as llm:
             return tokens(llm, PROMPTS, PARAMS)
 
     return run

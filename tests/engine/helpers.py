@@ -32,6 +32,14 @@ def engine(path: Path | str, **flags: Any) -> LLM:
         return _engine(path, **flags)
 
 
+def lazy_engine(path: Path | str, **flags: Any) -> LLM:
+    """An engine for tests that compare texts: it captures each graph before the first pass that needs it.
+
+    A start captures graphs that most tests never replay, and tests the drafter; both take half a second each.
+    """
+    return engine(path, **{"graph_capture": "lazy", **flags})
+
+
 def _engine(path: Path | str, **flags: Any) -> LLM:
     spec, adaptive = flags.get("speculative") or SpeculativeConfig("none"), flags.pop("adaptive", False)
     flags["speculative"] = replace(spec, adaptive=adaptive)

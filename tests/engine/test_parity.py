@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.helpers import engine, prompts, tokens
+from tests.engine.helpers import lazy_engine, prompts, tokens
 from tests.models.hybrids import reference as of_transformers
 from tests.models.make import FAMILIES
 from unisono.types import SamplingParams
@@ -33,10 +33,10 @@ def reference(path: Path) -> list[list[int]]:
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_greedy_tokens_equal_transformers(family: str, checkpoints: dict[str, Path]) -> None:
     expected = reference(checkpoints[family])
-    with engine(checkpoints[family], dtype="float32") as llm:
+    with lazy_engine(checkpoints[family], dtype="float32") as llm:
         assert tokens(llm, PROMPTS, GREEDY) == expected, "batched"
         hits = llm.engine.scheduler.prefix_hits
         assert tokens(llm, PROMPTS, GREEDY) == expected, "after a prefix hit"
         assert llm.engine.scheduler.prefix_hits > hits
-    with engine(checkpoints[family], dtype="float32", max_num_batched_tokens=16) as llm:
+    with lazy_engine(checkpoints[family], dtype="float32", max_num_batched_tokens=16) as llm:
         assert [tokens(llm, [p], GREEDY)[0] for p in PROMPTS[:4]] == expected[:4], "alone, in chunks of 16"

@@ -16,7 +16,8 @@ from tests.models.make import make_checkpoint
 from tests.models.make_classifier import make_classifier
 from tests.models.sentences import TEXTS, close, embedded, states, write_modules
 from unisono import LLM, PoolingParams, SamplingParams
-from unisono.types import BadRequest, CheckpointError
+from unisono.frontend.pooling import pooling_of
+from unisono.types import BadRequest, CheckpointError, ConfigError
 
 SCORE_TEMPLATE = (
     "<q>{{ (messages | selectattr('role', 'eq', \"query\") | first).content }}</q>"
@@ -113,6 +114,54 @@ def test_embeddings_are_those_of_transformers(mode: str, tmp_path: Path) -> None
             llm.classify("a")
         (cut,) = llm.embed(TEXTS[2], pooling_params=PoolingParams(truncate_prompt_tokens=4))
         assert cut.prompt_token_ids == found[2].prompt_token_ids[-4:]
+
+
+SWITCHES = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+"""As sentence-transformers writes them."""
+
+
+def by_formula(states: torch.Tensor, mode: str) -> torch.Tensor:
+    """sentence-transformers' pooling of a text's states [tokens, hidden]."""
+    count, weights = len(states), torch.arange(1.0, len(states) + 1)[:, None]
+    return {
+        "cls_token": states[0],
+        "max_tokens": states.max(0)[0],
+        "mean_tokens": states.mean(0),
+        "mean_sqrt_len_tokens": states.sum(0) / count**0.5,
+        "weightedmean_tokens": (states * weights).sum(0) / weights.sum(),
+        "lasttoken": states[-1],
+    }[mode]
+
+
+def test_files_of_sentence_transformers(tmp_path: Path) -> None:
+    """``modules.json``, each mode of ``1_Pooling`` alone and joined, and ``sentence_bert_config.json``."""
+    path = make_checkpoint(tmp_path / "c", "qwen3")
+    write_modules(path, "mean_tokens", 84)
+    pooling = path / "1_Pooling" / "config.json"
+    (path / "sentence_bert_config.json").write_text('{"max_seq_length": 40, "do_lower_case": true}')
+    with engine(path, dtype="float32", max_model_len=None) as llm:
+        assert llm.engine.config.max_model_len == 40
+        (output,) = llm.embed("Tom has 3 BOXES")
+        ids = output.prompt_token_ids
+        assert ids == llm.tokenizer.encode("tom has 3 boxes") != llm.tokenizer.encode("Tom has 3 BOXES")
+        with pytest.raises(BadRequest, match="context of 40"):
+            llm.embed("word " * 20)
+        (cut,) = llm.embed("word " * 20, pooling_params=PoolingParams(truncate_prompt_tokens=-1))
+        assert len(cut.prompt_token_ids) == 39
+        found = states(path, ids)
+        for modes in (*((mode,) for mode in SWITCHES), ("mean_tokens", "cls_token"), ("lasttoken", "max_tokens")):
+            switches = {f"pooling_mode_{mode}": mode in modes for mode in SWITCHES}
+            pooling.write_text(json.dumps({"word_embedding_dimension": 84, **switches, "include_prompt": True}))
+            ordered = sorted(modes, key=["cls_token", "max_tokens", "mean_tokens", "lasttoken", *SWITCHES].index)
+            theirs = torch.cat([by_formula(found, mode) for mode in ordered])
+            ours = pooling_of(path).pool(found.numpy(), None, True)
+            assert close(ours, theirs / theirs.norm()), modes
+    pooling_of(path).check_dimensions(168, 84)
+    with pytest.raises(ConfigError, match="max_seq_length"), engine(path, dtype="float32", max_model_len=64):
+        pass
+    (path / "sentence_bert_config.json").write_text('{"max_seq_length": "long"}')
+    with pytest.raises(CheckpointError, match="max_seq_length='long'"), engine(path, dtype="float32"):
+        pass
 
 
 def test_a_model_without_a_head_embeds(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.changed_weights import GREEDY, PROMPTS, other
+from tests.engine.changed_weights import GREEDY, PROMPTS, answers, other, speculation
 from tests.engine.helpers import engine, tokens
 from unisono.distributed.weight_group import WeightGroup
 from unisono.entrypoints.llm import LLM
@@ -83,6 +83,38 @@ def test_a_failure_leaves_the_old_weights(llm: LLM, new: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match="at least one tensor"):
         llm.update_weights_from_tensor({})
     assert llm.engine.weight_version == "old"
+
+
+def test_a_drafter_is_pushed_by_name(checkpoints_of: Any, tmp_path: Path) -> None:
+    """All of a head's tensors, in two pushes: the drafts are those of an engine that was started with them."""
+    target, draft = checkpoints_of("eagle3")
+    new = other(draft, tmp_path / "draft")
+    spec, tensors = speculation("eagle3", draft), weights(new)
+    del tensors["d2t"]  # the drafted ids are no weights
+    with engine(target, speculative=speculation("eagle3", new)) as llm:
+        expected = answers(llm)
+    with engine(target, speculative=spec) as llm:
+        old, names = answers(llm), sorted(tensors)
+        llm.update_weights_from_tensor({name: tensors[name] for name in names[:3]}, draft=True)
+        llm.update_weights_from_tensor({name: tensors[name] for name in names[3:]}, draft=True, version="drafter")
+        assert answers(llm) == expected
+        assert expected[0] == old[0], "drafts change no token"
+        assert expected[1] != old[1], "the new head accepts another number of drafts"
+        assert llm.engine.weight_version == "drafter"
+        name = next(name for name in names if tensors[name].is_floating_point())
+        for pushed, says in (
+            ({"model.norm.weight": tensors[name]}, "no place in the eagle3 drafter"),
+            ({name: tensors[name][:-1]}, "has shape"),
+            ({name: torch.full_like(tensors[name], torch.nan)}, "NaN or infinite"),
+        ):
+            with pytest.raises(CheckpointError, match=says):
+                llm.update_weights_from_tensor(pushed, draft=True)
+            assert answers(llm) == expected, says
+
+
+def test_drafters_without_weights_take_no_push(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="ngram drafter has no weights"):
+        llm.update_weights_from_tensor({"fc.weight": torch.ones(1)}, draft=True)
 
 
 def free_port() -> int:

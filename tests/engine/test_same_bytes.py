@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, lazy_engine, mixed_params, prompts, tokens
 
 PROMPTS = prompts(18, 250)
 PARAMS = mixed_params(18)
@@ -18,7 +18,7 @@ PARAMS = mixed_params(18)
 @pytest.fixture(scope="module")
 def alone(qwen3: Path) -> list[list[int]]:
     """Each request by itself: eager, no batch, its whole prompt in one pass, an empty prefix cache."""
-    with engine(qwen3, max_num_seqs=1, enforce_eager=True) as llm:
+    with lazy_engine(qwen3, max_num_seqs=1, enforce_eager=True) as llm:
         return [tokens(llm, [p], [q])[0] for p, q in zip(PROMPTS, PARAMS, strict=True)]
 
 
@@ -34,7 +34,7 @@ def alone(qwen3: Path) -> list[list[int]]:
     ids=["batched", "three at once", "chunks of 16", "chunks of 37", "eager"],
 )
 def test_batching_and_chunking(qwen3: Path, alone: list[list[int]], flags: dict) -> None:
-    with engine(qwen3, **flags) as llm:
+    with lazy_engine(qwen3, **flags) as llm:
         assert tokens(llm, PROMPTS, PARAMS) == alone
         kinds = {kind for (program, kind, _) in counted(llm) if program == "round"}
         graph = "full" if llm.engine.config.device.type == "cuda" else "tape"
@@ -43,7 +43,7 @@ def test_batching_and_chunking(qwen3: Path, alone: list[list[int]], flags: dict)
 
 
 def test_prefix_hits(qwen3: Path, alone: list[list[int]]) -> None:
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         tokens(llm, PROMPTS, PARAMS)
         assert tokens(llm, PROMPTS, PARAMS) == alone
         cached = [o.num_cached_tokens for o in llm.generate(PROMPTS, PARAMS)]
@@ -53,9 +53,9 @@ def test_prefix_hits(qwen3: Path, alone: list[list[int]]) -> None:
 def test_a_prefix_shared_by_running_requests(qwen3: Path) -> None:
     shared = prompts(1, 250, low=64, high=65, seed=5)[0]
     batch, params = [shared + p for p in PROMPTS[:12]], PARAMS[:12]
-    with engine(qwen3, max_num_seqs=1) as llm:
+    with lazy_engine(qwen3, max_num_seqs=1) as llm:
         expected = [tokens(llm, [p], [q])[0] for p, q in zip(batch, params, strict=True)]
-    with engine(qwen3, max_num_seqs=4) as llm:
+    with lazy_engine(qwen3, max_num_seqs=4) as llm:
         assert tokens(llm, batch, params) == expected
         assert llm.engine.scheduler.prefix_hits >= 64 * 8, "all but those that begin together"
 
@@ -63,9 +63,9 @@ def test_a_prefix_shared_by_running_requests(qwen3: Path) -> None:
 def test_preemption(qwen3: Path) -> None:
     """With pages for about two requests, eight compete: some give theirs back and resume."""
     batch, params = PROMPTS[:9], mixed_params(9, max_tokens=60)
-    with engine(qwen3, max_num_seqs=1) as llm:
+    with lazy_engine(qwen3, max_num_seqs=1) as llm:
         expected = [tokens(llm, [p], [q])[0] for p, q in zip(batch, params, strict=True)]
-    with engine(qwen3, max_model_len=144, num_pages=1 + 10) as llm:
+    with lazy_engine(qwen3, max_model_len=144, num_pages=1 + 10) as llm:
         assert tokens(llm, batch, params) == expected
         assert llm.engine.scheduler.preemptions >= 3
         llm.engine.check_integrity()
@@ -77,7 +77,7 @@ def test_comparison_fails_for_another_seed(qwen3: Path, alone: list[list[int]]) 
     from dataclasses import replace
 
     other = [replace(p, seed=p.seed + 77) for p in PARAMS]
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         changed = tokens(llm, PROMPTS, other)
     for params, before, after in zip(PARAMS, alone, changed, strict=True):
         assert (before == after) == (params.temperature == 0)

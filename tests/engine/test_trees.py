@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.drafters.ledger import acceptance, assert_every_draft_accepted, play
 from tests.drafters.noisy import noisy
-from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, lazy_engine, mixed_params, prompts, tokens
 from tests.engine.matrix import (
     DRAFTERS,
     GRAPH,
@@ -90,7 +90,7 @@ def checkpoints_of(
 def plain() -> Callable[..., Said]:
     @functools.cache
     def run(target: Path, mode: str) -> Said:
-        with engine(target, logprobs_mode=mode) as llm:
+        with lazy_engine(target, logprobs_mode=mode) as llm:
             return said(llm, PROMPTS, ASKED)
 
     return run
@@ -98,7 +98,7 @@ def plain() -> Callable[..., Said]:
 
 def check(method: str, tree: str, way: Way, checkpoints: Checkpoints, expected: Said, **flags: Any) -> None:
     batch, params = PROMPTS[: len(expected)], ASKED[: len(expected)]
-    with drafting_tree(method, checkpoints, TREES[tree], **way.flags, **flags) as llm:
+    with drafting_tree(method, checkpoints, TREES[tree], graph_capture="lazy", **way.flags, **flags) as llm:
         assert said(llm, batch, params) == expected
         if way.again:
             before, newest = llm.engine.scheduler.prefix_hits, slice(None, -13, -1)
@@ -194,7 +194,7 @@ def always_second(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 def test_tree_accepts_second_candidates(always_second: Checkpoints) -> None:
     """A chain of best candidates is never right here; the path of second ones always is, over many pages."""
     params = [SamplingParams(temperature=0, max_tokens=1 + 4 * n, ignore_eos=True) for n in range(9, 13)]
-    with engine(always_second[0]) as llm:
+    with lazy_engine(always_second[0]) as llm:
         expected = tokens(llm, BATCH[:4], params)
         assert all(t % 2 for answer in expected for t in answer)
     with drafting_tree("standalone", always_second, {"num_speculative_tokens": 3}) as llm:
@@ -225,7 +225,7 @@ def test_fewer_drafts_are_shallower_paths(always_second: Checkpoints) -> None:
 def test_a_perfect_draft_is_accepted(qwen3: Path, tree: str) -> None:
     """The target drafts for itself: its best path is right in every round, whatever the parameters, twice over."""
     params = mixed_params(6)
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         expected = tokens(llm, BATCH[:6], params)
     with drafting_tree("standalone", (qwen3, qwen3), TREES[tree], max_num_batched_tokens=64) as llm:
         for _ in range(2):
@@ -264,7 +264,7 @@ def test_the_best_path_is_chosen(always_second: Checkpoints, monkeypatch: pytest
         return Best(rows, *best, torch.ones_like(rows))
 
     params = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True)
-    with engine(always_second[0]) as llm:
+    with lazy_engine(always_second[0]) as llm:
         expected = tokens(llm, BATCH[:3], params)
     monkeypatch.setattr(tree_module, "best_path", first)
     with drafting_tree("standalone", always_second, {"speculative_token_tree": SECOND}) as llm:

@@ -187,3 +187,21 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
         return result.exit_code, result.output, *seen
 
     return run
+
+
+ECHO = (
+    "{% for message in messages %}{{ message.content or '' }}<|im_end|>{% endfor %}"
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}<|im_start|>assistant\n"
+)
+"""The fake engine repeats its prompt, so every answer is the first message."""
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose answers repeat the first message, three tokens a round."""
+    path = tmp_path_factory.mktemp("echo")
+    tokenizer = tokenizers_.byte_level()
+    tokenizer.chat_template = ECHO
+    tokenizer.save_pretrained(path)
+    with servers(tmp_path_factory) as start:
+        yield start(path, tokens_per_step=3, max_model_len=4096, reasoning_parser="qwen3", step_seconds=0.01)

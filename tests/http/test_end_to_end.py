@@ -28,7 +28,7 @@ HOT = 5.0
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--served-model-name", "tiny")
-    flags += ("--per-request-spec-decode-metrics", "detailed")
+    flags += ("--per-request-spec-decode-metrics", "detailed", "--enable-sleep-mode")
     # k does not adapt: on a busy machine rounds without drafts may look faster.
     drafts = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3, "adaptive": False}
     flags += ("--speculative-config", json.dumps(drafts))
@@ -210,6 +210,32 @@ def test_pause_generation_holds_requests(tiny: Server) -> None:
     refused = tiny.http.post("/pause_generation", json={"mode": "stop"})
     assert refused.status_code == 400
     assert "mode" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_frees_memory_and_answers_go_on(tiny: Server, level: int) -> None:
+    """A running request waits; new ones are refused; weights wake before pages."""
+    tiny.http.post("/update_weights_from_disk", json={"model_path": str(bundled["tiny"])})  # not those of a push
+    asks = {"model": "tiny", "prompt": "2 + 3 =", "max_tokens": 150, "seed": 3, "ignore_eos": True}
+    expected = tiny.http.post("/v1/completions", json=asks).json()["choices"][0]["text"]
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(tiny.http.post, "/v1/completions", json=asks)
+        until(lambda: tiny.http.get("/load").json()["server_load"] == 1)
+        slept = tiny.http.post("/sleep", params={"level": level, "mode": "keep"}).json()
+        assert (slept["is_sleeping"], slept["level"]) == (True, level)
+        assert slept["freed_bytes"]["kv_cache"] > 0
+        assert (slept["freed_bytes"]["weights"] > 0) == (level == 2)
+        refused = tiny.http.post("/v1/completions", json=asks)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "sleeping")
+        again = tiny.http.post("/sleep", params={"mode": "keep"})
+        assert (again.status_code, "sleeps already" in again.text) == (409, True)
+        first = tiny.http.post("/wake_up", params={"tags": "weights"}).json()
+        assert first == {"is_sleeping": True, "asleep": ["kv_cache"]}
+        assert tiny.http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert tiny.http.post("/wake_up", params={"tags": "graphs"}).status_code == 400
+        assert tiny.http.post("/wake_up").json() == {"is_sleeping": False}
+        assert running.result(60).json()["choices"][0]["text"] == expected
+    assert tiny.http.post("/v1/completions", json=asks).json()["choices"][0]["text"] == expected
 
 
 def test_server_shuts_down_cleanly(tiny: Server) -> None:

@@ -1,4 +1,4 @@
-"""The page at ``/``: its files, its headers and its state route. ``test_page_browser.py`` tests it in a browser."""
+"""The page at ``/``: its files, headers and state route. ``test_page_browser.py`` has the tests in a browser."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The interpreter runs the compiler's front end for every operation of every program. Most of that is types: a block type
 checks and prints its shape, a tensor wraps each of its sizes, and equal shapes are broadcast to each other. Types are
 few, so what depends on a shape alone is kept.
+
+One result does change, for Triton 3.9: see :func:`_splat_boolean`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ _SCALAR = Shape(tl.tuple([]), 1, "", tl.tuple([]), tl.constexpr(1))
 _shapes: dict[tuple[int, ...], Shape] = {}
 _numpy: dict[str, np.dtype] = {}
 _types_equal, _block_type = tl.dtype.__eq__, tl.block_type.__init__
+_create_splat = interpreter.InterpreterBuilder.create_splat
 _broadcast, _numpy_of = TritonSemantic.broadcast_impl_value, interpreter._get_np_dtype
 
 
@@ -75,12 +78,25 @@ def _numpy_dtype(type: Any) -> np.dtype:
     return found
 
 
+def _splat_boolean(self: Any, type: Any, value: Any) -> Any:
+    """Splat a scalar; keep a comparison's result boolean.
+
+    The interpreter's handle of a comparison has the dtype of its operands, and its data are boolean. A splat converts
+    the data to the handle's dtype: a mask of a scalar and a block is int32. Until 3.8 loads and stores convert masks
+    to boolean; 3.9's raise "mask has unsupported dtype". Compiled kernels are not affected.
+    """
+    if value.data.dtype == np.bool_:
+        value = interpreter.TensorHandle(value.data, tl.int1)
+    return _create_splat(self, type, value)
+
+
 def quicken() -> None:
     """Patch the interpreter of this process, once."""
     tl.block_type.__init__, tl.tensor.__init__ = _init_block_type, _init_tensor
     tl.dtype.__eq__ = _equal_types
     TritonSemantic.broadcast_impl_value = _broadcast_values
     interpreter._get_np_dtype = _numpy_dtype
+    interpreter.InterpreterBuilder.create_splat = _splat_boolean
     if not interpreter.interpreter_builder.options.debug:
         # It computes each sum of integers again in 64 bits, for an assertion that is made with debug=True only.
         TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None

@@ -94,7 +94,7 @@ class Requests:
         self, q, positions, slots, kv_len, query_start, tile_tokens, programs, partials, until=None
     ) -> torch.Tensor:
         plan, attend = TRITON if self.triton else TWIN
-        window = self.window if self.planned_window else 0
+        window = abs(self.window) if self.planned_window else 0
         planned = plan(slots, kv_len, query_start, len(q), tile_tokens, self.kv_heads, partials, programs, window)
         caches = (self.k_cache, self.v_cache, self.table)
         sink = None if self.sink is None else self.sink.to(self.device)
@@ -137,7 +137,11 @@ class Requests:
         k, v = (t[row][:end].double().transpose(0, 1).repeat_interleave(group, 0) for t in (self.k, self.v))
         position, key = torch.arange(first, end)[:, None], torch.arange(end)[None]
         until = torch.tensor([self.until(row, p) for p in range(first, end)])[:, None]
-        seen = (key <= until) & (key >= self.first) & ((key > position - self.window) | (self.window == 0))
+        seen = (key <= until) & (key >= self.first)
+        if self.window > 0:
+            seen &= key > position - self.window
+        elif self.window < 0:
+            seen &= key // -self.window == position // -self.window
         scores = q @ k.mT * self.scale
         if self.soft_cap:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()

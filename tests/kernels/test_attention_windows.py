@@ -27,9 +27,9 @@ def requests(triton: bool, window: int, **options) -> Requests:
 
 
 def forget(case: Requests, firsts: list[int], value: float) -> None:
-    """Free what is behind the window of each request's first token of the pass; ``value`` is written there."""
+    """Free what is behind the window or chunk of each request's first token of the pass; ``value`` is written there."""
     for row, first in enumerate(firsts):
-        low = max(first - case.window + 1, 0)
+        low = max(first - case.window + 1, 0) if case.window > 0 else first // -case.window * -case.window
         column = low // case.page
         page = case.table[row, column].long()
         for cache in (case.k_cache, case.v_cache):
@@ -103,3 +103,32 @@ def test_the_reference_reads_nothing_behind_the_window(value, width):
     want = torch.cat([case.oracle(row, n - 5, n) for row, n in enumerate(LENGTHS)])
     assert torch.equal(*outputs)
     assert (outputs[0].view_as(want) - want).norm() / want.norm() < 1e-5
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("chunk", [1, 96, 281])
+def test_a_token_sees_its_own_chunk_alone(triton, chunk):
+    """Rounds and prompt chunks that cross a border (at 281 · 2 = 562), cut or whole, beside float64."""
+    case = requests(triton, -chunk)
+    ends, spans = [(0, 570), None, (1, 40), (2, 563)], [(0, 552, 570), (1, 35, 40), (2, 280, 283)]
+    rounds, extended = case.round(ends, 3), case.extend(spans, 8, 2)
+    want = torch.cat([case.oracle(row, n - 3, n) for row, n in ((0, 570), (1, 40), (2, 563))])
+    assert (rounds[[0, 2, 3]].flatten(0, 1) - want).norm() / want.norm() < 1e-5
+    want = torch.cat([case.oracle(*span) for span in spans])
+    assert (extended[: len(want)] - want).norm() / want.norm() < 1e-5
+    assert torch.equal(extended[15:18], rounds[0]), "the bits depend on the kind of pass"
+    case.planned_window = True
+    for programs, partials in ((ALWAYS_CUT, 64), (ALWAYS_CUT, 3), (2, 64)):
+        assert torch.equal(case.round(ends, 3, programs, partials), rounds)
+        assert torch.equal(case.extend(spans, 8, 2, programs, partials)[: len(want)], extended[: len(want)])
+    forget(case, [560, 35, 560], torch.nan)  # requests 0 and 2 share pages
+    assert torch.equal(case.round(ends, 3), rounds)
+
+
+@IMPLEMENTATIONS
+def test_chunks_of_e4m3_pages_read_the_same_keys(triton):
+    case = requests(triton, -96, e4m3=True)
+    rounds = case.round([(0, 570), (1, 40), (2, 481)], 3)
+    want = torch.cat([case.oracle(row, n - 3, n) for row, n in ((0, 570), (1, 40), (2, 481))])
+    assert (rounds.flatten(0, 1) - want).norm() / want.norm() < 3e-3
+    assert torch.equal(case.extend([(0, 560, 570)], 8)[-3:], rounds[0])

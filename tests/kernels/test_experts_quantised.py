@@ -15,6 +15,7 @@ from unisono.kernels import hopper, silu_mul
 from unisono.kernels.gemm.fp8 import fp8_linear
 from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, Quantised, quantize, quantize_cpu, widened_activations
 from unisono.kernels.gemm.int4 import int4_linear
+from unisono.kernels.gemm.int8 import int8_linear
 from unisono.kernels.gemm.int8_weights import int8_weight_linear
 from unisono.kernels.moe import fp8 as experts_fp8
 from unisono.kernels.moe import gluon as experts_gluon
@@ -22,12 +23,15 @@ from unisono.kernels.moe.fp8 import (
     expert_fp8_down,
     expert_fp8_gate_up,
     expert_fp8_gate_up_fp8,
+    expert_fp8_up,
     launch_fp8_down,
     launch_fp8_gate_up,
 )
+from unisono.kernels.moe.int8 import expert_int8_down, expert_int8_gate_up, launch_int8_down, launch_int8_gate_up
 from unisono.kernels.moe.integers import (
     expert_integer_down,
     expert_integer_gate_up,
+    expert_integer_up,
     launch_integer_down,
     launch_integer_gate_up,
 )
@@ -36,7 +40,7 @@ from unisono.kernels.norm.activation import SILU
 from unisono.layers.formats.base import WHOLE, Share
 from unisono.layers.formats.experts_quantised import Fp8Experts
 
-KINDS = ["fp8 by block", "fp8 by output", "int4", "int4 with zeros", "int8", "int8 with zeros"]
+KINDS = ["fp8 by block", "fp8 by output", "int4", "int4 with zeros", "int8", "int8 with zeros", "a8"]
 SHAPES = [(3, 136, 40, 4, 2, 1), (1, 160, 136, 4, 2, 0), (9, 128, 96, 3, 1, 1)]  # M, H, I, E, top_k, riding along
 
 Operands = tuple
@@ -50,6 +54,8 @@ def stack_of(kind: str, experts: int, parts: list[int], k: int) -> Operands:
         rows = sum(-(-part // 128) for part in parts)
         shape = (experts, rows, -(-k // 128)) if kind == "fp8 by block" else (experts, n)
         return (torch.randn(experts, n, k) * 50).to(E4M3), (0.5 + torch.rand(shape)) * 1e-3
+    if kind == "a8":
+        return torch.randint(-128, 128, (experts, n, k), dtype=torch.int8), (0.5 + torch.rand(experts, n)) * 1e-3
     bits = 8 if kind.startswith("int8") else 4
     packed, scales = (
         torch.randint(0, 256, (experts, n, k * bits // 8), dtype=torch.uint8),
@@ -66,12 +72,16 @@ def of_expert(stack: Operands, expert: int, part: int = 0, parts: int = 1) -> Op
 
 
 def linear_of(kind: str) -> Callable[..., torch.Tensor]:
+    if kind == "a8":
+        return int8_linear
     return fp8_linear if kind.startswith("fp8") else int8_weight_linear if kind.startswith("int8") else int4_linear
 
 
 def ops_of(kind: str, launched: bool) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
     if kind.startswith("fp8"):
         return (launch_fp8_gate_up, launch_fp8_down) if launched else (expert_fp8_gate_up, expert_fp8_down)
+    if kind == "a8":
+        return (launch_int8_gate_up, launch_int8_down) if launched else (expert_int8_gate_up, expert_int8_down)
     return (launch_integer_gate_up, launch_integer_down) if launched else (expert_integer_gate_up, expert_integer_down)
 
 
@@ -153,6 +163,41 @@ def test_plans_and_tiles_have_the_same_bits(kind, device):
         assert torch.equal(launch_project(h, *down, plan=plan), y), (plan.tile, plan.tiles is None)
     alone = launch_up(x[3:4], *up, plan=ExpertPlan(ids[3:4], experts, 16))
     assert torch.equal(alone, torch.cat([h[3 * top_k : 4 * top_k], h[rows * top_k + 3 :][:1]]))
+
+
+def up_of(kind: str) -> Callable[..., torch.Tensor]:
+    return expert_fp8_up if kind.startswith("fp8") else expert_integer_up
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_row_without_a_gate_matches_its_expert(kind):
+    rows, hidden, inner, experts, top_k = 3, 160, 136, 4, 2
+    up, x, ids = stack_of(kind, experts, [inner], hidden), torch.randn(rows, hidden), choice(rows, experts, top_k)
+    h = up_of(kind)(x, *up, plan=ExpertPlan(ids, experts, 16))
+    assert h.shape == (rows * top_k, inner)
+    for i, expert in enumerate(ids.flatten().tolist()):
+        want = linear_of(kind)(x[i // top_k : i // top_k + 1], *of_expert(up, expert)).relu().square()
+        torch.testing.assert_close(h[i : i + 1], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_without_a_gate_match_their_references_in_any_plan(kind, dtype, device, assert_close):
+    rows, hidden, inner, experts, top_k = 18, 128, 40, 3, 2
+    up, ids = stack_of(kind, experts, [inner], hidden), choice(rows, experts, top_k)
+    ids[5] = experts  # padding
+    x = (0.3 * torch.randn(rows, hidden)).to(dtype)
+    given = ids.flatten() < experts
+    want = up_of(kind)(x, *up, plan=ExpertPlan(ids, experts, 16))[given]
+    _, launch = ops_of(kind, launched=True)
+    x, up, found = x.to(device), on(device, up), {}
+    for tile in (16, 32):
+        for name, plan in plans(ids.to(device), experts, tile).items():
+            if tile == 16 or name == "sorted":
+                found[name, tile] = launch(x, *up, plan=plan, up=True)[given.to(device)]
+    assert_close(found["lead", 16], want, kind.startswith("fp8"))
+    assert all(torch.equal(found["lead", 16], each) for each in found.values())
+    alone = launch(x[3:4], *up, plan=ExpertPlan(ids[3:4].to(device), experts, 16), up=True)
+    assert torch.equal(alone, found["lead", 16][3 * top_k : 4 * top_k])
 
 
 def both_groups_and_one(rows: int, experts: int, top_k: int, tile: int) -> ExpertPlan:
@@ -275,3 +320,5 @@ def test_ops_know_their_shapes(kind):
     h = gate_up(torch.randn(3, 128).to(meta), *on(meta, up), plan=plan)
     assert h.shape == (3 * 2 + 3, 64)
     assert project(h, *on(meta, down), plan=plan).shape == (9, 128)
+    plan = ExpertPlan(torch.zeros(3, 2, dtype=torch.int32, device=meta), 5, 16)
+    assert up_of(kind)(torch.randn(3, 128).to(meta), *on(meta, up), plan=plan).shape == (6, 128)

@@ -16,10 +16,11 @@ from unisono.kernels.gemm.nvfp4 import (
     nvfp4_linear_op,
 )
 from unisono.kernels.gemm.tile import Tile
-from unisono.kernels.moe.experts import expert_down, expert_gate_up
+from unisono.kernels.moe.experts import expert_down, expert_gate_up, expert_up
 from unisono.kernels.moe.nvfp4 import (
     expert_nvfp4_down,
     expert_nvfp4_gate_up,
+    expert_nvfp4_up,
     launch_nvfp4_down,
     launch_nvfp4_gate_up,
 )
@@ -118,3 +119,19 @@ def test_experts_are_those_of_the_decoded_weights(gelu, device):
         torch.testing.assert_close(launched.cpu(), want, rtol=1e-4, atol=1e-4)
         launched = launch_nvfp4_down(got.to(device), *(t.to(device) for t in down), on)
         torch.testing.assert_close(launched.cpu(), expert_nvfp4_down(got, *down, plan), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_without_a_gate_are_those_of_the_decoded_weights(dtype, device, assert_close):
+    torch.manual_seed(0)
+    m, h, i, e, k = 18, 96, 48, 4, 2
+    up, ids, x = weight_of(e, i, h), choice(m, e, k), torch.randn(m, h).to(dtype)
+    plan = ExpertPlan(ids, e, 16)
+    want = expert_up(x, nvfp4_decode(*up, dtype), plan)
+    assert torch.equal(expert_nvfp4_up(x, *up, plan), want)
+    x, up = x.to(device), [t.to(device) for t in up]
+    chosen = [*plans(ids.to(device), e, 16).values(), plans(ids.to(device), e, 32)["sorted"]]
+    found = [launch_nvfp4_down(x, *up, each, up=True) for each in chosen]
+    assert_close(found[0], want)
+    assert all(torch.equal(found[0], each) for each in found)
+    alone = launch_nvfp4_down(x[3:4], *up, ExpertPlan(ids[3:4].to(device), e, 16), up=True)
+    assert torch.equal(alone, found[0][3 * k : 4 * k])

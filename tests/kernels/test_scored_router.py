@@ -17,13 +17,23 @@ GLM = RouterScores(correction=True, scale=1.8)
 V3 = RouterScores(correction=True, groups=4, top_groups=2, scale=2.5)
 V2 = RouterScores(False, groups=3, top_groups=2, group_best=1, scale=16.0)
 ERNIE = RouterScores(False, correction=True, epsilon=1e-12)
-CASES = [(12, 4, GLM, True), (16, 4, V3, True), (12, 3, V2, False), (12, 4, ERNIE, True), (9, 2, RouterScores(), True)]
+PHI = RouterScores(False, margin=0.4)
+CASES = [
+    (9, 2, PHI, False),
+    (12, 4, GLM, True),
+    (16, 4, V3, True),
+    (12, 3, V2, False),
+    (12, 4, ERNIE, True),
+    (9, 2, RouterScores(), True),
+]
 CHOOSE = pytest.mark.parametrize("choose", [launch_choose_scored, choose_scored_cpu])
 
 
 def oracle(logits, correction, top_k, normalize, s):
     """(ids, weights) in float64, from the papers' formulas."""
     x = logits.double()
+    if s.margin:
+        return near(x, top_k, s.margin)
     score = x.sigmoid() if s.sigmoid else x.softmax(1)
     choice = score + (0 if correction is None else correction.double())
     if s.groups > 1:
@@ -34,6 +44,18 @@ def oracle(logits, correction, top_k, normalize, s):
     ids = choice.topk(top_k)[1]
     weights = score.gather(1, ids)
     return ids, (weights / weights.sum(1, keepdim=True) if normalize else weights) * s.scale
+
+
+def near(x, top_k, margin):
+    """(ids, weights) of sparsemixer at inference: a softmax for each choice, over logits near the best one left."""
+    left, ids, weights = x.clone(), [], []
+    for _ in range(top_k):
+        top, best = left.max(1, keepdim=True)
+        far = (top - x) / x.abs().clamp(min=top) > margin
+        weights.append(left.masked_fill(far, -torch.inf).softmax(1).gather(1, best))
+        ids.append(best)
+        left = left.scatter(1, best, -torch.inf)
+    return torch.cat(ids, 1), torch.cat(weights, 1)
 
 
 @CHOOSE
@@ -71,7 +93,7 @@ def test_ties_of_groups_and_experts_go_to_the_lower_id(choose, device):
 
 
 @CHOOSE
-@pytest.mark.parametrize("scores", [V3, RouterScores(False, correction=True)])
+@pytest.mark.parametrize("scores", [V3, RouterScores(False, correction=True), PHI])
 def test_padding_and_values_of_any_kind_have_valid_experts(choose, scores, device):
     on = device if choose is launch_choose_scored else torch.device("cpu")
     nan, inf = float("nan"), float("inf")
@@ -97,6 +119,7 @@ def test_rows_are_exact(dtype, assert_rows_exact):
     x, weight, correction = torch.randn(10, 40).to(dtype), torch.randn(17, 40).to(dtype), torch.randn(16)
     for result in range(3):
         assert_rows_exact(lambda x, r=result: route_scored(x, weight, correction, None, None, 16, 3, True, V3)[r], x)
+        assert_rows_exact(lambda x, r=result: route_scored(x, weight, None, None, None, 16, 2, False, PHI)[r], x)
 
 
 def test_op_knows_its_shapes():

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,20 @@ def reference(directory: Path) -> torch.nn.Module:
     model = kind.from_pretrained(directory, **options).eval()
     # Without it transformers 5.24 cuts inputs of layers that a Gemma 4 without per-layer inputs does not have.
     model.config.get_text_config().output_hidden_states = True
+    if config["model_type"] == "phimoe" and model.config.rope_parameters["rope_type"] == "longrope":
+        _take_factors_by_length(model.model.rotary_emb)
     return model
+
+
+def _take_factors_by_length(rotary: Any) -> None:
+    """Let PhiMoE's rotary table take its long factors beyond the original length: transformers 5.24 takes the short
+    ones there, with ``long_mscale``. The published code takes the long ones."""
+    make = rotary.rope_init_fn
+
+    def by_length(module: Any, args: Any, kwargs: Any) -> None:
+        module.rope_init_fn = partial(make, seq_len=int(kwargs["position_ids"].max()) + 1)
+
+    rotary.register_forward_pre_hook(by_length, with_kwargs=True)
 
 
 def renamed(

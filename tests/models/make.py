@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.models.quantised import experts_in_mxfp4
+from tests.models.quantised_writers import experts_in_mxfp4
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>")
 PAD, BOS, END = 256, 257, 258
@@ -454,8 +454,8 @@ TOWERS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": _TOWER,
 }
 """Towers: heads of 24, patches of 4 x 4 pixels, windows of 3 x 3 tokens."""
-OTHER_CLASSES = {"internlm3": "InternLM3ForCausalLM"}
-"""Model types that transformers computes by the class of another family -> the architecture of their checkpoints."""
+OTHER_CLASSES = {"internlm3": "InternLM3ForCausalLM", "phimoe": "PhiMoEForCausalLM"}
+"""Model types that transformers computes by a class of another name -> the architecture of their checkpoints."""
 PIXTRAL: dict[str, Any] = {
     "model_type": "pixtral",
     "hidden_size": 32,

@@ -30,6 +30,9 @@ LONG = {
     "partial_rotary_factor": 0.7,
 }
 
+SPARSEMIXER = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 52, "router_jitter_noise": 0.2}
+"""A margin that some of random logits lie within."""
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("ApertusForCausalLM", {}),
     "apertus-biases": ("ApertusForCausalLM", {"attention_bias": True}),
@@ -111,10 +114,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "OlmoeForCausalLM",
         {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": False, "clip_qkv": 2.0},
     ),
+    "phi": ("PhiForCausalLM", {"layer_norm_eps": 1e-3, "rope_parameters": THIRD}),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": 23}),
     "phi3-longrope": (
         "Phi3ForCausalLM",
         {"original_max_position_embeddings": 64, "rope_parameters": LONG, "partial_rotary_factor": 0.7},
+    ),
+    "phimoe": (
+        "PhiMoEForCausalLM",
+        {**SPARSEMIXER, "attention_bias": True, "lm_head_bias": True, "sliding_window": 23},
+    ),
+    "phimoe-longrope": (
+        "PhiMoEForCausalLM",
+        {
+            **SPARSEMIXER,
+            "rope_parameters": {
+                **{name: value for name, value in LONG.items() if name != "partial_rotary_factor"},
+                "short_factor": [1.0, 1.1, 1.3, 1.5, 1.6, 1.7],
+                "long_factor": [1.2, 2.0, 5.0, 9.0, 9.0, 9.0],
+                "original_max_position_embeddings": 64,
+                "short_mscale": 0.8,
+                "long_mscale": 1.3,
+            },
+        },
     ),
     "seed_oss": ("SeedOssForCausalLM", {"head_dim": 20, "attention_out_bias": True, "mlp_bias": True}),
     "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0, 1, 0], "attention_bias": True}),

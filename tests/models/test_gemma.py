@@ -1,4 +1,4 @@
-"""Gemma and transformers: 64 greedy tokens, batched, alone, in chunks, after prefix hits, with drafts and without."""
+"""Gemma and transformers: 28 greedy tokens, batched, alone, in chunks, after prefix hits, with drafts and without."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.helpers import engine, prompts, tokens
+from tests.engine.helpers import lazy_engine, prompts, tokens
 from tests.models.harness import load, whole
 from tests.models.hybrids import reference, renamed
 from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint
@@ -21,7 +21,7 @@ from unisono.models.families.gemma4 import key_heads
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
 
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
 PROMPTS = prompts(8, 250, low=2, high=70, seed=5)
 PROMPTS[3] = PROMPTS[3][:4] * 12  # something that n-grams find, longer than the window
 
@@ -44,7 +44,7 @@ def greedy_of(path: Path) -> list[list[int]]:
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=28, pad_token_id=0
         )
         found.append(out[0, len(prompt) :].tolist())
     return found
@@ -55,15 +55,15 @@ def test_greedy_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
     family, fields = CASES[case]
     path = make_checkpoint(tmp_path, family, **fields)
     expected = greedy_of(path)
-    with engine(path, dtype="float32") as llm:
+    with lazy_engine(path, dtype="float32") as llm:
         assert tokens(llm, PROMPTS, GREEDY) == expected, "batched"
         hits = llm.engine.scheduler.prefix_hits
         assert tokens(llm, PROMPTS, GREEDY) == expected, "after a prefix hit"
         assert llm.engine.scheduler.prefix_hits > hits
-    with engine(path, dtype="float32", max_num_batched_tokens=16) as llm:
-        assert [tokens(llm, [p], GREEDY)[0] for p in PROMPTS] == expected, "alone, in chunks of 16"
+    with lazy_engine(path, dtype="float32", max_num_batched_tokens=16) as llm:
+        assert [tokens(llm, [p], GREEDY)[0] for p in PROMPTS[:4]] == expected[:4], "alone, in chunks of 16"
     spec = SpeculativeConfig("ngram", num_speculative_tokens=3)
-    with engine(path, dtype="float32", speculative=spec) as llm:
+    with lazy_engine(path, dtype="float32", speculative=spec) as llm:
         assert tokens(llm, PROMPTS, GREEDY) == expected, "with n-gram drafts"
         assert llm.engine.counters.drafted_tokens > 0
 
@@ -73,13 +73,13 @@ def test_sampled_tokens_are_the_same_with_drafts_and_scarce_pages(case: str, tmp
     family, fields = CASES[case]
     path = make_checkpoint(tmp_path, family, **fields)
     params = [SamplingParams(temperature=i % 3 * 0.5, seed=i, max_tokens=24, ignore_eos=True) for i in range(8)]
-    with engine(path) as llm:
+    with lazy_engine(path) as llm:
         plain = tokens(llm, PROMPTS, params)
     for spec, flags in (
         (SpeculativeConfig("ngram", num_speculative_tokens=3), {"max_num_batched_tokens": 16}),
         (SpeculativeConfig("suffix", num_speculative_tokens=2), {"max_model_len": 112, "num_pages": 11}),
     ):
-        with engine(path, speculative=spec, **flags) as llm:
+        with lazy_engine(path, speculative=spec, **flags) as llm:
             assert tokens(llm, PROMPTS, params) == plain, spec.method
             assert llm.engine.counters.drafted_tokens > 0
 
@@ -90,10 +90,10 @@ def test_formats_write_one_text_with_drafts_and_chunks(
     fields: dict[str, Any], flags: dict[str, Any], tmp_path: Path
 ) -> None:
     path, params = make_checkpoint(tmp_path, "gemma4_text", **fields), SamplingParams(max_tokens=16, ignore_eos=True)
-    with engine(path, **flags) as llm:
+    with lazy_engine(path, **flags) as llm:
         plain = tokens(llm, PROMPTS[:4], replace(params, temperature=0))
     spec = SpeculativeConfig("ngram", num_speculative_tokens=3)
-    with engine(path, speculative=spec, max_num_batched_tokens=24, **flags) as llm:
+    with lazy_engine(path, speculative=spec, max_num_batched_tokens=24, **flags) as llm:
         assert tokens(llm, PROMPTS[:4], replace(params, temperature=0)) == plain
         assert llm.engine.counters.drafted_tokens > 0
 
@@ -102,10 +102,10 @@ def test_formats_write_one_text_with_drafts_and_chunks(
 def test_two_ranks_write_the_text_of_one(fields: dict[str, Any], tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "gemma4_text", **fields, num_key_value_heads=2)
     params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=12, ignore_eos=True) for i in range(4)]
-    with engine(path) as llm:
+    with lazy_engine(path) as llm:
         one = tokens(llm, PROMPTS[:4], params)
     spec = SpeculativeConfig("ngram", num_speculative_tokens=2)
-    with engine(path, tensor_parallel_size=2, speculative=spec) as llm:
+    with lazy_engine(path, tensor_parallel_size=2, speculative=spec) as llm:
         assert tokens(llm, PROMPTS[:4], params) == one
 
 

@@ -22,6 +22,9 @@ from unisono.models.blocks.decoder import Decoder
 from unisono.models.load.build import Builder, no_attention
 from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.models.load.loader import Shared
+from unisono.tools.draft_training.answers import Text
+from unisono.tools.draft_training.batches import Batches
+from unisono.tools.draft_training.methods import METHODS, DraftShape
 from unisono.tools.draft_training.teacher import Teacher
 from unisono.types import CheckpointError
 
@@ -177,9 +180,26 @@ def test_blocks_of_outputs_move_whole_or_are_refused() -> None:
         Shared.of("scale", WeightTarget(first, (2, 1)), torch.tensor([1, 2, 5, 0]), None)
 
 
-def test_drafts_are_not_trained_for_hybrids(made: dict[str, Path]) -> None:
-    with pytest.raises(CheckpointError, match="layer 0 has a recurrence, and 3 more have"):
-        Teacher(Checkpoint.open(made["qwen3_5_text"]), "cpu", longest=32)
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_heads_with_a_layer_of_the_target_are_not_trained_for_hybrids(
+    method: str, made: dict[str, Path], tmp_path: Path
+) -> None:
+    teacher = Teacher(Checkpoint.open(made["qwen3_5_text"]), "cpu", longest=32)
+    with pytest.raises(CheckpointError, match="layer 0 has a recurrence, and 3 more have. " + method):
+        METHODS[method](teacher, DraftShape(), [], tmp_path)
+
+
+def test_teacher_states_of_hybrids_are_those_of_serving(made: dict[str, Path]) -> None:
+    """Rows of training, of different lengths, beside each text alone."""
+    texts = [[(7 * i + row) % 90 + 3 for i in range(length)] for row, length in enumerate((37, 20, 33))]
+    teacher = Teacher(Checkpoint.open(made["qwen3_5_text"]), "cpu", longest=64)
+    batch = Batches([Text(ids, 1) for ids in texts], 256, seed=0)[0]
+    outputs, served = teacher.run(batch), load(made["qwen3_5_text"])
+    for row, length in enumerate(outputs.loss_mask.sum(1).tolist()):
+        ids = batch.token_ids[row, : length + 2].tolist()
+        want = whole(served, [ids])[0][1:-1]
+        rows = outputs.logit_rows[row][outputs.loss_mask[row]]
+        torch.testing.assert_close(outputs.logits[rows], want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", ["qwen3.5-9b", "qwen3.5-35b-a3b"])

@@ -13,15 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.harness import Session, load, whole
 from tests.models.make import make_checkpoint
-from tests.models.quantised import (
-    LAYOUTS,
-    by_token_and_group,
-    float4,
-    fp8_blocks,
-    int8,
-    quantise,
-    reference,
-)
+from tests.models.quantised import LAYOUTS, float4, int8, quantise, reference
+from tests.models.quantised_writers import by_token_and_group, fp8_blocks
 from unisono import LLM, SamplingParams
 from unisono.config import catalog
 from unisono.layers.formats.base import Share

@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
-from tests.models.quantised import LAYOUTS, Activations, Dequantised, quantise
+from tests.models.quantised import LAYOUTS, Dequantised, quantise
+from tests.models.quantised_writers import Activations
 from tests.ops import Ops
 from unisono import LLM, SamplingParams
-from unisono.types import CheckpointError, SpeculativeConfig
+from unisono.distributed.gather import Ranks
+from unisono.types import ConfigError, SpeculativeConfig
 
 SIZES = {
     "hidden_size": 256,
@@ -30,7 +32,8 @@ SIZES = {
 }
 PROMPT = [7 * i % 251 for i in range(40)]
 NAMES = ["fp8-blocks", "compressed-fp8-channel", "compressed-fp8-blocks", "awq", "gptq-asymmetric", "compressed-int4"]
-NAMES += ["compressed-nvfp4", "modelopt-nvfp4", "compressed-int8", "gptq-8-bits-asymmetric"]
+NAMES += ["fp8-static", "compressed-nvfp4", "modelopt-nvfp4", "compressed-int8", "gptq-8-bits-asymmetric"]
+NAMES += ["compressed-int8-a8"]
 
 
 class Experts(nn.Module):
@@ -45,8 +48,11 @@ class Experts(nn.Module):
         for row, chosen, shares in zip(x, ids.tolist(), weights, strict=True):
             total = torch.zeros_like(row)
             for expert, share in zip(chosen, shares, strict=True):
-                gate, up, down = (self.projections[f"{expert}.{name}_proj"] for name in ("gate", "up", "down"))
-                total += share * down(nn.functional.silu(gate(row[None])) * up(row[None]))[0]
+                up, down = (self.projections[f"{expert}.{name}_proj"] for name in ("up", "down"))
+                gate = self.projections.get(f"{expert}.gate_proj")
+                h = up(row[None])
+                h = h.relu().square() if gate is None else nn.functional.silu(gate(row[None])) * h
+                total += share * down(h)[0]
             rows.append(total)
         return torch.stack(rows)
 
@@ -56,7 +62,8 @@ def reference(source: Path, values: dict[str, torch.Tensor], activations: Activa
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, **eager)
     experts: dict[str, dict[str, Dequantised]] = {}
-    for name, weight in values.items():
+    for stored, weight in values.items():
+        name = stored.replace("backbone.", "model.")
         layer, of_experts, rest = name.partition(".experts.")
         if of_experts:
             experts.setdefault(f"{layer}.experts", {})[rest] = Dequantised(weight, None, activations)
@@ -103,7 +110,7 @@ def test_logits_are_those_of_the_dequantised_weights(name: str, plain: Path, tmp
     values = quantise(plain, tmp_path / "model", layout)
     assert any(".experts." in module for module in values)
     (got,) = whole(load(tmp_path / "model"), [PROMPT])
-    assert error(got, reference(plain, values, layout.activations)) < (4e-3 if "fp8" in name else 1e-5)
+    assert error(got, reference(plain, values, layout.activations)) < (4e-3 if "fp8" in name or "a8" in name else 1e-5)
 
 
 def test_fused_experts_and_those_made_while_loading_have_the_same_bits(plain: Path, tmp_path: Path) -> None:
@@ -134,7 +141,7 @@ def answers(path: Path, prompts: list[str], **flags: Any) -> list[list[int]]:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-asymmetric", "gptq-8-bits-asymmetric"])
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-asymmetric", "gptq-8-bits-asymmetric", "compressed-int8-a8"])
 def test_the_text_depends_on_the_weights_alone(name: str, plain: Path, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "model", LAYOUTS[name])
     prompts = ["one two one two one", "abcabcab", "x"]
@@ -159,10 +166,10 @@ def test_experts_of_prompts_hand_on_e4m3(name: str, plain: Path, tmp_path: Path,
     assert torch.equal(got, want)
 
 
-def test_fixed_scales_of_activations_are_refused(plain: Path, tmp_path: Path) -> None:
+def test_calibrated_scales_need_all_experts_on_a_rank(plain: Path, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "model", LAYOUTS["fp8-static"])
-    with pytest.raises(CheckpointError, match="experts in format 'fp8 with scales of outputs' are not supported"):
-        load(tmp_path / "model")
+    with pytest.raises(ConfigError, match="fp8 with scales of outputs has calibrated scales of activations"):
+        load(tmp_path / "model", ranks=Ranks(0, 2, whole_experts=True))
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq"])

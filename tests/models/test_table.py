@@ -66,3 +66,16 @@ def test_dynamic_rope_stretches_its_base_for_the_longest_text(tmp_path: Path, pr
     torch.testing.assert_close(ours, model(torch.tensor(prompts[:1])).logits[0], atol=1e-4, rtol=0)
     (within,) = whole(load(directory, max_positions=64), prompts[1:])
     torch.testing.assert_close(within, reference(directory)(torch.tensor(prompts[1:])).logits[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["phi3-longrope", "phimoe-longrope"])
+@torch.no_grad()
+def test_longrope_takes_the_short_factors_within_the_original_length(
+    case: str, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    """``max_positions`` 64 is the original length; above it the text would be another one."""
+    directory = made(case, tmp_path)
+    (ours,) = whole(load(directory, max_positions=64), prompts[1:])
+    torch.testing.assert_close(ours, reference(directory)(torch.tensor(prompts[1:])).logits[0], atol=1e-4, rtol=0)
+    (other,) = whole(load(directory), prompts[1:])
+    assert not torch.allclose(ours, other, atol=1e-2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from training.tiny import data
-from training.tiny.heads import NAMES, make_prompts
+from training.tiny.heads import NAMES, TARGETS, make_prompts
 from training.tiny.prompts import questions, write_prompts
 from unisono.config import catalog
 from unisono.text.tokenizer import Tokenizer
@@ -37,16 +37,26 @@ def test_training_prompts_exclude_held_out_questions() -> None:
     assert not held & set(questions("train", 3000))
     tokenizer = Tokenizer.load(catalog.bundled_path("tiny"))
     assert tokenizer is not None
-    prompts = make_prompts(220, workers=1)
+    prompts = make_prompts("tiny", 220, workers=1)
     texts = [tokenizer.decode(p.token_ids, skip_special_tokens=False) for p in prompts]
     assert len(set(texts)) == 220
     assert not any(question in text for text in texts for question in held)
     assert 180 <= sum(text.startswith("<|im_start|>user") and text.endswith("assistant\n") for text in texts) < 220
-    assert [p.token_ids for p in make_prompts(220, workers=2)] == [p.token_ids for p in prompts]
+    assert [p.token_ids for p in make_prompts("tiny", 220, workers=2)] == [p.token_ids for p in prompts]
+
+
+def test_prompts_of_the_hybrid_end_in_a_thought() -> None:
+    tokenizer = Tokenizer.load(catalog.bundled_path("tiny-hybrid"))
+    assert tokenizer is not None
+    texts = [
+        tokenizer.decode(p.token_ids, skip_special_tokens=False) for p in make_prompts("tiny-hybrid", 44, workers=1)
+    ]
+    assert sum(text.endswith("assistant\n<think>\n") for text in texts) >= 40
 
 
 def test_bundled_names_are_directories() -> None:
-    for name in ("tiny", *NAMES.values()):
+    heads = {f"{target}-{NAMES[method]}" for target, methods in TARGETS.items() for method in methods}
+    for name in (*TARGETS, *heads):
         directory = catalog.bundled_path("tiny").parent / name
         assert (name in catalog.bundled) == directory.is_dir()
         if directory.is_dir():
@@ -67,4 +77,6 @@ def test_one_command_makes_and_measures_them(tmp_path: Path) -> None:
     assert [row.split()[1] for row in rows] == ["method", "none", "ngram", *NAMES]
     assert all(row.endswith("| yes |") for row in rows[1:])
     files = sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*") if f.is_file())
-    assert files == sorted(f"{name}/{file}" for name in NAMES.values() for file in ("config.json", "model.safetensors"))
+    assert files == sorted(
+        f"tiny-{name}/{file}" for name in NAMES.values() for file in ("config.json", "model.safetensors")
+    )

@@ -121,7 +121,8 @@ class LastTokens:
 class AttentionOptions:
     """Attention parameters of a layer.
 
-    scale: factor of the scores. window: positions a token sees, itself included; 0: all. first: keys at positions below
+    scale: factor of the scores. window: positions a token sees, itself included; 0: all; below 0: a token sees those of
+    its own chunk of -window positions up to itself. first: keys at positions below
     it are invisible, and tokens there yield zeros. soft_cap > 0: scores become soft_cap · tanh(score / soft_cap) before
     they are masked. sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax. both_ways: a token
     sees keys up to ``AttentionInputs.until``, and its window ends there too; it begins where it does otherwise.
@@ -141,9 +142,9 @@ class AttentionOptions:
 class AttentionBackend(Protocol):
     """An implementation of attention over the paged KV cache.
 
-    A token sees keys at positions p ≤ its own, p ≥ first, and p > its own − window where window > 0. Its output bits
-    depend on its query and those keys alone: not on the other rows, the number of tokens in the pass, or the kind of
-    pass (round or extend).
+    A token sees keys at positions p ≤ its own, p ≥ first, and within its window or its chunk if it has one. Its output
+    bits depend on its query and those keys alone: not on the other rows, the number of tokens in the pass, or the kind
+    of pass (round or extend).
     """
 
     @property
@@ -158,7 +159,7 @@ class AttentionBackend(Protocol):
         """Fill ``inputs.plan``, once per pass, before the layers. A capturable backend must not synchronise with the
         host.
 
-        window > 0 promises that each layer that uses the plan has this window or a smaller one.
+        window > 0 promises that each layer that uses the plan has this window, a smaller one, or chunks of its size.
         """
         ...
 

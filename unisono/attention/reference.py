@@ -12,6 +12,7 @@ import itertools
 import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
+from unisono.kernels.attention.cpu_reads import first_seen
 from unisono.kernels.cache.kv_e4m3 import dequantised
 
 
@@ -50,7 +51,7 @@ class ReferenceAttention:
         out = q.new_zeros(tokens, heads * (options.values or dim))
         for token, position, until, table in inputs.plan:
             last = until if options.both_ways else position
-            since = max(options.first, position - options.window + 1 if options.window > 0 else 0)
+            since = max(options.first, first_seen(position, options.window) if options.window else 0)
             if since > last:
                 continue
             at = torch.arange(since, last + 1, device=q.device)

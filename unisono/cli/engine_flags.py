@@ -32,6 +32,9 @@ def cache_flags(
         bool,
         typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV pages of common prefixes."),
     ] = True,
+    enable_sleep_mode: Annotated[
+        bool, typer.Option(help="Let /sleep free the memory of weights and KV cache; wake gets the same addresses.")
+    ] = False,
 ) -> None:
     """Flags of the KV cache: fields of ``unisono.config.EngineConfig``."""
 

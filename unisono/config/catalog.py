@@ -18,7 +18,7 @@ from typing import Any
 
 from unisono.config import hub
 from unisono.config.checkpoint_files import ADAPTER_CONFIG, CONFIG, names_in, no_config, not_a_directory, read_object
-from unisono.config.decoder_table import ROWS
+from unisono.config.decoder_table import ALSO, ROWS
 from unisono.config.gguf.directory import described
 from unisono.config.gguf.header import is_gguf
 from unisono.config.preflight.families import ENCODERS, HEADLESS
@@ -108,6 +108,7 @@ models = Registry(
         "NemotronHForCausalLM": "unisono.models.families.nemotron_h:NEMOTRON_H",
         "Qwen2MoeForCausalLM": "unisono.models.families.qwen2_moe:QWEN2_MOE",
         **{name: f"unisono.models.families.table:{name}" for name in ROWS},
+        **{name: f"unisono.models.families.table:{row}" for name, row in ALSO.items()},
         **{name: f"unisono.models.families.headless:{name}" for name in HEADLESS},
         **{name: f"unisono.models.families.encoders:{name}" for name in ENCODERS},
         "Mistral3ForConditionalGeneration": "unisono.models.families.mistral3:MISTRAL3",
@@ -188,7 +189,10 @@ attention = Registry(
 
 _BUNDLED = Path(__file__).parents[1] / "bundled"
 _BUNDLED_MODELS = "tiny", "tiny-hybrid", "tiny-vl", "tiny-gemma"
-_BUNDLED_HEADS = "tiny-eagle", "tiny-eagle3", "tiny-mtp", "tiny-draft", "tiny-vl-eagle3", "tiny-gemma-assistant"
+_BUNDLED_HEADS = (
+    "tiny-eagle", "tiny-eagle3", "tiny-mtp", "tiny-draft", "tiny-dflash", "tiny-hybrid-dflash", "tiny-vl-eagle3",
+    "tiny-gemma-assistant",
+)  # fmt: skip
 
 bundled: Mapping[str, Path] = {
     name: _BUNDLED / name

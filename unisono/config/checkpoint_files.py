@@ -46,6 +46,7 @@ SMALL = (
     "processor_config.json",
     "modules.json",
     "config_sentence_transformers.json",
+    "sentence_*_config.json",
     "1_Pooling/config.json",
     "[2-9]_Dense/config.json",
     "[2-9]_Dense/model.safetensors",

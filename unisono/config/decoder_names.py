@@ -58,14 +58,17 @@ def shared(gate: str, up: str, down: str) -> dict[str, str]:
     }
 
 
-def experts(block: str, router: str, gate_up: str, down: str) -> dict[str, str]:
-    """Names of a layer's router and experts. block: of the layer; gate_up, down: of the tensors of all experts."""
+def experts(
+    block: str, router: str, gate_up: str, down: str, each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, str]:
+    """Names of a layer's router and experts. block: of the layer; gate_up, down: of the tensors of all experts; each:
+    of one expert's gate, up and down."""
     here = LAYER + block
     return {
         "layers.*.feed_forward.router": f"{here}.{router}",
         "layers.*.feed_forward.experts.gate_up": f"{here}.{gate_up}",
         "layers.*.feed_forward.experts.down": f"{here}.{down}",
-        "layers.*.feed_forward.experts.each.gate": f"{here}.experts.*.gate_proj",
-        "layers.*.feed_forward.experts.each.up": f"{here}.experts.*.up_proj",
-        "layers.*.feed_forward.experts.each.down": f"{here}.experts.*.down_proj",
+        "layers.*.feed_forward.experts.each.gate": f"{here}.experts.*.{each[0]}",
+        "layers.*.feed_forward.experts.each.up": f"{here}.experts.*.{each[1]}",
+        "layers.*.feed_forward.experts.each.down": f"{here}.experts.*.{each[2]}",
     }

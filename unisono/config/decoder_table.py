@@ -50,13 +50,16 @@ class DecoderRow:
     windows: see ``Facts``. rotary: order of a head's rotated elements: "halves", "pairs" or "swapped" halves.
     unrotated: layers without rotation: "" for none; "list": zeros of ``no_rope_layers``; "full": all without a window;
         "full beside windows": these, if there is a window.
-    rope_types: supported rope types beside the common ones; "alpha": ``dynamic`` with a fixed alpha.
+    rope_types: supported rope types beside the common ones; "alpha": ``dynamic`` with a fixed alpha; "mscale":
+        ``longrope`` with factors of cosines and sines (``short_mscale``, ``long_mscale``).
     rope_by_type, partial_rotary: see ``Facts``. query_scaling: queries grow with the position by
         ``llama_4_scaling_beta``.
     scale, embed_scale, residual_scale, logit_scale: factors of scores, embeddings, blocks' outputs and logits.
     logit_cap: soft cap of logits. clip: limit of queries, keys and values. embed_norm: embeddings are normed.
     experts: fields with the numbers of experts and of experts a token, which may be lists by layer, and whether their
         weights are normalised. shared_size: size of an expert that every token uses; 0: none.
+    router_jitter: half of ``RouterScores.margin``, for two experts a token; 0: experts are chosen by softmax.
+    head_bias: the LM head has a bias.
     seen: the config describes a tower, which another module of the catalog reads. takes: further fields of config.json
         and their values.
     """
@@ -91,6 +94,8 @@ class DecoderRow:
     embed_norm: bool = False
     experts: tuple[Slot, Slot, Slot] | None = None
     shared_size: Slot = 0
+    router_jitter: Slot = 0.0
+    head_bias: Slot = False
     seen: bool = False
     takes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -371,6 +376,27 @@ ROWS: Mapping[str, DecoderRow] = {
             **experts("mlp", "gate", "experts.gate_up_proj", "experts.down_proj"),
         },
     ),
+    "PhiForCausalLM": DecoderRow(
+        ("phi",),
+        "Phi-1, 1.5, 2",
+        "attention beside the MLP, LayerNorm, biases, also of the LM head; half of a head rotates; MLP without a gate",
+        norm="layer",
+        eps=_LAYER_EPS,
+        order="parallel",
+        partial_rotary=True,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        gated=False,
+        activation="gelu_pytorch_tanh",
+        names={
+            "layers.*.mixer.o": LAYER + "self_attn.dense",
+            "layers.*.feed_forward.up": LAYER + "mlp.fc1",
+            "layers.*.feed_forward.down": LAYER + "mlp.fc2",
+            "norm": "model.final_layernorm",
+        },
+    ),
     "Phi3ForCausalLM": DecoderRow(
         ("phi3",),
         "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
@@ -382,6 +408,20 @@ ROWS: Mapping[str, DecoderRow] = {
             **PACKED,
             **{f"layers.*.mixer.qkv.{name}": LAYER + "self_attn.qkv_proj" for name in ("q", "k", "v")},
         },
+    ),
+    "PhiMoEForCausalLM": DecoderRow(
+        ("phimoe",),
+        "Phi-3.5-MoE, Phi-mini-MoE, Phi-tiny-MoE; also as `PhimoeForCausalLM`",
+        "LayerNorm, biases, also of the LM head; two experts by a softmax each; longrope with factors",
+        norm="layer",
+        qkv_bias=_BIAS,
+        o_bias=_BIAS,
+        head_bias=ConfigField("lm_head_bias"),
+        windows="all",
+        rope_types=("longrope", "mscale"),
+        experts=(ConfigField("num_local_experts"), ConfigField("num_experts_per_tok"), False),
+        router_jitter=ConfigField("router_jitter_noise"),
+        names=experts("block_sparse_moe", "gate", "experts.gate_up_proj", "experts.down_proj", ("w1", "w3", "w2")),
     ),
     "SeedOssForCausalLM": DecoderRow(
         ("seed_oss",),
@@ -434,3 +474,6 @@ ROWS: Mapping[str, DecoderRow] = {
     ),
 }
 """By ``architectures[0]`` of config.json."""
+
+ALSO: Mapping[str, str] = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
+"""Another name of an architecture -> its row: transformers' class, where published checkpoints have another."""

@@ -90,7 +90,8 @@ class EngineConfig(Concise):
     of a decode engine's prefill engines, separated by commas. transfer_backend: transport of pages between hosts: tcp,
     nixl (RDMA, if UCX finds it), or auto: nixl if both ends have it. transfer_timeout: seconds without news of a
     prefill engine after which a decode engine computes its prompts itself.
-    enable_prefix_caching: reuse the KV pages of common prompt prefixes. It changes no text.
+    enable_prefix_caching: reuse the KV pages of common prompt prefixes. It changes no text. enable_sleep_mode: hold
+    weights and KV cache so that ``sleep`` can free their memory.
     tensor_parallel_size: processes, with a GPU each, that hold the model together; the text is the same as of one.
     enable_expert_parallel: place whole experts on the ranks; otherwise every expert is divided like other layers.
     tp_reduce: gather: no sum is divided, and the text is that of one process. ordered: the products after attention and
@@ -140,6 +141,7 @@ class EngineConfig(Concise):
     transfer_backend: Literal["tcp", "nixl", "auto"] = "tcp"
     transfer_timeout: float = 10.0
     enable_prefix_caching: bool = True
+    enable_sleep_mode: bool = False
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
     enable_lora: bool = False
@@ -231,8 +233,7 @@ class EngineConfig(Concise):
 
     def _check_offload(self) -> None:
         for name in ("cpu_offload_gb", "cpu_offload_ratio"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
+            if not 0 <= (value := getattr(self, name)) < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number from 0 on; 0 offloads nothing.")
         if self.kv_offload_dir is not None and not self.offloads:
             raise ConfigError("--kv-offload-dir: files hold what waits in host memory; give --cpu-offload-gb, too.")
@@ -274,8 +275,7 @@ class EngineConfig(Concise):
 
     def _check_adapters(self) -> None:
         for name, low, high in (("max_loras", 1, 1024), ("max_lora_rank", 1, 512), ("max_cpu_loras", 1, 1 << 20)):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
+            if (value := getattr(self, name)) is not None and not low <= value <= high:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give a whole number from {low} to {high}.")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"--max-cpu-loras {self.max_cpu_loras}: give at least --max-loras, {self.max_loras}.")
@@ -436,11 +436,11 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
     device = resolve_auto("device", config.device, str(hardware.device), f"found: {hardware.name}")
     dtype = resolve_auto("dtype", config.dtype, *_auto_dtype(gpu, checkpoint.dtype or torch.float32))
     dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
-    limit = checkpoint.config.max_positions
+    limit = checkpoint.context
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is above the model's context of {limit} tokens "
-            "(max_position_embeddings in config.json). Give at most that."
+            "(config.json, or max_seq_length of sentence_bert_config.json). Give at most that."
         )
     kind, seqs, tokens = GPU_SIZES if gpu else CPU_SIZES
     reason = f"the default on {kind}"

@@ -55,6 +55,13 @@ COMPILE_PROCESSES = Variable(
     "Number of processes that compile kernels at the start.",
 )
 
+KERNELS = Variable(
+    "UNISONO_KERNELS",
+    "a directory; `0`: none",
+    "the package's own archives, if it has any",
+    "Directory of archives of compiled kernels, which starts read in place of compiling.",
+)
+
 GATHER = Variable(
     "UNISONO_GATHER",
     "`nccl`",
@@ -69,7 +76,7 @@ STAYING_LAUNCHES = Variable(
     "Persistent launches of fused layer tails. Set `0` for processes that share a GPU's multiprocessors (MPS).",
 )
 
-VARIABLES = (API_KEY, TRANSFER_KEY, CACHE, COMPILE_PROCESSES, GATHER, STAYING_LAUNCHES)
+VARIABLES = (API_KEY, TRANSFER_KEY, CACHE, COMPILE_PROCESSES, KERNELS, GATHER, STAYING_LAUNCHES)
 """All variables, in the order of the documentation."""
 
 
@@ -94,6 +101,12 @@ def compile_processes() -> int | None:
     """Return the number of processes that compile kernels; None for the default."""
     value = COMPILE_PROCESSES.read() or ""
     return int(value) if value.isdecimal() else None
+
+
+def kernel_archives(default: Path) -> Path | None:
+    """Return the directory of archives of compiled kernels; None if starts must read none."""
+    value = KERNELS.read()
+    return default if not value else None if value == "0" else Path(value)
 
 
 def gathers_by_nccl() -> bool:

@@ -53,6 +53,7 @@ SWITCHES = {
     "--disable-cuda-graph": "--enforce-eager",
     "--disable-radix-cache": "--no-enable-prefix-caching",
     "--enable-hierarchical-cache": "--cpu-offload-ratio=2",
+    "--enable-memory-saver": "--enable-sleep-mode",
     "--enable-torch-compile": "--compile",
     "--no-enforce-eager": "",
 }
@@ -174,7 +175,6 @@ REFUSED = {
     "--enable-force-include-usage": "clients request usage with stream_options.include_usage",
     "--enable-mm-embeds": "image embeddings are not supported; send images",
     "--interleave-mm-strings": "images are always placed at their content parts",
-    "--enable-sleep-mode": "the server cannot release the GPU temporarily; stop the server instead",
     "--headless": _MACHINES,
     "--hicache-storage-backend": "--kv-offload-dir DIR keeps pages in files",
     "--hf-token": "the token is read from the environment (HF_TOKEN), because other users can see flags",

@@ -1,4 +1,4 @@
-"""The protocol of all drafters. The engine knows nothing else about them.
+"""The protocols of drafters: all that the engine knows about them.
 
 A round is 1 + k wide. Let n be a request's committed length at its start: token n - 1 is its last token, whose target
 KV the round computes.
@@ -212,7 +212,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class AtOnceDrafter(Drafter, Protocol):
-    """A drafter whose drafts cost about the same in any number, if ``drafts_at_once``.
+    """A drafter that makes k drafts at about the cost of one, if ``drafts_at_once``.
 
     Requests share its drafts by default on a CPU. In a round whose requests share drafts, ``propose`` is called for the
     most that one request may have.
@@ -267,7 +267,7 @@ class DivisibleDrafter(Drafter, Protocol):
 class TreeDrafter(Drafter, Protocol):
     """A drafter that can also draft trees: several paths per request; row r · P + l is path l of row r.
 
-    A drafter is one if it has ``drafts_trees``. ``spec.paths`` has the paths, empty for a chain. In a round with paths,
+    It drafts trees if ``drafts_trees`` is true. ``spec.paths`` has the paths, empty for a chain. In a round with paths,
     ``tables`` gives each path's own page-table row, while ``slots`` gives the request. The engine copies the state of
     the last committed positions to the paths' pages before ``propose``, and the state of accepted drafts back before
     ``observe``.

@@ -61,6 +61,6 @@ def carried_bytes(directory: Path) -> int:
     if not found:
         return 0
     numbers = found[0].numbers(tensors)
-    starts = tuple(found[0].block.replace("*", str(number), 1) for number in numbers)
+    starts = tuple(prefix for number in numbers for prefix in found[0].blocks(number))
     starts += (found[0].root,) if found[0].root else ()
     return sum(nbytes(info) for name, info in tensors.items() if name.startswith(starts))

@@ -32,6 +32,7 @@ from unisono.engine.scheduling.mixing import Mixing
 from unisono.engine.scheduling.prompt_budget import PromptBudget
 from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import Extend, Pass, Round, Sequence, States
+from unisono.engine.sleep import SleepState
 from unisono.engine.startup.self_test import run_self_test
 from unisono.engine.weight_changes import change_weights, weight_commands
 from unisono.engine.worker.batch import BatchBuilder, Launched
@@ -78,7 +79,8 @@ class Engine:
         resolved = with_default_drafts(resolve(config, Hardware.detect(config.device), checkpoint), checkpoint)
         self.checkpoint = checkpoint
         self._offload: Offload | None = None
-        self.roles, self.weight_version, self.weight_updates, self.paused = Roles(), "0", 0, False
+        self.roles, self.sleep = Roles(), SleepState()
+        self.weight_version, self.weight_updates, self.paused = "0", 0, False
         self.admitted: Callable[[list[str]], None] = lambda request_ids: None
         with torch.inference_mode():
             self.runner = Runner(resolved, checkpoint, progress)
@@ -188,11 +190,8 @@ class Engine:
         if request.request_id in self._sequences:
             raise BadRequest(f"request id {request.request_id!r} is running already.", param="request_id")
         if params.n != 1 or params.seed is None:
-            raise BadRequest(
-                f"n={params.n}, seed={params.seed}: one request is one sequence here, with a seed; see "
-                "EngineRequest.sequences.",
-                "n" if params.n != 1 else "seed",
-            )
+            name, value = ("n", params.n) if params.n != 1 else ("seed", params.seed)
+            raise BadRequest(f"{name}={value}: one sequence with a seed; see EngineRequest.sequences.", name)
         states = self._begin_features(request)
         own = (i for state in states.values() for i in state.stop_ids)
         stop_ids = tuple(dict.fromkeys((*own, *request.stop_ids)))
@@ -461,7 +460,7 @@ class Engine:
 
         Return the number of captures, 0 or 1. Nothing may be in flight.
         """
-        return 0 if self.has_work() else self.runner.planner.capture_missing()
+        return 0 if self.has_work() or self.paused else self.runner.planner.capture_missing()
 
     def pin_drafts(self, drafts: int | None) -> None:
         """Fix the drafts of every round to one of ``runner.choices``; None: adapt. For measurements."""

@@ -43,7 +43,7 @@ class Sequence:
     max_length: int
     order: int  # order of arrival
     states: States = field(default_factory=dict)
-    turn: int = -1  # the client's turn, for the first request of its client; see engine/scheduling/waiting.py
+    turn: int = -1  # fair share: the turn of its client; see engine/scheduling/waiting.py
     slot: int = -1
     pages: Reservation | None = None
     extended: int = 0  # tokens whose KV is written, or being written by launched prompt passes
@@ -77,7 +77,7 @@ class Sequence:
 
     @property
     def coming(self) -> bool:
-        """True if the request waits for pages from host memory."""
+        """True if the request waits for pages that come from host memory."""
         return self.pages is not None and self.pages.coming
 
     @property

@@ -13,6 +13,7 @@ from unisono.config import ResolvedConfig
 from unisono.distributed.weight_group import TIMEOUT
 from unisono.drafters.base import UpdatableDrafter
 from unisono.engine.scheduling.scheduler import Scheduler
+from unisono.engine.sleep import WEIGHTS, SleepState, sleep_commands
 from unisono.engine.worker.runner import Runner
 from unisono.engine.worker.weight_updates import (
     EndUpdate,
@@ -34,6 +35,7 @@ class ChangedEngine(Protocol):
     weight_updates: int
     weight_version: str
     paused: bool
+    sleep: SleepState
 
     @property
     def config(self) -> ResolvedConfig: ...
@@ -63,17 +65,17 @@ def change_weights(engine: ChangedEngine, directory: str, draft_directory: str, 
 def weight_commands(engine: ChangedEngine) -> Mapping[str, Callable[..., Any]]:
     """Commands that write some of the weights by name, and that hold or resume passes; names are SGLang's."""
 
-    def from_tensor(files: Sequence[str], version: str | None = None) -> dict[str, Any]:
-        return _changed(engine, UpdateTensors(tuple(files)), version)
+    def from_tensor(files: Sequence[str], version: str | None = None, draft: bool = False) -> dict[str, Any]:
+        return _changed(engine, UpdateTensors(tuple(files), draft), version)
 
     def from_distributed(
         names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str,
-        version: str | None = None,
+        version: str | None = None, draft: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         if not len(names) == len(dtypes) == len(shapes):
             raise ConfigError(f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes: give one of each.")
         sizes = tuple(tuple(shape) for shape in shapes)
-        return _changed(engine, ReceiveWeights(group_name, tuple(names), tuple(dtypes), sizes), version)
+        return _changed(engine, ReceiveWeights(group_name, tuple(names), tuple(dtypes), sizes, draft), version)
 
     def join(
         master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str,
@@ -95,7 +97,10 @@ def weight_commands(engine: ChangedEngine) -> Mapping[str, Callable[..., Any]]:
 
     def pause(paused: bool) -> None:
         engine.finish_pass()
-        engine.paused = paused
+        if engine.sleep.asleep:
+            engine.sleep.held = paused
+        else:
+            engine.paused = paused
 
     return {
         "update_weights_from_tensor": torch.inference_mode()(from_tensor),
@@ -103,6 +108,7 @@ def weight_commands(engine: ChangedEngine) -> Mapping[str, Callable[..., Any]]:
         "init_weights_update_group": join,
         "destroy_weights_update_group": leave,
         "pause": torch.inference_mode()(pause),
+        **sleep_commands(engine),
     }
 
 
@@ -116,17 +122,23 @@ def _changed(
             "weights cannot be updated while pages are in files or shared with other engines: restart without "
             "--kv-offload-dir, and without prefill and decode apart."
         )
+    if WEIGHTS in engine.sleep.asleep:
+        raise ConfigError('the weights sleep: wake them up first, with tags=["weights"].')
     engine.finish_pass()
+    recomputed = engine.scheduler.recompute()
+    freed = engine.reset_prefix_cache()  # now no page is in use, and ranks keep the old weights in them
     try:
         engine.runner.send(command)
     except (CheckpointError, ConfigError):
         engine.runner.send(EndUpdate(False))
         raise
     engine.runner.send(EndUpdate(True))
-    recomputed = engine.scheduler.recompute()
     for feature in engine.runner.request_features:
         feature.weights_changed()
-    freed = engine.reset_prefix_cache()
+    if isinstance(command, UpdateWeights):
+        engine.sleep.directory = command.directory or engine.sleep.directory
+    elif not command.draft:
+        engine.sleep.directory = None
     engine.weight_updates += 1
     engine.weight_version = str(engine.weight_updates) if version is None else version
     return {"weight_version": engine.weight_version, "recomputed_requests": recomputed, "freed_pages": freed}

@@ -255,7 +255,7 @@ class LLM(PooledCalls, WeightCalls):
         reports: dict[str, TokenLogprobs] = {}
         inbox: Inbox | None = None
         try:
-            inbox = self.loop.submit(requests)
+            inbox = self._submit(requests)
             while deltas := self.loop.read(inbox):
                 for delta, _ in deltas:
                     if delta.error is not None:
@@ -275,7 +275,7 @@ class LLM(PooledCalls, WeightCalls):
         request = self._request(as_prompt(prompt_token_ids), params)
         inbox: Inbox | None = None
         try:
-            inbox = self.loop.submit([request])
+            inbox = self._submit([request])
             while deltas := self.loop.read(inbox):
                 for delta, _ in deltas:
                     yield delta
@@ -375,7 +375,7 @@ class LLM(PooledCalls, WeightCalls):
         requests: list[EngineRequest] = [request for one in collectors for request in one.requests]
         inbox: Inbox | None = None
         try:
-            inbox = self.loop.submit(requests)
+            inbox = self._submit(requests)
             with prompts_bar(use_tqdm, len(collectors)) as advance:
                 while deltas := self.loop.read(inbox):
                     for delta, now in deltas:

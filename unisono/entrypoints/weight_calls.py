@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from unisono.engine.loop import EngineLoop
+from unisono.engine.loop import EngineLoop, Inbox
 from unisono.frontend.classifier import Classifier
 from unisono.frontend.pooling import Pooling
 from unisono.frontend.scores import NO_UPDATE
-from unisono.types import BadRequest
+from unisono.types import BadRequest, EngineRequest
 
 SHARED_MEMORY = Path("/dev/shm")
 """Directory of files in shared memory, where Linux has them."""
@@ -40,24 +40,26 @@ class WeightCalls:
         self,
         named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Sequence[str],
         version: str | None = None,
+        draft: bool = False,
     ) -> dict[str, Any]:
         """Replace the weights of these names, by the checkpoint's names; the others stay.
 
         named_tensors: whole tensors in any dtype of checkpoints, or paths of safetensors files with them. Tensors are
-        copied once into a file of shared memory, which all ranks read. version: as for :meth:`update_weights`. Raises
-        CheckpointError, with the old weights in place, for a tensor without a place in the model.
+        copied once into a file of shared memory, which all ranks read. version: as for :meth:`update_weights`. draft:
+        the drafter's weights, by the names of its checkpoint. Raises CheckpointError, with the old weights in place,
+        for a tensor without a place in the model.
         """
         self._check_updatable()
         entries = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
         files = [entry for entry in entries if isinstance(entry, str)]
         tensors = {entry[0]: entry[1] for entry in entries if not isinstance(entry, str)}
         if not tensors:
-            return self._command("update_weights_from_tensor", files=files, version=version)
+            return self._command("update_weights_from_tensor", files=files, version=version, draft=draft)
         directory = tempfile.mkdtemp(prefix="unisono-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
         try:
             file = str(Path(directory, "weights.safetensors"))
             save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, file)
-            return self._command("update_weights_from_tensor", files=[*files, file], version=version)
+            return self._command("update_weights_from_tensor", files=[*files, file], version=version, draft=draft)
         finally:
             shutil.rmtree(directory)
 
@@ -77,16 +79,17 @@ class WeightCalls:
 
     def update_weights_from_distributed(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
-        group_name: str = "weight_update_group", version: str | None = None,
+        group_name: str = "weight_update_group", version: str | None = None, draft: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         """Receive tensors that the trainer sends in this order, and write them over the weights of these names.
 
-        dtypes: torch's names without ``torch.``. Errors are those of :meth:`update_weights_from_tensor`.
+        dtypes: torch's names without ``torch.``. draft, errors: as of
+        :meth:`update_weights_from_tensor`.
         """
         self._check_updatable()
         return self._command(
             "update_weights_from_distributed", names=names, dtypes=dtypes, shapes=shapes, group_name=group_name,
-            version=version,
+            version=version, draft=draft,
         )  # fmt: skip
 
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
@@ -100,6 +103,33 @@ class WeightCalls:
     def continue_generation(self) -> None:
         """Launch passes again."""
         self._command("pause", paused=False)
+
+    def sleep(self, level: int = 1) -> dict[str, Any]:
+        """Free the memory of weights and KV cache until :meth:`wake_up`; needs ``enable_sleep_mode=True``.
+
+        level: 1: weights go to host memory; 2: the target's weights are dropped. Requests that run are computed again
+        after the wake. Returns freed bytes by tag. Raises ConfigError if the engine cannot sleep.
+        """
+        return self._command("sleep", level=level)
+
+    def wake_up(self, tags: Sequence[str] | None = None, reload: bool = True) -> dict[str, Any]:
+        """Get the memory back at the same addresses.
+
+        tags: ``weights`` and ``kv_cache``, weights first; None: both. reload: read dropped weights from their
+        directory; False: an update of all weights follows before ``kv_cache`` wakes. Raises ConfigError with the rest
+        asleep if memory or weights are missing.
+        """
+        return self._command("wake_up", tags=None if tags is None else list(tags), reload=reload)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True while a part of the memory sleeps."""
+        return bool(self.loop.engine.sleep.asleep)
+
+    def _submit(self, requests: Sequence[EngineRequest]) -> Inbox:
+        """Add requests to the engine. Raises BadRequest while it sleeps, since this thread would wait for ever."""
+        self.loop.engine.sleep.check_awake()
+        return self.loop.submit(requests)
 
     def _command(self, name: str, **arguments: Any) -> Any:
         return self.loop.call(lambda engine: engine.command(name, arguments))

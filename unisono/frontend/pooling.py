@@ -1,8 +1,8 @@
 """Pooling of a prompt's hidden states to one vector, by the checkpoint's configuration.
 
 Checkpoints for embeddings carry sentence-transformers' files: ``modules.json`` lists the modules after the model, with
-``1_Pooling/config.json`` and dense layers (``2_Dense``), and ``config_sentence_transformers.json`` has the prompts of
-the model card.
+``1_Pooling/config.json`` and dense layers (``2_Dense``), ``config_sentence_transformers.json`` has the prompts of the
+model card, and ``sentence_bert_config.json`` rules of texts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from unisono.config.sentence_files import text_rules
 from unisono.frontend.head_layers import ACTIVATIONS, HeadLayer, folded, layer_of, stored_tensors
-from unisono.types import BadRequest
+from unisono.types import BadRequest, CheckpointError
 
-MODES = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "cls_token": "cls", "cls": "cls"}
-"""sentence-transformers' names of the supported pooling modes."""
+MODES = {
+    "cls_token": "cls", "cls": "cls", "max_tokens": "max", "max": "max", "mean_tokens": "mean", "mean": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len", "mean_sqrt_len": "mean_sqrt_len", "weightedmean_tokens": "weightedmean",
+    "weightedmean": "weightedmean", "lasttoken": "last",
+}  # fmt: skip
+"""sentence-transformers' names of the pooling modes, in the order in which the vectors of several are joined."""
 MODULES, POOLING, PROMPTS = "modules.json", "1_Pooling", "config_sentence_transformers.json"
 GENERATIVE = (
     "This checkpoint is generative: it has no 1_Pooling/config.json, so these are the normalised last hidden states of "
@@ -33,10 +38,11 @@ GENERATIVE = (
 class Pooling:
     """The pooling of a checkpoint.
 
-    mode: ``last``, ``mean`` or ``cls`` (the first token). meant: the checkpoint is for embeddings. problem: the reason
-    why its pooling is not supported, if it is not. layers: dense layers after it. prompts: beginnings of texts, by
+    mode: see :func:`pooled`. meant: the checkpoint is for embeddings. problem: the reason why its pooling is not
+    supported, if it is not. layers: dense layers after it. prompts: beginnings of texts, by
     name. default_prompt: name of the one that texts get without a name; None: none. sizes: the only numbers of
-    dimensions that embeddings may be cut to (``matryoshka_dimensions`` of config.json); empty: all.
+    dimensions that embeddings may be cut to (``matryoshka_dimensions`` of config.json); empty: all. lower_case: texts
+    are lowered.
     """
 
     mode: str = "last"
@@ -46,6 +52,7 @@ class Pooling:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     sizes: tuple[int, ...] = ()
+    lower_case: bool = False
 
     def pool(self, states: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
         """One vector [dimensions] of a prompt's hidden states [tokens, hidden], both float32."""
@@ -61,7 +68,7 @@ class Pooling:
 
     def check_dimensions(self, dimensions: int | None, hidden: int) -> None:
         """Raise BadRequest for a number of dimensions that an embedding cannot be cut to. hidden: the model's size."""
-        most = len(self.layers[-1].weight) if self.layers else hidden
+        most = len(self.layers[-1].weight) if self.layers else hidden * len(self.mode.split("+"))
         if dimensions is None:
             return
         if not 1 <= dimensions <= most:
@@ -81,17 +88,18 @@ class Pooling:
         return self.prompts[name]
 
     def prompted(self, texts: Any, name: str | None) -> Any:
-        """Texts, or one, with the prompt of this name before each. Without a name, token ids are left as they are.
+        """Texts, or one, with the prompt of this name before each, and lowered if the checkpoint's are. Without a name,
+        token ids are left as they are.
 
         Raises BadRequest for an unknown name, and for token ids with a name.
         """
         before = self.beginning(name)
-        if not before:
+        if not before and not self.lower_case:
             return texts
         if isinstance(texts, str):
-            return before + texts
+            return (before + texts).lower() if self.lower_case else before + texts
         if isinstance(texts, Mapping) and isinstance(texts.get("prompt"), str):
-            return {**texts, "prompt": before + texts["prompt"]}
+            return {**texts, "prompt": self.prompted(texts["prompt"], name)}
         if isinstance(texts, Sequence) and texts and not all(isinstance(each, int) for each in texts):
             return [self.prompted(each, name) for each in texts]
         if name is not None:
@@ -100,16 +108,27 @@ class Pooling:
 
 
 def pooled(states: np.ndarray, mode: str) -> np.ndarray:
-    """One vector [hidden] of states [tokens, hidden], both float32. mode: see :class:`Pooling`."""
-    vector: np.ndarray | None = {"last": states[-1], "cls": states[0]}.get(mode)
-    return states.mean(0, np.float64).astype(np.float32) if vector is None else vector
+    """One vector [hidden] of states [tokens, hidden], both float32.
+
+    mode: ``cls`` (the first token), ``max``, ``mean``, ``mean_sqrt_len`` (the sum divided by the root of the number of
+    tokens), ``weightedmean`` (by position, from 1 on) or ``last``; several with + between them are joined.
+    """
+    if "+" in mode:
+        return np.concatenate([pooled(states, each) for each in mode.split("+")])
+    if mode in ("last", "cls", "max"):
+        return states[-1] if mode == "last" else states[0] if mode == "cls" else states.max(0)
+    weights = np.arange(1.0, len(states) + 1) if mode == "weightedmean" else np.ones(len(states))
+    total = (states * weights[:, None]).sum(0)
+    divisor = len(states) ** 0.5 if mode == "mean_sqrt_len" else weights.sum()
+    vector: np.ndarray = (total / divisor).astype(np.float32)
+    return vector
 
 
 def pooling_of(directory: Path) -> Pooling:
     """The pooling of a checkpoint's configuration; the last token's state by default."""
     try:
         return _read(directory)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, CheckpointError) as error:
         return Pooling(meant=True, problem=str(error))
 
 
@@ -135,34 +154,41 @@ def _read(directory: Path) -> Pooling:
     prompts = _json(directory / PROMPTS, dict) if (directory / PROMPTS).is_file() else {}
     named = {str(name): str(text) for name, text in (prompts.get("prompts") or {}).items()}
     default = prompts.get("default_prompt_name")
-    found = Pooling(prompts=named, default_prompt=default if default in named else None)
+    lower = text_rules(directory).lower_case
+    found = Pooling(prompts=named, default_prompt=default if default in named else None, lower_case=lower)
     if not (pooling / "config.json").is_file():
         return found
     config = _json(pooling / "config.json", dict)
     where = f"{pooling.name}/config.json"
-    named_mode = config.get("pooling_mode")
-    modes = [named_mode] if isinstance(named_mode, str) else []
-    modes = modes or [
-        key.removeprefix("pooling_mode_")
-        for key, on in config.items()
-        if key.startswith("pooling_mode_") and on is True
-    ]
-    if len(modes) != 1 or modes[0] not in MODES:
-        raise ValueError(f"{where} asks for {modes}; one of {', '.join(MODES)} is supported")
+    modes = _modes(config)
+    if not modes or not {*modes} <= MODES.keys():
+        raise ValueError(f"{where} asks for {modes}; supported are {', '.join(MODES)}")
     if config.get("include_prompt") is False and any(named.values()):
         raise ValueError(f"{where}: include_prompt=false, pooling without the tokens of a prompt, is not supported")
-    layers = _dense_layers(dense, config.get("word_embedding_dimension"))
+    joined = "+".join(dict.fromkeys(MODES[mode] for mode in sorted(modes, key=[*MODES].index)))
+    inputs = int(config.get("word_embedding_dimension") or 0) * len(joined.split("+"))
+    layers = _dense_layers(dense, inputs)
     model = directory / "config.json"
     sizes = _json(model, dict).get("matryoshka_dimensions") if model.is_file() else None
     return Pooling(
-        MODES[modes[0]],
+        joined,
         True,
         None,
         layers,
         named,
         found.default_prompt,
         tuple(sizes) if isinstance(sizes, list) else (),
+        lower,
     )
+
+
+def _modes(config: Mapping[str, Any]) -> list[str]:
+    """Names of the pooling modes of a configuration: one field with a name or a list, or a switch for each."""
+    named = config.get("pooling_mode")
+    if named is not None:
+        return [str(each) for each in named] if isinstance(named, list) else [str(named)]
+    prefix = "pooling_mode_"
+    return [key.removeprefix(prefix) for key, on in config.items() if key.startswith(prefix) and on is True]
 
 
 def _dense_layers(directories: list[Path], inputs: Any) -> tuple[HeadLayer, ...]:

@@ -45,7 +45,7 @@ class Service:
     """The state that the handlers need.
 
     draining, sleeping: new requests are refused. in_flight: POST requests without a complete answer. running:
-    generations of each answer in progress, by the answer's id. claimed: ids of answers from their choice on.
+    generations of each answer in progress, by the answer's id. claimed: ids of answers reserved or in progress.
     """
 
     client: Engines

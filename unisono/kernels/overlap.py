@@ -37,9 +37,9 @@ The kernel before them has waited before it allowed them to start, and they wait
 """
 
 LEADING: set[str] = set()
-"""Names of kernels that may allow the next one to start before they have waited, so before the kernel ahead has ended.
+"""Names of kernels that may let the next one start before they have waited, while the kernel ahead still runs.
 
-Those of attention do, others if they quantise: the product that follows then loads the first parts of its weight while
+Attention does, other kernels if they quantise: the product that follows then loads the first parts of its weight while
 the last programs of the product before it still run. Several such kernels may follow each other, but none is a product,
 and products come between all others: when a kernel begins early, everything ahead of the last product has ended. Early
 reads are of memory older than that, or of weights.

@@ -12,7 +12,7 @@ slot), MP pages per row, NP pages of a window group.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -76,9 +76,14 @@ class StateStore:
     paths: tree paths per request; 1 for a chain.
     max_model_len: positions of a request. Windows of at least this length become window group ALL.
     width: tokens per row in the widest round, which sets how many positions of recurrent input are buffered.
+    zeros: allocates pages and saved snapshots; None: on ``device``.
     """
 
-    def __init__(self, slots: int, paths: int, max_model_len: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, paths: int, max_model_len: int, width: int, device: torch.device,
+        zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self._page_zeros = zeros or (lambda dims, dtype: _zeros(dims, dtype, device))
         self.slots, self.paths, self.max_model_len, self.width, self.device = slots, paths, max_model_len, width, device
         # A drafter's entries are a position ahead. After a prompt that fills the context, the last one goes to padding.
         self.max_pages = max_model_len // PAGE_SIZE + 1
@@ -143,18 +148,22 @@ class StateStore:
                 count[spec.window_group, spec.shape, spec.dtype] += 1
         for (window_group, shape, dtype), specs in count.items():
             dims = (specs, num_pages[window_group], *shape)
-            self._pages[window_group, shape, dtype] = _zeros(dims, dtype, self.device)
+            self._pages[window_group, shape, dtype] = self._page_zeros(dims, dtype)
         taken: dict[PageKey, Iterator[torch.Tensor]] = {key: iter(pages) for key, pages in self._pages.items()}
         for owner, specs in self._specs.items():
             self._views[owner].tree = map_tree(
                 specs, partial(self._filled, iter(_flat(self._slot_state[owner])), taken)
             )
         for live in self._live_snapshots():
-            self._snapshots.append(_zeros((snapshots, *live.shape[1:]), live.dtype, self.device))
+            self._snapshots.append(self._page_zeros((snapshots, *live.shape[1:]), live.dtype))
 
     def nbytes(self, owner: str | None = None) -> int:
         """Bytes of pages, over all owners or for one."""
         return sum(pages * self.page_bytes(window_group, owner) for window_group, pages in self.num_pages.items())
+
+    def page_memory(self) -> list[torch.Tensor]:
+        """All pages as bytes, uint8 [bytes] per allocation: scratch memory while no page is in use."""
+        return [pages.view(-1).view(torch.uint8) for pages in self._pages.values() if pages.numel()]
 
     # ---- copies on the device, inside passes ---------------------------------------------------
 

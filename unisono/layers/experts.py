@@ -169,6 +169,8 @@ class Experts(nn.Module):
     def _chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights, ids) [M, top_k] of logits [M, E], for :meth:`reference`."""
         s = self.scores or RouterScores(sigmoid=False)
+        if s.margin:
+            return self._near(logits, s.margin)
         shares = logits.sigmoid() if s.sigmoid else logits.softmax(-1)
         choice = shares if self.correction is None else shares + self.correction.to(logits.dtype)
         if s.groups > 1:
@@ -183,6 +185,17 @@ class Experts(nn.Module):
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights * s.scale, ids
+
+    def _near(self, logits: torch.Tensor, margin: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`_chosen` by ``RouterScores.margin``: a softmax for each choice, over the near ones of those left."""
+        weights, ids, left = [], [], logits
+        for _ in range(self.top_k):
+            top, best = left.max(-1, keepdim=True)
+            far = (top - logits) / torch.maximum(logits.abs(), top) > margin
+            weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))
+            ids.append(best)
+            left = left.scatter(1, best, -torch.inf)
+        return torch.cat(weights, 1), torch.cat(ids, 1)
 
     def _expert(self, x: torch.Tensor, number: int) -> torch.Tensor:
         """One expert's MLP for :meth:`reference`, x [n, H] -> [n, H]."""

@@ -136,7 +136,11 @@ def _inverse_frequencies(
 
     config = copy.deepcopy(config)
     config.head_dim, config.rope_parameters = head_dim, parameters
-    return ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), seq_len=length)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), seq_len=length)
+    if kind == "longrope" and "long_mscale" in parameters:
+        long = length > config.rope_parameters["original_max_position_embeddings"]
+        factor = float(parameters["long_mscale" if long else "short_mscale"])
+    return frequencies, factor
 
 
 def rotary_table(
@@ -154,7 +158,8 @@ def rotary_table(
         The frequencies, scaling (linear; Llama 3; YaRN, arXiv 2309.00071) and its attention
         factor are those of transformers. Computed on the CPU, so that the table is the same on every device.
     length: longest text in tokens, by default max_positions: ``dynamic`` stretches the base for it, and ``longrope``
-        takes the long factors if it is above the length of the first training. Raises ConfigError for other rope types.
+        takes the long factors (and ``long_mscale`` on cosines and sines, in place of the factor that follows from the
+        lengths) if it is above the length of the first training. Raises ConfigError for other rope types.
     """
     parameters = parameters or _rope_parameters(hf_config)
     frequencies, factor = _inverse_frequencies(hf_config, head_dim, parameters, length or max_positions)

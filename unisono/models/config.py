@@ -19,7 +19,8 @@ from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks.input_tables import InputTablesSpec
 from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.blocks.layer_inputs import LayerInputsSpec
-from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec
+from unisono.models.blocks.layers import AttentionSpec, BlockSpec, LayerSpec, MLPSpec
+from unisono.models.blocks.one_block import AbsentSpec
 from unisono.models.load.build import require
 from unisono.models.vision.config import VisionConfig
 from unisono.types import CheckpointError
@@ -38,6 +39,7 @@ class DecoderConfig:
     input_tables: learnt embeddings of positions and token types; None: there are none.
     final_norm: the last layer's stream is normed.
     logit_scale: factor of logits, before the cap.
+    head_bias: the LM head has a bias; with an embedding that is not tied to it.
     logit_cap: logits become logit_cap * tanh(logit / logit_cap); 0: no cap.
     layer_inputs: inputs of every layer beside the stream; None: there are none.
     mtp_modules: number of multi-token prediction modules declared by config.json.
@@ -64,6 +66,7 @@ class DecoderConfig:
     input_tables: InputTablesSpec | None = None
     final_norm: bool = True
     logit_scale: float = 1.0
+    head_bias: bool = False
     vision: VisionConfig | None = None
     hf_config: Any = field(default=None, repr=False, compare=False)
 
@@ -71,6 +74,8 @@ class DecoderConfig:
         sizes = {"vocab_size": self.vocab_size, "hidden_size": self.hidden_size, "num_layers": len(self.layers)}
         for name, value in sizes.items():
             require(value >= 1, name, value, "it must be at least 1")
+        tied = self.head_bias and self.tie_embeddings
+        require(not tied, "tie_word_embeddings", True, "an LM head with a bias has a weight of its own")
         if self.vision is not None and self.vision.mrope_section:
             layers = tuple(_on_three_axes(layer, self.vision) for layer in self.layers)
             object.__setattr__(self, "layers", layers)
@@ -88,8 +93,16 @@ class DecoderConfig:
         raise CheckpointError(f"a {self.architecture} with this config.json has no attention layer.")
 
     @property
+    def feed_forward(self) -> BlockSpec:
+        """Spec of the last feed-forward. Draft modules with random weights copy it."""
+        for layer in reversed(self.layers):
+            if not isinstance(layer.feed_forward, AbsentSpec):
+                return layer.feed_forward
+        raise CheckpointError(f"a {self.architecture} with this config.json has no feed-forward.")
+
+    @property
     def windows(self) -> tuple[int, ...]:
-        """Positions a token sees in each layer, itself included; 0: all."""
+        """Window of each layer, in positions: see :class:`AttentionSpec`."""
         return tuple(getattr(layer.mixer, "window", 0) for layer in self.layers)
 
     @property
@@ -124,7 +137,7 @@ class DecoderConfig:
 
 
 def _on_three_axes(layer: LayerSpec, vision: VisionConfig) -> LayerSpec:
-    """The layer with rotary planes assigned to the axes of the model's sections.
+    """Return the layer with rotary planes assigned to the axes of the model's sections.
 
     Raises CheckpointError if the sections do not match the number of planes.
     """
@@ -161,7 +174,7 @@ class Family:
     rows: projection -> a function of its layer's spec that returns the rows of the checkpoint tensor that form the
         projection, in order, int64. Several projections may then share the rows of one checkpoint module.
     unread: name prefix of tensors that are not read -> reason.
-    tied_unless_stored: embedding and head are tied exactly if the checkpoint has no tensor of the head, whatever
+    tied_unless_stored: embedding and head are tied if and only if the checkpoint has no tensor of the head, whatever
         config.json has.
     tower: module of the vision tower -> checkpoint module, inside one of TOWER_PREFIXES; empty: there is no tower.
     tower_roots: name prefix of a tower's tensors -> prefix inside TOWER_PREFIXES[0], or None for tensors that are not
@@ -182,7 +195,7 @@ class Family:
         return (tuple(self.tower_roots) or TOWER_PREFIXES) if self.tower else ()
 
     def tower_name(self, name: str) -> str | None:
-        """A tensor's name inside a tower with one prefix; itself if it is none of a tower, None if it is not read."""
+        """Rename a tower's tensor to its one prefix; other names are returned as they are. None: it is not read."""
         root = next((root for root in self.tower_roots if name.startswith(root)), None)
         if root is None:
             return name
@@ -213,13 +226,13 @@ def checkpoint_name(names: Mapping[str, Name], module: str, layers: Sequence[Lay
 
 
 def _key(module: str) -> tuple[str, list[int]]:
-    """(the module with ``*`` for its layer number and without an expert's, these numbers)."""
+    """Split a module's name: (``*`` for its layer number, its expert's number dropped; these numbers)."""
     key = re.sub(r"\.\d+(?=\.)", ".*", re.sub(r"\.each\.\d+", ".each", module))
     return key, [int(number) for number in re.findall(r"\.(\d+)(?=\.)", module)]
 
 
 def in_language_model(names: Mapping[str, Name]) -> dict[str, Name]:
-    """The names in a model with a vision tower: ``model.language_model.`` in place of ``model.``."""
+    """Return the names in a model with a vision tower: ``model.language_model.`` replaces ``model.``."""
 
     def moved(name: str) -> str:
         return re.sub(r"^model\.", "model.language_model.", name)

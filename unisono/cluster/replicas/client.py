@@ -28,9 +28,8 @@ PAGES = 1 << 16
 """Default number of pages of a replica that does not report it."""
 SUMMED = frozenset({"reset_prefix_cache", "free_memory"})
 """Commands whose results are added up over the replicas."""
-FORGETTING = frozenset(
-    {"reset_prefix_cache", "update_weights", "update_weights_from_tensor", "update_weights_from_distributed"}
-)
+_UPDATES = "update_weights", "update_weights_from_tensor", "update_weights_from_distributed"
+FORGETTING = frozenset({"reset_prefix_cache", "sleep", *_UPDATES})
 """Commands that empty a replica's cache."""
 
 

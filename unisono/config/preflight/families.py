@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unisono.config.decoder_table import ROWS, DecoderRow
+from unisono.config.decoder_table import ALSO, ROWS, DecoderRow
 
 ANY = object()
 """A value of :attr:`Facts.takes`: the family reads every value of the field, or its tensors are compared."""
@@ -25,7 +25,8 @@ class Facts:
     missing here must be neutral. windows: "by layer": ``layer_types`` chooses sliding windows; "all": every layer has
     ``sliding_window``; "none": no layer has one. experts: layers may have experts. partial_rotary: a fraction of a head
     may be rotated. rope_by_type: the rope parameters are those of layer types. rope_types: rope types that not every
-    family has: "longrope", "dynamic", and "alpha" for ``dynamic`` with a fixed alpha.
+    family has: "longrope", "dynamic", "alpha" for ``dynamic`` with a fixed alpha, and "mscale" for ``longrope`` with
+    factors of cosines and sines.
     """
 
     model_types: Sequence[str]
@@ -43,7 +44,8 @@ def facts_of(row: DecoderRow) -> Facts:
     takes = {name: ANY if values is None else values for name, values in row.fields.items()}
     takes |= {name: ANY if values is None else values for name, values in row.takes.items()}
     if row.activation != "silu":
-        takes |= dict.fromkeys(("hidden_act", "activation_function", "mlp_hidden_act"), (row.activation,))
+        same = (row.activation, "gelu_new") if row.activation == "gelu_pytorch_tanh" else (row.activation,)
+        takes |= dict.fromkeys(("hidden_act", "activation_function", "mlp_hidden_act"), same)
     if row.windows == "by layer":
         takes["layer_types"] = ANY
     if row.query_scaling:
@@ -280,6 +282,7 @@ ARCHITECTURES: Mapping[str, Facts] = {
         windows="by layer", experts=True,
     ),
     **{name: facts_of(row) for name, row in ROWS.items()},
+    **{name: facts_of(ROWS[row]) for name, row in ALSO.items()},
 }  # fmt: skip
 _BOTH_WAYS = {"use_bidirectional_attention": (True, False)}
 

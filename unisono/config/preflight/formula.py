@@ -292,6 +292,7 @@ def _check_rope(facts: Facts, config: Mapping[str, Any], architecture: str, wher
             ok = one(value, config) or facts.partial_rotary if kind == "partial_rotary_factor" else True
             ok = ok and not (kind == "llama_4_scaling_beta" and value and kind not in facts.takes)
             ok = ok and not (kind == "alpha" and value and kind not in facts.rope_types)
+            ok = ok and not (kind in ("short_mscale", "long_mscale") and "mscale" not in facts.rope_types)
             ok = ok and not isinstance(value, Mapping)
             if kind in ("rope_type", "type") and value in ("dynamic", "longrope", "su"):  # su: longrope's older name
                 value = "longrope" if value == "su" else value

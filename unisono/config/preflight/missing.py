@@ -22,7 +22,5 @@ MISSING: Mapping[str, str] = {
     "MiniMaxForCausalLM": _LIGHTNING,
     "MiniMaxText01ForCausalLM": _LIGHTNING,
     "MllamaForConditionalGeneration": "cross-attention to pictures",
-    "PhiForCausalLM": "a bias of the LM head",
-    "PhimoeForCausalLM": "a router of masked softmaxes (sparsemixer), and a bias of the LM head",
 }
 """By ``architectures[0]`` of config.json."""

@@ -49,9 +49,20 @@ def check_gptq(config: Mapping[str, Any]) -> None:
 
 
 def check_modelopt(config: Mapping[str, Any]) -> None:
-    """Check quant_method "modelopt": fp8 by projection or output, or NVFP4 by groups of 16."""
+    """Check quant_method "modelopt": fp8 by projection or output, NVFP4 by groups of 16, or one of them by module."""
     algorithms = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")
-    require("modelopt", {"quant_algo": None, **config}, {"quant_algo": algorithms})
+    require("modelopt", {"quant_algo": None, **config}, {"quant_algo": (*algorithms, "MIXED_PRECISION")})
+    if config["quant_algo"] == "MIXED_PRECISION":
+        layers = config.get("quantized_layers")
+        if not isinstance(layers, dict) or not all(isinstance(each, dict) for each in layers.values()):
+            raise CheckpointError(
+                f"quant_method 'modelopt' with quant_algo='MIXED_PRECISION' and quantized_layers={layers!r}: it must "
+                "name the quant_algo of each module."
+            )
+        for each in layers.values():
+            require("modelopt", {"quant_algo": None, **each}, {"quant_algo": algorithms})
+            if each["quant_algo"] == "NVFP4":
+                require("modelopt", each, {"group_size": (16,)})
     if config["quant_algo"] == "NVFP4":
         require("modelopt", config, {"group_size": (16,)})
     require("modelopt", config, {"has_zero_point": (None, False), "pre_quant_scale": (None, False)})

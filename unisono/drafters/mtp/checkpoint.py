@@ -2,7 +2,8 @@
 
 Owns the tensor names, infers a block's sizes from tensor shapes, and checks that modules fit their target. Called by
 drafters. A block attends as the target's attention layers do and has their kind of norm; if it has experts, it routes
-as the target does. Other blocks are refused by name.
+as the target does. Nemotron-H's two layers of one block each are one block of attention and a feed-forward. Other
+blocks are refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from unisono.layers.formats.base import FLOATS, PLAIN, WeightFormat, WeightTarge
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.latent_attention import LatentSpec
+from unisono.models.blocks.latent_experts import LatentExpertsSpec
 from unisono.models.blocks.layers import AttentionSpec, BlockSpec, LayerSpec, MLPSpec
+from unisono.models.blocks.one_block import ABSENT
 from unisono.models.config import DecoderConfig, Name, checkpoint_name
 from unisono.models.families.qwen3 import QWEN3
 from unisono.models.families.qwen3_5_moe import EXPERTS
@@ -44,6 +47,9 @@ BLOCK: dict[str, Name] = {
 }
 """Names inside a decoder block, relative to it: Llama's, Qwen3's head norms, and Qwen's experts."""
 
+SECOND_HALF = ("norm", "layer.feed_forward")
+"""Modules in the second layer of a block of two."""
+
 SHARED = ("embed", "lm_head")
 """Modules shared with the target, even if the checkpoint stores them."""
 
@@ -57,6 +63,8 @@ class MTPLayout:
     root: prefix of all modules' tensors and of no others.
     a_layer: the block is a decoder layer of the target, named as its family names one (:meth:`of`).
     within: names within the block.
+    halves: the block is two numbered layers, and the second one has the feed-forward and the module's last norm. A
+        module's number is that of its first layer.
     """
 
     block: str
@@ -65,21 +73,31 @@ class MTPLayout:
     root: str = ""
     a_layer: bool = False
     within: Mapping[str, Name] = field(default_factory=lambda: BLOCK)
+    halves: bool = False
 
     def of(self, architecture: str) -> MTPLayout:
         """The layout for a target of this architecture."""
         if not self.a_layer or architecture not in catalog.models:
             return self
         names: Mapping[str, Name] = catalog.models.load(architecture).names
-        own = {ours: theirs for ours, theirs in names.items() if ours.startswith(LAYER) and isinstance(theirs, str)}
-        within = {ours.removeprefix(LAYER): theirs.partition(LAYER)[2] for ours, theirs in own.items()}
-        return replace(self, within={**BLOCK, **within})
+        within = dict(BLOCK)
+        for ours, theirs in names.items():
+            name = theirs if isinstance(theirs, str) else theirs.get(AttentionSpec)
+            if ours.startswith(LAYER) and name is not None:
+                within[ours.removeprefix(LAYER)] = name.partition(LAYER)[2]
+        return replace(self, within=within)
 
     def name(self, module: str, number: int) -> str:
         """Checkpoint name of a module of ours in MTP module ``number``."""
+        if self.halves and module.startswith(SECOND_HALF):
+            number += 1
         if module in self.names:
             return self.names[module].replace("*", str(number))
         return self.block.replace("*", str(number)) + checkpoint_name(self.within, module.removeprefix("layer."))
+
+    def blocks(self, number: int) -> tuple[str, ...]:
+        """Prefixes of the names within the block of module ``number``."""
+        return tuple(self.block.replace("*", str(each)) for each in range(number, number + 1 + self.halves))
 
     def targets(
         self, module: MTPModule, number: int, shared: Sequence[str] = SHARED, tensors: Container[str] = ()
@@ -128,6 +146,12 @@ LAYOUTS = {
         },
         root="mtp.",
     ),
+    "Nemotron-H": replace(
+        _nextn("mtp.layers.*.", **{"layer.mixer_norm": "norm", "layer.feed_forward_norm": "norm"}),
+        root="mtp.",
+        a_layer=True,
+        halves=True,
+    ),
     "MiMo": replace(
         _nextn(
             "model.mtp_layers.*.", embed_norm="token_layernorm", hidden_norm="hidden_layernorm", project="input_proj"
@@ -139,13 +163,13 @@ LAYOUTS = {
 """Layouts by the models that use them. Sources: the models' files in vLLM and SGLang, and transformers'
 ``MtpModel``."""
 
-EXPERTS_NAMES = r"\.(mlp\.experts|mlp\.gate\.|mlp\.shared_expert|moe\.)"
+EXPERTS_NAMES = r"\.(mlp\.experts|mlp\.gate\.|mlp\.shared_expert|moe\.|mixer\.experts|mixer\.gate\.)"
 """Tensors of a mixture of experts."""
 
 MLA = "multi-head latent attention (MLA), unlike its target,"
 UNSUPPORTED = {
     r"\.self_attn\.(q_a_proj|kv_a_proj|kv_b_proj)": MLA,
-    r"\.(linear_attn|mamba)\.": "linear attention",
+    r"\.(linear_attn|mamba)\.|\.mixer\.(A_log|conv1d|in_proj)": "linear attention",
 }
 
 QUANTISED = r"\.(weight_scale_inv|weight_scale|weight_packed|qweight)$"
@@ -158,7 +182,7 @@ class MTPCheckpoint:
 
     config: a decoder of one layer with the shapes of a module's block; vocabulary, head size, rotary angles, window and
         kind of norms are those of the target('s last attention layer).
-    numbers: each module's number in the checkpoint's names, first step first.
+    numbers: each module's number in the checkpoint's names, first step first; see :class:`MTPLayout`.
     tensors: headers; None for random weights.
     formats: weight format of a module by its name in the checkpoint.
     """
@@ -180,7 +204,7 @@ class MTPCheckpoint:
         """Find the modules in a directory, which may be the target's own, from its safetensors headers.
 
         dummy: random weights. Nothing is read; the target's config gives the number of modules. Their blocks then copy
-            the target's last layer, with the mixer of its last attention layer.
+            the target's last feed-forward, after the mixer of its last attention layer.
 
         Raises CheckpointError: no directory, no modules, unsupported blocks, a hidden size other than the target's,
         missing or unexpected tensors.
@@ -213,7 +237,7 @@ class MTPCheckpoint:
                 f"{directory / 'config.json'} declares no MTP modules (mtp_num_hidden_layers), so there are none to "
                 "give random weights. Leave load_format out to read modules."
             )
-        block = LayerSpec(target.attention, target.layers[-1].feed_forward)
+        block = LayerSpec(target.attention, target.feed_forward)
         config = replace(target, layers=(block,))
         return cls(directory, LAYOUTS[QWEN], config, tuple(range(target.mtp_modules)), None)
 
@@ -236,8 +260,8 @@ class MTPCheckpoint:
             keeps it.
         ranks: ranks among which its layers are divided.
         """
-        number, kind = self.numbers[step], self.config.zero_centered_norms
-        builder = target.builder.beside(attention, dtype, zero_centered_norms=kind, ranks=ranks)
+        number, kinds = self.numbers[step], (self.config.zero_centered_norms, ranks, self.config.wide_norms)
+        builder = target.builder.beside(attention, dtype, None, *kinds)
         module = self._module(number, builder, format)
         if self.tensors is None:
             fill_randomly(module, seed=step)
@@ -267,7 +291,8 @@ class MTPCheckpoint:
 
     def choices(self, modules: Sequence[MTPModule], target: Decoder) -> list[tuple[str, str, str]]:
         """(name, value, reason) of the inferred settings of modules made by :meth:`load`."""
-        layout = next(models for models, layout in LAYOUTS.items() if layout.block == self.layout.block)
+        kind = self.layout.block, self.layout.halves
+        layout = next(models for models, layout in LAYOUTS.items() if (layout.block, layout.halves) == kind)
         used = f"{len(modules)} of {self.depth}, named as by {layout}"
         found = [("draft modules", used, "one for each step" if len(modules) > 1 else "reused for every step")]
         for name, part in (("embedding", "embed"), ("LM head", "lm_head")):
@@ -320,7 +345,7 @@ class MTPCheckpoint:
 
 def _unexpected(layout: MTPLayout, number: int, name: str) -> str | None:
     """Reason why a tensor of module ``number`` is unexpected; None for tensors of other modules and of the target."""
-    own, of_blocks = layout.block.replace("*", str(number)), layout.block.partition("*")[0]
+    own, of_blocks = layout.blocks(number), layout.block.partition("*")[0]
     common = layout.root and name.startswith(layout.root) and not name.startswith(of_blocks)
     return "an MTP module has none like it" if common or name.startswith(own) else None
 
@@ -375,11 +400,33 @@ def _block_config(
     )
     down, router = "layer.feed_forward.down", "layer.feed_forward.router"
     feed_forward: BlockSpec
-    if of_experts := like(EXPERTS_NAMES):
+    if layout.halves:
+        feed_forward = _second_half(directory, target, bool(like(EXPERTS_NAMES)))
+    elif of_experts := like(EXPERTS_NAMES):
         feed_forward = replace(_experts(directory, target, of_experts[0]), num_experts=shape(router)[0])
     else:
         feed_forward = MLPSpec(shape(down)[1], has(down, "bias"))
     return replace(target, layers=(LayerSpec(mixer, feed_forward),))
+
+
+def _second_half(directory: Path, target: DecoderConfig, experts: bool) -> BlockSpec:
+    """Spec of the feed-forward of a block of two layers: the target's last one of its kind. The layers must be
+    attention, then a feed-forward."""
+    kinds = getattr(target.hf_config, "mtp_layers_block_type", None)
+    wanted = ["full_attention", "moe" if experts else "mlp"]
+    if kinds is not None and list(kinds) != wanted:
+        raise CheckpointError(
+            f"{directory}: mtp_layers_block_type={list(kinds)} in config.json is not supported, or does not fit the "
+            f"tensors: an MTP module of these is {wanted}."
+        )
+    routed = ExpertsSpec, LatentExpertsSpec
+    for spec in (layer.feed_forward for layer in reversed(target.layers)):
+        if spec is not ABSENT and isinstance(spec, routed) == experts:
+            return spec
+    raise CheckpointError(
+        f"{directory}: the MTP module has {'experts' if experts else 'an MLP'}, and a {target.architecture} with this "
+        "config.json has none whose shape it could take."
+    )
 
 
 def _refuse(

@@ -57,12 +57,13 @@ def nothing_is_cached() -> bool:
 class CompileProcesses:
     """Run ``count`` processes for the compilations of a context. ``compiled`` counts their compilations."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, packaged: bool = False) -> None:
+        """packaged: the package's archive has most kernels, so an empty cache does not mean many compilations."""
         self.compiled, self.count = 0, count
         self._template: Template | None = None
         self._idle = queue.SimpleQueue[ForkChannel]()
         self._living, self._lock, self._at_home = 0, threading.Lock(), threading.Semaphore(AT_HOME)
-        if count > 0 and nothing_is_cached():
+        if count > 0 and not packaged and nothing_is_cached():
             self._begin()
 
     def __enter__(self) -> CompileProcesses:

@@ -39,9 +39,11 @@ from unisono.engine.startup.buckets import (
 )
 from unisono.engine.startup.compile_processes import CompileProcesses, forks_for
 from unisono.engine.startup.memory import PageDemand, fit_pages, peak_bytes
+from unisono.engine.startup.packaged_kernels import PackagedKernels
 from unisono.engine.startup.synthetic import acceptance_rule
 from unisono.engine.startup.warmup import compiling_only, run_on_padding, warmup_passes
 from unisono.engine.worker.device_state import StateSizes
+from unisono.engine.worker.sleeping import SleepingMemory, modules_of
 from unisono.engine.worker.slots import Slots, slot_schema
 from unisono.engine.worker.weight_updates import WeightUpdater
 from unisono.engine.worker.worker import Worker
@@ -96,9 +98,14 @@ class Build:
         self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Progress, group: Group | None = None
     ) -> None:
         self.config, self.seconds, self._group = config, dict[str, float](), group or Alone()
-        forks = forks_for(self._group.ranks.count) if config.device.type == "cuda" else 0
-        with CompileProcesses(forks) as self._processes:
+        forks, packaged = 0, None
+        if config.device.type == "cuda":
+            forks, packaged = forks_for(self._group.ranks.count), PackagedKernels.of(config.device)
+            packaged.install()
+        with CompileProcesses(forks, packaged is not None and packaged.serves) as self._processes:
             self._build(checkpoint, progress)
+        if packaged is not None:
+            self.decide(*packaged.decision())
 
     def _build(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Build the worker: load weights, bind the drafter, size the KV cache."""
@@ -122,15 +129,15 @@ class Build:
         self.widths = RoundWidths(1 + k, 1 + max(k, *config.forced_drafts, 0))
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         self.decode_sizes = decode_sizes(config)
-        store = StateStore(
-            config.max_num_seqs + 1, self.paths, config.max_model_len, self.widths.reading, config.device
-        )
+        memory = SleepingMemory(config.device) if config.requested.enable_sleep_mode else None
+        sizes = config.max_num_seqs + 1, self.paths, config.max_model_len, self.widths.reading
+        store = StateStore(*sizes, config.device, None if memory is None else memory.zeros)
         listed = [catalog.features.load(name) for name in catalog.features.listed]
         schema = slot_schema([field for feature in listed for field in feature.slot_fields(c)])
         slots = Slots(config.max_num_seqs, config.max_model_len, c.vocab_size, store, schema)
         store.declare("target", specs)
         self.worker = Worker(model, drafter, store, slots, GraphSet(config.device, {}, config.requested.compile), tower)
-        self.worker.updater = WeightUpdater(model, tower, drafter, checkpoint)
+        self.worker.updater, self.worker.memory = self._updater(checkpoint, spec), memory
         self.choices, why = draft_choices(self.config, drafter.num_drafts)
         if drafter.num_drafts:
             self.decide("drafts per round", ", ".join(map(str, self.choices)), why)
@@ -140,6 +147,8 @@ class Build:
         sampler = DraftSampler(slots, spec.paths)
         with agreeing(agreement(self._group)), claimed_by(self.worker):
             drafter.bind(self._context(sampler, progress))
+        if memory is not None:
+            memory.place((*self.worker.modules(), *modules_of(drafter)))
         store.declare("drafter", drafter.state_specs())
         few = dict.fromkeys(store.window_groups, 2)  # for padding, until the number of pages is known
         self.worker.hold_pages(few, snapshots=1)
@@ -179,6 +188,14 @@ class Build:
         self.decide("weights", *checkpoint.quantization.decision())
         self._tell_ranks(model)
         return model, tower
+
+    def _updater(self, checkpoint: Checkpoint, spec: SpeculativeConfig) -> WeightUpdater:
+        """Return the updater of the worker's modules."""
+        requested, worker = self.config.requested, self.worker
+        seed = requested.seed if requested.load_format == "dummy" else None
+        draft = checkpoint.path if spec.model is None else catalog.find_directory(spec.model)
+        modules = worker.model, worker.tower, worker.drafter
+        return WeightUpdater(*modules, checkpoint, seed, worker.unused_pages, str(draft))
 
     def close(self) -> None:
         """Release the programs and their parts."""

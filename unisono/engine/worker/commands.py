@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from unisono.engine.worker.sleeping import Sleep, SleepCommand, WakeUp
 from unisono.engine.worker.weight_updates import (
     UPDATES,
     EndUpdate,
@@ -192,9 +193,10 @@ Command = (
     | PageCommand
     | AdapterCommand
     | UpdateCommand
+    | SleepCommand
 )
 
-ANSWERED = Capture, ReadAdapter, *UPDATES, JoinWeightGroup, LeaveWeightGroup
+ANSWERED = Capture, ReadAdapter, *UPDATES, JoinWeightGroup, LeaveWeightGroup, Sleep, WakeUp
 """Commands that may fail on any rank; rank 0 waits for their results."""
 
 _ARRAY = 1

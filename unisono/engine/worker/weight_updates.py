@@ -5,20 +5,32 @@ Sources: directories, safetensors files (of shared memory), a trainer's process 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 
 from unisono.config.checkpoint_files import CONFIG
 from unisono.distributed.weight_group import WeightGroup
 from unisono.drafters.base import Drafter, UpdatableDrafter
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.load.checkpoint import Checkpoint
-from unisono.models.load.loader import decoder_update, partial_update, tower_update
+from unisono.models.load.loader import (
+    check_finite,
+    checkpoint_names,
+    decoder_update,
+    drawn_parameters,
+    fill_randomly,
+    held_by,
+    partial_update,
+    tower_update,
+)
 from unisono.models.load.tensor_files import NAMES, TensorInfo, read_header
 from unisono.models.load.update import Changes, WeightUpdate
+from unisono.models.load.weights import check_tensor
 from unisono.models.vision.tower import AnyTower
 from unisono.types import CheckpointError, ConfigError
 
@@ -34,21 +46,26 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class UpdateTensors(msgspec.Struct, frozen=True, tag=True):
-    """Write the tensors of safetensors files over the target's weights of these names. Answered as UpdateWeights."""
+    """Write the tensors of safetensors files over the weights of these names. Answered as UpdateWeights.
+
+    draft: those of the drafter, by the names of its checkpoint; otherwise the target's.
+    """
 
     files: tuple[str, ...]
+    draft: bool = False
 
 
 class ReceiveWeights(msgspec.Struct, frozen=True, tag=True):
-    """Receive tensors through a group and write them over the target's weights. Answered as UpdateWeights.
+    """Receive tensors through a group and write them over weights. Answered as UpdateWeights.
 
-    dtypes: torch's names without ``torch.``.
+    dtypes: torch's names without ``torch.``. draft: as of UpdateTensors.
     """
 
     group: str
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    draft: bool = False
 
 
 class JoinWeightGroup(msgspec.Struct, frozen=True, tag=True):
@@ -75,20 +92,40 @@ class EndUpdate(msgspec.Struct, frozen=True, tag=True):
     keep: bool
 
 
-UPDATES = UpdateWeights, UpdateTensors, ReceiveWeights
+class ReloadWeights(msgspec.Struct, frozen=True, tag=True):
+    """Load the target's weights after sleep level 2 has dropped them. Answered; an error leaves them void.
+
+    directory: with the tensors of the served checkpoint; empty: the checkpoint of the start, or its dummy weights.
+    """
+
+    directory: str
+
+
+UPDATES = UpdateWeights, UpdateTensors, ReceiveWeights, ReloadWeights
 """Commands that write weights."""
 
-UpdateCommand = UpdateWeights | UpdateTensors | ReceiveWeights | JoinWeightGroup | LeaveWeightGroup | EndUpdate
+UpdateCommand = (
+    UpdateWeights | UpdateTensors | ReceiveWeights | ReloadWeights | JoinWeightGroup | LeaveWeightGroup | EndUpdate
+)
 
 
 @dataclass
 class WeightUpdater:
-    """Updates the weights of one worker's modules. checkpoint: of the start."""
+    """Updates the weights of one worker's modules.
+
+    checkpoint: of the start. dummy_seed: seed of its dummy weights; None if they were read. scratch: returns memory for
+    old values, see :class:`Changes`. draft_directory: of the drafter's checkpoint; empty: it has none. void: the
+    checkpoint's names of weights that sleep has dropped.
+    """
 
     model: Decoder
     tower: AnyTower | None
     drafter: Drafter
     checkpoint: Checkpoint
+    dummy_seed: int | None = None
+    scratch: Callable[[], Sequence[torch.Tensor]] = tuple
+    draft_directory: str = ""
+    void: set[str] = field(default_factory=set)
     _changes: Changes | None = None
     _groups: dict[str, WeightGroup] = field(default_factory=dict)
 
@@ -99,14 +136,45 @@ class WeightUpdater:
         elif isinstance(command, LeaveWeightGroup):
             self._group(command.group).close()
             del self._groups[command.group]
+        elif isinstance(command, ReloadWeights):
+            self._reload(command)
         elif isinstance(command, UPDATES):
-            updates = self._updates(command) if isinstance(command, UpdateWeights) else [self._partial(command)]
-            changes = Changes(updates)
+            updates = self._updates(command) if isinstance(command, UpdateWeights) else self._partial(command)
+            changes = Changes(updates, self.scratch(), keeps_old=not self.void)
             changes.write()
             self._changes = changes
         elif self._changes is not None:
-            self._changes.keep() if command.keep else self._changes.revert()
+            if command.keep:
+                self.void = self.void.difference(*(update.targets for update in self._changes.updates))
+                self._changes.keep()
+            else:
+                self._changes.revert()
             self._changes = None
+
+    def loaded(self) -> Iterator[torch.Tensor]:
+        """Yield the target's weights that :class:`ReloadWeights` and complete updates write, and count them as void.
+
+        Raises CheckpointError if the checkpoint of the start cannot be opened any more.
+        """
+        if self.dummy_seed is not None:
+            self.void = set(checkpoint_names(self.model, self.checkpoint.family))
+            yield from (parameter for _, parameter in drawn_parameters(self.model))
+            return
+        targets = decoder_update(self.model, self.checkpoint).targets
+        self.void = set(targets)
+        waiting = list(targets.values())
+        while waiting:
+            target = waiting.pop()
+            yield from (target.parameter, *target.others.values())
+            waiting += [part for part, _ in held_by(target)]
+
+    def _reload(self, command: ReloadWeights) -> None:
+        if self.dummy_seed is not None and not command.directory:
+            fill_randomly(self.model, self.dummy_seed)
+        else:
+            checkpoint = self._opened(Path(command.directory)) if command.directory else self.checkpoint
+            Changes([decoder_update(self.model, checkpoint)], keeps_old=False).write()
+        self.void = set()
 
     def _join(self, command: JoinWeightGroup) -> None:
         if command.group in self._groups:
@@ -121,8 +189,8 @@ class WeightUpdater:
             raise ConfigError(f"group {name!r} does not exist; the groups are {sorted(self._groups)}.")
         return self._groups[name]
 
-    def _partial(self, command: UpdateTensors | ReceiveWeights) -> WeightUpdate:
-        """The update of the target's weights that a command names. Receives all tensors before it checks them, so that
+    def _partial(self, command: UpdateTensors | ReceiveWeights) -> Sequence[WeightUpdate]:
+        """The updates of the weights that a command names. Receives all tensors before it checks them, so that
         a trainer never waits for an engine that refused."""
         tensors: dict[str, TensorInfo] = {}
         if isinstance(command, UpdateTensors):
@@ -142,7 +210,31 @@ class WeightUpdater:
                 tensors[name] = TensorInfo(source, name, dtype, shape, number, tensor)
         if not tensors:
             raise ConfigError("name at least one tensor.")
-        return partial_update(self.model, self.checkpoint, tensors)
+        if command.draft:
+            return self._partial_draft(tensors)
+        return [partial_update(self.model, self.checkpoint, tensors)]
+
+    def _partial_draft(self, tensors: Mapping[str, TensorInfo]) -> Sequence[WeightUpdate]:
+        """The updates of some of the drafter's weights; copies of the target's are made again."""
+        if not isinstance(self.drafter, UpdatableDrafter) or not self.draft_directory:
+            raise ConfigError(f"the {self.drafter.name} drafter has no weights that can be updated.")
+        found, left = list[WeightUpdate](), dict(tensors)
+        for whole in self.drafter.weight_updates(Path(self.draft_directory)):
+            named = {name: left.pop(name) for name in whole.targets if name in left}
+            for name, info in named.items():
+                check_tensor(name, info, whole.targets[name])
+            targets = {name: whole.targets[name] for name in named}
+            if named:
+                found.append(WeightUpdate(whole.module, targets, named, partial(check_finite, whole.module, "a push")))
+            elif not whole.targets:
+                found.append(whole)
+        if left:
+            name, info = next(iter(left.items()))
+            raise CheckpointError(
+                f"{info.file}: tensor {name} {list(info.shape)} has no place in the {self.drafter.name} drafter. Give "
+                f"names of {self.draft_directory}."
+            )
+        return found
 
     def _updates(self, command: UpdateWeights) -> Sequence[WeightUpdate]:
         found: list[WeightUpdate] = []

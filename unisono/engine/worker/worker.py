@@ -37,6 +37,7 @@ from unisono.engine.worker.commands import (
     WritePages,
     WriteSlot,
 )
+from unisono.engine.worker.sleeping import Sleep, SleepCommand, SleepingMemory
 from unisono.engine.worker.slots import Slots
 from unisono.engine.worker.weight_updates import UpdateCommand, WeightUpdater
 from unisono.graphs import PendingOutputs
@@ -61,7 +62,8 @@ class Worker:
     memory for evicted pages, or None. files: disk storage for these, or None. file_sizes: bytes of this rank's files
     for the parts that all ranks had at the start, least recently used first. adapters: adapters for the model's adapter
     slots; None if it has none. page_bytes: reads and writes pages for other engines; None if no engine exchanges pages
-    with this one. updater: replaces the weights while they are served.
+    with this one. updater: replaces the weights while they are served. memory: holds weights and pages so that they can
+    be freed; None without ``--enable-sleep-mode``.
     """
 
     def __init__(
@@ -83,11 +85,19 @@ class Worker:
         self.adapters: HeldAdapters | None = None
         self.page_bytes: PageBytes | None = None
         self.updater: WeightUpdater | None = None
+        self.memory: SleepingMemory | None = None
 
     def hold_pages(self, num_pages: Mapping[int, int], path_pages: int = 0, snapshots: int = 0) -> None:
         """Allocate the pages of target and drafter, in place of fewer ones."""
         self.num_pages, self.path_pages, self.snapshots = num_pages, path_pages, snapshots
+        if self.memory is not None:
+            self.memory.free_pages()
         self.store.allocate({window_group: n + path_pages for window_group, n in num_pages.items()}, snapshots)
+
+    def unused_pages(self) -> list[torch.Tensor]:
+        """Memory of all pages, uint8, for use while nothing holds a page; none while they sleep."""
+        asleep = self.memory is not None and self.memory.pages_asleep
+        return [] if asleep else self.store.page_memory()
 
     def execute(self, command: Command) -> PendingOutputs | None:
         """Execute a command and return at once, with the outputs of a launched pass on their way to the host.
@@ -120,12 +130,25 @@ class Worker:
         elif isinstance(command, UpdateCommand):
             assert self.updater is not None
             self.updater.execute(command)
+        elif isinstance(command, SleepCommand):
+            self._sleep(command)
         elif isinstance(command, ResetSlots):
             self.slots.reset()
             reset_expert_counts(self.model)
         else:
             return self.graphs.execute(command)
         return None
+
+    def _sleep(self, command: SleepCommand) -> None:
+        assert self.memory is not None
+        assert self.updater is not None
+        if isinstance(command, Sleep):
+            self.memory.sleep(command.level, self.updater.loaded() if command.level == 2 else ())
+            return
+        if command.weights:
+            self.memory.wake_weights()
+        if command.pages:
+            self.memory.wake_pages()
 
     def _move(self, command: MoveOut | MoveIn | Arrived) -> None:
         assert self.host_pages is not None
@@ -172,5 +195,7 @@ class Worker:
         del self.model, self.tower, self.drafter, self.store, self.slots
         if on_gpu or any(each() is not None for each in large):
             gc.collect()  # 0.1 s, which many short-lived engines on a CPU need not spend
+        if self.memory is not None:
+            self.memory.close()
         if on_gpu:
             torch.cuda.empty_cache()

@@ -6,9 +6,9 @@ Open to operators' keys; without keys, to this machine. Users may abort their ow
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,9 +23,9 @@ from unisono.types import EngineDead
 
 LIMIT = 60.0
 """Timeout of a command in the engine process, seconds; writing a long profile takes most."""
-KEPT = (
-    "weights, KV pages and graphs: graphs hold the addresses of all of them, so only the end of the process frees them"
-)
+WEIGHTS_LIMIT = 600.0
+"""Timeout of a sleep and of a wake, seconds: weights are copied, or read from a disk."""
+KEPT = "weights, KV pages and graphs: graphs hold their addresses; with --enable-sleep-mode weights and pages are freed"
 
 
 class AbortRequest(BaseModel):
@@ -75,32 +75,64 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
     @app.post(
         "/sleep",
         dependencies=operators,
-        **described("Finish what runs, take no more requests, free what can be freed. Weights stay."),
+        **described("Finish what runs, take no more requests, free what can be freed."),
     )
-    async def sleep(level: SleepLevel = 1) -> Response:
-        if level not in (0, 1):
-            raise ApiError(400, f"level={level} is not supported, as sleep keeps {KEPT}. Use 1.", param="level")
-        service.sleeping = True
+    async def sleep(level: SleepLevel = 1, mode: Literal["wait", "abort", "keep"] = "wait") -> Response:
+        frees = level > 0 and _frees(service)
+        if not frees and (level == 2 or mode == "keep"):
+            name, value = ("level", level) if level == 2 else ("mode", mode)
+            raise ApiError(400, f"{name}={value} needs --enable-sleep-mode: otherwise sleep keeps {KEPT}.", param=name)
+        slept, service.sleeping = service.sleeping, True
         service.metrics.sleeping(True)
+        if mode != "keep":
+            await _drain(service, service.drain_timeout if mode == "wait" else 0.0)
+        if not frees:
+            pages = await _call(service, "reset_prefix_cache")
+            freed = await _call(service, "free_memory")
+            return json_response({"is_sleeping": True, "freed_pages": pages, "freed_bytes": freed, "kept": KEPT})
         try:
-            async with asyncio.timeout(service.drain_timeout):
-                while service.running:
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            _abort(service, None)
-        pages = await _call(service, "reset_prefix_cache")
-        freed = await _call(service, "free_memory")
-        return json_response({"is_sleeping": True, "freed_pages": pages, "freed_bytes": freed, "kept": KEPT})
+            done = await _call(service, "sleep", WEIGHTS_LIMIT, level=level)
+        except ApiError:
+            service.sleeping = slept
+            service.metrics.sleeping(slept)
+            raise
+        engines = done if isinstance(done, list) else [done] * len(service.client.infos)
+        freed = {tag: sum(one["freed_bytes"][tag] for one in engines) for tag in engines[0]["freed_bytes"]}
+        pages = sum(one["freed_pages"] for one in engines)
+        return json_response({"is_sleeping": True, "level": level, "freed_pages": pages, "freed_bytes": freed})
 
-    @app.post("/wake_up", dependencies=operators, **described("Take requests again."))
-    async def wake_up() -> Response:
-        service.sleeping = False
-        service.metrics.sleeping(False)
-        return json_response({"is_sleeping": False})
+    @app.post("/wake_up", dependencies=operators, **described("Take requests again, by parts: weights, then kv_cache."))
+    async def wake_up(
+        tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None, reload: bool = True
+    ) -> Response:
+        asleep: list[str] = []
+        if _frees(service):
+            done = await _call(service, "wake_up", WEIGHTS_LIMIT, tags=tags, reload=reload)
+            engines = done if isinstance(done, list) else [done]
+            asleep = sorted({tag for one in engines for tag in one["asleep"]})
+            service.weights.version = engines[0]["weight_version"]
+        service.sleeping = bool(asleep)
+        service.metrics.sleeping(service.sleeping)
+        return json_response({"is_sleeping": service.sleeping, **({"asleep": asleep} if asleep else {})})
 
     @app.get("/is_sleeping", dependencies=operators, **described("Whether the server sleeps."))
     async def is_sleeping() -> Response:
         return json_response({"is_sleeping": service.sleeping})
+
+
+def _frees(service: Service) -> bool:
+    """True if the engines were started with ``--enable-sleep-mode``."""
+    return bool(service.client.infos[0]["settings"].get("enable_sleep_mode"))
+
+
+async def _drain(service: Service, seconds: float) -> None:
+    """Wait until no answer is in progress; abort those that are left after ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds):
+            while service.running:
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        _abort(service, None)
 
 
 async def _abort_body(request: Request) -> list[str] | None:
@@ -124,9 +156,9 @@ def _abort(service: Service, ids: list[str] | None, key: str | None = None) -> l
     return found
 
 
-async def _call(service: Service, command: str, **arguments: Any) -> Any:
+async def _call(service: Service, command: str, limit: float = LIMIT, **arguments: Any) -> Any:
     try:
-        return await service.client.call(command, LIMIT, **arguments)
+        return await service.client.call(command, limit, **arguments)
     except CommandError as error:
         raise ApiError(409, str(error), "conflict_error", code="command_failed") from None
     except (EngineDead, TimeoutError) as error:

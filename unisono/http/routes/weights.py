@@ -41,6 +41,7 @@ class UpdateTensorsRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     files: Strings = Field(description="safetensors files on the server's host, such as files in /dev/shm; Unisono's")
+    draft: bool = Field(False, description="true: the drafter's weights, by its checkpoint's names; Unisono's")
     weight_version: str | None = Field(None, description="its name in answers; null counts updates")
     abort_all_requests: bool = Field(False, description="true ends running requests; false lets them go on")
     flush_cache: bool = Field(True, description="true; cached prefixes of old weights cannot be kept")
@@ -75,6 +76,7 @@ class ReceiveWeightsRequest(BaseModel):
     names: Strings = Field(description="the checkpoint's names of the tensors, in the order in which they are sent")
     dtypes: Strings = Field(description="dtypes, such as bfloat16")
     shapes: Shapes = Field(description="shapes")
+    draft: bool = Field(False, description="true: the drafter's weights, by its checkpoint's names; Unisono's")
     group_name: str = Field("weight_update_group", description="name of the group")
     weight_version: str | None = Field(None, description="its name in answers; null counts updates")
     abort_all_requests: bool = Field(False, description="true ends running requests; false lets them go on")
@@ -117,7 +119,9 @@ def add(app: FastAPI, service: Service) -> None:
     )
     async def from_tensor(request: Request) -> Response:
         body = await parsed_body(request, lambda raw: checked(load_object(raw), UpdateTensorsRequest))
-        return json_response(await _change(service, body, "update_weights_from_tensor", "files", files=body.files))
+        return json_response(
+            await _change(service, body, "update_weights_from_tensor", "files", files=body.files, draft=body.draft)
+        )
 
     @app.post(
         "/update_weights_from_distributed",
@@ -126,7 +130,7 @@ def add(app: FastAPI, service: Service) -> None:
     )
     async def from_distributed(request: Request) -> Response:
         body = await parsed_body(request, lambda raw: checked(load_object(raw), ReceiveWeightsRequest))
-        arguments = {name: getattr(body, name) for name in ("names", "dtypes", "shapes", "group_name")}
+        arguments = {name: getattr(body, name) for name in ("names", "dtypes", "shapes", "group_name", "draft")}
         return json_response(await _change(service, body, "update_weights_from_distributed", "names", **arguments))
 
     @app.get("/get_weight_version", dependencies=operators, **described("Name of the weights that are served."))

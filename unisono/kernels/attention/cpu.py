@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from unisono.kernels.attention import cpu_float32 as attention_cpu_float32
+from unisono.kernels.attention.cpu_reads import first_seen
 from unisono.kernels.cache.kv_e4m3 import dequantised
 from unisono.kernels.gemm.cpu import ROW_TILE
 from unisono.kernels.library import Mutated
@@ -167,9 +168,9 @@ def _attend_tiles(
     """
     last = int(until_BM.max())
     first = 0
-    if window > 0 and last >= 0:
+    if window and last >= 0:
         lowest = position_BM.masked_fill(position_BM < 0, last).min()
-        first = max(int(lowest) - window + 1, 0)
+        first = max(first_seen(int(lowest), window), 0)
     users, owners = pages_UP.shape[0], torch.tensor(owner_B)
     position_BM1, until_BM1 = position_BM[:, :, None], until_BM[:, :, None]
     total: tuple[torch.Tensor, ...] = ()
@@ -181,8 +182,8 @@ def _attend_tiles(
         visible_BMS = key_S <= until_BM1
         if first_key > 0:
             visible_BMS &= key_S >= first_key
-        if window > 0:
-            visible_BMS &= key_S > position_BM1 - window
+        if window:
+            visible_BMS &= key_S >= first_seen(position_BM1, window)
         seen_US = visible_BMS.any(1)  # of tiles: of users where each has one tile
         if users == 1:
             seen_US = seen_US.any(0, keepdim=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,11 @@ Spans = tuple[tuple[int, int, int], ...]
 """Spans of tokens: (row of the page table, first token, end token)."""
 
 
+def first_seen(position: Any, window: int) -> Any:
+    """First key that a token at ``position`` may see with a window, or in its chunk (window < 0)."""
+    return position // -window * -window if window < 0 else position - window + 1
+
+
 class PassSizes(NamedTuple):
     """Sizes of a pass. pages: pages of the cache. window, first: as in ``attention``."""
 
@@ -64,7 +69,9 @@ class PassSizes(NamedTuple):
 
     def bounds(self, pos: Ints) -> Ints:
         """First key that a row at each position may see."""
-        return np.maximum(pos - self.window + 1, self.first) if self.window > 0 else np.full_like(pos, self.first)
+        if not self.window:
+            return np.full_like(pos, self.first)
+        return np.maximum(first_seen(pos, self.window), self.first)
 
 
 @dataclass(frozen=True)

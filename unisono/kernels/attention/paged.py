@@ -219,8 +219,8 @@ def _launch(
     attention_kernel[(min(programs, items) if g.partials else items,)](
         q, k_cache, v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals, state, acc, out,
         g.sinks, *exponents, scales, g.until, *rows,
-        g.page_table.stride(0), k_cache.stride(0), g.window, (g.soft_cap or g.scale) * LOG2_E.value,
-        PAGE=g.k_cache.shape[2], WINDOW=g.window > 0, FIRST=g.first,
+        g.page_table.stride(0), k_cache.stride(0), abs(g.window), (g.soft_cap or g.scale) * LOG2_E.value,
+        PAGE=g.k_cache.shape[2], WINDOW=g.window != 0, CHUNKED=g.window < 0, FIRST=g.first,
         TO_CAP=g.scale / g.soft_cap if g.soft_cap else 0.0, **sizes, **launch, **overlapped(q.device),
     )  # fmt: skip
 
@@ -313,8 +313,9 @@ def attention(
     q [T, Hq, D]; k_cache, v_cache [NP, Hkv, P, D] of q's dtype and equal strides; page_table [S, MP]; positions [T].
     Or k_cache, v_cache of e4m3, contiguous, P and D multiples of 4, with the exponents of their scales in k_scales,
     v_scales [NP, Hkv, P, 1] uint8: then queries and probabilities are rounded to float16, unless q is fp32.
-    A token sees keys at first ≤ p ≤ its position (p > position - window where window > 0); one below ``first``, as
-    at position -1, sees nothing and yields zeros. fp32 accumulation, probabilities rounded to q's dtype.
+    A token sees keys at first ≤ p ≤ its position: with window > 0 those at p > position - window, with window < 0 those
+    of its own chunk of -window positions (p ≥ position - position % -window; without ``until``). One below ``first``,
+    as at position -1, sees nothing and yields zeros. fp32 accumulation, probabilities rounded to q's dtype.
     soft_cap > 0: scores become soft_cap · tanh(score / soft_cap), before they are masked.
     sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax.
     until [T]: last position that a token sees, at least its own and below its row's kv_len; None: its own.
@@ -353,7 +354,7 @@ def attention_fp8(
 def _case(
     shared: int, heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False,
     first: int = 0, soft_cap: float = 0.0, sinks: bool = False, e4m3: bool = False, quantised: bool = False,
-    until: bool = False,
+    until: bool = False, chunked: bool = False,
 ) -> AotCase:  # fmt: skip
     sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut, shared)
     signature = {"q_ptr": "*bf16", "out_ptr": "*fp8e4nv" if quantised else "*bf16"}
@@ -361,7 +362,8 @@ def _case(
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32"}
     signature |= dict.fromkeys(("max_pages", "page_stride", "window"), "i32")
-    constants: dict[str, Any] = sizes | {"PAGE": 16, "WINDOW": window, "FIRST": first, "OVERLAP": True}
+    constants: dict[str, Any] = sizes | {"PAGE": 16, "WINDOW": window or chunked, "FIRST": first, "OVERLAP": True}
+    constants["CHUNKED"] = chunked
     constants["TO_CAP"] = head_dim**-0.5 / soft_cap if soft_cap else 0.0
     optional = {"sinks_ptr": (sinks, "*fp32"), "scales_ptr": (quantised, "*fp32"), "until_ptr": (until, "*i32")}
     optional |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), (e4m3, "*i32"))
@@ -399,6 +401,8 @@ def aot(shared: int) -> list[AotCase]:
         case(16, 8, 256, 64, cut=False, window=True, until=True),  # pictures of Gemma 3 and 4
         case(16, 8, 256, 16, cut=True, window=True, until=True),
         case(8, 4, 256, 64, cut=False, until=True),
+        *(case(40, 8, 128, tokens, cut, chunked=True) for tokens, cut in ((4, True), (16, False))),  # Llama 4
+        case(40, 8, 128, 4, cut=True, chunked=True, e4m3=True),
         case(64, 8, 64, 4, cut=True, sinks=True),  # gpt-oss
         case(64, 8, 64, 16, cut=False, window=True, sinks=True),
         *(case(32, 8, 128, width, cut=True, e4m3=True) for width in (1, 4, 6)),

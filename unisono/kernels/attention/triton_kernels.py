@@ -257,12 +257,13 @@ def attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, CHUNKED: tl.constexpr = False,
 ):  # fmt: skip
     """Share the work list × parts of a tile × KV heads among a fixed number of programs. Keys below FIRST are
     invisible.
 
-    until_ptr: last position that each token sees, or None: its own.
+    until_ptr: last position that each token sees, or None: its own. CHUNKED: a token sees keys of its own chunk of
+    ``window`` positions alone: its window ends where its chunk begins.
 
     Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace, and the program that
     completes the tile's count merges them in order. Without CUT a tile needs no masks for keys that all its rows see.
@@ -289,11 +290,14 @@ def attention_kernel(
         workspace = (state_ptr, acc_ptr, index + place, in_use, stride) if CUT else None
         begin, end, low = first_split * SPLIT, tl.minimum(end_split * SPLIT, length), FIRST
         if WINDOW:
-            low = tl.maximum(_first_seen(position, window), FIRST)
+            low = _first_seen(position, 1) // window * window if CHUNKED else _first_seen(position, window)
+            low = tl.maximum(low, FIRST)
             begin = tl.maximum(begin, low // KEYS * KEYS)
         seen, reach = position, window
         if until_ptr is not None:
             seen, reach = _both_ways(until_ptr, position, window, first, last, GROUP, ROWS)
+        if CHUNKED:
+            reach = (position % window + 1)[:, None]
         m, z, acc = _attend(
             q, seen, pages_ptr, own_k_ptr, own_v_ptr, exponents, page_stride, begin, end, low, reach, scale,
             HEAD_DIM, PAGE, KEYS, SPLIT, WINDOW, FIRST, TO_CAP, CUT, workspace,

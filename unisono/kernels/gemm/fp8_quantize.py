@@ -152,8 +152,13 @@ def _quantize_kernel(x, fixed, x8, scales, M, K, PADDED,
     value = tl.load(x + at, mask=inside & (row < M), other=0.0).to(tl.float32)
     if FIXED > 0:
         scale = tl.full((GROUPS,), 0.0, tl.float32)
-        for i in tl.static_range(FIXED):
-            scale = tl.maximum(scale, tl.load(fixed + i))
+        if FIXED > 8:  # of a stack of experts
+            for i in range(0, FIXED, 128):
+                each = i + tl.arange(0, 128)
+                scale = tl.maximum(scale, tl.max(tl.load(fixed + each, mask=each < FIXED, other=0.0), 0))
+        else:
+            for i in tl.static_range(FIXED):
+                scale = tl.maximum(scale, tl.load(fixed + i))
         scaled = _clamped(tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape)))  # may be of any size
     else:
         scale = scales_of(value)
@@ -192,8 +197,8 @@ def launch_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise x [M, K]: (e4m3 [M', K], scales [G, M'] fp32), M' = M padded to a multiple of four with zeros.
 
-    group: columns that share a scale, a power of two; None: all. fixed: calibrated scales [n] of the n
-    projections that read x; the largest is used for every group.
+    group: columns that share a scale, a power of two; None: all. fixed: calibrated scales, n
+    numbers of the n projections that read x; the largest is used for every group.
     """
     x = x.contiguous()
     (rows, k), padded = x.shape, padded_rows(x.shape[0])

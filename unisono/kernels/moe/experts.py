@@ -119,6 +119,14 @@ def store_gated(h, acc, part, pair, valid, I: tl.constexpr, TILE: tl.constexpr, 
 
 
 @triton.jit
+def relu_squared(y, dtype: tl.constexpr):
+    """Round fp32 products to ``dtype`` and square those above 0: fp32."""
+    y = y.to(dtype).to(tl.float32)
+    y = tl.where(y < 0, 0.0, y)
+    return y * y
+
+
+@triton.jit
 def _gate_up_kernel(x, weight, bias, h, ids, order, tiles, M, count,
                     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                     TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -182,9 +190,7 @@ def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
         if BIAS:
             total = biased(total, bias, e, 0, cols, H, H, y.dtype.element_ty)
         if UP:
-            total = total.to(y.dtype.element_ty).to(tl.float32)
-            total = tl.where(total < 0, 0.0, total)
-            total = total * total
+            total = relu_squared(total, y.dtype.element_ty)
         store_pairs(y, total, pair, valid, cols, H)
 
 
@@ -255,6 +261,24 @@ def gate_up_rows(
 def down_rows(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
     """Allocate rows y [P (+ M), H] for the product of h and down's weight [E (+ 1), H, …], in h's dtype."""
     return h.new_empty(h.shape[0], weight.shape[1])
+
+
+def up_rows(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *_: object, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Allocate rows h [P, I] for the product of x and up's weight [E, I, …]. dtype: None: that of x."""
+    return x.new_empty(ids.numel(), weight.shape[1], dtype=dtype)
+
+
+def up_cpu(
+    h: torch.Tensor, x: torch.Tensor, weight_of: Callable[[int], torch.Tensor], ids: torch.Tensor, experts: int
+) -> torch.Tensor:
+    """Fill and return h = ReLU² of products, for CPU twins of any weight format. weight_of: an expert's weight [I, H]
+    in x's dtype."""
+    for expert, pairs, tokens in pairs_by_expert(ids, experts, experts):
+        product = row_exact_product(x[tokens], weight_of(expert)).to(h.dtype).clamp(min=0)
+        h[pairs] = product * product
+    return h
 
 
 def gate_up_cpu(
@@ -389,24 +413,16 @@ def expert_down(
     return expert_down_op(h, weight, *plan, bias)
 
 
-def _up_rows(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *_: object) -> torch.Tensor:
-    return x.new_empty(ids.numel(), weight.shape[1])
-
-
 def _up_cuda(x, weight, ids, experts, tile, order, tiles):
     return launch_down(x, weight, ExpertPlan(ids, experts, tile, order, tiles), up=True)
 
 
-@op(cuda=_up_cuda, meta=_up_rows)
+@op(cuda=_up_cuda, meta=up_rows)
 def expert_up_op(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None,
     tiles: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    h = _up_rows(x, weight, ids)
-    for expert, pairs, tokens in pairs_by_expert(ids, experts, experts):
-        product = row_exact_product(x[tokens], slice_of(weight, expert)).to(h.dtype).clamp(min=0)
-        h[pairs] = product * product
-    return h
+    return up_cpu(up_rows(x, weight, ids), x, functools.partial(slice_of, weight), ids, experts)
 
 
 def expert_up(x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """Matrix products of experts with e4m3 weights.
 
-Owns the ops ``expert_fp8_gate_up``, ``expert_fp8_gate_up_fp8`` (with a quantised result) and ``expert_fp8_down``. They
-are ``kernels/moe/experts.py`` with the arithmetic of ``kernels/gemm/fp8.py``: a token's activations are quantised once,
-by 128 columns or by row like the weight's scales, and a pair's row is the product of e4m3 values over K in steps of 128
-and in order. So a row's bits depend on that row and its expert's weight. Weights are the tile's rows, tokens its
-columns. The inner activations are quantised the same way before ``down``. On Hopper, prompts' products run on the
-kernel of ``gluon.py`` if :data:`exact_fp8_experts` found the same bits.
+Owns the ops ``expert_fp8_gate_up``, ``expert_fp8_gate_up_fp8`` (with a quantised result), ``expert_fp8_up`` (experts
+without a gate) and ``expert_fp8_down``. They are ``kernels/moe/experts.py`` with the arithmetic of
+``kernels/gemm/fp8.py``: a token's activations are quantised once, by 128 columns or by row like the weight's scales,
+and a pair's row is the product of e4m3 values over K in steps of 128 and in order. So a row's bits depend on that row
+and its expert's weight. Weights are the tile's rows, tokens its columns. The inner activations are quantised the same
+way before ``down``. On Hopper, prompts' products run on the kernel of ``gluon.py`` if :data:`exact_fp8_experts` found
+the same bits.
 
 Shapes: M tokens, H features, I intermediate features, E experts in the stack with a fused shared one, P = M * top_k
 pairs,
@@ -37,8 +38,11 @@ from unisono.kernels.moe.experts import (
     down_cpu,
     gate_up_cpu,
     gate_up_rows,
+    relu_squared,
     same_products,
     store_gated,
+    up_cpu,
+    up_rows,
 )
 from unisono.kernels.moe.plan import (
     LEAD_PAIRS,
@@ -108,8 +112,8 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
                  H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
-                 OVERLAP: tl.constexpr):  # fmt: skip
-    """Compute y [pairs, H]."""
+                 UP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Compute y [pairs, H]. UP: h has a row for each token, and y is ReLU²."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -124,10 +128,14 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
     EVEN: tl.constexpr = I % (512 if AHEAD else 128) == 0
     for base in range(0, n, TILE):
         pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
-        x_ptrs = h8 + pair.to(tl.int64)[:, None] * I + ks[None, :]
-        acc = e4m3_product(x_ptrs, valid, h_scales + pair, w_ptrs, ws_ptrs, I, PADDED,
+        source = tokens_of(pair, M, TOP_K) if UP else pair
+        x_ptrs = h8 + source.to(tl.int64)[:, None] * I + ks[None, :]
+        acc = e4m3_product(x_ptrs, valid, h_scales + source, w_ptrs, ws_ptrs, I, PADDED,
                            TILE, BLOCK_N, AHEAD, BY_BLOCK, False, EVEN)  # fmt: skip
-        store_pairs(y, tl.trans(acc), pair, valid, cols, H)
+        acc = tl.trans(acc)
+        if UP:
+            acc = relu_squared(acc, y.dtype.element_ty)
+        store_pairs(y, acc, pair, valid, cols, H)
 
 
 def fp8_tile_rows(pairs: int, experts: int) -> int:
@@ -223,9 +231,9 @@ def launch_fp8_gate_up(
 
 
 def launch_fp8_down(
-    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
+    h: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan, up: bool = False
 ) -> torch.Tensor:
-    """Launch the kernels of :func:`expert_fp8_down`."""
+    """Launch the kernels of :func:`expert_fp8_down`, or of :func:`expert_fp8_up`."""
     hidden, by_block = weight.shape[1], w_scales.dim() == 3
     h8, h_scales = _launched(h, w_scales)
     if plan.tile == experts_gluon.TILE_PAIRS:
@@ -236,7 +244,7 @@ def launch_fp8_down(
     y = h8.new_empty(results, hidden, dtype=h.dtype)
     _fp8_down_kernel[grid](
         h8, h_scales, weight, w_scales, y, *plan.operands,
-        h8.shape[0], **options, **_blocking(tiles.down, by_block), **overlapped(h8.device),
+        h8.shape[0], **options, **_blocking(tiles.down, by_block), UP=up, **overlapped(h8.device),
     )  # fmt: skip
     return y
 
@@ -261,6 +269,15 @@ def _gate_up_fp8_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile,
 def _down_cuda(h8, h_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
     h = _as_quantised(h8, h_scales, dtype, w_scales, 0)
     return launch_fp8_down(h, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles))
+
+
+def _up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, tiles):
+    x = _as_quantised(x8, x_scales, dtype, w_scales, len(ids))
+    return launch_fp8_down(x, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles), up=True)
+
+
+def _up_meta(x8, x_scales, dtype, weight, w_scales, *plan):
+    return up_rows(x8, weight, *plan, dtype=dtype)
 
 
 def _gate_up_meta(x8, x_scales, dtype, weight, w_scales, *plan):
@@ -309,6 +326,16 @@ def expert_fp8_down_op(
     return down_cpu(y, widened_activations(x8, x_scales), widened, ids, experts, len(weight))
 
 
+@op(cuda=_up_cuda, meta=_up_meta)
+def expert_fp8_up_op(
+    x8: torch.Tensor, x_scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    widened = lambda expert: widened_weight(weight[expert], w_scales[expert])  # noqa: E731
+    h = _up_meta(x8, x_scales, dtype, weight, w_scales, ids)
+    return up_cpu(h, widened_activations(x8, x_scales), widened, ids, experts)
+
+
 def _operand(x: torch.Tensor | Quantised, w_scales: torch.Tensor) -> Quantised:
     """Quantise x for the weight's scales, if it is not quantised."""
     return quantize(x, _group(w_scales)) if isinstance(x, torch.Tensor) else x
@@ -351,6 +378,19 @@ def expert_fp8_down(
     return expert_fp8_down_op(h.x8, h.scales, h.dtype, weight, w_scales, *plan)
 
 
+def expert_fp8_up(
+    x: torch.Tensor | Quantised, weight: torch.Tensor, w_scales: torch.Tensor, plan: ExpertPlan
+) -> torch.Tensor:
+    """Compute ``relu(x @ up^T)²`` of each pair for x [M, H] and experts without a gate, e4m3 [E, I, H]: [P, I] in x's
+    dtype.
+
+    The plan's tile must not be that of ``experts_gluon``. x may be quantised already, for the weight's scales. Rounded
+    after the product and after the square. Rows of pairs without an expert are not written.
+    """
+    x = _operand(x, w_scales)
+    return expert_fp8_up_op(x.x8, x.scales, x.dtype, weight, w_scales, *plan)
+
+
 def _aot(shapes: Shapes, by_block: bool, gelu: bool = False) -> list[AotCase]:
     """AotCases of both products."""
     tile_m, cases = fp8_tile_rows(shapes.rows * shapes.top_k, shapes.experts), []
@@ -361,9 +401,18 @@ def _aot(shapes: Shapes, by_block: bool, gelu: bool = False) -> list[AotCase]:
     ):
         x, scales, out = names.split()
         tensors = {x: "*fp8e4nv", "weight": "*fp8e4nv", scales: "*fp32", "w_scales": "*fp32", out: "*bf16"}
-        options = _blocking(tile, by_block) | ({"GELU": gelu} if kernel is _fp8_gate_up_kernel else {})
+        options = _blocking(tile, by_block) | ({"GELU": gelu} if kernel is _fp8_gate_up_kernel else {"UP": False})
         cases.append(product_case(kernel, tensors, shapes, tile_m, chosen.up.across, options, "PADDED"))
     return cases
+
+
+def _aot_up(shapes: Shapes, by_block: bool) -> AotCase:
+    """AotCase of the first product of experts without a gate, which is a ``down`` from H to I."""
+    tile_m = fp8_tile_rows(shapes.rows * shapes.top_k, shapes.experts)
+    tensors = {"h8": "*fp8e4nv", "weight": "*fp8e4nv", "h_scales": "*fp32", "w_scales": "*fp32", "y": "*bf16"}
+    turned, chosen = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), _TILES[tile_m]
+    options = _blocking(chosen.down, by_block) | {"UP": True}
+    return product_case(_fp8_down_kernel, tensors, turned, tile_m, chosen.up.across, options, "PADDED")
 
 
 AOT: list[AotCase] = [
@@ -371,4 +420,5 @@ AOT: list[AotCase] = [
     *(case for rows in (1, 512) for case in _aot(Shapes(rows, 2048, 768, 128, 8), False)),
     *_aot(Shapes(16, 2816, 704, 128, 8), True, gelu=True),  # Gemma 4
     *(case for rows in (1, 64) for case in _aot(Shapes(rows, 200, 100, 5, 2, True), True)),
+    *(_aot_up(Shapes(rows, 2688, 1856, 128, 6), blocks) for rows in (1, 64, 2048) for blocks in (False, True)),
 ]

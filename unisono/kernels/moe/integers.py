@@ -1,6 +1,6 @@
 """Matrix products of experts with weights of 4 or 8 bits.
 
-Owns the ops ``expert_integer_gate_up`` and ``expert_integer_down``.
+Owns the ops ``expert_integer_gate_up``, ``expert_integer_up`` (experts without a gate) and ``expert_integer_down``.
 
 They are ``kernels/moe/experts.py`` with weights that are decoded in registers (``integer_product`` of
 ``kernels/gemm/decoded.py``) and rounded to the activations' dtype: the same product of the same values in the same
@@ -24,7 +24,16 @@ from unisono.kernels.gemm.int4 import int4_steps, unpack_cpu
 from unisono.kernels.gemm.int8_weights import int8_decode
 from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.library import DTYPES, AotCase, op
-from unisono.kernels.moe.experts import down_cpu, down_rows, gate_up_cpu, gate_up_rows, store_gated
+from unisono.kernels.moe.experts import (
+    down_cpu,
+    down_rows,
+    gate_up_cpu,
+    gate_up_rows,
+    relu_squared,
+    store_gated,
+    up_cpu,
+    up_rows,
+)
 from unisono.kernels.moe.plan import (
     ExpertPlan,
     Shapes,
@@ -85,8 +94,9 @@ def _integer_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, coun
                  H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-                 HAS_ZEROS: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Compute y [pairs, H]."""
+                 HAS_ZEROS: tl.constexpr, EACH: tl.constexpr, UP: tl.constexpr,
+                 OVERLAP: tl.constexpr):  # fmt: skip
+    """Compute y [pairs, H]. UP: h has a row for each token, and y is ReLU²."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -98,9 +108,12 @@ def _integer_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, coun
     z_ptrs = zeros + of_rows if HAS_ZEROS else zeros
     for base in range(0, n, TILE):
         pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
-        x_ptrs = h + pair.to(tl.int64)[:, None] * I + tl.arange(0, WIDTH)[None, :]
+        source = tokens_of(pair, M, TOP_K) if UP else pair
+        x_ptrs = h + source.to(tl.int64)[:, None] * I + tl.arange(0, WIDTH)[None, :]
         acc = integer_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, I, group,
                            TILE, BLOCK_N, WIDTH, STEPS, I % (WIDTH * STEPS) == 0, HAS_ZEROS, EACH)  # fmt: skip
+        if UP:
+            acc = relu_squared(acc, y.dtype.element_ty)
         store_pairs(y, acc, pair, valid, cols, H)
 
 
@@ -141,15 +154,17 @@ def launch_integer_down(
     zeros: torch.Tensor | None,
     group: int,
     plan: ExpertPlan,
+    up: bool = False,
 ) -> torch.Tensor:
-    """Launch the kernel of :func:`expert_integer_down`."""
+    """Launch the kernel of :func:`expert_integer_down`, or of :func:`expert_integer_up`."""
     h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile].down
     parts = triton.cdiv(hidden, tile.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
     _integer_down_kernel[grid](
         h, weight, scales, zeros, y, *plan.operands, group,
-        **options, **_blocking(tile, group, zeros is not None, h.shape[1] // weight.shape[2]), **overlapped(h.device),
+        **options, **_blocking(tile, group, zeros is not None, h.shape[1] // weight.shape[2]), UP=up,
+        **overlapped(h.device),
     )  # fmt: skip
     return y
 
@@ -160,6 +175,15 @@ def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, ti
 
 def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles):
     return launch_integer_down(h, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles))
+
+
+def _up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles):
+    plan = ExpertPlan(ids, experts, tile, order, tiles)
+    return launch_integer_down(x, weight, scales, zeros, group, plan, up=True)
+
+
+def _up_meta(x, weight, scales, zeros, group, *plan):
+    return up_rows(x, weight, *plan)
 
 
 def _decoded(
@@ -193,6 +217,15 @@ def expert_integer_down_op(
     return down_cpu(down_rows(x, weight), x, decoded, ids, experts, len(weight))
 
 
+@op(cuda=_up_cuda, meta=_up_meta)
+def expert_integer_up_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    decoded = _decoded(weight, scales, zeros, group, x)
+    return up_cpu(up_rows(x, weight, ids), x, decoded, ids, experts)
+
+
 def expert_integer_gate_up(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -223,6 +256,21 @@ def expert_integer_down(
     return expert_integer_down_op(h, weight, scales, zeros, group, *plan)
 
 
+def expert_integer_up(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    plan: ExpertPlan,
+) -> torch.Tensor:
+    """Compute ``relu(x @ up^T)²`` of each pair for x [M, H] and experts without a gate: [P, I] in x's dtype.
+
+    Rounded after the product and after the square. Rows of pairs without an expert are not written.
+    """
+    return expert_integer_up_op(x, weight, scales, zeros, group, *plan)
+
+
 def _aot(dtype: str, shapes: Shapes, group: int, gelu: bool = False, each: int = 2) -> list[AotCase]:
     """AotCases of both products. With a fused shared expert there are zeros. each: numbers in a byte."""
     tile_m, zeros, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), shapes.rides, []
@@ -230,9 +278,18 @@ def _aot(dtype: str, shapes: Shapes, group: int, gelu: bool = False, each: int =
     for kernel, (x, out), tile in ((_integer_gate_up_kernel, "xh", tiles.up), (_integer_down_kernel, "hy", tiles.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": stored_zeros, out: f"*{dtype}"}
         options = _blocking(tile, group, zeros, each)
-        options |= {"GELU": gelu} if kernel is _integer_gate_up_kernel else {}
+        options |= {"GELU": gelu} if kernel is _integer_gate_up_kernel else {"UP": False}
         cases.append(product_case(kernel, tensors, shapes, tile_m, tile.across, options, "group"))
     return cases
+
+
+def _aot_up(dtype: str, shapes: Shapes, group: int, each: int) -> AotCase:
+    """AotCase of the first product of experts without a gate, which is a ``down`` from H to I, without zeros."""
+    tile_m = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
+    tensors = {"h": f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": None, "y": f"*{dtype}"}
+    turned, tile = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), TILES[tile_m].down
+    options = _blocking(tile, group, False, each) | {"UP": True}
+    return product_case(_integer_down_kernel, tensors, turned, tile_m, tile.across, options, "group")
 
 
 AOT: list[AotCase] = [
@@ -243,4 +300,5 @@ AOT: list[AotCase] = [
     *(case for rows in (1, 512, 4096) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8), 128, each=1)),
     *(case for rows in (16, 2048) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True), 32, each=1)),
     *_aot("fp32", Shapes(16, 192, 96, 5, 2, True), 32, each=1),
+    *(_aot_up("bf16", Shapes(rows, 2688, 1856, 128, 6), 128, each) for rows in (1, 64, 2048) for each in (1, 2)),
 ]

@@ -1,4 +1,6 @@
-"""Matrix products of experts with NVFP4 weights. Owns the ops ``expert_nvfp4_gate_up`` and ``expert_nvfp4_down``.
+"""Matrix products of experts with NVFP4 weights.
+
+Owns the ops ``expert_nvfp4_gate_up``, ``expert_nvfp4_up`` (experts without a gate) and ``expert_nvfp4_down``.
 
 They are ``kernels/moe/experts.py`` with weights that are decoded in registers by the rule of ``kernels/gemm/nvfp4.py``:
 the same product of the same values in the same order, at any number of tokens.
@@ -19,7 +21,16 @@ import triton.language as tl
 from unisono.kernels.gemm.nvfp4 import STEPS, WIDTH, nvfp4_decode, nvfp4_product
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
-from unisono.kernels.moe.experts import down_cpu, down_rows, gate_up_cpu, gate_up_rows, store_gated
+from unisono.kernels.moe.experts import (
+    down_cpu,
+    down_rows,
+    gate_up_cpu,
+    gate_up_rows,
+    relu_squared,
+    store_gated,
+    up_cpu,
+    up_rows,
+)
 from unisono.kernels.moe.integers import TILES, packed_tile_rows
 from unisono.kernels.moe.plan import (
     ExpertPlan,
@@ -65,8 +76,8 @@ def _nvfp4_down_kernel(h, weight, scales, multipliers, y, ids, order, tiles, M, 
                  H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
                  TILE: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, RIDES: tl.constexpr,
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
-                 OVERLAP: tl.constexpr):  # fmt: skip
-    """Compute y [pairs, H]."""
+                 UP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Compute y [pairs, H]. UP: h has a row for each token, and y is ReLU²."""
     follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
@@ -77,9 +88,12 @@ def _nvfp4_down_kernel(h, weight, scales, multipliers, y, ids, order, tiles, M, 
     multiplier = tl.load(multipliers + rows)
     for base in range(0, n, TILE):
         pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
-        x_ptrs = h + pair.to(tl.int64)[:, None] * I + tl.arange(0, WIDTH)[None, :]
+        source = tokens_of(pair, M, TOP_K) if UP else pair
+        x_ptrs = h + source.to(tl.int64)[:, None] * I + tl.arange(0, WIDTH)[None, :]
         acc = nvfp4_product(x_ptrs, valid, w_ptrs, s_ptrs, multiplier, I, TILE, BLOCK_N, WIDTH, STEPS,
                             I % (WIDTH * STEPS) == 0)  # fmt: skip
+        if UP:
+            acc = relu_squared(acc, y.dtype.element_ty)
         store_pairs(y, acc, pair, valid, cols, H)
 
 
@@ -105,15 +119,16 @@ def launch_nvfp4_gate_up(
 
 
 def launch_nvfp4_down(
-    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, plan: ExpertPlan
-) -> torch.Tensor:
-    """Launch the kernel of :func:`expert_nvfp4_down`."""
+    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, plan: ExpertPlan,
+    up: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Launch the kernel of :func:`expert_nvfp4_down`, or of :func:`expert_nvfp4_up`."""
     h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile].down
     parts = triton.cdiv(hidden, tile.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
     _nvfp4_down_kernel[grid](
-        h, weight, scales, multipliers, y, *plan.operands, **options, **_blocking(tile), **overlapped(h.device)
+        h, weight, scales, multipliers, y, *plan.operands, **options, **_blocking(tile), UP=up, **overlapped(h.device)
     )
     return y
 
@@ -124,6 +139,15 @@ def _gate_up_cuda(x, weight, scales, multipliers, ids, experts, tile, order, til
 
 def _down_cuda(h, weight, scales, multipliers, ids, experts, tile, order, tiles):
     return launch_nvfp4_down(h, weight, scales, multipliers, ExpertPlan(ids, experts, tile, order, tiles))
+
+
+def _up_cuda(x, weight, scales, multipliers, ids, experts, tile, order, tiles):
+    plan = ExpertPlan(ids, experts, tile, order, tiles)
+    return launch_nvfp4_down(x, weight, scales, multipliers, plan, up=True)
+
+
+def _up_meta(x, weight, scales, multipliers, *plan):
+    return up_rows(x, weight, *plan)
 
 
 def _decoded_expert(
@@ -155,6 +179,15 @@ def expert_nvfp4_down_op(
     return down_cpu(down_rows(x, weight), x, decoded, ids, experts, len(weight))
 
 
+@op(cuda=_up_cuda, meta=_up_meta)
+def expert_nvfp4_up_op(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, ids: torch.Tensor,
+    experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    decoded = _decoded_expert(weight, scales, multipliers, x.dtype)
+    return up_cpu(up_rows(x, weight, ids), x, decoded, ids, experts)
+
+
 def expert_nvfp4_gate_up(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, plan: ExpertPlan,
     gelu: bool = False,
@@ -171,19 +204,35 @@ def expert_nvfp4_down(
     return expert_nvfp4_down_op(h, weight, scales, multipliers, *plan)
 
 
+def expert_nvfp4_up(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, plan: ExpertPlan
+) -> torch.Tensor:
+    """Compute ``expert_up`` of ``kernels/moe/experts.py`` on the decoded weights, with equal bits."""
+    return expert_nvfp4_up_op(x, weight, scales, multipliers, *plan)
+
+
 def _aot(dtype: str, shapes: Shapes, gelu: bool = False) -> list[AotCase]:
     """AotCases of both products."""
     tile_m, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), []
     tiles = TILES[tile_m]
     for kernel, (x, out), tile in ((_nvfp4_gate_up_kernel, "xh", tiles.up), (_nvfp4_down_kernel, "hy", tiles.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*u8", "multipliers": "*fp32", out: f"*{dtype}"}
-        options = _blocking(tile) | ({"GELU": gelu} if kernel is _nvfp4_gate_up_kernel else {})
+        options = _blocking(tile) | ({"GELU": gelu} if kernel is _nvfp4_gate_up_kernel else {"UP": False})
         cases.append(product_case(kernel, tensors, shapes, tile_m, tile.across, options))
     return cases
+
+
+def _aot_up(dtype: str, shapes: Shapes) -> AotCase:
+    """AotCase of the first product of experts without a gate, which is a ``down`` from H to I."""
+    tile_m = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
+    tensors = {"h": f"*{dtype}", "weight": "*u8", "scales": "*u8", "multipliers": "*fp32", "y": f"*{dtype}"}
+    turned, tile = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), TILES[tile_m].down
+    return product_case(_nvfp4_down_kernel, tensors, turned, tile_m, tile.across, _blocking(tile) | {"UP": True})
 
 
 AOT: list[AotCase] = [
     *(case for rows in (1, 16, 512, 2048) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True))),
     *_aot("bf16", Shapes(16, 2816, 704, 128, 8), gelu=True),  # Gemma 4
     *(case for dtype in ("fp16", "fp32") for case in _aot(dtype, Shapes(16, 192, 96, 5, 2, True))),
+    *(_aot_up("bf16", Shapes(rows, 2688, 1856, 128, 6)) for rows in (1, 64, 2048)),  # Nemotron-3-Nano
 ]

@@ -35,6 +35,9 @@ class RouterScores:
     groups: groups of neighbouring experts, of equal size. top_groups: groups in which a token may choose.
     group_best: a group counts as much as the sum of this many of its best experts (1 or 2).
     epsilon: added to the sum by which weights are divided. scale: factor of the weights.
+    margin: above 0, an expert's score is its logit, and the weight of each choice is a softmax of its own (sparsemixer,
+        arXiv 2409.12136): over the experts that are left and whose logit lies within this fraction of the best one's.
+        The fraction is relative to the larger of |logit| and the best logit. It excludes ``sigmoid``.
     """
 
     sigmoid: bool = True
@@ -44,6 +47,7 @@ class RouterScores:
     group_best: int = 2
     epsilon: float = 1e-20
     scale: float = 1.0
+    margin: float = 0.0
 
 
 @triton.jit
@@ -51,7 +55,7 @@ def _choose_scored_kernel(
     logits, correction, positions, ids, weights, gates, counts, stride, E, epsilon, scale,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, GATE: tl.constexpr, PADDED: tl.constexpr,
-    COUNT: tl.constexpr, SEEN: tl.constexpr, OVERLAP: tl.constexpr,
+    COUNT: tl.constexpr, SEEN: tl.constexpr, OVERLAP: tl.constexpr, MARGIN: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Choose one row's experts per program. EXPERTS, CHOSEN: E and TOP_K rounded up to powers of two. GATE: logit E is
     the shared expert's."""
@@ -75,6 +79,8 @@ def _choose_scored_kernel(
             furthest = tl.maximum(furthest, tl.max(seen, 0))
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-x))
+    elif MARGIN > 0:
+        score = x
     else:
         top = tl.max(x, 0)
         share = tl.where(e < E, tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0.0)
@@ -91,8 +97,10 @@ def _choose_scored_kernel(
     for slot in tl.static_range(TOP_K):
         best = tl.max(free, 0)
         at = tl.min(tl.where(free == best, e, EXPERTS), 0)
-        free = tl.where(e == at, LOWEST, free)
         weight = tl.sum(tl.where(e == at, score, 0.0), 0)  # one term, so the order does not matter
+        if MARGIN > 0:
+            weight = _share(score, weight, free != LOWEST, MARGIN)
+        free = tl.where(e == at, LOWEST, free)
         total += weight
         chosen, own = tl.where(k == slot, weight, chosen), tl.where(k == slot, at, own)
     if NORMALIZE:
@@ -102,6 +110,14 @@ def _choose_scored_kernel(
     tl.store(weights + row * TOP_K + k, tl.where(real, chosen * scale, 0.0), mask=k < TOP_K)
     if COUNT:  # of integers, so their order does not matter
         tl.atomic_add(counts + own, 1, mask=real & (k < TOP_K), sem="relaxed")
+
+
+@triton.jit
+def _share(x, top, left, MARGIN: tl.constexpr):
+    """Softmax of the largest logit ``top`` over those of x [EXPERTS] that are left and within MARGIN of it."""
+    near = left & ~((top - x) / tl.maximum(tl.abs(x), top) > MARGIN)
+    share = 1.0 / tl.sum(tl.where(near, tl.exp(x - top), 0.0), 0)
+    return tl.where(share == share, share, 0.0)
 
 
 @triton.jit
@@ -144,11 +160,11 @@ def launch_choose_scored(
     return ids, weights, gates
 
 
-def _constants(experts: int, top_k: int, normalize: bool, scores: RouterScores) -> dict[str, int | bool]:
+def _constants(experts: int, top_k: int, normalize: bool, scores: RouterScores) -> dict[str, float | bool]:
     return {
         "TOP_K": top_k, "EXPERTS": triton.next_power_of_2(experts), "CHOSEN": triton.next_power_of_2(top_k),
         "SIGMOID": scores.sigmoid, "NORMALIZE": normalize, "GROUPS": scores.groups, "TOP_GROUPS": scores.top_groups,
-        "GROUP_BEST": scores.group_best,
+        "GROUP_BEST": scores.group_best, "MARGIN": scores.margin,
     }  # fmt: skip
 
 
@@ -161,6 +177,8 @@ def choose_scored_cpu(
     x = torch.where(x.isnan(), -torch.inf, x).contiguous()
     if scores.sigmoid:
         score = 1 / (1 + torch.exp(-x))
+    elif scores.margin:
+        score = x
     else:
         top = x.amax(1, keepdim=True)
         shares = torch.exp(x - torch.where(top == -torch.inf, 0.0, top))
@@ -178,7 +196,7 @@ def choose_scored_cpu(
         ids = ids.gather(1, order.gather(1, ids).byte().argsort(dim=1, descending=True, stable=True))[:, :top_k]
     else:
         ids = choice.argsort(dim=1, descending=True, stable=True)[:, :top_k]
-    weights = score.gather(1, ids)
+    weights = _shares(x, ids, scores.margin) if scores.margin else score.gather(1, ids)
     if normalize:
         weights = weights / (_in_order(weights) + scores.epsilon)[:, None]
     weights = weights * scores.scale
@@ -191,6 +209,17 @@ def choose_scored_cpu(
         ids = torch.where(padding, in_turns if padding.all() else experts, ids)
         weights = torch.where(padding, 0.0, weights)
     return ids.to(torch.int32), weights, gates
+
+
+def _shares(x: torch.Tensor, ids: torch.Tensor, margin: float) -> torch.Tensor:
+    """Weights [M, top_k] of choices ``ids`` by ``RouterScores.margin``; x [M, E]: logits."""
+    left, shares = torch.ones_like(x, dtype=torch.bool), []
+    for slot in ids.split(1, dim=1):
+        top = x.gather(1, slot)
+        near = left & ~((top - x) / torch.maximum(x.abs(), top) > margin)
+        shares.append(1 / _in_order(torch.where(near, torch.exp(x - top), 0.0)))
+        left = left.scatter(1, slot, False)
+    return torch.nan_to_num(torch.stack(shares, 1), nan=0.0)
 
 
 def _in_order(x: torch.Tensor) -> torch.Tensor:
@@ -222,9 +251,9 @@ def _route_scored_meta(
 
 
 def _restored(sigmoid: bool, correction: bool, groups: list[float]) -> RouterScores:
-    """The scores from an op's numbers: (groups, top_groups, group_best, epsilon, scale)."""
-    count, top, best, epsilon, scale = groups
-    return RouterScores(sigmoid, correction, int(count), int(top), int(best), epsilon, scale)
+    """The scores from an op's numbers: (groups, top_groups, group_best, epsilon, scale, margin)."""
+    count, top, best, epsilon, scale, margin = groups
+    return RouterScores(sigmoid, correction, int(count), int(top), int(best), epsilon, scale, margin)
 
 
 @op(cuda=_route_scored_cuda, meta=_route_scored_meta)
@@ -251,7 +280,7 @@ def route_scored(
     ``scores.scale``.
     """
     s = scores
-    groups = [float(s.groups), float(s.top_groups), float(s.group_best), s.epsilon, s.scale]
+    groups = [float(s.groups), float(s.top_groups), float(s.group_best), s.epsilon, s.scale, s.margin]
     return route_scored_op(x, weight, correction, positions, counts, experts, top_k, normalize, s.sigmoid, groups, bias)
 
 
@@ -277,4 +306,5 @@ AOT: list[AotCase] = [
     _case(160, 6, RouterScores(False, groups=8, top_groups=3, group_best=1, scale=16.0), normalize=False),  # V2
     _case(64, 6, RouterScores(False, correction=True, epsilon=1e-12)),  # ERNIE 4.5
     _case(16, 1, RouterScores(), normalize=False),  # Llama 4
+    _case(16, 2, RouterScores(False, margin=0.02), normalize=False),  # PhiMoE
 ]

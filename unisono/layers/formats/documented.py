@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 GATED = (
     "gemm.fp8", "gemm.int4", "gemm.int8", "gemm.int8_weights", "gemm.linear", "gemm.nvfp4",
-    "moe.experts", "moe.fp8", "moe.integers", "moe.mxfp4", "moe.nvfp4",
+    "moe.experts", "moe.fp8", "moe.int8", "moe.integers", "moe.mxfp4", "moe.nvfp4",
 )  # fmt: skip
 """Modules of ``unisono.kernels`` with products, which ``tests/kernels/test_cards.py`` compiles for every card."""
 
@@ -86,8 +86,12 @@ ROWS = (
     ),
     DocumentedFormat(
         "compressed-tensors", "int, 8 bits, and activations (`int-quantized`)", "int8; strategy `tensor` or `channel`",
-        "int8; by token, with a zero point or without, or static for the tensor", ("gemm.int8",), COMPILED,
-        ("compressed-int8-a8", "compressed-int8-a8-shifted", "compressed-int8-a8-static"), False,
+        "int8; by token", ("gemm.int8", "moe.int8"), COMPILED, ("compressed-int8-a8",),
+    ),
+    DocumentedFormat(
+        "compressed-tensors", "int, 8 bits, and activations (`int-quantized`)", "int8; strategy `tensor` or `channel`",
+        "int8; by token with a zero point, or static for the tensor", ("gemm.int8",), COMPILED,
+        ("compressed-int8-a8-shifted", "compressed-int8-a8-static"), False,
     ),
     DocumentedFormat(
         "awq", "4 bits, version `gemm`", "group of 32, 64 or 128, or all inputs", _NONE, _INT4, MEASURED,

@@ -71,9 +71,9 @@ class ExpertFormat(Protocol):
     A pair's result may depend on its token's row and its expert's weight only: never on other rows, on their number, on
     the plan or its tile. A format whose products add biases and compute every :class:`ExpertGate` has an attribute
     ``biases`` that is true; the others get neither, except GELU's gate if their attribute ``gelu`` is true. One that
-    computes experts without a gate has a true ``ungated``. One that
-    has several kernels for a product has ``prove`` and ``rehearse``, as :class:`PlainExperts`: the first compares their
-    bits when an engine starts.
+    computes experts without a gate has a true ``ungated``. One whose ``whole_stack`` is true reads tensors of all
+    experts for each, so that ranks cannot hold whole experts. One that has several kernels for a product has ``prove``
+    and ``rehearse``, as :class:`PlainExperts`: the first compares their bits when an engine starts.
     """
 
     @property
@@ -158,7 +158,7 @@ def expert_format(format: WeightFormat, biases: bool = False, gelu: bool = False
     if not gated and not getattr(found, "ungated", False):
         raise CheckpointError(
             f"weights of experts in format {format.name!r} are not supported where experts have no gate (ReLU²): plain "
-            "weights are."
+            "weights, fp8, integers and NVFP4 are."
         )
     every_gate = getattr(found, "biases", False)
     if (biases and not every_gate) or (gelu and not (every_gate or getattr(found, "gelu", False))):

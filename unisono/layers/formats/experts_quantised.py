@@ -1,4 +1,4 @@
-"""Stacks of experts in fp8, integers, MXFP4 and NVFP4: stored as in a linear layer, and applied by a plan."""
+"""Stacks of experts in fp8, int8, integers, MXFP4 and NVFP4: stored as in a linear layer, and applied by a plan."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.kernels.gemm.fp8_quantize import GROUP
+from unisono.kernels.gemm.fp8_quantize import GROUP, quantize
 from unisono.kernels.moe.fp8 import (
     exact_fp8_experts,
     expert_fp8_down,
     expert_fp8_gate_up,
     expert_fp8_gate_up_fp8,
+    expert_fp8_up,
     fp8_expert_tile,
     fp8_tile_rows,
 )
 from unisono.kernels.moe.gluon import TILE_PAIRS
-from unisono.kernels.moe.integers import expert_integer_down, expert_integer_gate_up, packed_tile_rows
+from unisono.kernels.moe.int8 import expert_int8_down, expert_int8_gate_up, int8_tile_rows
+from unisono.kernels.moe.integers import (
+    expert_integer_down,
+    expert_integer_gate_up,
+    expert_integer_up,
+    packed_tile_rows,
+)
 from unisono.kernels.moe.mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
-from unisono.kernels.moe.nvfp4 import expert_nvfp4_down, expert_nvfp4_gate_up
+from unisono.kernels.moe.nvfp4 import expert_nvfp4_down, expert_nvfp4_gate_up, expert_nvfp4_up
 from unisono.kernels.moe.plan import ExpertPlan
 from unisono.layers.activations import InputFormat, Operand
 from unisono.layers.formats.base import WHOLE, StoredTensor
@@ -37,8 +44,19 @@ class Weights(Protocol):
 
 
 class Fp8Weights(Weights, Protocol):
+    @property
+    def fixed_kind(self) -> str | None:
+        """Name of the parameter with calibrated scales of activations; None: they are computed."""
+        ...
+
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight and scales, from the parameters of a layer or of a stack."""
+        ...
+
+
+class Int8Weights(Weights, Protocol):
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and scales by output, from the parameters of a stack."""
         ...
 
 
@@ -79,29 +97,38 @@ class _Stacks:
 
 @dataclass(frozen=True)
 class Fp8Experts(_Stacks):
-    """e4m3 stacks with scales per block or per output."""
+    """e4m3 stacks with scales per block or per output. With calibrated scales of activations, the largest of a stack
+    serves all its experts."""
 
     weights: Fp8Weights
     gelu = True
+    ungated = True
 
-    def input_format(self, stack: ExpertWeights) -> InputFormat:
+    @property
+    def whole_stack(self) -> bool:
+        """True if a rank needs the tensors of all experts."""
+        return self.weights.fixed_kind is not None
+
+    def input_format(self, stack: ExpertWeights) -> InputFormat | None:
         """Input format of the product with a pass's tokens: see ``layers/activations.py``."""
+        if self.weights.fixed_kind:
+            return None
         return InputFormat(GROUP if self.weights.operands(stack)[1].dim() == 3 else 0)
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
-        if stack.gate.gelu:  # the kernel of prompts computes SiLU only
+        if stack.gate.gelu or not stack.gated:  # the kernel of prompts computes SiLU's gate only
             return fp8_tile_rows(pairs, experts)
         return fp8_expert_tile(pairs, experts, self.weights.operands(stack), stack.dtype)
 
     def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
         """See :data:`unisono.kernels.moe.fp8.exact_fp8_experts`."""
-        if gate_up.gate.gelu:
+        if gate_up.gate.gelu or not gate_up.gated:
             return False
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
         return exact_fp8_experts.prove(*stacks, gate_up.dtype, experts, top_k)
 
     def rehearse(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> None:
-        if gate_up.gate.gelu:
+        if gate_up.gate.gelu or not gate_up.gated:
             return
         stacks = self.weights.operands(gate_up), self.weights.operands(down)
         exact_fp8_experts.rehearse(*stacks, gate_up.dtype, experts, top_k)
@@ -109,12 +136,37 @@ class Fp8Experts(_Stacks):
     def gate_up(self, stack: ExpertWeights, x: Operand, plan: ExpertPlan) -> Operand:
         """Quantised where the kernel of prompts can, and the ranks' parts are not gathered."""
         weight, scales = self.weights.operands(stack)
+        x = self._calibrated(stack, x)
+        if not stack.gated:
+            return expert_fp8_up(x, weight, scales, plan)
         if plan.tile == TILE_PAIRS and scales.dim() == 3 and stack.rows == WHOLE:
             return expert_fp8_gate_up_fp8(x, weight, scales, plan)
         return expert_fp8_gate_up(x, weight, scales, plan, stack.gate.gelu)
 
     def down(self, stack: ExpertWeights, h: Operand, plan: ExpertPlan) -> torch.Tensor:
-        return expert_fp8_down(h, *self.weights.operands(stack), plan)
+        return expert_fp8_down(self._calibrated(stack, h), *self.weights.operands(stack), plan)
+
+    def _calibrated(self, stack: ExpertWeights, x: Operand) -> Operand:
+        """x, quantised with the stack's calibrated scale if it has one."""
+        kind = self.weights.fixed_kind
+        return quantize(x, 0, getattr(stack, kind)) if kind and isinstance(x, torch.Tensor) else x
+
+
+@dataclass(frozen=True)
+class Int8Experts(_Stacks):
+    """int8 stacks with a scale per output; activations are quantised by row."""
+
+    weights: Int8Weights
+    gelu = True
+
+    def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
+        return int8_tile_rows(pairs, experts)
+
+    def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        return expert_int8_gate_up(x, *self.weights.operands(stack), plan, stack.gate.gelu)
+
+    def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        return expert_int8_down(h, *self.weights.operands(stack), plan)
 
 
 @dataclass(frozen=True)
@@ -123,11 +175,14 @@ class IntegerExperts(_Stacks):
 
     weights: IntegerWeights
     gelu = True
+    ungated = True
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
     def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        if not stack.gated:
+            return expert_integer_up(x, *self.weights.operands(stack), plan)
         return expert_integer_gate_up(x, *self.weights.operands(stack), plan, stack.gate.gelu)
 
     def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
@@ -157,11 +212,14 @@ class NVFP4Experts(_Stacks):
 
     weights: NVFP4Weights
     gelu = True
+    ungated = True
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
         return packed_tile_rows(pairs, experts, stack.dtype)
 
     def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
+        if not stack.gated:
+            return expert_nvfp4_up(x, *self.weights.operands(stack), plan)
         return expert_nvfp4_gate_up(x, *self.weights.operands(stack), plan, stack.gate.gelu)
 
     def down(self, stack: ExpertWeights, h: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:

@@ -105,9 +105,9 @@ class _Fp8:
             rehearse_fp8(*self.operands(layer), layer.dtype)
 
     @property
-    def experts(self) -> Fp8Experts | None:
-        """Format of stacks of experts; None with fixed activation scales: not supported."""
-        return None if self.fixed_kind else Fp8Experts(self)  # type: ignore[arg-type]
+    def experts(self) -> Fp8Experts:
+        """Format of stacks of experts."""
+        return Fp8Experts(self)  # type: ignore[arg-type]
 
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The weight and its scales."""
@@ -171,7 +171,7 @@ class RowFp8(_Fp8):
 
     by_projection: the checkpoint has one scale for all outputs of a projection.
     fixed_kind: checkpoint name of the scale with which a projection's activations were calibrated; of merged
-        projections the largest serves all. None: scales of activations are computed by row.
+        projections, and of a stack of experts, the largest serves all. None: scales of activations are computed by row.
     """
 
     by_projection: bool = False
@@ -197,7 +197,7 @@ class BoundedFp8(RowFp8):
     name: str = "fp8 with scales of outputs, bounded activations"
     bound: float = 1200.0
 
-    experts = None
+    experts = None  # type: ignore[assignment]
 
     def input_format(self, layer: LinearLayer) -> InputFormat | None:
         """None: plain rows, to be clamped."""

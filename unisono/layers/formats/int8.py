@@ -6,7 +6,9 @@
 * :class:`GPTQ8`: GPTQ with 8 bits. Both store ``(q - zero) * scale``; activations are not quantised
   (``kernels/gemm/int8_weights.py``).
 
-Experts with int8 activations are refused. Shapes: N outputs, K inputs of a projection, G groups.
+Experts have int8 activations by row, without a zero point; others are refused.
+
+Shapes: N outputs, K inputs of a projection, G groups.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from unisono.kernels import rms_norm
 from unisono.kernels.gemm.int8 import int8_linear
 from unisono.kernels.gemm.int8_weights import int8_weight_linear, prove_int8_weight, rehearse_int8_weight
 from unisono.layers.formats.base import FLOATS, ONE_VALUE, WHOLE_PROJECTION, LinearLayer, StoredTensor, TensorLayout
-from unisono.layers.formats.experts_quantised import IntegerExperts
+from unisono.layers.formats.experts_quantised import Int8Experts, IntegerExperts
 from unisono.layers.formats.int4 import check_order
 
 EACH = 4
@@ -54,7 +56,12 @@ class Int8(_Normed):
     by_projection: bool = False
     fixed: bool = False
     shifted: bool = False
-    name: str = "int8, activations too"
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        kind = "with fixed scales" if self.fixed else "with zero points" if self.shifted else "too"
+        return f"int8, activations {kind}"
 
     def tensors(self, dtype: torch.dtype) -> Mapping[str, StoredTensor]:
         layout = ONE_VALUE if self.by_projection else BY_OUTPUT
@@ -67,6 +74,15 @@ class Int8(_Normed):
         if self.shifted:
             found["weight_sum"] = StoredTensor(torch.int32, (), inputs=0)
         return found
+
+    @property
+    def experts(self) -> Int8Experts | None:
+        """Format of stacks of experts; None with fixed scales or zero points of activations."""
+        return None if self.fixed or self.shifted else Int8Experts(self)
+
+    def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and scales of a stack as the kernels take them."""
+        return layer.weight, layer.weight_scale
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
         if kind != "weight":

@@ -27,7 +27,7 @@ from unisono.models.load.build import Builder
 
 
 def rows_of(head: Linear, ranks: Ranks) -> Linear:
-    """A rank's part of an LM head held whole by every rank; shares its memory."""
+    """Return this rank's part of an LM head that every rank holds whole, as a view."""
     share = Share(ranks.index, ranks.count)
     part = Linear(head.inputs, head.outputs, False, head.dtype, "meta", head.format, share)
     start, stop = share.part(head.outputs)
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
             if builder.ranks.count > 1 and builder.can_divide({"lm_head": config.vocab_size}):
                 self.lm_head = rows_of(self.lm_head, builder.ranks)
         else:
-            self.lm_head = builder.joined("lm_head", *sizes, split_inputs=False)
+            self.lm_head = builder.joined("lm_head", *sizes, config.head_bias, split_inputs=False)
 
     def state_specs(self) -> Tree:
         """State specs of each layer, in a list."""

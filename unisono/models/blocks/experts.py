@@ -92,10 +92,17 @@ class ExpertsSpec:
         may_ride = gated and not self.weighs_inputs and shared == size
         rides = may_ride and {apart.format(apart.at(n).path) for n in _SHARED} == {format}
         gelu = self.kind.gate.gelu
-        biased = replace(self.kind, gate=SILU if gelu else self.kind.gate, transposed=False) != SILU_EXPERTS
-        common = rides, builder.dtype, builder.device, expert_format(format, biased, gelu, gated)
+        gate = SILU if gelu else self.kind.gate
+        biased = replace(self.kind, gate=gate, transposed=False, gated=True) != SILU_EXPERTS
+        found = expert_format(format, biased, gelu, gated)
+        common = rides, builder.dtype, builder.device, found
         ranks, share, rows = builder.ranks, WHOLE, WHOLE
         if ranks.whole_experts:
+            if getattr(found, "whole_stack", False):
+                raise ConfigError(
+                    f"--enable-expert-parallel: {format.name} has calibrated scales of activations, of which the "
+                    "largest serves all experts of a layer: leave --enable-expert-parallel out."
+                )
             share = self._of_experts(ranks)
         elif ranks.count > 1 and each.can_divide(sizes):
             rows = builder.share
@@ -115,7 +122,7 @@ class ExpertsSpec:
         return made
 
     def _shared(self) -> MLPSpec | PlainMLPSpec:
-        """The shared expert where it does not ride."""
+        """The shared expert, if it is not computed as one of the routed experts."""
         size = self.shared_intermediate_size
         if self.kind.gated:
             return MLPSpec(size, activation=self.activation)
@@ -164,7 +171,7 @@ class BesideSpec:
     sparse: ExpertsSpec
 
     def of(self, ranks: Ranks) -> BesideSpec:
-        """The same; raises ConfigError where the experts cannot be divided among the ranks."""
+        """Return the spec itself. Raises ConfigError if the experts cannot be divided among the ranks."""
         self.sparse.of(ranks)
         return self
 

@@ -212,7 +212,10 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optio
         scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
     ago = tokens[:, None] - tokens
     ago = ago.abs() if options.both_ways else ago
-    scores = scores.masked_fill((ago < 0) | ((ago >= options.window) if options.window else False), -torch.inf)
+    hidden = (ago < 0) | ((ago >= options.window) if options.window > 0 else False)
+    if options.window < 0:
+        hidden |= (tokens // -options.window)[:, None] != tokens // -options.window
+    scores = scores.masked_fill(hidden, -torch.inf)
     if options.sinks is not None:
         scores = torch.cat((options.sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1), scores), dim=2)
     return torch.einsum("hqk,khd->qhd", scores.softmax(2)[:, :, -len(q) :], v)

@@ -63,7 +63,7 @@ class FeedForward(Protocol):
         ...
 
     def project(self, y: Any, residual: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Activations]:
-        """(residual + the block's output, ``norm`` of it); without a norm, the sum twice."""
+        """Return (residual + the block's output, ``norm`` of it); without a norm, the sum twice."""
         ...
 
     def output(self, y: Any) -> torch.Tensor:
@@ -114,7 +114,7 @@ class AttentionSpec:
     """One attention layer.
 
     rotary: the rotary table, and the fraction of each head it rotates (partial rotary).
-    window: positions a token sees, itself included; 0: all.
+    window: positions a token sees, itself included; 0: all; below 0: those of its own chunk of -window positions.
     scale: of scores; None: head_dim ** -0.5.
     soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: no cap.
     sink: each head has a learnt logit in the softmax's denominator.
@@ -158,13 +158,14 @@ class AttentionSpec:
         require(kv_heads >= 1 and heads % kv_heads == 0, "num_kv_heads", kv_heads, f"it must divide {heads} heads")
         require(dim >= 2 and dim % 2 == 0, "head_dim", dim, "rotary needs an even head size")
         require(not (self.k_is_v and self.output_gate), "output_gate", True, "values must have a projection then")
+        require(self.window >= 0 or not (self.both_ways or self.whole_text), "window", self.window, "chunks are causal")
         joint = self.joint_qk_norm and (self.qk_norm or self.k_is_v or self.output_gate)
         require(not joint, "joint_qk_norm", True, "it excludes norms of heads, shared keys and values, and gates")
 
     @property
     def window_group(self) -> int:
         """Window group of the layer's pages: see :class:`unisono.kv.specs.Paged`."""
-        return self.window or ALL
+        return abs(self.window) or ALL
 
     def of(self, ranks: Ranks) -> AttentionSpec:
         """The heads of one rank: its part of the query heads, and the KV heads that they share.
@@ -298,7 +299,7 @@ class Attention(nn.Module):
         self, q: torch.Tensor, context: ForwardContext, kv: KV, input_format: InputFormat | None = None
     ) -> Activations:
         spec = self.spec
-        inputs = context.plan(self.backend, spec.window_group, spec.window, spec.whole_text)
+        inputs = context.plan(self.backend, spec.window_group, abs(spec.window), spec.whole_text)
         both_ways = spec.both_ways or spec.whole_text
         options = AttentionOptions(self.scale, spec.window, 0, spec.soft_cap, self.sinks, both_ways)
         return attended(self.backend, input_format, q, kv, inputs, options)
@@ -482,7 +483,7 @@ def joined(
     block: Mixer | FeedForward, y: Any, residual: torch.Tensor, after: RMSNorm | None, norm: nn.Module | None,
     scale: Factor | None = None,
 ) -> tuple[torch.Tensor, Activations]:  # fmt: skip
-    """(residual + the block's output, normed by ``after`` if there is one, times ``scale``; ``norm`` of the result)."""
+    """Return (residual + the block's output, normed by ``after`` if any, times ``scale``; ``norm`` of the result)."""
     if after is None:
         return block.project(y, residual, norm)
     return add_normed(block.output(y), residual, after, norm, scale)

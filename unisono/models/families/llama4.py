@@ -1,13 +1,12 @@
 """Llama 4 (Scout, Maverick), text: layers without rotation, plain norms of rotated heads, experts of weighted inputs.
 
 A token of an expert is multiplied by the sigmoid of its logit before the expert, which a shared expert is added to.
-Layers that rotate attend within chunks of ``attention_chunk_size`` positions: the context ends with the first chunk,
-in which that is attention to all earlier tokens. Source of formulas and names: transformers, ``models/llama4``.
+Layers of the type ``chunked_attention`` attend within chunks of ``attention_chunk_size`` positions. Source of formulas
+and names: transformers, ``models/llama4``.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from unisono.config.decoder_names import LAYER, LLAMA_NAMES
@@ -44,8 +43,11 @@ UNREAD = dict.fromkeys(
 
 
 def read_attention(text: Any, number: int) -> AttentionSpec:
-    """A layer's attention. ``use_qk_norm``: rotated heads are normed without weights; ``attn_temperature_tuning``:
-    queries of layers without rotation grow with the position."""
+    """A layer's attention.
+
+    ``layer_types``: layers that attend within chunks. ``use_qk_norm``: rotated heads are normed without weights.
+    ``attn_temperature_tuning``: queries of layers without rotation grow with the position.
+    """
     turns, bias, dim = bool(text.no_rope_layers[number]), text.attention_bias, text.head_dim
     normed, grown = turns and text.use_qk_norm, not turns and text.attn_temperature_tuning
     growth = (float(text.attn_scale), int(text.floor_scale), 1) if grown else None
@@ -59,11 +61,12 @@ def read_attention(text: Any, number: int) -> AttentionSpec:
         o_bias=bias,
         steps=HeadStepsSpec(rotate_first=normed, query_growth=growth) if normed or growth else None,
         norm_weights=False,
+        window=-text.attention_chunk_size if text.layer_types[number] == CHUNKED else 0,
     )
 
 
 def read(hf_config: Any) -> DecoderConfig:
-    """Read the config. ``moe_layers``: layers with experts; ``layer_types``: layers that attend within chunks."""
+    """Read the config. ``moe_layers``: layers with experts."""
     text = hf_config.get_text_config()
     kinds, chunk = list(text.layer_types), text.attention_chunk_size or 0
     count = text.num_hidden_layers
@@ -85,8 +88,7 @@ def read(hf_config: Any) -> DecoderConfig:
         LayerSpec(read_attention(text, number), experts if number in text.moe_layers else dense)
         for number in range(count)
     ]
-    config = read_decoder_config(hf_config, layers)
-    return replace(config, max_positions=min(config.max_positions, chunk)) if CHUNKED in kinds else config
+    return read_decoder_config(hf_config, layers)
 
 
 ROWS = {"layers.*.mixer.qkv.q": in_halves("num_heads"), "layers.*.mixer.qkv.k": in_halves("num_kv_heads")}

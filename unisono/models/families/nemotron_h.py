@@ -107,8 +107,9 @@ def read(hf_config: Any) -> DecoderConfig:
             return OneBlockSpec.of(AttentionSpec(*heads, size, RotarySpec.none(size)))
         return OneBlockSpec.of(_read_mamba2(hf_config))
 
-    layers = [layer(kind) for kind in kinds]
-    return read_decoder_config(hf_config, layers, rms_eps=hf_config.layer_norm_epsilon, wide_norms=True)
+    layers, modules = [layer(kind) for kind in kinds], hf_config.num_nextn_predict_layers or 0
+    eps = hf_config.layer_norm_epsilon
+    return read_decoder_config(hf_config, layers, rms_eps=eps, wide_norms=True, mtp_modules=modules)
 
 
 def _read_mamba2(hf_config: Any) -> Mamba2Spec:
@@ -124,6 +125,4 @@ def _read_mamba2(hf_config: Any) -> Mamba2Spec:
     )
 
 
-UNREAD = {"mtp.": "multi-token prediction modules of Nemotron-H are not supported yet"}
-
-NEMOTRON_H = Family(read, NAMES, rows=mamba2_rows("layers.*.mixer"), unread=UNREAD)
+NEMOTRON_H = Family(read, NAMES, rows=mamba2_rows("layers.*.mixer"))

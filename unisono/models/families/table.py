@@ -14,6 +14,7 @@ import torch
 
 from unisono.config.decoder_names import LLAMA_NAMES
 from unisono.config.decoder_table import ROWS, ConfigField, DecoderRow
+from unisono.kernels.moe.scored_router import RouterScores
 from unisono.layers.norm import NormKind
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks.experts import ExpertsSpec
@@ -84,6 +85,7 @@ def _read(row: DecoderRow, hf_config: Any) -> DecoderConfig:
         embed_norm=row.embed_norm,
         logit_scale=_value(row.logit_scale, text),
         logit_cap=_value(row.logit_cap, text),
+        head_bias=bool(_value(row.head_bias, text)),
         **NORMS[row.norm],
     )
 
@@ -118,9 +120,22 @@ def _feed_forward(row: DecoderRow, text: Any, number: int) -> BlockSpec:
         found = [_value(slot, text) for slot in row.experts]
         count, top_k, normalise = (each[number] if isinstance(each, list) else each for each in found)
         size, shared = text.intermediate_size, int(_value(row.shared_size, text))
-        return ExpertsSpec(count, top_k, size, shared, normalize=bool(normalise), activation=row.activation)
+        scores = _scores(row, text, top_k)
+        return ExpertsSpec(
+            count, top_k, size, shared, normalize=bool(normalise), activation=row.activation, scores=scores
+        )
     kind: Callable[..., BlockSpec] = MLPSpec if row.gated else PlainMLPSpec
     return kind(text.intermediate_size, bias, row.activation)
+
+
+def _scores(row: DecoderRow, text: Any, top_k: int) -> RouterScores | None:
+    """Scores of a router with a margin; None: by softmax."""
+    if row.router_jitter == 0:
+        return None
+    jitter = float(_value(row.router_jitter, text))
+    require(jitter > 0, "router_jitter_noise", jitter, "it must be above 0")
+    require(top_k == 2, "num_experts_per_tok", top_k, "this router is defined for 2")
+    return RouterScores(sigmoid=False, margin=2 * jitter)
 
 
 def _attention(row: DecoderRow, text: Any, number: int, windows: tuple[int, ...]) -> AttentionSpec:

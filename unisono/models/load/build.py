@@ -197,7 +197,7 @@ class Builder:
     def rotary(self, spec: RotarySpec) -> torch.Tensor:
         """Table of a spec, [max_positions + 1, rotated elements] fp32: one per distinct spec."""
         if spec not in self._tables:
-            # Drafters are a position ahead.
+            # one row more: drafters are a position ahead
             self._tables[spec] = spec.table(self.max_positions + 1, self.device, self.max_positions)
         return self._tables[spec]
 

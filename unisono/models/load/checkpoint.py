@@ -23,6 +23,7 @@ from unisono.config.gguf.directory import source as gguf_source
 from unisono.config.preflight.families import READ_AS
 from unisono.config.preflight.model import architecture_of, check_config
 from unisono.config.preflight.weights import weight_files
+from unisono.config.sentence_files import text_rules
 from unisono.config.transformers_names import from_transformers
 from unisono.config.untrusted_files import check_directory, check_token_ids, check_values, read_json
 from unisono.layers.formats.base import PLAIN, WeightFormat
@@ -103,6 +104,12 @@ class Checkpoint:
             dtype=dtype if isinstance(dtype, torch.dtype) else None,
             quantization=quantized,
         )
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest text: those of config.json, or fewer by ``max_seq_length`` of sentence-transformers."""
+        longest = text_rules(self.path).longest
+        return self.config.max_positions if longest is None else min(self.config.max_positions, longest)
 
     def format_of_module(self, module: str) -> WeightFormat:
         """Weight format of one of the decoder's modules."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -161,7 +161,7 @@ def tower_update(tower: AnyTower, checkpoint: Checkpoint) -> WeightUpdate:
     targets = {tensor_name(name, kind): place for name, kind, place in found}
     why = f"the vision tower of a {checkpoint.config.architecture} with this config.json has no place for it"
     check(targets, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
-    return WeightUpdate(tower, targets, tensors, lambda: _check_finite(tower, checkpoint))
+    return WeightUpdate(tower, targets, tensors, lambda: check_finite(tower, checkpoint.path))
 
 
 def _made(checkpoint: Checkpoint, make: Callable[[], Built]) -> Built:
@@ -261,18 +261,22 @@ def fill_randomly(root: nn.Module, seed: int) -> None:
     a rank's parts are those of the whole tensors. A tensor inside another one, such as a tied head, fills that one.
     """
     first: dict[int, nn.Parameter] = {}
+    for name, parameter in drawn_parameters(root):
+        generator = torch.Generator(parameter.device)
+        for part, old in SEED_NAMES.items():
+            name = name.replace(part, old)
+        generator.manual_seed(seed ^ zlib.crc32(name.encode()))
+        held = first.setdefault(parameter.untyped_storage().data_ptr(), parameter)
+        draw_held(held, generator, getattr(parameter, "drawn", None))
+
+
+def drawn_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that :func:`fill_randomly` fills, by name: norms keep their initial ones."""
     for path, module in root.named_modules():
-        if not isinstance(module, (Factor, LayerNorm, RMSNorm)):  # norms are initialised to ones
+        if not isinstance(module, (Factor, LayerNorm, RMSNorm)):
             for kind, parameter in module.named_parameters(recurse=False):
-                if parameter.is_meta:
-                    continue
-                generator = torch.Generator(parameter.device)
-                name = f"{path}.{kind}"
-                for part, old in SEED_NAMES.items():
-                    name = name.replace(part, old)
-                generator.manual_seed(seed ^ zlib.crc32(name.encode()))
-                held = first.setdefault(parameter.untyped_storage().data_ptr(), parameter)
-                draw_held(held, generator, getattr(parameter, "drawn", None))
+                if not parameter.is_meta:
+                    yield f"{path}.{kind}", parameter
 
 
 def draw_held(parameter: torch.Tensor, generator: torch.Generator, between: tuple[int, int] | None = None) -> None:
@@ -328,7 +332,7 @@ def decoder_update(decoder: Decoder, checkpoint: Checkpoint) -> WeightUpdate:
     def check_values() -> None:
         if tied and head in tensors and not head.startswith(unread):
             _check_tied_head(decoder, head, tensors)
-        _check_finite(decoder, checkpoint)
+        check_finite(decoder, checkpoint.path)
 
     return WeightUpdate(decoder, targets, tensors, check_values)
 
@@ -352,13 +356,13 @@ def partial_update(decoder: Decoder, checkpoint: Checkpoint, tensors: Mapping[st
         ):
             raise CheckpointError(
                 f"{info.file}: tensor {name} {list(info.shape)} has no place in the {checkpoint.config.architecture} "
-                "that is served. Give names of its checkpoint; a drafter's weights are updated from a directory."
+                "that is served. Give names of its checkpoint; draft=true pushes a drafter's weights."
             )
 
     def check_values() -> None:
         if tied_head is not None:
             _check_tied_head(decoder, tied_head, tensors)
-        _check_finite(decoder, checkpoint)
+        check_finite(decoder, checkpoint.path)
 
     return WeightUpdate(decoder, targets, tensors, check_values)
 
@@ -392,13 +396,13 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def _check_finite(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError naming the first weights that are NaN or infinite: every output would be nonsense."""
+def check_finite(module: nn.Module, where: object) -> None:
+    """Raise CheckpointError, naming ``where``, for weights that are NaN or infinite: every output would be nonsense."""
     for name, weight in module.named_parameters():
         if weight.is_floating_point() and weight.numel() and weight.element_size() > 1:
             low, high = torch.aminmax(weight)
             if not (low.isfinite() and high.isfinite()):
-                raise CheckpointError(f"{checkpoint.path}: {name} has weights that are NaN or infinite.")
+                raise CheckpointError(f"{where}: {name} has weights that are NaN or infinite.")
 
 
 def _as_named(tensors: Mapping[str, TensorInfo], family: Family) -> Mapping[str, TensorInfo]:

@@ -1,7 +1,7 @@
 """New weights for modules that are served: written in place, so that captured graphs, which hold addresses, stay valid.
 
 The headers of all files are compared with the modules before anything is written. :class:`Changes` keeps the old values
-in host memory until the update has ended, so that a failure leaves the old weights.
+in other memory until the update has ended, so that a failure leaves the old weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from unisono.kernels.gemm.cpu import forget_copies
 from unisono.models.load.tensor_files import TensorInfo, read
 from unisono.models.load.weights import WeightTargets, fill
 from unisono.types import CheckpointError
+
+ALIGN = 256
+"""Alignment of an old value in scratch memory, bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +37,31 @@ class WeightUpdate:
 
 
 class Changes:
-    """Writes updates, and takes them back."""
+    """Writes updates, and takes them back.
 
-    def __init__(self, updates: Sequence[WeightUpdate]) -> None:
-        self._updates = updates
+    scratch: unused memory of the weights' device, uint8 [bytes] each, for the old values; it is zeroed at the end. Old
+        values without room there are kept in host memory. keeps_old: False if the old values are void; an error then
+        leaves void ones.
+    """
+
+    def __init__(
+        self, updates: Sequence[WeightUpdate], scratch: Sequence[torch.Tensor] = (), keeps_old: bool = True
+    ) -> None:
+        self.updates, self._keeps_old = updates, keeps_old
+        self._scratch = [[memory, 0] for memory in scratch]
         self._parameters = {id(p): p for update in updates for p in update.module.parameters() if not p.is_meta}
         self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameters, which :meth:`write` keeps in host memory."""
-        return sum(parameter.nbytes for parameter in self._parameters.values())
 
     @torch.no_grad()
     def write(self) -> None:
         """Write all updates; after any error the old weights are in place."""
-        self._old = [(each, each.detach().to("cpu", copy=True)) for each in self._parameters.values()]
+        if self._keeps_old:
+            self._old = [(each, self._copy(each)) for each in self._parameters.values()]
         try:
-            for update in self._updates:
+            for update in self.updates:
                 device = next(update.module.parameters()).device
                 fill(update.targets, update.tensors, device)
-            for update in self._updates:
+            for update in self.updates:
                 update.check()
             self._outdate()
         except BaseException:
@@ -66,12 +73,25 @@ class Changes:
         """Put the old weights back."""
         for parameter, old in self._old:
             parameter.copy_(old)
-        self._old.clear()
+        self.keep()
         self._outdate()
 
     def keep(self) -> None:
         """Free the old weights."""
         self._old.clear()
+        for memory, used in self._scratch:
+            memory[:used].zero_()
+        self._scratch.clear()
+
+    def _copy(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A copy in scratch memory, else in host memory."""
+        for place in self._scratch:
+            memory, used = place
+            if memory.device == parameter.device and used + parameter.nbytes <= memory.nbytes:
+                place[1] = min(memory.nbytes, -(-(used + parameter.nbytes) // ALIGN) * ALIGN)
+                held = memory[used : used + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+                return held.copy_(parameter)
+        return parameter.detach().to("cpu", copy=True)
 
     def _outdate(self) -> None:
         for parameter in self._parameters.values():

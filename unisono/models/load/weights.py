@@ -175,5 +175,6 @@ def fill(
 
 
 def same_as(module: nn.Module, shared: nn.Module) -> bool:
-    """Return True if two modules' weights are equal, so that one of them can serve as both."""
-    return torch.equal(module.weight, shared.weight)  # type: ignore[arg-type]
+    """Return True if two modules' weights are equal and neither has a bias, so that one of them can serve as both."""
+    biased = any(getattr(each, "bias", None) is not None for each in (module, shared))
+    return not biased and torch.equal(module.weight, shared.weight)  # type: ignore[arg-type]

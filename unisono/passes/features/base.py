@@ -6,7 +6,7 @@ There is one :class:`Feature` per engine and one :class:`RequestState` per reque
 
     the engine starts     Feature.start            set up on all ranks              (host)
     a request arrives     Feature.begin            validate, create its state       (host)
-    a slot is free        RequestState.ready       may it start now?                (host)
+    a slot is free        RequestState.ready       admit the request, or wait       (host)
     prompts are due       Feature.pre_pass         a pass that must run first       (host)
     a pass is built       Feature.fill             batch fields, graph key          (host)
     the pass runs         override_embeddings, rotary, around_target,
@@ -159,7 +159,7 @@ class RequestState:
 
     stop_ids: additional token ids that end the request.
     prompt_keys: prefix-cache keys of the prompt, if they differ from its token ids.
-    prefix_root: whatever the request's keys and values depend on besides its tokens. Only requests with the same root
+    prefix_root: identifies what keys and values depend on besides tokens (an adapter). Only requests with the same root
         share cached prefixes.
     """
 
@@ -172,7 +172,7 @@ class RequestState:
         return {}
 
     def reach(self, start: int, end: int) -> int:
-        """Position up to which a prompt pass over ``start … end`` can go now."""
+        """Return the end of a prompt pass over ``start … end`` that is possible now, at most ``end``."""
         return end
 
     def least_end(self, start: int) -> int:
@@ -191,11 +191,11 @@ class RequestState:
         """Called when the request has released its slot: it ended, or was preempted."""
 
     def reusable(self, known: int) -> int:
-        """Number of the ``known`` leading tokens that may come from the prefix cache, which has no pass outputs."""
+        """Return how many of the ``known`` leading tokens the prefix cache may serve; it stores no pass outputs."""
         return known
 
     def forced(self) -> Sequence[int]:
-        """Token ids that must come next, as far as known. A round proposes them as drafts. Empty if unknown."""
+        """Return the token ids that must come next, as far as known; a round proposes them as drafts."""
         return ()
 
     def deliver(self, delta: TokenDelta, committed: Committed) -> None:
@@ -223,7 +223,7 @@ class Row:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Record an error of the block as this request's own: it ends with the error, and the others of the pass
+        """Catch an error of the ``with`` block: this request ends with the error, and the others of the pass
         continue."""
         try:
             yield

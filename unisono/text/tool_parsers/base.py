@@ -80,7 +80,7 @@ class ParserContext:
 class ToolCallParser:
     """Parser of one answer.
 
-    Subclasses begin in :meth:`outside` and set ``step`` to the next state.
+    A state machine: it begins in :meth:`outside`, and subclasses set ``step`` to the next state.
 
     A step takes text from ``held`` and returns True if it took any; it is called until it takes none. ``last`` is true
     once no more text follows: then a step must not wait for more.
@@ -116,7 +116,7 @@ class ToolCallParser:
         """Read text that belongs to no call."""
         raise NotImplementedError
 
-    # ---- what steps give out --------------------------------------------------------------------
+    # ---- output of steps --------------------------------------------------------------------
 
     def say(self, text: str) -> None:
         """Add content.
@@ -150,7 +150,7 @@ class ToolCallParser:
         else:
             calls.append(ToolDelta(index, text))
 
-    # ---- what steps read ------------------------------------------------------------------------
+    # ---- input of steps ------------------------------------------------------------------------
 
     def until(self, *marks: str) -> tuple[str, str | None]:
         """Take text up to the first of ``marks``, with the mark: (text, mark), or (text before any possible mark,

@@ -1,1 +1,1 @@
-"""``unisono bench``: ``latency`` and ``exact``; ``serve`` and ``throughput`` are in ``tools/load``."""
+"""``unisono bench``: ``latency``, ``exact`` and ``drafters``; ``serve`` and ``throughput`` are in ``tools/load``."""

@@ -21,6 +21,7 @@ from unisono.config.preflight.model import check_model
 from unisono.console.help import HelpfulCommand
 from unisono.console.output import CommandGroup
 from unisono.console.values import speculative, whole_numbers, writable
+from unisono.tools.bench.drafters import drafters
 from unisono.tools.bench.exact import exact
 from unisono.tools.bench.versions import versions
 from unisono.tools.load import flags as load_flags
@@ -44,6 +45,7 @@ app = typer.Typer(
     cls=CommandGroup, no_args_is_help=True, help="Benchmarks.", add_completion=False, pretty_exceptions_enable=False
 )
 app.command(cls=HelpfulCommand)(exact)
+app.command(cls=HelpfulCommand)(drafters)
 app.command(cls=load_flags.SeveralValues, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     load_flags.grouped(
         serve,

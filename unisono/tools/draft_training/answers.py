@@ -18,10 +18,14 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of a prompt and its answer. The draft model learns to predict the tokens from ``answer_start`` on."""
+    """Token ids of a prompt and its answer. The draft model learns to predict the tokens from ``answer_start`` on.
+
+    greedy: the answer was generated at temperature 0.
+    """
 
     token_ids: list[int]
     answer_start: int
+    greedy: bool = False
 
 
 def answer_all(
@@ -56,7 +60,7 @@ def answer_all(
 class AnswerConfig:
     """Settings of answer generation.
 
-    Prompts with even numbers are answered greedily, the others at ``temperature``.
+    A share ``sampled`` of the prompts, evenly spread, is answered at ``temperature``, the others greedily.
 
     max_tokens: limit per answer. longest: limit for prompt and answer together. seconds: time limit from the engine's
     start on.
@@ -67,11 +71,16 @@ class AnswerConfig:
     longest: int = 1024
     seed: int = 0
     seconds: float = float("inf")
+    sampled: float = 0.5
+
+    def is_greedy(self, index: int) -> bool:
+        """True if prompt number ``index`` is answered at temperature 0."""
+        return self.temperature == 0 or int((index + 1) * self.sampled) == int(index * self.sampled)
 
     def params(self, index: int, prompt_tokens: int) -> SamplingParams:
         """Sampling parameters of prompt number ``index``."""
         return SamplingParams(
-            temperature=self.temperature if index % 2 else 0.0,
+            temperature=0.0 if self.is_greedy(index) else self.temperature,
             seed=self.seed + index,
             max_tokens=max(1, min(self.max_tokens, self.longest - prompt_tokens)),
         )
@@ -82,8 +91,8 @@ def collect(
 ) -> None:
     """Generate the answers that ``file`` lacks and append them, one JSON object per line.
 
-    A line is ``{"prompt": number, "learnt": answer start, "ids": [token ids]}``. At the time limit the function returns
-    with the answers generated so far.
+    A line is ``{"prompt": number, "learnt": answer start, "greedy": bool, "ids": [token ids]}``. At the time limit the
+    function returns with the answers generated so far.
     """
     if file.exists():  # remove an incomplete last line
         with file.open("r+b") as stored:
@@ -92,12 +101,13 @@ def collect(
     missing = [i for i in range(len(prompts)) if i not in held]
     with file.open("a", encoding="utf-8") as out:
 
-        def append(number: int, answer_start: int, ids: list[int]) -> None:
-            out.write(json.dumps({"prompt": number, "learnt": answer_start, "ids": ids}) + "\n")
+        def append(number: int, answer_start: int, ids: list[int], greedy: bool) -> None:
+            line = {"prompt": number, "learnt": answer_start, "greedy": greedy, "ids": ids}
+            out.write(json.dumps(line) + "\n")
 
         for number in missing:
             if prompts[number].complete:
-                append(number, 1, prompts[number].token_ids)
+                append(number, 1, prompts[number].token_ids, greedy=False)
         open_prompts = [i for i in missing if not prompts[i].complete]
         if not open_prompts or asking.seconds <= 0:
             return
@@ -105,7 +115,8 @@ def collect(
             ids, started = [prompts[i].token_ids for i in open_prompts], time.monotonic()
             answered = answer_all(llm, ids, lambda i: asking.params(open_prompts[i], len(ids[i])))
             for done, (i, answer) in enumerate(answered, 1):
-                append(open_prompts[i], len(ids[i]), ids[i] + answer)
+                number = open_prompts[i]
+                append(number, len(ids[i]), ids[i] + answer, asking.is_greedy(number))
                 spent = time.monotonic() - started
                 if done % 64 == 0:
                     progress("answers", max(done / len(open_prompts), min(1.0, spent / asking.seconds)))
@@ -126,4 +137,4 @@ def _lines(file: Path) -> Iterator[tuple[int, Text]]:
         for line in lines:
             if line.endswith("}\n"):  # otherwise the run was interrupted while writing the line
                 entry = json.loads(line)
-                yield entry["prompt"], Text(entry["ids"], entry["learnt"])
+                yield entry["prompt"], Text(entry["ids"], entry["learnt"], entry.get("greedy", False))

@@ -32,8 +32,9 @@ class TrainingAttention:
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """q [B · L, Hq, D] -> [B · L, Hq · D]; see :class:`unisono.attention.base.AttentionBackend`."""
-        if options.soft_cap or options.sinks is not None:
-            raise ConfigError("draft heads cannot be trained for a model whose attention has a soft cap or sinks yet.")
+        if options.soft_cap or options.sinks is not None or options.window < 0:
+            unable = "has a soft cap, sinks or chunks"
+            raise ConfigError(f"draft heads cannot be trained for a model whose attention {unable} yet.")
         rows = inputs.slots.shape[0]
         queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
         length, heads = queries.shape[2], q.shape[1]

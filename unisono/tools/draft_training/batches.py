@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -15,6 +15,11 @@ PAGE = 16
 
 POOL = 64
 """Number of batches whose texts are sorted by length together, to reduce padding."""
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from host memory to ``device``, in the order of its stream, without waiting for it."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,11 @@ class Batches:
             self._epoch = 0 if back else self._epoch + 1
             self._order = self._shuffled(self._epoch)
         return self._rows([self.texts[i] for i in self._order[step - self._first]])
+
+    def epoch(self, number: int = 0) -> Iterator[Batch]:
+        """Yield all batches of an epoch: each text once."""
+        for chosen in self._shuffled(number):
+            yield self._rows([self.texts[i] for i in chosen])
 
     def _shuffled(self, epoch: int) -> list[list[int]]:
         rng = Random(f"{self.seed} {epoch}")

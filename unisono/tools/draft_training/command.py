@@ -20,14 +20,15 @@ from unisono.tools.draft_training.answers import AnswerConfig, Progress, Text, c
 from unisono.tools.draft_training.bars import progress_bars
 from unisono.tools.draft_training.batches import Batches
 from unisono.tools.draft_training.data import TrainingPrompt, read_prompts, split_held_out
+from unisono.tools.draft_training.held_out import set_aside
 from unisono.tools.draft_training.measure import DRAFTS, DraftAcceptance, measure
 from unisono.tools.draft_training.methods import METHODS, DraftShape
 from unisono.tools.draft_training.teacher import Teacher
 from unisono.tools.draft_training.trainer import RECIPE, STATE, Recipe, Trainer, check_recipe
 from unisono.types import ConfigError, SpeculativeConfig
 
-ANSWERS_SHARE = 0.35
-"""Share of --minutes for generating the target's answers."""
+ANSWERS_SHARE, MEASURING_SHARE = 0.35, 0.1
+"""Shares of --minutes for generating the target's answers, and for starts of the engine and the measurement."""
 
 GPU_SHARE = 0.5
 """Share of GPU memory for the engine that generates the answers, and for the one that measures acceptance."""
@@ -82,22 +83,27 @@ def make_llm(run: Run, **flags: Any) -> LLM:
 
 
 def train_on_texts(run: Run, texts: list[Text], resume: bool, report: Progress, log: Callable[[str], None]) -> None:
-    """Train the draft model on the texts, export it, and free the device memory."""
+    """Train the draft model on the texts, export it, and free the device memory.
+
+    Some greedy answers are set aside to measure the accept length on.
+    """
     texts = [t for t in texts if len(t.token_ids) - t.answer_start > 1]
     if not texts:
         raise ConfigError(
             "no answer has two tokens or more: there is nothing to train on. Raise --max-tokens or --minutes."
         )
     torch.manual_seed(run.recipe.seed)
+    texts, held = set_aside(texts)
     checkpoint = Checkpoint.open(run.target)
-    longest = max(run.asking.longest, max(len(t.token_ids) for t in texts))
+    longest = max(run.asking.longest, max(len(t.token_ids) for t in (*texts, *held)))
     teacher = Teacher(checkpoint, run.device, longest + 16)
     method = METHODS[run.method](teacher, run.shape, texts, run.out)
-    trainer = Trainer(teacher, method, Batches(texts, run.recipe.batch_tokens, run.recipe.seed), run.recipe, run.folder)
+    batches = Batches(texts, run.recipe.batch_tokens, run.recipe.seed)
+    trainer = Trainer(teacher, method, batches, run.recipe, run.folder, held)
     if resume and trainer.resume():
         log(f"resumed at {trainer.figures.line()}")
     count = sum(p.numel() for p in trainer.weights.values())
-    log(f"{run.method}: {count:,} trained weights; {len(texts)} texts on {teacher.device}")
+    log(f"{run.method}: {count:,} trained weights; {len(texts)} texts and {len(held)} to measure on, {teacher.device}")
     trainer.run(report, log)
     del trainer, method, teacher
     if torch.cuda.is_available():
@@ -106,7 +112,7 @@ def train_on_texts(run: Run, texts: list[Text], resume: bool, report: Progress, 
 
 def measure_acceptance(run: Run, held: list[TrainingPrompt], **flags: Any) -> DraftAcceptance:
     """Acceptance of the exported draft model on the prompts ``held``; ``flags`` are those of the engine."""
-    spec = SpeculativeConfig(run.method, str(run.out), DRAFTS)
+    spec = SpeculativeConfig(run.method, str(run.out), run.shape.drafts(run.method, DRAFTS), adaptive=False)
     return measure(
         run.target, held, spec, max_tokens=run.asking.max_tokens, longest=run.asking.longest, device=run.device,
         gpu_memory_utilization=GPU_SHARE, **flags,
@@ -152,7 +158,9 @@ def train_draft(
     target: Annotated[str, typer.Option(help="The model to draft for: a checkpoint directory or a bundled name.")],
     data: Annotated[Path, typer.Option(help='JSON lines: {"messages": […]}, {"prompt": "…"} or {"text": "…"}.')],
     out: Annotated[Path, typer.Option(help="Directory for the draft model.")],
-    minutes: Annotated[float, typer.Option(help="Time limit, including the generation of answers.")] = 30.0,
+    minutes: Annotated[
+        float, typer.Option(help="Time limit, including the generation of answers and the measurement.")
+    ] = 30.0,
     steps: Annotated[int | None, typer.Option(help="Limit of training steps.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     batch_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 8192,
@@ -160,7 +168,8 @@ def train_draft(
     muon_lr: Annotated[float, typer.Option(help="Peak learning rate of the layers' matrices (Muon).")] = 0.02,
     save_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of weights, order of texts, and answers.")] = 0,
-    temperature: Annotated[float, typer.Option(help="Temperature of every other answer; the rest are greedy.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Temperature of sampled answers; the rest are greedy.")] = 1.0,
+    sampled: Annotated[float, typer.Option(min=0, max=1, help="Share of the answers that are sampled.")] = 0.5,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 512,
     max_model_len: Annotated[
         int | None,
@@ -187,30 +196,34 @@ def train_draft(
     hidden_size: Annotated[int, typer.Option(help="standalone, mtp_frozen: hidden size.")] = 128,
     layers: Annotated[int, typer.Option(help="standalone, mtp_frozen, dflash: number of layers.")] = 3,
     block_size: Annotated[int, typer.Option(help="dflash: tokens per block; the number of drafts is one less.")] = 8,
+    heads: Annotated[int | None, typer.Option(help="dflash: attention heads; default: the target's.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="dflash: KV heads; default: the target's.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
     """Train a draft model for a target on the target's own outputs."""
     if not minutes > 0:
         raise ConfigError(f"--minutes {minutes}: give a number above 0.")
-    recipe = Recipe(steps, minutes * (1 - ANSWERS_SHARE), batch_tokens, lr, muon_lr, save_every, seed)
+    recipe = Recipe(steps, minutes * (1 - ANSWERS_SHARE - MEASURING_SHARE), batch_tokens, lr, muon_lr, save_every, seed)
     shape = DraftShape(
-        unroll, modules, layout, beside_target, draft_vocab, _layers(aux_layers), intermediate_size, hidden_size,
-        layers, block_size=block_size,
+        unroll, modules, layout, beside_target, draft_vocab, _layers(aux_layers, method), intermediate_size,
+        hidden_size, layers, block_size=block_size, heads=heads, kv_heads=kv_heads,
     )  # fmt: skip
     longest = max_model_len or min(1024, Checkpoint.open(target).config.max_positions)
-    asking = AnswerConfig(temperature, max_tokens, longest, seed, 60 * minutes * ANSWERS_SHARE)
+    asking = AnswerConfig(temperature, max_tokens, longest, seed, 60 * minutes * ANSWERS_SHARE, sampled)
     run = Run(method, target, out, recipe, shape, asking, device)
     with progress_bars() as (report, log):
         train(run, data, held_out=held_out, resume=resume, report=report, log=log)
-    served = {"method": method, "model": str(out), "num_speculative_tokens": DRAFTS}
+    served = {"method": method, "model": str(out), "num_speculative_tokens": shape.drafts(method, DRAFTS)}
     print(f"unisono serve {target} --speculative-config '{json.dumps(served)}'")
 
 
-def _layers(text: str | None) -> tuple[int, ...] | None:
+def _layers(text: str | None, method: str) -> tuple[int, ...] | None:
     """Parse --aux-layers."""
     if text is None:
         return None
     parts = text.split(",")
-    if not all(part.strip().isdigit() for part in parts) or len(parts) != 3:
-        raise ConfigError(f"--aux-layers {text!r}: give three layer numbers separated by commas, such as 2,4,5.")
+    if not all(part.strip().isdigit() for part in parts):
+        raise ConfigError(f"--aux-layers {text!r}: give layer numbers separated by commas, such as 2,4,5.")
+    if method == "eagle3" and len(parts) != 3:
+        raise ConfigError(f"--aux-layers {text!r}: eagle3 reads three: give three layer numbers.")
     return tuple(int(part) for part in parts)

@@ -29,7 +29,8 @@ DISCOUNT = 0.8
 """Weight of a step in the loss, relative to the step before: a draft counts only if all earlier ones are accepted."""
 
 Step = tuple[int | torch.Tensor, torch.Tensor]
-"""(first position, logits [B, L - first, V']), or (positions [P], logits [B, P, V'])."""
+"""(first position, logits [B, L - first, V']), or (places [N] of the loss mask, as indices b · L + position, logits [N,
+V'])."""
 
 
 class TrainableDraft(Protocol):
@@ -158,11 +159,13 @@ def loss_of(draft: TrainableDraft, outputs: TeacherOutputs, dtype: torch.dtype) 
     best = outputs.logits.argmax(-1)
     if draft.ids is not None:
         target = target.index_select(1, draft.ids)
-    for first, logits in draft.unroll(outputs, dtype):
-        at = slice(first, None) if isinstance(first, int) else first
-        mask = outputs.loss_mask[:, at]
-        rows = outputs.logit_rows[:, at][mask]
-        predicted = logits[mask].float()
+    for where, logits in draft.unroll(outputs, dtype):
+        if isinstance(where, int):
+            mask = outputs.loss_mask[:, where:]
+            rows, logits = outputs.logit_rows[:, where:][mask], logits[mask]
+        else:
+            rows = outputs.logit_rows.flatten().index_select(0, where)
+        predicted = logits.float()
         log_probabilities = predicted.log_softmax(-1)
         weight = DISCOUNT ** len(agreed)
         count = max(1, rows.shape[0])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from unisono.models.blocks.layers import MLPSpec
 from unisono.models.load.checkpoint import INDEX, WEIGHTS, read_json
 
 TOKENIZER_FILES = (
@@ -74,7 +75,7 @@ def layer_fields(target: Mapping[str, Any], config: Any, **changes: Any) -> dict
         "model_type": "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": dense_of(config.layers[-1]).intermediate_size,
+        "intermediate_size": dense_width(config),
         "num_hidden_layers": 1,
         "num_attention_heads": config.attention.num_heads,
         "num_key_value_heads": config.attention.num_kv_heads,
@@ -88,6 +89,27 @@ def layer_fields(target: Mapping[str, Any], config: Any, **changes: Any) -> dict
         **_rotary(target),
         **changes,
     }
+
+
+def dense_width(config: Any) -> int:
+    """Intermediate size of the last layer's MLP; three times the hidden size if it has experts."""
+    feed_forward = dense_of(config.layers[-1])
+    return feed_forward.intermediate_size if isinstance(feed_forward, MLPSpec) else 3 * config.hidden_size
+
+
+def with_plain_rotation(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with whole heads rotated by absolute positions, as block drafters have it.
+
+    Axes of pictures and a partial rotation of the target are left out. Scaled rotations (YaRN and others) are kept.
+    """
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", fields.get("rope_theta"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    others = {name: value for name, value in fields.items() if name not in ROPE}
+    if kind not in ("default", "mrope"):
+        own = "mrope_section", "mrope_interleaved", "partial_rotary_factor"
+        return {**others, "rope_parameters": {n: v for n, v in {"rope_theta": theta, **rope}.items() if n not in own}}
+    return others if theta is None else {**others, "rope_theta": theta}
 
 
 def dense_of(layer: Any) -> Any:

@@ -23,6 +23,7 @@ from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
 from unisono.drafters.mtp.model import MTPModule
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layers import MLPSpec
+from unisono.models.config import attention_of
 from unisono.models.load.build import Builder
 from unisono.models.load.checkpoint import WEIGHTS, Checkpoint, read_json
 from unisono.models.load.loader import checkpoint_names
@@ -32,7 +33,7 @@ from unisono.tools.draft_training.answers import Text
 from unisono.tools.draft_training.block import BlockDraft, BlockTrainingAttention
 from unisono.tools.draft_training.draft import FrozenDraft, ModulePerStep, TrainableDraft, UnrolledHead, WholeModel
 from unisono.tools.draft_training.teacher import Teacher
-from unisono.types import ConfigError
+from unisono.types import CheckpointError, ConfigError
 
 STD = 0.02
 """Standard deviation of initial weights. The last matrix of a residual branch gets a quarter of it."""
@@ -50,7 +51,8 @@ class DraftShape:
     ``deepseek`` or ``qwen``. beside_target: write MTP modules into a copy of the target's directory. draft_vocab: size
     of EAGLE-3's vocabulary. aux_layers: layers of the target whose inputs EAGLE-3 and DFlash read. hidden_size: of a
     standalone model or an assistant. layers: of these or of a DFlash head. block_size: tokens of DFlash's blocks, the
-    last committed one included. tokenizer: copy the target's tokenizer to a standalone model.
+    last committed one included. tokenizer: copy the target's tokenizer to a standalone model. heads, kv_heads: of
+    DFlash's attention; None: the target's.
     """
 
     unroll: int = 3
@@ -64,9 +66,21 @@ class DraftShape:
     layers: int = 3
     tokenizer: bool = True
     block_size: int = 8
+    heads: int | None = None
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("unroll", "modules", "draft_vocab", "intermediate_size", "hidden_size", "layers"):
+        at_least_1 = (
+            "unroll",
+            "modules",
+            "draft_vocab",
+            "intermediate_size",
+            "hidden_size",
+            "layers",
+            "heads",
+            "kv_heads",
+        )
+        for name in at_least_1:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least 1.")
@@ -80,6 +94,10 @@ class DraftShape:
             raise ConfigError(f"--layout qwen shares one projection: it has 1 module, not {self.modules}.")
         if self.hidden_size % 64:
             raise ConfigError(f"--hidden-size {self.hidden_size}: give a multiple of 64 (heads of 32, in pairs).")
+
+    def drafts(self, method: str, default: int) -> int:
+        """Drafts of a round when the trained head is measured: all of a DFlash block, ``default`` of others."""
+        return self.block_size - 1 if method == "dflash" else default
 
 
 class Method(Protocol):
@@ -96,6 +114,7 @@ class Eagle:
     """EAGLE: one decoder layer that shares the target's embedding and LM head."""
 
     def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
+        _check_attends(teacher, "eagle")
         self.out, self.dtype = out, stored_dtype(teacher)
         raw, c = _target_config(teacher)
         sizes = _without_none(intermediate_size=shape.intermediate_size)
@@ -115,6 +134,7 @@ class Eagle3:
     """EAGLE-3: reads the inputs of three target layers and drafts the most frequent tokens of the answers."""
 
     def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
+        _check_attends(teacher, "eagle3")
         self.out, self.dtype = out, stored_dtype(teacher)
         raw, c = _target_config(teacher)
         layers = shape.aux_layers or _default_layers(c.num_layers)
@@ -151,27 +171,37 @@ class Eagle3:
 
 
 class DFlash:
-    """DFlash: a few layers that fill blocks of masks, over the states of three target layers; shares embedding and LM
-    head."""
+    """DFlash: a few layers that fill blocks of masks, over the states of target layers; shares embedding and LM head.
+
+    Its layers are Qwen3's, as those of published heads.
+    """
 
     def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
         self.out, self.dtype = out, stored_dtype(teacher)
         raw, c = _target_config(teacher)
-        layers = tuple(sorted(shape.aux_layers or _default_layers(c.num_layers)))
-        if layers[0] < 1:
-            layers = tuple(dict.fromkeys(max(layer, 1) for layer in layers))  # outputs are named: that of layer 0 is 1
+        layers = shape.aux_layers or spread_layers(c.num_layers)
+        if layers[0] < 1 or layers[-1] > c.num_layers or list(layers) != sorted(set(layers)):
+            raise ConfigError(
+                f"--aux-layers {','.join(map(str, layers))}: give numbers from 1 to {c.num_layers}, ascending. "
+                "config.json of a DFlash head names outputs of layers, and the first layer's input is none."
+            )
         used = {token for text in texts for token in text.token_ids}
         mask = next((token for token in reversed(range(c.vocab_size)) if token not in used), c.vocab_size - 1)
         changes = {
             "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
             "num_hidden_layers": shape.layers,
             "num_target_layers": c.num_layers,
             "block_size": shape.block_size,
             "dflash_config": {"mask_token_id": mask, "target_layer_ids": [layer - 1 for layer in layers]},
             "torch_dtype": _dtype_name(self.dtype),
-            **_without_none(intermediate_size=shape.intermediate_size),
-        }
-        export.write_json(out / "config.json", export.layer_fields(raw, c, **changes))
+            **_without_none(
+                intermediate_size=shape.intermediate_size, num_attention_heads=shape.heads,
+                num_key_value_heads=shape.kv_heads,
+            ),
+        }  # fmt: skip
+        fields = export.layer_fields(raw, c, **changes)
+        export.write_json(out / "config.json", export.with_plain_rotation(fields))
         self.checkpoint = open_block(out, c, "dflash", dummy=True)
         head: Any = self.checkpoint.build(
             teacher.decoder, lambda heads, kv_heads: BlockTrainingAttention(), teacher.longest, torch.float32,
@@ -182,15 +212,19 @@ class DFlash:
             head.norm.weight.copy_(teacher.decoder.norm.weight)
         self.draft = BlockDraft(head, layers)
 
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The parameters by their names in the checkpoint."""
+        return _parameters(self.checkpoint.targets(self.draft.module))  # type: ignore[arg-type]
+
     def save(self) -> None:
-        tensors = _parameters(self.checkpoint.targets(self.draft.module))  # type: ignore[arg-type]
-        export.write_tensors(self.out / WEIGHTS, tensors, self.dtype)
+        export.write_tensors(self.out / WEIGHTS, self.stored(), self.dtype)
 
 
 class MTP:
     """MTP modules, initialised from the target's last layer."""
 
     def __init__(self, teacher: Teacher, shape: DraftShape, texts: Sequence[Text], out: Path) -> None:
+        _check_attends(teacher, "mtp")
         self.out, self.shape, self.teacher, self.dtype = out, shape, teacher, stored_dtype(teacher)
         target, last = teacher.decoder, teacher.decoder.layers[-1]
         c = target.config
@@ -340,6 +374,17 @@ def trainable_parameters(draft: TrainableDraft, teacher: Teacher) -> dict[str, n
     return {name: p for name, p in draft.module.named_parameters() if id(p) not in shared}
 
 
+def _check_attends(teacher: Teacher, method: str) -> None:
+    """Raise CheckpointError for a target with recurrent layers: the heads of ``method`` take their layer from it."""
+    layers = teacher.decoder.config.layers
+    recurrent = [n for n, layer in enumerate(layers) if attention_of(layer) is None]
+    if recurrent:
+        raise CheckpointError(
+            f"{teacher.checkpoint.path}: layer {recurrent[0]} has a recurrence, and {len(recurrent) - 1} more have. "
+            f"{method} is trained only for targets all of whose layers attend; dflash and standalone for others, too."
+        )
+
+
 def _new_head(checkpoint: DraftCheckpoint, teacher: Teacher) -> Any:
     """A randomly initialised fp32 head that shares the embedding and, with the full vocabulary, the LM head."""
     head = checkpoint.build(teacher.decoder, teacher.attention, teacher.longest, torch.float32, teacher.device)
@@ -363,6 +408,14 @@ def _initialize(module: nn.Module, shared: Teacher | None = None) -> None:
 def _default_layers(count: int) -> tuple[int, ...]:
     """EAGLE-3's default aux layers for a target of ``count`` layers; below 3 layers: last, middle and first."""
     return (2, count // 2, count - 3) if count >= 3 else (count, count // 2, 0)
+
+
+def spread_layers(count: int, most: int = 5) -> tuple[int, ...]:
+    """Up to ``most`` layers whose inputs DFlash reads, evenly spread from layer 2 to the last one (published heads:
+    five, from layer 2 to the last but one of 36)."""
+    first, last = min(2, count), max(count - 1, 1)
+    chosen = min(most, max(1, last - first + 1))
+    return tuple(sorted({first + round(n * (last - first) / max(1, chosen - 1)) for n in range(chosen)}))
 
 
 def _target_config(teacher: Teacher) -> tuple[dict[str, Any], Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from unisono.tools.draft_training.answers import Progress
+from unisono.tools.draft_training.answers import Progress, Text
 from unisono.tools.draft_training.batches import Batches
 from unisono.tools.draft_training.draft import loss_of
+from unisono.tools.draft_training.held_out import ReplayedRounds, accepted_drafts
 from unisono.tools.draft_training.methods import Method, trainable_parameters
 from unisono.tools.draft_training.muon import Muon
 from unisono.tools.draft_training.teacher import Teacher
@@ -26,6 +27,9 @@ from unisono.types import ConfigError
 
 WARM_UP, COOL_DOWN = 0.03, 0.7
 """Shares of the run in which the learning rate rises linearly from zero, and falls linearly to zero."""
+
+MEASURE_EVERY = 0.1
+"""Share of the run between two measurements on held-out answers."""
 
 SYNC_STEPS = 20
 """Steps between synchronisations of host and device. Without them the host would measure only launch times."""
@@ -69,7 +73,8 @@ class TrainingFigures:
     """The state of a run.
 
     seconds: training time, including runs before a resume. loss, agreed: means since the last synchronisation; agreed
-    is the share of positions, by step, where draft and target have the same argmax.
+    is the share of positions, by step, where draft and target have the same argmax. measured: number of measurements on
+    held-out answers. best: the greatest accept length of those.
     """
 
     step: int = 0
@@ -77,6 +82,8 @@ class TrainingFigures:
     tokens: int = 0
     loss: float = float("nan")
     agreed: list[float] = field(default_factory=list)
+    measured: int = 0
+    best: float = 0.0
 
     def line(self) -> str:
         """The figures as one log line."""
@@ -85,10 +92,18 @@ class TrainingFigures:
 
 
 class Trainer:
-    """Trains ``method.draft`` on ``batches``. folder: for the state that a resumed run needs."""
+    """Trains ``method.draft`` on ``batches``. folder: for the state that a resumed run needs.
 
-    def __init__(self, teacher: Teacher, method: Method, batches: Batches, recipe: Recipe, folder: Path) -> None:
+    held: greedy answers on which the accept length is measured; the draft model with the greatest is exported. Without
+    them the last one is.
+    """
+
+    def __init__(
+        self, teacher: Teacher, method: Method, batches: Batches, recipe: Recipe, folder: Path,
+        held: Sequence[Text] = (),
+    ) -> None:  # fmt: skip
         self.teacher, self.method, self.batches, self.recipe, self.folder = teacher, method, batches, recipe, folder
+        self.held = Batches(held, max(batches.tokens // 2, 64), recipe.seed) if held else None
         self.weights = trainable_parameters(method.draft, teacher)
         for parameter in self.weights.values():
             parameter.requires_grad_(True)
@@ -103,7 +118,7 @@ class Trainer:
         return min(1.0, max(by_steps, by_clock))
 
     def run(self, report: Progress, log: Callable[[str], None]) -> TrainingFigures:
-        """Train to the end of the recipe. Saves every ``save_every`` seconds and at the end."""
+        """Train to the end of the recipe. Saves every ``save_every`` seconds and at the end, and exports the best."""
         figures, recent = self.figures, list[tuple[torch.Tensor, torch.Tensor]]()
         before, started = figures.seconds, time.monotonic()
         saved = logged = started
@@ -114,6 +129,8 @@ class Trainer:
                 self._read(recent)
             figures.seconds = before + time.monotonic() - started
             report("train", self.progress)
+            if self.progress < 1 and self.progress >= (1 + figures.measured) * MEASURE_EVERY:
+                self._measure(log)
             now = time.monotonic()
             if now - logged > 10 and not recent and self.progress < 1:
                 log(f"{self.progress:4.0%}  {figures.line()}")
@@ -123,8 +140,26 @@ class Trainer:
                 saved = now
         self._read(recent)
         log(f"100%  {figures.line()}")
+        self._measure(log)
         self.save()
         return figures
+
+    def _measure(self, log: Callable[[str], None]) -> None:
+        """Measure the accept length on held-out answers, and export the draft model if it is the best so far."""
+        self.figures.measured = int(self.progress / MEASURE_EVERY + 1e-9)
+        if self.held is None:
+            return
+        replayed = ReplayedRounds()
+        for batch in self.held.epoch():
+            outputs = self.teacher.run(batch, self.method.draft.aux_layers)
+            with self._precision():
+                replayed.add(batch, accepted_drafts(self.method.draft, outputs, self._kv_dtype))
+        length = replayed.accept_length
+        better = length >= self.figures.best
+        log(f"{self.progress:4.0%}  accept length {length:.3f}{'' if better else f' (best {self.figures.best:.3f})'}")
+        if better:
+            self.figures.best = length
+            self.method.save()
 
     def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step; returns (loss, agreed by step)."""
@@ -165,8 +200,9 @@ class Trainer:
     # ---- checkpoints ----------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Export the draft model, and write the state that :meth:`resume` reads."""
-        self.method.save()
+        """Write the state that :meth:`resume` reads; without held-out answers, export the draft model too."""
+        if self.held is None:
+            self.method.save()
         state = {
             "weights": {name: p.detach().cpu() for name, p in self.weights.items()},
             "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],

@@ -1,0 +1,122 @@
+"""Makes the archives of compiled kernels that a wheel carries, on a machine with the GPU they are for.
+
+    python scripts/kernels.py start MODEL [--speculative-config JSON]    start once, print the seconds as JSON
+    python scripts/kernels.py pack CACHE [--out DIR]                     pack a cache of Triton that starts filled
+    python scripts/kernels.py build [MODEL …] [--out DIR]                start each model, then pack
+    python scripts/kernels.py check [--out DIR]                          fail if an archive is of other kernels
+
+A model may have a draft: ``MODEL=JSON``, where JSON is what --speculative-config takes. Without models, ``build``
+starts those of ``SHAPES``. Weights are random: a kernel depends on shapes and formats. ``start`` reads the archives of
+``UNISONO_KERNELS`` and the cache of ``TRITON_CACHE_DIR``, as every start does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+OUT = ROOT / "unisono" / "bundled" / "kernels"
+SHAPES = (
+    "benchmarks/shapes/qwen3-8b",
+    'benchmarks/shapes/qwen3-8b={"method":"eagle3","model":"benchmarks/shapes/qwen3-8b-eagle3",'
+    '"num_speculative_tokens":3,"load_format":"dummy"}',
+    "benchmarks/shapes/qwen3.5-9b",
+    "benchmarks/shapes/qwen3.5-35b-a3b",
+    "benchmarks/shapes/qwen3.5-35b-a3b-fp8",
+)
+
+
+def start(model: str, draft: str | None, quantization: str | None) -> None:
+    """Start an engine with random weights and print its seconds, by stage and in all, and where its kernels came from.
+
+    ``process`` counts from the beginning of this script: it includes imports, and not the interpreter's own start.
+    """
+    began = time.perf_counter()
+    from unisono import LLM
+
+    imported = time.perf_counter()
+    flags = {"quantization": quantization} if quantization else {}
+    speculative = json.loads(draft) if draft else None
+    with LLM(model, load_format="dummy", speculative_config=speculative, use_tqdm_on_load=False, **flags) as llm:
+        ready, info = time.perf_counter(), llm.engine.info()
+    kernels = [d for d in info["decisions"] if d["name"] == "compiled kernels"]
+    seconds = {"process": round(ready - began, 2), "import": round(imported - began, 2), **info["start_seconds"]}
+    print(json.dumps({"model": model, "draft": draft, "seconds": seconds, "kernels": kernels}), flush=True)
+
+
+def pack(cache: Path, out: Path) -> None:
+    """Pack a cache and print what the archives have."""
+    from unisono import __version__
+    from unisono.engine.startup import kernel_archives
+
+    archives = kernel_archives.pack(cache, out, __version__)
+    if not archives:
+        raise SystemExit(f"no kernel of this code in {cache}: was it filled by starts of this commit?")
+    for path in archives:
+        manifest = kernel_archives.KernelArchive(path).manifest
+        counts = f"{len(manifest.kernels)} kernels, {len(manifest.modules)} C extensions"
+        print(f"{path}: {counts}, {path.stat().st_size:,} bytes", flush=True)
+
+
+def build(models: list[str], out: Path) -> None:
+    """Start every model with an empty cache of its own, then pack what the starts compiled."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "TRITON_CACHE_DIR": cache, "UNISONO_KERNELS": "0"}
+        for model in models or SHAPES:
+            path, _, draft = model.partition("=")
+            command = [sys.executable, __file__, "start", path, *(["--speculative-config", draft] if draft else [])]
+            subprocess.run(command, check=True, env=environment, cwd=ROOT)
+        pack(Path(cache), out)
+
+
+def check(out: Path) -> None:
+    """Fail if an archive has a kernel whose source differs from this code's.
+
+    A kernel's digest depends on Triton's version, so only archives of the installed Triton are checked.
+    """
+    import triton
+
+    from unisono.engine.startup.kernel_archives import KernelArchive, current_source
+
+    for path in sorted(out.glob("*.zip")):
+        manifest = KernelArchive(path).manifest
+        if manifest.triton != triton.__version__:
+            print(f"{path.name}: for Triton {manifest.triton}, and {triton.__version__} is installed: not checked")
+            continue
+        changed = [kernel for kernel, source in manifest.sources.items() if current_source(kernel) != source]
+        if changed:
+            raise SystemExit(f"{path.name} has kernels of other code: {', '.join(changed)}. Run make kernels")
+        print(f"{path.name}: {len(manifest.sources)} kernels are those of this code")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("do", choices=("start", "pack", "build", "check"))
+    parser.add_argument("what", nargs="*", help="start: a model; pack: Triton's cache; build: models")
+    parser.add_argument("--speculative-config", help="JSON, for start")
+    parser.add_argument("--quantization", help="for start")
+    parser.add_argument("--out", type=Path, default=OUT, help="directory of archives; default: in the package")
+    args = parser.parse_args()
+    if args.do == "start":
+        (model,) = args.what
+        start(model, args.speculative_config, args.quantization)
+    elif args.do == "pack":
+        (cache,) = args.what
+        pack(Path(cache), args.out)
+    elif args.do == "build":
+        build(args.what, args.out)
+    else:
+        check(args.out)
+
+
+if __name__ == "__main__":
+    main()
