@@ -45,7 +45,7 @@ CLOSE = 3e-4 if torch.cuda.is_available() else 1e-4  # float32 in another order
 
 def engine(path: Path, **flags: Any) -> LLM:
     """In float32 on a GPU too, to compare closely."""
-    return helpers.engine(path, dtype="float32", **flags)
+    return helpers.lazy_engine(path, dtype="float32", **flags)
 
 
 @dataclass
@@ -320,7 +320,7 @@ def test_confidence_of_dspark(target: Target, tmp_path: Path, stated: bool | Non
     seen: list[torch.Tensor] = []
     rate = DSparkDrafter.propose_rated
     monkeypatch.setattr(DSparkDrafter, "propose_rated", lambda *args: seen.append(rate(*args)) or seen[-1])
-    with engine(target.path, speculative=spec(head, 5), adaptive=True) as llm:
+    with engine(target.path, speculative=spec(head, 5), adaptive=True, graph_capture="start") as llm:
         drafter = llm.engine.worker.drafter
         assert llm.engine.runner.shared == (1, 2, 3)
         reasons = {each.name: each.reason for each in llm.engine.config.decisions}
@@ -363,7 +363,7 @@ def test_rounds_of_any_width_leave_the_same_context(target: Target, tmp_path: Pa
     monkeypatch.setattr("unisono.engine.worker.build.draft_choices", lambda config, most: ((0, 1, 2, 4, 5), "drawn"))
     head = make_dflash(tmp_path, target.config)
     each = replace(spec(head), share_drafts=False)
-    with engine(target.path, speculative=each, enforce_eager=True, adaptive=True) as llm:
+    with engine(target.path, speculative=each, enforce_eager=True, adaptive=True, graph_capture="start") as llm:
         watch = BlockWatch(llm)
         tokens(llm, prompts(4, 250, seed=6), GREEDY)
     assert len({len(drafts) for _, _, drafts, _ in watch.rounds}) > 2

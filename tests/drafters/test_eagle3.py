@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
 
 def engine(path: Path, **flags: Any) -> LLM:
     """In float32 on a GPU too, to compare closely."""
-    return helpers.engine(path, dtype="float32", **flags)
+    return helpers.lazy_engine(path, dtype="float32", **flags)
 
 
 @dataclass

@@ -58,7 +58,7 @@ CASES = {"deepseek-1": ("deepseek", "llama", 1), "qwen-2": ("qwen", "qwen3", 2),
 
 def engine(path: Path | str, **flags: Any) -> LLM:
     """In float32 everywhere, as the references compute."""
-    return helpers.engine(path, dtype="float32", **flags)
+    return helpers.lazy_engine(path, dtype="float32", **flags)
 
 
 def make(root: Path, name: str) -> Case:

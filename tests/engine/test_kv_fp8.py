@@ -16,7 +16,7 @@ import torch
 
 from tests.drafters.ledger import acceptance
 from tests.engine.bundled import SETUPS
-from tests.engine.helpers import engine, mixed_params, prompts, tokens
+from tests.engine.helpers import lazy_engine, mixed_params, prompts, tokens
 from tests.engine.late_pages import arrive_late
 from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, TREES, Way, drafting, drafting_tree
 from tests.engine.two_engines import decode_engine, prefill_engine, results, stepping
@@ -40,7 +40,7 @@ def alone() -> Callable[[Path], list[list[int]]]:
 
     @functools.cache
     def run(target: Path) -> list[list[int]]:
-        with engine(target, **FP8, max_num_seqs=1, enforce_eager=True, enable_prefix_caching=False) as llm:
+        with lazy_engine(target, **FP8, max_num_seqs=1, enforce_eager=True, enable_prefix_caching=False) as llm:
             return [tokens(llm, [p], [q])[0] for p, q in zip(PROMPTS[:12], PARAMS[:12], strict=True)]
 
     return run
@@ -58,7 +58,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_same_bytes_without_drafts(way: str, qwen3: Path, alone: Any) -> None:
-    with engine(qwen3, **FP8, **WAYS[way]) as llm:
+    with lazy_engine(qwen3, **FP8, **WAYS[way]) as llm:
         assert tokens(llm, PROMPTS[:12], PARAMS[:12]) == alone(qwen3)
         assert tokens(llm, PROMPTS[:12], PARAMS[:12]) == alone(qwen3), "after prefix hits"
         assert way == "preempted" or llm.engine.scheduler.prefix_hits > 0
@@ -72,7 +72,7 @@ def test_same_bytes_without_drafts(way: str, qwen3: Path, alone: Any) -> None:
 
 def test_fp8_cache_changes_the_text(qwen3: Path, alone: Any) -> None:
     """The comparisons can fail: the plain cache says something else."""
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         assert tokens(llm, PROMPTS[:12], PARAMS[:12]) != alone(qwen3)
 
 
@@ -118,13 +118,13 @@ def test_same_bytes_of_a_model_with_windows_and_a_recurrence(
     monkeypatch.setitem(catalog.models.entries, ARCHITECTURE, "tests.kv.mixed_model:MIXED")  # type: ignore[arg-type]
     model = make_mixed(tmp_path / "model")
     batch, params = prompts(6, VOCAB, low=20, high=70, seed=2), mixed_params(6, max_tokens=8)
-    with engine(model, **FP8, **flags, max_num_seqs=1, enforce_eager=True, enable_prefix_caching=False) as llm:
+    with lazy_engine(model, **FP8, **flags, max_num_seqs=1, enforce_eager=True, enable_prefix_caching=False) as llm:
         expected = tokens(llm, batch, params)
         store = llm.engine.runner.worker.store
         assert set(store.window_groups) == {ALL, WINDOW}
     spec = SpeculativeConfig("ngram", num_speculative_tokens=2)
     for more in ({"max_num_batched_tokens": 16}, {"speculative": spec}):
-        with engine(model, **FP8, **flags, **more) as llm:
+        with lazy_engine(model, **FP8, **flags, **more) as llm:
             assert tokens(llm, batch, params) == expected
             assert tokens(llm, batch, params) == expected, "after prefix hits"
 
@@ -140,18 +140,18 @@ def test_offloaded_pages_come_back(setup: str, tmp_path: Path, monkeypatch: pyte
     """From host memory, and from files to another engine; files of another cache are not read."""
     model, spec = SETUPS[setup]
     batch, params = prompts(6, 250, low=100, high=140, seed=5) * 2, mixed_params(12, max_tokens=4)
-    with engine(model, **FP8, enforce_eager=True, enable_prefix_caching=False) as llm:
+    with lazy_engine(model, **FP8, enforce_eager=True, enable_prefix_caching=False) as llm:
         expected = tokens(llm, batch, params)
     arrive_late(monkeypatch)
     host = {"num_pages": 36, "cpu_offload_ratio": 6, "snapshot_share": 0.02, "kv_offload_dir": str(tmp_path)}
     for _ in range(2):
-        with engine(model, **FP8, speculative=spec, **host) as llm:
+        with lazy_engine(model, **FP8, speculative=spec, **host) as llm:
             assert tokens(llm, batch, params) == expected
             assert tokens(llm, batch, params) == expected
             assert llm.engine.pool.offload.counters.hits > 0  # type: ignore[union-attr]
             llm.engine.check_integrity()
     folders = {path.parent for path in tmp_path.rglob("*") if path.is_file()}
-    with engine(model, speculative=spec, **host) as llm:
+    with lazy_engine(model, speculative=spec, **host) as llm:
         tokens(llm, batch, params)
     assert {path.parent for path in tmp_path.rglob("*") if path.is_file()} > folders
 
@@ -161,7 +161,7 @@ def test_pages_go_to_another_engine(setup: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv(TRANSFER_KEY.name, "secret")
     model, spec = SETUPS[setup]
     batch, params = prompts(8, 250, low=20, high=170, seed=2), mixed_params(8, max_tokens=5)
-    with engine(model, **FP8, enforce_eager=True) as llm:
+    with lazy_engine(model, **FP8, enforce_eager=True) as llm:
         expected = tokens(llm, batch, params)
     with (
         prefill_engine(model, f"unix://{tmp_path}/prefill", speculative=spec, **FP8) as one,
@@ -181,7 +181,7 @@ def test_fp8_cache_takes_half_the_memory_of_16_bits(qwen3: Path) -> None:
     """Of a token: D + 1 bytes in place of 2 D, for keys and values of each KV head. Identities differ."""
     seen = {}
     for dtype in ("auto", "fp8", "fp8_e4m3", "bfloat16"):
-        with engine(qwen3, dtype="bfloat16", kv_cache_dtype=dtype) as llm:
+        with lazy_engine(qwen3, dtype="bfloat16", kv_cache_dtype=dtype) as llm:
             info = llm.engine.info()
             seen[dtype] = info["kv_cache"], engine_identity(llm.engine.config, llm.engine.runner.worker)
             told = "float8_e4m3fn" if dtype.startswith("fp8") else "bfloat16"

@@ -16,8 +16,9 @@ import torch
 import triton
 
 from unisono.engine.startup import kernel_archives
+from unisono.engine.startup.compile_processes import forks_for
 from unisono.engine.startup.kernel_archives import KernelArchive, archive_name, pack, portable_key
-from unisono.engine.startup.packaged_kernels import CHANGED, CONFIGURATION, UNKNOWN, PackagedKernels
+from unisono.engine.startup.packaged_kernels import CHANGED, CONFIGURATION, UNKNOWN, PackagedKernels, installed_kernels
 
 ARCHIVE = archive_name(triton.__version__, 90)
 
@@ -200,3 +201,10 @@ def test_keys_of_another_triton_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert portable_key("something else") is None
     monkeypatch.setattr(kernel_archives.triton, "__version__", "0.0")
     assert portable_key(key) != own
+
+
+def test_engines_on_a_cpu_have_no_archive_and_no_decision() -> None:
+    packaged, config = installed_kernels(torch.device("cpu")), object()
+    assert not packaged.serves
+    assert packaged.decided(config) is config  # type: ignore[arg-type]
+    assert forks_for(torch.device("cpu"), 1) == 0

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.drafters.ledger import acceptance
-from tests.engine.helpers import counted, engine, prompts, tokens
+from tests.engine.helpers import counted, lazy_engine, prompts, tokens
 from tests.engine.matrix import DRAFTERS, drafting
 from unisono.entrypoints.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig
@@ -43,7 +43,7 @@ def params(max_tokens: int = 24) -> list[SamplingParams]:
 
 def alone(path: Path, given: list[SamplingParams]) -> list[Any]:
     """Each request by itself, eager, with an empty prefix cache."""
-    with engine(path, max_num_seqs=1, enforce_eager=True) as llm:
+    with lazy_engine(path, max_num_seqs=1, enforce_eager=True) as llm:
         return [answers(llm, [p], [q])[0] for p, q in zip(PROMPTS, given, strict=False)]
 
 
@@ -64,7 +64,7 @@ def expected(qwen3: Path) -> list[Any]:
 )
 def test_batching_chunking_and_graphs_change_nothing(qwen3: Path, expected: list[Any], flags: dict) -> None:
     """Nor a bit of any log-probability."""
-    with engine(qwen3, **flags) as llm:
+    with lazy_engine(qwen3, **flags) as llm:
         assert answers(llm, PROMPTS, params()) == expected
         assert answers(llm, PROMPTS, params()) == expected, "after prefix hits"
         assert llm.engine.scheduler.prefix_hits > 0
@@ -77,7 +77,7 @@ def test_preemption_changes_nothing(qwen3: Path) -> None:
     """A request that resumes has part of its output in the pass that computes its prompt."""
     given = params(max_tokens=50)[:8]
     wanted = alone(qwen3, given)
-    with engine(qwen3, max_model_len=144, num_pages=1 + 9) as llm:
+    with lazy_engine(qwen3, max_model_len=144, num_pages=1 + 9) as llm:
         assert answers(llm, PROMPTS[:8], given) == wanted
         assert llm.engine.scheduler.preemptions >= 3
 
@@ -99,7 +99,7 @@ def undrafted() -> Callable[[Path], tuple[list[Any], list[Any]]]:
 
     @functools.cache
     def run(target: Path) -> tuple[list[Any], list[Any]]:
-        with engine(target) as llm:
+        with lazy_engine(target) as llm:
             return answers(llm, PROMPTS, params()), answers(llm, PROMPTS, few_words())
 
     return run
@@ -123,7 +123,7 @@ def test_comparison_fails_without_logit_edits_of_few_words(qwen3: Path, undrafte
     """The comparison above can fail: without its edits each kind has another answer."""
     edits = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "min_tokens")
     without = [replace(p, **{name: getattr(SamplingParams(), name) for name in edits}) for p in few_words()]
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         changed = [a != b for a, b in zip(undrafted(qwen3)[1], answers(llm, PROMPTS, without), strict=True)]
     edited = [any(getattr(p, name) != getattr(SamplingParams(), name) for name in edits) for p in few_words()]
     kinds = len(KINDS)
@@ -134,7 +134,7 @@ def test_drafts_see_penalties_and_the_drafts_before_them(qwen3: Path) -> None:
     """A draft model that is the target itself is always right, however much each token moves the next one's logits."""
     spec = SpeculativeConfig("standalone", str(qwen3), num_speculative_tokens=3)
     given = SamplingParams(temperature=0.1, seed=3, max_tokens=1 + 4 * 6, ignore_eos=True, frequency_penalty=2.0)
-    with engine(qwen3, speculative=spec) as llm:
+    with lazy_engine(qwen3, speculative=spec) as llm:
         got = tokens(llm, PROMPTS, given)
         assert llm.engine.counters.accepted_tokens == llm.engine.counters.drafted_tokens == len(PROMPTS) * 3 * 6
         assert got != tokens(llm, PROMPTS, replace(given, frequency_penalty=0.0))
@@ -152,7 +152,7 @@ def test_greedy_penalties_equal_a_float64_reference(qwen3: Path) -> None:
         frequency_penalty=0.3,
         logit_bias={9: 1.5},
     )
-    with engine(qwen3, dtype="float32") as llm:
+    with lazy_engine(qwen3, dtype="float32") as llm:
         got = tokens(llm, PROMPTS[:4], p)
     model = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float64).eval()
     for prompt, output in zip(PROMPTS, got, strict=False):
@@ -176,7 +176,7 @@ def test_logprobs_equal_a_float64_reference(qwen3: Path, mode: str) -> None:
     p = SamplingParams(
         temperature=0.6, seed=1, max_tokens=20, ignore_eos=True, logprobs=5, logit_bias={9: 4.0}, top_k=8
     )  # fmt: skip
-    with engine(qwen3, dtype="float32", logprobs_mode=mode) as llm:
+    with lazy_engine(qwen3, dtype="float32", logprobs_mode=mode) as llm:
         got = [o.outputs[0] for o in llm.generate(PROMPTS[:3], p)]
     model = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float64).eval()
     for prompt, output in zip(PROMPTS, got, strict=False):
@@ -201,7 +201,7 @@ def test_logprobs_equal_a_float64_reference(qwen3: Path, mode: str) -> None:
 
 @pytest.fixture(scope="module")
 def llm(qwen3: Path):
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         yield llm
 
 
@@ -262,7 +262,7 @@ def test_logprobs_end_with_the_tokens(llm: LLM) -> None:
 def test_prompt_logprobs_equal_a_float64_reference(qwen3: Path) -> None:
     """In chunks, next to a request that wants none, and again when the prefix cache has the prompt."""
     given = [replace(hot(), prompt_logprobs=3), hot(), replace(hot(n=2), prompt_logprobs=0)]
-    with engine(qwen3, dtype="float32", max_num_batched_tokens=16) as llm:
+    with lazy_engine(qwen3, dtype="float32", max_num_batched_tokens=16) as llm:
         first, second = (llm.generate(PROMPTS[:3], given) for _ in range(2))
         assert [o.prompt_logprobs for o in first] == [o.prompt_logprobs for o in second]
         assert [len(o.outputs) for o in second] == [1, 1, 2]
@@ -285,7 +285,7 @@ def test_prompt_logprobs_equal_a_float64_reference(qwen3: Path) -> None:
 
 def test_n_sequences_are_n_seeds_and_one_prompt(qwen3: Path) -> None:
     prompt, short = prompts(1, 250, low=50, high=51)[0], {"max_tokens": 20}
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         several = llm.generate([prompt, [1, 2]], hot(n=5, **short))
         assert [o.index for o in several[0].outputs] == [0, 1, 2, 3, 4]
         assert llm.engine.scheduler.prefix_hits == 4 * 48  # all but the first found the prompt's three full pages
@@ -300,7 +300,7 @@ def test_n_sequences_are_n_seeds_and_one_prompt(qwen3: Path) -> None:
 
 
 def test_follower_sequence_runs_after_its_leader_is_aborted(qwen3: Path) -> None:
-    with engine(qwen3, max_num_seqs=1) as llm:
+    with lazy_engine(qwen3, max_num_seqs=1) as llm:
         first, second = EngineRequest("r", [1] * 40, hot(n=2)).sequences()
         for request in (first, second):
             llm.engine.add(request)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.engine.helpers import lazy_engine, tokens
-from tests.models.hybrids import reference
+from tests.models.hybrids import greedy_tokens
 from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter, merged
 from tests.models.table_cases import CASES, family_of, fields_of
@@ -19,15 +18,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 PROMPTS = [[7, 50, 91, 7, 50, 91, 7, 50] * 9, [3, 141, 59, 26]]
 """The first one is beyond the original length (64) of the rope types with one, and repeats, so that drafts exist."""
 NGRAM = SpeculativeConfig("ngram", num_speculative_tokens=3)
-
-
-@torch.inference_mode()
-def expected(path: Path, prompt: list[int]) -> list[int]:
-    """Greedy tokens of transformers without a cache, so that its tables fit the whole text."""
-    model, ids = reference(path), list(prompt)
-    for _ in range(GREEDY.max_tokens or 0):
-        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
 
 
 WITH_A_FILE = {"llama4": "llama4_text", "minicpm3": "minicpm3"}
@@ -49,7 +39,7 @@ def test_greedy_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
         assert tokens(llm, PROMPTS, GREEDY) == plain, "graphs or drafts changed a token"
     long = "longrope" in case  # transformers takes the short factors for the second prompt, this engine one table
     for prompt, answer in list(zip(PROMPTS, plain, strict=True))[: 1 if long else 2]:
-        assert answer == expected(path, prompt)
+        assert answer == greedy_tokens(path, prompt)
 
 
 @pytest.mark.parametrize(
@@ -70,4 +60,4 @@ def test_an_adapter_of_a_row_is_its_merged_weights(case: str, targets: tuple[str
         found = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, lora_request=request)]
         assert tokens(llm, PROMPTS, GREEDY) != found
     for prompt, answer in zip(PROMPTS, found, strict=True):
-        assert answer == expected(together, prompt)
+        assert answer == greedy_tokens(together, prompt)

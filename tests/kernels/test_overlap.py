@@ -32,7 +32,7 @@ def test_layer_kernels_are_declared_overlapped() -> None:
         "_fp8_gate_up_kernel", "_fp8_down_kernel", "_integer_gate_up_kernel", "_integer_down_kernel",
         "_mxfp4_gate_up_kernel", "_mxfp4_down_kernel", "_nvfp4_gate_up_kernel", "_nvfp4_down_kernel",
         "_nvfp4_linear_kernel", "_nvfp4_decode_kernel", "_int8_weight_kernel", "_int8_decode_kernel",
-        "_quantize_int8_kernel", "_int8_linear_kernel",
+        "_quantize_int8_kernel", "_int8_linear_kernel", "_int8_gate_up_kernel", "_int8_down_kernel",
         "_choose_kernel", "_count_kernel", "_starts_kernel", "_place_kernel", "_gate_up_kernel",
         "_down_kernel", "_combine_kernel",
         "_add_positions_kernel", "_axial_rotary_kernel", "_segment_attention_kernel", "_layer_norm_kernel",

@@ -119,6 +119,15 @@ def _take_factors_by_length(rotary: Any) -> None:
     rotary.register_forward_pre_hook(by_length, with_kwargs=True)
 
 
+@torch.inference_mode()
+def greedy_tokens(directory: Path, prompt: list[int], count: int = 32) -> list[int]:
+    """Greedy tokens of transformers without a cache, so that its tables fit the whole text."""
+    model, ids = reference(directory), list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
 def renamed(
     source: Path, directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> Path:

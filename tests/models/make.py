@@ -264,6 +264,19 @@ FAMILIES["deepseek_v2"] = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 4.0,
 }
+FAMILIES["mistral4"] = {
+    **_LATENT,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        **FAMILIES["deepseek_v3"]["rope_parameters"],
+        "llama_4_scaling_beta": 0.4,
+        "partial_rotary_factor": 8 / 28,  # of a whole head
+    },
+}
 FAMILIES["minicpm3"] = {
     **{name: size for name, size in _LATENT.items() if name in ("hidden_size", "kv_lora_rank", "q_lora_rank")},
     **{name: size for name, size in _LATENT.items() if "heads" in name or "head_dim" in name},
@@ -509,7 +522,8 @@ def make_checkpoint(
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
     else:
         config = AutoConfig.for_model(family, **fields)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        kind = AutoModelForImageTextToText if family == "mistral4" else AutoModelForCausalLM  # as transformers lists it
+        model = kind.from_config(config, dtype=dtype)
     randomise(model, seed)
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=PAD, bos_token_id=BOS)
     model.save_pretrained(directory, max_shard_size=max_shard_size)

@@ -11,10 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.engine.helpers import engine, tokens
-from tests.engine.test_table_parity import expected
 from tests.models.harness import chunked as in_chunks
 from tests.models.harness import load, rounds, whole
-from tests.models.hybrids import reference
+from tests.models.hybrids import greedy_tokens, reference
 from tests.models.make import COMMON, FAMILIES, make_checkpoint, randomise
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
@@ -87,7 +86,7 @@ def test_tokens_across_chunks_are_transformers_in_every_pass(chunked: Path) -> N
         assert tokens(llm, PROMPTS, GREEDY) == plain, "a prefix hit changed a token"
         assert llm.engine.scheduler.prefix_hits > 0
     for prompt, answer in zip(PROMPTS, plain, strict=True):
-        assert answer == expected(chunked, prompt)
+        assert answer == greedy_tokens(chunked, prompt)
     drafts = SpeculativeConfig("ngram", num_speculative_tokens=3)
     for extra in ({}, {"max_num_batched_tokens": 16}):
         with engine(chunked, **flags, **extra, speculative=drafts) as llm:

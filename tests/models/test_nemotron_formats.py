@@ -11,7 +11,7 @@ from torch import float32
 from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
 from tests.models.quantised import LAYOUTS, MODELOPT, Layout, fixed, fp8_rows, quantise
-from tests.models.test_quantised_experts import PROMPT, error, reference
+from tests.models.quantised_experts import PROMPT, error, reference
 from unisono.types import CheckpointError
 
 SIZES = {

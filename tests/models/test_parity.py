@@ -121,6 +121,7 @@ CASES = {
     ),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3-biases": ("deepseek_v3", {"attention_bias": True, "norm_topk_prob": False}),
+    "mistral4": ("mistral4", {}),
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v2-greedy": ("deepseek_v2", {"topk_method": "greedy", "q_lora_rank": None, "n_shared_experts": 1}),
 }

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoModelForCausalLM
 
 from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
-from tests.models.quantised import LAYOUTS, Dequantised, quantise
-from tests.models.quantised_writers import Activations
+from tests.models.quantised import LAYOUTS, quantise
+from tests.models.quantised_experts import PROMPT, error, reference
 from tests.ops import Ops
 from unisono import LLM, SamplingParams
 from unisono.distributed.gather import Ranks
@@ -30,52 +28,9 @@ SIZES = {
     "num_experts_per_tok": 2,
     "num_hidden_layers": 2,
 }
-PROMPT = [7 * i % 251 for i in range(40)]
 NAMES = ["fp8-blocks", "compressed-fp8-channel", "compressed-fp8-blocks", "awq", "gptq-asymmetric", "compressed-int4"]
 NAMES += ["fp8-static", "compressed-nvfp4", "modelopt-nvfp4", "compressed-int8", "gptq-8-bits-asymmetric"]
 NAMES += ["compressed-int8-a8"]
-
-
-class Experts(nn.Module):
-    """The experts of a layer in float64, token by token; each projection as the layout has it."""
-
-    def __init__(self, projections: dict[str, Dequantised]) -> None:
-        super().__init__()
-        self.projections = projections
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        rows = []
-        for row, chosen, shares in zip(x, ids.tolist(), weights, strict=True):
-            total = torch.zeros_like(row)
-            for expert, share in zip(chosen, shares, strict=True):
-                up, down = (self.projections[f"{expert}.{name}_proj"] for name in ("up", "down"))
-                gate = self.projections.get(f"{expert}.gate_proj")
-                h = up(row[None])
-                h = h.relu().square() if gate is None else nn.functional.silu(gate(row[None])) * h
-                total += share * down(h)[0]
-            rows.append(total)
-        return torch.stack(rows)
-
-
-@torch.no_grad()
-def reference(source: Path, values: dict[str, torch.Tensor], activations: Activations) -> torch.Tensor:
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, **eager)
-    experts: dict[str, dict[str, Dequantised]] = {}
-    for stored, weight in values.items():
-        name = stored.replace("backbone.", "model.")
-        layer, of_experts, rest = name.partition(".experts.")
-        if of_experts:
-            experts.setdefault(f"{layer}.experts", {})[rest] = Dequantised(weight, None, activations)
-        else:
-            model.set_submodule(name, Dequantised(weight, model.get_submodule(name).bias, activations))
-    for name, projections in experts.items():
-        model.set_submodule(name, Experts(projections))
-    return model(torch.tensor([PROMPT])).logits[0]
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 @pytest.fixture(scope="module")

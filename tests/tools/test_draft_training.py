@@ -7,7 +7,6 @@ transformers), fed with what was exported; and the engine's own counters.
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tests.drafters.make_heads import THETA, Head
 from tests.drafters.make_heads import reference as eagle_reference
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import greedy_drafts
+from tests.tools.untrained_drafts import SHAPE, made, prompts_file, quiet, shown, texts, unrolled
 from unisono.cli.main import app
 from unisono.entrypoints.llm import LLM
 from unisono.models.load.checkpoint import Checkpoint
@@ -31,14 +31,13 @@ from unisono.tools.draft_training.batches import Batches
 from unisono.tools.draft_training.command import Run, measure_acceptance, train, train_on_texts
 from unisono.tools.draft_training.data import TrainingPrompt, read_prompts, split_held_out
 from unisono.tools.draft_training.draft import loss_of
-from unisono.tools.draft_training.methods import METHODS, DraftShape
-from unisono.tools.draft_training.teacher import Teacher, TeacherOutputs
+from unisono.tools.draft_training.methods import METHODS
+from unisono.tools.draft_training.teacher import Teacher
 from unisono.tools.draft_training.trainer import Recipe, Trainer
 from unisono.types import BadRequest, ConfigError, SamplingParams, SpeculativeConfig
 
 FULL = pytest.mark.full
 HEADS = [pytest.param("eagle", marks=FULL), "eagle3", "mtp", pytest.param("standalone", marks=FULL)]
-SHAPE = DraftShape(draft_vocab=131, hidden_size=64, layers=1)
 FAST = {"max_num_seqs": 16, "enforce_eager": True}
 
 
@@ -50,43 +49,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def texts(count: int = 12, seed: int = 0) -> list[Text]:
-    rng = random.Random(seed)
-    return [Text([rng.randrange(256) for _ in range(rng.randrange(8, 40))], rng.randrange(2, 6)) for _ in range(count)]
-
-
-def made(method: str, target: Path, out: Path, shape: DraftShape = SHAPE) -> tuple[Teacher, Any]:
-    """A teacher, and an untrained draft whose weights are large enough to matter."""
-    torch.manual_seed(1)
-    out.mkdir(exist_ok=True)
-    teacher = Teacher(Checkpoint.open(target), "cpu", 64)
-    found = METHODS[method](teacher, shape, texts(), out)
-    own = {id(p) for p in teacher.decoder.parameters()}
-    with torch.no_grad():
-        for parameter in found.draft.module.parameters():
-            if parameter.ndim == 2 and id(parameter) not in own:
-                parameter.normal_(0, 0.8 / parameter.shape[1] ** 0.5)
-            elif id(parameter) not in own:
-                parameter.normal_(1, 0.2)
-    return teacher, found
-
-
-def shown(teacher: Teacher, found: Any, tokens: list[int]) -> TeacherOutputs:
-    (batch,) = [Batches([Text(tokens, 1)], 64, 0)[0]]
-    return teacher.run(batch, found.draft.aux_layers)
-
-
 # ---- the unroll is what serving runs, and what was exported is what others read ------------------------
-
-
-def unrolled(teacher: Teacher, found: Any, tokens: list[int]) -> tuple[TeacherOutputs, dict[int, torch.Tensor]]:
-    """Each step's logits at every position of the tokens (rows before the step's first are left out)."""
-    seen = shown(teacher, found, tokens)
-    with torch.no_grad():
-        steps = dict(enumerate(found.draft.unroll(seen, torch.float32)))
-    count = len(tokens)
-    assert [first for first, _ in steps.values()] == [1, 2, 3]
-    return seen, {s: logits[0, : count - first] for s, (first, logits) in steps.items()}
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -225,24 +188,10 @@ def certain(target: Path, out: Path) -> Path:
     return out
 
 
-def prompts_file(file: Path, count: int = 40) -> Path:
-    rng = random.Random(1)
-    with file.open("w") as lines:
-        for i in range(count):
-            words = " ".join(rng.choice(["red", "blue", "tree", "house", "sea"]) for _ in range(4))
-            entry = {"messages": [{"role": "user", "content": words}]} if i % 2 else {"prompt": words}
-            lines.write(json.dumps(entry) + "\n")
-    return file
-
-
 def a_run(method: str, target: Path, out: Path, **recipe: Any) -> Run:
     fast = {"steps": 40, "batch_tokens": 256, "lr": 1e-2, "muon_lr": 0.05, "save_every": 1e9}
     asking = AnswerConfig(temperature=0.0, max_tokens=30, longest=96)
     return Run(method, str(target), out, Recipe(**{**fast, **recipe}), SHAPE, asking, "cpu")
-
-
-def quiet(*_: object) -> None:
-    """No progress."""
 
 
 @pytest.mark.parametrize("method", HEADS)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.models.make import GEMMA4_EXPERTS, GEMMA4_SHARED, make_checkpoint
-from tests.tools.test_draft_training import made, prompts_file, quiet, texts, unrolled
+from tests.tools.untrained_drafts import made, prompts_file, quiet, texts, unrolled
 from unisono.kernels.norm.sandwich_norm import add_normed
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.tools.draft_training.answers import AnswerConfig

@@ -86,6 +86,9 @@ class TritonAttention:
         """Fill ``inputs.plan`` with the work list. One launch, no host sync."""
         if (inputs.width is None) == (inputs.query_start is None):
             raise ValueError(f"Set width or query_start, not both: got {inputs.width} and {inputs.query_start}.")
+        for name in ("slots", "positions", "slot_mapping", "kv_len", "until"):
+            if (values := getattr(inputs, name)) is not None and not values.is_contiguous():
+                raise ValueError(f"{name} has stride {values.stride()}: kernels read contiguous tensors.")
         tokens = inputs.positions.shape[0]
         tile_tokens = inputs.width or self._tile_tokens(tokens)
         partials = min(tokens * inputs.page_table.shape[1], WORKSPACE_TOKENS) // tile_tokens

@@ -436,7 +436,7 @@ def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFact
     device = resolve_auto("device", config.device, str(hardware.device), f"found: {hardware.name}")
     dtype = resolve_auto("dtype", config.dtype, *_auto_dtype(gpu, checkpoint.dtype or torch.float32))
     dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
-    limit = checkpoint.context
+    limit = checkpoint.config.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is above the model's context of {limit} tokens "

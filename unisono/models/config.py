@@ -31,7 +31,7 @@ class DecoderConfig:
     """A decoder: its layers and their shared settings. Immutable; sizes are element counts.
 
     layers: spec of each layer.
-    max_positions: context length declared by config.json.
+    max_positions: context length declared by config.json, or a smaller one of sentence-transformers' files.
     zero_centered_norms, wide_norms: kind of all norms that the builder makes (``layers.norm``).
     embed_scale: factor of token embeddings.
     norms: kind of the residual stream's norms.

@@ -222,6 +222,13 @@ ARCHITECTURES: Mapping[str, Facts] = {
         ("deepseek_v2",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "norm_topk_prob": (False,)}, experts=True
     ),
     "DeepseekV3ForCausalLM": Facts(("deepseek_v3", "kimi_k2"), takes={**_BIASES, **_DEEPSEEK, **_LATENT}, experts=True),
+    "KimiK25ForConditionalGeneration": Facts(
+        ("kimi_k25",), ("deepseek_v3", "kimi_k2"), {**_BIASES, **_DEEPSEEK, **_LATENT}, experts=True
+    ),
+    "Mistral4ForCausalLM": Facts(
+        ("mistral4",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "llama_4_scaling_beta": ANY}, experts=True,
+        partial_rotary=True,
+    ),
     "Dots1ForCausalLM": Facts(
         ("dots1",), takes={**_BIASES, **_HEAD_NORMS, **_DEEPSEEK, "layer_types": ANY}, windows="by layer", experts=True
     ),

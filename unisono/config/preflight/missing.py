@@ -15,12 +15,12 @@ MISSING: Mapping[str, str] = {
     "Gemma3nForConditionalGeneration": "parallel residual streams (AltUp)",
     "GlmMoeDsaForCausalLM": _SPARSE,
     "InternLM2ForCausalLM": "a class in transformers that its formula is compared with",
-    "KimiK25ForConditionalGeneration": "its vision tower and its text model's wrapper",
     "KimiLinearForCausalLM": "a recurrence of Kimi Delta Attention",
     "LlavaForConditionalGeneration": "its vision tower",
     "MiniCPMForCausalLM": "a class in transformers that its formula is compared with",
     "MiniMaxForCausalLM": _LIGHTNING,
     "MiniMaxText01ForCausalLM": _LIGHTNING,
+    "MistralLarge3ForCausalLM": "a class in transformers that its formula is compared with",
     "MllamaForConditionalGeneration": "cross-attention to pictures",
 }
 """By ``architectures[0]`` of config.json."""

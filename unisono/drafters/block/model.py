@@ -111,7 +111,7 @@ class WholeBlock:
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """See :class:`AttentionBackend`. Changes the positions of ``inputs``, which is a copy for this plan."""
         assert inputs.width is not None
-        inputs.positions = (inputs.kv_len - 1)[:, None].expand(-1, inputs.width).reshape(-1)
+        inputs.positions = (inputs.kv_len - 1).repeat_interleave(inputs.width)  # stored apart, as kernels read them
         self.backend.plan(inputs, self._window(inputs, window))
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:

@@ -23,6 +23,7 @@ from pkgutil import walk_packages
 from types import TracebackType
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
@@ -41,8 +42,13 @@ AT_HOME = 4
 """Kernels that this process compiles at once until the forks are ready. Its own passes need the GIL, too."""
 
 
-def forks_for(ranks: int) -> int:
-    """Return the number of forks for this process, one of ``ranks`` on this machine: the number of other cores."""
+def forks_for(device: torch.device, ranks: int) -> int:
+    """Return the number of forks for this process, one of ``ranks`` on this machine: the number of other cores.
+
+    0 without a CUDA device.
+    """
+    if device.type != "cuda":
+        return 0
     if (count := env.compile_processes()) is not None:
         return count
     return min(MOST, len(os.sched_getaffinity(0)) // ranks - 1)

@@ -118,7 +118,7 @@ def dry_run(
             "architecture": checkpoint.config.architecture,
             "layers": checkpoint.config.num_layers,
             "vocabulary": checkpoint.config.vocab_size,
-            "context": checkpoint.context,
+            "context": checkpoint.config.max_positions,
             "dtype": str(resolved.dtype).removeprefix("torch."),
             "weights": f"{method} ({reason})",
             "drafter": _drafter(resolved) if here or spec is not None else "known once the weights are here",

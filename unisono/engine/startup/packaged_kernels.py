@@ -21,7 +21,7 @@ from triton.compiler import compiler
 from triton.runtime import jit
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
-from unisono.config import env
+from unisono.config import ResolvedConfig, env
 from unisono.engine.startup.kernel_archives import SIDECAR, UNREADABLE, KernelArchive, archive_name, portable_key
 
 PACKAGED = Path(__file__).parents[2] / "bundled" / "kernels"
@@ -132,8 +132,22 @@ class PackagedKernels:
         usual = "the archive has all that Triton's cache lacked" if self.restored else "all were cached"
         return "compiled kernels", value, ", ".join(reasons) or usual
 
+    def decided(self, config: ResolvedConfig) -> ResolvedConfig:
+        """Add :meth:`decision` to an engine's configuration, unless no kernel was needed."""
+        needed = self.restored or self.cached or self.missing
+        return config.decide(*self.decision()) if needed else config
+
 
 _serving: PackagedKernels | None = None
+
+
+def installed_kernels(device: torch.device) -> PackagedKernels:
+    """Open and install the archive for a device; on a CPU, where nothing is compiled, there is none."""
+    if device.type != "cuda":
+        return PackagedKernels(None, "a CPU compiles no kernels")
+    packaged = PackagedKernels.of(device)
+    packaged.install()
+    return packaged
 
 
 def _get_cache_key(src: Any, backend: Any, backend_options: Any, env_vars: Any) -> str:

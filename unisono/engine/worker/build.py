@@ -39,7 +39,7 @@ from unisono.engine.startup.buckets import (
 )
 from unisono.engine.startup.compile_processes import CompileProcesses, forks_for
 from unisono.engine.startup.memory import PageDemand, fit_pages, peak_bytes
-from unisono.engine.startup.packaged_kernels import PackagedKernels
+from unisono.engine.startup.packaged_kernels import installed_kernels
 from unisono.engine.startup.synthetic import acceptance_rule
 from unisono.engine.startup.warmup import compiling_only, run_on_padding, warmup_passes
 from unisono.engine.worker.device_state import StateSizes
@@ -98,14 +98,10 @@ class Build:
         self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Progress, group: Group | None = None
     ) -> None:
         self.config, self.seconds, self._group = config, dict[str, float](), group or Alone()
-        forks, packaged = 0, None
-        if config.device.type == "cuda":
-            forks, packaged = forks_for(self._group.ranks.count), PackagedKernels.of(config.device)
-            packaged.install()
-        with CompileProcesses(forks, packaged is not None and packaged.serves) as self._processes:
+        packaged = installed_kernels(config.device)
+        with CompileProcesses(forks_for(config.device, self._group.ranks.count), packaged.serves) as self._processes:
             self._build(checkpoint, progress)
-        if packaged is not None:
-            self.decide(*packaged.decision())
+        self.config = packaged.decided(self.config)
 
     def _build(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Build the worker: load weights, bind the drafter, size the KV cache."""

@@ -220,7 +220,8 @@ class WeightUpdater:
             raise ConfigError(f"the {self.drafter.name} drafter has no weights that can be updated.")
         found, left = list[WeightUpdate](), dict(tensors)
         for whole in self.drafter.weight_updates(Path(self.draft_directory)):
-            named = {name: left.pop(name) for name in whole.targets if name in left}
+            stored = {name: whole.tensors[name].name for name in whole.targets}  # a file may spell them otherwise
+            named = {name: left.pop(other) for name, other in stored.items() if other in left}
             for name, info in named.items():
                 check_tensor(name, info, whole.targets[name])
             targets = {name: whole.targets[name] for name in named}

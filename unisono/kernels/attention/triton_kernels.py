@@ -262,8 +262,7 @@ def attention_kernel(
     """Share the work list × parts of a tile × KV heads among a fixed number of programs. Keys below FIRST are
     invisible.
 
-    until_ptr: last position that each token sees, or None: its own. CHUNKED: a token sees keys of its own chunk of
-    ``window`` positions alone: its window ends where its chunk begins.
+    until_ptr: last position that each token sees, or None: its own. CHUNKED: it sees its chunk of ``window`` positions.
 
     Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace, and the program that
     completes the tile's count merges them in order. Without CUT a tile needs no masks for keys that all its rows see.

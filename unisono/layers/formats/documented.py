@@ -57,13 +57,13 @@ ROWS = (
         ("gemm.fp8",), E4M3_COMPILED, ("fbgemm-fp8",), False,
     ),
     DocumentedFormat(
-        "modelopt", "`FP8`, `FP8_PER_CHANNEL_PER_TOKEN`; also hf_quant_config.json",
+        "modelopt", "`FP8`, `FP8_PER_CHANNEL_PER_TOKEN`, both in `MIXED_PRECISION`; also hf_quant_config.json",
         "e4m3, a scale for each projection or output", "e4m3, `input_scale` or by row", _FP8, E4M3_COMPILED,
         ("modelopt-fp8",),
     ),
     DocumentedFormat(
-        "modelopt", "`NVFP4`; also hf_quant_config.json", "e2m1, an e4m3 scale for each 16 inputs", _NONE, _NVFP4,
-        COMPILED, ("modelopt-nvfp4",),
+        "modelopt", "`NVFP4`, also in `MIXED_PRECISION`; also hf_quant_config.json",
+        "e2m1, an e4m3 scale for each 16 inputs", _NONE, _NVFP4, COMPILED, ("modelopt-nvfp4",),
     ),
     DocumentedFormat(
         "compressed-tensors", "float, 8 bits", "e4m3; strategy `tensor`, `channel` or `block` [128, 128]",

@@ -158,7 +158,7 @@ def expert_format(format: WeightFormat, biases: bool = False, gelu: bool = False
     if not gated and not getattr(found, "ungated", False):
         raise CheckpointError(
             f"weights of experts in format {format.name!r} are not supported where experts have no gate (ReLU²): plain "
-            "weights, fp8, integers and NVFP4 are."
+            "weights, fp8, NVFP4 and integers without quantised activations are."
         )
     every_gate = getattr(found, "biases", False)
     if (biases and not every_gate) or (gelu and not (every_gate or getattr(found, "gelu", False))):

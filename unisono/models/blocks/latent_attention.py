@@ -29,6 +29,7 @@ from unisono.layers.activations import Activations, common_input_format
 from unisono.layers.formats.base import WHOLE
 from unisono.layers.norm import RMSNorm
 from unisono.layers.rotary import RotarySpec
+from unisono.models.blocks.head_steps import HeadStepsSpec
 from unisono.models.blocks.latent_weights import UpProjections
 from unisono.models.load.build import Builder, require
 from unisono.types import ConfigError
@@ -45,6 +46,7 @@ class LatentSpec:
     do. value_dim: elements of a head's value. query_rank: size of the queries' own latent; 0: queries are one product.
     scale: of scores. interleaved: neighbouring elements rotate together; otherwise the halves of ``rope_dim`` do.
     bias: the products into latents and the output have biases.
+    query_growth: queries are multiplied by a number that grows with the position, see :class:`HeadStepsSpec`.
 
     Modules, as named by families: ``a.q_a`` and ``q_norm``, ``q_b`` (or ``a.q`` without a query rank), ``a.kv``,
     ``kv_norm``, ``kv_b`` and ``o``. Raises CheckpointError for values that cannot be computed.
@@ -60,6 +62,7 @@ class LatentSpec:
     query_rank: int = 0
     interleaved: bool = True
     bias: bool = False
+    query_growth: tuple[float, int, int] | None = None
 
     def __post_init__(self) -> None:
         sizes = {
@@ -107,6 +110,7 @@ class LatentAttention(nn.Module):
         self.spec, self.dtype = spec, builder.dtype
         self.backend = builder.backend(spec.num_heads, spec.num_kv_heads)
         self.cos_sin = builder.rotary(spec.rotary)
+        self.steps = HeadStepsSpec(query_growth=spec.query_growth).build(builder, spec.num_heads, 1, spec.head_dim)
         queries, rank = whole.num_heads * (spec.nope_dim + spec.rope_dim), spec.query_rank
         first, share = ("q_a", WHOLE) if rank else ("q", builder.share)
         self.a = builder.linear(
@@ -150,7 +154,9 @@ class LatentAttention(nn.Module):
         )
         if context.last_tokens is not None:
             q, queries = context.last_tokens.select(q), context.last_tokens.select(queries)
+            positions = context.last_tokens.select(positions)
         head_product(q.view(len(q), spec.num_heads, -1), self.kv_b.keys, queries)
+        queries = self.steps.scaled(queries, positions)
         inputs = context.queries.plan(self.backend)
         options = AttentionOptions(spec.scale, values=spec.latent_dim)
         sums = self.backend.forward(queries, KV(cache, cache), inputs, options)
@@ -181,6 +187,7 @@ class LatentAttention(nn.Module):
         values = torch.einsum("td,hvd->thv", latent, self.kv_b.values.to(x.dtype))
         turning, turned = (self._turned(each, angles) for each in (turning, turned[:, None]))
         scores = torch.einsum("qhd,khd->hqk", straight, keys) + torch.einsum("qhd,kd->hqk", turning, turned[:, 0])
+        scores = self.steps.scaled(scores.transpose(0, 1), tokens).transpose(0, 1)
         scores = (scores * spec.scale).masked_fill(tokens > tokens[:, None], -torch.inf)
         return self.o.reference(torch.einsum("hqk,khd->qhd", scores.softmax(2), values).flatten(1))
 

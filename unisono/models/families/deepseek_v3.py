@@ -1,17 +1,19 @@
 """DeepSeek-V3, V3.1 and R1 (and Kimi K2): latent attention, and GLM-4.5's experts, chosen within groups.
 
+The text of Kimi K2.5 and K2.6 is such a model beside a tower, which is not read.
 Source of formulas and names: transformers, ``models/deepseek_v3``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.blocks.layers import LayerSpec
-from unisono.models.config import DecoderConfig, Family, Name, read_decoder_config
+from unisono.models.config import DecoderConfig, Family, Name, in_language_model, read_decoder_config
 from unisono.models.families.glm4_moe import EXPERTS, feed_forwards, read_experts
 from unisono.models.families.llama import NAMES as LLAMA_NAMES
 
@@ -30,15 +32,15 @@ NAMES: dict[str, Name] = {
 }
 
 
-def read_latent(hf_config: Any) -> LatentSpec:
+def read_latent(hf_config: Any, parameters: Mapping[str, Any] | None = None) -> LatentSpec:
     """Read a layer's attention. ``rope_interleave``: neighbouring elements rotate together.
 
     Scores are scaled by 1 / sqrt(elements of a head), and with scaled positions by the square of
-    0.1 · ``mscale_all_dim`` · ln(``factor``) + 1.
+    0.1 · ``mscale_all_dim`` · ln(``factor``) + 1. parameters: in place of ``rope_parameters``.
     """
     rope = hf_config.qk_rope_head_dim
-    rotary = RotarySpec.of(hf_config, rope)
-    parameters = getattr(hf_config, "rope_parameters", None) or {}
+    parameters = parameters or getattr(hf_config, "rope_parameters", None) or {}
+    rotary = RotarySpec.of(hf_config, rope, dict(parameters) or None)
     scale = (hf_config.qk_nope_head_dim + rope) ** -0.5
     all_dim, factor = parameters.get("mscale_all_dim") or 0, parameters.get("factor") or 1
     if parameters.get("rope_type", "default") != "default" and all_dim and factor > 1:
@@ -66,3 +68,20 @@ def read(hf_config: Any) -> DecoderConfig:
 
 
 DEEPSEEK_V3 = Family(read, NAMES)
+
+
+def read_kimi(hf_config: Any) -> DecoderConfig:
+    """Read the text model of a Kimi K2.5: a DeepSeek-V3."""
+    text = hf_config.get_text_config()
+    text.architectures, text.name_or_path = hf_config.architectures, hf_config.name_or_path
+    return read(text)
+
+
+PICTURES = "the tower of Kimi K2.5 is not supported yet: pictures are refused"
+TOWER = "vision_tower.", "mm_projector."
+KIMI_K25 = Family(
+    read_kimi,
+    in_language_model(NAMES),
+    unread={outer + name: PICTURES for outer in ("model.", "") for name in TOWER},
+    tied_unless_stored=True,
+)

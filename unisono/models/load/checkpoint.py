@@ -95,6 +95,9 @@ class Checkpoint:
         if family.tied_unless_stored and {*names_in(directory)} & {WEIGHTS, INDEX}:
             head = any(name.endswith("lm_head.weight") for name in read_tensors(directory))
             config = replace(config, tie_embeddings=not head)
+        longest = text_rules(directory).longest
+        if longest is not None:
+            config = replace(config, max_positions=min(config.max_positions, longest))
         return cls(
             path=directory,
             family=family,
@@ -104,12 +107,6 @@ class Checkpoint:
             dtype=dtype if isinstance(dtype, torch.dtype) else None,
             quantization=quantized,
         )
-
-    @property
-    def context(self) -> int:
-        """Tokens of the longest text: those of config.json, or fewer by ``max_seq_length`` of sentence-transformers."""
-        longest = text_rules(self.path).longest
-        return self.config.max_positions if longest is None else min(self.config.max_positions, longest)
 
     def format_of_module(self, module: str) -> WeightFormat:
         """Weight format of one of the decoder's modules."""

@@ -48,7 +48,7 @@ class Changes:
         self, updates: Sequence[WeightUpdate], scratch: Sequence[torch.Tensor] = (), keeps_old: bool = True
     ) -> None:
         self.updates, self._keeps_old = updates, keeps_old
-        self._scratch = [[memory, 0] for memory in scratch]
+        self._scratch, self._used = list(scratch), [0] * len(scratch)
         self._parameters = {id(p): p for update in updates for p in update.module.parameters() if not p.is_meta}
         self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -79,16 +79,15 @@ class Changes:
     def keep(self) -> None:
         """Free the old weights."""
         self._old.clear()
-        for memory, used in self._scratch:
+        for memory, used in zip(self._scratch, self._used, strict=True):
             memory[:used].zero_()
-        self._scratch.clear()
+        self._scratch, self._used = [], []
 
     def _copy(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy in scratch memory, else in host memory."""
-        for place in self._scratch:
-            memory, used = place
+        for number, (memory, used) in enumerate(zip(self._scratch, self._used, strict=True)):
             if memory.device == parameter.device and used + parameter.nbytes <= memory.nbytes:
-                place[1] = min(memory.nbytes, -(-(used + parameter.nbytes) // ALIGN) * ALIGN)
+                self._used[number] = min(memory.nbytes, -(-(used + parameter.nbytes) // ALIGN) * ALIGN)
                 held = memory[used : used + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
                 return held.copy_(parameter)
         return parameter.detach().to("cpu", copy=True)

@@ -314,9 +314,9 @@ class TargetTokens:
     last: torch.Tensor | None = None
 
     def spread(self, values: torch.Tensor, padding: int) -> torch.Tensor:
-        """Expand ``values [R]`` int32 to the tokens [T]; ``padding`` for tokens of no row."""
+        """Repeat ``values [R]`` int32 for the tokens [T], contiguous; ``padding`` for tokens of no row."""
         if self.width is not None:
-            return values[:, None].expand(-1, self.width).flatten()
+            return values.repeat_interleave(self.width)
         assert self.query_start is not None
         tokens = torch.arange(self.count, dtype=torch.int32, device=values.device)
         rows = torch.searchsorted(self.query_start[1:], tokens, right=True)

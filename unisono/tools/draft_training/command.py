@@ -158,9 +158,7 @@ def train_draft(
     target: Annotated[str, typer.Option(help="The model to draft for: a checkpoint directory or a bundled name.")],
     data: Annotated[Path, typer.Option(help='JSON lines: {"messages": […]}, {"prompt": "…"} or {"text": "…"}.')],
     out: Annotated[Path, typer.Option(help="Directory for the draft model.")],
-    minutes: Annotated[
-        float, typer.Option(help="Time limit, including the generation of answers and the measurement.")
-    ] = 30.0,
+    minutes: Annotated[float, typer.Option(help="Time limit, from answers to the measurement.")] = 30.0,
     steps: Annotated[int | None, typer.Option(help="Limit of training steps.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     batch_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 8192,
