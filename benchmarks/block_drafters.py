@@ -23,8 +23,8 @@ from benchmarks.command import run
 from benchmarks.passes import Clock
 from unisono.config import catalog
 from unisono.console.values import whole_numbers
+from unisono.engine.worker.runner import Runner
 from unisono.entrypoints.llm import LLM
-from unisono.graphs.planner import Planner
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -122,10 +122,10 @@ def _measure(
     """(requests, median milliseconds of a round, the drafter's stages) for each number of requests."""
     kind, stages, clock, found = catalog.drafters.load(spec.method), Stages(), Clock(), []
     real = {name: getattr(kind, name) for name in ("propose", "observe")}
-    launch = Planner.launch
+    launch = Runner.launch
     for name, call in real.items():
         setattr(kind, name, stages.timed(name, call))
-    Planner.launch = clock.timed(launch)  # type: ignore[method-assign]
+    Runner.launch = clock.timed(launch)  # type: ignore[method-assign]
     try:
         with LLM(model, speculative=spec, **flags) as llm:
             params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
@@ -141,7 +141,7 @@ def _measure(
                 full = [p for p in clock.passes if p[0] == "round" and p[2] == rows and p[1] > 1]
                 found.append((rows, statistics.median(clock.ms(*p[3:]) for p in full), stages))
     finally:
-        Planner.launch = launch  # type: ignore[method-assign]
+        Runner.launch = launch  # type: ignore[method-assign]
         for name, call in real.items():
             setattr(kind, name, call)
     return found

@@ -103,7 +103,8 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
 
     @app.post("/wake_up", dependencies=operators, **described("Take requests again, by parts: weights, then kv_cache."))
     async def wake_up(
-        tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None, reload: bool = True
+        tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query(max_length=2)] = None,
+        reload: bool = True,
     ) -> Response:
         asleep: list[str] = []
         if _frees(service):
