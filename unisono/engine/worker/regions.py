@@ -149,7 +149,7 @@ class DeviceRegion:
             start, handle = self._address + self._committed, _u64()
             _call("cuMemCreate", ctypes.byref(handle), count, ctypes.byref(self._properties), 0)
             try:
-                _call("cuMemMap", start, count, 0, handle)
+                _call("cuMemMap", start, count, 0, handle, 0)
             finally:
                 _call("cuMemRelease", handle)  # the mapping keeps the memory
             self._chunks.append((self._committed, count))
