@@ -303,7 +303,7 @@ def test_engine_add_validates_requests(llm: LLM) -> None:
     with pytest.raises(BadRequest, match="token id -1"):
         llm.engine.add(EngineRequest("r", [-1, 2], SamplingParams(seed=1)))
     for params, param in ((SamplingParams(), "seed"), (SamplingParams(seed=1, n=2), "n")):
-        with pytest.raises(BadRequest, match="one sequence here, with a seed") as caught:
+        with pytest.raises(BadRequest, match="one sequence with a seed") as caught:
             llm.engine.add(EngineRequest("r", [1, 2], params))
         assert caught.value.param == param
     assert not llm.engine.scheduler.has_work

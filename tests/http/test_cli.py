@@ -190,7 +190,7 @@ def test_bash_completes_commands_flags_and_values(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=paths, timeout=120, check=True)
     shown = [line.split() for line in done.stdout.splitlines()]
     assert shown[:3] == [["generate"], ["--gpu-memory-utilization"], ["bfloat16"]]
-    assert sorted(shown[3]) == ["tiny", "tiny-hybrid", "tiny-vl"], "models; no heads"
+    assert sorted(shown[3]) == ["tiny", "tiny-gemma", "tiny-hybrid", "tiny-vl"], "models; no heads"
     assert shown[4:] == [["latency"], ["--prompts"]], done.stdout
 
 

@@ -261,8 +261,8 @@ def test_a_checkpoints_pooling(tmp_path: Path) -> None:
     for text, mode, problem in [
         ('{"pooling_mode_lasttoken": true, "pooling_mode_mean_tokens": false}', "last", None),
         ('{"pooling_mode": "cls"}', "cls", None),
-        ('{"pooling_mode_weightedmean_tokens": true}', "last", "weightedmean_tokens"),
-        ('{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', "last", "cls_token"),
+        ('{"pooling_mode_weightedmean_tokens": true}', "weightedmean", None),
+        ('{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', "cls+mean", None),
         ("{", "last", "cannot be read"),
         ("[]", "last", "not an object"),
     ]:

@@ -54,6 +54,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         (
             "gpu_memory_utilization", "kv_cache_dtype", "num_pages", "enable_prefix_caching", "snapshot_share",
             "snapshot_points", "cpu_offload_gb", "cpu_offload_ratio", "kv_offload_dir", "kv_offload_dir_gb",
+            "enable_sleep_mode",
         ),
     ),
     "scheduling": (

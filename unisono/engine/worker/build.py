@@ -189,7 +189,7 @@ class Build:
         """Return the updater of the worker's modules."""
         requested, worker = self.config.requested, self.worker
         seed = requested.seed if requested.load_format == "dummy" else None
-        draft = checkpoint.path if spec.model is None else catalog.find_directory(spec.model)
+        draft = checkpoint.path if spec.model is None else catalog.resolve_name(spec.model)
         modules = worker.model, worker.tower, worker.drafter
         return WeightUpdater(*modules, checkpoint, seed, worker.unused_pages, str(draft))
 

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.cards import HOPPER, shared_memory
 from unisono.kernels.gemm.decoded import integer_product
 from unisono.kernels.gemm.int4 import int4_steps, unpack_cpu
 from unisono.kernels.gemm.int8_weights import int8_decode
@@ -55,6 +56,17 @@ TILES = {
     128: ExpertTiles(Tile(128, 128, 0, 8, 2), Tile(128, 128, 0, 8, 2)),
 }
 """Blocking by rows of a plan's tile. Also used for MXFP4 weights, for which it was not tuned."""
+
+_LARGE_TILES = 161 * 1024
+"""Bytes of shared memory that tiles of 64 and 128 rows take at most."""
+
+
+def packed_tiles(rows: int, shared: int = HOPPER) -> ExpertTiles:
+    """Choose the blocking of a plan's tile. shared: bytes of shared memory of a block; few take a stage less."""
+    tiles = TILES[rows]
+    if rows < 64 or shared >= _LARGE_TILES:
+        return tiles
+    return ExpertTiles(*(tile._replace(stages=tile.stages - 1) for tile in tiles))
 
 
 def packed_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
@@ -136,7 +148,7 @@ def launch_integer_gate_up(
     gelu: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_integer_gate_up`."""
-    x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile].up
+    x, inner, tile = x.contiguous(), weight.shape[1] // 2, packed_tiles(plan.tile, shared_memory(x.device)).up
     parts = triton.cdiv(inner, tile.n // 2)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
@@ -157,7 +169,7 @@ def launch_integer_down(
     up: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_integer_down`, or of :func:`expert_integer_up`."""
-    h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile].down
+    h, hidden, tile = h.contiguous(), weight.shape[1], packed_tiles(plan.tile, shared_memory(h.device)).down
     parts = triton.cdiv(hidden, tile.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
@@ -271,10 +283,10 @@ def expert_integer_up(
     return expert_integer_up_op(x, weight, scales, zeros, group, *plan)
 
 
-def _aot(dtype: str, shapes: Shapes, group: int, gelu: bool = False, each: int = 2) -> list[AotCase]:
+def _aot(shared: int, dtype: str, shapes: Shapes, group: int, gelu: bool = False, each: int = 2) -> list[AotCase]:
     """AotCases of both products. With a fused shared expert there are zeros. each: numbers in a byte."""
     tile_m, zeros, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), shapes.rides, []
-    tiles, stored_zeros = TILES[tile_m], "*i8" if each == 2 else "*i16"
+    tiles, stored_zeros = packed_tiles(tile_m, shared), "*i8" if each == 2 else "*i16"
     for kernel, (x, out), tile in ((_integer_gate_up_kernel, "xh", tiles.up), (_integer_down_kernel, "hy", tiles.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": stored_zeros, out: f"*{dtype}"}
         options = _blocking(tile, group, zeros, each)
@@ -283,22 +295,43 @@ def _aot(dtype: str, shapes: Shapes, group: int, gelu: bool = False, each: int =
     return cases
 
 
-def _aot_up(dtype: str, shapes: Shapes, group: int, each: int) -> AotCase:
+def _aot_up(shared: int, dtype: str, shapes: Shapes, group: int, each: int) -> AotCase:
     """AotCase of the first product of experts without a gate, which is a ``down`` from H to I, without zeros."""
     tile_m = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
     tensors = {"h": f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": None, "y": f"*{dtype}"}
-    turned, tile = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), TILES[tile_m].down
+    turned, tile = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), packed_tiles(tile_m, shared).down
     options = _blocking(tile, group, False, each) | {"UP": True}
     return product_case(_integer_down_kernel, tensors, turned, tile_m, tile.across, options, "group")
 
 
-AOT: list[AotCase] = [
-    *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True), 128)),
-    *(case for rows in (1, 512) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8), 128)),
-    *_aot("bf16", Shapes(16, 2816, 704, 128, 8), 64, gelu=True),  # Gemma 4
-    *(case for dtype in ("fp16", "fp32") for case in _aot(dtype, Shapes(16, 192, 96, 5, 2, True), 32)),
-    *(case for rows in (1, 512, 4096) for case in _aot("bf16", Shapes(rows, 2048, 768, 128, 8), 128, each=1)),
-    *(case for rows in (16, 2048) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True), 32, each=1)),
-    *_aot("fp32", Shapes(16, 192, 96, 5, 2, True), 32, each=1),
-    *(_aot_up("bf16", Shapes(rows, 2688, 1856, 128, 6), 128, each) for rows in (1, 64, 2048) for each in (1, 2)),
-]
+def aot(shared: int) -> list[AotCase]:
+    """AotCases of a card with ``shared`` bytes of shared memory."""
+    return [
+        *(
+            case
+            for rows in (1, 16, 512, 2048, 4096)
+            for case in _aot(shared, "bf16", Shapes(rows, 2048, 512, 256, 8, True), 128)
+        ),
+        *(case for rows in (1, 512) for case in _aot(shared, "bf16", Shapes(rows, 2048, 768, 128, 8), 128)),
+        *_aot(shared, "bf16", Shapes(16, 2816, 704, 128, 8), 64, gelu=True),  # Gemma 4
+        *(case for dtype in ("fp16", "fp32") for case in _aot(shared, dtype, Shapes(16, 192, 96, 5, 2, True), 32)),
+        *(
+            case
+            for rows in (1, 512, 4096)
+            for case in _aot(shared, "bf16", Shapes(rows, 2048, 768, 128, 8), 128, each=1)
+        ),
+        *(
+            case
+            for rows in (16, 2048)
+            for case in _aot(shared, "bf16", Shapes(rows, 2048, 512, 256, 8, True), 32, each=1)
+        ),
+        *_aot(shared, "fp32", Shapes(16, 192, 96, 5, 2, True), 32, each=1),
+        *(
+            _aot_up(shared, "bf16", Shapes(rows, 2688, 1856, 128, 6), 128, each)
+            for rows in (1, 64, 2048)
+            for each in (1, 2)
+        ),
+    ]
+
+
+AOT = aot(HOPPER)

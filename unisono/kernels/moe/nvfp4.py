@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.cards import shared_memory
 from unisono.kernels.gemm.nvfp4 import STEPS, WIDTH, nvfp4_decode, nvfp4_product
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
@@ -31,7 +32,7 @@ from unisono.kernels.moe.experts import (
     up_cpu,
     up_rows,
 )
-from unisono.kernels.moe.integers import TILES, packed_tile_rows
+from unisono.kernels.moe.integers import packed_tile_rows, packed_tiles
 from unisono.kernels.moe.plan import (
     ExpertPlan,
     Shapes,
@@ -107,7 +108,7 @@ def launch_nvfp4_gate_up(
     gelu: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Launch the kernel of :func:`expert_nvfp4_gate_up`."""
-    x, inner, tile = x.contiguous(), weight.shape[1] // 2, TILES[plan.tile].up
+    x, inner, tile = x.contiguous(), weight.shape[1] // 2, packed_tiles(plan.tile, shared_memory(x.device)).up
     parts = triton.cdiv(inner, tile.n // 2)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
@@ -123,7 +124,7 @@ def launch_nvfp4_down(
     up: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Launch the kernel of :func:`expert_nvfp4_down`, or of :func:`expert_nvfp4_up`."""
-    h, hidden, tile = h.contiguous(), weight.shape[1], TILES[plan.tile].down
+    h, hidden, tile = h.contiguous(), weight.shape[1], packed_tiles(plan.tile, shared_memory(h.device)).down
     parts = triton.cdiv(hidden, tile.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
@@ -214,7 +215,7 @@ def expert_nvfp4_up(
 def _aot(dtype: str, shapes: Shapes, gelu: bool = False) -> list[AotCase]:
     """AotCases of both products."""
     tile_m, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), []
-    tiles = TILES[tile_m]
+    tiles = packed_tiles(tile_m)
     for kernel, (x, out), tile in ((_nvfp4_gate_up_kernel, "xh", tiles.up), (_nvfp4_down_kernel, "hy", tiles.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*u8", "multipliers": "*fp32", out: f"*{dtype}"}
         options = _blocking(tile) | ({"GELU": gelu} if kernel is _nvfp4_gate_up_kernel else {"UP": False})
@@ -226,7 +227,7 @@ def _aot_up(dtype: str, shapes: Shapes) -> AotCase:
     """AotCase of the first product of experts without a gate, which is a ``down`` from H to I."""
     tile_m = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
     tensors = {"h": f"*{dtype}", "weight": "*u8", "scales": "*u8", "multipliers": "*fp32", "y": f"*{dtype}"}
-    turned, tile = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), TILES[tile_m].down
+    turned, tile = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), packed_tiles(tile_m).down
     return product_case(_nvfp4_down_kernel, tensors, turned, tile_m, tile.across, _blocking(tile) | {"UP": True})
 
 
