@@ -15,7 +15,7 @@ from unisono.config import catalog
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.stored_config import StoredConfig, stored_config
 
-TRANSFORMERS = {"llama", "gpt_oss", "gemma3_text", "gemma4_text", "gemma4_unified_text", "deepseek_v3"}
+TRANSFORMERS = {"llama", "gpt_oss", "gemma3_text", "gemma4_text", "gemma4_unified_text", "deepseek_v3", "mistral4"}
 """Families of these tests with scaled positions, or with fields that differ by layer."""
 
 SHAPES = sorted(Path(__file__).parents[2].glob("benchmarks/shapes/*/config.json"))

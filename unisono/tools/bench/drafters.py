@@ -23,6 +23,7 @@ SETUPS = {
     "tiny": "ngram,suffix,standalone:tiny-draft,eagle:tiny-eagle,eagle3:tiny-eagle3,mtp:tiny-mtp,dflash:tiny-dflash",
     "tiny-hybrid": "ngram,suffix,mtp,dflash:tiny-hybrid-dflash",
     "tiny-vl": "ngram,suffix,eagle3:tiny-vl-eagle3",
+    "tiny-gemma": "ngram,suffix,mtp_frozen:tiny-gemma-assistant",
 }
 """Bundled model -> its drafters."""
 
