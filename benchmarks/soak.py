@@ -389,21 +389,13 @@ class _Server:
         return found
 
     def _engine(self, processes: list[int]) -> int:
-        return max(processes[1:], key=_anonymous)
+        return max(processes[1:], key=_proportional)
 
 
 def _lives(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     return False
-
-
-def _anonymous(pid: int) -> int:
-    """KiB of a process that are no file's; 0 for one that has ended."""
-    with contextlib.suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        return sum(int(value) for value in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.M))
-    return 0
 
 
 def _proportional(pid: int) -> int:

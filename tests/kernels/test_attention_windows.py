@@ -27,7 +27,7 @@ def requests(triton: bool, window: int, **options) -> Requests:
 
 
 def forget(case: Requests, firsts: list[int], value: float) -> None:
-    """Free what is behind the window or chunk of each request's first token of the pass; ``value`` is written there."""
+    """Free what precedes the window or chunk of each request's first token of the pass; ``value`` is written there."""
     for row, first in enumerate(firsts):
         low = max(first - case.window + 1, 0) if case.window > 0 else first // -case.window * -case.window
         column = low // case.page

@@ -238,7 +238,7 @@ PAIRS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_ranks_write_the_text_of_one_about_pictures(name: str, tmp_path: Path) -> None:
-    """The second time behind cached prefixes, the third time with drafts."""
+    """The second time after cached prefixes, the third time with drafts."""
     make, fields = PAIRS[name]
     path = make(tmp_path, **fields)
     vision = vision_of(path)

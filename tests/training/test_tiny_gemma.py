@@ -110,7 +110,7 @@ def test_transformers_drafts_the_same_first_token(pair: tuple[TinyGemma, TinyAss
 
 
 def test_the_engine_serves_them(pair: tuple[TinyGemma, TinyAssistant], saved: Path) -> None:
-    """Tokens and rounds are those of the training models, behind the window too."""
+    """Tokens and rounds are those of the training models, beyond the window too."""
     model, assistant = pair
     prompts = [random_ids(1, n)[0].tolist() for n in (5, 40, 70)]
     expected = generate(model, prompts, [TOY.vocab_size], 24, "cpu", float("inf"))

@@ -9,7 +9,7 @@ An archive has the machine code of one version of Triton and one compute capabil
 KEY of a kernel is a digest of Triton's version and of all that Triton's own key covers (source with callees, types,
 constants, options, target, ptxas), except the digest of Triton's files: that differs between Python versions, and the
 machine code does not. KEY of a module is Triton's own, which covers the module's source; its file name has the Python
-version. ``scripts/kernels.py`` makes archives of the cache that starts leave behind.
+version. ``scripts/kernels.py`` makes archives of the cache that starts have filled.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Region(Protocol):
     nbytes: int
 
     def commit(self, end: int) -> None:
-        """Have memory behind the first ``end`` bytes. Raises torch.OutOfMemoryError."""
+        """Map memory for the first ``end`` bytes. Raises torch.OutOfMemoryError."""
         ...
 
     def part(self, start: int, count: int) -> torch.Tensor:

@@ -165,7 +165,7 @@ class FewRowsProduct(ExactKernel[...]):
                 return False
             generator = torch.Generator(weight.device).manual_seed(rows)
             x = torch.randn(rows, 2 * weight.shape[1], device=weight.device, generator=generator).to(dtype)
-            given = (x, *operands, None, None)
-            if not torch.equal(self._other(*given), self._packed(*given)):
+            arguments = (x, *operands, None, None)
+            if not torch.equal(self._other(*arguments), self._packed(*arguments)):
                 return False
         return True
