@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.cards import shared_memory
+from unisono.kernels.cards import HOPPER, shared_memory
 from unisono.kernels.gemm.nvfp4 import STEPS, WIDTH, nvfp4_decode, nvfp4_product
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
@@ -212,10 +212,10 @@ def expert_nvfp4_up(
     return expert_nvfp4_up_op(x, weight, scales, multipliers, *plan)
 
 
-def _aot(dtype: str, shapes: Shapes, gelu: bool = False) -> list[AotCase]:
+def _aot(shared: int, dtype: str, shapes: Shapes, gelu: bool = False) -> list[AotCase]:
     """AotCases of both products."""
     tile_m, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), []
-    tiles = packed_tiles(tile_m)
+    tiles = packed_tiles(tile_m, shared)
     for kernel, (x, out), tile in ((_nvfp4_gate_up_kernel, "xh", tiles.up), (_nvfp4_down_kernel, "hy", tiles.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*u8", "multipliers": "*fp32", out: f"*{dtype}"}
         options = _blocking(tile) | ({"GELU": gelu} if kernel is _nvfp4_gate_up_kernel else {"UP": False})
@@ -223,17 +223,22 @@ def _aot(dtype: str, shapes: Shapes, gelu: bool = False) -> list[AotCase]:
     return cases
 
 
-def _aot_up(dtype: str, shapes: Shapes) -> AotCase:
+def _aot_up(shared: int, dtype: str, shapes: Shapes) -> AotCase:
     """AotCase of the first product of experts without a gate, which is a ``down`` from H to I."""
     tile_m = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
     tensors = {"h": f"*{dtype}", "weight": "*u8", "scales": "*u8", "multipliers": "*fp32", "y": f"*{dtype}"}
-    turned, tile = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), packed_tiles(tile_m).down
+    turned, tile = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), packed_tiles(tile_m, shared).down
     return product_case(_nvfp4_down_kernel, tensors, turned, tile_m, tile.across, _blocking(tile) | {"UP": True})
 
 
-AOT: list[AotCase] = [
-    *(case for rows in (1, 16, 512, 2048) for case in _aot("bf16", Shapes(rows, 2048, 512, 256, 8, True))),
-    *_aot("bf16", Shapes(16, 2816, 704, 128, 8), gelu=True),  # Gemma 4
-    *(case for dtype in ("fp16", "fp32") for case in _aot(dtype, Shapes(16, 192, 96, 5, 2, True))),
-    *(_aot_up("bf16", Shapes(rows, 2688, 1856, 128, 6)) for rows in (1, 64, 2048)),  # Nemotron-3-Nano
-]
+def aot(shared: int) -> list[AotCase]:
+    """AotCases of a card with ``shared`` bytes of shared memory."""
+    return [
+        *(case for rows in (1, 16, 512, 2048) for case in _aot(shared, "bf16", Shapes(rows, 2048, 512, 256, 8, True))),
+        *_aot(shared, "bf16", Shapes(16, 2816, 704, 128, 8), gelu=True),  # Gemma 4
+        *(case for dtype in ("fp16", "fp32") for case in _aot(shared, dtype, Shapes(16, 192, 96, 5, 2, True))),
+        *(_aot_up(shared, "bf16", Shapes(rows, 2688, 1856, 128, 6)) for rows in (1, 64, 2048)),  # Nemotron-3-Nano
+    ]
+
+
+AOT = aot(HOPPER)
