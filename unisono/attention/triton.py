@@ -9,6 +9,7 @@ import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.kernels.attention import hopper as attention_hopper
+from unisono.kernels.attention import hopper_latent
 from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.latent import latent_attention
 from unisono.kernels.attention.paged import attention, attention_fp8, attention_plan, quantises
@@ -41,10 +42,18 @@ class TritonAttention:
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
         attention_hopper.exact_prompt_attention.rehearse(self._attend, *heads)
         attention_hopper_rounds.exact_round_attention.rehearse(self._attend_round, *heads)
+        hopper_latent.exact_latent_attention.rehearse(self._attend_latent, *heads)
 
     def prove(self, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
         """See :class:`unisono.attention.base.ProvingAttention`."""
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
+        if head_dim == hopper_latent.WIDTH:
+            found = _choose_kernel(
+                hopper_latent.suits(*heads),
+                lambda: hopper_latent.exact_latent_attention.prove(self._attend_latent, *heads),
+                "the kernel for Hopper reads 16-bit rows only",
+            )
+            return {"attention of long prompts": found}
         return {
             "attention of long prompts": _choose_kernel(
                 attention_hopper.suits(*heads),
@@ -74,6 +83,16 @@ class TritonAttention:
         inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, width, query_start)
         self.plan(inputs)
         return self.forward(q, KV(k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5))
+
+    def _attend_latent(
+        self, q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, kv_len: torch.Tensor,
+        query_start: torch.Tensor, positions: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
+        inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, None, query_start)
+        self.plan(inputs)
+        options = AttentionOptions(q.shape[2] ** -0.5, values=hopper_latent.LATENT)
+        return self.forward(q, KV(cache, cache), inputs, options)
 
     def _attend_round(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, kv_len: torch.Tensor,

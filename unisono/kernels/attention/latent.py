@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 
+from unisono.kernels.attention import hopper_latent
 from unisono.kernels.attention.cpu import SPLIT, attention_cpu
 from unisono.kernels.attention.latent_kernels import latent_kernel
 from unisono.kernels.attention.paged import KEYS, AttentionPlan, _programs
@@ -68,6 +69,9 @@ def launch_latent(
 ) -> torch.Tensor:  # fmt: skip
     """See :func:`latent_attention`."""
     (tokens, heads, width), (_, tile_tokens, blocks) = q.shape, arrivals.shape
+    if partials == 0 and hopper_latent.serves(q, cache, blocks, latent, first):
+        whole = q, cache, page_table, positions, work, count
+        return hopper_latent.launch_latent_prompt(*whole, tile_tokens, blocks, scale * LOG2_E.value, KEYS)
     out = q.new_empty(tokens, heads * latent)
     state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(partials, tile_tokens, heads, latent, dtype=torch.float32)

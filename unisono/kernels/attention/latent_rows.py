@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.cpu import row_exact_product
+from unisono.kernels.gemm.cpu import row_exact_product, slice_of
 from unisono.kernels.gemm.linear import tile_product
 from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.norm.rms_norm import rms_norm, rounded_before_weight, row_warps, square
@@ -156,9 +156,9 @@ def head_product(x: torch.Tensor, weight: torch.Tensor, out: Mutated[torch.Tenso
 
     x [T, Hq, ≥ K] and out [T, Hq, ≥ N], contiguous heads; weight [Hq, N, K]; one dtype, sums in fp32.
     """
-    _, n, k = weight.shape
-    for head, of_head in enumerate(weight):
-        out[:, head, :n] = row_exact_product(x[:, head, :k], of_head)
+    heads, n, k = weight.shape
+    for head in range(heads):
+        out[:, head, :n] = row_exact_product(x[:, head, :k], slice_of(weight, head))
 
 
 AOT: list[AotCase] = [

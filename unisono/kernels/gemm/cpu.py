@@ -3,7 +3,8 @@
 A BLAS chooses its blocking by the number of rows, so the same row may get other bits in a larger batch. There are two
 ways around that. oneDNN's inner product adds K in one sequence for two rows and more. It is called with the numbers of
 rows in BLOCKS only, and serves a weight's shape if :func:`_exact` saw equal bits for all of them in this process.
-Anything else goes through the BLAS in tiles of exactly ROW_TILE rows.
+Anything else goes through the BLAS in tiles of exactly ROW_TILE rows; where a row's place in a tile matters
+(:func:`_even`), each row is the first of a tile of its own.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,8 @@ _BLOCK_OFFSETS = (0, 1, 29)
 _available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _proven: dict[tuple[int, int, int], bool] = {}
 """(N, K, threads) -> True where oneDNN's bits do not depend on the number of rows."""
+_even_tiles: dict[tuple[Hashable, ...], bool] = {}
+"""Weight's shape, strides and dtype, threads -> True where the BLAS's bits do not depend on a row's place in a tile."""
 _packed_bytes = 0
 
 
@@ -100,7 +103,7 @@ def _exact(weight: torch.Tensor) -> bool:
 
 
 def _same_bits(weight: torch.Tensor) -> bool:
-    """Compare rows in blocks of every size, with the packed weight, and with few of its columns."""
+    """Compare rows in blocks of every size, with the weight and with its packed copy, and with few of its columns."""
     n, k = weight.shape
     generator = torch.Generator().manual_seed(n)
     x = torch.randn(BLOCKS[0], k, generator=generator)
@@ -109,8 +112,8 @@ def _same_bits(weight: torch.Tensor) -> bool:
         packed = _packed(weight)
         for block in BLOCKS:
             for start in {min(offset, BLOCKS[0] - block) for offset in _BLOCK_OFFSETS}:
-                rows = x[start : start + block].clone()
-                if not torch.equal(_inner_product(rows, packed), whole[start : start + block]):
+                rows, want = x[start : start + block].clone(), whole[start : start + block]
+                if not all(torch.equal(_inner_product(rows, each), want) for each in (weight, packed)):
                     return False
         ends = slice(0, COLUMN_TILE), slice(n - COLUMN_TILE, n)
         return all(torch.equal(_inner_product(x, weight[part].clone()), whole[:, part]) for part in ends)
@@ -189,8 +192,33 @@ def _free(nbytes: int) -> None:
 
 def _blas_product(x: torch.Tensor, weight_t: torch.Tensor) -> torch.Tensor:
     rows = x.shape[0]
+    if rows == 0:
+        return x.new_empty(0, weight_t.shape[1])
+    if not _even(weight_t):
+        tiles = F.pad(x[:, None], (0, 0, 0, ROW_TILE - 1))
+        return torch.cat([(tile @ weight_t)[:1] for tile in tiles])
     if rows == ROW_TILE:
         return x @ weight_t
     padded = F.pad(x, (0, 0, 0, -rows % ROW_TILE))
     tiles = [padded[i : i + ROW_TILE] @ weight_t for i in range(0, padded.shape[0], ROW_TILE)]
-    return torch.cat(tiles)[:rows] if tiles else x.new_empty(0, weight_t.shape[1])
+    return torch.cat(tiles)[:rows]
+
+
+def _even(weight_t: torch.Tensor) -> bool:
+    """Return True where the BLAS treats a tile's rows alike: compared once in a process for each kind of weight."""
+    key = *weight_t.shape, *weight_t.stride(), weight_t.dtype, torch.get_num_threads()
+    known = _even_tiles.get(key)
+    if known is None:
+        known = _even_tiles[key] = _same_places(weight_t.detach())
+    return known
+
+
+def _same_places(weight_t: torch.Tensor) -> bool:
+    """Compare a tile's rows with the same rows in other places, and one with itself in other company."""
+    x = torch.randn(ROW_TILE, weight_t.shape[0], generator=torch.Generator().manual_seed(weight_t.shape[1]))
+    x = x.to(weight_t.dtype)
+    with torch.inference_mode():
+        whole = x @ weight_t
+        alone = F.pad(x[:1], (0, 0, 0, ROW_TILE - 1)) @ weight_t
+        moved = all(torch.equal(x.roll(by, 0) @ weight_t, whole.roll(by, 0)) for by in (1, 3, ROW_TILE // 2))
+        return moved and torch.equal(alone[0], whole[0])

@@ -1,0 +1,266 @@
+"""Latent attention on the GPU: are its bits the same everywhere, how fast is it?
+
+    python -m benchmarks.latent                prompts: bits and TFLOP/s of each tiling of the kernel for Hopper
+    python -m benchmarks.latent --rounds       rounds: µs of launch options, and of tilings of the heads' products
+
+bf16 latents of 512 with 64 elements that rotate, pages of 16 in shuffled order. Candidates run in a process of their
+own. One that takes longer than LIMIT seconds is ended, and the next one runs in a fresh process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from benchmarks.attention import Call, median_us
+from unisono.attention.base import KV, AttentionInputs, AttentionOptions
+from unisono.attention.triton import TritonAttention
+from unisono.kernels.attention import hopper_latent, latent, latent_rows
+from unisono.kernels.attention.latent_rows import head_product
+
+PAGE, LATENT, WIDTH = 16, 512, 576
+LIMIT = 40.0
+"""Seconds that a candidate may take, the start of its process and compilation included."""
+
+TILINGS: dict[str, dict[str, int] | None] = {
+    "gluon": {},
+    "gluon, ahead": {"AHEAD": 1},
+    "triton": None,
+}
+"""Candidates for prompts: compile-time sizes of the Gluon kernel, or None for the Triton kernel."""
+
+SHAPES = {"GLM-4.7-Flash": 20, "DeepSeek-V3, TP 4": 32, "DeepSeek-V3": 128}
+"""Query heads."""
+
+
+class Pages:
+    """Requests of these lengths over shuffled pages, in ``layers`` caches."""
+
+    def __init__(self, lengths: list[int], heads: int, layers: int = 1) -> None:
+        self.lengths, self.heads, self.layers = lengths, heads, layers
+        pages = [-(-n // PAGE) for n in lengths]
+        table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
+        for row, own in enumerate(torch.randperm(sum(pages)).int().add(1).split(pages)):
+            table[row, : len(own)] = own
+        self.table = table.cuda()
+        shape = sum(pages) + 1, 1, PAGE, WIDTH
+        self.caches = [torch.randn(shape, device="cuda").bfloat16() for _ in range(layers)]
+        self.backend = TritonAttention(heads, latent.head_blocks(heads), "cuda")
+
+    def inputs(self, spans: list[tuple[int, int, int]], width: int | None = None) -> AttentionInputs:
+        """A pass over spans (row, first position, end position)."""
+        rows, _, ends = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in zip(*spans, strict=True))
+        starts = list(itertools.accumulate((end - first for _, first, end in spans), initial=0))
+        positions = torch.cat([torch.arange(first, end) for _, first, end in spans]).int().cuda()
+        begins = torch.tensor(starts, dtype=torch.int32, device="cuda") if width is None else None
+        return AttentionInputs(rows, positions, positions, ends, self.table, width, begins)
+
+    def served(self, inputs: AttentionInputs, q: torch.Tensor) -> Call:
+        """Layer -> outputs, as the engine computes them."""
+        self.backend.plan(inputs)
+        options = AttentionOptions(WIDTH**-0.5, values=LATENT)
+        return lambda layer=0: self.backend.forward(q, KV(self.caches[layer], self.caches[layer]), inputs, options)
+
+    def queries(self, tokens: int) -> torch.Tensor:
+        return torch.randn(tokens, self.heads, WIDTH, device="cuda").bfloat16()
+
+
+def serve(heads: int, tiling: dict[str, int] | None) -> None:
+    """Let the kernel for Hopper serve prompts with this tiling; None: let the Triton kernel serve them."""
+    key = heads, latent.head_blocks(heads), WIDTH, torch.bfloat16, torch.empty(0, device="cuda").device
+    hopper_latent.exact_latent_attention.serving[key] = tiling is not None
+    sizes = hopper_latent.REGISTERS
+    sizes.clear()
+    sizes.update(DEFAULTS | (tiling or {}))
+
+
+DEFAULTS = dict(hopper_latent.REGISTERS)
+
+
+def other_bits(heads: int, tiling: dict[str, int] | None) -> str:
+    """Count token outputs of prompts that differ from those of rounds and of small chunks: differing / compared."""
+    torch.manual_seed(0)
+    few = heads > 20
+    lengths = [1100, 257, 64, 901]
+    pages = Pages(lengths, heads)
+    q, starts = pages.queries(sum(lengths)), list(itertools.accumulate(lengths, initial=0))
+    rounds = []
+    for width in (1,) if few else (1, 4):
+        for back in (0, 3, 50):
+            spans = [(row, n - back - width, n - back) for row, n in enumerate(lengths)]
+            index = torch.cat([torch.arange(starts[r] + a, starts[r] + b) for r, a, b in spans]).cuda()
+            rounds.append((f"round of {width}", index, pages.served(pages.inputs(spans, width), q[index])()))
+    for row, first, end in () if few else ((0, 1036, 1100), (3, 300, 364)):
+        index = torch.arange(starts[row] + first, starts[row] + end).cuda()
+        rounds.append(("chunk of 64", index, pages.served(pages.inputs([(row, first, end)]), q[index])()))
+    serve(heads, tiling)
+    whole = pages.served(pages.inputs([(row, 0, n) for row, n in enumerate(lengths)]), q)()
+    for row, first, end in ((0, 200, 1100), *([] if few else [(3, 433, 901)])):
+        index = torch.arange(starts[row] + first, starts[row] + end).cuda()
+        rounds.append(("chunk", index, pages.served(pages.inputs([(row, first, end)]), q[index])()))
+    found = {name: 0 for name, _, _ in rounds}
+    for name, index, out in rounds:
+        found[name] += int((out != whole[index]).any(-1).sum())
+    compared = sum(len(index) for _, index, _ in rounds)
+    wrong = {name: count for name, count in found.items() if count}
+    nan = f", {int(whole.isnan().any(-1).sum())} NaN" if whole.isnan().any() else ""
+    return f"{sum(found.values())} of {compared}{nan}" + (f" {wrong}" if wrong else "")
+
+
+def teraflops(tokens: int, heads: int) -> float:
+    return 2 * heads * (WIDTH + LATENT) * tokens * (tokens + 1) / 2 / 1e12
+
+
+def prompt(name: str) -> list[str]:
+    """Bits and TFLOP/s of one tiling: cells of a row of the table."""
+    tiling, cells = TILINGS[name], []
+    for heads in SHAPES.values():
+        if heads < 128:
+            cells.append(other_bits(heads, tiling))
+        for tokens in (2048, 8192):
+            if heads == 128 and tokens == 8192:
+                continue
+            serve(heads, tiling)
+            pages = Pages([tokens], heads)
+            run = pages.served(pages.inputs([(0, 0, tokens)]), pages.queries(tokens))
+            us = median_us(run, 1, 7 if tokens < 8192 else 5)
+            cells.append(f"{teraflops(tokens, heads) / us * 1e6:.0f}")
+    return cells
+
+
+def work(names: list[str]) -> None:
+    """Run candidates and print a JSON line for each."""
+    for name in names:
+        try:
+            print(json.dumps([name, prompt(name)]), flush=True)
+        except Exception as error:
+            print(json.dumps([name, [f"{type(error).__name__}: {str(error)[:200]}"]]), flush=True)
+
+
+def _forward(source: Iterable[str], lines: queue.Queue[str]) -> None:
+    for line in source:
+        lines.put(line)
+    lines.put("")
+
+
+def watch(names: list[str]) -> None:
+    """Run candidates in a process, and start another one for the rest where one takes longer than LIMIT."""
+    while names:
+        command = [sys.executable, "-m", "benchmarks.latent", "--work", json.dumps(names)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        lines: queue.Queue[str] = queue.Queue()
+        assert process.stdout is not None
+        threading.Thread(target=_forward, args=(process.stdout, lines), daemon=True).start()
+        while names:
+            try:
+                line = lines.get(timeout=LIMIT)
+            except queue.Empty:
+                line = ""
+            if not line.startswith("["):
+                print(f"| {names.pop(0)} | ended after {LIMIT} s or by an error |", flush=True)
+                break
+            name, cells = json.loads(line)
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+            names.remove(name)
+        process.kill()
+        process.wait()
+
+
+def prompts() -> None:
+    columns: list[str] = []
+    for name, heads in SHAPES.items():
+        columns += [f"{name}: 2,048"] if heads == 128 else [f"{name}: other bits", "2,048", "8,192"]
+    print(f"| TFLOP/s | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|", flush=True)
+    watch(list(TILINGS))
+
+
+def rounds() -> None:
+    """Time rounds of GLM-4.7-Flash at 1,152 tokens a request: launch options, then tilings of the heads' products."""
+    heads = SHAPES["GLM-4.7-Flash"]
+    geometry = latent._geometry
+    print("\n| warps, stages | batch | width | µs | other bits |\n|---|---|---|---|---|", flush=True)
+    for batch, width in ((1, 1), (1, 4), (16, 1), (64, 1)):
+        pages = Pages([1152] * batch, heads, max(2, 24 // batch))
+        inputs, q, want = (
+            pages.inputs([(row, 1152 - width, 1152) for row in range(batch)], width),
+            pages.queries(batch * width),
+            None,
+        )
+        for warps, stages in ((8, 3), (8, 2), (4, 3), (4, 2), (16, 3)):
+            options = {"num_warps": warps, "num_stages": stages}
+            latent._geometry = lambda *sizes, options=options: (geometry(*sizes)[0], options)
+            try:
+                run = pages.served(inputs, q)
+                out, us = run(), median_us(run, pages.layers)
+                want = out if want is None else want
+                row = f"{us:.1f} | {int((out != want).any(-1).sum())}"
+            except Exception as error:  # a configuration that does not fit
+                row = f"{str(error).splitlines()[0][:80]} |"
+            print(f"| {warps}, {stages} | {batch} | {width} | {row} |", flush=True)
+    latent._geometry = geometry
+    products()
+
+
+def products() -> None:
+    """Time the heads' products of GLM-4.7-Flash: into the latent space, and out of it."""
+    print("\n| rows, columns, K, warps, stages | rows | into, µs | out of, µs | other bits |\n|---|---|---|---|---|")
+    layers, tile = 24, latent_rows._tile
+    weights = [torch.randn(layers, 20, *size, device="cuda").bfloat16() for size in ((512, 192), (256, 512))]
+
+    def product(x: torch.Tensor, which: int) -> Call:
+        out = x.new_empty(len(x), 20, weights[which].shape[2])
+
+        def run(layer: int = 0) -> torch.Tensor:
+            head_product(x, weights[which][layer], out)
+            return out
+
+        return run
+
+    for rows in (1, 4, 64):
+        inputs = [torch.randn(rows, 20, size, device="cuda").bfloat16() for size in (256, 512)]
+        want: list[torch.Tensor] = []
+        for blocks in PRODUCTS:
+            if (blocks[0] >= 64) != (rows == 64):
+                continue
+            latent_rows._tile = lambda *_, blocks=blocks: blocks
+            runs = [product(x, which) for which, x in enumerate(inputs)]
+            got = [run().clone() for run in runs]
+            want = want or got
+            differ = sum(int((a != b).sum()) for a, b in zip(got, want, strict=True))
+            times = " | ".join(f"{median_us(run, layers):.2f}" for run in runs)
+            print(f"| {blocks} | {rows} | {times} | {differ} |", flush=True)
+    latent_rows._tile = tile
+
+
+PRODUCTS = [
+    (16, 64, 64, 4, 4), (16, 32, 64, 4, 4), (16, 32, 128, 4, 3), (16, 32, 64, 2, 6), (16, 16, 128, 2, 4),
+    (16, 64, 128, 4, 3), (16, 128, 64, 4, 4), (16, 32, 256, 4, 2), (16, 16, 64, 1, 8),
+    (64, 64, 64, 4, 4), (64, 32, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 128, 4, 3),
+]  # fmt: skip
+"""Tilings of the heads' products: see ``latent_rows._tile``."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", action="store_true", help="time rounds and stop")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.work:
+        work(json.loads(args.work))
+    elif args.rounds:
+        rounds()
+    else:
+        prompts()
+
+
+if __name__ == "__main__":
+    main()
