@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from unisono.kernels.attention.gluon import _row_sums, _weigh, keys_seen, load_queries
+from unisono.kernels.attention.gluon import _row_sums, _weigh, keys_seen
 from unisono.kernels.hopper import block_barrier, stage_barriers
 
 ROWS = 64
@@ -117,7 +117,7 @@ def _hand_over(ready, factors, first, second, third):
 
 
 @gluon.jit
-def _weigh_steps(q, k, p, factors, ones, full, read, ready, taken, positions_ptr, first, last, own, end, whole, steps,
+def _weigh_steps(q, asked, k, p, factors, ones, full, read, ready, taken, positions_ptr, first, last, own, end, whole, steps,
                  scale, DTYPE: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
                  ROWS: gl.constexpr, CHUNKS: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr,
                  AHEAD: gl.constexpr):  # fmt: skip
@@ -130,6 +130,10 @@ def _weigh_steps(q, k, p, factors, ones, full, read, ready, taken, positions_ptr
     EACH: gl.constexpr = SPLIT // KEYS
     token = first + gl.arange(0, ROWS, gl.SliceLayout(1, MMA)) // GROUP
     position = gl.load(positions_ptr + token, mask=token < last, other=-1)
+    ones.store(gl.full([8, KEYS], 1.0, DTYPE, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])))
+    fence_async_shared()
+    block_barrier()
+    mbarrier.wait(asked, 0)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MMA))
     s = gl.zeros([ROWS, KEYS], gl.float32, MMA)
@@ -186,13 +190,32 @@ def _merge_values(a, old, o, new):
 
 
 @gluon.jit
-def _add_values(group, k, p, factors, full, free, ready, taken, out_ptr, first, last, head, own, steps,
+def _load_queries(group: gl.constexpr, q_ptr, q, asked, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr,
+                  ROWS: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr):  # fmt: skip
+    """Store every second chunk of the queries in shared memory, with zeros for absent rows. The part of one group."""
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
+    token = first + row // GROUP
+    index = (token.to(gl.int64) * HEADS + head * GROUP + row % GROUP) * (CHUNKS * CHUNK)
+    at = q_ptr + index[:, None] + gl.arange(0, CHUNK, gl.SliceLayout(0, LOADED))[None, :]
+    for i in gl.static_range(group, CHUNKS, 2):
+        q.index(i).store(gl.load(at + i * CHUNK, mask=(token < last)[:, None], other=0.0))
+    fence_async_shared()
+    block_barrier()
+    mbarrier.arrive(asked)
+
+
+@gluon.jit
+def _add_values(group: gl.constexpr, q_ptr, q, asked, k, p, factors, full, free, ready, taken, out_ptr, first, last, head, own, steps,
                 HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
                 LATENT: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Add up the weighted values of two chunks and write the outputs. The part of one warp group, 0 or 1."""
+    """Load queries, add up the weighted values of two chunks and write the outputs. The part of one warp group, 0 or
+    1.
+    """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     EACH: gl.constexpr = SPLIT // KEYS
+    _load_queries(group, q_ptr, q, asked, first, last, head, HEADS, GROUP, ROWS, CHUNKS, CHUNK)
     a0 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
     a1 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
     at = own + 2 * group
@@ -266,13 +289,13 @@ def latent_prompt_kernel(
         factors = gl.allocate_shared_memory(gl.float32, [3, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         full, free = stage_barriers(STAGES, KEYS // PAGE, 2)
         read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        turns = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
             mbarrier.init(read.index(i), count=1)
-        ready, taken = turns.index(0), turns.index(1)
+        ready, taken, asked = turns.index(0), turns.index(1), turns.index(2)
         mbarrier.init(ready, count=1)
         mbarrier.init(taken, count=2)
-        load_queries(q_ptr, q, 0, ones, first, last, head, CHUNKS, HEADS, GROUP, ROWS, CHUNK, KEYS)
+        mbarrier.init(asked, count=2)
         fence_async_shared()
         block_barrier()
         pages_ptr = table_ptr + slot.to(gl.int64) * max_pages
@@ -280,14 +303,14 @@ def latent_prompt_kernel(
         gl.warp_specialize(
             [
                 (_add_values, (
-                    0, k, p, factors, full, free, ready, taken, out_ptr, first, last, head, own, steps,
-                    HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS, CHUNK, STAGES)),
+                    0, q_ptr, q, asked, k, p, factors, full, free, ready, taken, out_ptr, first, last, head, own,
+                    steps, HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS, CHUNK, STAGES)),
                 (_add_values, (
-                    1, k, p, factors, full, free, ready, taken, out_ptr, first, last, head, own, steps,
-                    HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS, CHUNK, STAGES)),
+                    1, q_ptr, q, asked, k, p, factors, full, free, ready, taken, out_ptr, first, last, head, own,
+                    steps, HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS, CHUNK, STAGES)),
                 (_weigh_steps, (
-                    q, k, p, factors, ones, full, read, ready, taken, positions_ptr, first, last, own, end, whole,
-                    steps, scale, DTYPE, GROUP, KEYS, SPLIT, ROWS, CHUNKS, VALUES, STAGES, AHEAD)),
+                    q, asked, k, p, factors, ones, full, read, ready, taken, positions_ptr, first, last, own, end,
+                    whole, steps, scale, DTYPE, GROUP, KEYS, SPLIT, ROWS, CHUNKS, VALUES, STAGES, AHEAD)),
                 (_load_pages, (0, desc, k, full, read, free, pages_ptr, last_page, own, steps, PAGE, KEYS, STAGES,
                                CHUNKS, VALUES, CHUNK)),
                 (_load_pages, (1, desc, k, full, read, free, pages_ptr, last_page, own, steps, PAGE, KEYS, STAGES,
