@@ -184,29 +184,36 @@ def prompts() -> None:
 
 def rounds() -> None:
     """Time rounds of GLM-4.7-Flash at 1,152 tokens a request: launch options, then tilings of the heads' products."""
-    heads = SHAPES["GLM-4.7-Flash"]
-    geometry = latent._geometry
-    print("\n| warps, stages | batch | width | µs | other bits |\n|---|---|---|---|---|", flush=True)
-    for batch, width in ((1, 1), (1, 4), (16, 1), (64, 1)):
-        pages = Pages([1152] * batch, heads, max(2, 24 // batch))
-        inputs, q, want = (
-            pages.inputs([(row, 1152 - width, 1152) for row in range(batch)], width),
-            pages.queries(batch * width),
-            None,
-        )
-        for warps, stages in ((8, 3), (8, 2), (4, 3), (4, 2), (16, 3)):
-            options = {"num_warps": warps, "num_stages": stages}
+    geometry, pieces = latent._geometry, latent._pieces
+    print("| pieces, warps, stages | batch | width | µs | other bits |\n|---|---|---|---|---|", flush=True)
+    for batch, width, tilings in ROUNDS:
+        pages = Pages([1152] * batch, SHAPES["GLM-4.7-Flash"], max(2, 24 // batch))
+        inputs = pages.inputs([(row, 1152 - width, 1152) for row in range(batch)], width)
+        q, want = pages.queries(batch * width), None
+        for tiling in tilings:
+            parts, options = tiling[0], {"num_warps": tiling[1], "num_stages": tiling[2]}
             latent._geometry = lambda *sizes, options=options: (geometry(*sizes)[0], options)
+            latent._pieces = lambda *_, parts=parts: parts
             try:
                 run = pages.served(inputs, q)
                 out, us = run(), median_us(run, pages.layers)
                 want = out if want is None else want
                 row = f"{us:.1f} | {int((out != want).any(-1).sum())}"
-            except Exception as error:  # a configuration that does not fit
+            except Exception as error:  # a tiling that does not fit
                 row = f"{str(error).splitlines()[0][:80]} |"
-            print(f"| {warps}, {stages} | {batch} | {width} | {row} |", flush=True)
-    latent._geometry = geometry
+            print(f"| {tiling} | {batch} | {width} | {row} |", flush=True)
+    latent._geometry, latent._pieces = geometry, pieces
     products()
+
+
+ROUNDS = [
+    (1, 1, [(1, 8, 3), (4, 8, 3), (2, 8, 3), (4, 4, 3)]),
+    (1, 4, [(1, 8, 3), (4, 8, 3)]),
+    (4, 1, [(1, 8, 3), (4, 8, 3), (2, 8, 3)]),
+    (16, 1, [(1, 8, 3), (2, 8, 3)]),
+    (64, 1, [(1, 8, 3)]),
+]
+"""Requests, tokens of each, and candidates: parts of the values' columns, warps, stages."""
 
 
 def products() -> None:

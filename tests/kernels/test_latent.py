@@ -55,6 +55,7 @@ class Rows:
         work = plan(*where, len(q), width or 3, head_blocks(self.heads), partials, programs)
         scale = 0.2
         out = run(q, self.cache, self.table, positions, *work, partials, scale, self.latent, first)
+        assert not work[2][: int(work[1])].any(), "the next layer's counters"
         return out.split([b - a for a, b in spans])
 
     def expected(self, row, span, first=0):
@@ -77,8 +78,10 @@ def test_matches_float64(triton, heads, first, device):
 
 
 @WAYS
-def test_rounds_have_the_bits_of_chunks(triton, device):
-    rows = Rows([300, 280], 5, device if triton else torch.device("cpu"))
+@pytest.mark.parametrize("latent", [LATENT, 64])
+def test_rounds_have_the_bits_of_chunks(triton, latent, device):
+    """Latents of 64 in pieces of 16, where few tiles are cut."""
+    rows = Rows([300, 280], 5, device if triton else torch.device("cpu"), latent)
     whole = rows.attend(triton, [(280, 300), (272, 280)])
     for width in (1, 4):
         for cut in (1, 10**6):

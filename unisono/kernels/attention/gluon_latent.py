@@ -117,8 +117,8 @@ def _hand_over(ready, factors, first, second, third):
 
 
 @gluon.jit
-def _weigh_steps(q, asked, k, p, factors, ones, full, read, ready, taken, positions_ptr, first, last, own, end, whole, steps,
-                 scale, DTYPE: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
+def _weigh_steps(q, asked, k, p, factors, ones, full, read, ready, taken, positions_ptr, first, last, own, end, whole,
+                 steps, scale, DTYPE: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
                  ROWS: gl.constexpr, CHUNKS: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr,
                  AHEAD: gl.constexpr):  # fmt: skip
     """Compute scores and weights of every step, hand over weights and factors, and at last each row's share.
@@ -206,9 +206,10 @@ def _load_queries(group: gl.constexpr, q_ptr, q, asked, first, last, head, HEADS
 
 
 @gluon.jit
-def _add_values(group: gl.constexpr, q_ptr, q, asked, k, p, factors, full, free, ready, taken, out_ptr, first, last, head, own, steps,
-                HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
-                LATENT: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _add_values(group: gl.constexpr, q_ptr, q, asked, k, p, factors, full, free, ready, taken, out_ptr, first, last,
+                head, own, steps, HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
+                ROWS: gl.constexpr, LATENT: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr,
+                STAGES: gl.constexpr):  # fmt: skip
     """Load queries, add up the weighted values of two chunks and write the outputs. The part of one warp group, 0 or
     1.
     """
