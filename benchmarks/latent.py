@@ -203,6 +203,7 @@ def rounds() -> None:
                 row = f"{str(error).splitlines()[0][:80]} |"
             print(f"| {tiling} | {batch} | {width} | {row} |", flush=True)
     latent._geometry, latent._pieces = geometry, pieces
+    queries()
     products()
 
 
@@ -245,6 +246,31 @@ def products() -> None:
             times = " | ".join(f"{median_us(run, layers):.2f}" for run in runs)
             print(f"| {blocks} | {rows} | {times} | {differ} |", flush=True)
     latent_rows._tile = tile
+
+
+def queries() -> None:
+    """Time rotation and product of GLM-4.7-Flash's queries, in two launches and in one."""
+    print("\n| queries of rows | two launches, µs | one, µs | other bits |\n|---|---|---|---|")
+    layers, heads = 24, SHAPES["GLM-4.7-Flash"]
+    keys = torch.randn(layers, heads, LATENT, 192, device="cuda").bfloat16()
+    cache, table = torch.zeros(8, 1, PAGE, WIDTH, device="cuda").bfloat16(), torch.randn(128, 64, device="cuda")
+    norm = torch.randn(LATENT, device="cuda").bfloat16()
+    for rows in (1, 4, 16, 64):
+        latents, q = (torch.randn(rows, size, device="cuda").bfloat16() for size in (WIDTH, heads * 256))
+        at = torch.arange(rows, dtype=torch.int32, device="cuda")
+        given = latents, q, norm, 1e-6, table, at, at, cache, heads, True
+
+        def apart(layer: int = 0, given: tuple = given, q: torch.Tensor = q) -> torch.Tensor:
+            out = latent_rows.rotate_latent(*given)
+            head_product(q.view(len(q), heads, -1), keys[layer], out)
+            return out
+
+        def together(layer: int = 0, given: tuple = given) -> torch.Tensor:
+            return latent_rows.latent_queries(*given, keys[layer])
+
+        differ = int((apart() != together()).sum())
+        times = " | ".join(f"{median_us(run, layers):.2f}" for run in (apart, together))
+        print(f"| {rows} | {times} | {differ} |", flush=True)
 
 
 PRODUCTS = [

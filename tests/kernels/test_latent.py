@@ -10,7 +10,9 @@ from unisono.kernels.attention import paged
 from unisono.kernels.attention.latent import head_blocks, latent_attention_op, launch_latent
 from unisono.kernels.attention.latent_rows import (
     head_product,
+    latent_queries,
     launch_head_product,
+    launch_latent_queries,
     launch_rotate_latent,
     rotate_latent,
 )
@@ -137,6 +139,30 @@ def test_head_products_and_their_rows_alone(triton, device, assert_rows_exact):
     torch.testing.assert_close(out[..., :70].double(), want, atol=2e-5, rtol=1e-5)
     assert (out[..., 70:] == 7).all()
     assert_rows_exact(product, x)
+
+
+@WAYS
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_queries_of_one_launch_have_the_bits_of_two(triton, tokens, device, dtype):
+    on = device if triton else torch.device("cpu")
+    heads, nope = 11, 32
+    rows, q = torch.randn(tokens, LATENT + ROPE), torch.randn(tokens, heads * (nope + ROPE))
+    norm, table, weight = torch.randn(LATENT), torch.randn(50, ROPE), torch.randn(heads, LATENT, nope)
+    rows, q, norm, weight = (each.to(on, dtype) for each in (rows, q, norm, weight))
+    positions = torch.arange(tokens, dtype=torch.int32, device=on)
+    where = table.to(on), positions, positions + 9
+    caches = torch.zeros(2, 2, 1, PAGE, LATENT + ROPE, dtype=dtype, device=on)
+    rotate, product, both = (
+        (launch_rotate_latent, launch_head_product, launch_latent_queries)
+        if triton
+        else (rotate_latent.cpu, head_product.cpu, latent_queries.cpu)
+    )
+    want = rotate(rows, q, norm, 1e-3, *where, caches[0], heads, True)
+    product(q.view(tokens, heads, -1), weight, want)
+    got = both(rows, q, norm, 1e-3, *where, caches[1], heads, True, weight)
+    assert torch.equal(got, want)
+    assert torch.equal(*caches)
+    assert caches[1].any()
 
 
 def test_blocks_hold_at_most_a_tile():

@@ -84,5 +84,5 @@ def test_every_exact_kernel_is_registered() -> None:
         "int4 products of few rows", "NVFP4 products of few rows",
         "products of decoded NVFP4 weights", "products of decoded int8 weights",
         "layer tails", "products with adapters in one launch", "experts of prompts", "fp8 experts of prompts",
-        "attention of long prompts", "attention of rounds",
+        "attention of long prompts", "attention of rounds", "latent attention of long prompts",
     }  # fmt: skip
