@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine
+from tests.kernels.latent_requests import PAGE, Rows
 from tests.kernels.launches import forget
-from tests.kernels.test_latent import PAGE, Rows
 from unisono.attention.triton import TritonAttention
 from unisono.kernels import hopper
 from unisono.kernels.attention import gluon, gluon_latent, hopper_latent
