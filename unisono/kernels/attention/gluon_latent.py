@@ -46,12 +46,13 @@ WARPS = 4
 
 
 @gluon.jit
-def _load_pages(which, desc, k, full, read, free, pages_ptr, last_page, own, steps, PAGE: gl.constexpr,
+def _load_pages(which, where, PAGE: gl.constexpr,
                 KEYS: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr, VALUES: gl.constexpr,
                 CHUNK: gl.constexpr):  # fmt: skip
     """Load page ``which`` of every step into its stage: chunks that are keys alone once their place has been ``read``,
     chunks ``own`` … own + VALUES - 1 once it is ``free``. The part of one warp.
     """
+    desc, k, full, read, free, pages_ptr, last_page, own, steps = where
     each = KEYS // PAGE
     upcoming = gl.load(pages_ptr + gl.minimum(which, last_page))
     for step in range(steps):
@@ -117,14 +118,16 @@ def _hand_over(ready, factors, first, second, third):
 
 
 @gluon.jit
-def _weigh_steps(q, asked, k, p, factors, ones, full, read, ready, taken, positions_ptr, first, last, own, end, whole,
-                 steps, scale, DTYPE: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
-                 ROWS: gl.constexpr, CHUNKS: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr,
-                 AHEAD: gl.constexpr):  # fmt: skip
+def _weigh_steps(rooms, bars, positions_ptr, tile, scale, DTYPE: gl.constexpr, GROUP: gl.constexpr,
+                 KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, CHUNKS: gl.constexpr,
+                 VALUES: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     """Compute scores and weights of every step, hand over weights and factors, and at last each row's share.
 
-    end, whole, steps: see ``gluon.keys_seen``. The part of one warp group.
+    The part of one warp group.
     """
+    q, k, p, ones, factors = rooms
+    full, read, _, ready, taken, asked = bars
+    first, last, _, own, end, whole, steps = tile
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     EACH: gl.constexpr = SPLIT // KEYS
@@ -206,16 +209,18 @@ def _load_queries(group: gl.constexpr, q_ptr, q, asked, first, last, head, HEADS
 
 
 @gluon.jit
-def _add_values(group: gl.constexpr, q_ptr, q, asked, k, p, factors, full, free, ready, taken, out_ptr, first, last,
-                head, own, steps, HEADS: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
-                ROWS: gl.constexpr, LATENT: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr,
-                STAGES: gl.constexpr):  # fmt: skip
+def _add_values(group: gl.constexpr, q_ptr, rooms, bars, out_ptr, tile, HEADS: gl.constexpr, GROUP: gl.constexpr,
+                KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, LATENT: gl.constexpr,
+                CHUNKS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Load queries, add up the weighted values of two chunks and write the outputs. The part of one warp group, 0 or
     1.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     EACH: gl.constexpr = SPLIT // KEYS
+    q, k, p, _, factors = rooms
+    full, _, free, ready, taken, asked = bars
+    first, last, head, own, _, _, steps = tile
     _load_queries(group, q_ptr, q, asked, first, last, head, HEADS, GROUP, ROWS, CHUNKS, CHUNK)
     a0 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
     a1 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
@@ -255,6 +260,36 @@ def _add_values(group: gl.constexpr, q_ptr, q, asked, k, p, factors, full, free,
 
 
 @gluon.jit
+def _rooms(DTYPE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+           STAGES: gl.constexpr):  # fmt: skip
+    """Allocate queries, latents, weights of a step, ones, and factors of rows in shared memory."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q = gl.allocate_shared_memory(DTYPE, [CHUNKS, ROWS, CHUNK], SHARED)
+    k = gl.allocate_shared_memory(DTYPE, [STAGES * CHUNKS, KEYS, CHUNK], SHARED)
+    p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], SHARED)
+    ones = gl.allocate_shared_memory(DTYPE, [8, KEYS], SHARED)
+    factors = gl.allocate_shared_memory(gl.float32, [3, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return q, k, p, ones, factors
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr, PAGES: gl.constexpr):
+    """Allocate barriers of each stage (full, read, free), of weights (ready, taken), and of the queries."""
+    full, free = stage_barriers(STAGES, PAGES, 2)
+    read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(read.index(i), count=1)
+    ready, taken, asked = turns.index(0), turns.index(1), turns.index(2)
+    mbarrier.init(ready, count=1)
+    mbarrier.init(taken, count=2)
+    mbarrier.init(asked, count=2)
+    fence_async_shared()
+    block_barrier()
+    return full, read, free, ready, taken, asked
+
+
+@gluon.jit
 def latent_prompt_kernel(
     q_ptr, desc, table_ptr, positions_ptr, work_ptr, count_ptr, out_ptr, max_pages, scale,
     HEADS: gl.constexpr, BLOCKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, PAGE: gl.constexpr,
@@ -271,7 +306,6 @@ def latent_prompt_kernel(
     CHUNKS: gl.constexpr = (LATENT + ROPE) // CHUNK
     PIECES: gl.constexpr = LATENT // (VALUES * CHUNK)
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     own = gl.program_id(0) % PIECES * VALUES
     head = gl.program_id(0) // PIECES % BLOCKS
     part = gl.program_id(0) // (PIECES * BLOCKS) % PARTS
@@ -283,43 +317,23 @@ def latent_prompt_kernel(
         last = gl.maximum(gl.minimum(last, first + ROWS // GROUP), first)
         end, whole, steps = keys_seen(length, positions_ptr, first, last, ROWS, GROUP, KEYS, SPLIT)
 
-        q = gl.allocate_shared_memory(DTYPE, [CHUNKS, ROWS, CHUNK], SHARED)
-        k = gl.allocate_shared_memory(DTYPE, [STAGES * CHUNKS, KEYS, CHUNK], SHARED)
-        p = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], SHARED)
-        ones = gl.allocate_shared_memory(DTYPE, [8, KEYS], SHARED)
-        factors = gl.allocate_shared_memory(gl.float32, [3, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        full, free = stage_barriers(STAGES, KEYS // PAGE, 2)
-        read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        turns = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(read.index(i), count=1)
-        ready, taken, asked = turns.index(0), turns.index(1), turns.index(2)
-        mbarrier.init(ready, count=1)
-        mbarrier.init(taken, count=2)
-        mbarrier.init(asked, count=2)
-        fence_async_shared()
-        block_barrier()
+        rooms = _rooms(DTYPE, ROWS, KEYS, CHUNK, CHUNKS, STAGES)
+        bars = _barriers(STAGES, KEYS // PAGE)
+        tile = first, last, head, own, end, whole, steps
         pages_ptr = table_ptr + slot.to(gl.int64) * max_pages
-        last_page = max_pages - 1
+        where = desc, rooms[1], bars[0], bars[1], bars[2], pages_ptr, max_pages - 1, own, steps
         gl.warp_specialize(
             [
-                (_add_values, (
-                    0, q_ptr, q, asked, k, p, factors, full, free, ready, taken, out_ptr, first, last, head, own,
-                    steps, HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS, CHUNK, STAGES)),
-                (_add_values, (
-                    1, q_ptr, q, asked, k, p, factors, full, free, ready, taken, out_ptr, first, last, head, own,
-                    steps, HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS, CHUNK, STAGES)),
-                (_weigh_steps, (
-                    q, asked, k, p, factors, ones, full, read, ready, taken, positions_ptr, first, last, own, end,
-                    whole, steps, scale, DTYPE, GROUP, KEYS, SPLIT, ROWS, CHUNKS, VALUES, STAGES, AHEAD)),
-                (_load_pages, (0, desc, k, full, read, free, pages_ptr, last_page, own, steps, PAGE, KEYS, STAGES,
-                               CHUNKS, VALUES, CHUNK)),
-                (_load_pages, (1, desc, k, full, read, free, pages_ptr, last_page, own, steps, PAGE, KEYS, STAGES,
-                               CHUNKS, VALUES, CHUNK)),
-                (_load_pages, (2, desc, k, full, read, free, pages_ptr, last_page, own, steps, PAGE, KEYS, STAGES,
-                               CHUNKS, VALUES, CHUNK)),
-                (_load_pages, (3, desc, k, full, read, free, pages_ptr, last_page, own, steps, PAGE, KEYS, STAGES,
-                               CHUNKS, VALUES, CHUNK)),
+                (_add_values, (0, q_ptr, rooms, bars, out_ptr, tile, HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS,
+                               CHUNK, STAGES)),
+                (_add_values, (1, q_ptr, rooms, bars, out_ptr, tile, HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS,
+                               CHUNK, STAGES)),
+                (_weigh_steps, (rooms, bars, positions_ptr, tile, scale, DTYPE, GROUP, KEYS, SPLIT, ROWS, CHUNKS,
+                                VALUES, STAGES, AHEAD)),
+                (_load_pages, (0, where, PAGE, KEYS, STAGES, CHUNKS, VALUES, CHUNK)),
+                (_load_pages, (1, where, PAGE, KEYS, STAGES, CHUNKS, VALUES, CHUNK)),
+                (_load_pages, (2, where, PAGE, KEYS, STAGES, CHUNKS, VALUES, CHUNK)),
+                (_load_pages, (3, where, PAGE, KEYS, STAGES, CHUNKS, VALUES, CHUNK)),
             ],
             [4, 4, 1, 1, 1, 1],
             [ADDS, WEIGHS, 24, 24, 24, 24],
