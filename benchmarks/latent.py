@@ -1,7 +1,7 @@
 """Latent attention on the GPU: are its bits the same everywhere, how fast is it?
 
     python -m benchmarks.latent                prompts: bits and TFLOP/s of each tiling of the kernel for Hopper
-    python -m benchmarks.latent --rounds       rounds: µs of launch options, and of tilings of the heads' products
+    python -m benchmarks.latent --rounds       rounds: bits and µs of both kernels, and of tilings of the heads' products
 
 bf16 latents of 512 with 64 elements that rotate, pages of 16 in shuffled order. Candidates run in a process of their
 own. One that takes longer than LIMIT seconds is ended, and the next one runs in a fresh process.
@@ -32,7 +32,6 @@ LIMIT = 40.0
 
 TILINGS: dict[str, dict[str, int] | None] = {
     "gluon": {},
-    "gluon, ahead": {"AHEAD": 1},
     "triton": None,
 }
 """Candidates for prompts: compile-time sizes of the Gluon kernel, or None for the Triton kernel."""
@@ -73,10 +72,11 @@ class Pages:
         return torch.randn(tokens, self.heads, WIDTH, device="cuda").bfloat16()
 
 
-def serve(heads: int, tiling: dict[str, int] | None) -> None:
-    """Let the kernel for Hopper serve prompts with this tiling; None: let the Triton kernel serve them."""
+def serve(heads: int, tiling: dict[str, int] | None, rounds: bool = False) -> None:
+    """Let the kernel for Hopper serve prompts (or rounds) with this tiling; None: let the Triton kernel serve them."""
     key = heads, latent.head_blocks(heads), WIDTH, torch.bfloat16, torch.empty(0, device="cuda").device
-    hopper_latent.exact_latent_attention.serving[key] = tiling is not None
+    exact = hopper_latent.exact_latent_rounds if rounds else hopper_latent.exact_latent_attention
+    exact.serving[key] = tiling is not None
     sizes = hopper_latent.REGISTERS
     sizes.clear()
     sizes.update(DEFAULTS | (tiling or {}))
@@ -136,11 +136,32 @@ def prompt(name: str) -> list[str]:
     return cells
 
 
-def work(names: list[str]) -> None:
+ROUNDS = ((1, 1), (1, 4), (4, 1), (16, 1), (64, 1), (64, 4))
+"""Requests, and tokens of each."""
+
+
+def one_round(name: str) -> list[str]:
+    """Microseconds of rounds with one kernel, and outputs with other bits than the Triton kernel's: cells of a row."""
+    heads, cells = SHAPES["GLM-4.7-Flash"], []
+    for batch, width in ROUNDS:
+        lengths = [1152 if batch == 1 else 1000 + 37 * row % 304 for row in range(batch)]
+        pages = Pages(lengths, heads, max(2, 24 // batch))
+        inputs = pages.inputs([(row, n - width, n) for row, n in enumerate(lengths)], width)
+        q, outs = pages.queries(batch * width), []
+        for which in (None, {} if name == "gluon" else None):
+            serve(heads, which, rounds=True)
+            run = pages.served(inputs, q)
+            outs += [run(), run()]  # the second finds the counters as the first left them
+        differ = sum(int((out != outs[0]).any(-1).sum()) for out in outs)
+        cells.append(f"{median_us(run, pages.layers):.1f} ({differ})")
+    return cells
+
+
+def work(kind: str, names: list[str]) -> None:
     """Run candidates and print a JSON line for each."""
     for name in names:
         try:
-            print(json.dumps([name, prompt(name)]), flush=True)
+            print(json.dumps([name, (one_round if kind == "rounds" else prompt)(name)]), flush=True)
         except Exception as error:
             print(json.dumps([name, [f"{type(error).__name__}: {str(error)[:200]}"]]), flush=True)
 
@@ -151,10 +172,10 @@ def _forward(source: Iterable[str], lines: queue.Queue[str]) -> None:
     lines.put("")
 
 
-def watch(names: list[str]) -> None:
+def watch(kind: str, names: list[str]) -> None:
     """Run candidates in a process, and start another one for the rest where one takes longer than LIMIT."""
     while names:
-        command = [sys.executable, "-m", "benchmarks.latent", "--work", json.dumps(names)]
+        command = [sys.executable, "-m", "benchmarks.latent", "--work", json.dumps([kind, names])]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         lines: queue.Queue[str] = queue.Queue()
         assert process.stdout is not None
@@ -179,42 +200,16 @@ def prompts() -> None:
     for name, heads in SHAPES.items():
         columns += [f"{name}: 2,048"] if heads == 128 else [f"{name}: other bits", "2,048", "8,192"]
     print(f"| TFLOP/s | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|", flush=True)
-    watch(list(TILINGS))
+    watch("prompts", list(TILINGS))
 
 
 def rounds() -> None:
-    """Time rounds of GLM-4.7-Flash at 1,152 tokens a request: launch options, then tilings of the heads' products."""
-    geometry, pieces = latent._geometry, latent._pieces
-    print("| pieces, warps, stages | batch | width | µs | other bits |\n|---|---|---|---|---|", flush=True)
-    for batch, width, tilings in ROUNDS:
-        pages = Pages([1152] * batch, SHAPES["GLM-4.7-Flash"], max(2, 24 // batch))
-        inputs = pages.inputs([(row, 1152 - width, 1152) for row in range(batch)], width)
-        q, want = pages.queries(batch * width), None
-        for tiling in tilings:
-            parts, options = tiling[0], {"num_warps": tiling[1], "num_stages": tiling[2]}
-            latent._geometry = lambda *sizes, options=options: (geometry(*sizes)[0], options)
-            latent._pieces = lambda *_, parts=parts: parts
-            try:
-                run = pages.served(inputs, q)
-                out, us = run(), median_us(run, pages.layers)
-                want = out if want is None else want
-                row = f"{us:.1f} | {int((out != want).any(-1).sum())}"
-            except Exception as error:  # a tiling that does not fit
-                row = f"{str(error).splitlines()[0][:80]} |"
-            print(f"| {tiling} | {batch} | {width} | {row} |", flush=True)
-    latent._geometry, latent._pieces = geometry, pieces
+    """Time rounds of GLM-4.7-Flash, then the steps before and after attention."""
+    columns = " | ".join(f"{batch} × {width}" for batch, width in ROUNDS)
+    print(f"| µs (other bits) of requests × tokens | {columns} |\n{'|---' * (len(ROUNDS) + 1)}|", flush=True)
+    watch("rounds", ["gluon", "triton"])
     queries()
     products()
-
-
-ROUNDS = [
-    (1, 1, [(1, 8, 3), (4, 8, 3), (2, 8, 3), (4, 4, 3)]),
-    (1, 4, [(1, 8, 3), (4, 8, 3)]),
-    (4, 1, [(1, 8, 3), (4, 8, 3), (2, 8, 3)]),
-    (16, 1, [(1, 8, 3), (2, 8, 3)]),
-    (64, 1, [(1, 8, 3)]),
-]
-"""Requests, tokens of each, and candidates: parts of the values' columns, warps, stages."""
 
 
 def products() -> None:
@@ -273,11 +268,7 @@ def queries() -> None:
         print(f"| {rows} | {times} | {differ} |", flush=True)
 
 
-PRODUCTS = [
-    (16, 64, 64, 4, 4), (16, 32, 64, 4, 4), (16, 32, 128, 4, 3), (16, 32, 64, 2, 6), (16, 16, 128, 2, 4),
-    (16, 64, 128, 4, 3), (16, 128, 64, 4, 4), (16, 32, 256, 4, 2), (16, 16, 64, 1, 8),
-    (64, 64, 64, 4, 4), (64, 32, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 128, 4, 3),
-]  # fmt: skip
+PRODUCTS = [(16, 64, 64, 4, 4), (16, 32, 64, 4, 4), (16, 32, 64, 4, 6), (64, 64, 64, 4, 4)]
 """Tilings of the heads' products: see ``latent_rows._tile``."""
 
 
@@ -288,7 +279,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.work:
-        work(json.loads(args.work))
+        work(*json.loads(args.work))
     elif args.rounds:
         rounds()
     else:

@@ -9,8 +9,8 @@ from tests.kernels.gluon_threads import Descriptor, Machine
 from tests.kernels.latent_requests import PAGE, Rows
 from tests.kernels.launches import forget
 from unisono.attention.triton import TritonAttention
-from unisono.kernels import hopper
-from unisono.kernels.attention import gluon, gluon_latent, hopper_latent
+from unisono.kernels import hopper, overlap
+from unisono.kernels.attention import gluon, gluon_latent, gluon_latent_rounds, hopper_latent
 from unisono.kernels.attention.cpu import SPLIT, attention_plan_cpu
 from unisono.kernels.attention.paged import KEYS
 from unisono.kernels.attention.triton_kernels import LOG2_E
@@ -37,7 +37,7 @@ def attended(rows: Rows, spans: list[tuple[int, int]], tile: int, blocks: int, s
         table_ptr=rows.table, positions_ptr=positions, work_ptr=work, count_ptr=count, out_ptr=out,
         max_pages=rows.table.shape[1], scale=0.2 * LOG2_E.value,
         HEADS=rows.heads, BLOCKS=blocks, LATENT=LATENT, ROPE=ROPE, PAGE=PAGE, PARTS=parts, KEYS=KEYS, SPLIT=SPLIT,
-        ROWS=8, CHUNK=CHUNK, VALUES=4, STAGES=2, ADDS=0, WEIGHS=0, AHEAD=seed > 0,
+        ROWS=8, CHUNK=CHUNK, VALUES=4, STAGES=2, ADDS=0, WEIGHS=0,
     )  # fmt: skip
     return out
 
@@ -56,17 +56,60 @@ def test_prompts_as_threads(heads, blocks, tile, assert_close):
         assert (out[-2:] == 0).all()
 
 
+def attended_round(
+    rows: Rows, width: int, blocks: int, share: int, partials: int, programs: int, seed: int, first: int
+):
+    """Outputs [T, Hq · L] of the last ``width`` tokens of each row, and of a row of padding."""
+    ints = {"dtype": torch.int32}
+    kv_len = [*rows.lengths, 0]
+    positions = torch.cat([torch.arange(n - width, n) if n else torch.full((width,), -1) for n in kv_len]).to(**ints)
+    q = torch.cat([*(each[-width:] for each in rows.q), torch.randn(width, rows.heads, LATENT + ROPE)]).half()
+    where = torch.arange(len(kv_len), **ints), torch.tensor(kv_len, **ints), None
+    work, count, arrivals = attention_plan_cpu(*where, len(q), width, blocks, partials, share, 0)
+    out = torch.full((len(q), rows.heads * LATENT), torch.nan).half()
+    state, acc = (torch.full((partials, width, rows.heads, size), torch.nan) for size in (2, LATENT))
+    boxes = Descriptor(rows.cache.half().view(-1, LATENT + ROPE), [16, CHUNK])
+    machine = Machine([gluon_latent_rounds, gluon_latent, gluon, hopper, overlap], programs, seed)
+    machine.run(
+        gluon_latent_rounds.latent_round_kernel, q_ptr=q, desc=boxes, table_ptr=rows.table, positions_ptr=positions,
+        work_ptr=work, count_ptr=count, arrivals_ptr=arrivals, state_ptr=state, acc_ptr=acc, out_ptr=out,
+        tokens=len(q), max_pages=rows.table.shape[1], scale=0.2 * LOG2_E.value,
+        HEADS=rows.heads, BLOCKS=blocks, LATENT=LATENT, ROPE=ROPE, PAGE=PAGE, TOKENS=width,
+        PARTS=-(-width // (8 // (rows.heads // blocks))), KEYS=KEYS, SPLIT=SPLIT, ROWS=8, CHUNK=CHUNK, VALUES=4,
+        STAGES=2, FIRST=first, AT_ONCE=1 + seed, ADDS=0, WEIGHS=0, OVERLAP=True,
+    )  # fmt: skip
+    assert not arrivals.any(), "the next layer's counters"
+    return out
+
+
+@pytest.mark.parametrize(("heads", "blocks", "width", "first"), [(3, 1, 1, 0), (8, 2, 4, 0), (3, 1, 3, 1)])
+def test_rounds_as_threads(heads, blocks, width, first, assert_close):
+    """Whole tiles and cut ones, items for no program and for several, a request that sees nothing."""
+    torch.manual_seed(heads + width)
+    rows = Rows([700, 20, 257], heads, torch.device("cpu"), LATENT, ROPE)
+    rows.q, rows.keys = ([x.half().float() for x in each] for each in (rows.q, rows.keys))
+    want = torch.cat([rows.expected(row, (n - width, n), first) for row, n in enumerate(rows.lengths)])
+    for seed, (programs, share, partials) in enumerate(((4, 1, 64), (6, 10**6, 64), (30, 12, 8))):
+        out = attended_round(rows, width, blocks, share, partials, programs, seed, first)
+        assert_close(out[:-width], want)
+        assert (out[-width:] == 0).all()
+
+
 @pytest.mark.skipif(not HOPPER, reason="the kernel for Hopper has no twin on other machines")
 @pytest.mark.parametrize("heads", [20, 32, 128])
 def test_prompts_on_hopper_have_the_bits_of_other_kernels(heads, monkeypatch):
     launched = []
-    launch = hopper_latent.launch_latent_prompt
-    monkeypatch.setattr(hopper_latent, "launch_latent_prompt", lambda *args: launched.append(1) or launch(*args))
+    for name in ("launch_latent_prompt", "launch_latent_round"):
+        launch = getattr(hopper_latent, name)
+        monkeypatch.setattr(
+            hopper_latent, name, lambda *args, name=name, launch=launch: launched.append(name) or launch(*args)
+        )
     forget(monkeypatch, hopper_latent.exact_latent_attention)
+    forget(monkeypatch, hopper_latent.exact_latent_rounds)
     backend = TritonAttention(heads, max(1, heads // 32), "cuda")
-    [(kernel, _)] = backend.prove(hopper_latent.WIDTH, torch.bfloat16).values()
-    assert kernel == "gluon-sm90"
-    assert launched
+    chosen = backend.prove(hopper_latent.WIDTH, torch.bfloat16)
+    assert {kernel for kernel, _ in chosen.values()} == {"gluon-sm90"}
+    assert len({*launched}) == 2
 
 
 def test_supported_rows(monkeypatch):
@@ -82,8 +125,9 @@ def test_supported_rows(monkeypatch):
 
 def test_without_hopper_latents_have_one_kernel():
     backend = TritonAttention(20, 1, "cpu")
-    [(kernel, reason)] = backend.prove(hopper_latent.WIDTH, torch.bfloat16).values()
-    assert (kernel, "16-bit" in reason) == ("triton", True)
+    chosen = backend.prove(hopper_latent.WIDTH, torch.bfloat16)
+    assert {kernel for kernel, _ in chosen.values()} == {"triton"}
+    assert all("16-bit" in reason for _, reason in chosen.values())
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [(16, 1), (20, 1), (128, 4)])

@@ -85,4 +85,5 @@ def test_every_exact_kernel_is_registered() -> None:
         "products of decoded NVFP4 weights", "products of decoded int8 weights",
         "layer tails", "products with adapters in one launch", "experts of prompts", "fp8 experts of prompts",
         "attention of long prompts", "attention of rounds", "latent attention of long prompts",
+        "latent attention of rounds",
     }  # fmt: skip

@@ -87,16 +87,6 @@ def _score(step, q, k, full, CHUNKS: gl.constexpr, KEYS: gl.constexpr, STAGES: g
 
 
 @gluon.jit
-def _scored(step, q, k, full, read, CHUNKS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-            ROWS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """Compute the scores [ROWS, KEYS] of ``step`` and give back the places of chunks that are keys alone."""
-    s = warpgroup_mma_wait(0, [_score(step, q, k, full, CHUNKS, KEYS, STAGES, ROWS, MMA)])
-    block_barrier()
-    mbarrier.arrive(read.index(step % STAGES))
-    return s
-
-
-@gluon.jit
 def _forget_values(step, end, k, place, VALUES: gl.constexpr, KEYS: gl.constexpr):
     """Zero the values of keys from ``end`` on: pages beyond a request's end may hold NaN."""
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -118,14 +108,14 @@ def _hand_over(ready, factors, first, second, third):
 
 
 @gluon.jit
-def _weigh_steps(rooms, bars, positions_ptr, tile, scale, DTYPE: gl.constexpr, GROUP: gl.constexpr,
+def _weigh_steps(held, bars, positions_ptr, tile, scale, DTYPE: gl.constexpr, GROUP: gl.constexpr,
                  KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, CHUNKS: gl.constexpr,
-                 VALUES: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+                 VALUES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Compute scores and weights of every step, hand over weights and factors, and at last each row's share.
 
     The part of one warp group.
     """
-    q, k, p, ones, factors = rooms
+    q, k, p, ones, factors = held
     full, read, _, ready, taken, asked = bars
     first, last, _, own, end, whole, steps = tile
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -139,17 +129,14 @@ def _weigh_steps(rooms, bars, positions_ptr, tile, scale, DTYPE: gl.constexpr, G
     mbarrier.wait(asked, 0)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MMA))
-    s = gl.zeros([ROWS, KEYS], gl.float32, MMA)
-    if AHEAD:
-        s = _scored(0, q, k, full, read, CHUNKS, KEYS, STAGES, ROWS, MMA)
     for split in range((steps + EACH - 1) // EACH):
         part_m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
         part_z = gl.zeros([ROWS, 8], gl.float32, SUMS)
         for step in range(split * EACH, gl.minimum(split * EACH + EACH, steps)):
-            if AHEAD:
-                following = _score(gl.minimum(step + 1, steps - 1), q, k, full, CHUNKS, KEYS, STAGES, ROWS, MMA)
-            else:
-                s = _scored(step, q, k, full, read, CHUNKS, KEYS, STAGES, ROWS, MMA)
+            stage = step % STAGES
+            s = warpgroup_mma_wait(0, [_score(step, q, k, full, CHUNKS, KEYS, STAGES, ROWS, MMA)])
+            block_barrier()
+            mbarrier.arrive(read.index(stage))
             if split >= whole:
                 keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, MMA))
                 s = gl.where(keys[None, :] <= position[:, None], s, float("-inf"))
@@ -160,16 +147,11 @@ def _weigh_steps(rooms, bars, positions_ptr, tile, scale, DTYPE: gl.constexpr, G
             top = gl.maximum(m, part_m)
             finite = gl.where(top == float("-inf"), 0.0, top)
             if (step + 1) * KEYS > end:
-                _forget_values(step, end, k, step % STAGES * CHUNKS + own, VALUES, KEYS)
+                _forget_values(step, end, k, stage * CHUNKS + own, VALUES, KEYS)
             mbarrier.wait(taken, (step & 1) ^ 1)
             p.store(weights)
             _hand_over(ready, factors, shrink, gl.exp2(m - finite), gl.exp2(part_m - finite))
-            if AHEAD:
-                s, part_z = warpgroup_mma_wait(0, [following, part_z])
-                block_barrier()
-                mbarrier.arrive(read.index((step + 1) % STAGES))
-            else:
-                part_z = warpgroup_mma_wait(0, [part_z])
+            part_z = warpgroup_mma_wait(0, [part_z])
         m, z = _merge_sums(m, z, part_m, _row_sums(part_z, MMA))
     mbarrier.wait(taken, (steps & 1) ^ 1)
     sees = position >= 0
@@ -209,7 +191,7 @@ def _load_queries(group: gl.constexpr, q_ptr, q, asked, first, last, head, HEADS
 
 
 @gluon.jit
-def _add_values(group: gl.constexpr, q_ptr, rooms, bars, out_ptr, tile, HEADS: gl.constexpr, GROUP: gl.constexpr,
+def _add_values(group: gl.constexpr, q_ptr, held, bars, out_ptr, tile, HEADS: gl.constexpr, GROUP: gl.constexpr,
                 KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, LATENT: gl.constexpr,
                 CHUNKS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Load queries, add up the weighted values of two chunks and write the outputs. The part of one warp group, 0 or
@@ -218,7 +200,7 @@ def _add_values(group: gl.constexpr, q_ptr, rooms, bars, out_ptr, tile, HEADS: g
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     EACH: gl.constexpr = SPLIT // KEYS
-    q, k, p, _, factors = rooms
+    q, k, p, _, factors = held
     full, _, free, ready, taken, asked = bars
     first, last, head, own, _, _, steps = tile
     _load_queries(group, q_ptr, q, asked, first, last, head, HEADS, GROUP, ROWS, CHUNKS, CHUNK)
@@ -260,7 +242,7 @@ def _add_values(group: gl.constexpr, q_ptr, rooms, bars, out_ptr, tile, HEADS: g
 
 
 @gluon.jit
-def _rooms(DTYPE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+def rooms(DTYPE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
     """Allocate queries, latents, weights of a step, ones, and factors of rows in shared memory."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -273,7 +255,7 @@ def _rooms(DTYPE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, CHUNK: g
 
 
 @gluon.jit
-def _barriers(STAGES: gl.constexpr, PAGES: gl.constexpr):
+def barriers(STAGES: gl.constexpr, PAGES: gl.constexpr):
     """Allocate barriers of each stage (full, read, free), of weights (ready, taken), and of the queries."""
     full, free = stage_barriers(STAGES, PAGES, 2)
     read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -295,11 +277,10 @@ def latent_prompt_kernel(
     HEADS: gl.constexpr, BLOCKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, PAGE: gl.constexpr,
     PARTS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
     VALUES: gl.constexpr, STAGES: gl.constexpr, ADDS: gl.constexpr, WEIGHS: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Attend with a program per item of the work list, part of its tile, block of heads and VALUES chunks of outputs.
 
-    WEIGHS: registers of a thread of the group that computes weights.
+    ADDS, WEIGHS: registers of a thread of the groups that add up values, and of the one that computes weights.
     """
     gl.static_assert(KEYS == 4 * PAGE, "a warp for each page of a step")
     GROUP: gl.constexpr = HEADS // BLOCKS
@@ -317,19 +298,19 @@ def latent_prompt_kernel(
         last = gl.maximum(gl.minimum(last, first + ROWS // GROUP), first)
         end, whole, steps = keys_seen(length, positions_ptr, first, last, ROWS, GROUP, KEYS, SPLIT)
 
-        rooms = _rooms(DTYPE, ROWS, KEYS, CHUNK, CHUNKS, STAGES)
-        bars = _barriers(STAGES, KEYS // PAGE)
+        held = rooms(DTYPE, ROWS, KEYS, CHUNK, CHUNKS, STAGES)
+        bars = barriers(STAGES, KEYS // PAGE)
         tile = first, last, head, own, end, whole, steps
         pages_ptr = table_ptr + slot.to(gl.int64) * max_pages
-        where = desc, rooms[1], bars[0], bars[1], bars[2], pages_ptr, max_pages - 1, own, steps
+        where = desc, held[1], bars[0], bars[1], bars[2], pages_ptr, max_pages - 1, own, steps
         gl.warp_specialize(
             [
-                (_add_values, (0, q_ptr, rooms, bars, out_ptr, tile, HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS,
+                (_add_values, (0, q_ptr, held, bars, out_ptr, tile, HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS,
                                CHUNK, STAGES)),
-                (_add_values, (1, q_ptr, rooms, bars, out_ptr, tile, HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS,
+                (_add_values, (1, q_ptr, held, bars, out_ptr, tile, HEADS, GROUP, KEYS, SPLIT, ROWS, LATENT, CHUNKS,
                                CHUNK, STAGES)),
-                (_weigh_steps, (rooms, bars, positions_ptr, tile, scale, DTYPE, GROUP, KEYS, SPLIT, ROWS, CHUNKS,
-                                VALUES, STAGES, AHEAD)),
+                (_weigh_steps, (held, bars, positions_ptr, tile, scale, DTYPE, GROUP, KEYS, SPLIT, ROWS, CHUNKS,
+                                VALUES, STAGES)),
                 (_load_pages, (0, where, PAGE, KEYS, STAGES, CHUNKS, VALUES, CHUNK)),
                 (_load_pages, (1, where, PAGE, KEYS, STAGES, CHUNKS, VALUES, CHUNK)),
                 (_load_pages, (2, where, PAGE, KEYS, STAGES, CHUNKS, VALUES, CHUNK)),

@@ -84,12 +84,15 @@ def launch_latent(
 ) -> torch.Tensor:  # fmt: skip
     """See :func:`latent_attention`."""
     (tokens, heads, width), (_, tile_tokens, blocks) = q.shape, arrivals.shape
-    if partials == 0 and hopper_latent.serves(q, cache, blocks, latent, first):
-        whole = q, cache, page_table, positions, work, count
-        return hopper_latent.launch_latent_prompt(*whole, tile_tokens, blocks, scale * LOG2_E.value, KEYS)
-    out = q.new_empty(tokens, heads * latent)
+    where, rounds = (q, cache, page_table, positions, work, count), hopper_latent.exact_latent_rounds
+    prompts = partials == 0 and first == 0
+    if prompts and hopper_latent.serves(hopper_latent.exact_latent_attention, q, cache, blocks, latent):
+        return hopper_latent.launch_latent_prompt(*where, tile_tokens, blocks, scale * LOG2_E.value, KEYS)
     state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(partials, tile_tokens, heads, latent, dtype=torch.float32)
+    if partials > 0 and hopper_latent.serves(rounds, q, cache, blocks, latent):
+        return hopper_latent.launch_latent_round(*where, arrivals, (state, acc), scale * LOG2_E.value, first, KEYS)
+    out = q.new_empty(tokens, heads * latent)
     whole_tiles = triton.cdiv(tokens, tile_tokens)
     pieces = _pieces(whole_tiles * blocks, latent, page_table.shape[1] * cache.shape[2]) if partials else 1
     sizes, launch = _geometry(heads, blocks, latent, width - latent, q.dtype, tile_tokens, partials > 0, pieces)
