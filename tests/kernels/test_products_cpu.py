@@ -89,12 +89,12 @@ def test_a_shape_whose_bits_depend_on_the_rows_goes_through_the_blas(monkeypatch
     monkeypatch.setattr(products_cpu, "_proven", {})
     weight, x = frozen(48, 64), torch.randn(20, 64)
     assert_rows_exact(lambda x: row_exact_product(x, weight), x)
-    assert list(products_cpu._proven.values()) == [False]
+    assert list(products_cpu._proven.values()) == [(False, False)]
 
 
 @needs_onednn
-def test_a_weight_that_is_not_packed_is_compared_too(monkeypatch, assert_rows_exact):
-    """As oneDNN might on another processor: rows of small blocks differ, but not with packed weights."""
+def test_weights_are_packed_for_each_product_where_others_are_not_exact(monkeypatch, assert_rows_exact):
+    """As oneDNN does on some processors: rows of small blocks differ, but not with packed weights."""
     plain = products_cpu._inner_product
 
     def other(x, weight):
@@ -104,7 +104,10 @@ def test_a_weight_that_is_not_packed_is_compared_too(monkeypatch, assert_rows_ex
     monkeypatch.setattr(products_cpu, "_proven", {})
     weight, x = torch.randn(48, 64), torch.randn(20, 64)
     assert_rows_exact(lambda x: row_exact_product(x, weight), x)
-    assert list(products_cpu._proven.values()) == [False]
+    assert list(products_cpu._proven.values()) == [(True, False)]
+    assert torch.equal(
+        row_exact_product(x, torch.nn.Parameter(weight, requires_grad=False)), row_exact_product(x, weight)
+    )
 
 
 class Uneven(TorchDispatchMode):

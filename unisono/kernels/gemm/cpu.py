@@ -39,8 +39,8 @@ bits.
 
 _BLOCK_OFFSETS = (0, 1, 29)
 _available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_proven: dict[tuple[int, int, int], bool] = {}
-"""(N, K, threads) -> True where oneDNN's bits do not depend on the number of rows."""
+_proven: dict[tuple[int, int, int], tuple[bool, bool]] = {}
+"""(N, K, threads) -> True where oneDNN's bits do not depend on the number of rows: of packed weights, and of others."""
 _even_tiles: dict[tuple[Hashable, ...], bool] = {}
 """Weight's shape, strides and dtype, threads -> True where the BLAS's bits do not depend on a row's place in a tile."""
 _packed_bytes = 0
@@ -57,13 +57,15 @@ def row_exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()
-    if x.dtype is torch.float32 and weight.dtype is torch.float32 and _exact(weight):
-        return _onednn_product(x, weight)
-    return _blas_product(x, weight.t())
+    exact, unpacked = _exact(weight) if x.dtype is weight.dtype is torch.float32 else (False, False)
+    if not exact:
+        return _blas_product(x, weight.t())
+    weight = _kept(weight, _packed)
+    return _onednn_product(x, weight if weight.is_mkldnn or unpacked else _packed(weight))
 
 
 def _onednn_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    rows, weight = x.shape[0], _kept(weight, _packed)
+    rows = x.shape[0]
     blocks = _blocks(rows)
     if blocks == (rows,):
         return _inner_product(x, weight)
@@ -91,10 +93,12 @@ def _blocks(rows: int) -> tuple[int, ...]:
     return tuple(found) or (0,)
 
 
-def _exact(weight: torch.Tensor) -> bool:
-    """Return True where oneDNN serves this weight: compared once in a process for each shape and number of threads."""
+def _exact(weight: torch.Tensor) -> tuple[bool, bool]:
+    """Return (oneDNN serves this weight, also without packing). Compared once in a process for each shape and number of
+    threads.
+    """
     if not _available:
-        return False
+        return False, False
     key = *weight.shape, torch.get_num_threads()
     known = _proven.get(key)
     if known is None:
@@ -102,21 +106,26 @@ def _exact(weight: torch.Tensor) -> bool:
     return known
 
 
-def _same_bits(weight: torch.Tensor) -> bool:
-    """Compare rows in blocks of every size, with the weight and with its packed copy, and with few of its columns."""
+def _same_bits(weight: torch.Tensor) -> tuple[bool, bool]:
+    """Compare rows in blocks of every size, and few of the weight's columns: with packed weights, and without."""
     n, k = weight.shape
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randn(BLOCKS[0], k, generator=generator)
+    x = torch.randn(BLOCKS[0], k, generator=torch.Generator().manual_seed(n))
     with torch.inference_mode():
-        whole = _inner_product(x, weight)
-        packed = _packed(weight)
-        for block in BLOCKS:
-            for start in {min(offset, BLOCKS[0] - block) for offset in _BLOCK_OFFSETS}:
-                rows, want = x[start : start + block].clone(), whole[start : start + block]
-                if not all(torch.equal(_inner_product(rows, each), want) for each in (weight, packed)):
-                    return False
-        ends = slice(0, COLUMN_TILE), slice(n - COLUMN_TILE, n)
-        return all(torch.equal(_inner_product(x, weight[part].clone()), whole[:, part]) for part in ends)
+        whole, layouts = _inner_product(x, _packed(weight)), (_packed, torch.clone)
+        packed, unpacked = (_same_rows(x, layout(weight), whole) for layout in layouts)
+        for part in (slice(0, COLUMN_TILE), slice(n - COLUMN_TILE, n)):
+            few = [torch.equal(_inner_product(x, layout(weight[part])), whole[:, part]) for layout in layouts]
+            packed, unpacked = packed and few[0], unpacked and few[1]
+        return packed, unpacked
+
+
+def _same_rows(x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Compare blocks of every size with the product of all rows."""
+    for block in BLOCKS:
+        for start in {min(offset, BLOCKS[0] - block) for offset in _BLOCK_OFFSETS}:
+            if not torch.equal(_inner_product(x[start : start + block].clone(), weight), whole[start : start + block]):
+                return False
+    return True
 
 
 def slice_of(stack: torch.Tensor, index: int) -> torch.Tensor:
@@ -147,7 +156,7 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
 def _kept(weight: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return ``make(weight)``, computed once for a parameter that is not trained, until it is changed in place.
 
-    Beyond PACKED_BYTES, and for other tensors, a packed weight is the weight itself.
+    Beyond PACKED_BYTES, and for other tensors, nothing is kept, and a packed weight is the weight itself.
     """
     version = 0 if weight.is_inference() else weight._version
     kept: tuple[int, torch.Tensor] | None = getattr(weight, "_unisono_kept", None)
