@@ -213,6 +213,17 @@ def _split_values(turn, step_turn, split, length, at, k, p, factors, full, free,
 
 
 @gluon.jit
+def _keep(state_ptr, acc_ptr, row, in_use, m, z, o0, o1, LATENT: gl.constexpr, CHUNK: gl.constexpr,
+          MMA: gl.constexpr):  # fmt: skip
+    """Write a split's state, as all groups do, and two chunks of values to rows ``row`` of the workspace."""
+    gl.store(state_ptr + row * 2, m, mask=in_use)
+    gl.store(state_ptr + row * 2 + 1, z, mask=in_use)
+    values = acc_ptr + (row * LATENT)[:, None] + gl.arange(0, CHUNK, gl.SliceLayout(0, MMA))[None, :]
+    gl.store(values, o0, mask=in_use[:, None])
+    gl.store(values + CHUNK, o1, mask=in_use[:, None])
+
+
+@gluon.jit
 def _merge_kept(state_ptr, acc_ptr, row, in_use, stride, splits, AT_ONCE: gl.constexpr, ROWS: gl.constexpr,
                 LATENT: gl.constexpr, CHUNK: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """Merge a chunk of a tile's kept splits in order: (sums, values). AT_ONCE of them are read together.
@@ -292,12 +303,7 @@ def _add_items(group: gl.constexpr, q_ptr, held, bars, out_ptr, positions_ptr, w
             )  # fmt: skip
             if partial >= 0:
                 to = kept + split * (TOKENS * HEADS)
-                gl.store(state_ptr + to * 2, m1, mask=in_use)
-                gl.store(state_ptr + to * 2 + 1, z1, mask=in_use)
-                values = acc_ptr + (to * LATENT + at * CHUNK)[:, None]
-                values = values + gl.arange(0, CHUNK, gl.SliceLayout(0, MMA))[None, :]
-                gl.store(values, o0, mask=in_use[:, None])
-                gl.store(values + CHUNK, o1, mask=in_use[:, None])
+                _keep(state_ptr, acc_ptr + at * CHUNK, to, in_use, m1, z1, o0, o1, LATENT, CHUNK, MMA)
             else:
                 m, z, a0, a1 = _merge(m, z, a0, a1, m1, z1, o0, o1)
         sees = position >= FIRST
