@@ -28,8 +28,8 @@ FRACTIONS = Version(transformers.__version__) >= Version("5.23")
 """Older transformers round a video's seconds down first (huggingface/transformers#48669)."""
 
 FAMILIES = {
-    "qwen3_vl": (Qwen3VLModel, 0, False), "qwen3_5": (Qwen3_5Model, 0, False), "qwen2_5_vl": (Qwen2_5_VLModel, 4, False),
-    "qwen2_vl": (Qwen2VLModel, 0, True),
+    "qwen3_vl": (Qwen3VLModel, 0, False), "qwen3_5": (Qwen3_5Model, 0, False),
+    "qwen2_5_vl": (Qwen2_5_VLModel, 4, False), "qwen2_vl": (Qwen2VLModel, 0, True),
 }  # fmt: skip
 """Family -> transformers' class, ``tokens_per_second`` and ``even_frames``."""
 
