@@ -150,7 +150,7 @@ def test_files_of_sentence_transformers(tmp_path: Path) -> None:
         assert len(cut.prompt_token_ids) == 39
         found = states(path, ids)
         for modes in (*((mode,) for mode in SWITCHES), ("mean_tokens", "cls_token"), ("lasttoken", "max_tokens")):
-            switches = {f"pooling_mode_{mode}": mode in modes for mode in SWITCHES}
+            switches = {f"pooling_mode_{mode}": mode in modes for mode in (*modes, *SWITCHES)}
             pooling.write_text(json.dumps({"word_embedding_dimension": 84, **switches, "include_prompt": True}))
             ordered = sorted(modes, key=["cls_token", "max_tokens", "mean_tokens", "lasttoken", *SWITCHES].index)
             theirs = torch.cat([by_formula(found, mode) for mode in ordered])

@@ -109,7 +109,7 @@ class TileTower(nn.Module):
         positions = self.positions.weight.index_select(0, cast(torch.Tensor, self.raster))
         x = self.pre_norm((x + positions).view(tiles * rows, width))
         start = torch.arange(tiles, dtype=torch.int32, device=x.device) * rows
-        bounds = torch.stack((start, start + rows), 1).repeat_interleave(rows, 0, output_size=len(x))
+        bounds = torch.stack((start, start + rows), 1)[:, None].expand(tiles, rows, 2).reshape(-1, 2)
         turned = cast(torch.Tensor, self.turned).repeat(tiles, 1)
         for block in self.blocks:
             x = block(x, bounds, self.cos_sin, turned)
