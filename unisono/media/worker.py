@@ -176,14 +176,14 @@ class MediaDecoder:
         image = self._opened(payload, data)
         width, height = image.size
         image_decoding.check_size(width, height, self.setup["max_pixels"])
-        if isinstance(self.images, (SquareImages, PooledImages, RowImages, TiledImages)):
-            self.images.check(message)
+        own = self.images
+        if isinstance(own, (SquareImages, PooledImages, RowImages, TiledImages)):
+            own.check(message)
             upright = image_decoding.decoded(image, tuple(message["background"]))
-            pixels, own_grid = self.images.patches(upright)
+            pixels, own_grid = own.patches(upright)
             self._check_tokens(len(pixels), own_grid[0], f"{width} x {height} pixels")
             facts, data = self._packed("image", pixels, own_grid, 0.0, [])
-            tiled = isinstance(self.images, TiledImages)
-            return facts | {"tiles": self.images.tiles(*upright.size) if tiled else (0, 0)}, data
+            return facts | {"tiles": own.tiles(*upright.size) if isinstance(own, TiledImages) else (0, 0)}, data
         bounds = self._bounds(message)
         if max(width, height) / min(width, height) > 200:
             raise image_decoding.InvalidImage(
