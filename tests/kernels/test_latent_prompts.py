@@ -146,3 +146,23 @@ def test_proof_inputs_fill_tiles_and_have_nan_in_masked_places_only(heads, block
         assert not hopper_latent._same_bits(read, *proof)
     finally:
         hopper_latent.exact_latent_attention.serving.pop(proof, None)
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [(20, 1), (128, 4)])
+def test_proof_inputs_of_rounds_have_nan_in_masked_places_only(heads, blocks):
+    device, off, widths = torch.device("cpu"), 0.0, []
+    proof = heads, blocks, 8, torch.float16, device
+
+    def read(q, cache, table, kv_len, width):
+        assert len(q) == width * len(kv_len)
+        widths.append(width)
+        seen = [cache[table[row].long()].flatten(0, 2)[:n] for row, n in enumerate(kv_len.tolist())]
+        return torch.cat(seen).float() + off * hopper_latent.exact_latent_rounds.serves(proof)
+
+    try:
+        assert hopper_latent._same_rounds(read, *proof)
+        assert {*widths} == {1, 4}
+        off = 1.0
+        assert not hopper_latent._same_rounds(read, *proof)
+    finally:
+        hopper_latent.exact_latent_rounds.serving.pop(proof, None)
