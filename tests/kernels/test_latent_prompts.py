@@ -76,7 +76,7 @@ def attended_round(
         tokens=len(q), max_pages=rows.table.shape[1], scale=0.2 * LOG2_E.value,
         HEADS=rows.heads, BLOCKS=blocks, LATENT=LATENT, ROPE=ROPE, PAGE=PAGE, TOKENS=width,
         PARTS=-(-width // (8 // (rows.heads // blocks))), KEYS=KEYS, SPLIT=SPLIT, ROWS=8, CHUNK=CHUNK, VALUES=4,
-        STAGES=2, FIRST=first, AT_ONCE=1 + seed, ADDS=0, WEIGHS=0, OVERLAP=True,
+        STAGES=2, FIRST=first, ADDS=0, WEIGHS=0, OVERLAP=True,
     )  # fmt: skip
     assert not arrivals.any(), "the next layer's counters"
     return out

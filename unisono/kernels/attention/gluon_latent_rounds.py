@@ -27,9 +27,6 @@ from unisono.kernels.attention.gluon_latent import _load_queries, _score, barrie
 from unisono.kernels.hopper import block_barrier, order_loads
 from unisono.kernels.overlap import follow, overlapping
 
-AT_ONCE = 2
-"""Kept splits that are read together."""
-
 
 @gluon.jit
 def _item(work_ptr, turn, BLOCKS: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr, VALUES: gl.constexpr,
@@ -224,31 +221,42 @@ def _keep(state_ptr, acc_ptr, row, in_use, m, z, o0, o1, LATENT: gl.constexpr, C
 
 
 @gluon.jit
-def _merge_kept(state_ptr, acc_ptr, row, in_use, stride, splits, AT_ONCE: gl.constexpr, ROWS: gl.constexpr,
-                LATENT: gl.constexpr, CHUNK: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """Merge a chunk of a tile's kept splits in order: (sums, values). AT_ONCE of them are read together.
+def _kept(state_ptr, acc_ptr, row, wanted, LATENT: gl.constexpr, CHUNK: gl.constexpr, MMA: gl.constexpr):
+    """Read a split's state and one chunk of values, or empty ones. The reads bypass L1, which may hold older ones."""
+    m = gl.load(state_ptr + row * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
+    z = gl.load(state_ptr + row * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
+    columns = gl.arange(0, CHUNK, gl.SliceLayout(0, MMA))[None, :]
+    there = wanted[:, None] & (columns >= 0)
+    a = gl.load(acc_ptr + (row * LATENT)[:, None] + columns, mask=there, other=0.0, cache_modifier=".cg")
+    return m, z, a
 
-    row [ROWS]: rows of split 0 in the workspace. The reads bypass L1, which may hold an older layer's.
+
+@gluon.jit
+def _merge_one(m, z, a, m1, z1, a1):
+    """Merge a later split's state into an earlier one's, as ``split.merge`` does."""
+    top = gl.maximum(m, m1)
+    finite = gl.where(top == float("-inf"), 0.0, top)
+    old, new = gl.exp2(m - finite), gl.exp2(m1 - finite)
+    a = gl.fma(a, gl.expand_dims(old, 1) + gl.zeros_like(a), a1 * new[:, None])
+    return top, gl.fma(z, old, z1 * new), a
+
+
+@gluon.jit
+def _merge_kept(state_ptr, acc_ptr, row, in_use, stride, splits, ROWS: gl.constexpr, LATENT: gl.constexpr,
+                CHUNK: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """Merge a chunk of a tile's kept splits in order: (sums, values). Two of them are read together.
+
+    row [ROWS]: rows of split 0 in the workspace.
     """
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MMA))
     a = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
-    columns = gl.arange(0, CHUNK, gl.SliceLayout(0, MMA))[None, :]
-    for start in range(0, splits, AT_ONCE):
-        ms, zs, accs = (), (), ()
-        for i in gl.static_range(AT_ONCE):
-            wanted = in_use & (start + i < splits)
-            at = row + (start + i) * stride
-            ms += (gl.load(state_ptr + at * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg"),)
-            zs += (gl.load(state_ptr + at * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg"),)
-            there = wanted[:, None] & (columns >= 0)
-            accs += (gl.load(acc_ptr + (at * LATENT)[:, None] + columns, mask=there, other=0.0, cache_modifier=".cg"),)
-        for i in gl.static_range(AT_ONCE):
-            top = gl.maximum(m, ms[i])
-            finite = gl.where(top == float("-inf"), 0.0, top)
-            old, new = gl.exp2(m - finite), gl.exp2(ms[i] - finite)
-            a = gl.fma(a, gl.expand_dims(old, 1) + gl.zeros_like(a), accs[i] * new[:, None])
-            m, z = top, gl.fma(z, old, zs[i] * new)
+    for split in range(0, splits, 2):
+        at = row + split * stride
+        first = _kept(state_ptr, acc_ptr, at, in_use, LATENT, CHUNK, MMA)
+        second = _kept(state_ptr, acc_ptr, at + stride, in_use & (split + 1 < splits), LATENT, CHUNK, MMA)
+        m, z, a = _merge_one(m, z, a, first[0], first[1], first[2])
+        m, z, a = _merge_one(m, z, a, second[0], second[1], second[2])
     return z, a
 
 
@@ -266,7 +274,7 @@ def _add_items(group: gl.constexpr, q_ptr, held, bars, out_ptr, positions_ptr, w
                GROUP: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, LATENT: gl.constexpr,
                CHUNKS: gl.constexpr, CHUNK: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr,
                BLOCKS: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr, TOKENS: gl.constexpr,
-               FIRST: gl.constexpr, AT_ONCE: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+               FIRST: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Load queries of every item, add up the values of two chunks and write the outputs of tiles that are complete.
 
     The part of one warp group, 0 or 1.
@@ -318,7 +326,7 @@ def _add_items(group: gl.constexpr, q_ptr, held, bars, out_ptr, positions_ptr, w
                 for i in gl.static_range(2):
                     z, a0 = _merge_kept(
                         state_ptr, acc_ptr + (at + i) * CHUNK, kept, in_use, TOKENS * HEADS,
-                        (length + SPLIT - 1) // SPLIT, AT_ONCE, ROWS, LATENT, CHUNK, MMA,
+                        (length + SPLIT - 1) // SPLIT, ROWS, LATENT, CHUNK, MMA,
                     )  # fmt: skip
                     _store(to + i * CHUNK, index, in_use, sees, z, a0, LATENT, CHUNK, MMA)
 
@@ -341,7 +349,7 @@ def latent_round_kernel(
     max_pages, scale,
     HEADS: gl.constexpr, BLOCKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, PAGE: gl.constexpr,
     TOKENS: gl.constexpr, PARTS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
-    CHUNK: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, AT_ONCE: gl.constexpr,
+    CHUNK: gl.constexpr, VALUES: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr,
     ADDS: gl.constexpr, WEIGHS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Share items × parts of a tile × blocks of heads × pieces of VALUES chunks among a fixed number of programs.
@@ -362,10 +370,10 @@ def latent_round_kernel(
     gl.warp_specialize(
         [
             (_add_items, (0, q_ptr, held, bars, out_ptr, positions_ptr, work, workspace, HEADS, GROUP, KEYS, SPLIT,
-                          ROWS, LATENT, CHUNKS, CHUNK, VALUES, STAGES, BLOCKS, PARTS, PIECES, TOKENS, FIRST, AT_ONCE,
+                          ROWS, LATENT, CHUNKS, CHUNK, VALUES, STAGES, BLOCKS, PARTS, PIECES, TOKENS, FIRST,
                           OVERLAP)),
             (_add_items, (1, q_ptr, held, bars, out_ptr, positions_ptr, work, workspace, HEADS, GROUP, KEYS, SPLIT,
-                          ROWS, LATENT, CHUNKS, CHUNK, VALUES, STAGES, BLOCKS, PARTS, PIECES, TOKENS, FIRST, AT_ONCE,
+                          ROWS, LATENT, CHUNKS, CHUNK, VALUES, STAGES, BLOCKS, PARTS, PIECES, TOKENS, FIRST,
                           OVERLAP)),
             (_weigh_items, (held, bars, positions_ptr, work, scale, DTYPE, GROUP, KEYS, SPLIT, ROWS, CHUNKS, VALUES,
                             STAGES, BLOCKS, PARTS, PIECES, FIRST, OVERLAP)),

@@ -17,7 +17,7 @@ import triton
 
 from unisono.kernels.attention.cpu import SPLIT
 from unisono.kernels.attention.gluon_latent import CHUNK, ROWS, STAGES, VALUES, WARPS, latent_prompt_kernel
-from unisono.kernels.attention.gluon_latent_rounds import AT_ONCE, latent_round_kernel
+from unisono.kernels.attention.gluon_latent_rounds import latent_round_kernel
 from unisono.kernels.attention.hopper import PAGE, proof_lengths, proof_pages
 from unisono.kernels.hopper import box_type, boxes
 from unisono.kernels.library import AotCase, ints
@@ -109,7 +109,7 @@ def launch_latent_round(
 
 def _of_rounds(tile_tokens: int, first: int) -> dict[str, int]:
     """Compile-time sizes of the kernel for rounds alone."""
-    return {"TOKENS": tile_tokens, "FIRST": first, "AT_ONCE": AT_ONCE}
+    return {"TOKENS": tile_tokens, "FIRST": first}
 
 
 def _same_bits(

@@ -204,8 +204,8 @@ def _blas_product(x: torch.Tensor, weight_t: torch.Tensor) -> torch.Tensor:
     if rows == 0:
         return x.new_empty(0, weight_t.shape[1])
     if not _even(weight_t):
-        tiles = F.pad(x[:, None], (0, 0, 0, ROW_TILE - 1))
-        return torch.cat([(tile @ weight_t)[:1] for tile in tiles])
+        alone = F.pad(x[:, None], (0, 0, 0, ROW_TILE - 1))
+        return torch.cat([(tile @ weight_t)[:1] for tile in alone])
     if rows == ROW_TILE:
         return x @ weight_t
     padded = F.pad(x, (0, 0, 0, -rows % ROW_TILE))
