@@ -197,6 +197,7 @@ class FakeEngine:
                 "enable_prompt_embeds": self.config.enable_prompt_embeds,
                 "enable_return_hidden_states": self.config.enable_return_hidden_states,
                 "max_logprobs": self.config.max_logprobs,
+                "logprobs_mode": "raw_logprobs",
                 "scheduling_policy": self.config.scheduling_policy,
                 "max_num_seqs": self.config.max_num_seqs,
             },

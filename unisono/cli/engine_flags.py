@@ -97,7 +97,8 @@ def feature_flags(
     logprobs_mode: Annotated[
         str,
         typer.Option(
-            help="raw_logprobs: from the model's logits; processed_logprobs: from the distribution that is sampled."
+            help="raw_logprobs, raw_logits: of the model's logits; processed_logprobs, processed_logits: of the "
+            "distribution that is sampled."
         ),
     ] = "raw_logprobs",
     max_logprobs: Annotated[

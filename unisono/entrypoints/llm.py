@@ -240,7 +240,7 @@ class LLM(PooledCalls, WeightCalls):
         searches = []
         for each in as_prompts(prompts):
             prompt, sampling = self._inputs.prompt(each), params.sampling()
-            check_beams(sampling, self._inputs.model.max_logprobs)
+            check_beams(sampling, self._inputs.model.max_logprobs, self._inputs.model.logprobs_mode)
             request = self._inputs.request(self.next_id(), prompt, sampling)
             self.loop.engine.check(request.sequences()[0])
             searches.append(BeamSearch(request, params.length_penalty))

@@ -24,7 +24,15 @@ from unisono.text.stop_regex import StopRegex
 from unisono.text.templates.roles import RoleTemplate, merged_leading
 from unisono.text.templates.tools import NO_TOOLS, ToolTemplate
 from unisono.text.tokenizer import Tokenizer
-from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, MediaItem, Overrides, SamplingParams
+from unisono.types import (
+    LOGPROBS_MODES,
+    MAX_LOGPROBS,
+    BadRequest,
+    EngineRequest,
+    MediaItem,
+    Overrides,
+    SamplingParams,
+)
 from unisono.types.checks import check_request
 
 SEED_BITS = 53
@@ -48,8 +56,8 @@ class ModelFacts:
 
     dtype: the model's, by name. generation_defaults: sampling parameters of generation_config.json. prompt_embeds,
     return_hidden_states: the server's flags allow them. max_logprobs: largest ``logprobs``, -1 for no limit.
-    priorities: the engine schedules by priority. vision: image settings of a vision model. generates: False for a
-    model without an LM head, whose states alone have a meaning.
+    logprobs_mode: values that they report. priorities: the engine schedules by priority. vision: image settings of a
+    vision model. generates: False for a model without an LM head, whose states alone have a meaning.
     """
 
     max_model_len: int
@@ -61,6 +69,7 @@ class ModelFacts:
     prompt_embeds: bool
     return_hidden_states: bool
     max_logprobs: int = MAX_LOGPROBS
+    logprobs_mode: str = LOGPROBS_MODES[0]
     priorities: bool = False
     vision: Vision | None = None
     generates: bool = True
@@ -79,6 +88,7 @@ class ModelFacts:
             prompt_embeds=settings["enable_prompt_embeds"],
             return_hidden_states=settings["enable_return_hidden_states"],
             max_logprobs=settings["max_logprobs"],
+            logprobs_mode=settings["logprobs_mode"],
             priorities=settings["scheduling_policy"] == "priority",
             vision=Vision.of(info.get("vision")),
             generates=not str(info.get("architecture", "")).endswith(HEADLESS),

@@ -32,6 +32,9 @@ MAX_BAD_WORD_CHARS = 1024
 MAX_LOGPROBS = 20
 """Alternatives per position that the kernel finds. A larger number copies whole rows of logits to the host."""
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+"""Values of ``--logprobs-mode``; vLLM's names."""
+
 MAX_LOGPROB_IDS = 128
 """Tokens in ``logprob_token_ids``; vLLM's limit."""
 

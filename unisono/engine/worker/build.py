@@ -76,7 +76,7 @@ from unisono.passes.features.base import Feature, FeatureContext, OwnProgram
 from unisono.passes.round import catch_up_program, draft_program, round_program, shared_round_program, verify_program
 from unisono.passes.slot_tensors import rotary_positions
 from unisono.passes.tree import Tree, path_pages
-from unisono.sampling.pipeline import DraftSampler
+from unisono.sampling.pipeline import DraftSampler, ReportedValues
 from unisono.types import ConfigError, SpeculativeConfig
 
 MAX_EXTEND_ROWS = 32
@@ -304,7 +304,7 @@ class Build:
             dtype=self.config.dtype,
             max_rows=self.max_extend_rows,
             paths=self.paths,
-            processed_logprobs=requested.logprobs_mode == "processed_logprobs",
+            reported=ReportedValues.of(requested.logprobs_mode),
             synthetic=requested.synthetic,
             slots=worker.slots,
             logits=lambda hidden: worker.model.logits(hidden),

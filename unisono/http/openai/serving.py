@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from unisono.cluster.engines import Engines
-from unisono.frontend.beam_search import BeamSearch, check_beams, check_length_penalty
+from unisono.frontend.beam_search import BeamSearch, check_beams, check_length_penalty, check_ranking
 from unisono.frontend.input_processor import InputProcessor, PreparedPrompt, combined_salt
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.http.answers.beams import BeamClient, Source
@@ -167,13 +167,15 @@ class Serving:
         """Prepare the engine's request for a prompt. Raises BadRequest."""
         prompt = replace(prompt, cache_salt=combined_salt(body.cache_salt, body.extra_key))
         if body.use_beam_search:
-            check_beams(params, self.inputs.model.max_logprobs)
+            check_beams(params, self.inputs.model.max_logprobs, self.inputs.model.logprobs_mode)
             check_length_penalty(1.0 if body.length_penalty is None else body.length_penalty)
         elif body.length_penalty not in (None, 1):
             raise BadRequest(
                 f"length_penalty={body.length_penalty} weighs beams; set use_beam_search, or leave it out.",
                 "length_penalty",
             )
+        if body.sequences() > (body.n or 1):
+            check_ranking("best_of", self.inputs.model.logprobs_mode)
         logprobs_field = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
         params = self._within_limits(prompt, params, pooled)
         request = self.inputs.request(request_id, prompt, params, body.priority or 0, logprobs_field, prompt_only)

@@ -40,7 +40,7 @@ from unisono.models.config import DecoderConfig
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.config import VisionConfig
 from unisono.models.vision.tower import AnyTower
-from unisono.sampling.pipeline import EditFields, Sampled
+from unisono.sampling.pipeline import EditFields, ReportedValues, Sampled
 from unisono.types import EngineRequest, SamplingParams, TokenDelta
 
 PassKind = Literal["extend", "mixed", "round", "verify"]
@@ -105,7 +105,7 @@ class FeatureContext:
     eos: end-of-sequence ids.
     max_rows: requests in one prompt pass, at most.
     paths: paths of a draft tree; 1 for chains.
-    processed_logprobs: report log-probabilities of the distribution that tokens are drawn from, not of the raw logits.
+    reported: values that ``logprobs`` reports.
     synthetic: for benchmarks: drafts are accepted without verification.
     slots: slot fields on the device.
     logits: the LM head, [N, H] -> [N, V].
@@ -129,7 +129,7 @@ class FeatureContext:
     dtype: torch.dtype
     max_rows: int
     paths: int
-    processed_logprobs: bool
+    reported: ReportedValues
     synthetic: bool
     slots: EditFields
     logits: Callable[[torch.Tensor], torch.Tensor]
