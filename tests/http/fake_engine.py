@@ -196,6 +196,7 @@ class FakeEngine:
                 "dtype": "float32",
                 "enable_prompt_embeds": self.config.enable_prompt_embeds,
                 "enable_return_hidden_states": self.config.enable_return_hidden_states,
+                "enable_return_routed_experts": False,
                 "max_logprobs": self.config.max_logprobs,
                 "logprobs_mode": "raw_logprobs",
                 "scheduling_policy": self.config.scheduling_policy,

@@ -110,6 +110,9 @@ def feature_flags(
     enable_return_hidden_states: Annotated[
         bool, typer.Option("--enable-return-hidden-states", help="Accept return_hidden_states.")
     ] = False,
+    enable_return_routed_experts: Annotated[
+        bool, typer.Option("--enable-return-routed-experts", help="Accept return_routed_experts.")
+    ] = False,
 ) -> None:
     """Flags of request features: fields of ``unisono.config.EngineConfig``."""
 

@@ -29,7 +29,7 @@ from unisono.types import (
 UNUSED = (
     "stop", "stop_regex", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "structured_outputs", "prompt_logprobs", "logprob_token_ids",
-    "return_hidden_states", "extra_args",
+    "return_hidden_states", "return_routed_experts", "extra_args",
 )  # fmt: skip
 """Parameters that beam search does not support; setting them is an error."""
 

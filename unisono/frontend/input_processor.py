@@ -55,7 +55,8 @@ class ModelFacts:
     """The properties of the model that request preparation needs, from the engine's ``info()``.
 
     dtype: the model's, by name. generation_defaults: sampling parameters of generation_config.json. prompt_embeds,
-    return_hidden_states: the server's flags allow them. max_logprobs: largest ``logprobs``, -1 for no limit.
+    return_hidden_states, return_routed_experts: the server's flags allow them. routed_experts: ids that MoE layers
+    choose for a token, all layers together. max_logprobs: largest ``logprobs``, -1 for no limit.
     logprobs_mode: values that they report. priorities: the engine schedules by priority. vision: image settings of a
     vision model. generates: False for a model without an LM head, whose states alone have a meaning.
     """
@@ -68,6 +69,8 @@ class ModelFacts:
     generation_defaults: dict[str, float]
     prompt_embeds: bool
     return_hidden_states: bool
+    return_routed_experts: bool = False
+    routed_experts: int = 0
     max_logprobs: int = MAX_LOGPROBS
     logprobs_mode: str = LOGPROBS_MODES[0]
     priorities: bool = False
@@ -78,6 +81,7 @@ class ModelFacts:
     def of(cls, info: Mapping[str, Any], tokenizer: Tokenizer | None) -> ModelFacts:
         """The facts of an engine's ``info()``. The EOS ids are the checkpoint's and the tokenizer's."""
         settings, own = info["settings"], tokenizer.eos_token_ids if tokenizer is not None else ()
+        experts: Mapping[str, Any] = info.get("routed_experts", {})
         return cls(
             max_model_len=settings["max_model_len"],
             vocab_size=info["vocab_size"],
@@ -87,6 +91,8 @@ class ModelFacts:
             generation_defaults=dict(info["generation_defaults"]),
             prompt_embeds=settings["enable_prompt_embeds"],
             return_hidden_states=settings["enable_return_hidden_states"],
+            return_routed_experts=settings["enable_return_routed_experts"],
+            routed_experts=len(experts.get("layers", ())) * experts.get("top_k", 0),
             max_logprobs=settings["max_logprobs"],
             logprobs_mode=settings["logprobs_mode"],
             priorities=settings["scheduling_policy"] == "priority",

@@ -307,6 +307,7 @@ SAMPLING: Mapping[str, Limit] = {
     "logprob_token_ids": Items(MAX_LOGPROB_IDS),
     "prompt_logprobs": Whole(0, MAX_LOGPROBS),
     "logprob_start_len": Whole(0),
+    "routed_experts_prompt_start": Whole(0),
     "repetition_penalty": Real(0, 100, "1 is off", above=True),
     "presence_penalty": Real(-2, 2, "0 is off"),
     "frequency_penalty": Real(-2, 2, "0 is off"),

@@ -100,6 +100,7 @@ GENERATION: Mapping[str, Limit] = {
     "model": ID,
     "stream_options": Fields({}),
     "max_tokens": Whole(0),
+    "routed_experts_start_len": SAMPLING["routed_experts_prompt_start"],
     "length_penalty": Real(-10, 10),
     "priority": BIGINT,
     **dict.fromkeys(("cache_salt", "extra_key", "request_id", "rid"), ID),

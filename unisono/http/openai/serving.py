@@ -48,8 +48,8 @@ WAITING = 4096
 """Requests that may wait for a thread; their bodies count towards ``max_waiting_bytes``."""
 TEMPLATE_THREADS, TEMPLATES_WAITING = 2, 32
 """Chat templates of requests that are rendered at once, and that may wait."""
-MAX_HIDDEN_NUMBERS = 1 << 24
-"""Numbers of hidden states in an answer to one prompt: about 200 MB of JSON."""
+MAX_REPORTED_NUMBERS = 1 << 24
+"""Numbers of hidden states, or expert ids, in an answer to one prompt: hidden states are about 200 MB of JSON."""
 
 
 class Serving:
@@ -244,7 +244,12 @@ class Serving:
         """``params`` with max_tokens set. Raises BadRequest beyond this server's limits."""
         model, length = self.inputs.model, len(prompt.token_ids)
         params = with_max_tokens(params, length, model.max_model_len)
-        check_hidden_states(pooled or model.return_hidden_states, model.hidden_size, length, params)
+        for name, enabled, size in (
+            ("return_hidden_states", pooled or model.return_hidden_states, model.hidden_size),
+            ("return_routed_experts", model.return_routed_experts, model.routed_experts),
+        ):
+            if getattr(params, name):
+                check_reported(name, enabled, size, length, params)
         return params
 
     def _generations(
@@ -345,24 +350,25 @@ def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> Sampli
     return params
 
 
-def check_hidden_states(enabled: bool, hidden_size: int, prompt: int, params: SamplingParams) -> None:
-    """Raise BadRequest if this server returns no hidden states, or only of fewer than ``prompt`` tokens."""
-    name, tokens = "return_hidden_states", prompt + params.n * (params.max_tokens or 0)
-    if not params.return_hidden_states:
-        return
+def check_reported(name: str, enabled: bool, size: int, prompt: int, params: SamplingParams) -> None:
+    """Raise BadRequest if this server does not honour field ``name``, or only for fewer than ``prompt`` tokens.
+
+    size: numbers that it reports of a token.
+    """
+    tokens = prompt + params.n * (params.max_tokens or 0)
     if not enabled:
         raise BadRequest(
-            f"{name} is not honoured by this server; start it with --enable-return-hidden-states, or leave it out.",
+            f"{name} is not honoured by this server; start it with --enable-{name.replace('_', '-')}, or leave it out.",
             name,
         )
-    if tokens * hidden_size > MAX_HIDDEN_NUMBERS:
+    if tokens * size > MAX_REPORTED_NUMBERS:
         raise BadRequest(
             (
                 FieldPath(name),
                 f": {prompt} prompt tokens with ",
                 MAX_TOKENS,
-                f"={params.max_tokens} and n={params.n} may have {tokens * hidden_size} numbers; at most "
-                f"{MAX_HIDDEN_NUMBERS} are sent. Lower ",
+                f"={params.max_tokens} and n={params.n} may have {tokens * size} numbers; at most "
+                f"{MAX_REPORTED_NUMBERS} are sent. Lower ",
                 MAX_TOKENS,
                 " or n, or shorten the prompt.",
             ),

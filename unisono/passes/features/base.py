@@ -36,6 +36,7 @@ from unisono.attention.context import Rotary
 from unisono.distributed.columns import Columns, whole
 from unisono.graphs import NO_FEATURES, Buffers, Dimension, Features, Field, GraphKey, Program
 from unisono.models.blocks.embedding_overrides import Overriding
+from unisono.models.blocks.router_recorder import RouterRecorder
 from unisono.models.config import DecoderConfig
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.config import VisionConfig
@@ -83,8 +84,7 @@ class PrePass:
 class Room:
     """Time available for pre-passes.
 
-    ms: returns the milliseconds of a pass.
-    left: milliseconds left.
+    ms: returns the milliseconds of a pass. left: milliseconds left.
     least: True if the smallest useful pass may run although it takes longer.
     """
 
@@ -117,6 +117,7 @@ class FeatureContext:
     decide: called with (name, value, reason) of each choice made by the feature; ``explain`` shows them.
     adapters: the target's adapter slots, and the adapters held by this rank; None: off.
     adapter_modules: (name, directory) of adapters loaded at start.
+    routers: the target's MoE layers.
     whole_logits: features that a pass must have if whole rows of logits are read; empty if each rank has them anyway.
     whole_text: tokens of the model see later ones, too.
     pools: the model writes no text: prompts return their hidden states, to be pooled.
@@ -141,6 +142,7 @@ class FeatureContext:
     max_model_len: int
     cache_bytes: int | None
     decide: Callable[[str, object, str], None]
+    routers: RouterRecorder
     adapters: HeldAdapters | None = None
     adapter_modules: Sequence[tuple[str, str]] = ()
     whole_logits: Features = NO_FEATURES
@@ -334,6 +336,7 @@ class Computed:
     rows [N] int32: slot of each row, the padding slot if nothing is sampled.
     width: W.
     sampled: tokens, and the values they were drawn from.
+    places [N · W]: sampled positions among the target's tokens, if rows differ in width; None: all, in order.
     """
 
     buffers: Buffers
@@ -343,6 +346,7 @@ class Computed:
     width: int
     sampled: Sampled
     outputs: Outputs
+    places: torch.Tensor | None = None
 
     @cached_property
     def logits(self) -> torch.Tensor:
