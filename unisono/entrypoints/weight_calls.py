@@ -16,6 +16,7 @@ from unisono.frontend.classifier import Classifier
 from unisono.frontend.pooling import Pooling
 from unisono.frontend.scores import NO_UPDATE
 from unisono.types import BadRequest, EngineRequest
+from unisono.types.shared_tensor import SharedTensor
 
 SHARED_MEMORY = Path("/dev/shm")
 """Directory of files in shared memory, where Linux has them."""
@@ -38,28 +39,35 @@ class WeightCalls:
 
     def update_weights_from_tensor(
         self,
-        named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Sequence[str],
+        named_tensors: Mapping[str, torch.Tensor | SharedTensor]
+        | Iterable[tuple[str, torch.Tensor | SharedTensor]]
+        | Sequence[str],
         version: str | None = None,
         draft: bool = False,
     ) -> dict[str, Any]:
         """Replace the weights of these names, by the checkpoint's names; the others stay.
 
-        named_tensors: whole tensors in any dtype of checkpoints, or paths of safetensors files with them. Tensors are
-        copied once into a file of shared memory, which all ranks read. version: as for :meth:`update_weights`. draft:
-        the drafter's weights, by the names of its checkpoint. Raises CheckpointError, with the old weights in place,
-        for a tensor without a place in the model.
+        named_tensors: tensors in any dtype of checkpoints, or paths of safetensors files with them. Tensors are copied
+        once into a file of shared memory, which all ranks read; those that another process of this host described by
+        :func:`unisono.distributed.cuda_ipc.share` are read where they are. A slice has bounds in its name:
+        ``lm_head.weight[0:128]``, ``model.norm.weight[:, 0:64]``. version: as for :meth:`update_weights`. draft: the
+        drafter's weights, by the names of its checkpoint. Raises CheckpointError, with the old weights in place, for a
+        tensor without a place in the model.
         """
         self._check_updatable()
         entries = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
         files = [entry for entry in entries if isinstance(entry, str)]
-        tensors = {entry[0]: entry[1] for entry in entries if not isinstance(entry, str)}
+        named = {entry[0]: entry[1] for entry in entries if not isinstance(entry, str)}
+        tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in named.items() if not isinstance(value, torch.Tensor)}
+        more: dict[str, Any] = {"handles": others, "version": version, "draft": draft}
         if not tensors:
-            return self._command("update_weights_from_tensor", files=files, version=version, draft=draft)
+            return self._command("update_weights_from_tensor", files=files, **more)
         directory = tempfile.mkdtemp(prefix="unisono-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
         try:
             file = str(Path(directory, "weights.safetensors"))
             save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, file)
-            return self._command("update_weights_from_tensor", files=[*files, file], version=version, draft=draft)
+            return self._command("update_weights_from_tensor", files=[*files, file], **more)
         finally:
             shutil.rmtree(directory)
 

@@ -222,7 +222,11 @@ BODIES: Mapping[str, Mapping[str, Limit]] = {
     "MetadataBody": {"metadata": SMALL},
     "ItemsBody": {"items": Items(20)},
     "UpdateWeightsRequest": {"model_path": PATH_NAME, "draft_path": PATH_NAME, "weight_version": ID},
-    "UpdateTensorsRequest": {"files": Items(4096, PATH_NAME), "weight_version": ID},
+    "UpdateTensorsRequest": {
+        "files": Items(4096, PATH_NAME),
+        "handles": Both((Entries(1 << 17, name_chars=4096), Data(1 << 26))),
+        "weight_version": ID,
+    },
     "WeightGroupRequest": {
         "master_address": ID,
         "master_port": Whole(1, 65535),
