@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from unisono.engine.loop import EngineLoop, Inbox
 from unisono.frontend.classifier import Classifier
 from unisono.frontend.pooling import Pooling
 from unisono.frontend.scores import NO_UPDATE
-from unisono.types import BadRequest, EngineRequest
+from unisono.types import BadRequest, CheckpointError, ConfigError, EngineRequest
+from unisono.types.lora import LoRARequest
 from unisono.types.shared_tensor import SharedTensor
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -28,6 +31,9 @@ class WeightCalls:
     loop: EngineLoop[Any]
     _classifier: Classifier | None
     _pooling: Pooling
+    _loading: threading.Lock
+    _adapters: dict[str, LoRARequest]
+    _pushed_adapters: dict[str, tempfile.TemporaryDirectory[str]]
 
     def update_weights(
         self, directory: str = "", draft_directory: str = "", version: str | None = None
@@ -70,6 +76,35 @@ class WeightCalls:
             return self._command("update_weights_from_tensor", files=[*files, file], **more)
         finally:
             shutil.rmtree(directory)
+
+    def load_lora_adapter_from_tensors(
+        self, lora_name: str, tensors: Mapping[str, torch.Tensor], config_dict: Mapping[str, Any]
+    ) -> LoRARequest:
+        """Serve an adapter of these tensors, in place of one of that name; returns the request that names it.
+
+        tensors: A and B of each module in a float dtype, by PEFT's names in ``adapter_model.safetensors``. config_dict:
+        of ``adapter_config.json``. They are copied to shared memory. Requests that run go on with the adapter they
+        began with; cached prefixes of the old one are not used for the new one. Raises BadRequest with the old adapter
+        in place.
+        """
+        directory = tempfile.TemporaryDirectory(
+            prefix="unisono-adapter-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        )
+        held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(held, Path(directory.name, "adapter_model.safetensors"))
+        Path(directory.name, "adapter_config.json").write_text(json.dumps(dict(config_dict)))
+        with self._loading:
+            known = self._adapters.get(lora_name)
+            numbers = [0, *(one.lora_int_id for one in self._adapters.values())]
+            request = LoRARequest(lora_name, known.lora_int_id if known else max(numbers) + 1, directory.name)
+            try:
+                arguments = {"name": lora_name, "directory": directory.name, "again": True}
+                self.loop.call(lambda engine: engine.command("load_adapter", arguments))
+            except (CheckpointError, ConfigError) as error:
+                raise BadRequest(f"tensors: {error}", "tensors") from None
+            self._adapters[lora_name] = request
+            self._pushed_adapters[lora_name] = directory  # read again if host memory has dropped it
+        return request
 
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int,
