@@ -212,6 +212,20 @@ def test_pause_generation_holds_requests(tiny: Server) -> None:
     assert "mode" in refused.json()["error"]["message"]
 
 
+def test_memory_occupation_has_sglangs_routes(tiny: Server) -> None:
+    body = {"prompt": "2 + 3 =", "max_tokens": 4, "temperature": 0}
+    text = tiny.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    refused = tiny.http.post("/release_memory_occupation", json={"tags": ["weights"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tags")
+    released = tiny.http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).json()
+    assert (released["is_sleeping"], released["asleep"]) == (True, ["kv_cache"])
+    assert tiny.http.post("/resume_memory_occupation", json={}).json() == {"is_sleeping": False}
+    assert tiny.http.post("/release_memory_occupation", json={}).json()["is_sleeping"]
+    assert tiny.http.post("/resume_memory_occupation", json={"tags": ["weights"]}).json()["asleep"] == ["kv_cache"]
+    assert tiny.http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).json() == {"is_sleeping": False}
+    assert tiny.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_frees_memory_and_answers_go_on(tiny: Server, level: int) -> None:
     """A running request waits; new ones are refused; weights wake before pages."""

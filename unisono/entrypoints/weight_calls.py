@@ -164,6 +164,22 @@ class WeightCalls:
         """
         return self._command("wake_up", tags=None if tags is None else list(tags), reload=reload)
 
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """SGLang's name of :meth:`sleep` at level 1. tags: ``["kv_cache"]`` releases the KV cache alone.
+
+        Raises ConfigError as :meth:`sleep`, and for weights without the KV cache.
+        """
+        if tags and "kv_cache" not in tags:
+            raise ConfigError(f"tags={list(tags)}: weights are released with the kv_cache; name both.")
+        done = self.sleep(1)
+        if tags and set(tags) == {"kv_cache"}:
+            self.wake_up(["weights"])
+        return done
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """SGLang's name of :meth:`wake_up`."""
+        return self.wake_up(tags)
+
     @property
     def is_sleeping(self) -> bool:
         """True while a part of the memory sleeps."""

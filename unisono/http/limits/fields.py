@@ -244,6 +244,7 @@ BODIES: Mapping[str, Mapping[str, Limit]] = {
         "weight_version": ID,
     },
     "PauseRequest": {},
+    "MemoryRequest": {"tags": Items(2)},
     "AbortRequest": {"request_ids": Items(4096, ID), "request_id": ID, "rid": ID},
     "LoadAdapter": {"lora_name": ID, "lora_path": Chars(4096), "base_model_name": ID},
     "UnloadAdapter": {"lora_name": ID, "lora_int_id": Whole(-MAX_INT32)},
