@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -54,7 +54,7 @@ class FakeDriver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(cuda_driver, "driver", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -67,7 +67,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         return torch.frombuffer((ctypes.c_ubyte * count).from_address(address), dtype=torch.uint8)
 
     monkeypatch.setattr(cuda_ipc, "memory_at", at)
-    yield fake
+    return fake
 
 
 def test_an_allocation_is_opened_once_and_closed(driver: FakeDriver) -> None:
@@ -99,8 +99,6 @@ def test_an_allocation_is_opened_once_and_closed(driver: FakeDriver) -> None:
     ],
 )
 def test_refusals(driver: FakeDriver, change: dict[str, Any], says: str) -> None:
-    import msgspec
-
     with pytest.raises(ConfigError, match=says):
         OpenedTensors().open(msgspec.structs.replace(SHARED, **change))
 
@@ -121,8 +119,6 @@ sys.stdin.readline()
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_tensor_of_another_process() -> None:
-    import msgspec
-
     with subprocess.Popen(
         [sys.executable, "-c", TRAINER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as trainer:

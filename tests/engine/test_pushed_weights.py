@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,7 @@ def sliced(name: str, tensor: torch.Tensor, dim: int, bounds: tuple[int, ...]) -
     """Slices of a tensor between successive bounds along a dimension, by their names."""
     before = ":, " * dim
     return {
-        f"{name}[{before}{start}:{stop}]": tensor.narrow(dim, start, stop - start)
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        f"{name}[{before}{start}:{stop}]": tensor.narrow(dim, start, stop - start) for start, stop in pairwise(bounds)
     }
 
 
