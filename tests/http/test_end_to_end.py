@@ -122,6 +122,11 @@ def test_acceptance_of_each_request(tiny: Server) -> None:
     assert len(accepted) == len(drafted) == told["num_spec_steps"]
     assert (sum(accepted), sum(drafted)) == (told["num_accepted_draft_tokens"], told["num_draft_tokens"])
     assert told["acceptance_histogram"] == [accepted.count(j) for j in range(4)]
+    assert told["drafts_histogram"] == [told["num_steps_without_drafts"], *(drafted.count(j) for j in range(1, 4))]
+    assert told["accepted_per_position"] == [sum(count > j for count in accepted) for j in range(3)]
+    assert told["drafted_per_position"] == [sum(count > j for count in drafted) for j in range(3)]
+    assert told["mean_draft_tokens"] == pytest.approx(sum(drafted) / len(drafted))
+    assert 'drafter="eagle3"' in tiny.http.get("/metrics").text
     # Every step adds a token of the model's own, and the prompt's pass the first one; the last step may be cut.
     steps = told["num_spec_steps"] + told["num_steps_without_drafts"]
     assert 39 <= steps + told["num_accepted_draft_tokens"] <= 40
