@@ -14,6 +14,7 @@ import torch
 
 from unisono.config import EngineConfig, Hardware, resolve
 from unisono.config.catalog import bundled
+from unisono.distributed import cuda_driver
 from unisono.engine.startup import start_notes
 from unisono.engine.startup.start_notes import StartNotes, shape_files
 from unisono.graphs.cost import PassCost
@@ -30,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[st
     """The properties of a GPU, which a test may change."""
     gpu = dict(GPU)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**gpu))
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: gpu.get("driver", 12080), raising=False)
+    monkeypatch.setattr(cuda_driver, "driver_version", lambda: gpu.get("driver", 12080))
     monkeypatch.setenv("UNISONO_START_NOTES", str(tmp_path / "notes"))
     start_notes._machine.cache_clear()
     yield gpu

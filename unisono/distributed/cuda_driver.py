@@ -58,6 +58,7 @@ SIGNATURES = {
     "cuIpcGetMemHandle": (ctypes.POINTER(IpcHandle), Address),
     "cuIpcOpenMemHandle_v2": (ctypes.POINTER(Address), IpcHandle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (Address,),
+    "cuDriverGetVersion": (ctypes.POINTER(ctypes.c_int),),
     "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
 }
 
@@ -80,6 +81,13 @@ def call(name: str, *arguments: object) -> None:
         text = ctypes.c_char_p()
         driver().cuGetErrorName(code, ctypes.byref(text))
         raise RuntimeError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+
+
+def driver_version() -> int:
+    """Version of CUDA that the driver supports, as 1000 · major + 10 · minor."""
+    found = ctypes.c_int()
+    call("cuDriverGetVersion", ctypes.byref(found))
+    return found.value
 
 
 def memory_at(address: int, count: int, index: int) -> torch.Tensor:

@@ -191,7 +191,9 @@ class GenerateReply:
             own, prompt = generation.routed_experts
             if own is not None:
                 ids = own if prompt is None else prompt.joined(own)
-                answer["meta_info"]["routed_experts"] = base64.b64encode(ids.array().astype(np.int32)).decode()
+                answer["meta_info"]["routed_experts"] = base64.b64encode(
+                    ids.array().astype(np.int32).tobytes()
+                ).decode()
         return answers if self.many else answers[0]
 
     async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:

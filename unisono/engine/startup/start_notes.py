@@ -25,6 +25,7 @@ import triton
 
 from unisono.config import ResolvedConfig, catalog, env
 from unisono.config.checkpoint_files import CONFIG
+from unisono.distributed import cuda_driver
 from unisono.graphs.cost import PassCost
 from unisono.kernels import proofs
 
@@ -100,7 +101,7 @@ def _machine(device: torch.device) -> str:
     """Digest of everything that a proof depends on beside its key."""
     properties = torch.cuda.get_device_properties(device)
     facts = [properties.name, str(properties.uuid), str(properties.total_memory), str(properties.multi_processor_count)]
-    facts += [torch.__version__, triton.__version__, str(torch.version.cuda), str(torch._C._cuda_getDriverVersion())]
+    facts += [torch.__version__, triton.__version__, str(torch.version.cuda), str(cuda_driver.driver_version())]
     facts += [f"{name}={_version(name)}" for name in BLAS]
     facts += [f"{n}={v}" for n, v in sorted(os.environ.items()) if n.startswith(PREFIXES) and n not in UNRELATED]
     return _digest(*facts, sources())
