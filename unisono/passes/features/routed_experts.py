@@ -87,6 +87,8 @@ class RoutedExperts(Feature):
         read_rows(FIELD, rows, outputs)
 
     def info(self) -> Mapping[str, object]:
+        if not self._form.row_bytes:
+            return {}
         return {FIELD: {"layers": list(self.context.routers.layers), "top_k": self._form.top_k}}
 
 
