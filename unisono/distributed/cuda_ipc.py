@@ -55,6 +55,7 @@ class OpenedTensors:
         """The tensor, readable until :meth:`close`. Raises ConfigError for a description that no memory here fits."""
         index = _index(shared.device)
         with torch.cuda.device(index):
+            torch.cuda.synchronize()  # creates the context
             address = self._address(index, shared.handle)
             base, size = Address(), Size()
             call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.cluster.commands import CommandError
 from unisono.http.errors import ApiError, no_answer
-from unisono.http.limits.fields import SleepLevel, Strings
+from unisono.http.limits.fields import FirstError, SleepLevel, Strings
 from unisono.http.openai.translation import checked
 from unisono.http.request_body import load_object
 from unisono.http.routes.common import described, json_response, operators_only, owners_only, parsed_body
@@ -24,6 +24,7 @@ from unisono.types import EngineDead
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 Tag = Literal["weights", "kv_cache"]
+Tags = Annotated[list[Tag], FirstError()]
 """Parts of the memory."""
 LIMIT = 60.0
 """Timeout of a command in the engine process, seconds; writing a long profile takes most."""
@@ -48,7 +49,7 @@ class MemoryRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    tags: list[Tag] | None = Field(None, description="a list of weights and kv_cache; null: both")
+    tags: Tags | None = Field(None, description="a list of weights and kv_cache; null: both")
 
 
 def add(app: FastAPI, service: Service) -> None:

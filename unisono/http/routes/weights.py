@@ -132,6 +132,8 @@ def add(app: FastAPI, service: Service) -> None:
     )
     async def from_tensor(request: Request) -> Response:
         body = await parsed_body(request, lambda raw: checked(load_object(raw), UpdateTensorsRequest))
+        if not body.files and not body.handles:
+            raise ApiError(400, "files is missing; name files or handles of tensors.", param="files")
         sources = {"files": body.files, "handles": {name: one.model_dump() for name, one in body.handles.items()}}
         return json_response(
             await _change(service, body, "update_weights_from_tensor", "files", **sources, draft=body.draft)
