@@ -35,22 +35,34 @@ SHAPES = (
 )
 
 
-def start(model: str, draft: str | None, quantization: str | None) -> None:
+def start(model: str, draft: str | None, quantization: str | None, capture: str) -> None:
     """Start an engine with random weights and print its seconds, by stage and in all, and where its kernels came from.
 
     ``process`` counts from the beginning of this script: it includes imports, and not the interpreter's own start.
+    ``first_token_since_exec`` counts from the start of the process to the first token of a request of 64 tokens.
+    capture: ``--graph-capture``.
     """
     began = time.perf_counter()
-    from unisono import LLM
+    from unisono import LLM, SamplingParams
 
     imported = time.perf_counter()
     flags = {"quantization": quantization} if quantization else {}
-    speculative = json.loads(draft) if draft else None
-    with LLM(model, load_format="dummy", speculative_config=speculative, use_tqdm_on_load=False, **flags) as llm:
+    flags |= {"load_format": "dummy", "speculative_config": json.loads(draft) if draft else None}
+    with LLM(model, use_tqdm_on_load=False, graph_capture=capture, **flags) as llm:
         ready, info = time.perf_counter(), llm.engine.info()
-    kernels = [d for d in info["decisions"] if d["name"] == "compiled kernels"]
+        llm.generate([[*range(64)]], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+        token = since_exec()
+    told = [d for d in info["decisions"] if d["name"] in ("compiled kernels", "start notes")]
     seconds = {"process": round(ready - began, 2), "import": round(imported - began, 2), **info["start_seconds"]}
-    print(json.dumps({"model": model, "draft": draft, "seconds": seconds, "kernels": kernels}), flush=True)
+    seconds["first_token_since_exec"] = round(token, 2)
+    report = {"model": model, "draft": draft, "capture": capture, "seconds": seconds, "kernels": told}
+    print(json.dumps(report), flush=True)
+
+
+def since_exec() -> float:
+    """Seconds since this process started, in steps of 10 ms."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return float(Path("/proc/uptime").read_text().split()[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def pack(cache: Path, out: Path) -> None:
@@ -104,11 +116,12 @@ def main() -> None:
     parser.add_argument("what", nargs="*", help="start: a model; pack: Triton's cache; build: models")
     parser.add_argument("--speculative-config", help="JSON, for start")
     parser.add_argument("--quantization", help="for start")
+    parser.add_argument("--graph-capture", default="start", choices=("start", "lazy"), help="for start")
     parser.add_argument("--out", type=Path, default=OUT, help="directory of archives; default: in the package")
     args = parser.parse_args()
     if args.do == "start":
         (model,) = args.what
-        start(model, args.speculative_config, args.quantization)
+        start(model, args.speculative_config, args.quantization, args.graph_capture)
     elif args.do == "pack":
         (cache,) = args.what
         pack(Path(cache), args.out)

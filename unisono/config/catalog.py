@@ -175,6 +175,7 @@ features = Registry(
         "media": "unisono.passes.features.media:Media",
         "prompt_logprobs": "unisono.passes.features.prompt_logprobs:PromptLogprobs",
         "hidden_states": "unisono.passes.features.hidden_states:ReturnedHiddenStates",
+        "routed_experts": "unisono.passes.features.routed_experts:RoutedExperts",
         "whole_prompts": "unisono.passes.features.whole_prompts:WholePrompts",
     },
     group="unisono.features",

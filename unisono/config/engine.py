@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from unisono.config.preflight.ranks import check_visible
-from unisono.types import MAX_LOGPROBS, Concise, ConfigError, SpeculativeConfig
+from unisono.types import LOGPROBS_MODES, MAX_LOGPROBS, Concise, ConfigError, SpeculativeConfig
 from unisono.types.vectors import DTYPES, dtype_of
 
 if TYPE_CHECKING:
@@ -78,9 +78,8 @@ class EngineConfig(Concise):
     generation_config: source of sampling defaults. auto: the checkpoint's generation_config.json; vllm: vLLM's neutral
     ones; or a directory with that file. EOS ids are always the checkpoint's.
     tokenizer: directory of the tokenizer; None: the checkpoint's. hf_overrides: values in place of config.json's, by
-    name; nested objects are merged. logprobs_mode: raw: log-probabilities of the model's logits; processed: of the
-    distribution that tokens are sampled from, after penalties, temperature and filters.
-    max_logprobs: largest ``logprobs`` of a request; -1: no limit. Above 20, whole logit rows are copied to the host.
+    name; nested objects are merged. logprobs_mode: raw: of the model's logits; processed: after penalties, temperature
+    and filters. max_logprobs: largest ``logprobs``; -1: no limit. Above 20, logit rows are copied to the host.
     scheduling_policy: fcfs: first come, first served. priority: lower priority values first, then fcfs.
     cpu_offload_gb: GiB of host memory for KV pages that the prefix cache evicts from the device; 0: none. Weights stay
     on the device. cpu_offload_ratio: the same as a multiple of the device's pages.
@@ -97,8 +96,8 @@ class EngineConfig(Concise):
     tp_reduce: gather: no sum is divided, and the text is that of one process. ordered: the products after attention and
     of the MLP are divided by inputs, and their terms are added in the order of ranks: faster, the same text for one
     number of ranks.
-    enable_prompt_embeds: the server accepts embeddings in requests. enable_return_hidden_states: the server returns
-    hidden states. The offline interface always does both.
+    enable_prompt_embeds: the server accepts embeddings in requests. enable_return_hidden_states,
+    enable_return_routed_experts: the server returns these. The offline interface always does all three.
     """
 
     model: str = "tiny"
@@ -128,7 +127,7 @@ class EngineConfig(Concise):
     speculative: SpeculativeConfig | None = None
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] = ()
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = MAX_LOGPROBS
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     cpu_offload_gb: float = 0.0
@@ -144,6 +143,7 @@ class EngineConfig(Concise):
     enable_sleep_mode: bool = False
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
+    enable_return_routed_experts: bool = False
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -160,7 +160,7 @@ class EngineConfig(Concise):
     def __post_init__(self) -> None:
         self._check_dtypes()
         _one_of("--load-format", self.load_format, ("auto", "dummy"))
-        _one_of("--logprobs-mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
+        _one_of("--logprobs-mode", self.logprobs_mode, LOGPROBS_MODES)
         _one_of("--scheduling-policy", self.scheduling_policy, ("fcfs", "priority"))
         _one_of("--tp-reduce", self.tp_reduce, ("gather", "ordered"))
         _one_of("--device", self.device.split(":")[0], ("auto", "cpu", "cuda"))

@@ -140,7 +140,7 @@ class PassContext:
         masks = (feature.allowed_tokens(b, rows.shape[0]) for feature in self.features)
         mask = next((mask for mask in masks if mask is not None), None)
         sampled = edit_and_sample(logits, rows, width, drafts, self.slots, mask=mask)
-        computed = Computed(b, hidden, logits, rows, width, sampled, outputs)
+        computed = Computed(b, hidden, logits, rows, width, sampled, outputs, places)
         for feature in self.features:
             feature.report(computed)
         return sampled.tokens.view(-1, width)

@@ -52,6 +52,23 @@ class EditFields(SamplingFields, Protocol):
 
 
 @dataclass(frozen=True)
+class ReportedValues:
+    """Values that ``logprobs`` reports of tokens. Defaults: log-probabilities of the model's logits.
+
+    processed: of logits as tokens are drawn from them: edited, divided by the temperature, filtered.
+    normalized: log-probabilities; False: logits.
+    """
+
+    processed: bool = False
+    normalized: bool = True
+
+    @classmethod
+    def of(cls, mode: str) -> ReportedValues:
+        """The values of a ``--logprobs-mode``."""
+        return cls(mode.startswith("processed"), mode.endswith("logprobs"))
+
+
+@dataclass(frozen=True)
 class Sampled:
     """Result of sampling N rows of logits.
 
@@ -128,10 +145,10 @@ def _best_of_ranks(
 
 
 def report_logprobs(
-    logits: Tensor, slots: Tensor, width: int, sampled: Sampled, fields: EditFields, processed: bool, out: Tensor
-) -> None:
-    """Write the log-probabilities requested by each slot into out [R, width, WORDS] int32; see
-    ``kernels/sampling/logprobs.py``.
+    logits: Tensor, slots: Tensor, width: int, sampled: Sampled, fields: EditFields, reported: ReportedValues,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Write the values requested by each slot into out [R, width, WORDS] int32; see ``kernels/sampling/logprobs.py``.
 
     sampled: result of sampling whole logits.
     """
@@ -139,16 +156,21 @@ def report_logprobs(
     assert sampled.threshold is not None
     logprobs(
         logits, slots, width, sampled.tokens, fields.logprobs, fields.status, fields.temperature, fields.edits,
-        sampled.edited, sampled.threshold, processed, out.view(-1, out.shape[-1]),
+        sampled.edited, sampled.threshold, reported.processed, reported.normalized, out.view(-1, out.shape[-1]),
     )  # fmt: skip
 
 
-def report_prompt_logprobs(logits: Tensor, slots: Tensor, tokens: Tensor, fields: EditFields, out: Tensor) -> None:
-    """Write the prompt log-probabilities requested by slots [T] into out [T, WORDS] int32, from raw logits [T, V]."""
+def report_prompt_logprobs(
+    logits: Tensor, slots: Tensor, tokens: Tensor, fields: EditFields, reported: ReportedValues, out: Tensor
+) -> None:
+    """Write the values of prompt tokens requested by slots [T] into out [T, WORDS] int32, from raw logits [T, V].
+
+    Nothing is drawn from these logits, so they are never processed.
+    """
     unused = logits.new_empty(logits.shape[0], dtype=float32)
     logprobs(
         logits, slots, 1, tokens, fields.prompt_logprobs, fields.status, fields.temperature, fields.edits, unused,
-        unused, False, out,
+        unused, False, reported.normalized, out,
     )  # fmt: skip
 
 

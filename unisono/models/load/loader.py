@@ -23,6 +23,7 @@ from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
 from unisono.models.load.build import AttentionFactory, Builder, no_attention
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.quantization import KV_SCALE
+from unisono.models.load.slices import whole_name, with_slices
 from unisono.models.load.tensor_files import TensorInfo, read, tensor
 from unisono.models.load.update import WeightUpdate
 from unisono.models.load.weights import check, check_tensor, fill, places, tensor_name
@@ -343,11 +344,13 @@ def decoder_update(decoder: Decoder, checkpoint: Checkpoint) -> WeightUpdate:
 def partial_update(decoder: Decoder, checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) -> WeightUpdate:
     """Some of a decoder's weights, by their names in ``checkpoint``; the others stay.
 
-    Raises CheckpointError for a name without a place in the model, and for a wrong shape or dtype.
+    tensors: whole ones, and slices (``models/load/slices.py``). Raises CheckpointError for a name without a place in
+    the model, and for a wrong shape or dtype.
     """
     tensors = _as_named(dict(tensors), checkpoint.family)
-    every = checkpoint_names(decoder, checkpoint.family, tensors)
-    ranks, targets = decoder.builder.ranks, {}
+    names = {whole_name(name) for name in tensors}
+    every, tensors = with_slices(checkpoint_names(decoder, checkpoint.family, names), tensors)
+    ranks, targets = decoder.builder.ranks, dict[str, WeightTarget]()
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied_head = head if decoder.config.tie_embeddings and head in tensors else None
     for name, info in tensors.items():

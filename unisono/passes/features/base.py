@@ -36,11 +36,12 @@ from unisono.attention.context import Rotary
 from unisono.distributed.columns import Columns, whole
 from unisono.graphs import NO_FEATURES, Buffers, Dimension, Features, Field, GraphKey, Program
 from unisono.models.blocks.embedding_overrides import Overriding
+from unisono.models.blocks.router_recorder import RouterRecorder
 from unisono.models.config import DecoderConfig
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.config import VisionConfig
 from unisono.models.vision.tower import AnyTower
-from unisono.sampling.pipeline import EditFields, Sampled
+from unisono.sampling.pipeline import EditFields, ReportedValues, Sampled
 from unisono.types import EngineRequest, SamplingParams, TokenDelta
 
 PassKind = Literal["extend", "mixed", "round", "verify"]
@@ -83,8 +84,7 @@ class PrePass:
 class Room:
     """Time available for pre-passes.
 
-    ms: returns the milliseconds of a pass.
-    left: milliseconds left.
+    ms: returns the milliseconds of a pass. left: milliseconds left.
     least: True if the smallest useful pass may run although it takes longer.
     """
 
@@ -105,7 +105,7 @@ class FeatureContext:
     eos: end-of-sequence ids.
     max_rows: requests in one prompt pass, at most.
     paths: paths of a draft tree; 1 for chains.
-    processed_logprobs: report log-probabilities of the distribution that tokens are drawn from, not of the raw logits.
+    reported: values that ``logprobs`` reports.
     synthetic: for benchmarks: drafts are accepted without verification.
     slots: slot fields on the device.
     logits: the LM head, [N, H] -> [N, V].
@@ -117,6 +117,7 @@ class FeatureContext:
     decide: called with (name, value, reason) of each choice made by the feature; ``explain`` shows them.
     adapters: the target's adapter slots, and the adapters held by this rank; None: off.
     adapter_modules: (name, directory) of adapters loaded at start.
+    routers: the target's MoE layers.
     whole_logits: features that a pass must have if whole rows of logits are read; empty if each rank has them anyway.
     whole_text: tokens of the model see later ones, too.
     pools: the model writes no text: prompts return their hidden states, to be pooled.
@@ -129,7 +130,7 @@ class FeatureContext:
     dtype: torch.dtype
     max_rows: int
     paths: int
-    processed_logprobs: bool
+    reported: ReportedValues
     synthetic: bool
     slots: EditFields
     logits: Callable[[torch.Tensor], torch.Tensor]
@@ -141,6 +142,7 @@ class FeatureContext:
     max_model_len: int
     cache_bytes: int | None
     decide: Callable[[str, object, str], None]
+    routers: RouterRecorder
     adapters: HeldAdapters | None = None
     adapter_modules: Sequence[tuple[str, str]] = ()
     whole_logits: Features = NO_FEATURES
@@ -334,6 +336,7 @@ class Computed:
     rows [N] int32: slot of each row, the padding slot if nothing is sampled.
     width: W.
     sampled: tokens, and the values they were drawn from.
+    places [N · W]: sampled positions among the target's tokens, if rows differ in width; None: all, in order.
     """
 
     buffers: Buffers
@@ -343,6 +346,7 @@ class Computed:
     width: int
     sampled: Sampled
     outputs: Outputs
+    places: torch.Tensor | None = None
 
     @cached_property
     def logits(self) -> torch.Tensor:
