@@ -1,4 +1,4 @@
-"""What a layer with a dense MLP beside its experts computes around the two, in one launch before and one after.
+"""Norms and sums around a dense MLP and the experts beside it, in one launch before them and one after.
 
 Owns the ops ``beside_norms`` and ``beside_sum``; called by ``layers``. The first norms the mixer's output, adds it and
 norms the sum three times: for the MLP, the experts and the router. The second sums the experts' outputs, norms them and

@@ -386,7 +386,7 @@ class LayerSpec:
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward, with norms around each. Each sum and the norm after it are fused with the step before.
+    """A mixer and a feed-forward, with norms around each. A sum and the norm after it are fused with the step before.
 
     next_norm: the norm that reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for
         none.
