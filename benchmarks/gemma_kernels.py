@@ -1,0 +1,186 @@
+"""Kernels of a Gemma 4 round at its real sizes: tiles of products, attention of few rows, and the layer's norms.
+
+    python -m benchmarks.gemma_kernels [--only tiles attention norms] [--rows 1 4]
+
+*tiles*: µs of the Triton product with each blocking beside the one that ``linear_tile`` chooses, weights out of L2.
+*attention*: µs of a layer of a round at batch 1, with launch options. *norms*: the fused kernels of
+``kernels/moe/beside.py`` beside the ops in turn, and whether the bits are equal. Times are medians over CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import triton
+
+from benchmarks.attention import Heads, Paged
+from benchmarks.experts import graph_us
+from benchmarks.kernels import cold, markdown, random
+from unisono.kernels import rms_norm
+from unisono.kernels.attention import paged as ops
+from unisono.kernels.gemm.linear import launch_linear, linear_tile
+from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.moe.beside import beside_norms, beside_sum
+from unisono.kernels.moe.combine import combine_experts
+from unisono.kernels.norm.sandwich_norm import add_normed
+
+PRODUCTS = {
+    "26b qkv": (8192, 2816),
+    "26b qkv full": (9216, 2816),
+    "26b o": (2816, 4096),
+    "26b o full": (2816, 8192),
+    "26b gate+up": (4224, 2816),
+    "26b down": (2816, 2112),
+    "26b router": (128, 2816),
+    "assistant q": (4096, 1024),
+    "assistant gate+up": (8192, 1024),
+    "assistant lm_head": (262144, 1024),
+    "lm_head": (262144, 2816),
+    "31b o": (5376, 8192),
+    "31b down": (5376, 21504),
+}  # name: N, K
+BLOCKS = ((16, 256), (16, 512), (16, 1024), (32, 128), (32, 256), (64, 128), (64, 256), (128, 64), (128, 128))
+"""(outputs, inputs) of a step; as many stages as fit."""
+
+HEADS = {
+    "sliding": Heads("sliding", 16, 8, 256, 1024),
+    "full": Heads("full", 16, 2, 512),
+    "31b sliding": Heads("31b sliding", 32, 16, 256, 1024),
+}
+
+
+def candidates(rows: int, n: int, k: int) -> list[Tile]:
+    """The tile in use, then others."""
+    m = max(16, triton.next_power_of_2(rows))
+    found = [linear_tile(rows, n, torch.bfloat16)]
+    for outputs, inputs in BLOCKS:
+        stages = min(6, 200 * 1024 // (2 * (m + outputs) * inputs))
+        if inputs < 2 * k and stages >= 2:
+            found += [Tile(m, outputs, inputs, 4, stages)]
+    return found
+
+
+def tiles(rows: tuple[int, ...]) -> None:
+    table = []
+    for name, (n, k) in PRODUCTS.items():
+        for m in rows:
+            weight, x = random(n, k, scale=k**-0.5), random(m, k)
+            found: list[tuple[float, Tile]] = []
+            for tile in candidates(m, n, k):
+                try:
+                    us = cold(lambda w, x=x, tile=tile: launch_linear(x, w, None, None, tile), weight)
+                except triton.runtime.errors.OutOfResources:
+                    continue
+                found.append((us, tile))
+            now, *others = found
+            best = sorted(others, key=lambda pair: pair[0])[:3]
+            cells = [f"{us:.1f}: {t.n}×{t.k}, {t.stages} s" for us, t in (now, *best)]
+            table.append([f"{name} {n}×{k}", str(m), f"{2 * n * k / 4.68e6:.1f}", *cells])
+    print(markdown(["product", "M", "floor", "now", "best", "second", "third"], table), flush=True)
+
+
+def compile_tiles(rows: tuple[int, ...]) -> None:
+    """Compile what ``tiles`` launches, several at a time."""
+    wanted = {}
+    for n, k in PRODUCTS.values():
+        for m in rows:
+            for tile in candidates(m, n, k):
+                wanted.setdefault((tile, k % tile.k == 0, m == 1), (m, n, k, tile))
+
+    def compiled(case: tuple[int, int, int, Tile]) -> None:
+        m, n, k, tile = case
+        with contextlib.suppress(triton.runtime.errors.OutOfResources):
+            launch_linear(random(m, k), random(min(n, 256), k), None, None, tile)
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(compiled, wanted.values()))
+    torch.cuda.synchronize()
+
+
+def attention(rows: tuple[int, ...]) -> None:
+    options = [{}, {"num_warps": 4}, {"num_stages": 4}, {"num_stages": 2}, {"programs": 264}]
+    table = []
+    for name, heads in HEADS.items():
+        for length in (1100, 8200):
+            for width in rows:
+                paged, q = Paged([length], layers=12, heads=heads), heads.queries(width)
+                inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
+                paged.backend.plan(inputs, heads.window)
+                where, how = (paged.table, inputs.positions, *inputs.plan), (paged.scale, heads.window)
+                cells = []
+                for each in options:
+
+                    def run(layer: int, q=q, paged=paged, where=where, how=how, each=each) -> torch.Tensor:
+                        return ops.launch_attention(q, *paged.caches[layer][:2], *where, *how, **each)
+
+                    try:
+                        us = graph_us([lambda layer=layer, run=run: run(layer) for layer in range(12)])
+                        cells.append(f"{us:.1f}")
+                    except triton.runtime.errors.OutOfResources:
+                        cells.append("–")
+                read = min(length, heads.window or length) * heads.token_bytes / 4.68e6
+                table.append([name, str(length), str(width), f"{read:.1f}", *cells])
+    head = ["layer", "keys", "tokens", "floor", *(str(each or "now") for each in options)]
+    print(markdown(head, table), flush=True)
+
+
+def norms(rows: tuple[int, ...]) -> None:
+    h, top_k, eps, table = 2816, 8, 1e-6, []
+    w = [torch.randn(h, device="cuda") for _ in range(7)]
+    factor = random(1)
+
+    def before(x: torch.Tensor, r: torch.Tensor) -> list[torch.Tensor]:
+        total, _ = add_normed(x, r, w[0], eps, None, None, 0.0)
+        return [total, *(rms_norm(total, weight, eps) for weight in w[1:4])]
+
+    def after(y: torch.Tensor, weights: torch.Tensor, dense: torch.Tensor, r: torch.Tensor) -> list[torch.Tensor]:
+        mixed = combine_experts(y, weights, None, None, torch.zeros_like(r))
+        both, _ = add_normed(mixed, rms_norm(dense, w[4], eps), w[5], eps, None, None, 0.0)
+        return list(add_normed(both, r, w[6], eps, factor, w[0], eps))
+
+    for m in (*rows, 64):
+        x, r, dense, y = random(m, h), random(m, h), random(m, h), random(m * top_k, h)
+        weights = torch.rand(m, top_k, device="cuda")
+        pairs: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
+            (
+                "norms",
+                lambda x=x, r=r: before(x, r),
+                lambda x=x, r=r: [beside_norms(x, r, w[0], eps, *w[1:4], eps)[i] for i in (0, 1, 4, 7)],
+            ),
+            (
+                "sum",
+                lambda y=y, weights=weights, dense=dense, r=r: after(y, weights, dense, r),
+                lambda y=y, weights=weights, dense=dense, r=r: beside_sum(
+                    y, weights, dense, r, w[4], w[5], eps, w[6], eps, factor, w[0], eps
+                )[:2],
+            ),
+        ]
+        for name, apart, fused in pairs:
+            same = all(torch.equal(a, b) for a, b in zip(apart(), fused(), strict=True))  # type: ignore[call-overload]
+            table.append([name, str(m), f"{graph_us([apart] * 20):.1f}", f"{graph_us([fused] * 20):.1f}", str(same)])
+    print(markdown(["kernel", "M", "ops in turn", "fused", "equal bits"], table), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=["norms", "attention", "tiles"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
+    args = parser.parse_args()
+    rows = tuple(args.rows)
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16\n")
+    if "norms" in args.only:
+        norms(rows)
+    if "attention" in args.only:
+        attention(rows)
+    if "tiles" in args.only:
+        compile_tiles(rows)
+        tiles(rows)
+
+
+if __name__ == "__main__":
+    main()
