@@ -24,7 +24,7 @@ def test_layer_kernels_are_declared_overlapped() -> None:
     assert overlapped_kernels() == {
         "_linear_kernel", "_add_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_sigmoid_gate_kernel",
         "_rope_and_cache_kernel",
-        "attention_kernel", "round_attention_kernel",
+        "attention_kernel", "round_attention_kernel", "wide_round_attention_kernel",
         "_conv_round_kernel", "_conv_prompt_kernel", "_conv_keep_kernel", "_prepare_kernel",
         "_round_kernel", "_walk_kernel", "walk_kernel", "_remember_chunk_kernel", "_gated_norm_kernel",
         "_quantize_kernel", "_fp8_linear_kernel", "fp8_rows_kernel", "_int4_linear_kernel", "_unpack_kernel",

@@ -198,11 +198,11 @@ def _launch(
     (tokens, heads, head_dim), (_, tile_tokens, kv_heads) = q.shape, g.arrivals.shape
     state = q.new_empty(g.partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(g.partials, tile_tokens, heads, head_dim, dtype=torch.float32)
-    plain = g.partials > 0 and g.window == 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None
-    if plain and g.until is None and not options and attention_hopper_rounds.serves(q, g.k_cache, tile_tokens):
+    plain = g.partials > 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None and g.until is None
+    if plain and not options and attention_hopper_rounds.serves(q, g.k_cache, tile_tokens, g.window, g.first):
         attention_hopper_rounds.launch_round_attention(
             out, scales, q, g.k_cache, g.v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals,
-            (state, acc), g.scale * LOG2_E.value, g.first, KEYS,
+            (state, acc), g.scale * LOG2_E.value, g.window, g.first, KEYS,
         )  # fmt: skip
         return
     sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, g.partials > 0, shared_memory(q.device))
