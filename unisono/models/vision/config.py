@@ -118,6 +118,8 @@ class VisionConfig:
     padding_token_id: token whose inputs of layers those of a picture have (Gemma 4); -1: their own.
     placeholder_token_id: token that a prompt has for a picture, where that is not its marks and tokens; -1: it has
         these. around: text on both sides of the marks that take its place.
+    frame_time, between_frames: text before each frame of a video, with its time in place of ``{}``, and before all
+        frames but the first, if text gives their times.
     row_end, picture_end: text of the tokens after each row of a picture's tokens and after the last one; empty: its
         tokens follow each other.
 
@@ -145,6 +147,8 @@ class VisionConfig:
     padding_token_id: int = -1
     row_end: str = ""
     picture_end: str = ""
+    frame_time: str = "<{} seconds>"
+    between_frames: str = ""
 
     def __post_init__(self) -> None:
         for name in ("merge", "patch_size", "temporal_patch_size", "patch_elements"):
