@@ -24,7 +24,7 @@ from unisono.kernels import rms_norm
 from unisono.kernels.attention import paged as ops
 from unisono.kernels.gemm.linear import launch_linear, linear_tile
 from unisono.kernels.gemm.tile import Tile
-from unisono.kernels.moe.beside import beside_norms, beside_sum
+from unisono.kernels.moe.beside import BesideNormed, beside_norms, beside_sum
 from unisono.kernels.moe.combine import combine_experts
 from unisono.kernels.norm.sandwich_norm import add_normed
 
@@ -132,6 +132,10 @@ def attention(rows: tuple[int, ...]) -> None:
     print(markdown(head, table), flush=True)
 
 
+def norms_of(made: BesideNormed) -> list[torch.Tensor]:
+    return [made.total, made.dense, made.sparse, made.routed]
+
+
 def norms(rows: tuple[int, ...]) -> None:
     h, top_k, eps, table = 2816, 8, 1e-6, []
     w = [torch.randn(h, device="cuda") for _ in range(7)]
@@ -153,7 +157,7 @@ def norms(rows: tuple[int, ...]) -> None:
             (
                 "norms",
                 lambda x=x, r=r: before(x, r),
-                lambda x=x, r=r: [beside_norms(x, r, w[0], eps, *w[1:4], eps)[i] for i in (0, 1, 4, 7)],
+                lambda x=x, r=r: norms_of(beside_norms(x, r, w[0], eps, *w[1:4], eps)),
             ),
             (
                 "sum",

@@ -148,9 +148,9 @@ class MediaDecoder:
         own_kind = next((kind for beginning, kind in KINDS.items() if name.startswith(beginning)), None)
         if own_kind is not None:
             own_images = own_kind.of(images, setup["vision"])
-            seen = isinstance(own_images, PooledImages)
-            film = PooledVideos.of(videos.own_config(directory), own_images) if seen else None
-            return cls(own_images, film, setup)
+            if not isinstance(own_images, PooledImages):
+                return cls(own_images, None, setup)
+            return cls(own_images, PooledVideos.of(videos.own_config(directory), own_images), setup)
         if "image_grid_thw" not in images.model_input_names:
             raise ValueError(f"its image processor is a {type(images).__name__}; those of Qwen2-VL and later are known")
         own = {

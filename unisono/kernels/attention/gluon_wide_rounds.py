@@ -27,6 +27,12 @@ from unisono.kernels.overlap import follow, overlapping
 
 
 @gluon.jit
+def _and(values, value):
+    """A tuple with one value more."""
+    return values + (value,)  # noqa: RUF005
+
+
+@gluon.jit
 def _item(work_ptr, positions_ptr, item, window, KV_HEADS: gl.constexpr, PARTS: gl.constexpr, EACH: gl.constexpr,
           KEYS: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """Read an item: its entry of the work list, KV head, part, length, first token, first key seen, first and end step.
@@ -123,7 +129,7 @@ def _empty(ROWS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, MMA: g
     zeros = gl.zeros([PIECE, ROWS], gl.float32, MMA)
     values = ()
     for _ in gl.static_range(PIECES):
-        values = values + (zeros,)  # noqa: RUF005
+        values = _and(values, zeros)
     return gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, MMA)), zeros, values
 
 
@@ -136,7 +142,7 @@ def _merged(m, z, values, m1, z1, values1, PIECES: gl.constexpr):
     new = gl.expand_dims(gl.exp2(m1 - finite), 0) + gl.zeros_like(z)
     found = ()
     for i in gl.static_range(PIECES):
-        found = found + (gl.fma(values[i], old, values1[i] * new),)  # noqa: RUF005
+        found = _and(found, gl.fma(values[i], old, values1[i] * new))
     return top, gl.fma(z, old, z1 * new), found
 
 
@@ -173,12 +179,12 @@ def _step(step, turn, low, length, position, window, q, p, kv, full, free, ones,
     for i in gl.static_range(PIECES):
         piece = kv.index(stage * PIECES + i).permute([1, 0])
         product = warpgroup_mma(piece, p.permute([1, 0]), values[i] * shrink, is_async=True)
-        sums = sums + (product,)  # noqa: RUF005
+        sums = _and(sums, product)
     sums = warpgroup_mma_wait(0, sums)
     mbarrier.arrive(free.index(stage))
     values = ()
     for i in gl.static_range(PIECES):
-        values = values + (sums[i + 1],)  # noqa: RUF005
+        values = _and(values, sums[i + 1])
     return top, sums[0], values
 
 
@@ -221,8 +227,8 @@ def _kept(state_ptr, acc_ptr, place, wanted, own, CAPACITY: gl.constexpr, ROWS: 
     values = ()
     for i in gl.static_range(PIECES):
         piece = gl.load(acc_ptr + at + i * PIECE * CAPACITY, mask=there, other=0.0, cache_modifier=".cg")
-        values = values + (piece,)  # noqa: RUF005
-    return m, gl.expand_dims(z, 0) + gl.zeros_like(values[0]), values
+        values = _and(values, piece)
+    return m, gl.expand_dims(z, 0) + gl.zeros([PIECE, ROWS], gl.float32, MMA), values
 
 
 @gluon.jit
@@ -235,7 +241,7 @@ def _merge_kept(state_ptr, acc_ptr, place, stride, splits, own, AT_ONCE: gl.cons
         for i in gl.static_range(AT_ONCE):
             at = place + (start + i) * stride
             one = _kept(state_ptr, acc_ptr, at, start + i < splits, own, CAPACITY, ROWS, PIECES, PIECE, MMA)
-            read = read + (one,)  # noqa: RUF005
+            read = _and(read, one)
         for i in gl.static_range(AT_ONCE):
             m, z, values = _merged(m, z, values, read[i][0], read[i][1], read[i][2], PIECES)
     return z, values
@@ -306,9 +312,8 @@ def _attend_items(q_ptr, q, p, kv, full, free, positions_ptr, work_ptr, total, a
         skipped = gl.load(work_ptr + counter * 8 + 4, cache_modifier=".cg")  # splits that the plan leaves out
         follow(OVERLAP, True)
         token, _, in_use = _rows_of(first, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(0, MMA))
-        position = gl.load(positions_ptr + token, mask=in_use, other=-1)
+        position, own = gl.load(positions_ptr + token, mask=in_use, other=-1), part * EACH * GROUP
         place = (partial - skipped).to(gl.int64) * KV_HEADS + head  # of split 0; the next one's is KV_HEADS further on
-        own = part * EACH * GROUP
         _load_wide_queries(q_ptr, q, first, last, head, HEADS, GROUP, ROWS, PIECES, PIECE)
         fence_async_shared()
         block_barrier()
@@ -335,10 +340,10 @@ def _attend_items(q_ptr, q, p, kv, full, free, positions_ptr, work_ptr, total, a
                   PIECE, MMA)  # fmt: skip
             block_barrier()  # all of the group's stores come before its arrival
             splits, mine = (length + SPLIT - 1) // SPLIT, end_split - first_split
+            since = gl.maximum(skipped, low // SPLIT)
             arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
             if gl.atomic_add(arrivals, mine, sem="acq_rel", scope="gpu") + mine == splits - skipped:
                 gl.store(arrivals, 0)
-                since = gl.maximum(skipped, low // SPLIT)
                 z, values = _merge_kept(
                     state_ptr, acc_ptr, place + since * KV_HEADS, KV_HEADS, splits - since, own, AT_ONCE, CAPACITY,
                     ROWS, PIECES, PIECE, MMA,

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.fp8_quantize import GROUP, empty_quantised, padded_rows
+from unisono.kernels.gemm.fp8_quantize import GROUP, padded_rows
 from unisono.kernels.library import AotCase, empty_like, op
 from unisono.kernels.moe.combine import combine_experts, weighted_rows
 from unisono.kernels.norm.rms_norm import (
@@ -246,10 +246,7 @@ def beside_sum(
     """
     mixed = combine_experts(y, weights, None, None, torch.zeros_like(residual))
     both = rms_norm.cpu(mixed, sparse_after, eps) + rms_norm.cpu(dense, dense_after, eps)
-    total, *normed = add_normed_op.cpu(both, residual, after, after_eps, factor, weight, norm_eps, group, keep)
-    if weight is None:
-        return total, residual.new_empty(0), *empty_quantised(residual, 0, 0, None)
-    return total, *normed
+    return add_normed_op.cpu(both, residual, after, after_eps, factor, weight, norm_eps, group, keep)
 
 
 def _aot_norms(dtype: str, kind: str, block: int, group: int | None, keep: bool) -> AotCase:

@@ -125,7 +125,8 @@ def _silu_mul_kernel(x, other, out, scales, stride, other_stride, I, M, PADDED, 
 
 
 def launch_silu_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
-    return launch_gate_rows(*x.contiguous().chunk(2, dim=1), gelu)
+    gate, up = x.contiguous().chunk(2, dim=1)
+    return launch_gate_rows(gate, up, gelu)
 
 
 def launch_gate_rows(gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.Tensor:
@@ -157,7 +158,8 @@ def launch_gelu_mul_fp8(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torc
 
 def launch_silu_mul_fp8(x: torch.Tensor, group: int, gelu: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`silu_mul_fp8`."""
-    return launch_gate_rows_fp8(*x.contiguous().chunk(2, dim=1), gelu, group)
+    gate, up = x.contiguous().chunk(2, dim=1)
+    return launch_gate_rows_fp8(gate, up, gelu, group)
 
 
 def launch_gate_rows_fp8(

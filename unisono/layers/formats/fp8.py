@@ -22,7 +22,7 @@ from unisono.config.preflight.quantization import check_fbgemm, check_fp8
 from unisono.kernels import rms_norm
 from unisono.kernels.gemm.fp8 import SLICE, fp8_linear, fp8_product, prove_fp8, rehearse_fp8
 from unisono.kernels.gemm.fp8_linear_norm import fp8_linear_norm
-from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST, quantize
+from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST, Quantised, quantize
 from unisono.layers.activations import Activations, InputFormat, Operand
 from unisono.layers.activations import plain as plain_rows
 from unisono.layers.formats.base import (
@@ -62,11 +62,12 @@ class _Fp8:
     def linear(self, layer: LinearLayer, x: Operand, residual: torch.Tensor | None) -> torch.Tensor:
         weight, scales = self.operands(layer)
         part = self._part(layer)
-        if part == 0 and isinstance(x, torch.Tensor):
+        if isinstance(x, Quantised):
+            return fp8_product(x, weight, scales, layer.bias, residual, part or 0)
+        if part == 0:
             return fp8_linear(x, weight, scales, self._fixed(layer), layer.bias, residual)
         if part is not None:
-            x = quantize(x, GROUP) if isinstance(x, torch.Tensor) else x
-            return fp8_product(x, weight, scales, layer.bias, residual, part)
+            return fp8_product(quantize(x, GROUP), weight, scales, layer.bias, residual, part)
         parts = zip(weight.split(layer.held), scales.split([_blocks(n) for n in layer.held]), strict=True)
         y = torch.cat([fp8_linear(x, *part) for part in parts], 1)
         y = y if layer.bias is None else y + layer.bias

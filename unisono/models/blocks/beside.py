@@ -85,13 +85,14 @@ class Beside(FusesNorms, nn.Module):
     ) -> tuple[torch.Tensor, Activations]:  # fmt: skip
         """``add_normed(self.output(y), …)`` in one launch. Ranks that sum columns gather before the norms."""
         mixed, own = y[1], norm if isinstance(norm, RMSNorm) else None
-        input_format, of_own = (None, (None, 0.0)) if own is None else (own.input_format, (own.weight, own.eps))
+        input_format = None if own is None else own.input_format
+        weight, eps = (None, 0.0) if own is None else (own.weight, own.eps)
         if mixed.shared is not None or self.sparse.stacks[1].rows != WHOLE:
             return add_normed(self.output(y), residual, after, norm, scale)
         total, *normed = beside_sum(
             mixed.y, mixed.weights, self.dense.output(y[0]), residual, self.dense_post_norm.weight,
             self.sparse_post_norm.weight, self.dense_post_norm.eps, after.weight, after.eps,
-            None if scale is None else scale.weight, *of_own, *_options(input_format),
+            None if scale is None else scale.weight, weight, eps, *_options(input_format),
         )  # fmt: skip
         if own is None:
             return total, total if norm is None else norm(total)
