@@ -3,7 +3,7 @@
     python -m benchmarks.gemma_kernels [--only tiles attention norms] [--rows 1 4]
 
 *tiles*: µs of the Triton product with each blocking beside the one that ``linear_tile`` chooses, weights out of L2.
-*attention*: µs of a layer of a round at batch 1, with launch options. *norms*: the fused kernels of
+*attention*: µs of a layer of a round, by what serves and by Triton. *norms*: the fused kernels of
 ``kernels/moe/beside.py`` beside the ops in turn, and whether the bits are equal. Times are medians over CUDA graphs.
 """
 
@@ -52,6 +52,7 @@ BLOCKS = (
 HEADS = {
     "sliding": Heads("sliding", 16, 8, 256, 1024),
     "full": Heads("full", 16, 2, 512),
+    "Qwen3.5-9B": Heads("Qwen3.5-9B", 16, 4, 256),
 }
 
 
@@ -109,9 +110,10 @@ def attention(rows: tuple[int, ...]) -> None:
     for name, heads in HEADS.items():
         paged = Paged([64], heads=heads)
         print(name, paged.backend.prove(heads.dim, heads.dtype)["attention of rounds"])
-        for length in (1100, 8200):
+        for count, length in ((1, 1100), (1, 8200), (16, 1100), (64, 1100)):
             for width in rows:
-                paged, q = Paged([length], layers=12, heads=heads), heads.queries(width)
+                layers = 12 if count == 1 else 4  # more than the L2 holds
+                paged, q = Paged([length] * count, layers, heads), heads.queries(width * count)
                 inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
                 paged.backend.plan(inputs, heads.window)
                 where, how = (paged.table, inputs.positions, *inputs.plan), (paged.scale, heads.window)
@@ -122,13 +124,13 @@ def attention(rows: tuple[int, ...]) -> None:
                         return ops.launch_attention(q, *paged.caches[layer][:2], *where, *how, **each)
 
                     try:
-                        us = graph_us([lambda layer=layer, run=run: run(layer) for layer in range(12)])
+                        us = graph_us([lambda layer=layer, run=run: run(layer) for layer in range(layers)])
                         cells.append(f"{us:.1f}")
                     except triton.runtime.errors.OutOfResources:
                         cells.append("–")
-                read = min(length, heads.window or length) * heads.token_bytes / 4.68e6
-                table.append([name, str(length), str(width), f"{read:.1f}", *cells])
-    head = ["layer", "keys", "tokens", "floor", *(str(each or "served") for each in options)]
+                read = count * min(length, heads.window or length) * heads.token_bytes / 4.68e6
+                table.append([name, str(count), str(length), str(width), f"{read:.1f}", *cells])
+    head = ["layer", "requests", "keys", "tokens", "floor", *(str(each or "served") for each in options)]
     print(markdown(head, table), flush=True)
 
 
