@@ -372,8 +372,8 @@ def fp8_product_op(
     bias: Tensor | None, residual: Tensor | None, part: int = 0,
 ) -> Tensor:  # fmt: skip
     values = widened_activations(x8, x_scales)[:rows]
-    widened = torch.cat([widened_weight(*pair) for pair in parts_of(weight, w_scales, part)])
-    y = row_exact_product(values, widened).to(dtype)
+    first, *others = (widened_weight(*pair) for pair in parts_of(weight, w_scales, part))
+    y = row_exact_product(values, torch.cat((first, *others)) if others else first).to(dtype)
     if bias is not None:
         y = y + bias
     return y if residual is None else y + residual
