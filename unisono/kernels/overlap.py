@@ -77,6 +77,20 @@ def follow(OVERLAP: tl.constexpr, LEADS: tl.constexpr = False):
 
 
 @triton.jit
+def prefetch(rows, K, LINES: tl.constexpr):
+    """Ask for the beginning of each row of a weight, LINES · 128 bytes, to be brought into L2. rows [N]: pointers.
+
+    Before :func:`follow` it lets memory be read while the kernel ahead ends. It reads nothing itself. K: elements of a
+    row.
+    """
+    EACH: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
+    at = rows[:, None] + tl.minimum(tl.arange(0, LINES) * EACH, K - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def publish():
     """End a kernel whose writes are read early: make them visible to all kernels now, not only once it has ended.
 
