@@ -39,10 +39,10 @@ The kernel before them has waited before it allowed them to start, and they wait
 LEADING: set[str] = set()
 """Names of kernels that may let the next one start before they have waited, while the kernel ahead still runs.
 
-Attention does, other kernels if they quantise: the product that follows then loads the first parts of its weight while
-the last programs of the product before it still run. Several such kernels may follow each other, but none is a product,
-and products come between all others: when a kernel begins early, everything ahead of the last product has ended. Early
-reads are of memory older than that, or of weights.
+Attention and norms of outputs do, other kernels if they quantise: the product that follows then loads the first parts
+of its weight, or asks for them, while the last programs of the product before it still run. Several such kernels may
+follow each other, but none is a product, and products come between all others: when a kernel begins early, everything
+ahead of the last product has ended. Early reads are of memory older than that, or of weights.
 """
 
 Kernel = TypeVar("Kernel")

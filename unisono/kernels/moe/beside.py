@@ -49,7 +49,7 @@ class BesideNormed(NamedTuple):
     routed: torch.Tensor
 
 
-@overlapping(reads_early=True)
+@overlapping(reads_early=True, leads=True)
 @triton.jit
 def _beside_norms_kernel(x, residual, after, dense_weight, sparse_weight, router_weight, total, dense, dense8,
                          dense_scales, sparse, sparse8, sparse_scales, routed, after_eps, eps, H, M, PADDED,
@@ -61,7 +61,7 @@ def _beside_norms_kernel(x, residual, after, dense_weight, sparse_weight, router
     inside = cols < H
     w_after = tl.load(after + cols, mask=inside, other=0.0)
     w_dense = tl.load(dense_weight + cols, mask=inside, other=0.0)
-    follow(OVERLAP)
+    follow(OVERLAP, True)
     row = tl.program_id(0).to(tl.int64) * H
     real = inside & (tl.program_id(0) < M)
     dtype = total.dtype.element_ty
@@ -147,7 +147,7 @@ def beside_norms(
 # ---- after both -------------------------------------------------------------------------------------
 
 
-@overlapping(reads_early=True)
+@overlapping(reads_early=True, leads=True)
 @triton.jit
 def _beside_sum_kernel(y, weights, dense, residual, dense_after, sparse_after, after, factor, weight, total, out, x8,
                        scales, eps, after_eps, norm_eps, H, M, PADDED, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -160,7 +160,7 @@ def _beside_sum_kernel(y, weights, dense, residual, dense_after, sparse_after, a
     w_sparse = tl.load(sparse_after + cols, mask=inside, other=0.0)
     if SCALED:
         times = tl.load(factor).to(tl.float32)
-    follow(OVERLAP)
+    follow(OVERLAP, True)
     row = tl.program_id(0).to(tl.int64)
     here = row < M
     real, at = inside & here, row * H + cols
