@@ -1,8 +1,8 @@
 """Kernels of a Gemma 4 round at its real sizes: tiles of products, attention of few rows, and the layer's norms.
 
-    python -m benchmarks.gemma_kernels [--only tiles attention norms] [--rows 1 4]
+    python -m benchmarks.gemma_kernels [--only norms experts tiles attention] [--rows 1 4]
 
-*tiles*: µs of the Triton product with each blocking beside the one that ``linear_tile`` chooses, weights out of L2.
+*experts*: µs of both products by tile. *tiles*: µs of the Triton product with each blocking beside the one that ``linear_tile`` chooses, weights out of L2.
 *attention*: µs of a layer of a round, by what serves and by Triton. *norms*: the fused kernels of
 ``kernels/moe/beside.py`` beside the ops in turn, and whether the bits are equal. Times are medians over CUDA graphs.
 """
@@ -18,7 +18,7 @@ import torch
 import triton
 
 from benchmarks.attention import Heads, Paged
-from benchmarks.experts import graph_us
+from benchmarks.experts import Layer, Shape, graph_us, inputs, short
 from benchmarks.kernels import cold, markdown, random
 from unisono.kernels import rms_norm
 from unisono.kernels.attention import paged as ops
@@ -27,6 +27,7 @@ from unisono.kernels.gemm.linear import launch_linear, linear_tile
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.moe.beside import BesideNormed, beside_norms, beside_sum
 from unisono.kernels.moe.combine import combine_experts
+from unisono.kernels.moe.experts import expert_gate_up, launch_down, launch_gate_up
 from unisono.kernels.norm.sandwich_norm import add_normed
 
 PRODUCTS = {
@@ -139,6 +140,36 @@ def attention(rows: tuple[int, ...]) -> None:
     print(markdown(head, table), flush=True)
 
 
+UPS = ((32, 128, 4, 4), (32, 128, 4, 3), (64, 128, 4, 3), (64, 128, 4, 4), (32, 256, 4, 3), (16, 256, 4, 4))
+DOWNS = ((64, 256, 4, 2), (64, 128, 4, 4), (128, 128, 4, 3), (32, 256, 4, 3), (32, 128, 4, 4))
+"""(n, k, warps, stages) of experts' products; the first are those in use at few pairs."""
+
+
+def experts(rows: tuple[int, ...]) -> None:
+    layer, table = Layer(Shape(2816, 128, 704, 8, 0), "cuda"), []
+    for count in rows:
+        batches = inputs(layer, count)
+        plans = [layer.plan(layer.route(x)[0]) for x in batches]
+        hs = [expert_gate_up(x, layer.gate_up, plan) for x, plan in zip(batches, plans, strict=True)]
+        for name, launch, given, weight, blocks in (
+            ("gate+up", launch_gate_up, batches, layer.gate_up, UPS),
+            ("down", launch_down, hs, layer.down, DOWNS),
+        ):
+            found = []
+            for block in blocks:
+                tile = Tile(16, *block, across=True)
+                calls = [
+                    lambda x=x, p=p, t=tile, f=launch, w=weight: f(x, w, p, t)
+                    for x, p in zip(given, plans, strict=True)
+                ]
+                try:
+                    found.append(f"{graph_us(calls, 5):.1f} {short(tile)}")
+                except triton.runtime.errors.OutOfResources:
+                    found.append("–")
+            table.append([name, str(count), *found, *["–"] * (len(UPS) - len(found))])
+    print(markdown(["product", "tokens", "now", *["other"] * (len(UPS) - 1)], table), flush=True)
+
+
 def norms_of(made: BesideNormed) -> list[torch.Tensor]:
     return [made.total, made.dense, made.sparse, made.routed]
 
@@ -182,7 +213,7 @@ def norms(rows: tuple[int, ...]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=["norms", "attention", "tiles"])
+    parser.add_argument("--only", nargs="+", default=["norms", "experts", "attention", "tiles"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     args = parser.parse_args()
     rows = tuple(args.rows)
@@ -190,6 +221,8 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16\n")
     if "norms" in args.only:
         norms(rows)
+    if "experts" in args.only:
+        experts(rows)
     if "tiles" in args.only:
         compile_tiles(rows)
         tiles(rows)
