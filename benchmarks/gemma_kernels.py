@@ -2,9 +2,10 @@
 
     python -m benchmarks.gemma_kernels [--only norms experts tiles attention] [--rows 1 4]
 
-*experts*: µs of both products by tile. *tiles*: µs of the Triton product with each blocking beside the one that ``linear_tile`` chooses, weights out of L2.
-*attention*: µs of a layer of a round, by what serves and by Triton. *norms*: the fused kernels of
-``kernels/moe/beside.py`` beside the ops in turn, and whether the bits are equal. Times are medians over CUDA graphs.
+*experts*: µs of both products by tile. *tiles*: µs of the Triton product with each blocking beside the one that
+``linear_tile`` chooses, weights out of L2. *attention*: µs of a layer of a round, by what serves and by Triton.
+*norms*: the fused kernels of ``kernels/moe/beside.py`` beside the ops in turn, and whether the bits are equal. Times
+are medians over CUDA graphs.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ def candidates(rows: int, n: int, k: int) -> list[Tile]:
     """The tile in use, then others."""
     m = max(16, triton.next_power_of_2(rows))
     found = [linear_tile(rows, n, torch.bfloat16)]
-    for outputs, inputs, warps in BLOCKS:
-        stages = min(6, 200 * 1024 // (2 * (m + outputs) * inputs))
-        if inputs < 2 * k and stages >= 2:
-            found += [Tile(m, outputs, inputs, warps, stages)]
+    for outputs, step, warps in BLOCKS:
+        stages = min(6, 200 * 1024 // (2 * (m + outputs) * step))
+        if step < 2 * k and stages >= 2:
+            found += [Tile(m, outputs, step, warps, stages)]
     return found
 
 
@@ -157,11 +158,8 @@ def experts(rows: tuple[int, ...]) -> None:
         ):
             found = []
             for block in blocks:
-                tile = Tile(16, *block, across=True)
-                calls = [
-                    lambda x=x, p=p, t=tile, f=launch, w=weight: f(x, w, p, t)
-                    for x, p in zip(given, plans, strict=True)
-                ]
+                tile, both = Tile(16, *block, across=True), zip(given, plans, strict=True)
+                calls = [lambda x=x, p=p, t=tile, f=launch, w=weight: f(x, w, p, t) for x, p in both]
                 try:
                     found.append(f"{graph_us(calls, 5):.1f} {short(tile)}")
                 except triton.runtime.errors.OutOfResources:
