@@ -38,6 +38,9 @@ PROOF_ROWS = (65, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768,
 PREFETCHED = 16
 """Lines of 128 bytes of each row of the weight that a program of few rows asks for before the kernel ahead ends."""
 
+PREFETCHED_WHOLE = 24 << 20
+"""Bytes of a weight up to which it asks for all of each row: half of an H200's L2."""
+
 _OUTPUTS = (2112, 4224, 8192, 16383)
 """Maximum outputs of the tiles below. The first: one program of 16 outputs for each of 132 multiprocessors."""
 
@@ -159,6 +162,13 @@ def _linear_kernel(x, weight, bias, residual, out, M, N, K,
     store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
+def _lines(rows: int, weight: torch.Tensor) -> int:
+    """Lines of each row of a weight [N, K] that the product of this many rows asks for early."""
+    if rows > TRITON_ROWS or PREFETCHED == 0 or weight.nbytes > PREFETCHED_WHOLE:
+        return PREFETCHED if rows <= TRITON_ROWS else 0
+    return min(triton.next_power_of_2(triton.cdiv(weight.shape[1] * weight.itemsize, 128)), 128)
+
+
 @triton.jit
 def _add_kernel(y, bias, residual, N, total, BLOCK: tl.constexpr,
                 HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
@@ -194,7 +204,7 @@ def launch_linear(
         x, weight, bias, residual, out, rows, n, k,
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, SWAPPED=tile.swapped, EVEN_K=k % tile.k == 0,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        LINES=PREFETCHED if rows <= TRITON_ROWS and overlaps(x.device) else 0,
+        LINES=_lines(rows, weight) if overlaps(x.device) else 0,
         num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
     )  # fmt: skip
     return out
