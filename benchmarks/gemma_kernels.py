@@ -23,7 +23,6 @@ from benchmarks.experts import Layer, Shape, graph_us, inputs, short
 from benchmarks.kernels import cold, markdown, random
 from unisono.kernels import rms_norm
 from unisono.kernels.attention import paged as ops
-from unisono.kernels.gemm import linear
 from unisono.kernels.gemm.linear import launch_linear, linear_tile
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.moe.beside import BesideNormed, beside_norms, beside_sum
@@ -83,14 +82,10 @@ def tiles(rows: tuple[int, ...]) -> None:
                     continue
                 found.append((us, tile))
             now, *others = found
-            linear.PREFETCHED, lines = 0, linear.PREFETCHED
-            alone = cold(lambda w, x=x, tile=now[1]: launch_linear(x, w, None, None, tile), weight)
-            linear.PREFETCHED = lines
             best = sorted(others, key=lambda pair: pair[0])[:3]
             cells = [f"{us:.1f}: {t.n}×{t.k}, {t.warps} w, {t.stages} s" for us, t in (now, *best)]
-            table.append([f"{name} {n}×{k}", str(m), f"{2 * n * k / 4.68e6:.1f}", f"{alone:.1f}", *cells])
-    head = ["product", "M", "floor", "without prefetch", "now", "best", "second", "third"]
-    print(markdown(head, table), flush=True)
+            table.append([f"{name} {n}×{k}", str(m), f"{2 * n * k / 4.68e6:.1f}", *cells])
+    print(markdown(["product", "M", "floor", "now", "best", "second", "third"], table), flush=True)
 
 
 def compile_tiles(rows: tuple[int, ...]) -> None:

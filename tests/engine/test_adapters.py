@@ -102,7 +102,7 @@ EARLY = {"adapter_shrink": (0, 1, 2, 3), "adapter_expand": (2, 4, 5), "adapter_s
 
 QUANTISING = {"rms_norm_fp8", "add_rms_norm_fp8", "silu_mul_fp8", "quantize_fp8"}
 
-LEADING = QUANTISING | {"rope_and_cache", "attention", "attention_fp8", "add_normed", "beside_norms", "beside_sum"}
+LEADING = QUANTISING | {"rope_and_cache", "attention", "attention_fp8"}
 """Ops whose kernels allow the next launch to begin before their turn (``LEADING``), while the one ahead still runs."""
 
 

@@ -100,6 +100,9 @@ def test_wide_heads_are_served_with_windows(monkeypatch):
         assert not rounds.serves(q, cache, 1, -300, 0)
         assert rounds.serves(q, cache, 1, 0, 1) == (dim == 128)
         assert not rounds.serves(q, cache, 64, 0, 0)
+        many = torch.empty(67, 4, dim, dtype=torch.float16)
+        assert rounds.serves(many, cache, 1, 0, 0) == (dim == 128), "134 tiles of a KV head"
+        assert rounds.serves(many[:66], cache, 1, 0, 0)
 
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

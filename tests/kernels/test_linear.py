@@ -107,15 +107,3 @@ def test_op_dispatches_and_knows_its_shape():
     assert linear(x[:0], weight).shape == (0, 10)
     assert linear(x.to("meta"), weight.to("meta")).shape == (3, 10)
     assert exact_blas.prove(weight)
-
-
-def test_weights_that_fit_half_of_l2_are_prefetched_whole():
-    """All lines of a row of 4,096 elements, two KiB of a row of a larger weight, and nothing for many rows."""
-
-    def lines(rows, n, k):
-        return kernel._lines(rows, torch.empty(n, k, dtype=torch.bfloat16, device="meta"))
-
-    assert lines(1, 2816, 4096) == 64
-    assert lines(64, 2816, 2112) == 64, "a power of two"
-    assert lines(4, 262144, 2816) == kernel.PREFETCHED
-    assert lines(65, 2816, 4096) == 0

@@ -13,7 +13,7 @@ from tests.kernels.kernel_source import functions, name_of, overlapped_kernels
 activation, linear, norm, overlap = (
     import_module(f"unisono.kernels.{name}") for name in ("norm.activation", "gemm.linear", "norm.rms_norm", "overlap")
 )
-HARMLESS = {"program_id", "num_programs", "arange", "minimum", "maximum", "to", "cdiv", "block_of", "prefetch"}
+HARMLESS = {"program_id", "num_programs", "arange", "minimum", "maximum", "to", "cdiv", "block_of"}
 
 
 def calls(statement: ast.stmt) -> list[str]:

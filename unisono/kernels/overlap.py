@@ -39,10 +39,10 @@ The kernel before them has waited before it allowed them to start, and they wait
 LEADING: set[str] = set()
 """Names of kernels that may let the next one start before they have waited, while the kernel ahead still runs.
 
-Attention and norms of outputs do, other kernels if they quantise: the product that follows then loads the first parts
-of its weight, or asks for them, while the last programs of the product before it still run. Several such kernels may
-follow each other, but none is a product, and products come between all others: when a kernel begins early, everything
-ahead of the last product has ended. Early reads are of memory older than that, or of weights.
+Attention does, other kernels if they quantise: the product that follows then loads the first parts of its weight while
+the last programs of the product before it still run. Several such kernels may follow each other, but none is a product,
+and products come between all others: when a kernel begins early, everything ahead of the last product has ended. Early
+reads are of memory older than that, or of weights.
 """
 
 Kernel = TypeVar("Kernel")
@@ -74,20 +74,6 @@ def follow(OVERLAP: tl.constexpr, LEADS: tl.constexpr = False):
         gdc_wait()
         if not LEADS:
             gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(rows, K, LINES: tl.constexpr):
-    """Ask for the beginning of each row of a weight, LINES · 128 bytes, to be brought into L2. rows [N]: pointers.
-
-    Before :func:`follow` it lets memory be read while the kernel ahead ends. It reads nothing itself. K: elements of a
-    row.
-    """
-    EACH: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
-    at = rows[:, None] + tl.minimum(tl.arange(0, LINES) * EACH, K - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

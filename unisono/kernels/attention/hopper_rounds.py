@@ -31,6 +31,9 @@ MOST_ROWS = 32
 WIDE_ROWS = {256: 32, 512: 16}
 """The same of a program for wide heads, by their size. Two programs share a tile of twice as many."""
 
+WIDE_TILES = 132
+"""Most tiles × KV heads of a pass for wide heads: one for each multiprocessor, which holds one program."""
+
 REGISTERS = 128
 """Registers per thread when a program begins, so that two fit on a multiprocessor. The group that computes then gets
 232.
@@ -59,6 +62,7 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int, window: int
     return (
         exact_round_attention.serves((heads, kv_heads, head_dim, q.dtype, q.device))
         and (window >= 0 and first == 0 if wide else window == 0)
+        and (not wide or len(q) * kv_heads <= WIDE_TILES * tile_tokens)
         and tile_tokens * heads <= (2 * WIDE_ROWS[head_dim] if wide else MOST_ROWS) * kv_heads
         and k_cache.shape[2] == PAGE
         and k_cache.is_contiguous()

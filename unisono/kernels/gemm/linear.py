@@ -25,7 +25,7 @@ from unisono.kernels.cards import HOPPER, fitting_stages, shared_memory
 from unisono.kernels.gemm.cpu import row_exact_product
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
-from unisono.kernels.overlap import follow, overlapped, overlaps, prefetch
+from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
 TRITON_ROWS = 64
@@ -34,12 +34,6 @@ TRITON_ROWS = 64
 PROOF_ROWS = (65, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
 """Numbers of rows at which cuBLASLt is compared with the Triton kernel: it chooses an algorithm for each."""
 
-
-PREFETCHED = 16
-"""Lines of 128 bytes of each row of the weight that a program of few rows asks for before the kernel ahead ends."""
-
-PREFETCHED_WHOLE = 24 << 20
-"""Bytes of a weight up to which it asks for all of each row: half of an H200's L2."""
 
 _OUTPUTS = (2112, 4224, 8192, 16383)
 """Maximum outputs of the tiles below. The first: one program of 16 outputs for each of 132 multiprocessors."""
@@ -146,7 +140,7 @@ def tile_product(x_rows, w_rows, row_ok, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 def _linear_kernel(x, weight, bias, residual, out, M, N, K,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
                    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-                   LINES: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                   OVERLAP: tl.constexpr):  # fmt: skip
     # Row tiles of one weight tile are neighbours in the grid, so that the weight is read from memory once.
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -154,19 +148,10 @@ def _linear_kernel(x, weight, bias, residual, out, M, N, K,
     x_rows = x + rows.to(tl.int64) * K
     # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
     w_rows = weight + tl.minimum(cols, N - 1).to(tl.int64) * K
-    if LINES > 0:
-        prefetch(w_rows, K, LINES)
     follow(OVERLAP)
     r = residual_tile(residual, rows, cols, M, N, HAS_RESIDUAL)  # while the product is computed
     acc = tile_product(x_rows, w_rows, row_ok, K, BLOCK_M, BLOCK_N, BLOCK_K, SWAPPED, EVEN_K)
     store_sums(acc, out, bias, r, rows, cols, M, N, HAS_BIAS, HAS_RESIDUAL)
-
-
-def _lines(rows: int, weight: torch.Tensor) -> int:
-    """Lines of each row of a weight [N, K] that the product of this many rows asks for early."""
-    if rows > TRITON_ROWS or PREFETCHED == 0 or weight.nbytes > PREFETCHED_WHOLE:
-        return PREFETCHED if rows <= TRITON_ROWS else 0
-    return min(triton.next_power_of_2(triton.cdiv(weight.shape[1] * weight.itemsize, 128)), 128)
 
 
 @triton.jit
@@ -204,7 +189,6 @@ def launch_linear(
         x, weight, bias, residual, out, rows, n, k,
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, SWAPPED=tile.swapped, EVEN_K=k % tile.k == 0,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        LINES=_lines(rows, weight) if overlaps(x.device) else 0,
         num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
     )  # fmt: skip
     return out
@@ -329,7 +313,6 @@ def _aot_linear(shared: int, dtype: str, rows: int, n: int, even_k: bool, bias: 
         {
             "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "SWAPPED": tile.swapped,
             "EVEN_K": even_k, "HAS_BIAS": bias, "HAS_RESIDUAL": residual, "OVERLAP": True,
-            "LINES": PREFETCHED if rows <= TRITON_ROWS else 0,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -61,7 +61,7 @@ def _beside_norms_kernel(x, residual, after, dense_weight, sparse_weight, router
     inside = cols < H
     w_after = tl.load(after + cols, mask=inside, other=0.0)
     w_dense = tl.load(dense_weight + cols, mask=inside, other=0.0)
-    follow(OVERLAP, True)
+    follow(OVERLAP, DENSE_GROUP + SPARSE_GROUP > 0)
     row = tl.program_id(0).to(tl.int64) * H
     real = inside & (tl.program_id(0) < M)
     dtype = total.dtype.element_ty
@@ -160,7 +160,7 @@ def _beside_sum_kernel(y, weights, dense, residual, dense_after, sparse_after, a
     w_sparse = tl.load(sparse_after + cols, mask=inside, other=0.0)
     if SCALED:
         times = tl.load(factor).to(tl.float32)
-    follow(OVERLAP, True)
+    follow(OVERLAP, GROUP > 0)
     row = tl.program_id(0).to(tl.int64)
     here = row < M
     real, at = inside & here, row * H + cols

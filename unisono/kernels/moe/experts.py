@@ -27,7 +27,6 @@ from unisono.kernels.moe import gluon as experts_gluon
 from unisono.kernels.moe.plan import (
     ExpertPlan,
     Shapes,
-    begin_down,
     plan_experts,
     product_case,
     product_launch,
@@ -38,7 +37,7 @@ from unisono.kernels.moe.plan import (
     tokens_of,
 )
 from unisono.kernels.norm.activation import GELU_TANH, SILU, ExpertGate, gated_cpu, gated_product
-from unisono.kernels.overlap import follow, overlapped, overlapping
+from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
 Step = tuple[int, int, int, int]
@@ -162,7 +161,6 @@ def _gate_up_kernel(x, weight, bias, h, ids, order, tiles, M, count,
         store_pairs(h, gated_product(gate, up, h.dtype.element_ty, ALPHA, LIMIT, GELU), pair, valid, cols, I)
 
 
-@overlapping(reads_early=True)
 @triton.jit
 def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
                  H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
@@ -170,14 +168,11 @@ def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
                  ACROSS: tl.constexpr, RIDES: tl.constexpr, LEAD: tl.constexpr, PAIRS: tl.constexpr,
                  BIAS: tl.constexpr, OVERLAP: tl.constexpr, UP: tl.constexpr):  # fmt: skip
     """Compute y [pairs, H]. weight [E, H, I]; bias [E, H] with BIAS. UP: h has a row for each token, and y is ReLU²."""
-    if UP:
-        follow(OVERLAP)
+    follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
     cols, ks = part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    outputs = weight + e.to(tl.int64) * (H * I) + tl.minimum(cols, H - 1) * I
-    begin_down(outputs, n, I, UP, LEAD, OVERLAP)
-    weights = outputs[None, :] + ks[:, None]
+    weights = weight + e.to(tl.int64) * (H * I) + tl.minimum(cols, H - 1)[None, :] * I + ks[:, None]
     for base in range(0, n, TILE):
         pair, valid = tile_pairs(order, first, rank, base, n, M, TOP_K, TILE, LEAD, PAIRS)
         source = tokens_of(pair, M, TOP_K) if UP else pair

@@ -48,7 +48,6 @@ from unisono.kernels.moe.plan import (
     LEAD_PAIRS,
     ExpertPlan,
     Shapes,
-    begin_down,
     product_case,
     product_launch,
     program_place,
@@ -58,7 +57,7 @@ from unisono.kernels.moe.plan import (
     tile_rows,
     tokens_of,
 )
-from unisono.kernels.overlap import follow, overlapped, overlapping
+from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
 Operands = tuple[torch.Tensor, torch.Tensor]
@@ -108,7 +107,6 @@ def _fp8_gate_up_kernel(x8, x_scales, weight, w_scales, h, ids, order, tiles, M,
         store_gated(h, tl.trans(acc), part, pair, valid, I, TILE, HALF, GELU)
 
 
-@overlapping(reads_early=True)
 @triton.jit
 def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, count, PADDED,
                  H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
@@ -116,15 +114,12 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
                  LEAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
                  UP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Compute y [pairs, H]. UP: h has a row for each token, and y is ReLU²."""
-    if UP:
-        follow(OVERLAP)
+    follow(OVERLAP)
     t, part = program_place(tl.cdiv(H, BLOCK_N), ACROSS)
     e, n, first, rank = tile_rows(ids, tiles, t, M, count, E, TOP_K, TILE, RIDES, LEAD, PAIRS)
     ks, cols = tl.arange(0, 128), part * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(cols, H - 1)
-    outputs = weight + e.to(tl.int64) * (H * I) + rows * I
-    begin_down(outputs, n, I, UP, LEAD, OVERLAP)
-    w_ptrs = outputs[:, None] + ks[None, :]
+    w_ptrs = weight + e.to(tl.int64) * (H * I) + rows[:, None] * I + ks[None, :]
     STEPS: tl.constexpr = (I + 127) // 128
     if BY_BLOCK:
         ws_ptrs = w_scales + (e * ((H + 127) // 128) + part * BLOCK_N // 128) * STEPS

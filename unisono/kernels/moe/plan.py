@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.library import AotCase, ints, op
-from unisono.kernels.overlap import follow, overlapped, prefetch
+from unisono.kernels.overlap import follow, overlapped
 
 LEAD_PAIRS = 128
 """Maximum number of pairs that are not sorted."""
@@ -141,13 +141,13 @@ def tile_rows(ids, tiles, t, M, count, E: tl.constexpr, TOP_K: tl.constexpr, TIL
 
     count: listed tiles. RIDES: a shared expert has tiles too. LEAD: not sorted: tile t is pair t, and has rows where
     that pair is its expert's first; n may exceed TILE. PAIRS: a power of two that holds all pairs. :func:`tile_pairs`
-    takes the results. The reads bypass L1: ``down`` reads before its turn what the router wrote before ``gate_up``.
+    takes the results.
     """
     pairs = M * TOP_K
     if LEAD:
         p = tl.arange(0, PAIRS)
-        every = tl.load(ids + p, mask=p < pairs, other=-1, cache_modifier=".cg")
-        e = tl.load(ids + t, mask=t < pairs, other=E, cache_modifier=".cg")
+        every = tl.load(ids + p, mask=p < pairs, other=-1)
+        e = tl.load(ids + t, mask=t < pairs, other=E)
         same = (every == e).to(tl.int32)
         leads = (tl.min(tl.where(same != 0, p, PAIRS), 0) == t) & (e < E)
         n = tl.where(t < pairs, tl.where(leads, tl.sum(same, 0), 0), M)
@@ -156,9 +156,9 @@ def tile_rows(ids, tiles, t, M, count, E: tl.constexpr, TOP_K: tl.constexpr, TIL
     else:
         shared = tl.cdiv(M, TILE) if RIDES else 0
         listed = t >= shared
-        e = tl.load(tiles + t - shared, mask=listed, other=E, cache_modifier=".cg")
-        first = tl.load(tiles + count + t - shared, mask=listed, other=0, cache_modifier=".cg")
-        n = tl.load(tiles + 2 * count + t - shared, mask=listed, other=0, cache_modifier=".cg")
+        e = tl.load(tiles + t - shared, mask=listed, other=E)
+        first = tl.load(tiles + count + t - shared, mask=listed, other=0)
+        n = tl.load(tiles + 2 * count + t - shared, mask=listed, other=0)
         first, n = tl.where(listed, first, -1 - t * TILE), tl.where(listed, n, tl.minimum(M - t * TILE, TILE))
         rank = tl.zeros([PAIRS], tl.int32)
     return e, n, first, rank
@@ -178,20 +178,6 @@ def tile_pairs(order, first, rank, base, n, M, TOP_K: tl.constexpr, TILE: tl.con
         own = tl.load(order + first + r, mask=valid & (first >= 0), other=0)
         pair = tl.where(first < 0, pairs - 1 - first + r, own)
     return pair, valid
-
-
-@triton.jit
-def begin_down(rows, n, K: tl.constexpr, UP: tl.constexpr, LEAD: tl.constexpr, OVERLAP: tl.constexpr):
-    """Wait for the kernel ahead, ``gate_up``; before that ask for a tile's weight where a pass has few pairs.
-
-    rows: pointers to rows of K elements. n: rows of the tile. UP: the product is itself the first, and has waited.
-    """
-    if not UP:
-        if LEAD and OVERLAP:
-            LINES: tl.constexpr = (K * rows.dtype.element_ty.primitive_bitwidth + 1023) // 1024
-            if n > 0:
-                prefetch(rows, K, min(triton.next_power_of_2(LINES), 16))
-        follow(OVERLAP)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from unisono.kernels.norm.rms_norm import (
 from unisono.kernels.overlap import follow, overlapped, overlapping
 
 
-@overlapping(reads_early=True, leads=True)
+@overlapping(reads_early=True)
 @triton.jit
 def _add_normed_kernel(x, residual, after, factor, weight, total, out, x8, scales, after_eps, eps, H, M, PADDED,
                        BLOCK_H: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
@@ -44,7 +44,7 @@ def _add_normed_kernel(x, residual, after, factor, weight, total, out, x8, scale
         w = tl.load(weight + cols, mask=inside, other=0.0)
     if SCALED:
         times = tl.load(factor).to(tl.float32)
-    follow(OVERLAP, True)
+    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * H
     if GROUP > 0:
         inside = inside & (tl.program_id(0) < M)
