@@ -137,7 +137,10 @@ def _same_bits(
 ) -> bool:
     """Compare rounds of one token and of four, or as many as a tile holds, over requests of many lengths, and for wide
     heads with a window, too."""
-    lengths, key = (37, 64, 255, 256, 257, 700, 1100, 2500), (heads, kv_heads, head_dim, dtype, device)
+    lengths: tuple[int, ...] = (1100, 37, 257, 2500, 64, 255, 256, 700)
+    key = heads, kv_heads, head_dim, dtype, device
+    if head_dim in WIDE_ROWS:
+        lengths = lengths[: max(1, WIDE_TILES // kv_heads)]  # as many as the kernel serves
     generator = torch.Generator(device).manual_seed(0)
     pages = proof_pages(lengths, kv_heads, head_dim, dtype, generator)
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
