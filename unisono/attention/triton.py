@@ -64,7 +64,7 @@ class TritonAttention:
             "attention of rounds": _choose_kernel(
                 attention_hopper_rounds.suits(*heads),
                 lambda: attention_hopper_rounds.exact_round_attention.prove(self._attend_round, *heads),
-                "the kernel for Hopper has 16-bit heads of 128 only",
+                "the kernels for Hopper have 16-bit heads of 128, 256 and 512 only",
             ),
         }
 
@@ -78,12 +78,13 @@ class TritonAttention:
         query_start: torch.Tensor | None,
         positions: torch.Tensor,
         width: int | None = None,
+        window: int = 0,
     ) -> torch.Tensor:
         """Run one extend pass, or a round of this width, as the engine does."""
         rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
         inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, width, query_start)
-        self.plan(inputs)
-        return self.forward(q, KV(k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5))
+        self.plan(inputs, window)
+        return self.forward(q, KV(k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5, window))
 
     def _attend_latent(
         self, q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, kv_len: torch.Tensor,
@@ -98,10 +99,10 @@ class TritonAttention:
 
     def _attend_round(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, kv_len: torch.Tensor,
-        width: int,
+        width: int, window: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         positions = (kv_len[:, None] - width + torch.arange(width, device=q.device)).flatten().int()
-        return self._attend(q, k, v, page_table, kv_len, None, positions, width)
+        return self._attend(q, k, v, page_table, kv_len, None, positions, width, window)
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """Fill ``inputs.plan`` with the work list. One launch, no host sync."""

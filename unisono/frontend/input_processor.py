@@ -256,7 +256,7 @@ class InputProcessor:
         names = {"image": vision.image_token_id, "video": vision.video_token_id}
         start = "" if vision.vision_start_token_id < 0 else self._token_text(vision.vision_start_token_id)
         if vision.placeholder_token_id >= 0:
-            names, start = {"image": vision.placeholder_token_id, "video": -1}, ""
+            names, start = {"image": vision.placeholder_token_id, "video": vision.video_token_id}, ""
         tokens = {kind: self._token_text(token) for kind, token in names.items() if token >= 0}
         if vision.tile_marks:
             tokens["image"] = vision.tile_marks[3]

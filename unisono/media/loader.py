@@ -41,9 +41,9 @@ class Vision:
     merge: side of an embedding in patches. image_token_id, video_token_id: placeholders of a prompt; -1: no videos.
     vision_start_token_id: -1: no token opens an image.
     side: rows and columns of every image in patches, 0: any. placeholder_token_id, around, row_end, picture_end,
-    tile_marks, even_frames: see :class:`unisono.models.vision.config.VisionConfig`. tokens_per_second: 0 if text gives
-    the times of a video's frames (without even_frames); None if unknown. max_frame_tokens: most tokens of an image, of
-    one frame of a video, or of a tile.
+    tile_marks, even_frames, frame_time, between_frames: see :class:`unisono.models.vision.config.VisionConfig`.
+    tokens_per_second: 0 if text gives the times of a video's frames (without even_frames); None if unknown.
+    max_frame_tokens: most tokens of an image, of one frame of a video, or of a tile.
     """
 
     merge: int
@@ -60,6 +60,8 @@ class Vision:
     around: str = ""
     row_end: str = ""
     picture_end: str = ""
+    frame_time: str = "<{} seconds>"
+    between_frames: str = ""
     tile_marks: Sequence[str] = ()
     even_frames: bool = False
 

@@ -17,10 +17,10 @@ def expanded(
     """The prompt with every placeholder expanded, and the items with their positions, in order.
 
     The prompt has one placeholder per item, as a chat template writes it, or is expanded already. A video with
-    timestamps becomes ``<0.5 seconds>`` and marks around each frame, as transformers' processors write it; the marks
-    around the placeholder stay. With ``vision.row_end`` an image becomes rows of tokens, each with a token after it;
-    with ``vision.tile_marks`` it becomes tiles of tokens, with tokens between them. end: the token that closes an
-    image. Raises BadRequest if placeholders and items do not match.
+    timestamps becomes each frame's time (``vision.frame_time``) and marks around its tokens, as transformers'
+    processors write it; the marks around the placeholder stay. With ``vision.row_end`` an image becomes rows of tokens,
+    each with a token after it; with ``vision.tile_marks`` it becomes tiles of tokens, with tokens between them. end:
+    the token that closes an image. Raises BadRequest if placeholders and items do not match.
     """
     tokens = {"image": vision.image_token_id, "video": vision.video_token_id}
     queues = {kind: [one for one in items if one.kind == kind] for kind in tokens}
@@ -85,8 +85,9 @@ def _item(item: LoadedMedia, token: int, vision: Vision, end: int, encode: Encod
         return [token] * (frames * each), list(range(frames * each))
     ids: list[int] = []
     at: list[int] = []
-    for stamp in item.timestamps:
-        ids += [*encode(f"<{stamp} seconds>"), vision.vision_start_token_id]
+    for number, stamp in enumerate(item.timestamps):
+        text = vision.frame_time.format(stamp)
+        ids += [*encode(vision.between_frames + text if number else text), vision.vision_start_token_id]
         at += range(len(ids), len(ids) + each)
         ids += [*[token] * each, end]
     return ids, at

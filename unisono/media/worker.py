@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from PIL import Image
 
 from unisono.media.decoding import images as image_decoding
 from unisono.media.decoding import videos
-from unisono.media.decoding.pooled import MergedImages, PooledImages
+from unisono.media.decoding.pooled import MergedImages, PooledImages, PooledVideos, minutes
 from unisono.media.decoding.rows import RowImages
 from unisono.media.decoding.squares import SquareImages
 from unisono.media.decoding.tiles import TiledImages
@@ -148,7 +149,10 @@ class MediaDecoder:
         images, name = _image_processor(directory)
         own_kind = next((kind for beginning, kind in KINDS.items() if name.startswith(beginning)), None)
         if own_kind is not None:
-            return cls(own_kind.of(images, setup["vision"]), None, setup)
+            own_images = own_kind.of(images, setup["vision"])
+            if not isinstance(own_images, PooledImages):
+                return cls(own_images, None, setup)
+            return cls(own_images, PooledVideos.of(videos.own_config(directory), own_images), setup)
         if "image_grid_thw" not in images.model_input_names:
             raise ValueError(f"its image processor is a {type(images).__name__}; those of Qwen2-VL and later are known")
         own = {
@@ -253,7 +257,7 @@ class MediaDecoder:
         if not payloads:
             raise image_decoding.InvalidImage("has no frames; give at least one.")
         frames = _Frames([self._opened(*one) for one in payloads], self.setup["max_pixels"], message["background"])
-        most, fps = self.setup["max_frames"], message["fps"]
+        most, fps, count = self.setup["max_frames"], message["fps"], message["num_frames"]
         if frames.listed:
             rate, indices = fps or LIST_FPS, list(range(frames.total))
             if frames.total > most:
@@ -262,7 +266,10 @@ class MediaDecoder:
                 )
         else:
             rate = frames.rate()
-            indices = videos.sampled(rules, frames.total, rate, fps, message["num_frames"], most)
+            sampled = rules.sampled if isinstance(rules, PooledVideos) else partial(videos.sampled, rules)
+            indices = sampled(frames.total, rate, fps, count, most)
+        if isinstance(rules, PooledVideos):
+            return self._pooled_frames(rules, frames, indices, rate, message)
         if len(indices) == 1:  # as long as one patch
             indices *= rules.temporal_patch_size
         width, height = frames.size
@@ -280,6 +287,23 @@ class MediaDecoder:
         _, stamps = videos.times(rules, indices, rate)
         seconds, _ = videos.times(rules, indices, shown)
         return self._packed("video", pixels, grid, seconds, stamps)
+
+    def _pooled_frames(
+        self, rules: PooledVideos, frames: _Frames, indices: list[int], rate: float, message: dict[str, Any]
+    ) -> tuple[dict[str, Any], Any]:
+        """A video whose frames are images of few tokens."""
+        self.images.check(message)
+        parts: list[np.ndarray] = []
+        grid = (1, 0, 0)
+        for index in indices:
+            pixels, grid = self.images.patches(frames[index], rules.tokens)
+            if not parts:
+                width, height = frames.size
+                what = f"{len(indices)} frames of {width} x {height} pixels"
+                self._check_tokens(len(pixels) * len(indices), len(indices), what)
+            parts.append(pixels)
+        stamps = [minutes(index, rate) for index in indices]
+        return self._packed("video", np.concatenate(parts), (len(indices), *grid[1:]), 1 / rate, stamps)
 
 
 def _image_processor(directory: Path) -> tuple[Any, str]:

@@ -204,8 +204,8 @@ def _sum(acc, w, x, full, free, x_scales, x_ok, w_scales, item, groups, last, PA
 
 
 @gluon.jit
-def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, PADDED, tiles, row_tiles, groups, steps,
-              BY_BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr,
+def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, PADDED, PART, tiles, row_tiles, groups,
+              steps, BY_BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr,
               STAGES: gl.constexpr, EACH: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
               OVERLAP: gl.constexpr):  # fmt: skip
     """Multiply, sum and store. The part of the other warps."""
@@ -219,7 +219,8 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
         first, token0 = _first_of(tile, row_tiles, OUTPUTS, ROWS)
         token = token0 + gl.arange(0, ROWS, gl.SliceLayout(0, MMA))
         x_ok = token < PADDED
-        of_w = w_scales + first // 128 * steps if BY_BLOCK else w_scales
+        block = first // PART * ((PART + 127) // 128) + first % PART // 128
+        of_w = w_scales + block * steps if BY_BLOCK else w_scales
         r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
         acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
         acc = _sum(acc, w, x, full, free, x_scales + token, x_ok, of_w, item, groups, steps - 1 if BY_BLOCK else 0,
@@ -234,7 +235,7 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
 
 @overlapping(reads_early=True)
 @gluon.jit
-def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, N, K, PADDED,
+def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, N, K, PADDED, PART,
                     BY_BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr,
                 STEP: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, HAS_BIAS: gl.constexpr,
                 HAS_RESIDUAL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
@@ -256,7 +257,7 @@ def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, 
     gl.warp_specialize(
         [
             (_multiply, (
-                x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, PADDED, tiles, row_tiles, groups,
+                x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, PADDED, PART, tiles, row_tiles, groups,
                 steps, BY_BLOCK, ROWS, OUTPUTS, WIDE, STAGES, EACH, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
             (_load, (
                 x_desc, w_desc, x, w, full, free, tiles, row_tiles, groups, ROWS, OUTPUTS, STAGES, STEP, EACH, BYTES,
@@ -283,6 +284,7 @@ def launch_fp8_rows(
     rows: int,
     dtype: torch.dtype,
     tile: Tile | None = None,
+    part: int = 0,
 ) -> torch.Tensor:
     """Launch the kernel: see ``fp8.launch_fp8_product``. :func:`suits` must hold."""
     residual = None if residual is None else residual.contiguous()
@@ -292,7 +294,7 @@ def launch_fp8_rows(
     at_once = max(1, _SHARED_BYTES // (tile.stages * EACH * (WIDE + tile.m) * STEP)) * processors(x8.device)
     fp8_rows_kernel[(min(tiles, at_once),)](
         boxes(x8, tile.m), boxes(weight, tile.n), x_scales, w_scales, bias, residual, out, rows, n, k,
-        x8.shape[0], BY_BLOCK=w_scales.dim() == 2, **_sizes(tile),
+        x8.shape[0], part or n, BY_BLOCK=w_scales.dim() == 2, **_sizes(tile),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, num_warps=tile.warps,
         maxnreg=tile.registers, **overlapped(x8.device),
     )  # fmt: skip
@@ -309,7 +311,7 @@ def _case(dtype: str, tile: Tile, by_block: bool, bias: bool) -> AotCase:
         "x_desc": box_type("fp8e4nv", tile.m), "w_desc": box_type("fp8e4nv", tile.n),
         **dict.fromkeys(("x_scales", "w_scales"), "*fp32"),
         **dict.fromkeys(("bias", "residual", "out"), f"*{dtype}"),
-        **dict.fromkeys(("M", "N", "K", "PADDED"), "i32"),
+        **dict.fromkeys(("M", "N", "K", "PADDED", "PART"), "i32"),
     }  # fmt: skip
     options = {"BY_BLOCK": by_block, "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True}
     return AotCase(fp8_rows_kernel, signature, _sizes(tile) | options, num_warps=tile.warps, maxnreg=tile.registers)

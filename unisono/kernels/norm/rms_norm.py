@@ -48,14 +48,32 @@ def rounded_before_weight(normed, kind: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def factor_of(value, H, eps):
+    """Factor of a row's elements in its norm. value: fp32, with zeros beyond H."""
+    return tl.rsqrt(tl.sum(square(value), axis=0) / H + eps)
+
+
+@triton.jit
+def rounded_norm(value, w, H, eps, dtype: tl.constexpr):
+    """Norm this program's row in ``dtype``. value: fp32, with zeros beyond H. w: the weight."""
+    normed = rounded_before_weight(value * factor_of(value, H, eps), w.dtype, dtype)
+    return tl.fma(normed, w.to(tl.float32), 0.0).to(dtype)  # see square
+
+
+@triton.jit
 def store_norm(value, w, out, x8, scales, cols, inside, eps, H, PADDED, KEEP: tl.constexpr, GROUP: tl.constexpr):
     """Store the norm of this program's row. value: fp32, with zeros beyond H. w: the weight, loaded before.
 
     See :func:`_rms_norm_kernel`.
     """
+    store_scaled(value * factor_of(value, H, eps), w, out, x8, scales, cols, inside, H, PADDED, KEEP, GROUP)
+
+
+@triton.jit
+def store_scaled(scaled, w, out, x8, scales, cols, inside, H, PADDED, KEEP: tl.constexpr, GROUP: tl.constexpr):
+    """:func:`store_norm` of elements that are multiplied by :func:`factor_of` their row already."""
     row = tl.program_id(0).to(tl.int64) * H
-    scale = tl.rsqrt(tl.sum(square(value), axis=0) / H + eps)
-    normed = rounded_before_weight(value * scale, w.dtype, out.dtype.element_ty)
+    normed = rounded_before_weight(scaled, w.dtype, out.dtype.element_ty)
     w = w.to(tl.float32)
     if KEEP:
         tl.store(out + row + cols, (normed * w).to(out.dtype.element_ty), mask=inside)

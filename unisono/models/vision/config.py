@@ -119,6 +119,8 @@ class VisionConfig:
     padding_token_id: token whose inputs of layers those of a picture have (Gemma 4); -1: their own.
     placeholder_token_id: token that a prompt has for a picture, where that is not its marks and tokens; -1: it has
         these. around: text on both sides of the marks that take its place.
+    frame_time, between_frames: text before each frame of a video, with its time in place of ``{}``, and before all
+        frames but the first, if text gives their times.
     row_end, picture_end: text of the tokens after each row of a picture's tokens and after the last one; empty: its
         tokens follow each other.
     tile_marks: text of the tokens around a picture that is cut into tiles (Llama 4): before it, between two tiles of a
@@ -149,6 +151,8 @@ class VisionConfig:
     padding_token_id: int = -1
     row_end: str = ""
     picture_end: str = ""
+    frame_time: str = "<{} seconds>"
+    between_frames: str = ""
     tile_marks: tuple[str, ...] = ()
     even_frames: bool = False
 
