@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from unisono.config.preflight.ranks import check_visible
 from unisono.types import MAX_LOGPROBS, Concise, ConfigError, SpeculativeConfig
@@ -70,7 +70,7 @@ class EngineConfig(Concise):
     synthetic_acceptance_length: for benchmarks: accept this many tokens per round on average, bonus included, whatever
     the drafts are. The text is then meaningless.
     synthetic_acceptance_rates: for benchmarks: fraction of rounds in which draft 1, 2 … is accepted; later drafts are
-    never accepted.
+    never accepted. Or such tuples for several kinds of requests; a request's kind is its seed modulo their number.
     enable_lora: requests may name adapters (docs/guide/adapters.md). max_loras: adapters on the device at once.
     max_lora_rank: largest rank of an adapter; memory is reserved for it. max_cpu_loras: adapters in host memory; None:
     as many as on the device. lora_modules: (name, directory) of adapters to load at start. lora_dtype: "auto" only: the
@@ -127,7 +127,7 @@ class EngineConfig(Concise):
     num_pages: int | None = None
     speculative: SpeculativeConfig | None = None
     synthetic_acceptance_length: float | None = None
-    synthetic_acceptance_rates: tuple[float, ...] = ()
+    synthetic_acceptance_rates: tuple[float, ...] | tuple[tuple[float, ...], ...] = ()
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     max_logprobs: int = MAX_LOGPROBS
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
@@ -197,7 +197,7 @@ class EngineConfig(Concise):
         if forced is not None and not 1 <= forced <= longest:
             raise ConfigError(f"--synthetic-acceptance-length {forced}: give 1 to {longest} (1 + k).")
         rates = self.synthetic_acceptance_rates
-        if not all(1 >= a >= b >= 0 for a, b in pairwise((1.0, *rates))):
+        if not all(1 >= a >= b >= 0 for kind in rates_by_kind(rates) for a, b in pairwise((1.0, *kind))):
             raise ConfigError(
                 f"--synthetic-acceptance-rates {rates}: give shares of rounds, 1 to 0, none above the last."
             )
@@ -417,6 +417,15 @@ class ResolvedConfig:
             "synthetic_acceptance_rates": list(self.requested.synthetic_acceptance_rates),
         }
         return {"settings": settings, "decisions": [dataclasses.asdict(d) for d in self.decisions]}
+
+
+def rates_by_kind(
+    rates: tuple[float, ...] | tuple[tuple[float, ...], ...],
+) -> tuple[tuple[float, ...], ...]:
+    """``synthetic_acceptance_rates`` of each kind of requests; empty if there are none."""
+    if not rates:
+        return ()
+    return tuple(kind for kind in rates if isinstance(kind, tuple)) or (cast(tuple[float, ...], rates),)
 
 
 def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFacts) -> ResolvedConfig:

@@ -29,6 +29,7 @@ from unisono.attention.context import Rotary
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.graphs import Features
+from unisono.kernels.speculation.shared_rows import SharedInputs
 from unisono.kv.specs import Tree
 from unisono.kv.store import StateView
 from unisono.models.blocks.decoder import Decoder
@@ -231,6 +232,27 @@ class ConfidentDrafter(Drafter, Protocol):
         """Write ``drafts [R, k]`` as :meth:`Drafter.propose` does. Return the probability of each [R, k] fp32 to be
         accepted if those before it are, 0 … 1.
         """
+
+
+@runtime_checkable
+class RaggedDrafter(Drafter, Protocol):
+    """A drafter that makes each request's own number of drafts in one pass, if ``drafts_ragged``.
+
+    Then a round whose requests share drafts chooses the places of drafts before it drafts, and the drafter's pass has
+    no token more than the target's.
+
+    placeholder: id of the token at a place that is to be drafted.
+    """
+
+    drafts_ragged: bool
+    placeholder: int
+
+    def propose_ragged(self, slots: torch.Tensor, drafts: torch.Tensor, given: SharedInputs) -> None:
+        """Fill the places of ``drafts [R, k]`` int32 that are not -1.
+
+        given: inputs of a pass over all rows, a row being its last token and a ``placeholder`` for each of its drafts.
+        """
+        ...
 
 
 @runtime_checkable

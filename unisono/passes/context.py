@@ -112,7 +112,8 @@ class PassContext:
         if not self.store.recurrent:
             return None
         i = inputs
-        return RecurrentPass.of(i.slots, i.positions, i.kv_len, i.query_start, self.store.snapshot_positions, i.singles)
+        singles = i.slots.shape[0] if i.widest else i.singles
+        return RecurrentPass.of(i.slots, i.positions, i.kv_len, i.query_start, self.store.snapshot_positions, singles)
 
     def sample(
         self,

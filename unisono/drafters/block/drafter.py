@@ -21,7 +21,7 @@ import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.attention.context import ForwardContext
-from unisono.distributed.columns import whole
+from unisono.distributed.columns import Columns, whole
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.block.checkpoint import BlockCheckpoint, open_block
@@ -34,6 +34,7 @@ from unisono.drafters.quantization import DraftWeights
 from unisono.graphs import Features, Hidden
 from unisono.kernels.speculation.catch_up import catch_up
 from unisono.kernels.speculation.rounds import extend_inputs, round_inputs
+from unisono.kernels.speculation.shared_rows import SharedInputs
 from unisono.kv.specs import Tree, whole_requests
 from unisono.models.blocks.layer_tails import prove_products
 from unisono.models.config import DecoderConfig
@@ -128,6 +129,31 @@ class DFlashDrafter:
         inputs = AttentionInputs(slots, positions, slot_mapping, kv_len, s.page_table, width)
         hidden = self.module(token_ids, ForwardContext.of(inputs), context.state["kv"])
         self._draw(slots, drafts, hidden.view(rows, width, -1)[:, width - k :].reshape(rows * k, -1))
+
+    @property
+    def drafts_ragged(self) -> bool:
+        """True if blocks of any widths fill one pass: the first mask predicts the first draft, nothing convolves over
+        equal widths, and no window is counted from the first token of blocks without an order.
+        """
+        settings, layers = self.module.settings, self.module.config.windows
+        windows = any(window > 0 and not causal for window, causal in zip(layers, settings.causal, strict=True))
+        return type(self.module) is BlockHead and not settings.from_anchor and not windows
+
+    @property
+    def placeholder(self) -> int:
+        """Id of the mask token."""
+        return self.module.settings.mask_token
+
+    def propose_ragged(self, slots: torch.Tensor, drafts: torch.Tensor, given: SharedInputs) -> None:
+        """One pass over blocks of the rows' own widths; the logits of their masks go to the rectangle [R, k]."""
+        s, (rows, k) = self._context.slots, drafts.shape
+        placed = slots, given.positions, given.slot_mapping, given.kv_len, s.page_table
+        inputs = AttentionInputs(*placed, None, given.query_start, widest=1 + k)
+        hidden = self.module(given.token_ids, ForwardContext.of(inputs), self._context.state["kv"])
+        places = given.places.view(rows, 1 + k)[:, 1:].flatten()
+        logits = self.module.logits(hidden)
+        logits = logits.select(places) if isinstance(logits, Columns) else logits.index_select(0, places)
+        drafts.copy_(torch.where(drafts >= 0, self._context.sample_block(logits, slots, k, self.module.ids), -1))
 
     def _draw(self, slots: torch.Tensor, drafts: torch.Tensor, hidden: torch.Tensor) -> None:
         """Write drafts [R, k] from the outputs [R · k, H] of the rows that predict them."""

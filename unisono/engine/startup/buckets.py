@@ -16,6 +16,7 @@ from unisono.graphs import NO_FEATURES, Features, Graph, Logits, PassShape, Prog
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost, candidates
 from unisono.kernels.gemm.linear import ROW_TILES
+from unisono.kv.specs import PAGE_SIZE
 from unisono.passes.features.base import OwnProgram
 from unisono.passes.round import SHARED_ROUND, shared_round
 from unisono.types import ConfigError
@@ -99,8 +100,8 @@ def shared_choices(
     spec, between = config.speculative, tuple(choices[1:-1])
     if spec is None or not between:
         return (), "the number of drafts has no choices in between"
-    if recurrent:
-        return (), "recurrent layers have rounds of one width"
+    if recurrent and choices[-1] >= PAGE_SIZE:
+        return (), f"recurrent layers remember {PAGE_SIZE} tokens of a row of its own width"
     constant = isinstance(drafter, AtOnceDrafter) and drafter.drafts_at_once
     if spec.share_drafts is None and not constant:
         return (), f"each draft costs {drafter.name} a pass, so all requests have the same number"
