@@ -226,9 +226,12 @@ class DraftSampler:
     def block(self, logits: Tensor | Columns, slots: Tensor, count: int, ids: Tensor | None) -> Tensor:
         """Sample tokens [R, count] int32 for positions length … length + count - 1 at once.
 
-        logits [R · count, V], slots [R] int32. No position sees the drafts before it.
+        logits [R · count, V], slots [R] int32. No position sees the drafts before it: while a round drafts, its drafts
+        are still -1.
         """
-        drafts = slots.new_full((slots.shape[0], count), -1)
+        drafts = self._drafts
+        if drafts is None or drafts.shape != (slots.shape[0], count):
+            drafts = slots.new_full((slots.shape[0], count), -1)
         sampled = edit_and_sample(self._gathered(logits, ids), slots, count, drafts, self._fields, 0, ids)
         return sampled.tokens.view(-1, count)
 

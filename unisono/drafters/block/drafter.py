@@ -106,6 +106,8 @@ class DFlashDrafter:
             reason = "it reads the target's states of them, at absolute positions"
             context.decide("drafter sees", "pictures", reason)
         prove_products(self.module.modules())
+        most = context.slots.length.shape[0] * self.num_drafts
+        self._masks = context.slots.length.new_full((most,), self.module.settings.mask_token)
         longest = self.module.config.max_positions
         if context.max_model_len > longest:
             logger.warning(
@@ -121,11 +123,12 @@ class DFlashDrafter:
         """One pass over the rows' blocks, then :meth:`_draw`."""
         context, s, settings = self._context, self._context.slots, self.module.settings
         rows, k = drafts.shape
-        masks = slots.new_full((rows, k - settings.from_anchor), settings.mask_token)
+        given = k - settings.from_anchor
+        masks = self._masks[: rows * given].view(rows, given)
         token_ids, positions, slot_mapping, kv_len = round_inputs(
             slots, masks, s.length, s.max_length, s.status, s.last_token, s.page_table, context.page_size
         )
-        width = 1 + masks.shape[1]
+        width = 1 + given
         inputs = AttentionInputs(slots, positions, slot_mapping, kv_len, s.page_table, width)
         hidden = self.module(token_ids, ForwardContext.of(inputs), context.state["kv"])
         self._draw(slots, drafts, hidden.view(rows, width, -1)[:, width - k :].reshape(rows * k, -1))

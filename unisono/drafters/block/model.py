@@ -110,15 +110,16 @@ class WholeBlock:
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """See :class:`AttentionBackend`. Changes the positions of ``inputs``, which is a copy for this plan."""
-        last = inputs.kv_len - 1
+        kv_len, positions = inputs.kv_len, inputs.positions
         if inputs.query_start is None:
             assert inputs.width is not None
-            inputs.positions = last.repeat_interleave(inputs.width)  # stored apart, as kernels read them
+            ends = positions.new_empty(len(kv_len), inputs.width)  # stored apart, as kernels read them
+            inputs.positions = torch.sub(kv_len[:, None].expand_as(ends), 1, out=ends).flatten()
         else:
-            each = torch.arange(len(inputs.positions), dtype=torch.int32, device=last.device)
+            each = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
             owners = torch.searchsorted(inputs.query_start[1:].contiguous(), each, right=True)
-            ends = last.index_select(0, owners.clamp_max(len(last) - 1))
-            inputs.positions = torch.where(inputs.positions < 0, inputs.positions, ends)
+            ends = kv_len.index_select(0, owners.clamp_max(len(kv_len) - 1)) - 1
+            inputs.positions = torch.where(positions < 0, positions, ends)
         self.backend.plan(inputs, self._window(inputs, window))
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
