@@ -88,6 +88,17 @@ def test_expected_tokens_equal_enumeration_of_outcomes() -> None:
     assert np.abs(p - RATES).max() < 0.25
 
 
+def test_late_positions_are_judged_by_the_early_ones() -> None:
+    """A request that never got past its first draft is not expected to, once it does, as those that always do."""
+    acceptance, both = AcceptanceEstimate(2, 5, differ=True), np.arange(2)
+    for _ in range(20):
+        acceptance.count(both, np.full(2, 5), np.array([5, 0]))
+    high, low = acceptance.conditional(both)
+    assert high.min() > 0.85
+    assert low[1:].max() < 0.6
+    assert np.all((low > 0) & (high < 1))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_choice_equals_brute_force(seed: int) -> None:
     """Random estimates and costs, no curiosity: argmax of expected tokens over time, requests' own limits included."""

@@ -94,7 +94,7 @@ def test_pictures(seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_shared_drafts_favour_requests_with_high_acceptance() -> None:
     """Of two requests, one of which never accepts, the other gets the drafts; the first gets some again later."""
-    estimate = AcceptanceEstimate(2, 4)
+    estimate = AcceptanceEstimate(2, 4, differ=True)
     both = np.arange(2)
     for _ in range(60):
         estimate.count(both, np.full(2, 4), np.array([4, 0]))

@@ -27,6 +27,9 @@ OWN_DECAY, SHARED_DECAY = 0.98, 0.998
 SHARED_TRIALS = 16.0
 """Weight of the shared estimate, in trials of one request."""
 
+OWN_TRIALS = 4.0
+"""Weight of the shared estimate in a request's acceptance over all positions, in trials."""
+
 HYSTERESIS = 0.005
 """Least relative gain for which the number of drafts changes."""
 
@@ -57,10 +60,13 @@ NOTHING_SHARED: Mapping[int, int] = MappingProxyType({})
 class AcceptanceEstimate:
     """Acceptance estimates for S slots and K positions: moving averages per request, shrunk towards the shared
     average.
+
+    differ: judge a request's late positions, which it seldom reaches, by its acceptance over all positions. It tells
+    requests that share drafts apart sooner.
     """
 
-    def __init__(self, slots: int, drafts: int) -> None:
-        self._places = np.arange(drafts)
+    def __init__(self, slots: int, drafts: int, differ: bool = False) -> None:
+        self._places, self._differ = np.arange(drafts), differ
         self._tried, self._taken = np.zeros((slots, drafts)), np.zeros((slots, drafts))
         self._all_tried = np.full(drafts, PRIOR_TRIALS)
         self._all_taken = PRIOR * self._all_tried
@@ -94,9 +100,23 @@ class AcceptanceEstimate:
 
     def conditional(self, slots: np.ndarray) -> np.ndarray:
         """Return [R, K]: the probability that each position is accepted if all before it were."""
-        shared = SHARED_TRIALS * self._all_taken / self._all_tried
-        rates: np.ndarray = (self._taken[slots] + shared) / (self._tried[slots] + SHARED_TRIALS)
+        shared, tried, taken = self._all_taken / self._all_tried, self._tried[slots], self._taken[slots]
+        if self._differ:
+            shared = self._moved(shared, tried, taken)
+        rates: np.ndarray = (taken + SHARED_TRIALS * shared) / (tried + SHARED_TRIALS)
         return rates
+
+    @staticmethod
+    def _moved(shared: np.ndarray, tried: np.ndarray, taken: np.ndarray) -> np.ndarray:
+        """Return the shared rates [K] as they are expected of each request [R, K]: its log-odds over all positions, and
+        theirs, differ by as much at each.
+        """
+        trials = tried.sum(1) + OWN_TRIALS
+        usual = (tried @ shared + OWN_TRIALS * shared[0]) / trials
+        own = (taken.sum(1) + OWN_TRIALS * usual) / trials
+        odds = _log_odds(shared) + (_log_odds(own) - _log_odds(usual))[:, None]
+        moved: np.ndarray = 1 / (1 + np.exp(-odds))
+        return moved
 
     def expected(self, slots: np.ndarray, most: np.ndarray, shared: Mapping[int, int] = NOTHING_SHARED) -> np.ndarray:
         """Return [K + 1]: expected tokens of a round of slots [R] with 0 … K drafts. ``most`` [R]: each row's limit.
@@ -110,6 +130,13 @@ class AcceptanceEstimate:
             for drafts, budget in shared.items():
                 tokens[drafts] = len(slots) + likeliest[min(budget, reached.size)]
         return tokens
+
+
+def _log_odds(rates: np.ndarray) -> np.ndarray:
+    """Logarithm of rates / (1 - rates), finite for rates of 0 and 1."""
+    within = rates.clip(0.005, 0.995)
+    odds: np.ndarray = np.log(within / (1 - within))
+    return odds
 
 
 @dataclass
