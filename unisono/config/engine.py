@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from unisono.config.preflight.ranks import check_visible
+from unisono.config.synthetic_rates import Rates, rates_by_kind
 from unisono.types import MAX_LOGPROBS, Concise, ConfigError, SpeculativeConfig
 from unisono.types.vectors import DTYPES, dtype_of
 
@@ -127,7 +127,7 @@ class EngineConfig(Concise):
     num_pages: int | None = None
     speculative: SpeculativeConfig | None = None
     synthetic_acceptance_length: float | None = None
-    synthetic_acceptance_rates: tuple[float, ...] | tuple[tuple[float, ...], ...] = ()
+    synthetic_acceptance_rates: Rates | tuple[Rates, ...] = ()
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     max_logprobs: int = MAX_LOGPROBS
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
@@ -196,12 +196,7 @@ class EngineConfig(Concise):
         longest = 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)
         if forced is not None and not 1 <= forced <= longest:
             raise ConfigError(f"--synthetic-acceptance-length {forced}: give 1 to {longest} (1 + k).")
-        rates = self.synthetic_acceptance_rates
-        if not all(1 >= a >= b >= 0 for kind in rates_by_kind(rates) for a, b in pairwise((1.0, *kind))):
-            raise ConfigError(
-                f"--synthetic-acceptance-rates {rates}: give shares of rounds, 1 to 0, none above the last."
-            )
-        if rates and (forced is not None or self.speculative is None):
+        if rates_by_kind(self.synthetic_acceptance_rates) and (forced is not None or self.speculative is None):
             raise ConfigError("--synthetic-acceptance-rates needs speculation, and no --synthetic-acceptance-length.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to {2**63 - 1}.")
@@ -417,15 +412,6 @@ class ResolvedConfig:
             "synthetic_acceptance_rates": list(self.requested.synthetic_acceptance_rates),
         }
         return {"settings": settings, "decisions": [dataclasses.asdict(d) for d in self.decisions]}
-
-
-def rates_by_kind(
-    rates: tuple[float, ...] | tuple[tuple[float, ...], ...],
-) -> tuple[tuple[float, ...], ...]:
-    """``synthetic_acceptance_rates`` of each kind of requests; empty if there are none."""
-    if not rates:
-        return ()
-    return tuple(kind for kind in rates if isinstance(kind, tuple)) or (cast(tuple[float, ...], rates),)
 
 
 def resolve(config: EngineConfig, hardware: Hardware, checkpoint: CheckpointFacts) -> ResolvedConfig:

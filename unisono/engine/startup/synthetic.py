@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from unisono.config import EngineConfig
-from unisono.config.engine import rates_by_kind
+from unisono.config.synthetic_rates import rates_by_kind
 from unisono.kernels.speculation.rounds import force_drafts
 from unisono.passes.acceptance import AcceptanceRule, ExactMatch
 from unisono.passes.slot_tensors import SlotTensors
