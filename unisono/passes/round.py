@@ -106,14 +106,15 @@ def shared_round_program(context: PassContext, drafts: int) -> Program:
     def run(b: Buffers) -> None:
         grow(context, b, b.slots)
         rows, most = b.shape.rows, b.shape.width - 1
-        tokens = rows * (1 + drafts)
-        if isinstance(context.drafter, RaggedDrafter) and context.drafter.drafts_ragged:
-            chain, given = _draft_shared(context, context.drafter, b, most, tokens)
+        tokens, drafter = rows * (1 + drafts), context.drafter
+        ragged = drafter if isinstance(drafter, RaggedDrafter) and drafter.drafts_ragged else None
+        if ragged is not None:
+            chain, given = _draft_shared(context, ragged, b, most, tokens)
         else:
             chain = torch.full((rows, most), -1, dtype=torch.int32, device=b.device)
             chances = _draft_rated(context, b.slots, chain, b.rates)
             _, given = share(context, b, chain, chances, tokens)
-        verify_shared(context, b, chain, given)
+        verify_shared(context, b, chain, given, ragged)
 
     return context.program(shared_round(drafts), schema, run)
 

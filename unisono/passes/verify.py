@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.drafters.base import PausableDrafter, Verified
+from unisono.drafters.base import PausableDrafter, RaggedDrafter, Verified
 from unisono.graphs import Buffers
 from unisono.kernels.speculation.rounds import round_inputs
 from unisono.kernels.speculation.shared_rows import SharedInputs, share_drafts, shared_inputs
@@ -47,10 +47,13 @@ def compact_inputs(
     return shared_inputs(b.slots, drafts, widths, s.length, s.last_token, s.page_table, PAGE_SIZE, tokens)
 
 
-def verify_shared(context: PassContext, b: Buffers, drafts: torch.Tensor, given: SharedInputs) -> None:
+def verify_shared(
+    context: PassContext, b: Buffers, drafts: torch.Tensor, given: SharedInputs, drafter: RaggedDrafter | None
+) -> None:
     """Verify drafts [R, k] that share a pass, and commit. given: see :func:`share`.
 
     Each request has a row of its own width in the target's pass, so its tokens have the bits of any other round.
+    drafter: the drafter, if it observes rows of any widths.
     """
     s = context.slots
     placed = b.slots, given.positions, given.slot_mapping, given.kv_len, s.page_table
@@ -60,9 +63,13 @@ def verify_shared(context: PassContext, b: Buffers, drafts: torch.Tensor, given:
         rotary = given.positions + s.rotary_delta.index_select(0, b.slots).index_select(0, given.owners)
     last, seen = context.forward(b, b.slots, given.token_ids, inputs, rotary=rotary)
     hidden = last.index_select(0, given.places)
-    sampled = context.sample(b, hidden, last, b.slots, drafts, Outputs(b), given.places)
-    seen = None if seen is None else seen.index_select(0, given.places)
-    _commit_chain(context, b, drafts, sampled, seen, shared=True)
+    sampled = context.sample(b, hidden, last, b.slots, drafts, Outputs(b), given.sampled)
+    if drafter is not None and seen is not None:
+        _commit(context, b, drafts, sampled, shared=True)
+        drafter.observe_ragged(seen, given)
+    else:
+        seen = None if seen is None else seen.index_select(0, given.places)
+        _commit_chain(context, b, drafts, sampled, seen, shared=True)
 
 
 def _commit_chain(
@@ -75,13 +82,18 @@ def _commit_chain(
     shared: bool = False,
 ) -> None:
     """Commit drafts [R, k] by the target's tokens [R, W], and let the drafter catch up. seen [R · W, H]."""
+    _commit(context, b, drafts, sampled, shared)
+    if early and context.width > 1:
+        b.outputs_ready()
+    catch_up(context, Verified(b.slots, b.result, sampled, seen))
+
+
+def _commit(context: PassContext, b: Buffers, drafts: torch.Tensor, sampled: torch.Tensor, shared: bool) -> None:
+    """Commit drafts [R, k] by the target's tokens [R, W]. shared: see :class:`AcceptanceRule`."""
     candidates = context.acceptance.candidates(drafts, sampled, b.slots, 1, shared)
     if not shared:
         context.acceptance.count(b.drafted, b.shape.width - 1)
     b.result.copy_(context.commit(sampled, candidates, b.slots))
-    if early and context.width > 1:
-        b.outputs_ready()
-    catch_up(context, Verified(b.slots, b.result, sampled, seen))
 
 
 def catch_up(context: PassContext, verified: Verified) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from unisono.attention.base import AttentionInputs
 from unisono.attention.context import ForwardContext
-from unisono.distributed.columns import Columns, whole
+from unisono.distributed.columns import whole
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.block.checkpoint import BlockCheckpoint, open_block
@@ -73,6 +73,7 @@ class DFlashDrafter:
         self._checkpoint: BlockCheckpoint = opened
         self._quantization, self._shares_head = options["draft_quantization"], not opened.own_head
         self.features = Features(Hidden.AUX, opened.config.aux_layers)
+        self.drafts_ragged, self.placeholder = opened.ragged, opened.settings.mask_token
         causes = (
             f"{OTHER_TARGET}; or its layer ids number something else: it reads the inputs of layers "
             f'{list(opened.config.aux_layers)} ({opened.why}); set "aux_layers" to "input" or "output" in the '
@@ -107,7 +108,7 @@ class DFlashDrafter:
             context.decide("drafter sees", "pictures", reason)
         prove_products(self.module.modules())
         most = context.slots.length.shape[0] * self.num_drafts
-        self._masks = context.slots.length.new_full((most,), self.module.settings.mask_token)
+        self._masks = context.slots.length.new_full((most,), self.placeholder)
         longest = self.module.config.max_positions
         if context.max_model_len > longest:
             logger.warning(
@@ -133,30 +134,21 @@ class DFlashDrafter:
         hidden = self.module(token_ids, ForwardContext.of(inputs), context.state["kv"])
         self._draw(slots, drafts, hidden.view(rows, width, -1)[:, width - k :].reshape(rows * k, -1))
 
-    @property
-    def drafts_ragged(self) -> bool:
-        """True if blocks of any widths fill one pass: the first mask predicts the first draft, nothing convolves over
-        equal widths, and no window is counted from the first token of blocks without an order.
-        """
-        settings, layers = self.module.settings, self.module.config.windows
-        windows = any(window > 0 and not causal for window, causal in zip(layers, settings.causal, strict=True))
-        return type(self.module) is BlockHead and not settings.from_anchor and not windows
-
-    @property
-    def placeholder(self) -> int:
-        """Id of the mask token."""
-        return self.module.settings.mask_token
-
     def propose_ragged(self, slots: torch.Tensor, drafts: torch.Tensor, given: SharedInputs) -> None:
-        """One pass over blocks of the rows' own widths; the logits of their masks go to the rectangle [R, k]."""
+        """One pass over blocks of the rows' own widths."""
         s, (rows, k) = self._context.slots, drafts.shape
         placed = slots, given.positions, given.slot_mapping, given.kv_len, s.page_table
         inputs = AttentionInputs(*placed, None, given.query_start, widest=1 + k)
         hidden = self.module(given.token_ids, ForwardContext.of(inputs), self._context.state["kv"])
-        places = given.places.view(rows, 1 + k)[:, 1:].flatten()
-        logits = self.module.logits(hidden)
-        logits = logits.select(places) if isinstance(logits, Columns) else logits.index_select(0, places)
-        drafts.copy_(torch.where(drafts >= 0, self._context.sample_block(logits, slots, k, self.module.ids), -1))
+        places = given.sampled.view(rows, 1 + k)[:, 1:].flatten()
+        found = self._context.sample_block(self.module.logits(hidden), slots, k, self.module.ids, places)
+        drafts.copy_(torch.where(drafts >= 0, found, -1))
+
+    def observe_ragged(self, hidden: torch.Tensor, given: SharedInputs) -> None:
+        """Write the context of all verified tokens. That of rejected drafts lies where the next block begins or after
+        it, and is replaced before it is read.
+        """
+        self.module.write_context(hidden, given.positions, given.slot_mapping, self._context.state["kv"])
 
     def _draw(self, slots: torch.Tensor, drafts: torch.Tensor, hidden: torch.Tensor) -> None:
         """Write drafts [R, k] from the outputs [R · k, H] of the rows that predict them."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -143,11 +143,13 @@ def _log_odds(rates: np.ndarray) -> np.ndarray:
 class _Level:
     """Measurements of rounds with about this number of requests.
 
-    Holds the time beyond the time on padding, and the difference of each number of drafts from the first one seen.
-    recent: times beyond padding for ``drafts``, while it did not change.
+    Holds the time beyond the time on padding of rounds with ``base`` drafts, the first number seen, and the difference
+    of each other number from what that lets expect. recent: times beyond padding for ``drafts``, while it did not
+    change.
     """
 
     offset: float | None = None
+    base: int = 0
     correction: dict[int, float] = field(default_factory=dict)
     drafts: int = -1
     follows: bool = False
@@ -157,9 +159,11 @@ class _Level:
 class RoundCosts:
     """Milliseconds of rounds. table: (rows, drafts) -> time of the graph on padding, None without a graph.
 
-    Real rounds take longer because they read the keys and values of real texts; the increase is about the same for any
-    number of drafts. One measured number therefore serves all (``offset``). Only if the number of drafts changes
-    between two otherwise equal rounds is a difference to the table attributed to it (``correction``).
+    Real rounds take longer because they read the keys and values of real texts, which is the same for any number of
+    drafts, and because products of real numbers take more power than of zeros, which grows with the round. One measured
+    number therefore serves all (``offset``): half of it is the same, the other half grows with the time on padding.
+    Only if the number of drafts changes between two otherwise equal rounds is a difference to that attributed to it
+    (``correction``).
     """
 
     def __init__(self, table: Callable[[int, int], float | None]) -> None:
@@ -175,8 +179,14 @@ class RoundCosts:
         level = self._levels.get(rows.bit_length())
         if level is None:
             return padding
-        more = (level.offset or 0.0) + level.correction.get(drafts, 0.0)
+        more = self._offset(level, rows, padding) + level.correction.get(drafts, 0.0)
         return max(padding + more, 0.25 * padding)
+
+    def _offset(self, level: _Level, rows: int, padding: float) -> float:
+        """Time beyond ``padding`` that the offset lets expect of a round with this time on padding."""
+        base = self._table(rows, level.base)
+        growth = padding / base if base and level.offset is not None else 1.0
+        return (level.offset or 0.0) * (0.5 + 0.5 * growth)
 
     def interrupted(self) -> None:
         """Discard the last time: the next rounds have other requests, so a difference is not due to the number of
@@ -202,10 +212,12 @@ class RoundCosts:
         more = statistics.median(level.recent)
         if level.follows and level.offset is not None:
             bound = MOST_CORRECTION * padding
-            level.correction[drafts] = min(max(more - level.offset, -bound), bound)
+            level.correction[drafts] = min(max(more - self._offset(level, rows, padding), -bound), bound)
             level.follows = False
+        elif level.offset is None or drafts == level.base:
+            level.offset, level.base = more - known, drafts
         else:
-            level.offset = more - known
+            level.offset = (more - known) / self._offset(replace(level, offset=1.0), rows, padding)
 
     def probed(self, rows: int, drafts: int, ms: float) -> None:
         """Record the time of a single round with another number of drafts than those around it."""
@@ -213,7 +225,7 @@ class RoundCosts:
         if padding is None or level is None or level.offset is None:
             return
         bound, known = MOST_CORRECTION * padding, level.correction.get(drafts, 0.0)
-        found = min(max(ms - padding - level.offset, -bound), bound)
+        found = min(max(ms - padding - self._offset(level, rows, padding), -bound), bound)
         belief = BELIEF if drafts in level.correction or drafts else 1.0  # only probes measure zero drafts
         level.correction[drafts] = known + belief * (found - known)
 
