@@ -285,28 +285,31 @@ def edit_logits(
     return edited
 
 
-_INTS = ("slots", "drafts", "edits", "length", "status", "stop_ids", "history", "table", "ids", "mask", "places")
+_INTS = ("slots", "drafts", "edits", "length", "status", "stop_ids", "history", "table", "ids", "mask")
 _SCALARS = ("stride", "row_stride", "draft_stride", "max_tokens", "table_stride", "mask_stride", "width", "offset", "V")
 
 AOT: list[AotCase] = [
     AotCase(
         _edit_kernel,
-        {"logits": f"*{dtype}", "edited": "*fp32"} | dict.fromkeys(_INTS, "*i32") | dict.fromkeys(_SCALARS, "i32"),
+        {"logits": f"*{dtype}", "edited": "*fp32"}
+        | dict.fromkeys((*_INTS, "places") if more == "places" else _INTS, "*i32")
+        | dict.fromkeys(_SCALARS, "i32"),
         {
-            "HAS_IDS": bool(has_ids),
+            "HAS_IDS": more == "ids",
             "HAS_MASK": has_mask,
             "FIRST": first,
-            "STEPS": 16 if has_ids else 18,
+            "STEPS": 16 if more == "ids" else 18,
             "BLOCK": EDIT_BLOCK,
             "CHUNK": HISTORY_CHUNK,
-        },
+        }
+        | ({} if more == "places" else {"places": None}),
         num_warps=EDIT_WARPS,
     )
     for has_mask, first, kinds in (
-        (False, 0, ("bf16", "bf16 ids", "fp16", "fp32")),
+        (False, 0, ("bf16", "bf16 ids", "bf16 places", "fp16", "fp32")),
         (True, 0, ("bf16", "fp16", "fp32 ids")),
         (False, 75968, ("bf16",)),
         (True, 75968, ("bf16",)),
     )
-    for dtype, _, has_ids in (kind.partition(" ") for kind in kinds)
+    for dtype, _, more in (kind.partition(" ") for kind in kinds)
 ]
