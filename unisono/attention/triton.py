@@ -112,9 +112,9 @@ class TritonAttention:
             if (values := getattr(inputs, name)) is not None and not values.is_contiguous():
                 raise ValueError(f"{name} has stride {values.stride()}: kernels read contiguous tensors.")
         tokens = inputs.positions.shape[0]
-        tile_tokens = inputs.width or self._tile_tokens(tokens)
+        tile_tokens = inputs.width or inputs.widest or self._tile_tokens(tokens)
         partials = min(tokens * inputs.page_table.shape[1], WORKSPACE_TOKENS) // tile_tokens
-        if inputs.width is None and tokens * self.num_heads >= 64 * self.processors:
+        if inputs.width is None and not inputs.widest and tokens * self.num_heads >= 64 * self.processors:
             partials = 0  # tiles enough for all processors
         inputs.plan = attention_plan(
             inputs.slots,

@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from unisono.config.preflight.ranks import check_visible
+from unisono.config.synthetic_rates import Rates, rates_by_kind
 from unisono.types import LOGPROBS_MODES, MAX_LOGPROBS, Concise, ConfigError, SpeculativeConfig
 from unisono.types.vectors import DTYPES, dtype_of
 
@@ -70,7 +70,7 @@ class EngineConfig(Concise):
     synthetic_acceptance_length: for benchmarks: accept this many tokens per round on average, bonus included, whatever
     the drafts are. The text is then meaningless.
     synthetic_acceptance_rates: for benchmarks: fraction of rounds in which draft 1, 2 … is accepted; later drafts are
-    never accepted.
+    never accepted. Or such tuples for several kinds of requests; a request's kind is its seed modulo their number.
     enable_lora: requests may name adapters (docs/guide/adapters.md). max_loras: adapters on the device at once.
     max_lora_rank: largest rank of an adapter; memory is reserved for it. max_cpu_loras: adapters in host memory; None:
     as many as on the device. lora_modules: (name, directory) of adapters to load at start. lora_dtype: "auto" only: the
@@ -126,7 +126,7 @@ class EngineConfig(Concise):
     num_pages: int | None = None
     speculative: SpeculativeConfig | None = None
     synthetic_acceptance_length: float | None = None
-    synthetic_acceptance_rates: tuple[float, ...] = ()
+    synthetic_acceptance_rates: Rates | tuple[Rates, ...] = ()
     logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = MAX_LOGPROBS
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
@@ -196,12 +196,7 @@ class EngineConfig(Concise):
         longest = 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)
         if forced is not None and not 1 <= forced <= longest:
             raise ConfigError(f"--synthetic-acceptance-length {forced}: give 1 to {longest} (1 + k).")
-        rates = self.synthetic_acceptance_rates
-        if not all(1 >= a >= b >= 0 for a, b in pairwise((1.0, *rates))):
-            raise ConfigError(
-                f"--synthetic-acceptance-rates {rates}: give shares of rounds, 1 to 0, none above the last."
-            )
-        if rates and (forced is not None or self.speculative is None):
+        if rates_by_kind(self.synthetic_acceptance_rates) and (forced is not None or self.speculative is None):
             raise ConfigError("--synthetic-acceptance-rates needs speculation, and no --synthetic-acceptance-length.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to {2**63 - 1}.")

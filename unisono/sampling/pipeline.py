@@ -101,32 +101,34 @@ def sample_tokens(
 
 def edit_and_sample(
     logits: Tensor | Columns, slots: Tensor, width: int, drafts: Tensor, fields: EditFields, offset: int = 0,
-    ids: Tensor | None = None, mask: Tensor | None = None,
+    ids: Tensor | None = None, mask: Tensor | None = None, places: Tensor | None = None,
 ) -> Sampled:  # fmt: skip
     """:func:`sample_tokens` with edits. Row r * width + j treats drafts[r, : offset + j] as committed.
 
     drafts [R, at least offset + width - 1] int32; -1 is no draft. mask [R * width, words] int32: one bit per allowed
     token, for rows of slots with edits; None allows all. With Columns, ids must be None and the slots must not filter.
+    places [R * width] int32: each row's row of logits [T, V]; below 0: it is not sampled.
     """
     if isinstance(logits, Columns):
+        logits = logits if places is None else logits.select(places.clamp_min(0))
         return Sampled(_best_of_ranks(logits, slots, width, 1, drafts, fields, offset, mask)[:, 0])
-    edited = _edited(logits, slots, width, drafts, fields, offset, ids, mask)
+    edited = _edited(logits, slots, width, drafts, fields, offset, ids, mask, places=places)
     threshold = edited.new_empty(edited.shape[0])
     tokens = sample(
         logits, slots, width, fields.length, fields.status, fields.temperature, fields.top_k, fields.top_p,
-        fields.min_p, fields.seed_lo, fields.seed_hi, offset, ids, fields.edits, edited, threshold,
+        fields.min_p, fields.seed_lo, fields.seed_hi, offset, ids, fields.edits, edited, threshold, places,
     )  # fmt: skip
     return Sampled(tokens, edited, threshold)
 
 
 def _edited(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, fields: EditFields, offset: int, ids: Tensor | None,
-    mask: Tensor | None = None, first: int = 0,
+    mask: Tensor | None = None, first: int = 0, places: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Call ``edit_logits`` with the slots' fields."""
     return edit_logits(
         logits, slots, width, drafts, fields.edits, fields.length, fields.status, fields.stop_ids, fields.history,
-        fields.edit_table, offset, ids, mask, first,
+        fields.edit_table, offset, ids, mask, first, places,
     )  # fmt: skip
 
 
@@ -245,13 +247,19 @@ class DraftSampler:
         chosen = digits.expand(slots.shape[0] // digits.shape[0], -1).reshape(-1, 1)
         return best.gather(1, chosen)[:, 0]
 
-    def block(self, logits: Tensor | Columns, slots: Tensor, count: int, ids: Tensor | None) -> Tensor:
+    def block(
+        self, logits: Tensor | Columns, slots: Tensor, count: int, ids: Tensor | None, places: Tensor | None = None
+    ) -> Tensor:
         """Sample tokens [R, count] int32 for positions length … length + count - 1 at once.
 
-        logits [R · count, V], slots [R] int32. No position sees the drafts before it.
+        logits [R · count, V], slots [R] int32; places: see :func:`edit_and_sample`. No position sees the drafts before
+        it: while a round drafts, its drafts are still -1.
         """
-        drafts = slots.new_full((slots.shape[0], count), -1)
-        sampled = edit_and_sample(self._gathered(logits, ids), slots, count, drafts, self._fields, 0, ids)
+        drafts = self._drafts
+        if drafts is None or drafts.shape != (slots.shape[0], count):
+            drafts = slots.new_full((slots.shape[0], count), -1)
+        logits = self._gathered(logits, ids)
+        sampled = edit_and_sample(logits, slots, count, drafts, self._fields, 0, ids, places=places)
         return sampled.tokens.view(-1, count)
 
     def best(self, logits: Tensor | Columns, slots: Tensor, count: int, ids: Tensor | None) -> Tensor:

@@ -332,11 +332,11 @@ class Computed:
     buffers: the batch.
     hidden: final hidden states, [N · W, H] of a round; in a prompt pass [T, H] if a feature reads all
         (``reads_all_tokens``), else [R, H] of last tokens.
-    head [N · W, V]: output of the LM head.
+    head [N · W, V]: output of the LM head, or [T, V] with ``places``.
     rows [N] int32: slot of each row, the padding slot if nothing is sampled.
     width: W.
     sampled: tokens, and the values they were drawn from.
-    places [N · W]: sampled positions among the target's tokens, if rows differ in width; None: all, in order.
+    places [N · W]: the row of ``head`` of each sampled position, below 0 if nothing is sampled; None: its own.
     """
 
     buffers: Buffers
@@ -352,7 +352,8 @@ class Computed:
     def logits(self) -> torch.Tensor:
         """Logits [N · W, V] of sampled positions. If the LM head is divided among ranks and the pass has no whole
         logits, they are gathered; ``sampled`` then has tokens only."""
-        return whole(self.head)
+        logits = whole(self.head)
+        return logits if self.places is None else logits.index_select(0, self.places.clamp_min(0))
 
 
 class Feature:

@@ -78,7 +78,7 @@ class RoutedExperts(Feature):
         ids = torch.cat(self._chosen, 1)
         self._chosen = []
         if computed.places is not None:
-            ids = ids.index_select(0, computed.places)
+            ids = ids.index_select(0, computed.places.clamp_min(0))
         small = out.view(torch.uint8 if self._form.dtype == "uint8" else torch.int16)
         small = small[..., : ids.shape[1]]
         small.copy_(ids.view(small.shape))
