@@ -47,10 +47,10 @@ MOST_ROWS = 64
 NVFP4_GROUP = 16
 """Inputs of NVFP4 that share a scale; no group of integers is as small."""
 
-_W_LAYOUT = gl.NVMMASharedLayout(64, 8, 2)
+W_LAYOUT = gl.NVMMASharedLayout(64, 8, 2)
 _X_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 
-_BYTES = gl.constexpr(
+BYTES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [64, 64],
@@ -58,7 +58,7 @@ _BYTES = gl.constexpr(
 )  # fmt: skip
 """Bytes of a piece: those of the inputs that a thread has of wgmma's left operand."""
 
-_BY_GROUP = gl.constexpr(
+BY_GROUP = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
         [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 8, 16],
@@ -66,7 +66,7 @@ _BY_GROUP = gl.constexpr(
 )  # fmt: skip
 """wgmma's left operand by output, group of 16 and input."""
 
-_SCALES = gl.constexpr(
+SCALES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[8, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]], [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
@@ -123,10 +123,10 @@ def _load(x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS: gl.cons
 @gluon.jit
 def _rows(zeros, first, N, NVFP4: gl.constexpr):
     """Outputs of the program, in the layout of their scales, and the multipliers of NVFP4."""
-    WORDS: gl.constexpr = gl.SliceLayout(2, _SCALES)
-    rows = gl.minimum(first + gl.arange(0, WIDE, gl.SliceLayout(1, WORDS if NVFP4 else _BYTES)), N - 1)
+    WORDS: gl.constexpr = gl.SliceLayout(2, SCALES)
+    rows = gl.minimum(first + gl.arange(0, WIDE, gl.SliceLayout(1, WORDS if NVFP4 else BYTES)), N - 1)
     if NVFP4:
-        each = gl.arange(0, WIDE, gl.SliceLayout(1, gl.SliceLayout(2, _BY_GROUP)))
+        each = gl.arange(0, WIDE, gl.SliceLayout(1, gl.SliceLayout(2, BY_GROUP)))
         multiplier = gl.load(zeros + gl.minimum(first + each, N - 1))
     else:
         multiplier = rows
@@ -134,10 +134,10 @@ def _rows(zeros, first, N, NVFP4: gl.constexpr):
 
 
 @gluon.jit
-def _group(scales, zeros, rows, piece, group, K, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr):
+def load_group(scales, zeros, rows, piece, group, K, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr):
     """Load what decodes a piece for each output: scale and zero of integers, two words of NVFP4's scales."""
     if NVFP4:
-        at = piece * (PIECE // 64) + gl.arange(0, PIECE // 64, gl.SliceLayout(0, gl.SliceLayout(2, _SCALES)))
+        at = piece * (PIECE // 64) + gl.arange(0, PIECE // 64, gl.SliceLayout(0, gl.SliceLayout(2, SCALES)))
         inside = (at < K // 64)[None, :] & (rows >= 0)[:, None]
         scale = gl.load(scales + rows[:, None] * (K // 64) + at[None, :], mask=inside, other=0)
         zero = scale
@@ -152,7 +152,7 @@ def _group(scales, zeros, rows, piece, group, K, NVFP4: gl.constexpr, HAS_ZEROS:
 @gluon.jit
 def _integers(held, scale, zero, DTYPE: gl.constexpr):
     """Decode bytes to pairs ``(q - zero) * scale``, as ``integers_decoded`` of ``kernels/gemm/decoded.py``."""
-    byte = held.load(_BYTES).to(gl.int32)
+    byte = held.load(BYTES).to(gl.int32)
     low = masked(byte, 0x0F, 0x4B000000) - (8388608.0 + zero)[:, None]
     high = masked(byte, 0xF0, 0x49000000) - (524288.0 + zero)[:, None]
     return gl.join((low * scale[:, None]).to(DTYPE), (high * scale[:, None]).to(DTYPE))
@@ -164,26 +164,26 @@ def _e2m1(held, words, multiplier, DTYPE: gl.constexpr):
 
     Sign, exponent and mantissa go to their places in fp32, as there: other copies of the sign are cut away.
     """
-    byte = bits_as(held.load(_BYTES), gl.int8).to(gl.int32)
+    byte = bits_as(held.load(BYTES), gl.int8).to(gl.int32)
     high = bits_as((byte << 18) & -0x7E400000, gl.float32)
     low = bits_as(((byte << 28) >> 6) & -0x7E400000, gl.float32)
-    values = gl.convert_layout(gl.reshape(gl.join(low, high), [WIDE, PIECE // 16, 16]), _BY_GROUP)
-    place = (24 - 8 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _SCALES)))).to(gl.int32)
+    values = gl.convert_layout(gl.reshape(gl.join(low, high), [WIDE, PIECE // 16, 16]), BY_GROUP)
+    place = (24 - 8 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, SCALES)))).to(gl.int32)
     bits = ((words[:, :, None] << place[None, None, :]) >> 4) & -0x78100000
-    bits = gl.convert_layout(gl.reshape(bits, [WIDE, PIECE // 16]), gl.SliceLayout(2, _BY_GROUP))
+    bits = gl.convert_layout(gl.reshape(bits, [WIDE, PIECE // 16]), gl.SliceLayout(2, BY_GROUP))
     scale = bits_as(bits, gl.float32) * 1.329227995784916e36 * multiplier[:, None]
     return (values * 8.507059173023462e37 * scale[:, :, None]).to(DTYPE)
 
 
 @gluon.jit
-def _decode(held, scale, zero, multiplier, NVFP4: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr):
+def decode_piece(held, scale, zero, multiplier, NVFP4: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr):
     """Decode a piece [WIDE, PIECE / 2] to registers."""
     values = _e2m1(held, scale, multiplier, DTYPE) if NVFP4 else _integers(held, scale, zero, DTYPE)
     return gl.convert_layout(gl.reshape(values, [WIDE, PIECE]), DOT)
 
 
 @gluon.jit
-def _product(a, x, stage, acc, DOT: gl.constexpr):
+def piece_product(a, x, stage, acc, DOT: gl.constexpr):
     """Start to add a piece's product to acc [WIDE, ROWS]."""
     low, high = gl.split(gl.permute(gl.reshape(a, [WIDE, 2, BOX]), [0, 2, 1]))
     product = warpgroup_mma_init(acc)
@@ -206,23 +206,23 @@ def _multiply(x, w, full, free, sums, turns, scales, zeros, bias, residual, out,
         gdc_launch_dependents()
     rows, multiplier = _rows(zeros, first, N, NVFP4)
     r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, WIDE, WIDE)
-    s0, z0 = _group(scales, zeros, rows, 0, group, K, NVFP4, HAS_ZEROS)
-    s1, z1 = _group(scales, zeros, rows, 1, group, K, NVFP4, HAS_ZEROS)
+    s0, z0 = load_group(scales, zeros, rows, 0, group, K, NVFP4, HAS_ZEROS)
+    s1, z1 = load_group(scales, zeros, rows, 1, group, K, NVFP4, HAS_ZEROS)
     acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
     mbarrier.wait(full.index(0), 0)
-    a = _decode(w.index(0), s0, z0, multiplier, NVFP4, DTYPE, DOT)
+    a = decode_piece(w.index(0), s0, z0, multiplier, NVFP4, DTYPE, DOT)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for piece in range(1, pieces):
-        product = _product(a, x, stage, acc, DOT)
-        s2, z2 = _group(scales, zeros, rows, piece + 1, group, K, NVFP4, HAS_ZEROS)
+        product = piece_product(a, x, stage, acc, DOT)
+        s2, z2 = load_group(scales, zeros, rows, piece + 1, group, K, NVFP4, HAS_ZEROS)
         behind = stage
         stage, phase = next_stage(stage, phase, STAGES)
         mbarrier.wait(full.index(stage), phase)
-        a = _decode(w.index(stage), s1, z1, multiplier, NVFP4, DTYPE, DOT)
+        a = decode_piece(w.index(stage), s1, z1, multiplier, NVFP4, DTYPE, DOT)
         acc = warpgroup_mma_wait(0, [product])
         mbarrier.arrive(free.index(behind))
         s1, z1 = s2, z2
-    acc = warpgroup_mma_wait(0, [_product(a, x, stage, acc, DOT)])
+    acc = warpgroup_mma_wait(0, [piece_product(a, x, stage, acc, DOT)])
     store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, WIDE, WIDE)
 
 
@@ -244,16 +244,16 @@ def _take_turns(TURN: gl.constexpr, TURNS: gl.constexpr, x, w, full, free, sums,
     rows, multiplier = _rows(zeros, first, N, NVFP4)
     if TURN == 0:
         r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, WIDE, WIDE)
-    s0, z0 = _group(scales, zeros, rows, TURN, group, K, NVFP4, HAS_ZEROS)
-    s1, z1 = _group(scales, zeros, rows, TURN + TURNS, group, K, NVFP4, HAS_ZEROS)
+    s0, z0 = load_group(scales, zeros, rows, TURN, group, K, NVFP4, HAS_ZEROS)
+    s1, z1 = load_group(scales, zeros, rows, TURN + TURNS, group, K, NVFP4, HAS_ZEROS)
     for piece in range(TURN, pieces, TURNS):
         stage = piece % STAGES
         mbarrier.wait(full.index(stage), piece // STAGES & 1)
-        a = _decode(w.index(stage), s0, z0, multiplier, NVFP4, DTYPE, DOT)
+        a = decode_piece(w.index(stage), s0, z0, multiplier, NVFP4, DTYPE, DOT)
         s0, z0 = s1, z1
-        s1, z1 = _group(scales, zeros, rows, piece + 2 * TURNS, group, K, NVFP4, HAS_ZEROS)
+        s1, z1 = load_group(scales, zeros, rows, piece + 2 * TURNS, group, K, NVFP4, HAS_ZEROS)
         mbarrier.wait(turns.index(TURN), piece // TURNS & 1)
-        sums.store(warpgroup_mma_wait(0, [_product(a, x, stage, sums.load(MMA), DOT)]))
+        sums.store(warpgroup_mma_wait(0, [piece_product(a, x, stage, sums.load(MMA), DOT)]))
         block_barrier()
         mbarrier.arrive(turns.index(gl.where(piece + 1 == pieces, TURNS, (TURN + 1) % TURNS)))
         mbarrier.arrive(free.index(stage))
@@ -355,7 +355,7 @@ def launch_packed_rows(
     out = x.new_empty(rows, n)
     packed_rows_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, WIDE.value))](
         TensorDescriptor.from_tensor(x, [tile.m, BOX.value], _X_LAYOUT),
-        TensorDescriptor.from_tensor(weight, [WIDE.value, PIECE.value // 2], _W_LAYOUT),
+        TensorDescriptor.from_tensor(weight, [WIDE.value, PIECE.value // 2], W_LAYOUT),
         scales.view(torch.int32) if nvfp4 else scales, zeros, bias, residual, out, rows, n, k, group, NVFP4=nvfp4,
         HAS_ZEROS=zeros is not None and not nvfp4, **_sizes(tile), HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, num_warps=4, maxnreg=tile.registers, **overlapped(x.device),
@@ -370,7 +370,7 @@ def _sizes(tile: Tile) -> dict[str, int | None]:
 def _case(dtype: str, tile: Tile, nvfp4: bool, zeros: bool, bias: bool) -> AotCase:
     signature = {
         "x_desc": f"tensordesc<{dtype}[{tile.m}, {BOX.value}],{_X_LAYOUT!r}>",
-        "w_desc": f"tensordesc<u8[{WIDE.value}, {PIECE.value // 2}],{_W_LAYOUT!r}>",
+        "w_desc": f"tensordesc<u8[{WIDE.value}, {PIECE.value // 2}],{W_LAYOUT!r}>",
         "scales": "*i32" if nvfp4 else "*fp32", "zeros": "*fp32" if nvfp4 else "*i8",
         **dict.fromkeys(("bias", "residual", "out"), f"*{dtype}"),
         **dict.fromkeys(("M", "N", "K", "group"), "i32"),
