@@ -47,7 +47,7 @@ def unequal_plan(rows: int, experts: int, top_k: int, tile: int, lead: bool) -> 
 
 
 @pytest.mark.parametrize(
-    "product, plan_of, kind",
+    ("product", "plan_of", "kind"),
     [
         ("gate and up", "lead", "nvfp4"),
         ("gate and up", "sorted", "int4 zeros"),
