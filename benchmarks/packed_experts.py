@@ -26,7 +26,7 @@ from benchmarks.experts import SHAPES, graph_us
 from unisono.kernels.gemm.packed_gluon import NVFP4_GROUP
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.moe import integers, nvfp4
-from unisono.kernels.moe.packed_gluon import TILES, launch_packed_experts, rows_of
+from unisono.kernels.moe.packed_gluon import launch_packed_experts, rows_of
 from unisono.kernels.moe.plan import ExpertPlan, plan_experts
 
 SHAPE = SHAPES["35B-A3B"]
@@ -34,14 +34,18 @@ KINDS = ("nvfp4", "int4 zeros")
 TOKENS = (1, 16, 64, 512, 2048, 8192)
 CANDIDATES = {
     16: [
-        TILES[16],
+        Tile(16, 64, 128, 8, 6, registers=80),
         Tile(16, 64, 128, 8, 4, registers=64),
-        Tile(16, 64, 128, 8, 8, registers=80),
-        Tile(16, 128, 128, 12, 4, registers=80),
+        Tile(16, 32, 128, 8, 6, registers=80),
+        Tile(16, 32, 128, 8, 6, registers=64),
     ],
-    32: [TILES[32], Tile(32, 64, 128, 8, 5, registers=80), Tile(32, 128, 128, 12, 5, registers=80)],
-    64: [TILES[64], Tile(64, 64, 128, 8, 3, registers=80), Tile(64, 128, 128, 12, 6, registers=168)],
-    128: [TILES[128], Tile(128, 64, 128, 8, 3, registers=128)],
+    32: [Tile(32, 64, 128, 8, 4, registers=80), Tile(32, 32, 128, 8, 4, registers=80)],
+    64: [Tile(64, 64, 128, 8, 3, registers=80), Tile(64, 64, 128, 8, 4, registers=104)],
+    128: [
+        Tile(128, 128, 128, 12, 4, registers=168),
+        Tile(128, 64, 128, 8, 3, registers=128),
+        Tile(128, 64, 128, 8, 2, registers=128),
+    ],
 }
 LIMITS = {"gluon": 70, "triton": 40, "bits": 60}
 """Seconds by part. The first two compile in many processes what the last one runs."""

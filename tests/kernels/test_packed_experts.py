@@ -54,13 +54,16 @@ def unequal_plan(rows: int, experts: int, top_k: int, tile: int, lead: bool) -> 
         ("up", "sorted, two groups", "int4"),
         ("down", "lead", "int4 zeros"),
         ("down", "sorted, two groups", "nvfp4"),
+        ("gate and up", "lead, 32 outputs", "int4 zeros"),
+        ("down", "lead, 32 outputs", "nvfp4"),
     ],
 )
 def test_programs_compute_the_products(product, plan_of, kind):
     """Stages are free before they are loaded, each pair has its own expert, and no other row is written."""
     rows, experts, top_k, rides, (k, n) = 21, 5, 2, int(product != "up"), (704, 72)
-    gated, lead, groups = product == "gate and up", plan_of == "lead", 1 + (plan_of == "sorted, two groups")
-    tile = Tile(32 if lead else 16, 64 * groups, 128, 8, 3, registers=80)
+    gated, lead, groups = product == "gate and up", plan_of[:4] == "lead", 1 + (plan_of == "sorted, two groups")
+    outputs = 32 if "32" in plan_of else 64 * groups
+    tile = Tile(32 if lead else 16, outputs, 128, 8, 3, registers=80)
     plan, operands = unequal_plan(rows, experts, top_k, 16, lead), stack_of(kind, experts + rides, n * (1 + gated), k)
     x = torch.randn(rows * (top_k + rides) if product == "down" else rows, k).half()
     of_kind = (NVFP4 if kind == "nvfp4" else INT4)[("gate and up", "up", "down").index(product)]
@@ -72,11 +75,12 @@ def test_programs_compute_the_products(product, plan_of, kind):
     tiles = plan.listed + (rides if lead else rides * -(-rows // 16))
     Machine((packed_gluon, pieces, hopper), tiles * sizes["PARTS"]).run(
         packed_gluon.packed_experts_kernel, x=x,
-        w_desc=Descriptor(weight.view(-1, k // 2), [32, 64]), scales=scales.view(torch.int32) if nvfp4 else scales,
+        w_desc=Descriptor(weight.view(-1, k // 2), [min(outputs, 64) // 2, 64]),
+        scales=scales.view(torch.int32) if nvfp4 else scales,
         zeros=torch.zeros(1) if zeros is None else zeros, out=out, ids=plan.ids,
         order=torch.zeros(0, dtype=torch.int32) if lead else plan.order,
         tiles=torch.zeros(0, dtype=torch.int32) if lead else plan.tiles, M=rows, count=plan.listed,
-        inputs=NVFP4_GROUP if nvfp4 else 128, NVFP4=nvfp4, HAS_ZEROS=kind == "int4 zeros", OVERLAP=True, **sizes,
+        INPUTS=NVFP4_GROUP if nvfp4 else 128, NVFP4=nvfp4, HAS_ZEROS=kind == "int4 zeros", OVERLAP=True, **sizes,
     )  # fmt: skip
     written = torch.ones(len(out), dtype=torch.bool)
     written[(rows - 1) * top_k : rows * top_k] = False  # of the token without experts

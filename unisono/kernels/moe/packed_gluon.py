@@ -33,28 +33,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from unisono.kernels.gemm.packed_gluon import (
     BOX,
-    BY_GROUP,
-    BYTES,
     NVFP4_GROUP,
     PIECE,
-    SCALES,
     W_LAYOUT,
     WIDE,
     decode_piece,
     load_group,
+    of_multipliers,
+    of_scales,
     piece_product,
+    valid_sums,
 )
 from unisono.kernels.gemm.persistent import processors
-from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.hopper import block_barrier, next_stage, stage_barriers
 from unisono.kernels.library import AotCase, ints
 from unisono.kernels.moe.experts import PROOF_TOKENS, Products, same_products
 from unisono.kernels.moe.plan import LEAD_PAIRS, ExpertPlan, Shapes
 from unisono.kernels.overlap import overlapped
 from unisono.kernels.proofs import ExactKernel
-
-HALF = gl.constexpr(32)
-"""Outputs of gate, and of up, in the 64 rows of a ``wgmma``."""
 
 LOADERS = gl.constexpr(128)
 """Threads that load. All of them copy, and arrive when their copies are done."""
@@ -98,14 +95,14 @@ def _tile(ids, order, tiles, t, M, count, r, E: gl.constexpr, TOP_K: gl.constexp
 
 
 @gluon.jit
-def _first_output(part, group, GATED: gl.constexpr, GROUPS: gl.constexpr):
-    return (part * GROUPS + group) * (HALF if GATED else WIDE)
+def _first_output(part, group, GATED: gl.constexpr, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr):
+    return (part * GROUPS + group) * (OUTPUTS // 2 if GATED else OUTPUTS)
 
 
 @gluon.jit
-def _rows(e, column, N: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rows of a group's weight in the stack. The last outputs repeat."""
-    r = gl.arange(0, WIDE, LAYOUT)
+def _rows(e, column, r, N: gl.constexpr, GATED: gl.constexpr, OUTPUTS: gl.constexpr):
+    """Rows r of a group's weight in the stack. The last outputs repeat."""
+    HALF: gl.constexpr = OUTPUTS // 2
     if GATED:
         return e * (2 * N) + gl.minimum(column + r % HALF, N - 1) + r // HALF * N
     else:
@@ -114,9 +111,10 @@ def _rows(e, column, N: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr)
 
 @gluon.jit
 def _load(x, w_desc, held, w, rows, full, free, e, n, part, M, K: gl.constexpr, N: gl.constexpr, TOP_K: gl.constexpr,
-          BY_TOKEN: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr,
-          STAGES: gl.constexpr):  # fmt: skip
+          BY_TOKEN: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+          GROUPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Load all pieces. BY_TOKEN: x has a row for each token. The part of four warps."""
+    HALF: gl.constexpr = OUTPUTS // 2
     PIECES: gl.constexpr = (K + PIECE - 1) // PIECE
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if n > 0:
@@ -130,9 +128,9 @@ def _load(x, w_desc, held, w, rows, full, free, e, n, part, M, K: gl.constexpr, 
         for piece in range(PIECES):
             mbarrier.wait(free.index(stage), phase)
             bar = full.index(stage)
-            mbarrier.expect(bar, GROUPS * WIDE * (PIECE // 2))
+            mbarrier.expect(bar, GROUPS * OUTPUTS * (PIECE // 2))
             for group in gl.static_range(GROUPS):
-                left = e * (2 * N if GATED else N) + _first_output(part, group, GATED, GROUPS)
+                left = e * (2 * N if GATED else N) + _first_output(part, group, GATED, OUTPUTS, GROUPS)
                 right = left + (N if GATED else HALF)
                 weight = w.index(stage * GROUPS + group)
                 tma.async_copy_global_to_shared(w_desc, [left, piece * (PIECE // 2)], bar, weight.slice(0, HALF))
@@ -156,13 +154,14 @@ def _store(out, value, held, n, column, N: gl.constexpr, ROWS: gl.constexpr, LAY
 
 
 @gluon.jit
-def _finish(acc, out, held, n, column, N: gl.constexpr, GATED: gl.constexpr, UP: gl.constexpr, ROWS: gl.constexpr):
-    """Round the sums [WIDE, ROWS], combine gate and up or square, and store."""
+def _finish(acc, out, held, n, column, N: gl.constexpr, GATED: gl.constexpr, UP: gl.constexpr, ROWS: gl.constexpr,
+            OUTPUTS: gl.constexpr):  # fmt: skip
+    """Round the sums [OUTPUTS, ROWS], combine gate and up or square, and store."""
     dtype: gl.constexpr = out.dtype.element_ty
     if GATED:
         BOTH: gl.constexpr = gl.BlockedLayout([1, 4, 2], [4, 8, 1], [4, 1, 1], [2, 1, 0])
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-        both = gl.permute(gl.reshape(acc.to(dtype), [2, HALF, ROWS]), [2, 1, 0])
+        both = gl.permute(gl.reshape(acc.to(dtype), [2, OUTPUTS // 2, ROWS]), [2, 1, 0])
         gate, up = gl.split(gl.convert_layout(both, BOTH))
         gate, up = gate.to(gl.float32), up.to(gl.float32)  # activation.silu_product
         silu = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
@@ -178,47 +177,49 @@ def _finish(acc, out, held, n, column, N: gl.constexpr, GATED: gl.constexpr, UP:
 
 
 @gluon.jit
-def _multiply(GROUP: gl.constexpr, scales, zeros, out, held, w, rows, full, free, e, n, part, inputs,
+def _multiply(GROUP: gl.constexpr, scales, zeros, out, held, w, rows, full, free, e, n, part, INPUTS: gl.constexpr,
               K: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, UP: gl.constexpr, NVFP4: gl.constexpr,
-              HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Decode, multiply, sum and store a group's outputs. The part of four warps. inputs: that share a scale."""
+              HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr,
+              STAGES: gl.constexpr):  # fmt: skip
+    """Decode, multiply, sum and store a group's outputs. The part of four warps. INPUTS: that share a scale."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
     PIECES: gl.constexpr = (K + PIECE - 1) // PIECE
     if n > 0:
-        column = _first_output(part, GROUP, GATED, GROUPS)
-        outputs = _rows(e, column, N, GATED, gl.SliceLayout(1, gl.SliceLayout(2, SCALES) if NVFP4 else BYTES))
+        column = _first_output(part, GROUP, GATED, OUTPUTS, GROUPS)
+        outputs = _rows(e, column, of_scales(NVFP4, OUTPUTS), N, GATED, OUTPUTS)
         multiplier = outputs
         if NVFP4:
-            multiplier = gl.load(zeros + _rows(e, column, N, GATED, gl.SliceLayout(1, gl.SliceLayout(2, BY_GROUP))))
-        s0, z0 = load_group(scales, zeros, outputs, 0, inputs, K, NVFP4, HAS_ZEROS)
-        s1, z1 = load_group(scales, zeros, outputs, 1, inputs, K, NVFP4, HAS_ZEROS)
+            multiplier = gl.load(zeros + _rows(e, column, of_multipliers(OUTPUTS), N, GATED, OUTPUTS))
+        s0, z0 = load_group(scales, zeros, outputs, 0, INPUTS, K, NVFP4, HAS_ZEROS, OUTPUTS)
+        s1, z1 = load_group(scales, zeros, outputs, 1, INPUTS, K, NVFP4, HAS_ZEROS, OUTPUTS)
         acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
         mbarrier.wait(full.index(0), 0)
-        a = decode_piece(w.index(GROUP), s0, z0, multiplier, NVFP4, DTYPE, DOT)
+        a = decode_piece(w.index(GROUP), s0, z0, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
         stage, phase = gl.to_tensor(0), gl.to_tensor(0)
         for piece in range(1, PIECES):
             product = piece_product(a, rows, stage, acc, DOT)
-            s2, z2 = load_group(scales, zeros, outputs, piece + 1, inputs, K, NVFP4, HAS_ZEROS)
+            s2, z2 = load_group(scales, zeros, outputs, piece + 1, INPUTS, K, NVFP4, HAS_ZEROS, OUTPUTS)
             behind = stage
             stage, phase = next_stage(stage, phase, STAGES)
             mbarrier.wait(full.index(stage), phase)
-            a = decode_piece(w.index(stage * GROUPS + GROUP), s1, z1, multiplier, NVFP4, DTYPE, DOT)
-            acc = warpgroup_mma_wait(0, [product])
+            a = decode_piece(w.index(stage * GROUPS + GROUP), s1, z1, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
+            acc, a = warpgroup_mma_wait(0, [product, a])  # after the decoding, which the compiler would put off
             mbarrier.arrive(free.index(behind))
             s1, z1 = s2, z2
-        acc = warpgroup_mma_wait(0, [piece_product(a, rows, stage, acc, DOT)])
-        _finish(acc, out, held, n, column, N, GATED, UP, ROWS)
+        acc = valid_sums(warpgroup_mma_wait(0, [piece_product(a, rows, stage, acc, DOT)]), ROWS, OUTPUTS)
+        _finish(acc, out, held, n, column, N, GATED, UP, ROWS, OUTPUTS)
 
 
-@gluon.jit(do_not_specialize=["M", "count", "inputs"])
-def packed_experts_kernel(x, w_desc, scales, zeros, out, ids, order, tiles, M, count, inputs, K: gl.constexpr,
-                          N: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, RIDES: gl.constexpr,
+@gluon.jit(do_not_specialize=["M", "count"])
+def packed_experts_kernel(x, w_desc, scales, zeros, out, ids, order, tiles, M, count, INPUTS: gl.constexpr,
+                          K: gl.constexpr, N: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, RIDES: gl.constexpr,
                           LEAD: gl.constexpr, GATED: gl.constexpr, UP: gl.constexpr, PARTS: gl.constexpr,
-                          NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr,
-                          STAGES: gl.constexpr, REGISTERS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """Multiply the pairs of one tile by WIDE * GROUPS rows of their expert's weight.
+                          NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+                          GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+                          OVERLAP: gl.constexpr):  # fmt: skip
+    """Multiply the pairs of one tile by OUTPUTS * GROUPS rows of their expert's weight.
 
     ids, order, tiles, M, count: fields of an :class:`ExpertPlan`. GATED: out [pairs, N] is ``silu(gate) * up``; else x
     has a row for each pair, or with UP for each token, and the product is squared.
@@ -231,7 +232,7 @@ def packed_experts_kernel(x, w_desc, scales, zeros, out, ids, order, tiles, M, c
     e, n, pair = _tile(ids, order, tiles, t, M, count, gl.arange(0, ROWS, of_rows), E, TOP_K, ROWS, RIDES, LEAD)
     held = gl.allocate_shared_memory(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     held.store(pair)
-    w = gl.allocate_shared_memory(gl.uint8, [STAGES * GROUPS, WIDE, PIECE // 2], w_desc.layout)
+    w = gl.allocate_shared_memory(gl.uint8, [STAGES * GROUPS, OUTPUTS, PIECE // 2], w_desc.layout)
     rows = gl.allocate_shared_memory(out.dtype.element_ty, [STAGES * (PIECE // BOX), ROWS, BOX], _X_LAYOUT)
     full, free = stage_barriers(STAGES, LOADERS + 1, GROUPS)
     fence_async_shared()
@@ -241,11 +242,11 @@ def packed_experts_kernel(x, w_desc, scales, zeros, out, ids, order, tiles, M, c
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, scales, zeros, out, held, w, rows, full, free, e, n, part, inputs, K, N, GATED, UP, NVFP4,
-                    HAS_ZEROS, ROWS, GROUPS, STAGES)),
+                    0, scales, zeros, out, held, w, rows, full, free, e, n, part, INPUTS, K, N, GATED, UP, NVFP4,
+                    HAS_ZEROS, ROWS, OUTPUTS, GROUPS, STAGES)),
                 (_load, (
-                    x, w_desc, held, w, rows, full, free, e, n, part, M, K, N, TOP_K, BY_TOKEN, GATED, ROWS, GROUPS,
-                    STAGES)),
+                    x, w_desc, held, w, rows, full, free, e, n, part, M, K, N, TOP_K, BY_TOKEN, GATED, ROWS,
+                    OUTPUTS, GROUPS, STAGES)),
             ],
             [4],
             [40],
@@ -254,14 +255,14 @@ def packed_experts_kernel(x, w_desc, scales, zeros, out, ids, order, tiles, M, c
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, scales, zeros, out, held, w, rows, full, free, e, n, part, inputs, K, N, GATED, UP, NVFP4,
-                    HAS_ZEROS, ROWS, GROUPS, STAGES)),
+                    0, scales, zeros, out, held, w, rows, full, free, e, n, part, INPUTS, K, N, GATED, UP, NVFP4,
+                    HAS_ZEROS, ROWS, OUTPUTS, GROUPS, STAGES)),
                 (_multiply, (
-                    1, scales, zeros, out, held, w, rows, full, free, e, n, part, inputs, K, N, GATED, UP, NVFP4,
-                    HAS_ZEROS, ROWS, GROUPS, STAGES)),
+                    1, scales, zeros, out, held, w, rows, full, free, e, n, part, INPUTS, K, N, GATED, UP, NVFP4,
+                    HAS_ZEROS, ROWS, OUTPUTS, GROUPS, STAGES)),
                 (_load, (
-                    x, w_desc, held, w, rows, full, free, e, n, part, M, K, N, TOP_K, BY_TOKEN, GATED, ROWS, GROUPS,
-                    STAGES)),
+                    x, w_desc, held, w, rows, full, free, e, n, part, M, K, N, TOP_K, BY_TOKEN, GATED, ROWS,
+                    OUTPUTS, GROUPS, STAGES)),
             ],
             [4, 4],
             [REGISTERS, 40],
@@ -269,12 +270,16 @@ def packed_experts_kernel(x, w_desc, scales, zeros, out, ids, order, tiles, M, c
 
 
 TILES = {
-    16: Tile(16, 64, 128, 8, 6, registers=80),
-    32: Tile(32, 64, 128, 8, 4, registers=80),
-    64: Tile(64, 64, 128, 8, 4, registers=104),
-    128: Tile(128, 128, 128, 12, 4, registers=168),
+    16: ExpertTiles(Tile(16, 64, 128, 8, 6, registers=80), Tile(16, 64, 128, 8, 6, registers=80)),
+    32: ExpertTiles(Tile(32, 64, 128, 8, 4, registers=80), Tile(32, 64, 128, 8, 4, registers=80)),
+    64: ExpertTiles(Tile(64, 64, 128, 8, 3, registers=80), Tile(64, 64, 128, 8, 3, registers=80)),
+    128: ExpertTiles(Tile(128, 128, 128, 12, 4, registers=168), Tile(128, 64, 128, 8, 3, registers=128)),
 }
-"""Blocking by rows of a tile. warps: with those that load."""
+"""Fastest tiles on an H200 for 35B-A3B, by rows. warps: with those that load."""
+
+
+def _tile_of(rows: int, gated: bool) -> Tile:
+    return TILES[rows].up if gated else TILES[rows].down
 
 
 def rows_of(plan: ExpertPlan) -> int:
@@ -311,13 +316,13 @@ def launch_packed_experts(
     """
     x, (m, top_k), rides = x.contiguous(), plan.ids.shape, len(weight) - plan.experts
     n, k, nvfp4 = weight.shape[1] // (1 + gated), 2 * weight.shape[2], group == NVFP4_GROUP
-    tile, lead = tile or TILES[rows_of(plan)], plan.tiles is None
+    tile, lead = tile or _tile_of(rows_of(plan), gated), plan.tiles is None
     sizes = _sizes(Shapes(m, 0, 0, plan.experts, top_k, rides > 0), k, n, gated, up, lead, tile)
     tiles = plan.listed + (rides if lead else rides * triton.cdiv(m, tile.m))
     out = x.new_empty(m * top_k + rides * m, n)
     packed_experts_kernel[(tiles * sizes["PARTS"],)](
-        x, TensorDescriptor.from_tensor(weight.view(-1, k // 2), [HALF.value, PIECE.value // 2], W_LAYOUT),
-        scales.view(torch.int32) if nvfp4 else scales, zeros, out, *plan.operands, group, **sizes, NVFP4=nvfp4,
+        x, TensorDescriptor.from_tensor(weight.view(-1, k // 2), _box(tile), W_LAYOUT),
+        scales.view(torch.int32) if nvfp4 else scales, zeros, out, *plan.operands, INPUTS=group, **sizes, NVFP4=nvfp4,
         HAS_ZEROS=zeros is not None and not nvfp4, num_warps=4, maxnreg=tile.registers, **overlapped(x.device),
     )  # fmt: skip
     return out
@@ -325,12 +330,17 @@ def launch_packed_experts(
 
 def _sizes(shapes: Shapes, k: int, n: int, gated: bool, up: bool, lead: bool, tile: Tile) -> dict[str, Any]:
     """Compile-time arguments of the kernel, without those of the weight's format."""
-    groups = tile.n // WIDE.value
+    outputs = min(tile.n, WIDE.value)
     return {
         "K": k, "N": n, "E": shapes.experts, "TOP_K": shapes.top_k, "RIDES": shapes.rides, "LEAD": lead,
-        "GATED": gated, "UP": up, "PARTS": triton.cdiv(n, tile.n // (1 + gated)), "ROWS": tile.m, "GROUPS": groups,
-        "STAGES": tile.stages, "REGISTERS": _registers(tile),
+        "GATED": gated, "UP": up, "PARTS": triton.cdiv(n, tile.n // (1 + gated)), "ROWS": tile.m, "OUTPUTS": outputs,
+        "GROUPS": tile.n // outputs, "STAGES": tile.stages, "REGISTERS": _registers(tile),
     }  # fmt: skip
+
+
+def _box(tile: Tile) -> list[int]:
+    """Rows and bytes of the weight that are loaded together: half of a group's outputs."""
+    return [min(tile.n, WIDE.value) // 2, PIECE.value // 2]
 
 
 def _registers(tile: Tile) -> int:
@@ -404,13 +414,16 @@ def _key(
 def _case(
     dtype: str, shapes: Shapes, gated: bool, up: bool, lead: bool, rows: int, nvfp4: bool, zeros: bool
 ) -> AotCase:
-    tile, (k, n) = TILES[rows], (shapes.hidden, shapes.inner) if gated or up else (shapes.inner, shapes.hidden)
+    tile, (k, n) = (
+        _tile_of(rows, gated),
+        (shapes.hidden, shapes.inner) if gated or up else (shapes.inner, shapes.hidden),
+    )
     signature = {
-        "x": f"*{dtype}", "w_desc": f"tensordesc<u8[{HALF.value}, {PIECE.value // 2}],{W_LAYOUT!r}>",
+        "x": f"*{dtype}", "w_desc": f"tensordesc<u8{_box(tile)},{W_LAYOUT!r}>",
         "scales": "*i32" if nvfp4 else "*fp32", "zeros": "*fp32" if nvfp4 else "*i8", "out": f"*{dtype}",
-        **ints("ids order tiles", "M count inputs"),
+        **ints("ids order tiles", "M count"),
     }  # fmt: skip
-    options = {"NVFP4": nvfp4, "HAS_ZEROS": zeros, "OVERLAP": True}
+    options = {"INPUTS": NVFP4_GROUP if nvfp4 else 128, "NVFP4": nvfp4, "HAS_ZEROS": zeros, "OVERLAP": True}
     sizes = _sizes(shapes, k, n, gated, up, lead, tile)
     return AotCase(packed_experts_kernel, signature, sizes | options, num_warps=4, maxnreg=tile.registers)
 
