@@ -327,8 +327,8 @@ def _take_turns(TURN: gl.constexpr, TURNS: gl.constexpr, x, w, full, free, sums,
 @overlapping(reads_early=True)
 @gluon.jit
 def packed_rows_kernel(x_desc, w_desc, scales, zeros, bias, residual, out, M, N, K, GROUP: gl.constexpr,
-                       NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, STAGES: gl.constexpr,
-                       TURNS: gl.constexpr, REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr,
+                       NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+                       STAGES: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr,
                        HAS_RESIDUAL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Compute one tile of OUTPUTS outputs and ROWS tokens: TURNS groups of four warps, and ``_load`` on one more."""
     pieces = (K + PIECE - 1) // PIECE

@@ -112,8 +112,10 @@ def _rows(e, column, r, N: gl.constexpr, GATED: gl.constexpr, OUTPUTS: gl.conste
 @gluon.jit
 def _load(x, w_desc, held, w, rows, full, free, e, n, part, M, K: gl.constexpr, N: gl.constexpr, TOP_K: gl.constexpr,
           BY_TOKEN: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
-          GROUPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+          GROUPS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Load all pieces. BY_TOKEN: x has a row for each token. The part of four warps."""
+    if OVERLAP:
+        gdc_wait()
     HALF: gl.constexpr = OUTPUTS // 2
     PIECES: gl.constexpr = (K + PIECE - 1) // PIECE
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -180,8 +182,10 @@ def _finish(acc, out, held, n, column, N: gl.constexpr, GATED: gl.constexpr, UP:
 def _multiply(GROUP: gl.constexpr, scales, zeros, out, held, w, rows, full, free, e, n, part, INPUTS: gl.constexpr,
               K: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, UP: gl.constexpr, NVFP4: gl.constexpr,
               HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr,
-              STAGES: gl.constexpr):  # fmt: skip
+              STAGES: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Decode, multiply, sum and store a group's outputs. The part of four warps. INPUTS: that share a scale."""
+    if OVERLAP:
+        gdc_wait()
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
@@ -243,10 +247,10 @@ def packed_experts_kernel(x, w_desc, scales, zeros, out, ids, order, tiles, M, c
             [
                 (_multiply, (
                     0, scales, zeros, out, held, w, rows, full, free, e, n, part, INPUTS, K, N, GATED, UP, NVFP4,
-                    HAS_ZEROS, ROWS, OUTPUTS, GROUPS, STAGES)),
+                    HAS_ZEROS, ROWS, OUTPUTS, GROUPS, STAGES, OVERLAP)),
                 (_load, (
                     x, w_desc, held, w, rows, full, free, e, n, part, M, K, N, TOP_K, BY_TOKEN, GATED, ROWS,
-                    OUTPUTS, GROUPS, STAGES)),
+                    OUTPUTS, GROUPS, STAGES, OVERLAP)),
             ],
             [4],
             [40],
@@ -256,13 +260,13 @@ def packed_experts_kernel(x, w_desc, scales, zeros, out, ids, order, tiles, M, c
             [
                 (_multiply, (
                     0, scales, zeros, out, held, w, rows, full, free, e, n, part, INPUTS, K, N, GATED, UP, NVFP4,
-                    HAS_ZEROS, ROWS, OUTPUTS, GROUPS, STAGES)),
+                    HAS_ZEROS, ROWS, OUTPUTS, GROUPS, STAGES, OVERLAP)),
                 (_multiply, (
                     1, scales, zeros, out, held, w, rows, full, free, e, n, part, INPUTS, K, N, GATED, UP, NVFP4,
-                    HAS_ZEROS, ROWS, OUTPUTS, GROUPS, STAGES)),
+                    HAS_ZEROS, ROWS, OUTPUTS, GROUPS, STAGES, OVERLAP)),
                 (_load, (
                     x, w_desc, held, w, rows, full, free, e, n, part, M, K, N, TOP_K, BY_TOKEN, GATED, ROWS,
-                    OUTPUTS, GROUPS, STAGES)),
+                    OUTPUTS, GROUPS, STAGES, OVERLAP)),
             ],
             [4, 4],
             [REGISTERS, 40],
