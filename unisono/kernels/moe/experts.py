@@ -57,7 +57,7 @@ TILES: dict[float, ExpertTiles] = {  # upper bound of the average number of pair
 }
 """Fastest blocking of 16-bit weights on an H200 (benchmarks/experts.py, *tune*); the first in a layer, on an H100."""
 
-PROOF_TOKENS = 300
+_PROOF_TOKENS = 300
 """Tokens in the comparison of kernels: about 150 pairs for each expert that has any."""
 
 _FP32: dict[float, ExpertTiles] = {
@@ -327,7 +327,7 @@ def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: i
     if not (experts_gluon.suits(gate_up) and experts_gluon.suits(down)):
         return False
     ours = Products(
-        expert_tiles(PROOF_TOKENS * top_k, experts, gate_up.dtype).rows,
+        expert_tiles(_PROOF_TOKENS * top_k, experts, gate_up.dtype).rows,
         lambda x, plan: launch_gate_up(x, gate_up, plan),
         lambda h, plan: launch_down(h, down, plan),
     )
@@ -354,15 +354,16 @@ class Products(NamedTuple):
 
 def same_products(
     one: Products, other: Products, inputs: tuple[int, int], dtype: torch.dtype, experts: int, top_k: int,
-    device: torch.device, tokens: int = PROOF_TOKENS,
+    device: torch.device, tokens: int | None = None,
 ) -> bool:  # fmt: skip
     """Compare two implementations on random rows: in full tiles, and in tiles with few pairs and with none.
 
-    inputs: of gate and up, and of down. dtype: dtype of the rows. The input of ``down`` is random too, since a rank
-    computes only a part of it.
+    inputs: of gate and up, and of down. dtype: dtype of the rows. tokens: None: _PROOF_TOKENS. The input of ``down`` is
+    random too, since a rank computes only a part of it.
     """
     generator = torch.Generator(device).manual_seed(0)
     random = functools.partial(torch.randn, generator=generator, device=device)
+    tokens = tokens or _PROOF_TOKENS
     x = random(tokens, inputs[0]).to(dtype)
     ids = random(tokens, min(experts, 2 * top_k)).argsort(1)[:, :top_k].to(torch.int32).contiguous()
     plans = [plan_experts(ids, experts, kernels.tile) for kernels in (one, other)]

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from unisono.kernels.gemm.packed_gluon import (
     BOX,
@@ -48,9 +48,9 @@ from unisono.kernels.gemm.persistent import processors
 from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.hopper import block_barrier, next_stage, stage_barriers
 from unisono.kernels.library import AotCase, ints
-from unisono.kernels.moe.experts import PROOF_TOKENS, Products, same_products
+from unisono.kernels.moe.experts import Products, same_products
 from unisono.kernels.moe.plan import LEAD_PAIRS, ExpertPlan, Shapes
-from unisono.kernels.overlap import overlapped
+from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
 LOADERS = gl.constexpr(128)
@@ -228,9 +228,7 @@ def packed_experts_kernel(x, w_desc, scales, zeros, out, ids, order, tiles, M, c
     ids, order, tiles, M, count: fields of an :class:`ExpertPlan`. GATED: out [pairs, N] is ``silu(gate) * up``; else x
     has a row for each pair, or with UP for each token, and the product is squared.
     """
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(OVERLAP)
     t, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     of_rows: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     e, n, pair = _tile(ids, order, tiles, t, M, count, gl.arange(0, ROWS, of_rows), E, TOP_K, ROWS, RIDES, LEAD)
@@ -396,7 +394,7 @@ class PackedExperts(ExactKernel[...]):
         plain = self._gate_up if gated else self._up
         ours = Products(16, lambda x, plan: plain(x, *gate_up, plan), lambda h, plan: self._down(h, *down, plan))
         few = max(LEAD_PAIRS // top_k, 1)
-        for rows, tokens in (*((rows, PROOF_TOKENS) for rows in TILES), (16, few)):
+        for rows, tokens in (*((rows, None) for rows in TILES), (16, few)):
             if not all(suits(rows, weight, group, dtype) for weight, _, _, group in stacks):
                 return False
             other = Products(
