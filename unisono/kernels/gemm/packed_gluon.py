@@ -4,7 +4,8 @@ The tensor memory accelerator loads packed weights and activations into a ring i
 piece of the weight to registers, in the layout of wgmma's left operand, while the product of the piece before it runs.
 Scales and zeros are loaded two pieces ahead. The sum over K is one sequence, as in every kernel of a product. Where
 there are few programs, several groups of warps take turns at the pieces: each decodes its next piece while the others
-multiply, and takes over the sums through shared memory.
+multiply, and takes over the sums through shared memory. Where that fills more multiprocessors a program has 32 outputs,
+and half of the operand's rows are zeros.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -279,7 +280,10 @@ def _multiply(x, w, full, free, sums, turns, scales, zeros, bias, residual, out,
         stage, phase = next_stage(stage, phase, STAGES)
         mbarrier.wait(full.index(stage), phase)
         a = decode_piece(w.index(stage), s1, z1, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
-        acc, a = warpgroup_mma_wait(0, [product, a])  # after the decoding, which the compiler would put off
+        if OUTPUTS < WIDE:  # alone on a multiprocessor; the compiler would put the decoding off until the product ends
+            acc, a = warpgroup_mma_wait(0, [product, a])
+        else:
+            acc = warpgroup_mma_wait(0, [product])
         mbarrier.arrive(free.index(behind))
         s1, z1 = s2, z2
     acc = valid_sums(warpgroup_mma_wait(0, [piece_product(a, x, stage, acc, DOT)]), ROWS, OUTPUTS)
@@ -388,9 +392,11 @@ def suits(rows: int, weight: torch.Tensor, group: int, dtype: torch.dtype) -> bo
 
 def tile_of(rows: int, n: int) -> Tile:
     """Choose the fastest known tile for this number of rows and outputs, on an H200. warps: all that multiply."""
-    alone = n <= 132 * WIDE.value  # one program for a multiprocessor
+    alone, half = n <= 132 * WIDE.value, n <= 132 * WIDE.value // 2  # one program for a multiprocessor
     if rows <= 16 and alone:
-        return Tile(16, WIDE.value, PIECE.value, 8, 8, registers=104)
+        return Tile(16, 32 if half else 64, PIECE.value, 8, 8, registers=104)
+    if half:
+        return Tile(32 if rows <= 32 else 64, 32, PIECE.value, 4, 5, registers=104)
     if rows <= 32:
         return Tile(16 if rows <= 16 else 32, WIDE.value, PIECE.value, 4, 6 if rows <= 16 else 4, registers=80)
     return Tile(64, WIDE.value, PIECE.value, 4, 5 if alone else 3, registers=104 if alone else 80)

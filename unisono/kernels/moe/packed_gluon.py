@@ -209,7 +209,7 @@ def _multiply(GROUP: gl.constexpr, scales, zeros, out, held, w, rows, full, free
             stage, phase = next_stage(stage, phase, STAGES)
             mbarrier.wait(full.index(stage), phase)
             a = decode_piece(w.index(stage * GROUPS + GROUP), s1, z1, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
-            acc, a = warpgroup_mma_wait(0, [product, a])  # after the decoding, which the compiler would put off
+            acc = warpgroup_mma_wait(0, [product])
             mbarrier.arrive(free.index(behind))
             s1, z1 = s2, z2
         acc = valid_sums(warpgroup_mma_wait(0, [piece_product(a, rows, stage, acc, DOT)]), ROWS, OUTPUTS)
@@ -279,8 +279,14 @@ TILES = {
 }
 """Fastest tiles on an H200 for 35B-A3B, by rows. warps: with those that load."""
 
+_FEW_PAIRS = 64
+_DOWN_OF_MORE = Tile(16, 64, 128, 8, 4, registers=64)
+"""Of 16 rows, above _FEW_PAIRS pairs: one more program on a multiprocessor."""
 
-def _tile_of(rows: int, gated: bool) -> Tile:
+
+def _tile_of(rows: int, gated: bool, pairs: int) -> Tile:
+    if rows == 16 and not gated and pairs > _FEW_PAIRS:
+        return _DOWN_OF_MORE
     return TILES[rows].up if gated else TILES[rows].down
 
 
@@ -318,7 +324,7 @@ def launch_packed_experts(
     """
     x, (m, top_k), rides = x.contiguous(), plan.ids.shape, len(weight) - plan.experts
     n, k, nvfp4 = weight.shape[1] // (1 + gated), 2 * weight.shape[2], group == NVFP4_GROUP
-    tile, lead = tile or _tile_of(rows_of(plan), gated), plan.tiles is None
+    tile, lead = tile or _tile_of(rows_of(plan), gated, m * top_k), plan.tiles is None
     sizes = _sizes(Shapes(m, 0, 0, plan.experts, top_k, rides > 0), k, n, gated, up, lead, tile)
     tiles = plan.listed + (rides if lead else rides * triton.cdiv(m, tile.m))
     out = x.new_empty(m * top_k + rides * m, n)
@@ -417,7 +423,7 @@ def _case(
     dtype: str, shapes: Shapes, gated: bool, up: bool, lead: bool, rows: int, nvfp4: bool, zeros: bool
 ) -> AotCase:
     tile, (k, n) = (
-        _tile_of(rows, gated),
+        _tile_of(rows, gated, 8 if lead else 512),
         (shapes.hidden, shapes.inner) if gated or up else (shapes.inner, shapes.hidden),
     )
     signature = {
