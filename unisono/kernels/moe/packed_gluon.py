@@ -67,7 +67,10 @@ _PAIRS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 @gluon.jit
 def _tile(ids, order, tiles, t, M, count, r, E: gl.constexpr, TOP_K: gl.constexpr, ROWS: gl.constexpr,
           RIDES: gl.constexpr, LEAD: gl.constexpr):  # fmt: skip
-    """(expert, number of pairs n, pairs at places r) of tile ``t``: ``plan.tile_rows`` and ``plan.tile_pairs``."""
+    """(expert, number of pairs n, pairs at places r) of tile ``t``: ``plan.tile_rows`` and ``plan.tile_pairs``.
+
+    A token has an expert once, so that ROWS places suffice where the plan is not sorted: see :func:`rows_of`.
+    """
     pairs = M * TOP_K
     if LEAD:
         p = gl.arange(0, 128, _PAIRS)
@@ -281,7 +284,7 @@ TILES = {
 
 _FEW_PAIRS = 64
 _DOWN_OF_MORE = Tile(16, 64, 128, 8, 4, registers=64)
-"""Of 16 rows, above _FEW_PAIRS pairs: one more program on a multiprocessor."""
+"""A tile of 16 rows, for more than _FEW_PAIRS pairs: a multiprocessor has one program more."""
 
 
 def _tile_of(rows: int, gated: bool, pairs: int) -> Tile:
@@ -396,7 +399,7 @@ class PackedExperts(ExactKernel[...]):
     def _same_bits(self, gate_up: Any, down: Any, dtype: torch.dtype, experts: int, top_k: int, gated: bool) -> bool:
         """Compare both products in tiles of each number of rows, and in a plan that is not sorted."""
         stacks = [self._fitted(*operands) for operands in (gate_up, down)]
-        inputs = tuple(2 * weight.shape[2] for weight, *_ in stacks)
+        inputs = 2 * stacks[0][0].shape[2], 2 * stacks[1][0].shape[2]
         plain = self._gate_up if gated else self._up
         ours = Products(16, lambda x, plan: plain(x, *gate_up, plan), lambda h, plan: self._down(h, *down, plan))
         few = max(LEAD_PAIRS // top_k, 1)
