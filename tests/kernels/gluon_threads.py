@@ -301,10 +301,12 @@ class Machine:
             return product
 
         def finish(outstanding: int, products: list[Product]) -> Any:
-            while len(_here.products) > outstanding:
-                product, a, b = _here.products.pop(0)
+            started = _here.__dict__.setdefault("products", [])
+            while len(started) > outstanding:
+                product, a, b = started.pop(0)
                 product.add(a, b)
-            done = tuple(product if product.waiting else product.acc for product in products)
+            plain = lambda each: not isinstance(each, Product) or each.waiting  # noqa: E731
+            done = tuple(each if plain(each) else each.acc for each in products)
             return done if len(done) > 1 else done[0]
 
         return {

@@ -1,6 +1,6 @@
-"""Activation formats: a consumer declares bf16 or e4m3 inputs; the producer emits them.
+"""Activation formats: a consumer declares bf16, e4m3 or int8 inputs; the producer emits them.
 
-A layer with e4m3 weights reads quantised inputs. When the model is built, the producer's format is set by
+A layer with e4m3 or int8 weights reads quantised inputs. When the model is built, the producer's format is set by
 :func:`common_input_format` of its consumers, and the producer's own launch then emits it. A format is a request, not a
 guarantee: where the kernel of the present pass cannot emit it (attention of mixed passes and of some prompts, a fused
 layer tail, rows with adapters), the producer emits plain rows, and the consumer quantises them itself, with the same
@@ -65,7 +65,7 @@ Activations = Operand | Projected | OfAllRanks
 
 @dataclass(frozen=True)
 class InputFormat:
-    """e4m3 activations: ``group`` columns share a scale, 0: all columns. keep: emit plain rows too."""
+    """e4m3 activations: ``group`` columns share a scale, 0: all columns; INT8_ROWS: int8. keep: emit plain rows too."""
 
     group: int
     keep: bool = False

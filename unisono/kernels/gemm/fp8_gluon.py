@@ -1,4 +1,5 @@
 """Products of few rows with an e4m3 weight on Hopper: the bits of the Triton kernel in ``kernels/gemm/fp8.py``, faster.
+With an int8 weight they are those of ``kernels/gemm/int8.py``, and sums are int32.
 
 Reading the weight bounds such a product. Three things that Triton cannot express bring it nearer to that bound: four
 steps' products are in flight at once; the tensor memory accelerator loads the weight, its first part before the kernel
@@ -127,7 +128,8 @@ def _scales(x_scales, x_ok, w_scales, group, last, PADDED):
 @gluon.jit
 def step_product(w, x, at, ROWS: gl.constexpr, WIDE: gl.constexpr, MMA: gl.constexpr):
     """Start the product [WIDE, ROWS] of one step."""
-    none = warpgroup_mma_init(gl.zeros([WIDE, ROWS], gl.float32, MMA))
+    SUM: gl.constexpr = gl.int32 if w.dtype == gl.int8 else gl.float32
+    none = warpgroup_mma_init(gl.zeros([WIDE, ROWS], SUM, MMA))
     return warpgroup_mma(w.index(at), x.index(at).permute([1, 0]), none, use_acc=False, is_async=True)
 
 
@@ -222,13 +224,13 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
         block = first // PART * ((PART + 127) // 128) + first % PART // 128
         of_w = w_scales + block * steps if BY_BLOCK else w_scales
         r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
-        acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
+        acc = gl.zeros([WIDE, ROWS], gl.int32 if w.dtype == gl.int8 else gl.float32, MMA)
         acc = _sum(acc, w, x, full, free, x_scales + token, x_ok, of_w, item, groups, steps - 1 if BY_BLOCK else 0,
                    PADDED, STAGES, ROWS, WIDE, BY_BLOCK, MMA)  # fmt: skip
         if not BY_BLOCK:
             col = gl.minimum(first + gl.arange(0, WIDE, gl.SliceLayout(1, MMA)), N - 1)
             xs = gl.load(x_scales + token, mask=x_ok, other=0.0)
-            acc = acc * xs[None, :] * gl.load(w_scales + col)[:, None]
+            acc = acc.to(gl.float32) * xs[None, :] * gl.load(w_scales + col)[:, None]
         item += groups
         store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
 
@@ -269,7 +271,7 @@ def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, 
 
 
 def suits(rows: int, weight: torch.Tensor) -> bool:
-    """Return True if the kernel can multiply this number of rows by the e4m3 weight [N, K] on its device."""
+    """Return True if the kernel can multiply this number of rows by the weight [N, K] of 8 bits on its device."""
     aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] % 16 == 0
     return 0 < rows <= MOST_ROWS and aligned and processors(weight.device) > 0
 
@@ -286,7 +288,8 @@ def launch_fp8_rows(
     tile: Tile | None = None,
     part: int = 0,
 ) -> torch.Tensor:
-    """Launch the kernel: see ``fp8.launch_fp8_product``. :func:`suits` must hold."""
+    """Launch the kernel: see ``fp8.launch_fp8_product``. :func:`suits` must hold. With x8 and a weight of int8 the
+    scales are those of rows [M'] and of outputs."""
     residual = None if residual is None else residual.contiguous()
     (n, k), tile = weight.shape, tile or tile_of(rows, weight.shape[0])
     out = x8.new_empty(rows, n, dtype=dtype)
@@ -306,9 +309,9 @@ def _sizes(tile: Tile) -> dict[str, int]:
     return sizes | {"STAGES": tile.stages, "EACH": EACH}
 
 
-def _case(dtype: str, tile: Tile, by_block: bool, bias: bool) -> AotCase:
+def _case(dtype: str, tile: Tile, by_block: bool, bias: bool, kind: str = "fp8e4nv") -> AotCase:
     signature = {
-        "x_desc": box_type("fp8e4nv", tile.m), "w_desc": box_type("fp8e4nv", tile.n),
+        "x_desc": box_type(kind, tile.m), "w_desc": box_type(kind, tile.n),
         **dict.fromkeys(("x_scales", "w_scales"), "*fp32"),
         **dict.fromkeys(("bias", "residual", "out"), f"*{dtype}"),
         **dict.fromkeys(("M", "N", "K", "PADDED", "PART"), "i32"),
@@ -320,4 +323,5 @@ def _case(dtype: str, tile: Tile, by_block: bool, bias: bool) -> AotCase:
 AOT = [
     *(_case("bf16", tile_of(m, n), kind, False) for m in (16, 32, 64) for n in (4096, 24576) for kind in (True, False)),
     *(_case("fp16", tile_of(16, 4096), kind, True) for kind in (True, False)),
+    *(_case("bf16", tile_of(m, n), False, n == 4096, "i8") for m in (16, 32, 64) for n in (4096, 24576)),
 ]

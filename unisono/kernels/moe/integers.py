@@ -4,7 +4,8 @@ Owns the ops ``expert_integer_gate_up``, ``expert_integer_up`` (experts without 
 
 They are ``kernels/moe/experts.py`` with weights that are decoded in registers (``integer_product`` of
 ``kernels/gemm/decoded.py``) and rounded to the activations' dtype: the same product of the same values in the same
-order, at any number of tokens.
+order, at any number of tokens. On Hopper 4-bit weights run on the kernel of ``packed_gluon.py`` if
+:data:`exact_int4_experts` found the same bits.
 
 Shapes: M tokens, H features, I intermediate features, E experts in the stack with a fused shared one, P = M * top_k
 pairs, G(k) = ceil(k / group). Weights uint8 [E, 2 I, H / b] and [E, H, I / b] with b numbers in a byte, 2 or 1, which
@@ -13,6 +14,7 @@ the shapes tell; scales fp32 and zeros int8 or int16 [E, 2 I, G(H)] and [E, H, G
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -35,6 +37,7 @@ from unisono.kernels.moe.experts import (
     up_cpu,
     up_rows,
 )
+from unisono.kernels.moe.packed_gluon import PackedExperts
 from unisono.kernels.moe.plan import (
     ExpertPlan,
     Shapes,
@@ -181,17 +184,32 @@ def launch_integer_down(
     return y
 
 
+exact_int4_experts = PackedExperts(
+    "int4 experts",
+    lambda *operands: operands,
+    launch_integer_gate_up,
+    functools.partial(launch_integer_down, up=True),
+    launch_integer_down,
+)
+"""The kernel of ``packed_gluon.py``, against the kernels here with two numbers in a byte."""
+
+
 def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles, gelu=False):
-    return launch_integer_gate_up(x, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles), gelu)
+    operands, plan = (weight, scales, zeros, group), ExpertPlan(ids, experts, tile, order, tiles)
+    if not gelu and weight.shape[2] < x.shape[1] and exact_int4_experts.runs(x, plan, True, *operands):
+        return exact_int4_experts.launch(x, plan, True, False, *operands)
+    return launch_integer_gate_up(x, *operands, plan, gelu)
 
 
-def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles):
-    return launch_integer_down(h, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles))
+def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles, up=False):
+    operands, plan = (weight, scales, zeros, group), ExpertPlan(ids, experts, tile, order, tiles)
+    if weight.shape[2] < h.shape[1] and exact_int4_experts.runs(h, plan, False, *operands):
+        return exact_int4_experts.launch(h, plan, False, up, *operands)
+    return launch_integer_down(h, *operands, plan, up)
 
 
-def _up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles):
-    plan = ExpertPlan(ids, experts, tile, order, tiles)
-    return launch_integer_down(x, weight, scales, zeros, group, plan, up=True)
+def _up_cuda(*args):
+    return _down_cuda(*args, up=True)
 
 
 def _up_meta(x, weight, scales, zeros, group, *plan):

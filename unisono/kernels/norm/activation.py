@@ -19,7 +19,9 @@ import triton.language as tl
 
 from unisono.kernels.gemm.fp8_quantize import (
     GROUP,
+    INT8_ROWS,
     Quantised,
+    element_of,
     empty_quantised,
     handed_on,
     quantised_cpu,
@@ -141,8 +143,8 @@ def launch_gate_rows(gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.
 
 
 def quantising_block(k: int, group: int) -> tuple[int, int, int]:
-    """(BLOCK, COLUMNS, warps) of an elementwise kernel that quantises rows of k columns. group 0: by row."""
-    if group:
+    """(BLOCK, COLUMNS, warps) of an elementwise kernel that quantises rows of k columns. group 0, INT8_ROWS: by row."""
+    if group > 0:
         return _BLOCK, group, 4
     block = triton.next_power_of_2(k)
     return block, block, min(max(block // 512, 1), 16)
@@ -354,7 +356,7 @@ def _aot(dtype: str, width: int | None, group: int) -> list[AotCase]:
     extra = {} if width is None else {"scales": "*fp32", "M": "i32", "PADDED": "i32"}
     options: dict[str, Any] = {"BLOCK": block, "COLUMNS": columns, "OVERLAP": True}
     options |= dict.fromkeys(("scales", "M", "PADDED")) if width is None else {}
-    tensors = {"x": f"*{dtype}", "out": f"*{dtype}" if width is None else "*fp8e4nv", **extra}
+    tensors = {"x": f"*{dtype}", "out": f"*{dtype}" if width is None else element_of(group), **extra}
     gate = {"qkv": f"*{dtype}", "stride": "i32", "HEADS": "i32"}
     halves = {"other": f"*{dtype}", **dict.fromkeys(("stride", "other_stride", "I"), "i32")}
     return [
@@ -365,6 +367,6 @@ def _aot(dtype: str, width: int | None, group: int) -> list[AotCase]:
 
 AOT: list[AotCase] = [
     *(case for dtype in ("bf16", "fp16", "fp32") for case in _aot(dtype, None, 0)),
-    *(case for group in (GROUP, 0) for case in _aot("bf16", 12288, group)),
+    *(case for group in (GROUP, 0, INT8_ROWS) for case in _aot("bf16", 12288, group)),
     *_aot("fp16", 512, GROUP),
 ]

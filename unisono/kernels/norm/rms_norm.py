@@ -8,7 +8,7 @@ value, as in Llama. A weight in fp32 multiplies the value in fp32, and the produ
 zero-centred norms of Qwen3-Next and Qwen3.5, whose weight is 1 + w in fp32. Where the activations are fp32 too, both
 are the same.
 
-For consumers with e4m3 weights the kernel quantises the result too (``kernels/gemm/fp8_quantize.py``).
+For consumers with e4m3 or int8 weights the kernel quantises the result too (``kernels/gemm/fp8_quantize.py``).
 
 Shapes: M rows, H features.
 """
@@ -23,7 +23,9 @@ import triton.language as tl
 
 from unisono.kernels.gemm.fp8_quantize import (
     GROUP,
+    INT8_ROWS,
     Quantised,
+    element_of,
     empty_quantised,
     handed_on,
     quantised_cpu,
@@ -167,8 +169,8 @@ def _launch(
 
 
 def columns_of(group: int | None, block: int) -> int:
-    """GROUP of a kernel with ``block`` columns of a row: all of them for group 0; 0 for None."""
-    return 0 if group is None else min(group or block, block)
+    """GROUP of a kernel with ``block`` columns of a row: all of them for group 0 and INT8_ROWS; 0 for None."""
+    return 0 if group is None else min(group if group > 0 else block, block)
 
 
 def rms_norm_formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -229,7 +231,7 @@ AOT: list[AotCase] = [
             "weight": f"*{weight}",
             "eps": "fp32",
             "H": "i32",
-            **({} if group is None else {"x8": "*fp8e4nv", "scales": "*fp32", "M": "i32", "PADDED": "i32"}),
+            **({} if group is None else {"x8": element_of(group), "scales": "*fp32", "M": "i32", "PADDED": "i32"}),
         },
         {
             **({} if group is not None else dict.fromkeys(("x8", "scales", "M", "PADDED"))),
@@ -243,7 +245,7 @@ AOT: list[AotCase] = [
         *(("bf16", "bf16", block, None, True) for block in (256, 4096, 16384)),
         *(("bf16", "fp32", block, None, True) for block in (2048, 4096, 8192)),
         *(("fp16", "fp16", 4096, None, True), ("fp16", "fp32", 4096, None, True), ("fp32", "fp32", 4096, None, True)),
-        *(("bf16", "bf16", 4096, group, False) for group in (GROUP, 0)),
+        *(("bf16", "bf16", 4096, group, False) for group in (GROUP, 0, INT8_ROWS)),
         *(("bf16", "fp32", block, GROUP, True) for block in (2048, 4096)),
         ("fp16", "fp16", 256, GROUP, True),
     )

@@ -37,9 +37,9 @@ class DocumentedFormat:
 
 
 _FP8 = ("gemm.fp8", "gemm.fp8_gluon", "moe.fp8")
-_INT4 = ("gemm.int4", "moe.integers")
+_INT4 = ("gemm.int4", "gemm.packed_gluon", "moe.integers", "moe.packed_gluon")
 _INT8 = ("gemm.int8_weights", "moe.integers")
-_NVFP4 = ("gemm.nvfp4", "moe.nvfp4")
+_NVFP4 = ("gemm.nvfp4", "gemm.packed_gluon", "moe.nvfp4", "moe.packed_gluon")
 _NONE = "not quantised"
 
 ROWS = (
@@ -86,7 +86,7 @@ ROWS = (
     ),
     DocumentedFormat(
         "compressed-tensors", "int, 8 bits, and activations (`int-quantized`)", "int8; strategy `tensor` or `channel`",
-        "int8; by token", ("gemm.int8", "moe.int8"), COMPILED, ("compressed-int8-a8",),
+        "int8; by token", ("gemm.int8", "gemm.fp8_gluon", "moe.int8"), MEASURED, ("compressed-int8-a8",),
     ),
     DocumentedFormat(
         "compressed-tensors", "int, 8 bits, and activations (`int-quantized`)", "int8; strategy `tensor` or `channel`",

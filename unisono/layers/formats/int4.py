@@ -30,7 +30,7 @@ from unisono.config.preflight.quantization import check_auto_round, check_awq
 from unisono.kernels import rms_norm
 from unisono.kernels.gemm.int4 import int4_linear, prove_int4, rehearse_int4
 from unisono.layers.formats.base import FLOATS, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
-from unisono.layers.formats.experts_quantised import IntegerExperts
+from unisono.layers.formats.experts_quantised import Int4Experts
 from unisono.layers.formats.quantization_config import named
 from unisono.types import CheckpointError
 
@@ -100,9 +100,9 @@ class Int4:
         rehearse_int4(*self.operands(layer), layer.dtype)
 
     @property
-    def experts(self) -> IntegerExperts:
+    def experts(self) -> Int4Experts:
         """Format of stacks of experts."""
-        return IntegerExperts(self)  # type: ignore[arg-type]
+        return Int4Experts(self)  # type: ignore[arg-type]
 
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
         """Weight, scales, zeros and group as the kernels take them."""
