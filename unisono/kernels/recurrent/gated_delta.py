@@ -93,7 +93,7 @@ def launch_gated_delta(
 ) -> Tensor:  # fmt: skip
     """Launch :func:`gated_delta`, or Mamba2 with ``skip``.
 
-    fast_walk: use the faster walk for prompts in 16 bits on a GPU (speed only; Mamba2 has none).
+    fast_walk: use the faster walk for prompts in 16 bits on a GPU (speed only).
     """
     out = _gated_delta_meta(qkv, gates, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
@@ -119,14 +119,13 @@ def launch_gated_delta(
             *within, skip, *where, width, BLOCK_V=tile.size, num_warps=tile.warps, maxnreg=tile.registers,
             DELTA=skip is None, **sizes.constexprs, **overlapped(device),
         )  # fmt: skip
-    elif not is_round and fast_walk and skip is None and walks(qkv, sizes.key_dim):
-        launch: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "num_warps": WARPS.value}
-        beside = overlaps(device)
-        walk_kernel[(*grid[:2], 1)](*within, *where, starts, tokens, count, OTHERS=False, OVERLAP=beside, **launch)
+    elif not is_round and fast_walk and walks(qkv, sizes.key_dim):
+        launch: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "DELTA": skip is None}
+        launch["num_warps"] = WARPS.value
+        beside, inputs = overlaps(device), (*within, skip, *where, starts, tokens, count)
+        walk_kernel[(*grid[:2], 1)](*inputs, OTHERS=False, OVERLAP=beside, **launch)
         if count > 1:
-            walk_kernel[(*grid[:2], count - 1)](
-                *within, *where, starts, tokens, count, OTHERS=True, **launch, **overlapped(device)
-            )  # fmt: skip
+            walk_kernel[(*grid[:2], count - 1)](*inputs, OTHERS=True, **launch, **overlapped(device))
     else:
         _walk_kernel[grid](
             *within, skip, *where, starts, tokens, count, width, BLOCK_V=tile.size, num_warps=tile.warps, **options,
@@ -195,9 +194,9 @@ def delta_cases(dtype: str, sizes: Sizes, width: int, is_round: bool, delta: boo
     cases.append(AotCase(_walk_kernel, walk | skip, options | block | rule, num_warps=tile.warps))
     if is_round:
         return cases
-    if dtype != "fp32" and delta:
-        walk = {name: kind for name, kind in walk.items() if name != "W"}
-        fast = {**sizes.constexprs, **overlap, "EXTRA": besides}
+    if dtype != "fp32":
+        walk = {name: kind for name, kind in (walk | skip).items() if name != "W"}
+        fast = {**sizes.constexprs, **overlap, **rule, "EXTRA": besides}
         cases += [
             AotCase(walk_kernel, walk, fast | {"OTHERS": others}, num_warps=WARPS.value) for others in (False, True)
         ]
