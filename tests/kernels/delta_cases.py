@@ -43,13 +43,17 @@ def relative(x: torch.Tensor, y: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads of a layer, and how many tokens of a row a round may have."""
+    """Heads of a layer, and how many tokens of a row a round may have.
+
+    by_channel: each channel of a key has a decay, as in Kimi Delta Attention; otherwise each value head.
+    """
 
     key_heads: int = 2
     value_heads: int = 4
     key_dim: int = 32
     value_dim: int = 32
     width: int = 8
+    by_channel: bool = False
 
     @property
     def keys(self) -> int:
@@ -58,6 +62,16 @@ class Sizes:
     @property
     def channels(self) -> int:
         return 2 * self.keys + self.value_heads * self.value_dim
+
+    @property
+    def decays(self) -> int:
+        """Decays of a token."""
+        return self.keys if self.by_channel else self.value_heads
+
+    @property
+    def gates(self) -> tuple[int, ...]:
+        """Shape of a token's gates."""
+        return (self.decays + self.value_heads,) if self.by_channel else (2, self.value_heads)
 
 
 @dataclass
@@ -74,14 +88,14 @@ class Layer:
         s, g = self.sizes, torch.Generator().manual_seed(self.seed)
         self.weight = (torch.randn(s.channels, 1, TAPS, generator=g) / 2).to(self.dtype)
         self.a_log = torch.log(torch.rand(s.value_heads, generator=g) * 15 + 1)
-        step = torch.exp(torch.rand(s.value_heads, generator=g) * 4.6 - 6.9)
+        step = torch.exp(torch.rand(s.decays, generator=g) * 4.6 - 6.9)
         self.dt_bias = step + torch.log(-torch.expm1(-step))
         self.texts = [self.noise(n, g) for n in self.lengths]
 
     def noise(self, tokens: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """u [tokens, C] and ba [tokens, 2 Hv]."""
-        u = torch.randn(tokens, self.sizes.channels, generator=g)
-        return u.to(self.dtype), (1.5 * torch.randn(tokens, 2 * self.sizes.value_heads, generator=g)).to(self.dtype)
+        """u [tokens, C] and ba [tokens, inputs of the gates]."""
+        u, inputs = torch.randn(tokens, self.sizes.channels, generator=g), self.sizes.decays + self.sizes.value_heads
+        return u.to(self.dtype), (1.5 * torch.randn(tokens, inputs, generator=g)).to(self.dtype)
 
 
 def oracle(layer: Layer, text: int, rounded: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +150,7 @@ class Passes:
         self.rings = {
             "conv": nan(TAPS - 1 + s.width - 1, s.channels, dtype=layer.dtype),
             "kv": nan(PAGE - 1 + 2 * s.width, s.channels - s.keys, dtype=layer.dtype),
-            "gates": nan(PAGE - 1 + 2 * s.width, 2, s.value_heads, dtype=torch.float32),
+            "gates": nan(PAGE - 1 + 2 * s.width, *s.gates, dtype=torch.float32),
         }
         self.since = torch.zeros(rows, dtype=torch.int32)
         self.length = [0] * len(layer.texts)

@@ -131,14 +131,24 @@ def launch_gated_delta(
             *within, skip, *where, starts, tokens, count, width, BLOCK_V=tile.size, num_warps=tile.warps, **options,
             **overlapped(device),
         )  # fmt: skip
-    if tokens and not is_round:
-        kv = kv_ring.shape[2]
-        _remember_chunk_kernel[(count, triton.cdiv(kv, _ELEMENTS) + 1)](
-            qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts,
-            QUERIES=qkv.shape[1] - kv, KV=kv, HV=heads, RING=sizes.ring, BLOCK=_ELEMENTS,
-            BLOCK_H=triton.next_power_of_2(2 * heads), num_warps=4, **overlapped(device),
-        )  # fmt: skip
+    if not is_round:
+        remember_chunk(qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts)
     return out
+
+
+def remember_chunk(
+    qkv: Tensor, gates: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, first: Tensor, until: Tensor,
+    end: Tensor, query_start: Tensor,
+) -> None:  # fmt: skip
+    """Store the inputs of a prompt pass's open chunk in the rings, if the pass has tokens: keys, values and gates."""
+    (tokens, width), (_, ring, kv) = qkv.shape, kv_ring.shape
+    if tokens:
+        of_gates = gates[0].numel()
+        _remember_chunk_kernel[(len(rows), triton.cdiv(kv, _ELEMENTS) + triton.cdiv(of_gates, _ELEMENTS))](
+            qkv, gates, kv_ring, gates_ring, rows, first, until, end, query_start,
+            QUERIES=width - kv, KV=kv, GATES=of_gates, RING=ring, BLOCK=_ELEMENTS, num_warps=4,
+            **overlapped(qkv.device),
+        )  # fmt: skip
 
 
 def _gated_delta_meta(qkv: Tensor, gates: Tensor, state: Tensor, *_: object) -> Tensor:
@@ -202,9 +212,8 @@ def delta_cases(dtype: str, sizes: Sizes, width: int, is_round: bool, delta: boo
         ]
     remember = signature("qkv gates kv_ring gates_ring", "rows first until end query_start", "")
     queries, heads = sizes.key_heads * sizes.key_dim, sizes.value_heads
-    shape = {"QUERIES": queries, "KV": queries + heads * sizes.value_dim, "HV": heads, "RING": sizes.ring}
-    blocks = {"BLOCK": _ELEMENTS, "BLOCK_H": triton.next_power_of_2(2 * heads)}
-    return [*cases, AotCase(_remember_chunk_kernel, remember, shape | blocks | overlap)]
+    shape = {"QUERIES": queries, "KV": queries + heads * sizes.value_dim, "GATES": 2 * heads, "RING": sizes.ring}
+    return [*cases, AotCase(_remember_chunk_kernel, remember, shape | overlap | {"BLOCK": _ELEMENTS})]
 
 
 AOT = [

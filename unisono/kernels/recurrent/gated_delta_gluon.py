@@ -208,8 +208,8 @@ def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, 
           DELTA: gl.constexpr):  # fmt: skip
     """Walk all chunks of a row from the state S on, which is stored at ``home`` after ``keep`` of them.
 
-    where, squares, factors: see :func:`_fetch`. skip: see :func:`_step`. outputs [SIZE, CHUNK]: pointers to those of the first chunk; token
-    [1, CHUNK]: its tokens.
+    where, squares, factors: see :func:`_fetch`. skip: see :func:`_step`. outputs [SIZE, CHUNK]: pointers to those of
+    the first chunk; token [1, CHUNK]: its tokens.
     """
     inputs, k_sums, q_sums = _rooms(dtype, K // WARPS)
     _, start, at, stop, _ = where
