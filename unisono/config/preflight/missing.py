@@ -15,7 +15,6 @@ MISSING: Mapping[str, str] = {
     "Gemma3nForConditionalGeneration": "parallel residual streams (AltUp)",
     "GlmMoeDsaForCausalLM": _SPARSE,
     "InternLM2ForCausalLM": "a class in transformers that its formula is compared with",
-    "KimiLinearForCausalLM": "a recurrence of Kimi Delta Attention",
     "LlavaForConditionalGeneration": "its vision tower",
     "MiniCPMForCausalLM": "a class in transformers that its formula is compared with",
     "MiniMaxForCausalLM": _LIGHTNING,
