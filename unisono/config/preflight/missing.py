@@ -19,7 +19,7 @@ MISSING: Mapping[str, str] = {
     "MiniCPMForCausalLM": "a class in transformers that its formula is compared with",
     "MiniMaxForCausalLM": _LIGHTNING,
     "MiniMaxText01ForCausalLM": _LIGHTNING,
-    "MistralLarge3ForCausalLM": "a class in transformers that its formula is compared with",
+    "MistralLarge3ForCausalLM": "a reader of params.json and consolidated tensors, the only form of its checkpoints",
     "MllamaForConditionalGeneration": "cross-attention to pictures",
 }
 """By ``architectures[0]`` of config.json."""
