@@ -36,14 +36,22 @@ MAMBA_WAYS = {
     "prompt": {"Gluon's walk": {}, "Triton's walk": {"fast_walk": False}},
     "round": {f"{t.size} x {t.warps}": {"round_tile": t} for t in (ROUND_TILE, StateTile(32, 2), StateTile(16, 1))},
 }
+SLICES = StateTile(16, 1), StateTile(32, 1), StateTile(32, 2), StateTile(64, 4)
 KIMI_WAYS = {
     "prompt": {
-        f"{size} x {warps}, {stages} stages": {"prompt_tile": StateTile(size, warps), "stages": stages}
-        for size, warps, stages in ((16, 1, 1), (16, 1, 2), (16, 1, 3), (16, 1, 4), (32, 2, 2), (64, 4, 2), (64, 4, 3))
+        **{f"Gluon's walk, slices {t.size} x {t.warps}": {"prompt_slice": t} for t in SLICES},
+        "Triton's walk": {"fast_walk": False},
     },
-    "round": {f"{t.size} x {t.warps}": {"round_tile": t} for t in (StateTile(16, 1), StateTile(32, 2), StateTile(64, 4),
-                                                                   StateTile(128, 8))},
-}  # fmt: skip
+    "round": {
+        f"{tile.size} x {tile.warps}, slices {part.size} x {part.warps}": {"round_tile": tile, "round_slice": part}
+        for tile, part in (
+            *((ROUND_TILE, part) for part in SLICES),
+            (StateTile(16, 1), SLICES[-1]),
+            (StateTile(32, 2), SLICES[-1]),
+            (StateTile(64, 4), StateTile(128, 8)),
+        )
+    },
+}
 
 
 def bits(name: str, layer: Layer, made: Callable[[Layer], Passes], oracle: Callable[..., Any], plain: Any) -> None:
@@ -124,7 +132,12 @@ def main() -> None:
         plain if ON_GPU else None,
     )
     layer = Layer(kimi, dtype, layer.lengths)
-    bits("KDA", layer, test_kimi_delta.kernels if ON_GPU else test_kimi_delta.twins, test_kimi_delta.oracle, None)
+    made, plain = (
+        (test_kimi_delta.kernels, partial(launch_kimi_delta, fast_walk=False))
+        if ON_GPU
+        else (test_kimi_delta.twins, None)
+    )
+    bits("KDA", layer, made, test_kimi_delta.oracle, plain)
     if not ON_GPU:
         return
     skip = torch.randn(nano.value_heads, device=DEVICE)

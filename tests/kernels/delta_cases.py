@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.kernels.gluon_threads import Machine
-from unisono.kernels.recurrent import gated_delta_gluon
+from unisono.kernels.recurrent import gated_delta, gated_delta_gluon, kimi_delta, kimi_delta_gluon
 
 TAPS, PAGE = 4, 16
 ON_GPU = torch.cuda.is_available()
@@ -259,12 +259,15 @@ def differing(one: Passes, other: Passes) -> int:
 
 
 class FastWalk:
-    """``walk_kernel`` without a GPU."""
+    """A walk in Gluon without a GPU. modules: those with its functions."""
+
+    def __init__(self, kernel: Any, modules: list[Any]) -> None:
+        self.kernel, self.modules = kernel, modules
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, num_warps: int, **options: Any) -> None:
-            given = dict(zip(gated_delta_gluon.walk_kernel.arg_names, args, strict=False)) | options
-            Machine([gated_delta_gluon], grid, seed=len(args[0])).run(gated_delta_gluon.walk_kernel, **given)
+            given = dict(zip(self.kernel.arg_names, args, strict=False)) | options
+            Machine(self.modules, grid, seed=len(args[0])).run(self.kernel, **given)
 
         return launch
 
@@ -275,19 +278,25 @@ def split(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
     return high.to(dtype), (x - high).to(dtype)
 
 
-def both_walks(monkeypatch: pytest.MonkeyPatch, made: Callable[[], Passes], plain_rule: Callable[..., Any]) -> None:
+def both_walks(
+    monkeypatch: pytest.MonkeyPatch, made: Callable[[], Passes], plain_rule: Callable[..., Any], kimi: bool = False
+) -> None:
     """Assert that the faster walk over prompts has the bits of ``plain_rule``, Triton's walk.
 
-    made: passes over three texts of 135, 70 and 16 tokens by the kernels.
+    made: passes over three texts of 135, 70 and 16 tokens by the kernels. kimi: of Kimi Delta Attention.
     """
     plain = made()
     plain.rule = plain_rule
     plain.prompt(plain.layer.lengths)
     launched = []
     if not ON_GPU:
-        monkeypatch.setattr(gated_delta_gluon, "_split", split)
-        monkeypatch.setattr("unisono.kernels.recurrent.gated_delta.walk_kernel", FastWalk())
-        monkeypatch.setattr("unisono.kernels.recurrent.gated_delta.walks", lambda *_: launched.append(0) or True)
+        modules = [gated_delta_gluon, kimi_delta_gluon] if kimi else [gated_delta_gluon]
+        kernel = kimi_delta_gluon.kimi_walk_kernel if kimi else gated_delta_gluon.walk_kernel
+        op = kimi_delta if kimi else gated_delta
+        for module in modules:
+            monkeypatch.setattr(module, "_split", split)
+        monkeypatch.setattr(op, kernel.fn.__name__, FastWalk(kernel, modules))
+        monkeypatch.setattr(op, "walks", lambda *_: launched.append(0) or True)
     whole, other, later, width = made(), made(), made(), plain.layer.sizes.width
     whole.prompt(plain.layer.lengths, pad=3, pad_rows=1)
     cuts(other, random.Random(3), 90)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.kernels.delta_cases import (
     Layer,
     Passes,
     Sizes,
+    both_walks,
     cuts,
     differing,
     dots_in_a_chain,  # noqa: F401  a fixture
@@ -130,6 +132,12 @@ def test_kernel_bits_do_not_depend_on_the_cuts(heads: int, width: int) -> None:
     other = kernels(layer)
     rounds(other, random.Random(width), itertools.repeat(width), first=20)
     assert differing(whole, other) == 0
+
+
+@pytest.mark.parametrize("sizes", [sizes(2, 32, 32, 2), sizes(1, 64, 16, 1)], ids=["two heads", "wide keys"])
+def test_both_walks_over_a_prompt_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, sizes: Sizes) -> None:
+    layer = Layer(sizes, torch.float16, [135, 70, 16])
+    both_walks(monkeypatch, lambda: kernels(layer), partial(launch_kimi_delta, fast_walk=False), kimi=True)
 
 
 @pytest.mark.parametrize("made", [twins, kernels])

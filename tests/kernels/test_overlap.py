@@ -42,7 +42,7 @@ def test_layer_kernels_are_declared_overlapped() -> None:
         "_add_normed_kernel", "_soft_cap_kernel",
         "_choose_scored_kernel", "_joint_norm_kernel", "_head_product_kernel", "_rotate_latent_kernel", "latent_kernel",
         "_short_round_kernel", "_short_prompt_kernel", "_mamba_round_kernel", "_mamba_prompt_kernel",
-        "_gated_group_norm_kernel", "_kimi_prepare_kernel", "_kimi_walk_kernel",
+        "_gated_group_norm_kernel", "_kimi_prepare_kernel", "_kimi_walk_kernel", "kimi_walk_kernel",
     }  # fmt: skip
 
 
@@ -116,6 +116,6 @@ def test_overlapped_chain_equals_serial_chain(monkeypatch: pytest.MonkeyPatch) -
 
 def test_kernels_declare_early_reads() -> None:
     assert {"layer_tail_kernel", "fp8_rows_kernel", "_rms_norm_kernel"} <= overlap.READ_EARLY
-    assert {"walk_kernel"} == overlap.BESIDE
+    assert {"walk_kernel", "kimi_walk_kernel"} == overlap.BESIDE
     assert {"_quantize_kernel", "attention_kernel"} <= overlap.LEADING
     assert overlapped_kernels() >= overlap.READ_EARLY | overlap.BESIDE | overlap.LEADING

@@ -15,16 +15,20 @@ import triton
 from torch import Tensor
 
 from unisono.kernels.library import AotCase, Mutated, ints, op
-from unisono.kernels.overlap import overlapped
+from unisono.kernels.overlap import overlapped, overlaps
 from unisono.kernels.recurrent.gated_delta import Sizes, StateTile, remember_chunk
 from unisono.kernels.recurrent.gated_delta_cpu import CHUNK
+from unisono.kernels.recurrent.gated_delta_gluon import SIZE, WARPS, walks
 from unisono.kernels.recurrent.kimi_delta_cpu import kimi_delta_cpu
+from unisono.kernels.recurrent.kimi_delta_gluon import kimi_walk_kernel
 from unisono.kernels.recurrent.kimi_delta_triton import _kimi_prepare_kernel, _kimi_walk_kernel
 
-PROMPT_TILE, ROUND_TILE, STAGES = StateTile(16, 1), StateTile(32, 2), 2
-"""Blocking of the walk over prompts and over rounds, and chunks of a prompt that are loaded at once. They affect speed
-only.
+PROMPT_TILE, ROUND_TILE, STAGES = StateTile(64, 4), StateTile(64, 4), 2
+"""Blocking of Triton's walk over prompts and over rounds, and chunks of a prompt that it loads at once. They affect
+speed only.
 """
+PROMPT_SLICE, ROUND_SLICE = StateTile(16, 1), StateTile(64, 4)
+"""Channels that are prepared at once, and warps."""
 _ROWS = 32
 """Maximum rows of a prompt pass for one choice of kernels."""
 
@@ -32,9 +36,13 @@ _ROWS = 32
 def launch_kimi_delta(
     qkv: Tensor, gates: Tensor, state: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, since: Tensor,
     first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
-    prompt_tile: StateTile = PROMPT_TILE, round_tile: StateTile = ROUND_TILE, stages: int = STAGES,
+    prompt_slice: StateTile = PROMPT_SLICE, round_tile: StateTile = ROUND_TILE, round_slice: StateTile = ROUND_SLICE,
+    fast_walk: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Launch :func:`kimi_delta`. The tiles and stages affect speed only."""
+    """Launch :func:`kimi_delta`.
+
+    fast_walk: use the faster walk for prompts in 16 bits on a GPU. It and the tiles affect speed only.
+    """
     out = _kimi_delta_meta(qkv, gates, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
     if tokens == 0 and is_round:
@@ -48,17 +56,25 @@ def launch_kimi_delta(
     ends = gates.new_empty((places, heads, key_dim))
     starts, width = (rows, width) if query_start is None else (query_start, 0)
     options = _options(sizes, besides, is_round)
+    part = (round_slice if is_round else prompt_slice).of(key_dim)
     _kimi_prepare_kernel[(places, heads)](
         qkv, gates, kv_ring, gates_ring, squares, factors, decayed, ends, rows, since, first, end, starts, count, width,
-        SCALE=key_dim**-0.5, BLOCK_R=max(_ROWS, triton.next_power_of_2(count)), num_warps=1, **options,
-        **overlapped(device),
+        SCALE=key_dim**-0.5, BLOCK_R=max(_ROWS, triton.next_power_of_2(count)), SLICE=part.size, num_warps=part.warps,
+        **options, **overlapped(device),
     )  # fmt: skip
-    tile = (round_tile if is_round else prompt_tile).of(value_dim)
-    _kimi_walk_kernel[(value_dim // tile.size, heads, count)](
-        qkv, kv_ring, squares, factors, decayed, ends, state, out, rows, since, first, until, end, starts, tokens,
-        count, width, BLOCK_V=tile.size, STAGES=1 if is_round else stages, num_warps=tile.warps, **options,
-        **overlapped(device),
-    )  # fmt: skip
+    inputs = qkv, kv_ring, squares, factors, decayed, ends, state, out, rows, since, first, until, end, starts, tokens
+    tile = (round_tile if is_round else PROMPT_TILE).of(value_dim)
+    if not is_round and fast_walk and walks(qkv, key_dim):
+        launch: dict[str, Any] = {name: value for name, value in options.items() if name != "ROUND"}
+        grid, launch["num_warps"] = (value_dim // SIZE.value, heads), WARPS.value
+        kimi_walk_kernel[(*grid, 1)](*inputs, count, OTHERS=False, OVERLAP=overlaps(device), **launch)
+        if count > 1:
+            kimi_walk_kernel[(*grid, count - 1)](*inputs, count, OTHERS=True, **launch, **overlapped(device))
+    else:
+        _kimi_walk_kernel[(value_dim // tile.size, heads, count)](
+            *inputs, count, width, BLOCK_V=tile.size, STAGES=1 if is_round else STAGES, num_warps=tile.warps,
+            **options, **overlapped(device),
+        )  # fmt: skip
     if not is_round:
         remember_chunk(qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts)
     return out
@@ -105,11 +121,20 @@ def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase
     prepare = types | dict.fromkeys(("gates", "gates_ring"), "*fp32") | ints("rows since first end query_start", "R W")
     walk = types | {"state": "*fp32", "out": f"*{dtype}"} | ints("rows since first until end query_start", "T R W")
     tile = (ROUND_TILE if is_round else PROMPT_TILE).of(sizes.value_dim)
+    part = (ROUND_SLICE if is_round else PROMPT_SLICE).of(sizes.key_dim)
     own = {"BLOCK_V": tile.size, "STAGES": 1 if is_round else STAGES}
-    scale = {"SCALE": sizes.key_dim**-0.5, "BLOCK_R": _ROWS}
-    return [
-        AotCase(_kimi_prepare_kernel, prepare, options | scale, num_warps=1),
+    more = {"SCALE": sizes.key_dim**-0.5, "BLOCK_R": _ROWS, "SLICE": part.size}
+    cases = [
+        AotCase(_kimi_prepare_kernel, prepare, options | more, num_warps=part.warps),
         AotCase(_kimi_walk_kernel, walk, options | own, num_warps=tile.warps),
+    ]
+    if is_round or dtype == "fp32":
+        return cases
+    walk, fast = (
+        {name: value for name, value in each.items() if name not in ("W", "ROUND")} for each in (walk, options)
+    )
+    return cases + [
+        AotCase(kimi_walk_kernel, walk, fast | {"OTHERS": others}, num_warps=WARPS.value) for others in (False, True)
     ]
 
 

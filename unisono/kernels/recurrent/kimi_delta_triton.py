@@ -4,7 +4,7 @@ They are those of ``gated_delta_triton`` with a decay for each channel of a key.
 of keys and queries as factors of a chunk's tokens. :func:`_kimi_prepare_kernel` divides each product at the boundary
 of two blocks of tokens, where both factors are at most 1, and stores keys and queries times their decays in two terms,
 which keep 16 of fp32's 24 bits. :func:`_kimi_walk_kernel` walks a row's chunks with the state in registers, in prompts
-and in rounds.
+and in rounds; ``kimi_delta_gluon`` has a faster walk, for 16-bit prompts.
 
 Nothing is left to the compiler that could change bits: see ``gated_delta_triton``.
 
@@ -109,24 +109,29 @@ def _load_terms(at, STEP: tl.constexpr):
 
 @triton.jit
 def _decayed_reads(S, at, STEP: tl.constexpr, k_sum, q_sum):
-    """Add the products of S [V, n] with decayed keys and queries, STEP elements apart, to the sums [V, CHUNK]."""
+    """Add the products of half of S [V, n] with decayed keys and queries, STEP elements apart, to those of the other
+    half [V, CHUNK].
+    """
+    zero = tl.zeros_like(k_sum)
     high, low = _load_terms(at, STEP // 2)
-    k_sum = _times_split(S, tl.trans(high), tl.trans(low), k_sum)
+    k_half = _times_split(S, tl.trans(high), tl.trans(low), zero)
     high, low = _load_terms(at + STEP, STEP // 2)
-    return k_sum, _times_split(S, tl.trans(high), tl.trans(low), q_sum)
+    q_half = _times_split(S, tl.trans(high), tl.trans(low), zero)
+    return tl.fma(k_half, zero + 1.0, k_sum), tl.fma(q_half, zero + 1.0, q_sum)
 
 
 @triton.jit(do_not_specialize=["R"])
 def _kimi_prepare_kernel(
     qkv, gates, kv_ring, gates_ring, squares, factors, decayed, ends, rows, since, first, end, query_start, R, W,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, SCALE: tl.constexpr, EXTRA: tl.constexpr,
-    ROUND: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
+    ROUND: tl.constexpr, BLOCK_R: tl.constexpr, SLICE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Prepare chunks; one program per (chunk, head). In a round it also stores the tokens' inputs in the rings.
 
     decayed [places, H, 3, 2, CHUNK, K]: keys and queries times the decay from the chunk's begin, keys times the decay
     to its end, each in two terms (in fp32 one). ends [places, H, K]: decay of the state. EXTRA: see ``besides`` of
-    :meth:`unisono.kernels.recurrent.gated_delta.Sizes.chunks`.
+    :meth:`unisono.kernels.recurrent.gated_delta.Sizes.chunks`. SLICE: channels that are computed at once; it affects
+    speed only.
     """
     follow(OVERLAP)
     c, h = tl.program_id(0), tl.program_id(1)
@@ -139,7 +144,6 @@ def _kimi_prepare_kernel(
         KV: tl.constexpr = (K + V) * H
         G: tl.constexpr = H * (K + 1)
         TERMS: tl.constexpr = 1 if qkv.dtype.element_ty == tl.float32 else 2
-        SLICE: tl.constexpr = 16
         dtype: tl.constexpr = qkv.dtype.element_ty
         i = tl.arange(0, CHUNK)
         position, none = start + i, tl.zeros([CHUNK], tl.int32)
