@@ -107,7 +107,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("says", REFUSED)
-def test_what_is_not_computed_is_refused(says: str, plain: Path, tmp_path: Path) -> None:
+def test_unsupported_kimi_linear_fields_raise(says: str, plain: Path, tmp_path: Path) -> None:
     raw = json.loads((plain / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | REFUSED[says]))
     with pytest.raises(CheckpointError, match=re.escape(says)):

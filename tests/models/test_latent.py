@@ -15,7 +15,7 @@ from tests.distributed.parts_ import loaded
 from tests.models.harness import chunked, load, whole
 from tests.models.make import make_checkpoint
 from tests.models.quantised import IGNORED, LAYOUTS, Layout, compressed, int4, quantise
-from tests.models.quantised_writers import packed_int4
+from tests.models.quantised_writers import awq, packed_int4
 from unisono.distributed.gather import Ranks
 from unisono.layers.formats.base import part_of
 from unisono.models.load.checkpoint import WEIGHTS
@@ -42,7 +42,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 KIMI = Layout(packed_int4(32, True), compressed(int4("group", 32, True), None, "pack-quantized"), plain=IGNORED)
 """As Kimi K2 Thinking's, but of every product."""
-LAYOUTS_THERE = {"kimi": KIMI} | {
+AWQ_32 = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+LAYOUTS_THERE = {"kimi": KIMI, "awq": Layout(awq(32), AWQ_32)} | {
     name: LAYOUTS[name]
     for name in ("fp8-blocks-bf16-scales", "compressed-fp8-tensor", "compressed-fp8-channel", "gptq-asymmetric-v2",
                  "gptq-8-bits-asymmetric")
