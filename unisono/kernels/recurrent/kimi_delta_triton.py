@@ -99,6 +99,29 @@ def _store_terms(pointer, x, d, K: tl.constexpr):
 
 
 @triton.jit
+def _store_decayed(decayed, ends, k, q, g, d, TERMS: tl.constexpr, K: tl.constexpr):
+    """Store channels d of a chunk's keys and queries with their decays, and the decay of the state."""
+    dtype: tl.constexpr = k.dtype
+    i, none = tl.arange(0, CHUNK), tl.zeros([CHUNK], tl.int32)
+    since_begin, to_end = _decays(g, none - 1, i, dtype), _decays(g, i, none + (CHUNK - 1), dtype)
+    _store_terms(decayed, k.to(tl.float32) * since_begin, d, K)
+    _store_terms(decayed + TERMS * CHUNK * K, q.to(tl.float32) * since_begin, d, K)
+    _store_terms(decayed + 2 * TERMS * CHUNK * K, k.to(tl.float32) * to_end, d, K)
+    tl.store(ends + d, tl.sum(tl.where((i == CHUNK - 1)[:, None], since_begin, 0.0), 0))
+
+
+@triton.jit
+def _unit_squares(kk, qq, below, weights, beta, SCALE: tl.constexpr):
+    """Compute T times beta, P [CHUNK, CHUNK] and 1 / length of keys and queries [CHUNK] from products of tokens."""
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    k_row = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 0) + EPS)
+    k_col = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 1) + EPS)
+    q_col = tl.rsqrt(tl.sum(tl.where(i == j, qq, 0.0), 1) + EPS) * SCALE
+    T = _solved(below * (beta * k_col)[:, None] * k_row[None, :]) * beta[None, :]
+    return T, weights * q_col[:, None] * k_row[None, :], k_col, q_col
+
+
+@triton.jit
 def _load_terms(at, STEP: tl.constexpr):
     """Load the terms at pointers ``at`` and STEP elements after them; in fp32 both are the first one."""
     high = tl.load(at)
@@ -144,13 +167,10 @@ def _kimi_prepare_kernel(
         KV: tl.constexpr = (K + V) * H
         G: tl.constexpr = H * (K + 1)
         TERMS: tl.constexpr = 1 if qkv.dtype.element_ty == tl.float32 else 2
-        dtype: tl.constexpr = qkv.dtype.element_ty
-        i = tl.arange(0, CHUNK)
-        position, none = start + i, tl.zeros([CHUNK], tl.int32)
+        position = start + tl.arange(0, CHUNK)
         fresh = (position >= at) & (position < stop)
         q_new, k_new, k_ring = qkv + h * K, qkv + (H + h) * K, kv_ring + h * K
         kept, place = slot.to(tl.int64) * RING + position % RING, c.to(tl.int64) * H + h
-        decayed += place * (3 * TERMS * CHUNK * K)
         zero = tl.zeros([CHUNK, CHUNK], tl.float32)
         kk, qk, qq, kk8, qk8, kk4, qk4, kk2, qk2, kk1, qk1 = (
             zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero
@@ -171,22 +191,14 @@ def _kimi_prepare_kernel(
             kk4, qk4 = _blocks(k, q, g, kk4, qk4, 4)
             kk2, qk2 = _blocks(k, q, g, kk2, qk2, 2)
             kk1, qk1 = _blocks(k, q, g, kk1, qk1, 1)
-            since_begin, to_end = _decays(g, none - 1, i, dtype), _decays(g, i, none + (CHUNK - 1), dtype)
-            _store_terms(decayed, k.to(tl.float32) * since_begin, d, K)
-            _store_terms(decayed + TERMS * CHUNK * K, q.to(tl.float32) * since_begin, d, K)
-            _store_terms(decayed + 2 * TERMS * CHUNK * K, k.to(tl.float32) * to_end, d, K)
-            tl.store(ends + place * K + d, tl.sum(tl.where((i == CHUNK - 1)[:, None], since_begin, 0.0), 0))
+            _store_decayed(decayed + place * (3 * TERMS * CHUNK * K), ends + place * K, k, q, g, d, TERMS, K)
         b_new = gates + (begin + position - at).to(tl.int64) * G + H * K + h
         b_ring = gates_ring + kept * G + H * K + h
         beta = tl.load(tl.where(position < at, b_ring, b_new), mask=position < stop, other=0.0)
         if ROUND:
             tl.store(b_ring, beta, mask=fresh)
-        same = i[:, None] == i[None, :]
-        k_row = tl.rsqrt(tl.sum(tl.where(same, kk, 0.0), 0) + EPS)
-        k_col = tl.rsqrt(tl.sum(tl.where(same, kk, 0.0), 1) + EPS)
-        q_col = tl.rsqrt(tl.sum(tl.where(same, qq, 0.0), 1) + EPS) * SCALE
-        T = _solved(_joined(zero, kk8, kk4, kk2, kk1) * (beta * k_col)[:, None] * k_row[None, :]) * beta[None, :]
-        P = _joined(qk, qk8, qk4, qk2, qk1) * q_col[:, None] * k_row[None, :]
+        below, weights = _joined(zero, kk8, kk4, kk2, kk1), _joined(qk, qk8, qk4, qk2, qk1)
+        T, P, k_col, q_col = _unit_squares(kk, qq, below, weights, beta, SCALE)
         _store_chunk(squares, factors, place, T, P, -k_col, q_col, k_col, 0.0, True)
 
 
