@@ -400,6 +400,7 @@ CONFIGS: dict[str, dict[str, Any]] = {'DeepSeek-V3': {'architectures': ['Deepsee
                         'shared_intermediate_size': 1024,
                         'tie_word_embeddings': True,
                         'vocab_size': 100352},
+ 'Kimi-Linear': json.loads((SHAPES / 'kimi-linear-48b-a3b' / 'config.json').read_text()),
  'Nemotron-3-Nano': json.loads((SHAPES / 'nemotron-3-nano-30b-a3b' / 'config.json').read_text())}  # fmt: skip
 
 READ: dict[str, tuple[tuple[int, int, int], float | None, int, int]] = {
@@ -415,6 +416,7 @@ READ: dict[str, tuple[tuple[int, int, int], float | None, int, int]] = {
     "LFM2-1.2B": ((32, 8, 64), None, 0, 8192),
     "LFM2-8B-A1B": ((32, 8, 64), None, 0, 1792),
     "Granite-4.0-H-Tiny": ((12, 4, 128), 0.0078125, 0, 512),
+    "Kimi-Linear": ((32, 1, 576), 192**-0.5, 0, 1024),
     "Nemotron-3-Nano": ((32, 2, 128), None, 0, 1856),
 }
 """(heads, KV heads or blocks of heads, head size), scale, MTP modules, size of the last feed-forward."""

@@ -18,6 +18,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"vocab_size": 264},
     "granitemoehybrid": {"vocab_size": 264, "mamba_n_groups": 1},  # the ranks share a group
     "nemotron_h": {"vocab_size": 264},
+    "kimi_linear": {"vocab_size": 264},
 }
 
 

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.gluon_threads import Machine
+from unisono.kernels.recurrent import gated_delta, gated_delta_gluon, kimi_delta, kimi_delta_gluon
+
 TAPS, PAGE = 4, 16
 ON_GPU = torch.cuda.is_available()
 
@@ -40,13 +43,17 @@ def relative(x: torch.Tensor, y: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads of a layer, and how many tokens of a row a round may have."""
+    """Heads of a layer, and how many tokens of a row a round may have.
+
+    by_channel: each channel of a key has a decay, as in Kimi Delta Attention; otherwise each value head.
+    """
 
     key_heads: int = 2
     value_heads: int = 4
     key_dim: int = 32
     value_dim: int = 32
     width: int = 8
+    by_channel: bool = False
 
     @property
     def keys(self) -> int:
@@ -55,6 +62,16 @@ class Sizes:
     @property
     def channels(self) -> int:
         return 2 * self.keys + self.value_heads * self.value_dim
+
+    @property
+    def decays(self) -> int:
+        """Decays of a token."""
+        return self.keys if self.by_channel else self.value_heads
+
+    @property
+    def gates(self) -> tuple[int, ...]:
+        """Shape of a token's gates."""
+        return (self.decays + self.value_heads,) if self.by_channel else (2, self.value_heads)
 
 
 @dataclass
@@ -71,14 +88,14 @@ class Layer:
         s, g = self.sizes, torch.Generator().manual_seed(self.seed)
         self.weight = (torch.randn(s.channels, 1, TAPS, generator=g) / 2).to(self.dtype)
         self.a_log = torch.log(torch.rand(s.value_heads, generator=g) * 15 + 1)
-        step = torch.exp(torch.rand(s.value_heads, generator=g) * 4.6 - 6.9)
+        step = torch.exp(torch.rand(s.decays, generator=g) * 4.6 - 6.9)
         self.dt_bias = step + torch.log(-torch.expm1(-step))
         self.texts = [self.noise(n, g) for n in self.lengths]
 
     def noise(self, tokens: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """u [tokens, C] and ba [tokens, 2 Hv]."""
-        u = torch.randn(tokens, self.sizes.channels, generator=g)
-        return u.to(self.dtype), (1.5 * torch.randn(tokens, 2 * self.sizes.value_heads, generator=g)).to(self.dtype)
+        """u [tokens, C] and ba [tokens, inputs of the gates]."""
+        u, inputs = torch.randn(tokens, self.sizes.channels, generator=g), self.sizes.decays + self.sizes.value_heads
+        return u.to(self.dtype), (1.5 * torch.randn(tokens, inputs, generator=g)).to(self.dtype)
 
 
 def oracle(layer: Layer, text: int, rounded: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +150,7 @@ class Passes:
         self.rings = {
             "conv": nan(TAPS - 1 + s.width - 1, s.channels, dtype=layer.dtype),
             "kv": nan(PAGE - 1 + 2 * s.width, s.channels - s.keys, dtype=layer.dtype),
-            "gates": nan(PAGE - 1 + 2 * s.width, 2, s.value_heads, dtype=torch.float32),
+            "gates": nan(PAGE - 1 + 2 * s.width, *s.gates, dtype=torch.float32),
         }
         self.since = torch.zeros(rows, dtype=torch.int32)
         self.length = [0] * len(layer.texts)
@@ -270,3 +287,54 @@ def differing(one: Passes, other: Passes) -> int:
             count += int((one.state[row] != other.state[row]).flatten(1).any(1).sum())
             count += int((one.taps[row] != other.taps[row]).any())
     return count
+
+
+class FastWalk:
+    """A walk in Gluon without a GPU. modules: those with its functions."""
+
+    def __init__(self, kernel: Any, modules: list[Any]) -> None:
+        self.kernel, self.modules = kernel, modules
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, num_warps: int, **options: Any) -> None:
+            given = dict(zip(self.kernel.arg_names, args, strict=False)) | options
+            Machine(self.modules, grid, seed=len(args[0])).run(self.kernel, **given)
+
+        return launch
+
+
+def split(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """``_split`` of the Gluon kernel."""
+    high = (x.view(torch.int32) & -65536).view(torch.float32)
+    return high.to(dtype), (x - high).to(dtype)
+
+
+def both_walks(
+    monkeypatch: pytest.MonkeyPatch, made: Callable[[], Passes], plain_rule: Callable[..., Any], kimi: bool = False
+) -> None:
+    """Assert that the faster walk over prompts has the bits of ``plain_rule``, Triton's walk.
+
+    made: passes over three texts of 135, 70 and 16 tokens by the kernels. kimi: of Kimi Delta Attention.
+    """
+    plain = made()
+    plain.rule = plain_rule
+    plain.prompt(plain.layer.lengths)
+    launched = []
+    if not ON_GPU:
+        modules = [gated_delta_gluon, kimi_delta_gluon] if kimi else [gated_delta_gluon]
+        kernel = kimi_delta_gluon.kimi_walk_kernel if kimi else gated_delta_gluon.walk_kernel
+        op = kimi_delta if kimi else gated_delta
+        for module in modules:
+            monkeypatch.setattr(module, "_split", split)
+        monkeypatch.setattr(op, kernel.fn.__name__, FastWalk(kernel, modules))
+        monkeypatch.setattr(op, "walks", lambda *_: launched.append(0) or True)
+    whole, other, later, width = made(), made(), made(), plain.layer.sizes.width
+    whole.prompt(plain.layer.lengths, pad=3, pad_rows=1)
+    cuts(other, random.Random(3), 90)
+    assert differing(plain, whole) == differing(plain, other) == 0
+    later.prompt([40, 18, 3])
+    later.round(width, [width, 1, 1])
+    later.prompt([95 - width, 0, 12])
+    later.settle()
+    assert differing(plain, later) == 0
+    assert ON_GPU or len(launched) > 5

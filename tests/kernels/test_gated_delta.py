@@ -15,6 +15,7 @@ from tests.kernels.delta_cases import (
     Layer,
     Passes,
     Sizes,
+    both_walks,
     cuts,
     differing,
     dots_in_a_chain,  # noqa: F401  a fixture
@@ -23,8 +24,6 @@ from tests.kernels.delta_cases import (
     relative,
     rounds,
 )
-from tests.kernels.gluon_threads import Machine
-from unisono.kernels.recurrent import gated_delta_gluon
 from unisono.kernels.recurrent.causal_conv import causal_conv, launch_causal_conv
 from unisono.kernels.recurrent.gated_delta import gated_delta, launch_gated_delta
 
@@ -140,45 +139,11 @@ def test_wide_rounds_have_the_same_bits() -> None:
     assert max(other.length) > 45
 
 
-class FastWalk:
-    """``walk_kernel`` without a GPU."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int, **options: Any) -> None:
-            given = dict(zip(gated_delta_gluon.walk_kernel.arg_names, args, strict=False)) | options
-            Machine([gated_delta_gluon], grid, seed=len(args[0])).run(gated_delta_gluon.walk_kernel, **given)
-
-        return launch
-
-
-def split(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    high = (x.view(torch.int32) & -65536).view(torch.float32)
-    return high.to(dtype), (x - high).to(dtype)
-
-
 @pytest.mark.parametrize("sizes", [Sizes(1, 2, 32, 32, width=2), Sizes(1, 1, 64, 16, width=1)])
 def test_both_walks_over_a_prompt_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, sizes: Sizes) -> None:
     """Whole, cut anywhere, and after rounds; with rows and tokens of padding."""
     layer = Layer(sizes, torch.float16, [135, 70, 16])
-    plain = kernels(layer)
-    plain.rule = partial(launch_gated_delta, fast_walk=False)
-    plain.prompt(layer.lengths)
-    launched = []
-    if not ON_GPU:
-        monkeypatch.setattr(gated_delta_gluon, "_split", split)
-        monkeypatch.setattr("unisono.kernels.recurrent.gated_delta.walk_kernel", FastWalk())
-        monkeypatch.setattr("unisono.kernels.recurrent.gated_delta.walks", lambda *_: launched.append(0) or True)
-    whole, other = kernels(layer), kernels(layer)
-    whole.prompt(layer.lengths, pad=3, pad_rows=1)
-    cuts(other, random.Random(3), 90)
-    assert differing(plain, whole) == differing(plain, other) == 0
-    later = kernels(layer)
-    later.prompt([40, 18, 3])
-    later.round(sizes.width, [sizes.width, 1, 1])
-    later.prompt([95 - sizes.width, 0, 12])
-    later.settle()
-    assert differing(plain, later) == 0
-    assert ON_GPU or len(launched) > 5
+    both_walks(monkeypatch, lambda: kernels(layer), partial(launch_gated_delta, fast_walk=False))
 
 
 @pytest.mark.parametrize("made", [twins, kernels])

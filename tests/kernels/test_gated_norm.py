@@ -11,15 +11,16 @@ from unisono.kernels.norm.gated_norm import gated_norm, launch_gated_norm
 
 
 @pytest.mark.parametrize("op", [launch_gated_norm, gated_norm.cpu])
-@pytest.mark.parametrize(("heads", "size"), [(3, 16), (9, 32), (2, 128)])
+@pytest.mark.parametrize(("heads", "size", "sigmoid"), [(3, 16, False), (3, 16, True), (9, 32, False), (2, 128, False)])
 def test_matches_float64(
-    op: Any, heads: int, size: int, dtype: torch.dtype, device: torch.device, assert_close: Any
+    op: Any, heads: int, size: int, sigmoid: bool, dtype: torch.dtype, device: torch.device, assert_close: Any
 ) -> None:
     o, wide = torch.randn(5, heads * size).to(device, dtype), torch.randn(5, 7 + heads * size).to(device, dtype)
     z, weight = wide[:, 7:], torch.rand(size, device=device) + 0.5
     x = o.double().unflatten(1, (heads, size))
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-    assert_close(op(o, z, weight, 1e-6), normed.flatten(1) * z.double() * z.double().sigmoid())
+    gate = z.double().sigmoid() * (1 if sigmoid else z.double())
+    assert_close(op(o, z, weight, 1e-6, sigmoid), normed.flatten(1) * gate)
 
 
 @pytest.mark.parametrize("op", [launch_gated_norm, gated_norm.cpu])

@@ -15,6 +15,7 @@ from tests.kernels.delta_cases import (
     Layer,
     Passes,
     Sizes,
+    both_walks,
     cuts,
     differing,
     dots_in_a_chain,  # noqa: F401  a fixture
@@ -22,6 +23,7 @@ from tests.kernels.delta_cases import (
     relative,
     rounds,
 )
+from unisono.kernels.recurrent.gated_delta import launch_gated_delta
 from unisono.kernels.recurrent.mamba2 import launch_mamba2, mamba2
 from unisono.kernels.recurrent.mamba_conv import launch_mamba_conv, mamba_conv
 
@@ -44,6 +46,11 @@ def passes(layer: Layer, conv: Any, rule: Any, device: str = "cpu", biased: bool
         return conv(u, weight, bias if biased else None, ba[:, :heads], a_log, dt_bias, LOW, HIGH, *rest)
 
     return Passes(layer, convolved, lambda cbx, gates, *rest: rule(cbx, gates, skip, *rest), device)
+
+
+def plain_walk(cbx: Any, gates: Any, skip: Any, *rest: Any) -> Any:
+    """The op with Triton's walk over prompts."""
+    return launch_gated_delta(cbx, gates, *rest, fast_walk=False, skip=skip)
 
 
 def twins(layer: Layer) -> Passes:
@@ -162,3 +169,10 @@ def test_a_pass_without_tokens_moves_the_state_on() -> None:
         other.settle()
         assert [int(other.since[row]) for row in other.order[:2]] == [32, 48]
         assert differing(whole, other) == 0
+
+
+@pytest.mark.parametrize("sizes", [Sizes(1, 2, 32, 32, width=2), Sizes(2, 2, 64, 16, width=1)])
+def test_both_walks_over_a_prompt_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, sizes: Sizes) -> None:
+    layer = Layer(sizes, torch.float16, [135, 70, 16])
+    plain = passes(layer, launch_mamba_conv, plain_walk, "cuda" if ON_GPU else "cpu")
+    both_walks(monkeypatch, lambda: kernels(layer), plain.rule)

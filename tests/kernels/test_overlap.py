@@ -43,7 +43,7 @@ def test_layer_kernels_are_declared_overlapped() -> None:
         "_choose_scored_kernel", "_joint_norm_kernel", "_head_product_kernel", "_rotate_latent_kernel",
         "_latent_queries_kernel", "latent_kernel", "latent_round_kernel",
         "_short_round_kernel", "_short_prompt_kernel", "_mamba_round_kernel", "_mamba_prompt_kernel",
-        "_gated_group_norm_kernel",
+        "_gated_group_norm_kernel", "_kimi_prepare_kernel", "_kimi_walk_kernel", "kimi_walk_kernel",
     }  # fmt: skip
 
 
@@ -117,6 +117,6 @@ def test_overlapped_chain_equals_serial_chain(monkeypatch: pytest.MonkeyPatch) -
 
 def test_kernels_declare_early_reads() -> None:
     assert {"layer_tail_kernel", "fp8_rows_kernel", "_rms_norm_kernel"} <= overlap.READ_EARLY
-    assert {"walk_kernel"} == overlap.BESIDE
+    assert {"walk_kernel", "kimi_walk_kernel"} == overlap.BESIDE
     assert {"_quantize_kernel", "attention_kernel"} <= overlap.LEADING
     assert overlapped_kernels() >= overlap.READ_EARLY | overlap.BESIDE | overlap.LEADING

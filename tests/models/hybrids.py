@@ -77,6 +77,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_min": 0.5,
         },
     ),
+    "kimi_linear": ("kimi_linear", {}),
+    "kimi_linear-query-rank": (
+        "kimi_linear",
+        {
+            "q_lora_rank": 28,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "linear_conv_kernel_dim": 3,
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "qwen3_next-plain-layers": (
         "qwen3_next",
         {

@@ -7,11 +7,13 @@ that logits spread over a few units, and biases and norms matter (transformers s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -414,6 +416,18 @@ HYBRIDS["nemotron_h"] = {
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
 }
+HYBRIDS["kimi_linear"] = {
+    **{name: size for name, size in _LATENT.items() if name not in ("n_routed_experts", "q_lora_rank")},
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "num_experts": 12,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
 HYBRIDS["qwen3_5"], HYBRIDS["qwen3_5_moe"] = HYBRIDS["qwen3_5_text"], HYBRIDS["qwen3_5_moe_text"]
 """Families with Gated DeltaNet layers. Those without ``_text`` have a vision tower beside the text model."""
 
@@ -530,11 +544,23 @@ def make_checkpoint(
     if family in OTHER_CLASSES:
         written = json.loads((Path(directory) / "config.json").read_text())
         (Path(directory) / "config.json").write_text(json.dumps({**written, "architectures": [OTHER_CLASSES[family]]}))
+    if family == "kimi_linear":
+        _mlps_by_their_name(Path(directory))
     if mxfp4:
         experts_in_mxfp4(Path(directory))
     if tokenizer:
         make_tokenizer(SPECIAL + VISION if family in TOWERS else SPECIAL).save_pretrained(directory)
     return Path(directory)
+
+
+def _mlps_by_their_name(directory: Path) -> None:
+    """Name the MLPs of a Kimi Linear as the hub does: transformers 5.24 writes them under the name of the experts."""
+    for file in directory.glob("*.safetensors"):
+        tensors = {
+            re.sub(r"block_sparse_moe\.(gate|up|down)_proj\.", r"mlp.\1_proj.", name): tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def make_tokenizer(special: tuple[str, ...] = SPECIAL) -> PreTrainedTokenizerFast:

@@ -59,5 +59,5 @@ def test_a_family_is_one_file() -> None:
     naming = {file.name for file in PACKAGE.rglob("*.py") if "mixtral" in file.read_text().lower()}
     (lines,) = re.findall(r"`unisono/models/families/mixtral\.py` has (\d+) lines", text_of("extend/model"))
     assert len((FAMILIES / "mixtral.py").read_text().splitlines()) == int(lines)
-    built_on_it = {"qwen3_moe.py", "qwen3_5_moe.py", "glm4_moe.py", "minimax_m2.py", "lfm2.py"}
+    built_on_it = {"qwen3_moe.py", "qwen3_5_moe.py", "glm4_moe.py", "minimax_m2.py", "lfm2.py", "kimi_linear.py"}
     assert naming == {"mixtral.py", "catalog.py", "families.py", *built_on_it}

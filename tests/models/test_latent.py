@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from tests.distributed.parts_ import loaded
 from tests.models.harness import chunked, load, whole
 from tests.models.make import make_checkpoint
-from tests.models.quantised import LAYOUTS, quantise
+from tests.models.quantised import IGNORED, LAYOUTS, Layout, compressed, int4, quantise
+from tests.models.quantised_writers import awq, packed_int4
 from unisono.distributed.gather import Ranks
 from unisono.layers.formats.base import part_of
 from unisono.models.load.checkpoint import WEIGHTS
@@ -26,6 +27,8 @@ SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "q_lora_rank": 128,
     "qk_nope_head_dim": 120,
+    "kv_lora_rank": 64,
+    "v_head_dim": 16,
     "intermediate_size": 256,
     "moe_intermediate_size": 128,
     "n_routed_experts": 4,
@@ -37,16 +40,26 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("plain"), "glm4_moe_lite", **SIZES)
 
 
-@pytest.mark.parametrize("layout", ["fp8-blocks-bf16-scales", "compressed-fp8-tensor", "compressed-fp8-channel"])
-def test_fp8_of_the_expanding_product_is_converted(layout: str, plain: Path, tmp_path: Path) -> None:
-    values = quantise(plain, tmp_path / "fp8", LAYOUTS[layout])
-    decoder = load(tmp_path / "fp8")
+KIMI = Layout(packed_int4(32, True), compressed(int4("group", 32, True), None, "pack-quantized"), plain=IGNORED)
+"""As Kimi K2 Thinking's, but of every product."""
+AWQ_32 = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+LAYOUTS_THERE = {"kimi": KIMI, "awq": Layout(awq(32), AWQ_32)} | {
+    name: LAYOUTS[name]
+    for name in ("fp8-blocks-bf16-scales", "compressed-fp8-tensor", "compressed-fp8-channel", "gptq-asymmetric-v2",
+                 "gptq-8-bits-asymmetric")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_THERE)
+def test_the_expanding_product_is_dequantised(layout: str, plain: Path, tmp_path: Path) -> None:
+    values = quantise(plain, tmp_path / "quantised", LAYOUTS_THERE[layout])
+    decoder = load(tmp_path / "quantised")
     for number, layer in enumerate(decoder.layers):
         kv_b = layer.mixer.kv_b
-        stored = values[f"model.layers.{number}.self_attn.kv_b_proj"].view(6, 134, 36)
+        stored = values[f"model.layers.{number}.self_attn.kv_b_proj"].view(6, 136, 64)
         torch.testing.assert_close(kv_b.keys.double(), stored[:, :120].mT, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(kv_b.values.double(), stored[:, 120:], atol=1e-6, rtol=1e-6)
-        of_rank = loaded(tmp_path / "fp8", Ranks(1, 2)).layers[number].mixer.kv_b
+        of_rank = loaded(tmp_path / "quantised", Ranks(1, 2)).layers[number].mixer.kv_b
         assert torch.equal(of_rank.keys, kv_b.keys[3:])
         assert torch.equal(of_rank.values, kv_b.values[3:])
     rng = random.Random(0)
@@ -94,6 +107,12 @@ def test_unsupported_mla_config_fields_raise(case: str, plain: Path, tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(raw | changes))
     with pytest.raises(CheckpointError, match=says):
         load(tmp_path, load_format="dummy")
+
+
+def test_nvfp4_of_the_expanding_product_is_refused(plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "nvfp4", LAYOUTS["compressed-nvfp4-weights"])
+    with pytest.raises(CheckpointError, match=r"kv_b is stored in format 'NVFP4.*integers without int8 activations"):
+        load(tmp_path / "nvfp4")
 
 
 def test_an_fp8_cache_is_refused(plain: Path) -> None:

@@ -20,6 +20,7 @@ from unisono.layers.expert_stacks import RELU2_EXPERTS, ExpertKind
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.experts import BesideSpec, ExpertsSpec
 from unisono.models.blocks.gated_delta import GatedDeltaSpec
+from unisono.models.blocks.kimi_delta import KimiDeltaSpec
 from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.blocks.latent_experts import LatentExpertsSpec
 from unisono.models.blocks.layers import POST, SANDWICH, LayerSpec, MLPSpec, NormOrder
@@ -48,6 +49,7 @@ MIXERS: dict[str, Any] = {
     "attention, values from keys": replace(SPEC, qk_norm=True, v_norm=True, k_is_v=True),
     "attention, norms over all heads": replace(SPEC, joint_qk_norm=True, num_kv_heads=2),
     "gated delta": DELTA,
+    "kimi delta": KimiDeltaSpec(3, 16, 3),
     "mamba2": Mamba2Spec(2, 6, 32, 16, step_limits=(0.3, 1.0)),
     "mamba2, biases of products": Mamba2Spec(1, 2, 16, 16, 2, conv_bias=False, proj_bias=True),
     "short convolution": ShortConvSpec(HIDDEN, 3),

@@ -97,6 +97,7 @@ models = Registry(
         "DeepseekV2ForCausalLM": "unisono.models.families.deepseek_v2:DEEPSEEK_V2",
         "DeepseekV3ForCausalLM": "unisono.models.families.deepseek_v3:DEEPSEEK_V3",
         "KimiK25ForConditionalGeneration": "unisono.models.families.deepseek_v3:KIMI_K25",
+        "KimiLinearForCausalLM": "unisono.models.families.kimi_linear:KIMI_LINEAR",
         "Mistral4ForCausalLM": "unisono.models.families.mistral4:MISTRAL4",
         "Dots1ForCausalLM": "unisono.models.families.dots1:DOTS1",
         "Ernie4_5_MoeForCausalLM": "unisono.models.families.ernie4_5_moe:ERNIE4_5_MOE",

@@ -124,9 +124,10 @@ def sigmoid_gated(x: torch.Tensor, qkv: torch.Tensor, num_heads: int, input_form
 
 
 def gated_norm(
-    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, input_format: InputFormat | None
-) -> Activations:
-    """``gated_norm(o, z, weight, eps)``, emitted in ``input_format``."""
+    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, input_format: InputFormat | None,
+    sigmoid: bool = False,
+) -> Activations:  # fmt: skip
+    """``gated_norm(o, z, weight, eps, sigmoid)``, emitted in ``input_format``."""
     if input_format is None or input_format.keep or not gated.quantises(weight.shape[0], input_format.group):
-        return gated.gated_norm(o, z, weight, eps)
-    return gated.gated_norm_fp8(o, z, weight, eps, input_format.group)
+        return gated.gated_norm(o, z, weight, eps, sigmoid)
+    return gated.gated_norm_fp8(o, z, weight, eps, input_format.group, sigmoid)

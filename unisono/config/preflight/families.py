@@ -225,6 +225,18 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "KimiK25ForConditionalGeneration": Facts(
         ("kimi_k25",), ("deepseek_v3", "kimi_k2"), {**_BIASES, **_DEEPSEEK, **_LATENT}, experts=True
     ),
+    "KimiLinearForCausalLM": Facts(
+        ("kimi_linear",),
+        takes={
+            **_BIASES, **_EXPERTS, **{name: values for name, values in _DEEPSEEK.items() if name != "scoring_func"},
+            **{name: values for name, values in _LATENT.items() if name != "rope_interleave"},
+            **dict.fromkeys(
+                ("layer_types", "linear_num_heads", "mlp_layer_types", "moe_renormalize", "num_expert_group",
+                 "num_shared_experts"), ANY
+            ),
+        },
+        experts=True,
+    ),
     "Mistral4ForCausalLM": Facts(
         ("mistral4",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "llama_4_scaling_beta": ANY}, experts=True,
         partial_rotary=True,

@@ -68,6 +68,23 @@ def _gates(ba, a_log, dt_bias, gates, token, inside, ba_stride, HV: tl.constexpr
 
 
 @triton.jit
+def _channel_gates(f, b, a_log, dt_bias, gates, token, inside, column, f_stride, b_stride, HV: tl.constexpr,
+                   K: tl.constexpr):  # fmt: skip
+    """Compute these columns of the gates of tokens [N]: the log of each channel's decay, HV * K, then beta, HV."""
+    decays = column < HV * K
+    head = tl.where(decays, column // K, column - HV * K)
+    at = token.to(tl.int64)[:, None]
+    mask = inside[:, None] & (column < HV * (K + 1))[None, :]
+    x = tl.load(f + at * f_stride + column[None, :], mask=mask & decays[None, :], other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + column, mask=decays, other=0.0)[None, :]
+    rate = -tl.exp(tl.load(a_log + head, mask=decays, other=0.0))
+    beta = tl.load(b + at * b_stride + head[None, :], mask=mask & (column >= HV * K)[None, :], other=0.0)
+    beta = 1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))
+    y = tl.where(decays[None, :], rate[None, :] * _softplus(x), beta)
+    tl.store(gates + at * (HV * (K + 1)) + column[None, :], y, mask=mask)
+
+
+@triton.jit
 def _silu(x):
     """Compute x · sigmoid(x); the sigmoid is the square of rsqrt(1 + exp(-x)): half the instructions of a division."""
     root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2_E))
@@ -99,38 +116,54 @@ def _keep(u, snapshot, ring, slot, since, first, until, end, begin, channel, u_s
     tl.store(ring + (slot * RING + (first + step) % RING)[:, None] * C + channel[None, :], inputs, mask=latest)
 
 
+@triton.jit
+def _round_tile(u, weight, snapshot, ring, slot, since, first, begin, i, channel, live, u_stride, C, w_channel, w_tap,
+                J: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+    """Convolve tokens i of a round's row. begin: its first token in the pass; live [tokens, channels]: mask."""
+    acc = tl.zeros([i.shape[0], channel.shape[0]], tl.float32)
+    for j in tl.static_range(J):
+        step = i - (J - 1) + j
+        old = (step < 0)[:, None]
+        token = (begin + step).to(tl.int64)[:, None] * u_stride + channel[None, :]
+        x = tl.load(u + token, mask=live & (step >= 0)[:, None], other=0.0)
+        if j < J - 1:
+            x = tl.where(old, _earlier(snapshot, ring, slot, since, first + step, channel, live & old, C, J, RING), x)
+        w = tl.load(weight + channel * w_channel + j * w_tap, mask=channel < C, other=0.0).to(tl.float32)
+        acc = tl.fma(x.to(tl.float32), tl.zeros_like(acc) + w[None, :], acc)
+    return acc
+
+
 @overlapping(reads_early=True)
 @triton.jit
 def _conv_round_kernel(
-    u, weight, ba, a_log, dt_bias, snapshot, ring, out, gates, rows, since, first, until, end, u_stride, ba_stride, C,
-    W, w_channel, w_tap, J: tl.constexpr, RING: tl.constexpr, HV: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_J: tl.constexpr, OVERLAP: tl.constexpr,
+    u, weight, ba, b, a_log, dt_bias, snapshot, ring, out, gates, rows, since, first, until, end, u_stride, ba_stride,
+    b_stride, C, W, w_channel, w_tap, J: tl.constexpr, RING: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_J: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Convolve a round. The row's positions were written before the kernel ahead, and are read before that has
     ended.
+
+    The last programs of a row compute the gates. K: 0, or the channels of a head that each have a decay: ba then has
+    these inputs, and b those of beta.
     """
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK_W)
     slot, seen, begin = tl.load(rows + row), tl.load(since + row), tl.load(first + row)
     stop, goal = tl.where(begin < 0, -1, tl.load(end + row)), tl.load(until + row)
     follow(OVERLAP)
-    if tl.program_id(1) * BLOCK_C >= C:  # the last program of a row
-        _gates(ba, a_log, dt_bias, gates, row * W + i, i < W, ba_stride, HV, BLOCK_H)
+    part = tl.program_id(1) - tl.cdiv(C, BLOCK_C)
+    if part >= 0:
+        if K > 0:
+            column = part * BLOCK_C + tl.arange(0, BLOCK_C)
+            _channel_gates(ba, b, a_log, dt_bias, gates, row * W + i, i < W, column, ba_stride, b_stride, HV, K)
+        else:
+            _gates(ba, a_log, dt_bias, gates, row * W + i, i < W, ba_stride, HV, BLOCK_H)
     else:
         channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         inside = (channel < C)[None, :]
         live = (i < stop - begin)[:, None] & inside
-        acc = tl.zeros([BLOCK_W, BLOCK_C], tl.float32)
-        for j in tl.static_range(J):
-            step = i - (J - 1) + j
-            old = (step < 0)[:, None]
-            token = (row * W + step).to(tl.int64)[:, None] * u_stride + channel[None, :]
-            x = tl.load(u + token, mask=live & (step >= 0)[:, None], other=0.0)
-            if j < J - 1:
-                earlier = _earlier(snapshot, ring, slot, seen, begin + step, channel, live & old, C, J, RING)
-                x = tl.where(old, earlier, x)
-            w = tl.load(weight + channel * w_channel + j * w_tap, mask=channel < C, other=0.0).to(tl.float32)
-            acc = tl.fma(x.to(tl.float32), tl.zeros([BLOCK_W, BLOCK_C], tl.float32) + w[None, :], acc)
+        acc = _round_tile(u, weight, snapshot, ring, slot, seen, begin, row * W, i, channel, live, u_stride, C,
+                          w_channel, w_tap, J, RING)  # fmt: skip
         y = _silu(acc)
         token = (row * W + i).to(tl.int64)[:, None] * C + channel[None, :]
         tl.store(out + token, y.to(out.dtype.element_ty), mask=(i < W)[:, None] & inside)
@@ -214,15 +247,21 @@ def _outer_tile(u, weight, snapshot, ring, rows, since, first, query_start, t, c
 
 @triton.jit(do_not_specialize=["T", "R"])
 def _conv_prompt_kernel(
-    u, weight, ba, a_log, dt_bias, snapshot, ring, out, gates, rows, since, first, query_start, u_stride, ba_stride, C,
-    T, R, w_channel, w_tap, J: tl.constexpr, RING: tl.constexpr, HV: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
+    u, weight, ba, b, a_log, dt_bias, snapshot, ring, out, gates, rows, since, first, query_start, u_stride, ba_stride,
+    b_stride, C, T, R, w_channel, w_tap, J: tl.constexpr, RING: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """Convolve a tile of a prompt pass; its last programs compute the gates, as in :func:`_conv_round_kernel`."""
     follow(OVERLAP)
     begin = tl.program_id(0) * BLOCK_T
     t = begin + tl.arange(0, BLOCK_T)
-    if tl.program_id(1) * BLOCK_C >= C:
-        _gates(ba, a_log, dt_bias, gates, t, t < T, ba_stride, HV, BLOCK_H)
+    part = tl.program_id(1) - tl.cdiv(C, BLOCK_C)
+    if part >= 0:
+        if K > 0:
+            column = part * BLOCK_C + tl.arange(0, BLOCK_C)
+            _channel_gates(ba, b, a_log, dt_bias, gates, t, t < T, column, ba_stride, b_stride, HV, K)
+        else:
+            _gates(ba, a_log, dt_bias, gates, t, t < T, ba_stride, HV, BLOCK_H)
     else:
         channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         inside = channel < C
@@ -259,35 +298,52 @@ def launch_causal_conv(
     u: Tensor, weight: Tensor, ba: Tensor, a_log: Tensor, dt_bias: Tensor, snapshot: Tensor, ring: Tensor,
     rows: Tensor, since: Tensor, first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See :func:`causal_conv`."""
+    gates = u.new_empty((u.shape[0], 2, ba.shape[1] // 2), dtype=torch.float32)
+    kept, where = (snapshot, ring), (rows, since, first, until, end)
+    return launch_conv(u, weight, (ba, None, a_log, dt_bias, gates), kept, where, query_start), gates
+
+
+def launch_conv(
+    u: Tensor, weight: Tensor, of_gates: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    kept: tuple[Tensor, Tensor], where: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], query_start: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Convolve and fill the gates; see :func:`causal_conv` for arguments, and for the result.
+
+    of_gates: (ba, None, a_log, dt_bias, gates), or with a decay for each channel (f [T, Hv K], b [T, Hv], a_log,
+    dt_bias [Hv K], gates [T, Hv (K + 1)]). kept: (snapshot, ring). where: (rows … end).
+    """
     u = u if u.stride(1) == 1 else u.contiguous()
-    out, gates = _causal_conv_meta(u, weight, ba)
+    (ba, b, a_log, dt_bias, gates), (snapshot, ring), (rows, since, first, until, end) = of_gates, kept, where
+    out = u.new_empty(u.shape)
     tokens, channels, heads, rows_ = u.shape[0], u.shape[1], a_log.shape[0], rows.shape[0]
     if tokens == 0 and query_start is None:
-        return out, gates
+        return out
     taps, positions, w_strides = weight.shape[-1], ring.shape[1], (weight.stride(0), weight.stride(2))
     options: dict[str, Any] = {"J": taps, "RING": positions, "BLOCK_C": _CHANNELS}
     heads_block, taps_block = triton.next_power_of_2(heads), triton.next_power_of_2(taps - 1)
-    inputs = u, weight, ba, a_log, dt_bias, snapshot, ring, out, gates, rows, since, first
+    inputs = u, weight, ba, b, a_log, dt_bias, snapshot, ring, out, gates, rows, since, first
+    strides = u.stride(0), ba.stride(0), 0 if b is None else b.stride(0), channels
+    of_heads = {"HV": heads, "K": 0 if b is None else dt_bias.shape[0] // heads, "BLOCK_H": heads_block}
     blocks = triton.cdiv(channels, _CHANNELS)
+    more = 1 if b is None else triton.cdiv(gates.shape[1], _CHANNELS)
     if query_start is None:
         width = tokens // rows_
-        _conv_round_kernel[(rows_, blocks + 1)](
-            *inputs, until, end, u.stride(0), ba.stride(0), channels, width, *w_strides, HV=heads,
-            BLOCK_W=triton.next_power_of_2(width), BLOCK_H=heads_block, BLOCK_J=taps_block, **options, num_warps=4,
-            **overlapped(u.device),
+        _conv_round_kernel[(rows_, blocks + more)](
+            *inputs, until, end, *strides, width, *w_strides, **of_heads, BLOCK_W=triton.next_power_of_2(width),
+            BLOCK_J=taps_block, **options, num_warps=4, **overlapped(u.device),
         )  # fmt: skip
-        return out, gates
+        return out
     if tokens:
-        _conv_prompt_kernel[(triton.cdiv(tokens, _TOKENS), blocks + 1)](
-            *inputs, query_start, u.stride(0), ba.stride(0), channels, tokens, rows_, *w_strides, HV=heads,
-            BLOCK_T=_TOKENS, BLOCK_H=heads_block, BLOCK_R=triton.next_power_of_2(rows_), **options, **_PROMPTS,
-            **overlapped(u.device),
+        _conv_prompt_kernel[(triton.cdiv(tokens, _TOKENS), blocks + more)](
+            *inputs, query_start, *strides, tokens, rows_, *w_strides, **of_heads, BLOCK_T=_TOKENS,
+            BLOCK_R=triton.next_power_of_2(rows_), **options, **_PROMPTS, **overlapped(u.device),
         )  # fmt: skip
     _conv_keep_kernel[(rows_, blocks)](
         u, snapshot, ring, rows, since, first, until, end, query_start, u.stride(0), channels,
         BLOCK_N=triton.next_power_of_2(positions), BLOCK_J=taps_block, **options, num_warps=4, **overlapped(u.device),
     )  # fmt: skip
-    return out, gates
+    return out
 
 
 def _causal_conv_meta(u: Tensor, weight: Tensor, ba: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -315,13 +371,16 @@ def causal_conv(
     return causal_conv_cpu(u, weight, ba, a_log, dt_bias, snapshot, ring, rows, since, first, until, end, query_start)
 
 
-def _cases(dtype: str, heads: int, width: int) -> list[AotCase]:
+def conv_cases(dtype: str, heads: int, width: int, key_dim: int = 0) -> list[AotCase]:
+    """AotCases of prompt passes and of rounds of ``width`` tokens per row. key_dim: channels with a decay each."""
     types = dict.fromkeys(("u", "weight", "ba", "snapshot", "ring", "out"), f"*{dtype}")
-    types |= dict.fromkeys(("a_log", "dt_bias", "gates"), "*fp32")
+    types |= dict.fromkeys(("a_log", "dt_bias", "gates"), "*fp32") | ({"b": f"*{dtype}"} if key_dim else {})
     block: dict[str, Any] = {"J": 4, "RING": 2 + width, "BLOCK_C": _CHANNELS, "OVERLAP": True}
-    both = block | {"HV": heads, "BLOCK_H": triton.next_power_of_2(heads), "w_channel": 1}
-    rounds = types | ints("rows since first until end", "u_stride ba_stride C W w_tap")
-    prompts = types | ints("rows since first query_start", "u_stride ba_stride C T R w_tap")
+    both = block | {"HV": heads, "K": key_dim, "BLOCK_H": triton.next_power_of_2(heads), "w_channel": 1}
+    both |= {} if key_dim else {"b": None}
+    strides = "u_stride ba_stride b_stride C"
+    rounds = types | ints("rows since first until end", f"{strides} W w_tap")
+    prompts = types | ints("rows since first query_start", f"{strides} T R w_tap")
     keep = {name: types[name] for name in ("u", "snapshot", "ring")}
     keep |= ints("rows since first until end query_start", "u_stride C")
     return [
@@ -334,5 +393,5 @@ def _cases(dtype: str, heads: int, width: int) -> list[AotCase]:
 AOT = [
     case
     for dtype, heads, width in (("bf16", 32, 1), ("bf16", 32, 4), ("bf16", 48, 8), ("fp16", 8, 4), ("fp32", 8, 2))
-    for case in _cases(dtype, heads, width)
+    for case in conv_cases(dtype, heads, width)
 ]

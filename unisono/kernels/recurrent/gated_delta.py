@@ -93,7 +93,7 @@ def launch_gated_delta(
 ) -> Tensor:  # fmt: skip
     """Launch :func:`gated_delta`, or Mamba2 with ``skip``.
 
-    fast_walk: use the faster walk for prompts in 16 bits on a GPU (speed only; Mamba2 has none).
+    fast_walk: use the faster walk for prompts in 16 bits on a GPU (speed only).
     """
     out = _gated_delta_meta(qkv, gates, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
@@ -119,27 +119,36 @@ def launch_gated_delta(
             *within, skip, *where, width, BLOCK_V=tile.size, num_warps=tile.warps, maxnreg=tile.registers,
             DELTA=skip is None, **sizes.constexprs, **overlapped(device),
         )  # fmt: skip
-    elif not is_round and fast_walk and skip is None and walks(qkv, sizes.key_dim):
-        launch: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "num_warps": WARPS.value}
-        beside = overlaps(device)
-        walk_kernel[(*grid[:2], 1)](*within, *where, starts, tokens, count, OTHERS=False, OVERLAP=beside, **launch)
+    elif not is_round and fast_walk and walks(qkv, sizes.key_dim):
+        launch: dict[str, Any] = {**sizes.constexprs, "EXTRA": besides, "DELTA": skip is None}
+        launch["num_warps"] = WARPS.value
+        beside, inputs = overlaps(device), (*within, skip, *where, starts, tokens, count)
+        walk_kernel[(*grid[:2], 1)](*inputs, OTHERS=False, OVERLAP=beside, **launch)
         if count > 1:
-            walk_kernel[(*grid[:2], count - 1)](
-                *within, *where, starts, tokens, count, OTHERS=True, **launch, **overlapped(device)
-            )  # fmt: skip
+            walk_kernel[(*grid[:2], count - 1)](*inputs, OTHERS=True, **launch, **overlapped(device))
     else:
         _walk_kernel[grid](
             *within, skip, *where, starts, tokens, count, width, BLOCK_V=tile.size, num_warps=tile.warps, **options,
             **overlapped(device),
         )  # fmt: skip
-    if tokens and not is_round:
-        kv = kv_ring.shape[2]
-        _remember_chunk_kernel[(count, triton.cdiv(kv, _ELEMENTS) + 1)](
-            qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts,
-            QUERIES=qkv.shape[1] - kv, KV=kv, HV=heads, RING=sizes.ring, BLOCK=_ELEMENTS,
-            BLOCK_H=triton.next_power_of_2(2 * heads), num_warps=4, **overlapped(device),
-        )  # fmt: skip
+    if not is_round:
+        remember_chunk(qkv, gates, kv_ring, gates_ring, rows, first, until, end, starts)
     return out
+
+
+def remember_chunk(
+    qkv: Tensor, gates: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, first: Tensor, until: Tensor,
+    end: Tensor, query_start: Tensor,
+) -> None:  # fmt: skip
+    """Store the inputs of a prompt pass's open chunk in the rings, if the pass has tokens: keys, values and gates."""
+    (tokens, width), (_, ring, kv) = qkv.shape, kv_ring.shape
+    if tokens:
+        of_gates = gates[0].numel()
+        _remember_chunk_kernel[(len(rows), triton.cdiv(kv, _ELEMENTS) + triton.cdiv(of_gates, _ELEMENTS))](
+            qkv, gates, kv_ring, gates_ring, rows, first, until, end, query_start,
+            QUERIES=width - kv, KV=kv, GATES=of_gates, RING=ring, BLOCK=_ELEMENTS, num_warps=4,
+            **overlapped(qkv.device),
+        )  # fmt: skip
 
 
 def _gated_delta_meta(qkv: Tensor, gates: Tensor, state: Tensor, *_: object) -> Tensor:
@@ -195,17 +204,16 @@ def delta_cases(dtype: str, sizes: Sizes, width: int, is_round: bool, delta: boo
     cases.append(AotCase(_walk_kernel, walk | skip, options | block | rule, num_warps=tile.warps))
     if is_round:
         return cases
-    if dtype != "fp32" and delta:
-        walk = {name: kind for name, kind in walk.items() if name != "W"}
-        fast = {**sizes.constexprs, **overlap, "EXTRA": besides}
+    if dtype != "fp32":
+        walk = {name: kind for name, kind in (walk | skip).items() if name != "W"}
+        fast = {**sizes.constexprs, **overlap, **rule, "EXTRA": besides}
         cases += [
             AotCase(walk_kernel, walk, fast | {"OTHERS": others}, num_warps=WARPS.value) for others in (False, True)
         ]
     remember = signature("qkv gates kv_ring gates_ring", "rows first until end query_start", "")
     queries, heads = sizes.key_heads * sizes.key_dim, sizes.value_heads
-    shape = {"QUERIES": queries, "KV": queries + heads * sizes.value_dim, "HV": heads, "RING": sizes.ring}
-    blocks = {"BLOCK": _ELEMENTS, "BLOCK_H": triton.next_power_of_2(2 * heads)}
-    return [*cases, AotCase(_remember_chunk_kernel, remember, shape | blocks | overlap)]
+    shape = {"QUERIES": queries, "KV": queries + heads * sizes.value_dim, "GATES": 2 * heads, "RING": sizes.ring}
+    return [*cases, AotCase(_remember_chunk_kernel, remember, shape | overlap | {"BLOCK": _ELEMENTS})]
 
 
 AOT = [

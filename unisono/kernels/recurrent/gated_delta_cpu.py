@@ -134,8 +134,9 @@ def _chunks(
     sizes: tuple[int, int],
 ) -> Chunks:
     """Compute the chunks of a pass. sizes: value heads, key size."""
-    q, k, v, decay, beta = gathered_cpu(qkv, gates, kv_ring, gates_ring, plan, sizes)
-    q, k = _unit(q) * sizes[1] ** -0.5, _unit(k)
+    q, k, v, both = gathered_cpu(qkv, gates, kv_ring, gates_ring, plan, sizes)
+    decay, beta = by_head_cpu(both)
+    q, k = unit_cpu(q) * sizes[1] ** -0.5, unit_cpu(k)
     decay = decay.cumsum(2)
     solve, attend = _within(q, k, decay, beta)
     return Chunks(q, k, v, solve, attend, decay)
@@ -149,9 +150,9 @@ def gathered_cpu(
     plan: DeltaPlan,
     sizes: tuple[int, int],
 ) -> tuple[torch.Tensor, ...]:
-    """Gather the chunks' inputs in fp32, absent tokens zero: q, k [N, Hk, c, K], v [N, Hv, c, V], gates [N, Hv, c].
+    """Gather the chunks' inputs in fp32, absent tokens zero: q, k [N, Hk, c, K], v [N, Hv, c, V], gates [N, c, G].
 
-    sizes: value heads, key size. The gates are two tensors, in their order.
+    sizes: value heads, key size. G: elements of a token's gates.
     """
     heads, dim = sizes
     queries, shape = qkv.shape[1] - kv_ring.shape[2], plan.old.shape[:2]
@@ -167,11 +168,16 @@ def gathered_cpu(
     q = new[..., :queries].masked_fill(plan.old | plan.absent, 0).float()
     kv = gathered(new[..., queries:], kv_ring)
     both = gathered(gates.flatten(1).index_select(0, plan.token).view(*shape, -1), gates_ring)
-    first, second = (half.transpose(1, 2).contiguous() for half in both.chunk(2, dim=2))  # [N, Hv, c]
     q = q.unflatten(2, (key_heads, dim)).transpose(1, 2)
     k = kv[..., :queries].unflatten(2, (key_heads, dim)).transpose(1, 2)
     v = kv[..., queries:].unflatten(2, (heads, -1)).transpose(1, 2).contiguous()
-    return q, k, v, first, second
+    return q, k, v, both
+
+
+def by_head_cpu(gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split gates [N, c, 2 Hv] into both, by head [N, Hv, c]."""
+    first, second = (half.transpose(1, 2).contiguous() for half in gates.chunk(2, dim=2))
+    return first, second
 
 
 def _within(
@@ -183,10 +189,15 @@ def _within(
     kk, qk = (products_cpu(x, k.mT).repeat_interleave(groups, 1) for x in (k, q))
     left, upto = left_cpu(decay), order[:, None] >= order
     below = (kk * left * beta[..., None]).masked_fill(order[:, None] <= order, 0)
+    return solved_cpu(below, beta), (qk * left).masked_fill(~upto, 0)
+
+
+def solved_cpu(below: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """Compute (1 + below)^-1 diag(beta) for below [N, Hv, c, c], lower triangular without its diagonal."""
     solve = torch.eye(CHUNK).expand_as(below).clone()
     for i in range(CHUNK - 1):
         solve = solve - below.narrow(3, i, 1) * solve.narrow(2, i, 1)
-    return solve * beta[..., None, :], (qk * left).masked_fill(~upto, 0)
+    return solve * beta[..., None, :]
 
 
 def left_cpu(decay: torch.Tensor) -> torch.Tensor:
@@ -214,7 +225,7 @@ def _walk(chunks: Chunks, state: torch.Tensor, plan: DeltaPlan, out: torch.Tenso
             state[state_rows] = s.index_select(0, reached).to(state.dtype)
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def unit_cpu(x: torch.Tensor) -> torch.Tensor:
     """Normalise vectors to length 1."""
     x = x.contiguous()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)

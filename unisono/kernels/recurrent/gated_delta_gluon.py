@@ -1,11 +1,11 @@
-"""Walk of the gated delta rule over prompts: the bits of ``gated_delta_triton._walk_kernel``, faster.
+"""Walk of the gated delta rule, or of Mamba2, over prompts: the bits of ``gated_delta_triton._walk_kernel``, faster.
 
 Chunks are sequential, so their latency bounds a prompt, and few programs run: 256 for one prompt of a layer with 32
 heads. Two warps share a program here. Each holds half of the state's columns, reads it with its half of a chunk's keys
 and queries, and passes its sums to the other one through shared memory, which Triton cannot express. The inputs of the
 next chunks are prefetched. Launched by ``kernels/recurrent/gated_delta.py``.
 
-Shapes: as in ``gated_delta_triton``. A program has 16 elements of V.
+Without DELTA it computes Mamba2: see ``gated_delta_triton``. Shapes: as there. A program has 16 elements of V.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _fetch_rows(place, new, old, at, token, column, begin, first, stop, slot, C:
 
 @gluon.jit
 def _fetch(ch, stage, inputs, where, qkv, kv_ring, squares, factors, h, dv, HK: gl.constexpr, HV: gl.constexpr,
-           K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
+           K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr, DELTA: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
     """Start to copy a chunk's inputs to its stage of ``inputs``, in shared memory. WHOLE: see :func:`_fetch_rows`.
 
     where: (first token of the row in the pass, position of the state, position of the first token, end position, row of
@@ -121,18 +121,20 @@ def _fetch(ch, stage, inputs, where, qkv, kv_ring, squares, factors, h, dv, HK: 
     _fetch_rows(k, keys, kv_ring, at, token, d, begin, first, stop, slot, C, KV, RING, WHOLE, True)
     _fetch_rows(q, qkv, qkv, at, token, d, begin, first, stop, slot, C, KV, RING, WHOLE, False)
     _fetch_rows(v, values, v_ring, at, v_token, x, begin, first, stop, slot, C, KV, RING, WHOLE, True)
-    i = gl.arange(0, 4 * CHUNK, gl.SliceLayout(1, flat))[:, None]
+    FIRST: gl.constexpr = 0 if DELTA else 2 * CHUNK  # without DELTA there is no T
+    i = FIRST + gl.arange(0, 4 * CHUNK - FIRST, gl.SliceLayout(1, flat))[:, None]
     j = gl.arange(0, CHUNK, gl.SliceLayout(0, flat))[None, :]
     place = gl.to_tensor(ch).to(gl.int64) * (HV * 4 * CHUNK)
-    async_copy.async_copy_global_to_shared(square.index(stage), squares + place * CHUNK + (i * CHUNK + j))
+    square = square.index(stage).slice(FIRST, 4 * CHUNK - FIRST)
+    async_copy.async_copy_global_to_shared(square, squares + place * CHUNK + (i * CHUNK + j))
     async_copy.async_copy_global_to_shared(factor.index(stage), factors + place + gl.arange(0, 4 * CHUNK, line))
     async_copy.commit_group()
 
 
 @gluon.jit
-def _step(S, stage, inputs, k_sums, q_sums, dtype: gl.constexpr):
+def _step(S, stage, inputs, k_sums, q_sums, skip, dtype: gl.constexpr, DELTA: gl.constexpr):
     """Compute one chunk from S [WARPS, SIZE, HALF], as ``gated_delta_triton._chunk``: (new state, outputs [SIZE,
-    CHUNK]).
+    CHUNK]). skip: the head's factor of the values in the outputs, without DELTA.
     """
     k, q, v, square, factor = inputs
     state: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -142,14 +144,11 @@ def _step(S, stage, inputs, k_sums, q_sums, dtype: gl.constexpr):
     q_columns = q.index(stage).permute([0, 2, 1]).load(keys)
     high, low = _split(S, dtype)
     high, low = gl.convert_layout(high, state), gl.convert_layout(low, state)
-    k_half = mma_v2(high, k_columns, mma_v2(low, k_columns, zero))
-    q_half = mma_v2(high, q_columns, mma_v2(low, q_columns, zero))
-    k_sums.store(k_half)
-    q_sums.store(q_half)
+    if DELTA:
+        k_sums.store(mma_v2(high, k_columns, mma_v2(low, k_columns, zero)))
+    q_sums.store(mma_v2(high, q_columns, mma_v2(low, q_columns, zero)))
     square, factor = square.index(stage), factor.index(stage)
-    to_new: gl.constexpr = gl.DotOperandLayout(1, BOTH, 2)
     to_out: gl.constexpr = gl.DotOperandLayout(1, APART, 2)
-    T_high, T_low = square.slice(0, CHUNK).load(to_new), square.slice(CHUNK, CHUNK).load(to_new)
     P_high, P_low = square.slice(2 * CHUNK, CHUNK).load(to_out), square.slice(3 * CHUNK, CHUNK).load(to_out)
     w_k = factor.slice(0, CHUNK).load(gl.SliceLayout(0, BOTH))
     w_q = factor.slice(CHUNK, CHUNK).load(gl.SliceLayout(0, APART))
@@ -158,9 +157,14 @@ def _step(S, stage, inputs, k_sums, q_sums, dtype: gl.constexpr):
     values = v.index(stage).permute([1, 0]).load(BOTH).to(gl.float32)
     k_rows = k.index(stage).load(keys)
     S = S * whole[:, None, None]
-    k_sum, w_k = gl.broadcast(_added(k_sums, BOTH), w_k[None, :])
-    none = gl.zeros([SIZE, CHUNK], gl.float32, BOTH)
-    new = _times_split(gl.fma(k_sum, w_k, values), T_high, T_low, none, BOTH, dtype)
+    if DELTA:
+        to_new: gl.constexpr = gl.DotOperandLayout(1, BOTH, 2)
+        T_high, T_low = square.slice(0, CHUNK).load(to_new), square.slice(CHUNK, CHUNK).load(to_new)
+        k_sum, w_k = gl.broadcast(_added(k_sums, BOTH), w_k[None, :])
+        none = gl.zeros([SIZE, CHUNK], gl.float32, BOTH)
+        new = _times_split(gl.fma(k_sum, w_k, values), T_high, T_low, none, BOTH, dtype)
+    else:
+        new = values * w_k[None, :]
     high, low = _split(new * w_s[None, :], dtype)
     each: gl.constexpr = gl.SliceLayout(0, state)
     room = gl.zeros([WARPS, SIZE, CHUNK], dtype, state)
@@ -168,7 +172,11 @@ def _step(S, stage, inputs, k_sums, q_sums, dtype: gl.constexpr):
     low, room = gl.broadcast(gl.convert_layout(low, each)[None, :, :], room)
     S = mma_v2(high, k_rows, mma_v2(low, k_rows, S))
     q_sum = _added(q_sums, APART)
-    return S, _times_split(new, P_high, P_low, q_sum * w_q[None, :], APART, dtype)
+    o = _times_split(new, P_high, P_low, q_sum * w_q[None, :], APART, dtype)
+    if not DELTA:
+        values = v.index(stage).permute([1, 0]).load(APART).to(gl.float32)
+        o = gl.fma(values, gl.zeros([SIZE, CHUNK], gl.float32, APART) + skip, o)
+    return S, o
 
 
 @gluon.jit
@@ -195,46 +203,48 @@ def _rooms(dtype: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, h, dv, dtype: gl.constexpr,
-          HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr):  # fmt: skip
+def _walk(S, home, keep, where, token, outputs, qkv, kv_ring, squares, factors, skip, h, dv, dtype: gl.constexpr,
+          HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr,
+          DELTA: gl.constexpr):  # fmt: skip
     """Walk all chunks of a row from the state S on, which is stored at ``home`` after ``keep`` of them.
 
-    where, squares, factors: see :func:`_fetch`. outputs [SIZE, CHUNK]: pointers to those of the first chunk; token
-    [1, CHUNK]: its tokens.
+    where, squares, factors: see :func:`_fetch`. skip: see :func:`_step`. outputs [SIZE, CHUNK]: pointers to those of
+    the first chunk; token [1, CHUNK]: its tokens.
     """
     inputs, k_sums, q_sums = _rooms(dtype, K // WARPS)
     _, start, at, stop, _ = where
     chunks = (stop - start + CHUNK - 1) // CHUNK
     for early in gl.static_range(STAGES):
         _fetch(gl.minimum(early, chunks - 1), early, inputs, where, qkv, kv_ring, squares, factors, h, dv,
-               HK, HV, K, V, RING, False)  # fmt: skip
+               HK, HV, K, V, RING, DELTA, False)  # fmt: skip
     # The first loop has no branch: it fetches whole chunks of the pass only and stores no state.
     smooth = gl.minimum((stop - start) // CHUNK - STAGES, keep - 1)
     smooth = gl.where(at - start > STAGES * CHUNK, 0, gl.maximum(smooth, 0))
     stage = smooth * 0
     for ch in range(smooth):
         async_copy.wait_group(STAGES - 1)
-        S, o = _step(S, stage, inputs, k_sums, q_sums, dtype)
+        S, o = _step(S, stage, inputs, k_sums, q_sums, skip, dtype, DELTA)
         _put(outputs, o, ch, start + ch * CHUNK + token, at, stop, HV * V)
-        _fetch(ch + STAGES, stage, inputs, where, qkv, kv_ring, squares, factors, h, dv, HK, HV, K, V, RING, True)
+        _fetch(ch + STAGES, stage, inputs, where, qkv, kv_ring, squares, factors, h, dv, HK, HV, K, V, RING, DELTA,
+               True)  # fmt: skip
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     for ch in range(smooth, chunks):
         async_copy.wait_group(STAGES - 1)
-        S, o = _step(S, stage, inputs, k_sums, q_sums, dtype)
+        S, o = _step(S, stage, inputs, k_sums, q_sums, skip, dtype, DELTA)
         _put(outputs, o, ch, start + ch * CHUNK + token, at, stop, HV * V)
         if ch + 1 == keep:
             gl.store(home, S)
         _fetch(gl.minimum(ch + STAGES, chunks - 1), stage, inputs, where, qkv, kv_ring, squares, factors, h, dv,
-               HK, HV, K, V, RING, False)  # fmt: skip
+               HK, HV, K, V, RING, DELTA, False)  # fmt: skip
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     async_copy.wait_group(0)
 
 
 @overlapping(beside=True)
 @gluon.jit(do_not_specialize=["T", "R"])
-def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, until, end, query_start, T, R,
+def walk_kernel(qkv, kv_ring, squares, factors, skip, state, out, rows, since, first, until, end, query_start, T, R,
                 HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RING: gl.constexpr,
-                EXTRA: gl.constexpr, OTHERS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+                EXTRA: gl.constexpr, OTHERS: gl.constexpr, DELTA: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Walk all chunks of a prompt's row; one program per (tile of V, value head, row). Those of the last row zero the
     padding.
 
@@ -267,9 +277,12 @@ def walk_kernel(qkv, kv_ring, squares, factors, state, out, rows, since, first, 
             x = dv + gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
             d = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
             home = state + (slot.to(gl.int64) * HV + h) * (V * K) + (x * K + d)
+            of_head = 0.0
+            if not DELTA:
+                of_head = gl.load(skip + h)
             _walk(gl.load(home), home, (goal - start) // CHUNK, (begin, start, at, stop, slot), token, of_row, qkv,
-                  kv_ring, squares + base * (4 * SQUARE), factors + base * (4 * CHUNK), h, dv, dtype,
-                  HK, HV, K, V, RING)  # fmt: skip
+                  kv_ring, squares + base * (4 * SQUARE), factors + base * (4 * CHUNK), of_head, h, dv, dtype,
+                  HK, HV, K, V, RING, DELTA)  # fmt: skip
     if row == R - 1:
         for t in range(gl.load(query_start + R), T, CHUNK):
             place = gl.to_tensor(t).to(gl.int64) * (HV * V)

@@ -135,6 +135,19 @@ def _gate(gates, token, there, h, HV: tl.constexpr):
 
 
 @triton.jit
+def _solved(below):
+    """Compute (1 + below)^-1 for below [CHUNK, CHUNK], lower triangular without its diagonal."""
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
+    T = tl.where(i == j, 1.0, 0.0)
+    for s in tl.static_range(CHUNK - 1):
+        row = tl.sum(tl.where(i == s, T, 0.0), 0)
+        column = tl.sum(tl.where(j == s, below, 0.0), 1)
+        T = tl.fma(zero - column[:, None], zero + row[None, :], T)
+    return T
+
+
+@triton.jit
 def _squares(k, q, sums, sums_row, beta, SCALE: tl.constexpr):
     """Compute T times beta, P [CHUNK, CHUNK] and the chunk's factors [CHUNK] from its keys and queries [CHUNK, K].
 
@@ -151,11 +164,7 @@ def _squares(k, q, sums, sums_row, beta, SCALE: tl.constexpr):
     left = tl.exp(tl.where(i >= j, sums[:, None] - sums_row[None, :], 0.0)) * k_row[None, :]
     below = tl.where(i > j, kk * (beta * k_col)[:, None] * left, 0.0)
     P = tl.where(i >= j, qk * q_col[:, None] * left, 0.0)
-    T = tl.where(i == j, 1.0, 0.0)
-    for s in tl.static_range(CHUNK - 1):
-        row = tl.sum(tl.where(i == s, T, 0.0), 0)
-        column = tl.sum(tl.where(j == s, below, 0.0), 1)
-        T = tl.fma(zero - column[:, None], zero + row[None, :], T)
+    T = _solved(below)
     end = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
     decay = tl.exp(sums)
     return T * beta[None, :], P, -(decay * k_col), decay * q_col, tl.exp(end - sums) * k_col, tl.exp(end)
@@ -187,6 +196,21 @@ def _store_chunk(squares, factors, place, T, P, w_k, w_q, w_s, whole, DELTA: tl.
     tl.store(f + 3 * CHUNK, tl.zeros([CHUNK], tl.float32) + whole)
 
 
+@triton.jit
+def _place_of(c, query_start, R, W, EXTRA: tl.constexpr, ROUND: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Compute (row, number of the chunk in it, the row's first token in the pass) of the chunk at place c."""
+    if ROUND:
+        row = c // EXTRA
+        chunk, begin = c % EXTRA, row * W
+    else:
+        r = tl.arange(0, BLOCK_R)
+        bases = tl.load(query_start + r, mask=r < R, other=0) // CHUNK + EXTRA * r
+        row = tl.sum(((bases <= c) & (r < R)).to(tl.int32), 0) - 1
+        begin = tl.load(query_start + row)
+        chunk = c - begin // CHUNK - EXTRA * row
+    return row, chunk, begin
+
+
 @overlapping(reads_early=True)
 @triton.jit(do_not_specialize=["R"])
 def _prepare_kernel(
@@ -202,15 +226,7 @@ def _prepare_kernel(
     if not ROUND:
         follow(OVERLAP)
     c, h = tl.program_id(0), tl.program_id(1)
-    if ROUND:
-        row = c // EXTRA
-        chunk, begin = c % EXTRA, row * W
-    else:
-        r = tl.arange(0, BLOCK_R)
-        bases = tl.load(query_start + r, mask=r < R, other=0) // CHUNK + EXTRA * r
-        row = tl.sum(((bases <= c) & (r < R)).to(tl.int32), 0) - 1
-        begin = tl.load(query_start + row)
-        chunk = c - begin // CHUNK - EXTRA * row
+    row, chunk, begin = _place_of(c, query_start, R, W, EXTRA, ROUND, BLOCK_R)
     start, at, stop, slot = tl.load(since + row), tl.load(first + row), tl.load(end + row), tl.load(rows + row)
     start += chunk * CHUNK
     limit = at + W if ROUND else stop
@@ -442,9 +458,9 @@ def _blank(out, begin, last, STRIDE: tl.constexpr, BLOCK_V: tl.constexpr):
 @triton.jit
 def _remember_chunk_kernel(
     qkv, gates, kv_ring, gates_ring, rows, first, until, end, query_start, QUERIES: tl.constexpr, KV: tl.constexpr,
-    HV: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr,
+    GATES: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Store the tokens of a prompt pass's open chunk in the ring. The last program of a row takes the gates."""
+    """Store the tokens of a prompt pass's open chunk in the ring. The last programs of a row take the gates."""
     follow(OVERLAP)
     row = tl.program_id(0)
     at = tl.load(first + row)
@@ -458,6 +474,6 @@ def _remember_chunk_kernel(
             kv = tl.load(qkv + token * (QUERIES + KV) + QUERIES + x, mask=open_ & (x < KV), other=0.0)
             tl.store(kv_ring + kept * KV + x, kv, mask=open_ & (x < KV))
         else:
-            y = tl.arange(0, BLOCK_H)[None, :]
-            both = tl.load(gates + token * (2 * HV) + y, mask=open_ & (y < 2 * HV), other=0.0)
-            tl.store(gates_ring + kept * (2 * HV) + y, both, mask=open_ & (y < 2 * HV))
+            y = x - (KV + BLOCK - 1) // BLOCK * BLOCK
+            own = tl.load(gates + token * GATES + y, mask=open_ & (y < GATES), other=0.0)
+            tl.store(gates_ring + kept * GATES + y, own, mask=open_ & (y < GATES))

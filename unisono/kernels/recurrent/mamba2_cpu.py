@@ -13,6 +13,7 @@ import torch
 from unisono.kernels.recurrent.gated_delta_cpu import (
     CHUNK,
     DeltaPlan,
+    by_head_cpu,
     gathered_cpu,
     left_cpu,
     plan_cpu,
@@ -50,7 +51,8 @@ def _walk(
     inputs: tuple[torch.Tensor, ...], skip: torch.Tensor, state: torch.Tensor, plan: DeltaPlan, out: torch.Tensor
 ) -> None:
     """Walk each row's chunks: write the outputs of tokens, and the state after ``until`` tokens."""
-    c, b, x, decay, step = inputs
+    c, b, x, both = inputs
+    decay, step = by_head_cpu(both)
     groups = state.shape[1] // b.shape[1]
     decay, order = decay.cumsum(2), torch.arange(CHUNK)
     weights = products_cpu(c, b.mT).repeat_interleave(groups, 1) * left_cpu(decay)

@@ -21,9 +21,9 @@ from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.recurrent.causal_conv import (
     NEVER,
     _conv_keep_kernel,
-    _earlier,
     _keep,
     _outer_tile,
+    _round_tile,
     _silu,
     _softplus,
 )
@@ -76,17 +76,8 @@ def _mamba_round_kernel(
         inside = (channel < C)[None, :]
         real = (i < stop - begin)[:, None]
         live = real & inside
-        acc = tl.zeros([BLOCK_W, BLOCK_C], tl.float32)
-        for j in tl.static_range(J):
-            step = i - (J - 1) + j
-            old = (step < 0)[:, None]
-            token = (row * W + step).to(tl.int64)[:, None] * u_stride + channel[None, :]
-            x = tl.load(u + token, mask=live & (step >= 0)[:, None], other=0.0)
-            if j < J - 1:
-                earlier = _earlier(snapshot, ring, slot, seen, begin + step, channel, live & old, C, J, RING)
-                x = tl.where(old, earlier, x)
-            w = tl.load(weight + channel * w_channel + j * w_tap, mask=channel < C, other=0.0).to(tl.float32)
-            acc = tl.fma(x.to(tl.float32), tl.zeros([BLOCK_W, BLOCK_C], tl.float32) + w[None, :], acc)
+        acc = _round_tile(u, weight, snapshot, ring, slot, seen, begin, row * W, i, channel, live, u_stride, C,
+                          w_channel, w_tap, J, RING)  # fmt: skip
         y = tl.where(real, _finished(acc, bias, channel, channel < C), 0.0)
         token = (row * W + i).to(tl.int64)[:, None] * C + channel[None, :]
         tl.store(out + token, y.to(out.dtype.element_ty), mask=(i < W)[:, None] & inside)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono.kernels.library import AotCase, Mutated, ints, op
 from unisono.kernels.overlap import follow, overlapped
-from unisono.kernels.recurrent.causal_conv import NEVER, _conv_keep_kernel, _earlier, _keep, _outer_tile
+from unisono.kernels.recurrent.causal_conv import NEVER, _conv_keep_kernel, _keep, _outer_tile, _round_tile
 from unisono.kernels.recurrent.causal_conv_cpu import convolved_cpu
 
 _CHANNELS, _TOKENS = 256, 16
@@ -39,16 +39,8 @@ def _short_round_kernel(
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (channel < C)[None, :]
     live = (i < stop - begin)[:, None] & inside
-    acc = tl.zeros([BLOCK_W, BLOCK_C], tl.float32)
-    for j in tl.static_range(J):
-        step = i - (J - 1) + j
-        old = (step < 0)[:, None]
-        token = (row * W + step).to(tl.int64)[:, None] * u_stride + channel[None, :]
-        x = tl.load(u + token, mask=live & (step >= 0)[:, None], other=0.0)
-        if j < J - 1:
-            x = tl.where(old, _earlier(snapshot, ring, slot, seen, begin + step, channel, live & old, C, J, RING), x)
-        w = tl.load(weight + channel * w_channel + j * w_tap, mask=channel < C, other=0.0).to(tl.float32)
-        acc = tl.fma(x.to(tl.float32), tl.zeros([BLOCK_W, BLOCK_C], tl.float32) + w[None, :], acc)
+    acc = _round_tile(u, weight, snapshot, ring, slot, seen, begin, row * W, i, channel, live, u_stride, C,
+                      w_channel, w_tap, J, RING)  # fmt: skip
     at = (row * W + i).to(tl.int64)[:, None] * C + channel[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(i < W)[:, None] & inside)
     _keep(u, snapshot, ring, slot, seen, begin, goal, stop, row * W, channel, u_stride, C, J, RING, BLOCK_W, BLOCK_J)

@@ -1,7 +1,8 @@
 """The product that expands latents, split per head as the absorbed form of latent attention multiplies with it.
 
-A checkpoint stores one weight [Hq · (D + V), L], plain or in fp8, each head's key rows before its value rows. fp8 is
-converted to the model's dtype while it is loaded.
+A checkpoint stores one weight [Hq · (D + V), L], each head's key rows before its value rows: plain, in fp8, or as
+integers of 4 or 8 bits. Quantised weights are converted to the model's dtype while they are loaded: the value is
+computed in fp32 and rounded once, as the products of those formats do.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 
-from unisono.layers.formats.base import PLAIN, PartOf, Slices, StoredTensor, WeightTarget
+from unisono.kernels.gemm.int4 import unpack_cpu
+from unisono.kernels.gemm.int8_weights import int8_decode
+from unisono.layers.formats.base import PLAIN, PartOf, StoredTensor, WeightTarget
 from unisono.layers.formats.fp8 import ONLINE_FP8, BlockFp8, RowFp8
+from unisono.layers.formats.int4 import Int4
+from unisono.layers.formats.int8 import GPTQ8, PackedInt8
 from unisono.models.load.build import Builder
 from unisono.types import CheckpointError
 
@@ -39,12 +45,13 @@ class UpProjections(nn.Module):
                 shape = (heads, *parameter.shape[1:])
                 parameter.part_of = PartOf(shape, 0, ((first, end),))  # type: ignore[attr-defined]
         format, self.tensors = builder.format_here, PLAIN.tensors(builder.dtype)
-        if isinstance(format, BlockFp8) or (isinstance(format, RowFp8) and not format.fixed_kind):
+        self.integers = format if isinstance(format, (Int4, GPTQ8, PackedInt8)) else None
+        if self.integers or isinstance(format, BlockFp8) or (isinstance(format, RowFp8) and not format.fixed_kind):
             self.tensors = format.tensors(builder.dtype)
         elif format not in (PLAIN, ONLINE_FP8):
             raise CheckpointError(
-                f"{builder.path} is stored in format {format.name!r}: plain weights and fp8 without fixed scales of "
-                "activations are supported there."
+                f"{builder.path} is stored in format {format.name!r}: plain weights, integers without int8 activations "
+                "or activation order, and fp8 without fixed scales of activations are supported there."
             )
         self._read, self._lock = dict[str, torch.Tensor](), threading.Lock()
 
@@ -60,7 +67,9 @@ class UpProjections(nn.Module):
         rows = heads * (keys + values)
         for kind, stored in self.tensors.items():
             shape, *also = stored.stored_shapes(rows, latent)
-            part = Slices(0, self.runs) if kind == "weight" and len(self.keys) < heads else None
+            part = None
+            if len(self.keys) < heads and (self.integers or kind == "weight"):
+                part = stored.part(self.runs)
             yield kind, _UpTarget(self.keys, shape, stored.accepts, part, kind=kind, also=tuple(also), of=self)
 
     def take(self, kind: str, stored: torch.Tensor) -> None:
@@ -69,14 +78,27 @@ class UpProjections(nn.Module):
             self._read[kind] = stored
             if len(self._read) < len(self.tensors):
                 return
-            weight = self._read.pop("weight")
-            for kind, scales in self._read.items():
-                weight = weight.float() * self._of_elements(scales.float().to(weight.device), self.tensors[kind])
-            self._read.clear()
+            found, self._read = self._read, {}
+        weight = self._dequantised(found)
         _, keys, values, latent = self.sizes
         of_keys, of_values = weight.view(-1, keys + values, latent).split((keys, values), dim=1)
         self.keys.copy_(of_keys.mT)
         self.values.copy_(of_values)
+
+    def _dequantised(self, read: dict[str, torch.Tensor]) -> torch.Tensor:
+        """This rank's rows of the weight from the tensors as read, in fp32 or the model's dtype."""
+        if self.integers is None:
+            weight = read.pop("weight")
+            for kind, scales in read.items():
+                weight = weight.float() * self._of_elements(scales.float().to(weight.device), self.tensors[kind])
+            return weight
+        parameters, dtypes = SimpleNamespace(), {kind: stored.dtype for kind, stored in self.tensors.items()}
+        for kind, tensor in read.items():
+            made = self.integers.read(kind, tensor)
+            for name, value in {kind: made}.items() if isinstance(made, torch.Tensor) else made.items():
+                setattr(parameters, name, value.to(dtypes[name]))
+        decode = unpack_cpu if isinstance(self.integers, Int4) else int8_decode
+        return decode(*self.integers.operands(parameters), self.keys.dtype)
 
     def _of_elements(self, scales: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
         """Scales of this rank's elements, from those of the whole weight: broadcast to [rows, L]."""
