@@ -56,8 +56,7 @@ Metric = tuple[str, str, dict[str, str], float, str]
 class OwnProgram:
     """A program of a feature, whose passes run before prompt passes.
 
-    multiple: the rows of a pass are a multiple of this.
-    least, most: rows of the smallest and largest pass that may be captured.
+    multiple: the rows of a pass are a multiple of this. least, most: rows of the smallest and largest captured pass.
     passes: expected number per prompt pass.
     share: share of the graphs' memory budget.
     ms: milliseconds per row on a CPU, where nothing is measured.
