@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.checkpoint_files import CONFIG, MODELOPT_CONFIG, OLD_GPTQ_CONFIG, read_object
+from unisono.config.gguf.directory import source as gguf_source
+from unisono.config.gguf.packed import METHOD as GGUF
 from unisono.config.preflight.compressed import check_compressed
 from unisono.config.preflight.quantization_rules import BLOCK, INT_GROUPS, require
 from unisono.types import CheckpointError, ConfigError
@@ -88,12 +90,19 @@ def check_auto_round(config: Mapping[str, Any]) -> None:
             )
 
 
+def check_gguf(config: Mapping[str, Any]) -> None:
+    """Check quant_method "gguf", which only a GGUF file has: its types are in the file."""
+    if not isinstance(config.get("types"), dict):
+        raise CheckpointError("quant_method 'gguf': weights in GGUF are read from a GGUF file: give the file.")
+
+
 CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "auto-round": check_auto_round,
     "awq": check_awq,
     "compressed-tensors": check_compressed,
     "fbgemm_fp8": check_fbgemm,
     "fp8": check_fp8,
+    "gguf": check_gguf,
     "gptq": check_gptq,
     "modelopt": check_modelopt,
 }
@@ -145,6 +154,10 @@ def quantization_method(
     config = stored_quantization(raw, directory)
     if flag is not None and flag not in methods:
         raise ConfigError(f"--quantization {flag!r} is unknown; choose one of {', '.join(methods)}.")
+    if flag == GGUF:
+        if gguf_source(directory) is None:
+            raise ConfigError(f"--quantization gguf: {directory} is not made from a GGUF file. Give such a file.")
+        return flag
     if not config:
         _check_other_tools(raw, directory, methods)
         if flag is not None and flag not in online:

@@ -123,6 +123,11 @@ ROWS = (
         ("tests/models/test_gguf.py",),
     ),
     DocumentedFormat(
+        "gguf", "a `.gguf` file and `--quantization gguf`: Q4_0, Q5_0, Q8_0",
+        "integers of 4 bits (Q4_0) or 8, a scale for each 32 inputs", _NONE, ("gemm.int4", *_INT8), COMPILED,
+        ("tests/models/test_gguf_packed.py",),
+    ),
+    DocumentedFormat(
         "`--quantization fp8`", "float32, float16 or bfloat16", "as the first row", "as the first row", _FP8,
         E4M3_MEASURED, ("tests/models/test_quantised.py",),
     ),
