@@ -118,7 +118,7 @@ class Decoded:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the file, or of the blocks: [rows, bytes of a row]."""
+        """Shape of the file's tensor, or of its blocks: [rows, bytes of a row]."""
         *rows, last = self.tensor.shape
         kind = self.tensor.type
         return (*rows, last // kind.size * kind.nbytes) if self.packed else self.tensor.shape
