@@ -15,7 +15,7 @@ from unisono.config.gguf.directory import described
 from unisono.config.gguf.header import read_gguf
 from unisono.config.gguf.packed import PACKED, packed_types
 from unisono.config.preflight.model import check_config
-from unisono.engine.startup.dry_run import module_bytes
+from unisono.engine.startup.model_size import module_bytes
 from unisono.layers.formats.base import PLAIN
 from unisono.layers.linear import Linear
 from unisono.models.blocks.decoder import Decoder

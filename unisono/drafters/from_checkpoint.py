@@ -11,6 +11,7 @@ from pathlib import Path
 from unisono.config.preflight.model import assistant_beside
 from unisono.drafters.mtp.checkpoint import LAYOUTS, MTPCheckpoint
 from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
+from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import DecoderConfig
 from unisono.models.load.checkpoint import read_tensors
 from unisono.models.load.tensor_files import nbytes
@@ -54,8 +55,13 @@ def _beside(directory: Path, target: DecoderConfig) -> tuple[SpeculativeConfig |
     return SpeculativeConfig(ASSISTANT_METHOD, str(assistant)), f"the assistant beside the checkpoint; {OFF}"
 
 
-def carried_bytes(directory: Path) -> int:
-    """Bytes of the modules in a checkpoint besides its target's weights. Raises CheckpointError."""
+def carried_bytes(directory: Path, spec: SpeculativeConfig, target: Decoder) -> int:
+    """Bytes of the modules in a checkpoint besides its target's weights, or of random ones. Raises CheckpointError.
+
+    target: may be on the meta device.
+    """
+    if spec.method == METHOD and dict(spec.options).get("load_format") == "dummy":
+        return MTPCheckpoint.open(directory, target.config, dummy=True).random_bytes(target)
     tensors = read_tensors(directory)
     found = [layout for layout in LAYOUTS.values() if layout.numbers(tensors)]
     if not found:
