@@ -72,7 +72,7 @@ def pack(cache: Path, out: Path) -> None:
 def build(models: Sequence[str], out: Path, seconds: float | None) -> None:
     """Start every model with an empty cache of its own, then pack what the starts compiled."""
     end = None if seconds is None else time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:  # a killed start may still write
         environment = {**os.environ, "TRITON_CACHE_DIR": cache, "UNISONO_KERNELS": "0"}
         for number, model in enumerate(models):
             path, _, draft = model.partition("=")

@@ -123,7 +123,7 @@ models = Registry(
 formats = Registry(
     "weight format",
     {
-        "auto-round": "unisono.layers.formats.int4:read_auto_round",
+        "auto-round": "unisono.layers.formats.gptq:read_auto_round",
         "awq": "unisono.layers.formats.int4:read_awq",
         "compressed-tensors": "unisono.layers.formats.compressed_tensors:read",
         "fbgemm_fp8": "unisono.layers.formats.fp8:read_fbgemm",

@@ -78,9 +78,11 @@ def check_fbgemm(config: Mapping[str, Any]) -> None:
 
 
 def check_auto_round(config: Mapping[str, Any]) -> None:
-    """Check quant_method "auto-round": the packings of GPTQ and AWQ with 4 bits; modules with own bits stay plain."""
+    """Check quant_method "auto-round": GPTQ's packing with 4 or 8 bits, AWQ's with 4; modules of 16 bits stay plain."""
     packings = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_gptq", "auto_awq")
-    require("auto-round", {"packing_format": None, **config}, {"packing_format": packings, "bits": (4,)})
+    require("auto-round", {"packing_format": None, **config}, {"packing_format": packings})
+    bits = (4,) if config["packing_format"].endswith("awq") else (4, 8)
+    require("auto-round", config, {"bits": bits})
     require("auto-round", config, {"data_type": ("int",), "group_size": (128, *INT_GROUPS)})
     require("auto-round", config, {"act_bits": (16, None)})
     for module, own in (config.get("extra_config") or {}).items():

@@ -114,6 +114,10 @@ ROWS = (
         ("auto-round-gptq", "auto-round-awq"),
     ),
     DocumentedFormat(
+        "auto-round", "8 bits, packing of GPTQ", "group of 32, 64 or 128, or all inputs", _NONE, _INT8, COMPILED,
+        ("auto-round-8-bits",),
+    ),
+    DocumentedFormat(
         "mxfp4", "gpt-oss (`*_blocks`, `*_scales`)", "of experts: e2m1, a power of two for each 32 inputs", _NONE,
         ("moe.mxfp4",), MEASURED, ("tests/models/test_gpt_oss.py",),
     ),
