@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -26,6 +28,18 @@ def test_an_engine_that_fails_on_a_request_serves_the_next(slow_server: Server) 
     assert "The engine failed on this request: MemoryError: std::bad_alloc" in answer.json()["error"]["message"]
     assert slow_server.http.post(TEXT, json={"prompt": [1, 2], "max_tokens": 2}).status_code == 200
     assert slow_server.info()["pid"] == pid
+
+
+def test_a_stopped_engine_is_told_with_a_time_to_retry(slow_server: Server) -> None:
+    pid = slow_server.info()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        answer = slow_server.http.get("/server_info", timeout=60)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "The engine does not answer: it is busy."
+    assert int(answer.headers["retry-after"]) > 0
 
 
 def test_messages_that_no_engine_reads() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from unisono.cluster.commands import CommandError
 from unisono.cluster.engines import Engines
-from unisono.http.errors import ApiError, show, unavailable
+from unisono.http.errors import ApiError, no_answer, show
 from unisono.types import ConfigError, EngineDead
 
 LIMIT = 120.0
@@ -113,4 +113,4 @@ class AdapterRegistry:
         except CommandError as error:
             raise ApiError(400, str(error), param="lora_path", code="adapter_refused") from None
         except (EngineDead, TimeoutError) as error:
-            raise unavailable(f"The engine does not answer: {error or 'it is busy'}.", "engine_unavailable") from None
+            raise no_answer(error) from None

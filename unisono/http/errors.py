@@ -10,6 +10,9 @@ from unisono.types import BadRequest, EngineDead, EngineUnavailable, TemporaryFa
 from unisono.types.errors import message_parts
 from unisono.types.excerpts import show as show
 
+NO_ANSWER_RETRY_AFTER = 5
+"""Seconds after which a client may ask again where the engine did not answer."""
+
 
 class ApiError(Exception):
     """An error of the client (4xx) or the server (5xx).
@@ -49,6 +52,12 @@ class ApiError(Exception):
 def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:
     """503: the server takes no requests now."""
     return ApiError(503, message, "service_unavailable_error", code=code, retry_after=retry_after)
+
+
+def no_answer(error: EngineDead | TimeoutError) -> ApiError:
+    """503: the engine did not answer a command: it is busy, or it has ended and may be restarted."""
+    reason = str(error) or "it is busy"  # a TimeoutError has no text
+    return unavailable(f"The engine does not answer: {reason}.", "engine_unavailable", NO_ANSWER_RETRY_AFTER)
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -32,8 +32,11 @@ from triton.runtime.cache import get_cache_manager
 
 from unisono import kernels
 from unisono.config import env
+from unisono.engine.startup.kept_files import keep_extensions
 from unisono.sandbox.channel import ForkChannel, Gone
 from unisono.sandbox.forks import Template, serve
+
+keep_extensions()
 
 MOST = 16
 """Largest number of forks: a start does not compile more kernels at once for long."""

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.cluster.commands import CommandError
-from unisono.http.errors import ApiError, unavailable
+from unisono.http.errors import ApiError, no_answer
 from unisono.http.limits.fields import SleepLevel, Strings
 from unisono.http.openai.translation import checked
 from unisono.http.request_body import load_object
@@ -163,4 +163,4 @@ async def _call(service: Service, command: str, limit: float = LIMIT, **argument
     except CommandError as error:
         raise ApiError(409, str(error), "conflict_error", code="command_failed") from None
     except (EngineDead, TimeoutError) as error:
-        raise unavailable(f"The engine does not answer: {error or 'it is busy'}.", "engine_unavailable") from None
+        raise no_answer(error) from None

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from unisono import __version__
-from unisono.http.errors import unavailable
+from unisono.http.errors import no_answer
 from unisono.http.routes.common import clients_only, described, json_response
 from unisono.http.service import INSPECT_LIMIT, Service
 from unisono.types import EngineDead
@@ -37,7 +37,7 @@ def add(app: FastAPI, service: Service) -> None:
         try:
             stats = await service.client.inspect(INSPECT_LIMIT)
         except (EngineDead, TimeoutError) as error:
-            raise unavailable(f"The engine does not answer: {error or 'it is busy'}.", "engine_unavailable") from None
+            raise no_answer(error) from None
         engines = zip(service.client.replicas(), service.client.infos, strict=False)
         engine_infos = [{**one, "info": info} for one, info in engines]
         settings = service.settings

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.cluster.commands import CommandError
 from unisono.frontend.scores import NO_UPDATE
-from unisono.http.errors import ApiError, unavailable
+from unisono.http.errors import ApiError, no_answer
 from unisono.http.limits.fields import Shapes, Strings
 from unisono.http.openai.translation import checked
 from unisono.http.request_body import load_object
@@ -224,4 +224,4 @@ async def _call(service: Service, command: str, param: str, **arguments: Any) ->
     except CommandError as error:
         raise ApiError(400, str(error), param=param, code="weights_not_updated") from None
     except (EngineDead, TimeoutError) as error:
-        raise unavailable(f"The engine does not answer: {error or 'it is busy'}.", "engine_unavailable") from None
+        raise no_answer(error) from None
