@@ -159,6 +159,13 @@ def test_a_27b_in_4_bits_with_mtp_fits_24_gib() -> None:
     assert decisions["kernels"]["value"] == "Triton"
 
 
+def test_lookup_drafters_take_no_memory() -> None:
+    card = "--device-memory", "24GiB", "--speculative-method", "ngram"
+    result = planned(str(SHAPES / "qwen3.8-27b-awq"), "--load-format", "dummy", *card)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["memory"]["drafter"] == 0
+
+
 def test_states_that_do_not_fit_are_named() -> None:
     result = card_plan("qwen3.8-27b-awq", "24GiB", "8.9", "--max-num-seqs", "256")
     assert result.exit_code != 0

@@ -147,7 +147,7 @@ def test_gguf_is_refused_for_other_checkpoints(llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"--quantization gguf: .* is not made from a GGUF file"):
         check_config(llama, "gguf")
     with pytest.raises(CheckpointError, match=r"quant_method 'gguf'.*give the file"):
-        check_config(llama, overrides={"quantization_config": {"quant_method": "gguf"}})
+        check_config(llama, overrides={"quantization_config": {"quant_method": "gguf", "types": {}}})
 
 
 def test_another_method_than_gguf_is_refused_for_a_file(files) -> None:

@@ -56,11 +56,13 @@ def _beside(directory: Path, target: DecoderConfig) -> tuple[SpeculativeConfig |
 
 
 def carried_bytes(directory: Path, spec: SpeculativeConfig, target: Decoder) -> int:
-    """Bytes of the modules in a checkpoint besides its target's weights, or of random ones. Raises CheckpointError.
+    """Bytes of the modules that ``spec`` takes from a target's checkpoint, or gives random weights.
 
-    target: may be on the meta device.
+    target: may be on the meta device. Raises CheckpointError.
     """
-    if spec.method == METHOD and dict(spec.options).get("load_format") == "dummy":
+    if spec.method != METHOD:
+        return 0
+    if dict(spec.options).get("load_format") == "dummy":
         return MTPCheckpoint.open(directory, target.config, dummy=True).random_bytes(target)
     tensors = read_tensors(directory)
     found = [layout for layout in LAYOUTS.values() if layout.numbers(tensors)]

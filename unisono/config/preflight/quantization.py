@@ -93,9 +93,8 @@ def check_auto_round(config: Mapping[str, Any]) -> None:
 
 
 def check_gguf(config: Mapping[str, Any]) -> None:
-    """Check quant_method "gguf", which only a GGUF file has: its types are in the file."""
-    if not isinstance(config.get("types"), dict):
-        raise CheckpointError("quant_method 'gguf': weights in GGUF are read from a GGUF file: give the file.")
+    """Refuse quant_method "gguf" in config.json: the types of weights are in a GGUF file."""
+    raise CheckpointError("quant_method 'gguf': weights in GGUF are read from a GGUF file: give the file.")
 
 
 CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {

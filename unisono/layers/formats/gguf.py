@@ -17,7 +17,6 @@ import torch
 
 from unisono.config.gguf.header import TYPES
 from unisono.config.gguf.packed import type_of
-from unisono.config.preflight.quantization import check_gguf
 from unisono.layers.formats.base import PLAIN, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.int4 import PackedInt4, packed_pairs
 from unisono.layers.formats.int8 import PackedInt8
@@ -118,8 +117,7 @@ FORMATS: Mapping[str, WeightFormat] = {
 
 
 def read(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
-    """Format of each module, from :func:`unisono.config.gguf.packed.packed_config`. Raises CheckpointError."""
-    check_gguf(config)
+    """Format of each module, from :func:`unisono.config.gguf.packed.packed_config`."""
     types: dict[str, str] = config["types"]
 
     def choose(module: str) -> WeightFormat:
