@@ -32,7 +32,7 @@ from unisono.kernels.gemm.linear import _hopper_tile, linear_tile
 from unisono.kernels.moe.experts import TILES, expert_tiles
 from unisono.layers.formats.documented import GATED
 
-REPRESENTATIVE = ("gemm.linear", "gemm.int4", "gemm.nvfp4", "moe.experts", "moe.integers")
+REPRESENTATIVE = ("gemm.linear", "gemm.int4", "gemm.int8_weights", "gemm.nvfp4", "moe.experts", "moe.integers")
 """Modules whose largest tile of each kernel is compiled for 8.9 by default."""
 
 EVERY = [pytest.param(capability, True, marks=pytest.mark.full) for capability in SHARED]
