@@ -134,17 +134,18 @@ def test_infeasible_plans_are_refused(arguments: list[str], says: str) -> None:
 
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
-MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 3, "load_format": "dummy"})
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "load_format": "dummy"}
 
 
-def card_plan(shape: str, memory: str, capability: str, *flags: str) -> Any:
-    """Plan a shape with random weights and MTP for a GPU."""
+def card_plan(shape: str, memory: str, capability: str, *flags: str, **options: str) -> Any:
+    """Plan a shape with random weights and MTP for a GPU. options: of the drafter."""
     card = "--device-memory", memory, "--device-capability", capability
-    return planned(str(SHAPES / shape), "--load-format", "dummy", "--speculative-config", MTP, *card, *flags)
+    spec = json.dumps({**MTP, **options})
+    return planned(str(SHAPES / shape), "--load-format", "dummy", "--speculative-config", spec, *card, *flags)
 
 
 def test_a_27b_in_4_bits_with_mtp_fits_24_gib() -> None:
-    result = card_plan("qwen3.8-27b-awq", "24GiB", "sm_89")
+    result = card_plan("qwen3.8-27b-awq", "24GiB", "sm_89", draft_quantization="none")
     assert result.exit_code == 0, result.output
     info = json.loads(result.stdout)
     memory, decisions = info["memory"], {each["name"]: each for each in info["decisions"]}
@@ -157,6 +158,17 @@ def test_a_27b_in_4_bits_with_mtp_fits_24_gib() -> None:
     assert [each["name"] for each in info["decisions"]].count("max_num_seqs") == 1
     assert 20_000 < memory["kv_tokens"] < 40_000
     assert decisions["kernels"]["value"] == "Triton"
+
+
+def test_a_copy_of_the_lm_head_is_counted() -> None:
+    shape, card = "qwen3.8-27b-awq", ("24GiB", "8.9")
+    auto, none = (
+        json.loads(card_plan(shape, *card, draft_quantization=each).stdout)["memory"] for each in ("auto", "none")
+    )
+    assert auto["drafter"] - none["drafter"] == 248320 * 5120
+    assert auto["requests"] < none["requests"]
+    older = json.loads(card_plan(shape, "24GiB", "8.6").stdout)["memory"]
+    assert older["drafter"] == none["drafter"], "no products of e4m3"
 
 
 def test_lookup_drafters_take_no_memory() -> None:

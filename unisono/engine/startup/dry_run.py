@@ -85,7 +85,7 @@ def dry_run(
     model = on_meta(checkpoint, resolved)
     state = StateBytes.of(model.state_specs(), round_width(resolved))
     weights = module_bytes(model) + _tower_bytes(checkpoint, resolved)
-    drafter = drafter_bytes(resolved, checkpoint, model)
+    drafter = drafter_bytes(resolved, checkpoint, model, hardware)
     if resolved.device.type == "cuda":
         resolved = fitting_requests(resolved, weights + drafter, state, hardware.total_bytes)
     decisions = [*resolved.explain()["decisions"]]
@@ -167,7 +167,7 @@ def rows(info: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
     shown = [(name, f"{value / GIB:.2f} GiB" if name == "files" else str(value)) for name, value in model.items()]
     parts = [
         ("weights on a device", _size(memory["weights"])),
-        ("files of the drafter", _size(memory["drafter"])),
+        ("drafter", _size(memory["drafter"])),
         ("keys and values of a token", f"{memory['kv_token']} bytes"),
         ("of a request with the whole context", _size(memory["kv_request"])),
     ]

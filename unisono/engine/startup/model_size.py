@@ -16,7 +16,7 @@ from unisono.config import Hardware, ResolvedConfig, catalog
 from unisono.config.gguf.directory import source as gguf_source
 from unisono.config.preflight.weights import check_weights
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.drafters.from_checkpoint import carried_bytes
+from unisono.drafters.from_checkpoint import drafting_bytes
 from unisono.engine.startup.memory import GPU_SLACK
 from unisono.kv.specs import PAGE_SIZE, Paged, PerSlot, Recurrent, leaves
 from unisono.models.blocks.decoder import Decoder
@@ -79,14 +79,18 @@ def module_bytes(module: nn.Module) -> int:
     return sum(each.numel() * each.element_size() for each in {id(p): p for p in module.parameters()}.values())
 
 
-def drafter_bytes(config: ResolvedConfig, checkpoint: Checkpoint, model: Decoder) -> int:
-    """Bytes of the drafter's own files, or of its tensors among the target's weights. model: on the meta device."""
+def drafter_bytes(config: ResolvedConfig, checkpoint: Checkpoint, model: Decoder, hardware: Hardware) -> int:
+    """Bytes of the drafter's own files, or of its tensors among the target's weights. model: on the meta device.
+
+    A copy of the target's LM head counts for modules from its own checkpoint alone.
+    """
     spec = config.speculative
     if spec is None or spec.method == "none":
         return 0
     if spec.model is not None:
         return file_bytes(catalog.find_directory(spec.model))
-    return carried_bytes(checkpoint.path, spec, model)
+    e4m3 = hardware.capability is not None and hardware.capability >= (8, 9)
+    return drafting_bytes(checkpoint.path, spec, model, e4m3)
 
 
 def file_bytes(directory: Path) -> int:
@@ -128,7 +132,7 @@ def with_fitting_requests(config: ResolvedConfig, checkpoint: Checkpoint) -> Res
     attends = all(isinstance(layer.mixer, AttentionSpec) for layer in checkpoint.config.layers)
     if config.device.type != "cuda" or config.requested.max_num_seqs is not None or attends:
         return config
-    model = on_meta(checkpoint, config)
-    weights = module_bytes(model) + drafter_bytes(config, checkpoint, model)
+    model, hardware = on_meta(checkpoint, config), Hardware.detect(config.requested.device)
+    weights = module_bytes(model) + drafter_bytes(config, checkpoint, model, hardware)
     state = StateBytes.of(model.state_specs(), round_width(config))
-    return fitting_requests(config, weights, state, Hardware.detect(config.requested.device).total_bytes)
+    return fitting_requests(config, weights, state, hardware.total_bytes)
