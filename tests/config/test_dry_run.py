@@ -183,7 +183,7 @@ def test_states_that_do_not_fit_are_named() -> None:
     assert result.exit_code != 0
     assert "the state of 256 requests" in result.output
     assert "a lower --max-num-seqs" in result.output
-    assert "17.8 GiB on each GPU" in card_plan("qwen3.8-27b-awq", "16GiB", "8.9").output
+    assert "19.0 GiB on each GPU, and" in card_plan("qwen3.8-27b-awq", "16GiB", "8.9").output
 
 
 def test_large_cards_keep_the_usual_number_of_requests() -> None:

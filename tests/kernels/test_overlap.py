@@ -39,7 +39,7 @@ def test_layer_kernels_are_declared_overlapped() -> None:
         "_gelu_kernel",
         "_adapter_shrink_kernel", "_adapter_sum_kernel", "_adapter_expand_kernel", "_adapter_silu_kernel",
         "_adapted_linear_kernel", "_gather_kernel", "_gather_norm_kernel", "_silu_gather_kernel", "layer_tail_kernel",
-        "divided_tail_kernel", "_add_normed_kernel", "_soft_cap_kernel",
+        "_add_normed_kernel", "_soft_cap_kernel",
         "_choose_scored_kernel", "_joint_norm_kernel", "_head_product_kernel", "_rotate_latent_kernel", "latent_kernel",
         "_short_round_kernel", "_short_prompt_kernel", "_mamba_round_kernel", "_mamba_prompt_kernel",
         "_gated_group_norm_kernel",

@@ -242,6 +242,8 @@ class InputProcessor:
         if vision.placeholder_token_id >= 0:
             names, start = {"image": vision.placeholder_token_id, "video": -1}, ""
         tokens = {kind: self._token_text(token) for kind, token in names.items() if token >= 0}
+        if vision.tile_marks:
+            tokens["image"] = vision.tile_marks[3]
         return MediaTemplate.of(tokens, start, lambda messages: tokenizer.apply_chat_template(messages))
 
     @cached_property

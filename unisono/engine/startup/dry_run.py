@@ -152,7 +152,7 @@ def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateByte
     found["kv_tokens"] = max(0, left) // max(1, found["kv_token"]) if state.token else 0
     if total is not None and left <= 0:
         requests = f", the state of {config.max_num_seqs} requests {found['states'] / GIB:.1f} GiB"
-        states = requests if found["states"] else ""
+        states = requests if found["states"] and config.max_num_seqs > 1 else ""
         raise ConfigError(
             f"the weights take {(weights + drafter) / GIB:.1f} GiB on each GPU{states}, and --gpu-memory-utilization "
             f"{requested.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no room for keys and values: use "

@@ -157,8 +157,11 @@ def tower_update(tower: AnyTower, checkpoint: Checkpoint) -> WeightUpdate:
     """The checkpoint's weights for a vision tower. Raises CheckpointError unless it has each tensor in its shape."""
     tensors, names = _tower_tensors(checkpoint), checkpoint.family.tower
     prefix = next((p for p in TOWER_PREFIXES if any(name.startswith(p) for name in tensors)), TOWER_PREFIXES[0])
-    found = ((prefix + checkpoint_name(names, module), kind, place) for module, kind, place in places(tower))
-    targets = {tensor_name(name, kind): place for name, kind, place in found}
+    targets: dict[str, WeightTarget] = {}
+    for module, kind, place in places(tower):
+        name = tensor_name(prefix + checkpoint_name(names, module), kind)
+        rows = checkpoint.family.tower_rows_of(module, tower.config.tower)
+        targets[name] = place if rows is None else Shared.of(name, place, rows, None)
     why = f"the vision tower of a {checkpoint.config.architecture} with this config.json has no place for it"
     check(targets, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
     return WeightUpdate(tower, targets, tensors, lambda: check_finite(tower, checkpoint.path))
