@@ -2,11 +2,12 @@
 
     python scripts/kernels.py start MODEL [--speculative-config JSON]    start once, print the seconds as JSON
     python scripts/kernels.py pack CACHE [--out DIR]                     pack a cache of Triton that starts filled
-    python scripts/kernels.py build [MODEL …] [--out DIR]                start each model, then pack
+    python scripts/kernels.py build [MODEL …] [--out DIR] [--seconds S]  start each model, then pack
     python scripts/kernels.py check [--out DIR]                          fail if an archive is of other kernels
 
 A model may have a draft: ``MODEL=JSON``, where JSON is what --speculative-config takes. Without models, ``build``
-starts those of ``SHAPES``. Weights are random: a kernel depends on shapes and formats. ``start`` reads the archives of
+starts those of ``SHAPES``, in this order. After S seconds it ends the start that runs, starts no other, and packs what
+was compiled. Weights are random: a kernel depends on shapes and formats. ``start`` reads the archives of
 ``UNISONO_KERNELS`` and the cache of ``TRITON_CACHE_DIR``, as every start does.
 """
 
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,14 +81,20 @@ def pack(cache: Path, out: Path) -> None:
         print(f"{path}: {counts}, {path.stat().st_size:,} bytes", flush=True)
 
 
-def build(models: list[str], out: Path) -> None:
+def build(models: Sequence[str], out: Path, seconds: float | None) -> None:
     """Start every model with an empty cache of its own, then pack what the starts compiled."""
-    with tempfile.TemporaryDirectory() as cache:
+    end = None if seconds is None else time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:  # a killed start may still write
         environment = {**os.environ, "TRITON_CACHE_DIR": cache, "UNISONO_KERNELS": "0"}
-        for model in models or SHAPES:
+        for number, model in enumerate(models):
             path, _, draft = model.partition("=")
             command = [sys.executable, __file__, "start", path, *(["--speculative-config", draft] if draft else [])]
-            subprocess.run(command, check=True, env=environment, cwd=ROOT)
+            left = None if end is None else max(0.0, end - time.monotonic())
+            try:
+                subprocess.run(command, check=True, env=environment, cwd=ROOT, timeout=left)
+            except subprocess.TimeoutExpired:
+                print(f"{seconds:.0f} s are over: {' and '.join(models[number:])} not started to the end", flush=True)
+                break
         pack(Path(cache), out)
 
 
@@ -118,6 +126,7 @@ def main() -> None:
     parser.add_argument("--quantization", help="for start")
     parser.add_argument("--graph-capture", default="start", choices=("start", "lazy"), help="for start")
     parser.add_argument("--out", type=Path, default=OUT, help="directory of archives; default: in the package")
+    parser.add_argument("--seconds", type=float, help="for build: limit of the starts together; default: none")
     args = parser.parse_args()
     if args.do == "start":
         (model,) = args.what
@@ -126,7 +135,7 @@ def main() -> None:
         (cache,) = args.what
         pack(Path(cache), args.out)
     elif args.do == "build":
-        build(args.what, args.out)
+        build(args.what or SHAPES, args.out, args.seconds)
     else:
         check(args.out)
 

@@ -197,7 +197,7 @@ def model_flags(
         str | None,
         typer.Option(
             help=f"Weight format: {', '.join(catalog.formats.names)}; default: the checkpoint's. "
-            "fp8 quantises plain weights."
+            "fp8 quantises plain weights; gguf keeps integers of a GGUF file packed."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",

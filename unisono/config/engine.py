@@ -56,8 +56,8 @@ class EngineConfig(Concise):
     enable_mixed_chunk: decode running requests in prompt passes if their rounds would draft nothing. None: on GPUs.
     mm_encoder_cache_gb: GiB of device memory for encoded images. None: 1 GiB, less on a CPU.
     load_format: auto, or dummy for random weights (needs config.json only).
-    quantization: None: weights as in the checkpoint. fp8: quantise a plain checkpoint while loading. Any method that
-    the checkpoint's quantization_config does not name is an error.
+    quantization: None: as in the checkpoint, a GGUF file dequantised. fp8: quantise plain weights while loading. gguf:
+        keep integers of a GGUF file packed. Another method must be that of the checkpoint's quantization_config.
     enforce_eager: short for graphs="off".
     graphs: auto, full, segmented or off, for all passes or by program: "extend=segmented,round=full". auto: whole
     passes if the attention backend allows it, and prompt passes only in sizes that profit; off: every pass is eager.

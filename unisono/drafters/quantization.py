@@ -108,6 +108,12 @@ class DraftWeights:
         return "fp8", f"{self.why}; {copied}; the text does not depend on it"
 
 
+def copied_head_bytes(choice: str, head: Linear, e4m3: bool) -> int:
+    """Bytes of the copy that :class:`DraftWeights` makes of a target's LM head. e4m3: the device multiplies e4m3."""
+    pays = choice == "auto" and e4m3 and head.weight.itemsize == 2 and head.weight.nbytes >= LARGE
+    return head.weight.numel() if head.format is PLAIN and (pays or choice == "fp8") else 0
+
+
 @torch.no_grad()
 def _converted(head: Linear, format: WeightFormat) -> Linear:
     """Copy of a plain linear layer in another format that is made from plain weights."""

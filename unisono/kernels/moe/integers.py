@@ -72,6 +72,15 @@ def packed_tiles(rows: int, shared: int = HOPPER) -> ExpertTiles:
     return ExpertTiles(*(tile._replace(stages=tile.stages - 1) for tile in tiles))
 
 
+def integer_tiles(rows: int, shared: int, group: int, each: int) -> ExpertTiles:
+    """:func:`packed_tiles`; on small cards 8-bit weights in groups of 32 leave room for one stage. each: numbers in a
+    byte."""
+    tiles = packed_tiles(rows, shared)
+    if rows < 64 or shared >= _LARGE_TILES or each > 1 or group % 64 == 0:
+        return tiles
+    return ExpertTiles(*(tile._replace(stages=1) for tile in tiles))
+
+
 def packed_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
     """Choose the rows of a tile in both products for this number of pairs, from shapes alone."""
     return 16 if dtype is torch.float32 else tile_of(pairs, experts)
@@ -151,13 +160,14 @@ def launch_integer_gate_up(
     gelu: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_integer_gate_up`."""
-    x, inner, tile = x.contiguous(), weight.shape[1] // 2, packed_tiles(plan.tile, shared_memory(x.device)).up
+    x, inner, each = x.contiguous(), weight.shape[1] // 2, x.shape[1] // weight.shape[2]
+    tile = integer_tiles(plan.tile, shared_memory(x.device), group, each).up
     parts = triton.cdiv(inner, tile.n // 2)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
     _integer_gate_up_kernel[grid](
         x, weight, scales, zeros, h, *plan.operands, group, **options,
-        **_blocking(tile, group, zeros is not None, x.shape[1] // weight.shape[2]), GELU=gelu, **overlapped(x.device),
+        **_blocking(tile, group, zeros is not None, each), GELU=gelu, **overlapped(x.device),
     )  # fmt: skip
     return h
 
@@ -172,13 +182,14 @@ def launch_integer_down(
     up: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_integer_down`, or of :func:`expert_integer_up`."""
-    h, hidden, tile = h.contiguous(), weight.shape[1], packed_tiles(plan.tile, shared_memory(h.device)).down
+    h, hidden, each = h.contiguous(), weight.shape[1], h.shape[1] // weight.shape[2]
+    tile = integer_tiles(plan.tile, shared_memory(h.device), group, each).down
     parts = triton.cdiv(hidden, tile.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
     _integer_down_kernel[grid](
         h, weight, scales, zeros, y, *plan.operands, group,
-        **options, **_blocking(tile, group, zeros is not None, h.shape[1] // weight.shape[2]), UP=up,
+        **options, **_blocking(tile, group, zeros is not None, each), UP=up,
         **overlapped(h.device),
     )  # fmt: skip
     return y
@@ -304,7 +315,7 @@ def expert_integer_up(
 def _aot(shared: int, dtype: str, shapes: Shapes, group: int, gelu: bool = False, each: int = 2) -> list[AotCase]:
     """AotCases of both products. With a fused shared expert there are zeros. each: numbers in a byte."""
     tile_m, zeros, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), shapes.rides, []
-    tiles, stored_zeros = packed_tiles(tile_m, shared), "*i8" if each == 2 else "*i16"
+    tiles, stored_zeros = integer_tiles(tile_m, shared, group, each), "*i8" if each == 2 else "*i16"
     for kernel, (x, out), tile in ((_integer_gate_up_kernel, "xh", tiles.up), (_integer_down_kernel, "hy", tiles.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": stored_zeros, out: f"*{dtype}"}
         options = _blocking(tile, group, zeros, each)
@@ -317,7 +328,10 @@ def _aot_up(shared: int, dtype: str, shapes: Shapes, group: int, each: int) -> A
     """AotCase of the first product of experts without a gate, which is a ``down`` from H to I, without zeros."""
     tile_m = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
     tensors = {"h": f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": None, "y": f"*{dtype}"}
-    turned, tile = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), packed_tiles(tile_m, shared).down
+    turned, tile = (
+        shapes._replace(hidden=shapes.inner, inner=shapes.hidden),
+        integer_tiles(tile_m, shared, group, each).down,
+    )
     options = _blocking(tile, group, False, each) | {"UP": True}
     return product_case(_integer_down_kernel, tensors, turned, tile_m, tile.across, options, "group")
 

@@ -171,12 +171,13 @@ class _Weights8(_Normed):
 class GPTQ8(_Weights8):
     """GPTQ with 8 bits; ``formats/activation_order.py`` has activation order.
 
-    zero_offset: added to stored zeros: 1 in version 1 of the format.
+    zero_offset: added to stored zeros: 1 in version 1 of the format. listed: the group of each input is stored.
     """
 
     group: int = 128
     zero_offset: int = 1
     name: str = "GPTQ, 8 bits"
+    listed: bool = True
 
     weight_kind, scale_kind, zero_kind = "qweight", "scales", "qzeros"
 
@@ -185,7 +186,7 @@ class GPTQ8(_Weights8):
         zeros = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs // EACH),), dim=1, packed=EACH)
         scales = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs),), dim=1)
         order = StoredTensor(None, ("I32",), layout=TensorLayout(lambda outputs, inputs: ((inputs,),)))
-        return {**self._stored("I32", weight, scales, zeros), "g_idx": order}
+        return self._stored("I32", weight, scales, zeros) | ({"g_idx": order} if self.listed else {})
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
         if kind == "scales":
