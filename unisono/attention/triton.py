@@ -64,7 +64,7 @@ class TritonAttention:
             "attention of rounds": _choose_kernel(
                 attention_hopper_rounds.suits(*heads),
                 lambda: attention_hopper_rounds.exact_round_attention.prove(self._attend_round, *heads),
-                "the kernels for Hopper have 16-bit heads of 128, 256 and 512 only",
+                "the kernel for Hopper has 16-bit heads of 128 only",
             ),
         }
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
 from unisono.config import GRAPH_PROGRAMS, ResolvedConfig, parse_graphs
-from unisono.drafters.base import AtOnceDrafter, Drafter, RaggedDrafter
+from unisono.drafters.base import AtOnceDrafter, Drafter
 from unisono.engine.scheduling.forced_drafts import forced_rows
 from unisono.graphs import NO_FEATURES, Features, Graph, Logits, PassShape, Program
 from unisono.graphs.buckets import Buckets
@@ -107,11 +107,8 @@ def shared_choices(
         return (), f"each draft costs {drafter.name} a pass, so all requests have the same number"
     if spec.share_drafts is False:
         return (), "share_drafts is off"
-    ragged = isinstance(drafter, RaggedDrafter) and drafter.drafts_ragged
-    if spec.share_drafts is None and config.device.type != "cpu" and (recurrent or not ragged):
-        return (), "not measured on a GPU: share_drafts turns it on"
-    if spec.share_drafts is None and ragged:
-        return between, "only what is verified is drafted"
+    if spec.share_drafts is None and config.device.type != "cpu":
+        return (), "not faster in every measurement on a GPU: share_drafts turns it on"
     return between, "drafting costs the same for any number" if constant else "share_drafts is on"
 
 

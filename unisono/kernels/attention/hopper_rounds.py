@@ -31,6 +31,9 @@ MOST_ROWS = 32
 WIDE_ROWS = {256: 32, 512: 16}
 """The same of a program for wide heads, by their size. Two programs share a tile of twice as many."""
 
+SERVED = (HEAD_DIM,)
+"""Sizes of heads that passes use the kernels for. The kernel for wide heads has not been timed on a GPU."""
+
 WIDE_TILES = 132
 """Most tiles × KV heads of a pass for wide heads: one for each multiprocessor, which holds one program."""
 
@@ -50,7 +53,7 @@ def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: 
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
         and dtype in (torch.bfloat16, torch.float16)
-        and head_dim in (HEAD_DIM, *WIDE_ROWS)
+        and head_dim in SERVED
         and heads // kv_heads <= WIDE_ROWS.get(head_dim, MOST_ROWS)
     )
 
