@@ -153,13 +153,13 @@ def adaptive(
     check_model(model, load_format=load_format)
     from unisono.entrypoints.llm import LLM
 
-    longest = max(_timed_rounds(rounds, size) for size in sizes)
+    longest = max(timed_rounds(rounds, size) for size in sizes)
     width = 1 + spec.num_speculative_tokens
     length = context + (longest + 2 * WARM) * width
     flags: dict[str, Any] = {"dtype": dtype, "load_format": load_format, "max_num_seqs": max(sizes)}
     if rates:
         # Both engines must fit into memory.
-        pages = 2 + max(n * ((context + (_timed_rounds(rounds, n) + 2 * WARM) * width) // 16 + 2) for n in sizes)
+        pages = 2 + max(n * ((context + (timed_rounds(rounds, n) + 2 * WARM) * width) // 16 + 2) for n in sizes)
         flags |= {"max_model_len": length, "num_pages": pages, "gpu_memory_utilization": 0.97}
     else:
         flags |= {"max_model_len": 512, "gpu_memory_utilization": 0.4}
@@ -198,10 +198,10 @@ def measure(plain: Any, llm: Any, size: int, workload: Workload, cycles: int) ->
     speeds = defaultdict[str, list[float]](list)
     drafts = rounds = 0
     for _, engine, k in variants:  # compiles kernels, fills caches, and lets the estimates of acceptance converge
-        _run_with(engine, k, workload, size)
+        run_with(engine, k, workload, size)
     for cycle in range(cycles):
         for name, engine, k in variants[:: -1 if cycle % 2 else 1]:
-            count, seconds, chosen = _run_with(engine, k, workload, size)
+            count, seconds, chosen = run_with(engine, k, workload, size)
             speeds[name].append(count / seconds)
             if name == ADAPTIVE:
                 drafts += sum(k * n for k, n in chosen.items())
@@ -211,7 +211,7 @@ def measure(plain: Any, llm: Any, size: int, workload: Workload, cycles: int) ->
     return Point(size, medians, drafts / max(1, rounds), spread)
 
 
-def _run_with(llm: Any, k: int | None, workload: Workload, size: int) -> tuple[int, float, dict[int, int]]:
+def run_with(llm: Any, k: int | None, workload: Workload, size: int) -> tuple[int, float, dict[int, int]]:
     """Run the workload with ``k`` drafts per round (None: adaptive) -> (tokens, seconds, number of rounds by k)."""
     engine = llm.engine
     engine.pin_drafts(k)
@@ -221,7 +221,7 @@ def _run_with(llm: Any, k: int | None, workload: Workload, size: int) -> tuple[i
     return tokens, seconds, engine.draft_controller.rounds - before
 
 
-def _timed_rounds(rounds: int, size: int) -> int:
+def timed_rounds(rounds: int, size: int) -> int:
     """Rounds per run: more at low concurrency, where a run of ``rounds`` rounds would be too noisy."""
     return max(rounds, min(5 * rounds, 384 // size))
 
@@ -252,7 +252,7 @@ class Rounds:
         for _ in range(WARM):
             engine.step()
         started = time.perf_counter()
-        rounds = _timed_rounds(self.rounds, size)
+        rounds = timed_rounds(self.rounds, size)
         tokens = sum(len(delta.token_ids) for _ in range(rounds) for delta in engine.step())
         seconds = time.perf_counter() - started
         for name in names:

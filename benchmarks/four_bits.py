@@ -38,9 +38,15 @@ GLUON = {
         None,
         Tile(16, 64, 128, 4, 6, registers=80),
         Tile(16, 64, 128, 8, 8, registers=104),
-        Tile(16, 64, 128, 8, 16, registers=104),
+        Tile(16, 32, 128, 4, 8, registers=80),
+        Tile(16, 32, 128, 8, 8, registers=104),
     ],
-    64: [None, Tile(64, 64, 128, 4, 3, registers=80), Tile(64, 64, 128, 4, 5, registers=104)],
+    64: [
+        None,
+        Tile(64, 64, 128, 4, 3, registers=80),
+        Tile(64, 64, 128, 8, 6, registers=128),
+        Tile(64, 32, 128, 4, 5, registers=104),
+    ],
 }
 LIMITS = {"gluon": 60, "triton": 60}
 

@@ -12,12 +12,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import torch
 import typer
 from safetensors.torch import save_file
@@ -25,6 +29,7 @@ from safetensors.torch import save_file
 from benchmarks.command import run
 from unisono import LLM, SamplingParams
 from unisono.models.load.loader import checkpoint_names
+from unisono.types.shared_tensor import SharedTensor
 
 RETURNED, WAKE_SECONDS, UPDATE_SECONDS = 0.95, 2.0, 1.5
 """Bars: share of the bytes of weights and KV cache that sleep returns; seconds of a wake and of an update."""
@@ -93,6 +98,27 @@ def write_weights(llm: LLM, directory: Path) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+TRAINER = """
+import sys
+import msgspec
+from safetensors.torch import load_file
+from unisono.distributed.cuda_ipc import share
+held = load_file(sys.argv[1], device="cuda")
+print(msgspec.json.encode({name: share(tensor) for name, tensor in held.items()}).decode(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def trainer(file: str) -> Iterator[dict[str, SharedTensor]]:
+    """Tensors of a safetensors file in the GPU memory of another process."""
+    command = [sys.executable, "-c", TRAINER, file]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield msgspec.json.decode(process.stdout.readline(), type=dict[str, SharedTensor])
+        process.communicate("\n")
+
+
 def sleep(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")],
     head: Annotated[str, typer.Option(help="Its EAGLE-3 head.")],
@@ -144,6 +170,13 @@ def sleep(
                 checked.check(name)
                 rows.append([name, "", f"{took:.2f}", f"{nbytes / 1e9:.2f}", f"{nbytes / took / 1e9:.1f} GB/s"])
                 print(rows[-1], checked.problems, flush=True)
+            if on_gpu:
+                with trainer(file) as shared:
+                    for name in ("update, CUDA IPC, first", "update, CUDA IPC"):
+                        took, _ = timed(lambda: llm.update_weights_from_tensor(shared))
+                        checked.check(name)
+                        rows.append([name, "", f"{took:.2f}", f"{nbytes / 1e9:.2f}", f"{nbytes / took / 1e9:.1f} GB/s"])
+                        print(rows[-1], checked.problems, flush=True)
             if on_gpu and took > UPDATE_SECONDS:
                 problems.append(f"an update took {took:.2f} s")
             llm.sleep(2)

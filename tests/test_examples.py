@@ -22,11 +22,14 @@ PRINTS = {
     "several_gpus.py": r"same text: True",
     "replicate.py": r"^json: passed: 1[\s\S]*^prefix: passed: [\s\S]*^tools: passed: 1[\s\S]*^parsers: passed: 1",
     "grpo.py": r"step 1: loss \S+[\s\S]*^two runs: the same losses and weights, bit for bit$",
+    "grpo_trl.py": r"^step 9: weights step-9, [\s\S]*^two runs: the same losses and weights, bit for bit$",
     "drafter/main.py": r"^(1\.[1-9]|[2-4]\.)\d* tokens a round; same text: True",
     "model/main.py": r"same tokens alone: True",
 }
 """By script: an expression that its output has."""
 ARGUMENTS = {"replicate.py": ["--count", "1"]}
+LONG = ("grpo_trl.py",)
+"""Scripts that only the full suite runs."""
 
 
 def test_every_example_is_listed() -> None:
@@ -36,8 +39,10 @@ def test_every_example_is_listed() -> None:
     assert set(re.findall(r"`python examples/(\S+)`", page)) == scripts
 
 
-@pytest.mark.parametrize("script", PRINTS)
+@pytest.mark.parametrize("script", [pytest.param(s, marks=pytest.mark.full) if s in LONG else s for s in PRINTS])
 def test_example(script: str, tmp_path: Path) -> None:
+    if script == "grpo_trl.py":
+        pytest.importorskip("trl", reason="needs the package trl")
     package = (EXAMPLES / script).parent
     paths = [str(ROOT), str(tmp_path)]
     if package != EXAMPLES:

@@ -45,6 +45,8 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"unisono", f"unisono-{__version__}.dist-info"}
     for name, home in catalog.bundled.items():
         assert {f"unisono/bundled/{name}/{file.name}" for file in home.iterdir()} <= names
+    compiled = (ROOT / "unisono" / "bundled" / "kernels").glob("*.zip")
+    assert {str(path.relative_to(ROOT)) for path in compiled} <= names
     assert {"unisono/py.typed", "unisono/tools/eval/problems.jsonl"} <= names
     page = (ROOT / "unisono" / "http" / "page").rglob("*.*")
     assert {str(path.relative_to(ROOT)) for path in page} <= names

@@ -120,7 +120,7 @@ def test_a_plan_for_a_gpu_that_is_not_here() -> None:
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--device-memory", "24"], "--device-memory '24' is not valid"),
-    (["--device-memory", "24GiB", "--device-capability", "sm_89"], "--device-capability 'sm_89' is not valid"),
+    (["--device-memory", "24GiB", "--device-capability", "89"], "--device-capability '89' is not valid"),
     (["--device-memory", "24GiB", "--device-capability", "7.5"], "compute capability 8.0 or later"),
     (["--device-memory", "24GiB", "--device", "cpu"], "--device cpu"),
     (["--device-capability", "8.9"], "give both"),
@@ -131,3 +131,62 @@ def test_infeasible_plans_are_refused(arguments: list[str], says: str) -> None:
     result = planned("tiny", *arguments)
     assert result.exit_code != 0
     assert says in result.output
+
+
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "load_format": "dummy"}
+
+
+def card_plan(shape: str, memory: str, capability: str, *flags: str, **options: str) -> Any:
+    """Plan a shape with random weights and MTP for a GPU. options: of the drafter."""
+    card = "--device-memory", memory, "--device-capability", capability
+    spec = json.dumps({**MTP, **options})
+    return planned(str(SHAPES / shape), "--load-format", "dummy", "--speculative-config", spec, *card, *flags)
+
+
+def test_a_27b_in_4_bits_with_mtp_fits_24_gib() -> None:
+    result = card_plan("qwen3.8-27b-awq", "24GiB", "sm_89", draft_quantization="none")
+    assert result.exit_code == 0, result.output
+    info = json.loads(result.stdout)
+    memory, decisions = info["memory"], {each["name"]: each for each in info["decisions"]}
+    assert 16.5 * GIB < memory["weights"] < 17.5 * GIB
+    hidden, mlp, heads, size = 5120, 17408, 24 * 256, 4 * 256
+    module = 2 * hidden * hidden + 3 * hidden * mlp + hidden * (2 * heads + 2 * size) + heads * hidden
+    assert 0 < memory["drafter"] - 2 * module < 1e6, "norms; embedding and LM head are the target's"
+    assert memory["requests"] == int(decisions["max_num_seqs"]["value"]) == 10
+    assert "170 MiB of recurrent state" in decisions["max_num_seqs"]["reason"]
+    assert [each["name"] for each in info["decisions"]].count("max_num_seqs") == 1
+    assert 20_000 < memory["kv_tokens"] < 40_000
+    assert decisions["kernels"]["value"] == "Triton"
+
+
+def test_a_copy_of_the_lm_head_is_counted() -> None:
+    shape, card = "qwen3.8-27b-awq", ("24GiB", "8.9")
+    auto, none = (
+        json.loads(card_plan(shape, *card, draft_quantization=each).stdout)["memory"] for each in ("auto", "none")
+    )
+    assert auto["drafter"] - none["drafter"] == 248320 * 5120
+    assert auto["requests"] < none["requests"]
+    older = json.loads(card_plan(shape, "24GiB", "8.6").stdout)["memory"]
+    assert older["drafter"] == none["drafter"], "no products of e4m3"
+
+
+def test_lookup_drafters_take_no_memory() -> None:
+    card = "--device-memory", "24GiB", "--speculative-method", "ngram"
+    result = planned(str(SHAPES / "qwen3.8-27b-awq"), "--load-format", "dummy", *card)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["memory"]["drafter"] == 0
+
+
+def test_states_that_do_not_fit_are_named() -> None:
+    result = card_plan("qwen3.8-27b-awq", "24GiB", "8.9", "--max-num-seqs", "256")
+    assert result.exit_code != 0
+    assert "the state of 256 requests" in result.output
+    assert "a lower --max-num-seqs" in result.output
+    assert "19.0 GiB on each GPU, and" in card_plan("qwen3.8-27b-awq", "16GiB", "8.9").output
+
+
+def test_large_cards_keep_the_usual_number_of_requests() -> None:
+    for shape, memory in (("qwen3.5-35b-a3b", "139GiB"), ("qwen3.5-35b-a3b-fp8", "79GiB"), ("qwen3.5-9b", "79GiB")):
+        info = json.loads(card_plan(shape, memory, "9.0").stdout)
+        assert info["memory"]["requests"] == 256, shape

@@ -369,3 +369,20 @@ def test_rounds_of_any_width_leave_the_same_context(target: Target, tmp_path: Pa
     assert len({len(drafts) for _, _, drafts, _ in watch.rounds}) > 2
     error, wrong = compare(target, head, watch)
     assert (error < CLOSE, wrong) == (True, 0)
+
+
+def test_drafts_of_rounds_that_share_them(target: Target, tmp_path: Path, plain_texts: Any, monkeypatch) -> None:
+    """Places are shared before they are drafted: a block has as many masks as its request has places."""
+    helpers.draw_drafts(monkeypatch, lambda rng, choices: rng.choice(choices[1:-1]))
+    monkeypatch.setattr("unisono.engine.worker.build.draft_choices", lambda config, most: ((0, 1, 2, 4, 5), "drawn"))
+    batch, params = prompts(5, 250, low=1, high=50, seed=3), mixed_params(5, max_tokens=14)
+    written = plain_texts(5, 3, 14, low=1, high=50)
+    head = make_dflash(tmp_path, target.config)
+    with engine(target.path, speculative=spec(head), enforce_eager=True, adaptive=True, graph_capture="start") as llm:
+        assert llm.engine.runner.shared == (1, 2, 4)
+        watch = BlockWatch(llm, [p + t for p, t in zip(batch, written, strict=True)])
+        assert tokens(llm, batch, params) == written
+        assert llm.engine.counters.accept_length > 1.5
+    assert len({len(drafts) for _, _, drafts, _ in watch.rounds}) > 2
+    error, wrong = compare(target, head, watch)
+    assert (error < CLOSE, wrong) == (True, 0)

@@ -11,6 +11,8 @@ from tests.drafters.make_blocks import make_dflash
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
 from tests.engine.matrix import config_of
+from tests.models.hybrid_mtp import with_module
+from tests.models.make import make_checkpoint
 from unisono.config.preflight.model import with_method
 from unisono.drafters.base import PausableDrafter
 from unisono.drafters.combined import CombinedDrafter
@@ -50,12 +52,18 @@ def continuation(ids: list[int], shortest: int) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("shortest", [2, 8])
-def test_long_ngram_match_replaces_model_drafts(checkpoints: dict[str, Path], tmp_path: Path, shortest: int) -> None:
-    target = checkpoints["mistral"]
-    head = make_dflash(tmp_path, config_of(target)).path
+@pytest.mark.parametrize(("method", "shortest"), [("dflash", 2), ("dflash", 8), ("mtp", 2)])
+def test_long_ngram_match_replaces_model_drafts(
+    checkpoints: dict[str, Path], tmp_path: Path, method: str, shortest: int
+) -> None:
+    """In front of a block drafter, and of the MTP module of a hybrid, which needs no directory of its own."""
     options = {"prompt_lookup_min": shortest, "shared_tokens": 0}
-    spec = SpeculativeConfig("combined", str(head), 3, options)
+    if method == "mtp":
+        target = with_module(make_checkpoint(tmp_path / "target", "qwen3_5_text", tokenizer=False)).path
+        spec = SpeculativeConfig("combined", None, 3, options)
+    else:
+        target = checkpoints["mistral"]
+        spec = SpeculativeConfig("combined", str(make_dflash(tmp_path, config_of(target)).path), 3, options)
     batch = [p * 4 for p in prompts(3, 250, 5, 9, seed=2)] + prompts(3, 250, 20, 30, seed=3)
     few = [(40,), (40, 41), (40, 41, 42), None, None, None]  # allowed tokens: few of them repeat themselves
     params = [
@@ -65,6 +73,7 @@ def test_long_ngram_match_replaces_model_drafts(checkpoints: dict[str, Path], tm
     with engine(target) as llm:
         expected = tokens(llm, batch, params)
     with engine(target, speculative=spec, enforce_eager=True) as llm:
+        assert llm.engine.worker.drafter.model.name == method
         seen = proposed(llm)
         assert tokens(llm, batch, params) == expected
     replaced = 0

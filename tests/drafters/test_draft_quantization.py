@@ -207,7 +207,7 @@ def fake(vocab: int = 40_000, dtype: torch.dtype = torch.bfloat16, format: Any =
     [
         (fake(), True, True, None),
         (fake(32_768), True, True, None),
-        (fake(32_767), True, True, "67106816 bytes; a copy is made from 67108864 on"),
+        (fake(32_767), True, True, "67106816 bytes of the LM head; fp8 pays from 67108864 on"),
         (fake(), False, True, "an LM head of its own"),
         (fake(), True, False, "no products of e4m3"),
         (fake(dtype=torch.float32), True, True, "float32, not of 16 bits"),

@@ -26,6 +26,7 @@ from tests.models.make_mtp import norm, rotate
 from unisono.config.preflight.model import with_method
 from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
 from unisono.entrypoints.llm import LLM
+from unisono.layers.formats.fp8 import ONLINE_FP8
 from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.types import CheckpointError, SpeculativeConfig
 
@@ -152,6 +153,21 @@ def test_text_equals_the_targets_own(case: Case) -> None:
         with engine(case.path, speculative=case.spec, **flags) as llm:
             assert tokens(llm, batch, params) == expected
             assert llm.engine.counters.drafted_tokens > 0
+
+
+def test_drafts_in_fp8_leave_the_text(case: Case) -> None:
+    batch, params = prompts(3, 250, low=1, high=40), mixed_params(3)
+    spec = SpeculativeConfig("mtp_frozen", str(case.drafter), 3, options={"draft_quantization": "fp8"})
+    with engine(case.path) as llm:
+        expected = tokens(llm, batch, params)
+    with engine(case.path, speculative=spec) as llm:
+        assert tokens(llm, batch, params) == expected
+        assert llm.engine.counters.accepted_tokens > 0
+        head = llm.engine.worker.drafter._head
+        assert (head.lm_head.format.name == "plain") == case.clustered
+        assert head.post_projection.format is ONLINE_FP8
+        found = {d["name"]: d["value"] for d in llm.engine.info()["decisions"]}
+    assert found["draft weights"] == "fp8"
 
 
 def test_the_layers_it_reads(tmp_path: Path) -> None:

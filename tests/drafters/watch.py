@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
 from unisono.drafters.base import PromptPass, Verified
 from unisono.entrypoints.llm import LLM
+from unisono.kernels.speculation.shared_rows import SharedInputs
 from unisono.types import FinishReason
 
 
@@ -90,6 +92,8 @@ class BlockWatch:
         drafter = self.llm.engine.worker.drafter
         self._logits, self._propose = drafter.module.logits, drafter.propose
         drafter.module.logits, drafter.propose = self.logits, self.propose
+        if drafter.drafts_ragged:
+            self._propose_ragged, drafter.propose_ragged = drafter.propose_ragged, self.propose_ragged
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self._last = self._logits(hidden)
@@ -97,15 +101,26 @@ class BlockWatch:
 
     def propose(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
         self._propose(rows, drafts)
+        k = drafts.shape[1]
+        self._note(rows, drafts, [k] * len(rows), self._last.view(len(rows), k, -1).cpu())
+
+    def propose_ragged(self, rows: torch.Tensor, drafts: torch.Tensor, given: SharedInputs) -> None:
+        """Note rows of their own widths; the first token of each is no mask."""
+        self._propose_ragged(rows, drafts, given)
+        each = [self._last[a + 1 : b].cpu() for a, b in pairwise(given.query_start.tolist())]
+        self._note(rows, drafts, [len(logits) for logits in each], each)
+
+    def _note(
+        self, rows: torch.Tensor, drafts: torch.Tensor, widths: Sequence[int], logits: Sequence[torch.Tensor]
+    ) -> None:
         s, k = self.llm.engine.worker.slots, drafts.shape[1]
-        logits = self._last.view(len(rows), k, -1).cpu()
-        for row, slot in enumerate(rows.tolist()):
-            if s.status[slot] != FinishReason.RUNNING:
+        for row, (slot, width) in enumerate(zip(rows.tolist(), widths, strict=True)):
+            if s.status[slot] != FinishReason.RUNNING or not width:
                 continue
             length, most = int(s.length[slot]), int(s.max_length[slot] - s.length[slot])
             ids = s.history[slot, :length].tolist()
-            if most >= k:  # a block that ends before its last mask is not the paper's
-                self.rounds.append((ids, bool(s.temperature[slot] == 0), drafts[row].tolist(), logits[row]))
+            if most >= width:  # a block that ends before its last mask is not the paper's
+                self.rounds.append((ids, bool(s.temperature[slot] == 0), drafts[row, :width].tolist(), logits[row]))
             text = next((t for t in self.texts if t[:length] == ids), [])
-            truth = text[length:][: length % (k + 1)]
+            truth = text[length:][: min(length % (k + 1), width)]
             drafts[row, : len(truth)] = torch.tensor(truth, dtype=drafts.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.engine.pictures import END, IMAGE, START, VOCAB, Picture, Prompt, prompt, words
+from tests.engine.pictures import END, IMAGE, START, VIDEO, VOCAB, Picture, Prompt, prompt, words
 from tests.models.make import COMMON, FAMILIES, make_tokenizer, randomise
 from unisono.models.vision.config import VisionConfig
 
@@ -57,7 +57,7 @@ def make_gemma4(directory: Path, seed: int = 0, clipped: bool = False, **changes
     text = {"model_type": "gemma4_text", **GEMMA4, **changes}
     config = AutoConfig.for_model(
         "gemma4", text_config=text, vision_config=tower, audio_config=None, image_token_id=IMAGE, boi_token_id=START,
-        eoi_token_id=END, video_token_id=268, audio_token_id=269,
+        eoi_token_id=END, video_token_id=VIDEO, audio_token_id=269,
     )  # fmt: skip
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     randomise(model, seed)
@@ -89,7 +89,7 @@ def make_gemma4_unified(directory: Path, seed: int = 0, **changes: Any) -> Path:
     text = {"model_type": "gemma4_unified_text", **UNIFIED, **changes}
     config = AutoConfig.for_model(
         "gemma4_unified", text_config=text, vision_config=tower, audio_config=None, image_token_id=IMAGE,
-        boi_token_id=START, eoi_token_id=END, video_token_id=268, audio_token_id=269,
+        boi_token_id=START, eoi_token_id=END, video_token_id=VIDEO, audio_token_id=269,
     )  # fmt: skip
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     randomise(model, seed)

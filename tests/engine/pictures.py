@@ -134,7 +134,7 @@ def prompt(vision: VisionConfig, *parts: Sequence[int] | Picture, dtype: torch.d
             ids += part
             continue
         tokens = part.rows * part.columns // vision.unit
-        apart = part.kind == "video" and not vision.tokens_per_second
+        apart = part.kind == "video" and vision.frames_apart
         positions: list[int] = []
         for number in range(part.frames):
             if number == 0 or apart:

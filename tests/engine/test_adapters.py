@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engine.helpers import counted, engine, idle, mixed_params, prompts, tokens
 from tests.engine.matrix import GRAPH
@@ -320,3 +322,34 @@ def test_adapters_of_finished_requests_are_evicted(qwen3: Path, adapters: dict[s
         for name in ("two", "three", "three"):
             run(llm, [PROMPTS[0]], BRIEF, adapters[name])
         assert len(held.digests) == 2
+
+
+def test_pushed_adapters_are_those_of_directories(qwen3: Path, adapters: dict[str, LoRARequest]) -> None:
+    """Tensors in place of an adapter of that name: as a directory of them, with graphs and without old prefixes."""
+    stored = {
+        name: (
+            load_file(Path(one.lora_path, "adapter_model.safetensors")),
+            json.loads(Path(one.lora_path, "adapter_config.json").read_text()),
+        )
+        for name, one in adapters.items()
+    }
+    batch = [[*range(5, 45)]] * 2
+    with engine(qwen3, **ON) as llm:
+        wanted = {name: run(llm, batch, BRIEF, one) for name, one in adapters.items()}
+    with engine(qwen3, **ON) as llm:
+        pushed = llm.load_lora_adapter_from_tensors("policy", *stored["one"])
+        assert run(llm, batch, BRIEF, pushed) == wanted["one"]
+        idle(llm)
+        graphs = set(llm.engine.runner.planner.graphs())
+        for name in ("two", "three", "one"):
+            again = llm.load_lora_adapter_from_tensors("policy", *stored[name])
+            assert again.lora_int_id == pushed.lora_int_id
+            assert run(llm, batch, BRIEF, again) == wanted[name]
+        broken = {name: tensor[:, :-1] for name, tensor in stored["two"][0].items()}
+        with pytest.raises(BadRequest, match="tensors: "):
+            llm.load_lora_adapter_from_tensors("policy", broken, stored["two"][1])
+        assert run(llm, batch, BRIEF, again) == wanted["one"]
+        assert graphs <= set(llm.engine.runner.planner.graphs())
+        directory = Path(again.lora_path)
+        assert directory.is_dir()
+    assert not directory.exists()

@@ -20,6 +20,8 @@ FLAGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "dtype": "floa
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 PROMPTS = prompts(8, 256, low=3, high=80, seed=5)
 
+GRAPH = "full" if torch.cuda.is_available() else "tape"
+
 FAST = ("qwen3_5-heads-3x",)
 
 
@@ -110,6 +112,22 @@ def test_same_bytes_with_drafts_that_come_and_go(
     with engine(hybrid, **FLAGS, **drafting("mtp", 3), adaptive=True) as llm:
         assert tokens(llm, MIXED, PARAMS) == plain
         assert tokens(llm, MIXED, PARAMS) == plain, "after prefix hits"
+
+
+@pytest.mark.parametrize("method", ["ngram", pytest.param("mtp", marks=pytest.mark.full)])
+def test_same_bytes_with_drafts_that_requests_share(
+    method: str, hybrid: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a round have widths of their own, and only their first tokens move the recurrent state."""
+    draw_drafts(monkeypatch, lambda rng, choices: rng.choice((*choices[1:-1], *choices)))
+    spec = SpeculativeConfig(method, num_speculative_tokens=5, share_drafts=True)
+    with engine(hybrid, **FLAGS, speculative=spec, adaptive=True) as llm:
+        assert llm.engine.runner.shared == (1, 2, 3)
+        assert tokens(llm, MIXED, PARAMS) == plain
+        assert tokens(llm, MIXED, PARAMS) == plain, "after prefix hits"
+        assert {kind for program, kind, _ in counted(llm) if program.startswith("shared_round_")} == {GRAPH}
+        assert llm.engine.counters.accepted_tokens > 0
+        llm.engine.check_integrity()
 
 
 def test_drafts_are_accepted_by_any_number_at_any_position(hybrid: Path, plain: list[list[int]]) -> None:

@@ -150,12 +150,13 @@ def test_files_of_sentence_transformers(tmp_path: Path) -> None:
         assert len(cut.prompt_token_ids) == 39
         found = states(path, ids)
         for modes in (*((mode,) for mode in SWITCHES), ("mean_tokens", "cls_token"), ("lasttoken", "max_tokens")):
-            switches = {f"pooling_mode_{mode}": mode in modes for mode in SWITCHES}
+            switches = {f"pooling_mode_{mode}": mode in modes for mode in (*modes, *SWITCHES)}
             pooling.write_text(json.dumps({"word_embedding_dimension": 84, **switches, "include_prompt": True}))
             ordered = sorted(modes, key=["cls_token", "max_tokens", "mean_tokens", "lasttoken", *SWITCHES].index)
             theirs = torch.cat([by_formula(found, mode) for mode in ordered])
-            ours = pooling_of(path).pool(found.numpy(), None, True)
-            assert close(ours, theirs / theirs.norm()), modes
+            pooling_here = pooling_of(path)
+            assert close(pooling_here.pool(found.numpy(), None, True), theirs / theirs.norm()), modes
+            assert close(pooling_here.pool(found.numpy(), None, False), theirs), modes
     pooling_of(path).check_dimensions(168, 84)
     with pytest.raises(ConfigError, match="max_seq_length"), engine(path, dtype="float32", max_model_len=64):
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.engine.helpers import engine, tokens
 from unisono.distributed.weight_group import WeightGroup
 from unisono.entrypoints.llm import LLM
 from unisono.types import CheckpointError, ConfigError, EngineRequest, SpeculativeConfig
+from unisono.types.shared_tensor import SharedTensor
 
 NGRAM = SpeculativeConfig("ngram", num_speculative_tokens=2)
 
@@ -83,6 +85,76 @@ def test_a_failure_leaves_the_old_weights(llm: LLM, new: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match="at least one tensor"):
         llm.update_weights_from_tensor({})
     assert llm.engine.weight_version == "old"
+
+
+def sliced(name: str, tensor: torch.Tensor, dim: int, bounds: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Slices of a tensor between successive bounds along a dimension, by their names."""
+    before = ":, " * dim
+    return {
+        f"{name}[{before}{start}:{stop}]": tensor.narrow(dim, start, stop - start) for start, stop in pairwise(bounds)
+    }
+
+
+def test_slices(llm: LLM, new: Path, expected: list[list[int]]) -> None:
+    """Slices of every tensor, by rows or columns, in one push or in several: the engine answers as with all of them."""
+    tensors = weights(new)
+    early: dict[str, torch.Tensor] = {}
+    late: dict[str, torch.Tensor] = {}
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        dim = number % tensor.dim()
+        size = tensor.shape[dim]
+        parts = sliced(name, tensor, dim, (0, size // 3, size // 2, size))
+        if number % 4 == 3:
+            early |= parts  # joined
+        else:
+            keys = list(parts)
+            early |= {key: parts[key] for key in keys[::2]}
+            late |= {key: parts[key] for key in keys[1::2]}
+    old = tokens(llm, PROMPTS, GREEDY)
+    llm.update_weights_from_tensor(early)
+    assert tokens(llm, PROMPTS, GREEDY) not in (old, expected)
+    llm.update_weights_from_tensor(late)
+    assert tokens(llm, PROMPTS, GREEDY) == expected
+
+
+def test_wrong_slices_leave_the_old_weights(llm: LLM, new: Path) -> None:
+    old = tokens(llm, PROMPTS, GREEDY)
+    norm, size = weights(new)["model.norm.weight"], len(weights(new)["model.norm.weight"])
+    for name, value, says in (
+        ("model.norm.weight[0:4]", norm[:5], "has shape"),
+        ("model.norm.weight[0:4:2]", norm[:2], "is no slice"),
+        ("model.norm.weight[:, 0:4]", norm[:4], "has shape"),
+        (f"model.norm.weight[{size}:{size + 4}]", norm[:4], "beyond the tensor's shape"),
+        ("model.nowhere.weight[0:4]", norm[:4], "has no place"),
+        ("model.norm.weight[0:4]", norm[:4].to(torch.int64), "has dtype I64"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            llm.update_weights_from_tensor({name: value})
+    with pytest.raises(CheckpointError, match="pushed whole and as"):
+        llm.update_weights_from_tensor({"model.norm.weight": norm, "model.norm.weight[0:4]": norm[:4]})
+    assert tokens(llm, PROMPTS, GREEDY) == old
+
+
+def test_slices_of_converted_weights_must_cover_them(qwen3: Path, new: Path) -> None:
+    tensors = weights(new)
+    name = next(name for name in sorted(tensors) if name.endswith("down_proj.weight"))
+    rows = len(tensors[name])
+    with engine(qwen3, quantization="fp8") as llm:
+        llm.update_weights_from_tensor({name: tensors[name]})
+        expected = tokens(llm, PROMPTS, GREEDY)
+    with engine(qwen3, quantization="fp8") as llm:
+        with pytest.raises(CheckpointError, match="push slices that cover"):
+            llm.update_weights_from_tensor(sliced(name, tensors[name], 0, (0, rows // 2)))
+        llm.update_weights_from_tensor(sliced(name, tensors[name], 0, (0, rows // 2, rows)))
+        assert tokens(llm, PROMPTS, GREEDY) == expected
+
+
+def test_gpu_handles_need_a_gpu(llm: LLM) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    shared = SharedTensor("uuid", "00" * 64, 0, (4,), "float32")
+    with pytest.raises(ConfigError, match="the engine runs on cpu"):
+        llm.update_weights_from_tensor({"model.norm.weight": shared})
 
 
 def head(llm: LLM) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.engine.worker import regions
+from unisono.distributed import cuda_driver
 from unisono.engine.worker.regions import CHUNK, DeviceRegion
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ class FakeDriver:
 
     def __getattr__(self, name: str) -> Any:
         def function(*arguments: Any) -> int:
-            assert len(arguments) == len(regions._SIGNATURES[name]), name
+            assert len(arguments) == len(cuda_driver.SIGNATURES[name]), name
             plain = [each.value if isinstance(each, ctypes._SimpleCData) else each for each in arguments]
             return int(getattr(self, f"_{name}")(*plain) or 0)
 
@@ -44,7 +44,7 @@ class FakeDriver:
 
     def _cuMemCreate(self, found: Any, nbytes: int, properties: Any, flags: int) -> int:
         if sum(self.mapped.values()) + nbytes > self.most:
-            return regions._OUT_OF_MEMORY
+            return cuda_driver.OUT_OF_MEMORY
         found._obj.value = 1 + len(self.created)
         self.created[found._obj.value] = nbytes
         return 0
@@ -66,7 +66,7 @@ class FakeDriver:
 
 
 def region_with(driver: FakeDriver, nbytes: int, patch: pytest.MonkeyPatch) -> DeviceRegion:
-    patch.setattr(regions, "_driver", lambda: driver)
+    patch.setattr(cuda_driver, "driver", lambda: driver)
     patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     return DeviceRegion(nbytes, torch.device("cuda", 0))
 

@@ -51,6 +51,11 @@ def test_sampled_logprobs_equal_prompt_logprobs(checkpoints_of: Callable[[str], 
         check(llm, drafts=method != "none")
 
 
+def test_raw_logits_of_sampled_tokens_equal_those_of_the_prompt(qwen3: Path) -> None:
+    with engine(qwen3, speculative=speculation("ngram", None), logprobs_mode="raw_logits") as llm:
+        check(llm, drafts=True)
+
+
 def test_a_hybrid(tmp_path: Path) -> None:
     hybrid = make_checkpoint(tmp_path / "hybrid", "qwen3_5_text", tokenizer=False)
     with engine(hybrid, dtype="float32", speculative=speculation("ngram", None)) as llm:

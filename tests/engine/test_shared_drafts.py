@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.drafters.make_blocks import make_dflash
 from tests.engine.helpers import counted, draw_drafts, engine, tokens
-from tests.engine.matrix import PARAMS, PROMPTS, SCARCE
+from tests.engine.matrix import PARAMS, PROMPTS, SCARCE, config_of
 from tests.engine.pictures import make_seeing, run, several, vision_of
+from unisono.drafters.block.drafter import DFlashDrafter
 from unisono.engine.scheduling.adaptive import AcceptanceEstimate
 from unisono.engine.startup.buckets import shared_choices
 from unisono.entrypoints.llm import LLM
@@ -94,7 +96,7 @@ def test_pictures(seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_shared_drafts_favour_requests_with_high_acceptance() -> None:
     """Of two requests, one of which never accepts, the other gets the drafts; the first gets some again later."""
-    estimate = AcceptanceEstimate(2, 4)
+    estimate = AcceptanceEstimate(2, 4, differ=True)
     both = np.arange(2)
     for _ in range(60):
         estimate.count(both, np.full(2, 4), np.array([4, 0]))
@@ -110,8 +112,10 @@ def test_shared_drafts_favour_requests_with_high_acceptance() -> None:
     assert after[1, 0] > before[1, 0] + 0.2
 
 
-def test_drafters_that_share(qwen3: Path) -> None:
-    """By default on a CPU where drafting costs the same for any number; elsewhere if set."""
+def test_drafters_that_share(qwen3: Path, tmp_path: Path) -> None:
+    """By default on a CPU where drafting costs the same for any number; on a GPU where only verified places are
+    drafted; elsewhere if set.
+    """
     with sharing("ngram", (qwen3, None), None) as llm:
         on_cpu = llm.engine.config.device.type == "cpu"
         assert llm.engine.runner.shared == ((1, 2, 3) if on_cpu else ())
@@ -119,6 +123,10 @@ def test_drafters_that_share(qwen3: Path) -> None:
         drafter = llm.engine.worker.drafter
     found, reason = shared_choices(facts, drafter, (0, 1, 2, 3, 5), False)
     assert (found, reason.startswith("not measured on a GPU")) == ((), True)
+    facts.speculative = SpeculativeConfig("dflash", str(make_dflash(tmp_path, config_of(qwen3), (0, 1)).path), 5)
+    block = DFlashDrafter(facts.speculative, config_of(qwen3))
+    assert shared_choices(facts, block, (0, 1, 2, 3, 5), False)[0] == (1, 2, 3)
+    assert shared_choices(facts, block, (0, 1, 2, 3, 5), True)[0] == (), "recurrent targets are not measured"
     with sharing("ngram", (qwen3, None), False) as llm:
         assert llm.engine.runner.shared == ()
         shown = {each.name: each for each in llm.engine.config.decisions}

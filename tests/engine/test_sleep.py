@@ -70,6 +70,20 @@ def test_same_bytes(llm: LLM, level: int) -> None:
     llm.engine.check_integrity()
 
 
+def test_memory_occupation_is_sglangs_name_of_sleep(llm: LLM) -> None:
+    expected = tokens(llm, PROMPTS, GREEDY)
+    llm.release_memory_occupation()
+    assert llm.engine.sleep.asleep == {"weights", "kv_cache"}
+    llm.resume_memory_occupation(["weights"])
+    llm.resume_memory_occupation(["kv_cache"])
+    llm.release_memory_occupation(["kv_cache"])
+    assert llm.engine.sleep.asleep == {"kv_cache"}
+    llm.resume_memory_occupation()
+    assert tokens(llm, PROMPTS, GREEDY) == expected
+    with pytest.raises(ConfigError, match="name both"):
+        llm.release_memory_occupation(["weights"])
+
+
 def test_the_process_returns_its_memory(llm: LLM) -> None:
     """Level 2 takes all of weights and pages out of the resident set, but for the drafter's, which move."""
     tokens(llm, PROMPTS, GREEDY)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.drafters.make_blocks import make_dflash
 from tests.engine.helpers import engine, prompts
+from tests.engine.matrix import config_of
 from unisono.config import EngineConfig
 from unisono.engine.startup.synthetic import uniform
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
@@ -59,3 +61,21 @@ def test_synthetic_acceptance_matches_the_rates(qwen3: Path) -> None:
 def test_invalid_synthetic_acceptance_raises(flags: dict) -> None:
     with pytest.raises(ConfigError, match="synthetic-acceptance-rates"):
         EngineConfig(**flags)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+def test_kinds_of_requests_have_rates_of_their_own(qwen3: Path, tmp_path: Path, shared: bool) -> None:
+    """By the seed; where requests share drafts, only those that were verified are accepted."""
+    head = make_dflash(tmp_path, config_of(qwen3), (0, 1)).path
+    spec = SpeculativeConfig("dflash", str(head), 5, share_drafts=shared)
+    kinds = ((0.9, 0.9, 0.9, 0.9, 0.9), (0.2,))
+    with engine(qwen3, speculative=spec, adaptive=True, synthetic_acceptance_rates=kinds) as llm:
+        assert bool(llm.engine.runner.shared) is shared
+        llm.engine.pin_drafts(2)
+        params = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, seed=i) for i in range(4)]
+        found = [o.outputs[0].acceptance for o in llm.generate(prompts(4, 250, 3, 30), params)]
+        assert llm.engine.counters.accepted_tokens <= llm.engine.counters.drafted_tokens
+    easy = min(a.mean_acceptance_length for a in found[::2])
+    hard = max(a.mean_acceptance_length for a in found[1::2])
+    assert easy > (3.0 if shared else 2.5), "of 3 at most, where no request has the drafts of another"
+    assert hard < 2

@@ -155,6 +155,21 @@ def test_pass_costs_are_measured_at_tile_edges(monkeypatch: pytest.MonkeyPatch) 
     assert answer(planner, 1) == 1, "one size is all there is where one request runs at a time"
 
 
+def test_known_costs_are_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same graphs and answers as after the measurements, without one."""
+    first = clocked(monkeypatch)
+    tried = Buckets(program(double), shapes(1, 4, 64), passes=1e9, measured=True)
+    first.capture([tried])
+    assert list(first.measured) == [tried.label]
+    again = LonePlanner(CPU, known=first.measured)
+    monkeypatch.setattr(Planner, "_measure", lambda self, buckets: pytest.fail("measured"))
+    again.capture([tried])
+    assert {g.key for g in again.graphs()} == {g.key for g in first.graphs()}
+    assert again.measured == first.measured
+    other = replace(tried, shapes=shapes(1, 4))
+    assert other.label not in first.measured, "other shapes are measured"
+
+
 def test_a_pool_is_not_used_after_its_last_graph_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU: torch frees a pool with its last graph, and refuses a capture into it (CachingHostAllocator, 2.11)."""
     alive: dict[int, int] = {}

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 from transformers import AutoImageProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from tests.http import tokenizers_
@@ -49,7 +50,10 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 """As these checkpoints have them, with smaller bounds."""
-PROCESSORS = {"qwen3_vl": Qwen3VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
+FILES["qwen2_vl"] = {
+    name: {**content, "processor_class": "Qwen2VLProcessor"} for name, content in FILES["qwen2_5_vl"].items()
+}
+PROCESSORS = {"qwen3_vl": Qwen3VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen2_vl": Qwen2VLProcessor}
 
 
 def tokenizer(template: str | None = TEMPLATE) -> Any:
@@ -82,7 +86,8 @@ def vision(style: str = "qwen3_vl") -> dict[str, Any]:
         "merge": 2, "patch_size": size, "temporal_patch_size": 2, "patch_elements": 3 * 2 * size * size,
         "hidden_size": 6, "deepstack": 0, "image_token_id": ids["image"], "video_token_id": ids["video"],
         "vision_start_token_id": ids["start"], "vision_end_token_id": ids["end"], "mrope_section": [1, 1, 1],
-        "mrope_interleaved": True, "tokens_per_second": 0 if style == "qwen3_vl" else 2,
+        "mrope_interleaved": True, "tokens_per_second": 2 if style == "qwen2_5_vl" else 0,
+        "even_frames": style == "qwen2_vl",
     }  # fmt: skip
 
 

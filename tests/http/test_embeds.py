@@ -336,8 +336,8 @@ def test_broken_safetensors(header: bytes, says: str) -> None:
 def test_so_many_hidden_states(fake: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.http.openai import serving
 
-    monkeypatch.setattr(serving, "MAX_HIDDEN_NUMBERS", 60)
+    monkeypatch.setattr(serving, "MAX_REPORTED_NUMBERS", 60)
     asked = SamplingParams(return_hidden_states=True, max_tokens=4)
-    serving.check_hidden_states(True, 6, 6, asked)
+    serving.check_reported("return_hidden_states", True, 6, 6, asked)
     with pytest.raises(BadRequest, match="7 prompt tokens with max_tokens=4 and n=1 may have 66 numbers; at most 60"):
-        serving.check_hidden_states(True, 6, 7, asked)
+        serving.check_reported("return_hidden_states", True, 6, 7, asked)

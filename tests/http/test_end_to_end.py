@@ -122,6 +122,11 @@ def test_acceptance_of_each_request(tiny: Server) -> None:
     assert len(accepted) == len(drafted) == told["num_spec_steps"]
     assert (sum(accepted), sum(drafted)) == (told["num_accepted_draft_tokens"], told["num_draft_tokens"])
     assert told["acceptance_histogram"] == [accepted.count(j) for j in range(4)]
+    assert told["drafts_histogram"] == [told["num_steps_without_drafts"], *(drafted.count(j) for j in range(1, 4))]
+    assert told["accepted_per_position"] == [sum(count > j for count in accepted) for j in range(3)]
+    assert told["drafted_per_position"] == [sum(count > j for count in drafted) for j in range(3)]
+    assert told["mean_draft_tokens"] == pytest.approx(sum(drafted) / len(drafted))
+    assert 'drafter="eagle3"' in tiny.http.get("/metrics").text
     # Every step adds a token of the model's own, and the prompt's pass the first one; the last step may be cut.
     steps = told["num_spec_steps"] + told["num_steps_without_drafts"]
     assert 39 <= steps + told["num_accepted_draft_tokens"] <= 40
@@ -210,6 +215,20 @@ def test_pause_generation_holds_requests(tiny: Server) -> None:
     refused = tiny.http.post("/pause_generation", json={"mode": "stop"})
     assert refused.status_code == 400
     assert "mode" in refused.json()["error"]["message"]
+
+
+def test_memory_occupation_has_sglangs_routes(tiny: Server) -> None:
+    body = {"prompt": "2 + 3 =", "max_tokens": 4, "temperature": 0}
+    text = tiny.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    refused = tiny.http.post("/release_memory_occupation", json={"tags": ["weights"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tags")
+    released = tiny.http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).json()
+    assert (released["is_sleeping"], released["asleep"]) == (True, ["kv_cache"])
+    assert tiny.http.post("/resume_memory_occupation", json={}).json() == {"is_sleeping": False}
+    assert tiny.http.post("/release_memory_occupation", json={}).json()["is_sleeping"]
+    assert tiny.http.post("/resume_memory_occupation", json={"tags": ["weights"]}).json()["asleep"] == ["kv_cache"]
+    assert tiny.http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).json() == {"is_sleeping": False}
+    assert tiny.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
 
 
 @pytest.mark.parametrize("level", [1, 2])

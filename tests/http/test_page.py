@@ -399,6 +399,10 @@ def test_split_rounds_count_as_whole_ones() -> None:
     assert split.result("x", 4, detailed=True) == told
     assert (told.per_step_accepted, told.per_step_drafted, told.num_steps_without_drafts) == ([1, 2], [4, 2], 0)
     assert told.acceptance_histogram == [0, 1, 1, 0, 0]
+    assert told.drafts_histogram == [0, 0, 1, 0, 1]
+    assert told.accepted_per_position == [2, 1, 0, 0]
+    assert told.drafted_per_position == [2, 2, 1, 1]
+    assert told.mean_draft_tokens == 3
 
 
 def test_reports_of_acceptance_have_levels() -> None:

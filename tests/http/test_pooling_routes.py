@@ -104,6 +104,27 @@ def test_scores_of_pairs(reranker: Server) -> None:
         )
 
 
+def test_scores_take_the_other_names_of_texts(reranker: Server) -> None:
+    """vLLM's, in answers and in errors."""
+    expected = post(reranker, "/score", {"text_1": "query", "text_2": ["one", "two!"]})["data"]
+    for first, second in (("data_1", "data_2"), ("queries", "documents"), ("queries", "items")):
+        body = {first: "query", second: ["one", "two!"]}
+        assert post(reranker, "/score", body)["data"] == expected
+        for wrong, param, word in (
+            ({**body, second: []}, second, f"{second} is empty"),
+            ({**body, first: 3}, first, f"{first}=3 is not valid"),
+            ({first: ["a", "b"], second: ["c"]}, first, f"{first} has 2 texts and {second} 1"),
+            ({second: ["c"]}, first, f"{first} is missing"),
+            ({**body, "text_1": "a"}, first, f"{first} is not a known field"),
+            ({**body, "text_2": "c" * 2_000_000}, first, f"{first} is not a known field"),
+        ):
+            answer = reranker.http.post("/score", json=wrong)
+            assert answer.status_code == 400, wrong
+            error = answer.json()["error"]
+            assert error["param"] == param, error
+            assert word in error["message"]
+
+
 def test_ranks_of_documents(reranker: Server) -> None:
     """Jina's and Cohere's answer: best first, with the documents unless they are not wanted."""
     texts = ["az", "a!", "aM"]

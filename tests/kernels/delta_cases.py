@@ -196,6 +196,27 @@ class Passes:
             self.out[r][at : at + good] = out[width * r : width * r + good]
             self.length[r] += good
 
+    def ragged(self, widths: list[int], right: list[int], seed: int = 0, pad: int = 0) -> None:
+        """A round of widths[r] tokens of each text, one after another, the first right[r] of them right; 0: none."""
+        g, parts, live = torch.Generator().manual_seed(seed), [], [r for r, width in enumerate(widths) if width]
+        for r in live:
+            at, drafts = self.length[r], self.layer.noise(widths[r], g)
+            parts.append(
+                tuple(
+                    torch.cat((x[at : at + right[r]], d[right[r] :]))
+                    for x, d in zip(self.layer.texts[r], drafts, strict=True)
+                )
+            )
+        starts = torch.tensor([0, *widths]).cumsum(0)
+        first = torch.tensor([at if width else -1 for at, width in zip(self.length, widths, strict=True)]).int()
+        end = torch.where(first < 0, 0, first + torch.tensor(widths)).int()
+        out = self._run(parts, pad, first, end, first, list(range(len(widths))), starts.int())
+        assert not out[starts[-1] :].any(), "padding tokens are zero"
+        for r in live:
+            at, begin = self.length[r], int(starts[r])
+            self.out[r][at : at + right[r]] = out[begin : begin + right[r]]
+            self.length[r] += right[r]
+
     def settle(self) -> None:
         """Move every state on to the last multiple of 16 tokens, by a pass without tokens."""
         at = torch.tensor(self.length, dtype=torch.int32)
@@ -243,6 +264,16 @@ def rounds(passes: Passes, rnd: random.Random, widths: Iterator[int], first: int
             break
         right = [rnd.randrange(1, width + 1) for _ in passes.length]
         passes.round(width, right, seed=rnd.randrange(10**6), pad_rows=rnd.randrange(2))
+
+
+def ragged_rounds(passes: Passes, rnd: random.Random, most: int) -> None:
+    """A prompt pass of random length, then rounds of rows of 0 … ``most`` tokens until a text is over."""
+    passes.prompt([rnd.randrange(1, 20) for _ in passes.length])
+    while min(n - at for at, n in zip(passes.length, passes.layer.lengths, strict=True)) >= most:
+        widths = [rnd.randrange(most + 1) for _ in passes.length]
+        if any(widths):
+            right = [rnd.randrange(1, width + 1) if width else 0 for width in widths]
+            passes.ragged(widths, right, seed=rnd.randrange(10**6), pad=rnd.randrange(3))
 
 
 def differing(one: Passes, other: Passes) -> int:

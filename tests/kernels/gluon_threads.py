@@ -301,10 +301,12 @@ class Machine:
             return product
 
         def finish(outstanding: int, products: list[Product]) -> Any:
-            while len(_here.products) > outstanding:
-                product, a, b = _here.products.pop(0)
+            started = _here.__dict__.setdefault("products", [])
+            while len(started) > outstanding:
+                product, a, b = started.pop(0)
                 product.add(a, b)
-            done = tuple(product if product.waiting else product.acc for product in products)
+            plain = lambda each: not isinstance(each, Product) or each.waiting  # noqa: E731
+            done = tuple(each if plain(each) else each.acc for each in products)
             return done if len(done) > 1 else done[0]
 
         return {
@@ -357,7 +359,8 @@ class Machine:
             allocate_shared_memory=allocate, load=load, store=store, atomic_add=self._atomic_add,
             inline_asm_elementwise=nothing, warp_specialize=self._specialize,
             rsqrt=torch.rsqrt, exp=torch.exp, sum=lambda value, axis: value.sum(axis), abs=torch.abs,
-            max=lambda value, axis: value.amax(axis), fma=lambda a, b, c: a * b + c,
+            max=lambda value, axis: value.amax(axis), min=lambda value, axis: value.amin(axis),
+            fma=lambda a, b, c: a * b + c,
             maximum=lambda a, b: a.clamp(min=b) if isinstance(a, torch.Tensor) else Number(max(a, b)),
             where=either, zeros_like=torch.zeros_like,
             static_assert=lambda *_: None,

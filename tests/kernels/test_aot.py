@@ -29,7 +29,9 @@ WRITES = re.compile(r"\b(st|atom|red)\.[\w.:]*global")
 NORMS = ("_rms_norm_kernel", "_combine_kernel", "_gated_norm_kernel")
 """Kernels with a sum over a row, which quantise it or do not. They are in one part."""
 
-LAYER_TAILS = ("layer_tail_kernel", "divided_tail_kernel", "_gather_norm_kernel", "_add_normed_kernel")
+LAYER_TAILS = (
+    "layer_tail_kernel", "_gather_norm_kernel", "_add_normed_kernel", "_beside_norms_kernel", "_beside_sum_kernel",
+)  # fmt: skip
 """Kernels with norms between their products, after a gather, or around a sum. They are in the same part."""
 
 APART = ("_adapter_expand_kernel", "_adapter_silu_kernel", "_adapted_linear_kernel")

@@ -78,7 +78,13 @@ def test_rounds_have_the_bits_of_extend(triton, width, window):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize(
     ("options", "width"),
-    [({}, 1), ({"sinks": True, "soft_cap": 20.0}, 3), ({"e4m3": True, "window": 100}, 4), ({"dim": 32, "first": 3}, 2)],
+    [
+        ({}, 1),
+        ({"sinks": True, "soft_cap": 20.0}, 3),
+        ({"e4m3": True, "window": 100}, 4),
+        ({"dim": 32, "first": 3}, 2),
+        ({"dim": 256, "window": 100}, 1),  # two scales a head
+    ],
 )
 def test_outputs_in_e4m3_have_the_bits_of_quantised_ones(triton, options, width, dtype):
     """Padding after the last token, of rows and of passes, included; whole tiles and cut ones."""

@@ -112,7 +112,7 @@ def test_supported_shapes_of_round_attention(monkeypatch):
     assert rounds.suits(*heads, torch.device("cuda"))
     assert asked
     assert not rounds.suits(*heads, torch.device("cpu"))
-    assert not rounds.suits(32, 8, 256, torch.bfloat16, torch.device("cuda"))
+    assert not rounds.suits(32, 8, 64, torch.bfloat16, torch.device("cuda"))
     assert not rounds.suits(64, 1, 128, torch.bfloat16, torch.device("cuda")), "more rows than a tile has"
 
 
@@ -122,7 +122,7 @@ def test_proof_inputs_of_round_attention_have_nan_only_in_masked_slots(heads: in
     device, off, widths = torch.device("cpu"), 0.0, []
     proof = heads, kv_heads, 128, torch.float16, device
 
-    def read(q, k, v, table, kv_len, width):
+    def read(q, k, v, table, kv_len, width, window):
         assert len(q) == width * len(kv_len)
         widths.append(width)
         seen = [cache[table[row].long()].transpose(1, 2).flatten(0, 1)[:n] for row, n in enumerate(kv_len.tolist())

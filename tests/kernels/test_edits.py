@@ -129,6 +129,21 @@ def test_edits_match_transformers_processors(width, dtype, device):
                     )
 
 
+def test_rows_at_places_are_edited_as_gathered_rows(device):
+    """Rows of a round whose rows differ: each has its row of the logits somewhere, or none."""
+    batch, width = rows(), 3
+    count = len(batch) * width
+    logits, places = torch.randn(count // 2, VOCAB), torch.randint(0, count // 2, (count,), dtype=torch.int32)
+    slots = torch.arange(len(batch), dtype=torch.int32)
+    drafts = torch.tensor([row.drafts[: width - 1] for row in batch], dtype=torch.int32)
+    gathered = both(logits[places.long()], slots, width, drafts, batch, device)
+    places[::4] = -1
+    edited = asks(batch).repeat_interleave(width) & (places >= 0)
+    at_places = both(logits, slots, width, drafts, batch, device, places=places.to(device))
+    for expected, got in zip(gathered, at_places, strict=True):
+        assert torch.equal(got[edited], expected[edited])
+
+
 def test_width_is_sequential_application(device):
     batch = rows()
     width, count = 5, len(batch)

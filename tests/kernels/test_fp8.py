@@ -133,6 +133,28 @@ def test_the_tile_changes_no_bit(kind, k, device):
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
 
+@pytest.mark.parametrize("rows", [3, 65])
+@pytest.mark.parametrize("part", [64, 192])
+def test_projections_whose_blocks_begin_anew_are_one_product(rows, part, dtype, device):
+    """Gate and up of a size that is no multiple of 128: the bits of a product each."""
+    k = 200
+    each = [on(device, *weight_of(part, k, "by block")[:2]) for _ in range(2)]
+    weight, scales = (torch.cat(both) for both in zip(*each, strict=True))
+    x = torch.randn(rows, k).to(device, dtype)
+    bias, residual = torch.randn(2 * part).to(device, dtype), torch.randn(rows, 2 * part).to(device, dtype)
+    x8, x_scales = launch_quantize(x, 128)
+    want = torch.cat([launch_fp8_product(x8, x_scales, *own, None, None, rows, dtype) for own in each], 1)
+    options = rows, dtype, weight, scales
+    assert torch.equal(fp8.fp8_product_cuda(x8, x_scales, *options, None, None, part), want)
+    summed = fp8.fp8_product_cuda(x8, x_scales, *options, bias, residual, part)
+    if device.type == "cuda" or dtype is not torch.float32:
+        assert torch.equal(summed, (want + bias) + residual)
+    on_cpu = quantize_cpu(x.cpu(), 128)
+    twins = [fp8.fp8_product_op.cpu(*on_cpu, rows, dtype, w.cpu(), s.cpu(), None, None) for w, s in each]
+    found = fp8.fp8_product_op.cpu(*on_cpu, rows, dtype, weight.cpu(), scales.cpu(), None, None, part)
+    assert torch.equal(found, torch.cat(twins, 1))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's scaled_mm of blocks needs a GPU")
 @pytest.mark.parametrize("kind", ["by block", "by output"])
 def test_both_products_give_one_rows_bits(kind, device):
@@ -180,7 +202,7 @@ def test_programs_of_few_rows_compute_the_product(case: tuple[int, ...], kind: s
         fp8_gluon.fp8_rows_kernel,
         x_desc=Descriptor(x8, [tile.m, fp8_gluon.STEP]), w_desc=Descriptor(weight, [tile.n, fp8_gluon.STEP]),
         x_scales=x_scales, w_scales=scales, bias=out, residual=residual, out=out, M=rows, N=n, K=k, PADDED=len(x8),
-        BY_BLOCK=kind == "by block", HAS_BIAS=False, HAS_RESIDUAL=True, OVERLAP=True, **fp8_gluon._sizes(tile),
+        PART=n, BY_BLOCK=kind == "by block", HAS_BIAS=False, HAS_RESIDUAL=True, OVERLAP=True, **fp8_gluon._sizes(tile),
     )  # fmt: skip
     expected = fp8.fp8_product_op.cpu(x8, x_scales, rows, torch.float16, weight, scales, None, residual)
     torch.testing.assert_close(out, expected, rtol=0.01, atol=0.01)
@@ -199,3 +221,15 @@ def test_the_kernel_of_few_rows_has_the_tritons_bits(size, kind, device):
             for given in ((None, None), (bias, residual[:rows])):
                 operands = x8, x_scales, weight, scales, *given, rows, torch.bfloat16
                 assert torch.equal(fp8_gluon.launch_fp8_rows(*operands, tile), fp8.launch_fp8_product(*operands))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wgmma needs a Hopper GPU")
+def test_the_kernel_of_few_rows_multiplies_parts(device):
+    each = [on(device, *weight_of(2112, 512, "by block")[:2]) for _ in range(2)]
+    weight, scales = (torch.cat(both) for both in zip(*each, strict=True))
+    for rows in (1, 17, 64):
+        x8, x_scales = fp8.launch_quantize(torch.randn(rows, 512, device=device).bfloat16(), 128)
+        options = None, None, rows, torch.bfloat16
+        want = torch.cat([fp8.launch_fp8_product(x8, x_scales, *own, *options) for own in each], 1)
+        assert torch.equal(fp8.launch_fp8_product(x8, x_scales, weight, scales, *options, part=2112), want)
+        assert torch.equal(fp8_gluon.launch_fp8_rows(x8, x_scales, weight, scales, *options, part=2112), want)

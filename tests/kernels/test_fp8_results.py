@@ -9,7 +9,8 @@ import torch
 
 from unisono.kernels import rms_norm, sigmoid_gate, silu_mul
 from unisono.kernels.gemm.fp8 import fp8_linear, fp8_linear_op, fp8_product
-from unisono.kernels.gemm.fp8_quantize import Quantised, launch_quantize, padded_rows, quantize
+from unisono.kernels.gemm.fp8_quantize import INT8_ROWS, Quantised, launch_quantize, padded_rows, quantize
+from unisono.kernels.gemm.int8 import launch_quantize_int8
 from unisono.kernels.moe.combine import (
     combine_experts_norm,
     combine_experts_norm_fp8,
@@ -39,7 +40,7 @@ from unisono.kernels.norm.rms_norm import (
     rms_norm_fp8,
 )
 
-GROUPS = [128, 0]
+GROUPS = [128, 0, INT8_ROWS]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -51,7 +52,12 @@ def rows_of(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def assert_quantised(got: Pair, plain: torch.Tensor, group: int) -> None:
-    """got: what :func:`launch_quantize` makes of ``plain``, padding rows included."""
+    """got: what :func:`launch_quantize` makes of ``plain``, padding rows included; for int8 also the product's rule."""
+    if group == INT8_ROWS:
+        padded = torch.nn.functional.pad(plain, (0, 0, 0, padded_rows(len(plain)) - len(plain)))
+        x8, scales, _ = launch_quantize_int8(padded, None, False)
+        assert torch.equal(got[0], x8)
+        assert torch.equal(got[1][0], scales)
     want = launch_quantize(plain, group or None)
     assert got[0].shape == want[0].shape
     assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)), "-0 is not 0"

@@ -5,8 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels.gluon_threads import Descriptor, Machine
+from unisono.kernels import hopper
+from unisono.kernels.gemm import fp8_gluon
+from unisono.kernels.gemm.fp8_quantize import INT8_ROWS, Quantised, quantised_cpu, quantize
 from unisono.kernels.gemm.int4 import int4_steps
-from unisono.kernels.gemm.int8 import int8_linear_op, launch_int8_linear, launch_quantize_int8, quantize_int8_op
+from unisono.kernels.gemm.int8 import (
+    exact_int8_rows,
+    int8_linear,
+    int8_linear_op,
+    launch_int8_linear,
+    launch_quantize_int8,
+    quantize_int8_op,
+)
 from unisono.kernels.gemm.int8_weights import (
     int8_decode,
     int8_weight_linear_cuda,
@@ -68,8 +79,40 @@ def test_products_are_exact_and_rows_stand_alone(kind, shape, dtype, device):
     for tile in (None, Tile(32, 32, 64, 4, 2)):
         assert torch.equal(launch_int8_linear(*on, tile).cpu(), want), "another tile has other bits"
     last = [t[-1:] for t in on[:3]]
-    alone = launch_int8_linear(*last, *on[3:8], on[8][-1:])
+    alone = launch_int8_linear(*last, *on[3:6], on[6][-1:], on[7], on[8][-1:])
     assert torch.equal(alone.cpu(), want[-1:])
+
+
+@pytest.mark.parametrize("case", [(3, 1, 130, 1200), (2, 19, 64, 300)])
+def test_programs_of_few_rows_compute_the_product(case):
+    """The Gluon kernel's programs as threads, on rows that the kernel ahead has quantised."""
+    programs, rows, n, k = case
+    weight, weight_scales, _ = operands(n, k, False)
+    x8, scales = quantised_cpu(torch.randn(rows, k).half(), INT8_ROWS)
+    bias, residual = torch.randn(n).half(), torch.randn(rows, n).half()
+    tile, out = Tile(16, 32, 128, 4, 2, registers=64), torch.full((rows, n), float("nan")).half()
+    Machine((fp8_gluon, hopper), programs).run(
+        fp8_gluon.fp8_rows_kernel,
+        x_desc=Descriptor(x8, [tile.m, fp8_gluon.STEP]), w_desc=Descriptor(weight, [tile.n, fp8_gluon.STEP]),
+        x_scales=scales, w_scales=weight_scales, bias=bias, residual=residual, out=out, M=rows, N=n, K=k,
+        PADDED=len(x8), BY_BLOCK=False, HAS_BIAS=True, HAS_RESIDUAL=True, OVERLAP=True, **fp8_gluon._sizes(tile),
+    )  # fmt: skip
+    quantised = Quantised(x8, scales, INT8_ROWS, rows, torch.float16)
+    assert torch.equal(out, int8_linear(quantised, weight, weight_scales, None, None, bias, residual))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wgmma needs a Hopper GPU")
+@pytest.mark.parametrize("size", [(4096, 512), (200, 144), (12320, 1152)])
+def test_the_kernel_of_few_rows_has_the_tritons_bits(size, device):
+    weight, weight_scales, _ = (None if t is None else t.to(device) for t in operands(*size, False))
+    assert exact_int8_rows.same_bits(weight, weight_scales, torch.bfloat16)
+
+
+def test_rows_of_another_format_are_no_operand():
+    quantised = quantize(torch.randn(2, 128), 0)
+    weight, weight_scales, _ = operands(8, 128, False)
+    with pytest.raises(ValueError, match="groups of 0"):
+        int8_linear(quantised, weight, weight_scales)
 
 
 def weights(n: int, k: int, group: int, zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

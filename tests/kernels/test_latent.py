@@ -5,64 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.kernels.attention import cpu as twin
-from unisono.kernels.attention import paged
-from unisono.kernels.attention.latent import head_blocks, latent_attention_op, launch_latent
+from tests.kernels.latent_requests import LATENT, PAGE, ROPE, Rows
+from unisono.kernels.attention.latent import head_blocks
 from unisono.kernels.attention.latent_rows import (
     head_product,
+    latent_queries,
     launch_head_product,
+    launch_latent_queries,
     launch_rotate_latent,
     rotate_latent,
 )
 
-PAGE, LATENT, ROPE = 16, 40, 8
 WAYS = pytest.mark.parametrize("triton", [True, False], ids=["triton", "twin"])
-
-
-class Rows:
-    """Requests of these lengths over latent pages in shuffled order; what was never written is NaN."""
-
-    def __init__(self, lengths, heads, device, latent=LATENT, rope=ROPE):
-        generator = torch.Generator().manual_seed(3)
-        self.lengths, self.heads, self.latent, self.device = lengths, heads, latent, device
-        needed = [-(-n // PAGE) for n in lengths]
-        pages = torch.randperm(sum(needed), generator=generator).add(1).split(needed)
-        self.table = torch.zeros(len(lengths) + 1, max(needed), dtype=torch.int32)
-        cache = torch.full((sum(needed) + 1, 1, PAGE, latent + rope), torch.nan)
-        self.keys, self.q = [], []
-        for row, (n, own) in enumerate(zip(lengths, pages, strict=True)):
-            self.table[row, : len(own)] = own
-            keys = torch.randn(n, latent + rope, generator=generator)
-            at = torch.arange(n)
-            cache[own[at // PAGE], 0, at % PAGE] = keys
-            self.keys.append(keys)
-            self.q.append(torch.randn(n, heads, latent + rope, generator=generator))
-        self.cache, self.table = cache.to(device), self.table.to(device)
-
-    def attend(self, triton, spans, width=None, programs=1, first=0):
-        """Outputs of the tokens start … end - 1 of each row, in one pass. programs: many cut every tile."""
-        plan, run = (
-            (paged.launch_attention_plan, launch_latent)
-            if triton
-            else (twin.attention_plan_cpu, latent_attention_op.cpu)
-        )
-        ints = {"dtype": torch.int32, "device": self.device}
-        q = torch.cat([each[a:b] for each, (a, b) in zip(self.q, spans, strict=True)]).to(self.device)
-        positions = torch.cat([torch.arange(a, b) for a, b in spans]).to(**ints)
-        starts = None if width else torch.tensor([0, *torch.tensor([b - a for a, b in spans]).cumsum(0)], **ints)
-        partials = 64 if programs > 1 else 0
-        where = torch.arange(len(spans), **ints), torch.tensor([b for _, b in spans], **ints), starts
-        work = plan(*where, len(q), width or 3, head_blocks(self.heads), partials, programs)
-        scale = 0.2
-        out = run(q, self.cache, self.table, positions, *work, partials, scale, self.latent, first)
-        return out.split([b - a for a, b in spans])
-
-    def expected(self, row, span, first=0):
-        q, keys = self.q[row][slice(*span)].double(), self.keys[row].double()
-        scores = torch.einsum("thd,kd->htk", q, keys) * 0.2
-        at, of = torch.arange(*span)[:, None], torch.arange(len(keys))
-        scores = scores.masked_fill((of > at) | (of < first), -torch.inf)
-        return torch.einsum("htk,kd->thd", scores.softmax(2), keys[:, : self.latent]).flatten(1)
 
 
 @WAYS
@@ -77,8 +31,10 @@ def test_matches_float64(triton, heads, first, device):
 
 
 @WAYS
-def test_rounds_have_the_bits_of_chunks(triton, device):
-    rows = Rows([300, 280], 5, device if triton else torch.device("cpu"))
+@pytest.mark.parametrize("latent", [LATENT, 64])
+def test_rounds_have_the_bits_of_chunks(triton, latent, device):
+    """Latents of 64 in pieces of 16, where few tiles are cut."""
+    rows = Rows([300, 280], 5, device if triton else torch.device("cpu"), latent)
     whole = rows.attend(triton, [(280, 300), (272, 280)])
     for width in (1, 4):
         for cut in (1, 10**6):
@@ -134,6 +90,30 @@ def test_head_products_and_their_rows_alone(triton, device, assert_rows_exact):
     torch.testing.assert_close(out[..., :70].double(), want, atol=2e-5, rtol=1e-5)
     assert (out[..., 70:] == 7).all()
     assert_rows_exact(product, x)
+
+
+@WAYS
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_queries_of_one_launch_have_the_bits_of_two(triton, tokens, device, dtype):
+    on = device if triton else torch.device("cpu")
+    heads, nope = 11, 32
+    rows, q = torch.randn(tokens, LATENT + ROPE), torch.randn(tokens, heads * (nope + ROPE))
+    norm, table, weight = torch.randn(LATENT), torch.randn(50, ROPE), torch.randn(heads, LATENT, nope)
+    rows, q, norm, weight = (each.to(on, dtype) for each in (rows, q, norm, weight))
+    positions = torch.arange(tokens, dtype=torch.int32, device=on)
+    where = table.to(on), positions, positions + 9
+    caches = torch.zeros(2, 2, 1, PAGE, LATENT + ROPE, dtype=dtype, device=on)
+    rotate, product, both = (
+        (launch_rotate_latent, launch_head_product, launch_latent_queries)
+        if triton
+        else (rotate_latent.cpu, head_product.cpu, latent_queries.cpu)
+    )
+    want = rotate(rows, q, norm, 1e-3, *where, caches[0], heads, True)
+    product(q.view(tokens, heads, -1), weight, want)
+    got = both(rows, q, norm, 1e-3, *where, caches[1], heads, True, weight)
+    assert torch.equal(got, want)
+    assert torch.equal(*caches)
+    assert caches[1].any()
 
 
 def test_blocks_hold_at_most_a_tile():

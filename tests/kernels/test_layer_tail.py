@@ -8,11 +8,28 @@ import pytest
 import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine, Stuck
-from tests.kernels.layer_weights import random_layer
 from unisono.kernels import hopper
 from unisono.kernels.gemm import layer_tail as tail
 from unisono.kernels.gemm import layer_tail_gluon as gluon
 from unisono.kernels.gemm import persistent as staying
+
+
+def made(rows: int, h: int, q: int, i: int, f: int, dtype: torch.dtype, device: str = "cpu", bias: bool = False,
+         normed: bool = True):  # fmt: skip
+    """Random rows x [M, Q] and residual [M, H], and the weights of a layer."""
+    generator = torch.Generator(device).manual_seed(rows + h)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    def weight(n: int, k: int) -> torch.Tensor:
+        return (random(n, k) * k**-0.5).to(dtype)
+
+    weights = weight(h, q), weight(2 * i, h), weight(h, i), random(h)
+    end = (random(h), 1e-5) if normed else ()
+    after = {"following": weight(f, h), "bias": random(f) if bias else None} if f else {}
+    return random(rows, q), random(rows, h), tail.LayerTailWeights(*weights, 1e-6, *end, **after)
+
 
 SIZES = {  # rows, h, q, i, f, programs, EACH, STAGES
     "one row": (1, 128, 64, 192, 96, 3, 1, 2),
@@ -31,7 +48,7 @@ def test_simulated_programs_match_the_reference(case: str, bias: bool) -> None:
     rows, h, q, i, f, programs, each, stages = SIZES[case]
     counters = torch.zeros(32, dtype=torch.int64)
     for seed in range(3):  # counters go on from launch to launch
-        x, residual, weights = random_layer(rows, h, q, i, f, torch.float16, bias=bias, normed=f > 0 or not bias)
+        x, residual, weights = made(rows, h, q, i, f, torch.float16, bias=bias, normed=f > 0 or not bias)
         got = on_threads(x, residual, weights, programs, each, stages, counters, seed)
         for mine, expected in zip(got, tail.layer_tail(x, residual, weights), strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=0.02)
@@ -58,7 +75,7 @@ def on_threads(x, residual, weights, programs, each, stages, counters, seed):
         next_bias=total if weights.bias is None else weights.bias, total=total, n1=n1, act=act, out=out, n2=n2,
         product=product, counters=counters, eps=weights.eps, next_eps=weights.next_eps,
         M=rows, Q=q, H=h, I=i, F=f, HAS_BIAS=weights.bias is not None, NORMED=widths[4] > 0, FOLLOWED=f > 0,
-        OVERLAP=True, **tail.launch_constants(tail.Blocks(8, each, stages), tiles, h),
+        OVERLAP=True, **tail._constants(tail.Blocks(8, each, stages), tiles, h),
     )  # fmt: skip
     return out, n2 if widths[4] else n2.view(-1), product if f else product.view(-1)
 
@@ -69,12 +86,12 @@ def on_threads(x, residual, weights, programs, each, stages, counters, seed):
 def test_bits_on_the_gpu(size: tuple[int, ...], norm: torch.dtype, device: str) -> None:
     """Those of the separate kernels, again and again."""
     h, q, i, f = size
-    _, _, plain = random_layer(1, h, q, i, f, torch.bfloat16, device, bias=f > 0)
+    _, _, plain = made(1, h, q, i, f, torch.bfloat16, device, bias=f > 0)
     plain = dataclasses.replace(plain, o_norm=plain.o_norm.to(norm), next_norm=plain.next_norm.to(norm))
     assert tail.suits(plain)
     assert tail.prove(plain)
     for each in (1, 2, 8):
-        x, residual, _ = random_layer(5, h, q, i, f, torch.bfloat16, device)
+        x, residual, _ = made(5, h, q, i, f, torch.bfloat16, device)
         got = tail.launch_layer_tail(x, residual, plain, tail.Blocks.of(5, each))
         assert all(map(torch.equal, got, tail._apart(x, residual, plain)))
 
@@ -116,7 +133,7 @@ BREAKS = {
 @pytest.mark.parametrize("broken", BREAKS)
 def test_simulation_detects_broken_synchronisation(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative controls of the first test."""
-    x, residual, weights = random_layer(3, 192, 320, 448, 256, torch.float16)
+    x, residual, weights = made(3, 192, 320, 448, 256, torch.float16)
     monkeypatch.setattr("tests.kernels.gluon_threads.LIMIT", 0.3)
     monkeypatch.setattr(*BREAKS[broken])
 

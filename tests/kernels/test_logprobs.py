@@ -23,10 +23,10 @@ def fields(device) -> tuple[torch.Tensor, ...]:
     return arena[:, 0], arena[:, 1], arena[:, 2].view(torch.float32), arena[:, 3]
 
 
-def run(op, device, logits, slots, width, tokens, edited, threshold, processed):
+def run(op, device, logits, slots, width, tokens, edited, threshold, processed, normalized=True):
     logits, slots, tokens, edited, threshold = (t.to(device) for t in (logits, slots, tokens, edited, threshold))
     out = torch.full((len(logits), room.WORDS), -5, dtype=torch.int32, device=device)
-    op(logits, slots, width, tokens, *fields(device), edited, threshold, processed, out)
+    op(logits, slots, width, tokens, *fields(device), edited, threshold, processed, normalized, out)
     return out.cpu()
 
 
@@ -44,14 +44,15 @@ def case(dtype, width=1):
     return logits, slots, width, tokens, edited, torch.full((ROWS * width,), 0.5)
 
 
+@pytest.mark.parametrize("normalized", [True, False], ids=["logprobs", "logits"])
 @pytest.mark.parametrize("processed", [False, True], ids=["raw", "processed"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_logprobs_equal_log_softmax(width, processed, dtype, device, monkeypatch):
+def test_values_equal_log_softmax_or_logits(width, processed, normalized, dtype, device, monkeypatch):
     monkeypatch.setattr(room, "BLOCK", 256)  # several blocks, one of them short
     arguments = case(dtype, width)
     logits, slots, _, tokens, edited, _ = arguments
-    outs = [run(op, d, *arguments, processed) for op, d in ((room.launch_logprobs, device), (room.logprobs.cpu, "cpu"))]
-    for out in outs:
+    for op, d in ((room.launch_logprobs, device), (room.logprobs.cpu, "cpu")):
+        out = run(op, d, *arguments, processed, normalized)
         for n in range(ROWS * width):
             slot = int(slots[n // width])
             if not ASKS[slot]:
@@ -62,7 +63,7 @@ def test_logprobs_equal_log_softmax(width, processed, dtype, device, monkeypatch
                 row = edited[n].double() if EDITS[slot] else row
                 if TEMPERATURES[slot]:
                     row = torch.where(row >= 0.5, row / TEMPERATURES[slot], -torch.inf)
-            expected = row.log_softmax(-1)
+            expected = row.log_softmax(-1) if normalized else row
             logprob, rank, ids, top = unpack(out[n], WANTED[slot])
             token = int(tokens[n])
             torch.testing.assert_close(logprob, expected[token], rtol=1e-6, atol=2e-6)

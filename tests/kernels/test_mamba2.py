@@ -19,6 +19,7 @@ from tests.kernels.delta_cases import (
     cuts,
     differing,
     dots_in_a_chain,  # noqa: F401  a fixture
+    ragged_rounds,
     relative,
     rounds,
 )
@@ -121,6 +122,9 @@ def test_twin_bits_do_not_depend_on_the_cuts(sizes: Sizes) -> None:
         assert differing(whole, other) == 0
     rnd, other = random.Random(0), twins(layer)
     rounds(other, rnd, iter(lambda: rnd.randrange(1, 9), 0))
+    assert differing(whole, other) == 0
+    other = twins(layer)
+    ragged_rounds(other, rnd, 8)
     assert differing(whole, other) == 0
 
 

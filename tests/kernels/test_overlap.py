@@ -13,7 +13,7 @@ from tests.kernels.kernel_source import functions, name_of, overlapped_kernels
 activation, linear, norm, overlap = (
     import_module(f"unisono.kernels.{name}") for name in ("norm.activation", "gemm.linear", "norm.rms_norm", "overlap")
 )
-HARMLESS = {"program_id", "num_programs", "arange", "minimum", "maximum", "to", "cdiv"}
+HARMLESS = {"program_id", "num_programs", "arange", "minimum", "maximum", "to", "cdiv", "block_of"}
 
 
 def calls(statement: ast.stmt) -> list[str]:
@@ -24,11 +24,11 @@ def test_layer_kernels_are_declared_overlapped() -> None:
     assert overlapped_kernels() == {
         "_linear_kernel", "_add_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_sigmoid_gate_kernel",
         "_rope_and_cache_kernel",
-        "attention_kernel", "round_attention_kernel",
+        "attention_kernel", "round_attention_kernel", "wide_round_attention_kernel",
         "_conv_round_kernel", "_conv_prompt_kernel", "_conv_keep_kernel", "_prepare_kernel",
         "_round_kernel", "_walk_kernel", "walk_kernel", "_remember_chunk_kernel", "_gated_norm_kernel",
         "_quantize_kernel", "_fp8_linear_kernel", "fp8_rows_kernel", "_int4_linear_kernel", "_unpack_kernel",
-        "packed_rows_kernel",
+        "packed_rows_kernel", "packed_experts_kernel",
         "_fp8_gate_up_kernel", "_fp8_down_kernel", "_integer_gate_up_kernel", "_integer_down_kernel",
         "_mxfp4_gate_up_kernel", "_mxfp4_down_kernel", "_nvfp4_gate_up_kernel", "_nvfp4_down_kernel",
         "_nvfp4_linear_kernel", "_nvfp4_decode_kernel", "_int8_weight_kernel", "_int8_decode_kernel",
@@ -39,8 +39,9 @@ def test_layer_kernels_are_declared_overlapped() -> None:
         "_gelu_kernel",
         "_adapter_shrink_kernel", "_adapter_sum_kernel", "_adapter_expand_kernel", "_adapter_silu_kernel",
         "_adapted_linear_kernel", "_gather_kernel", "_gather_norm_kernel", "_silu_gather_kernel", "layer_tail_kernel",
-        "divided_tail_kernel", "_add_normed_kernel", "_soft_cap_kernel",
-        "_choose_scored_kernel", "_joint_norm_kernel", "_head_product_kernel", "_rotate_latent_kernel", "latent_kernel",
+        "_add_normed_kernel", "_beside_norms_kernel", "_beside_sum_kernel", "_soft_cap_kernel",
+        "_choose_scored_kernel", "_joint_norm_kernel", "_head_product_kernel", "_rotate_latent_kernel",
+        "_latent_queries_kernel", "latent_kernel", "latent_round_kernel",
         "_short_round_kernel", "_short_prompt_kernel", "_mamba_round_kernel", "_mamba_prompt_kernel",
         "_gated_group_norm_kernel", "_kimi_prepare_kernel", "_kimi_walk_kernel", "kimi_walk_kernel",
     }  # fmt: skip

@@ -29,21 +29,21 @@ def decoded(operands: tuple, dtype: torch.dtype) -> torch.Tensor:
     return nvfp4_decode(*operands[:3], dtype) if operands[3] == NVFP4_GROUP else unpack_cpu(*operands, dtype)
 
 
-@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize(("outputs", "turns"), [(64, 1), (64, 2), (32, 1), (32, 2)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_programs_compute_the_product(kind, turns):
+def test_programs_compute_the_product(kind, outputs, turns):
     """Stages are free before they are loaded, and groups of warps add up the pieces in turn."""
     rows, n, k = 19, 100, 1216  # the last tiles of both and the last piece are not full
     operands, x = weight_of(kind, n, k), torch.randn(rows, k).half()
     weight, scales, zeros, group = operands
-    residual, tile = torch.randn(rows, n).half(), Tile(16, 64, 128, 4 * turns, 4, registers=80)
+    residual, tile = torch.randn(rows, n).half(), Tile(16, outputs, 128, 4 * turns, 4, registers=80)
     out = torch.full((rows, n), float("nan")).half()
-    Machine((packed_gluon, fp8_gluon, hopper), (2, 2)).run(
+    Machine((packed_gluon, fp8_gluon, hopper), (2, -(-n // outputs))).run(
         packed_gluon.packed_rows_kernel,
-        x_desc=Descriptor(x, [tile.m, 64]), w_desc=Descriptor(weight, [64, 64]),
+        x_desc=Descriptor(x, [tile.m, 64]), w_desc=Descriptor(weight, [outputs, 64]),
         scales=(scales.view(torch.int32) if kind == "nvfp4" else scales).view(-1),
         zeros=torch.zeros(1) if zeros is None else zeros, bias=out, residual=residual, out=out,
-        M=rows, N=n, K=Number(k), group=group, NVFP4=kind == "nvfp4", HAS_ZEROS=kind == "int4 zeros",
+        M=rows, N=n, K=Number(k), GROUP=group, NVFP4=kind == "nvfp4", HAS_ZEROS=kind == "int4 zeros",
         HAS_BIAS=False, HAS_RESIDUAL=True, OVERLAP=True, **packed_gluon._sizes(tile),
     )  # fmt: skip
     want = (x.float() @ decoded(operands, torch.float16).float().t()).half() + residual
@@ -59,8 +59,8 @@ def test_the_kernel_of_few_rows_has_the_plain_bits(size, kind, device):
     for rows in (1, 3, 16, 17, 33, 64):
         x = torch.randn(rows, size[1], device=device).bfloat16()
         want = launch_linear(x, decoded(operands, torch.bfloat16), bias, residual[:rows])
-        for turns in (1, 2):
-            tile = Tile(16 if rows <= 16 else 64, 64, 128, 4 * turns, 4, registers=104)
+        for outputs, turns in ((64, 1), (64, 2), (32, 1), (32, 2)):
+            tile = Tile(16 if rows <= 16 else 64, outputs, 128, 4 * turns, 4, registers=104)
             assert torch.equal(launch_packed_rows(x, *operands, bias, residual[:rows], tile), want)
 
 

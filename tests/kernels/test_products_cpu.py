@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.kernels.gemm import cpu as products_cpu
 from unisono.kernels.gemm.cpu import row_exact_product, slice_of
@@ -88,7 +89,47 @@ def test_a_shape_whose_bits_depend_on_the_rows_goes_through_the_blas(monkeypatch
     monkeypatch.setattr(products_cpu, "_proven", {})
     weight, x = frozen(48, 64), torch.randn(20, 64)
     assert_rows_exact(lambda x: row_exact_product(x, weight), x)
-    assert list(products_cpu._proven.values()) == [False]
+    assert list(products_cpu._proven.values()) == [(False, False)]
+
+
+@needs_onednn
+def test_weights_are_packed_for_each_product_where_others_are_not_exact(monkeypatch, assert_rows_exact):
+    """As oneDNN does on some processors: rows of small blocks differ, but not with packed weights."""
+    plain = products_cpu._inner_product
+
+    def other(x, weight):
+        return plain(x, weight) * (1 + 1e-6 * (len(x) < 16 and not weight.is_mkldnn))
+
+    monkeypatch.setattr(products_cpu, "_inner_product", other)
+    monkeypatch.setattr(products_cpu, "_proven", {})
+    weight, x = torch.randn(48, 64), torch.randn(20, 64)
+    assert_rows_exact(lambda x: row_exact_product(x, weight), x)
+    assert list(products_cpu._proven.values()) == [(True, False)]
+    assert torch.equal(
+        row_exact_product(x, torch.nn.Parameter(weight, requires_grad=False)), row_exact_product(x, weight)
+    )
+
+
+class Uneven(TorchDispatchMode):
+    """A BLAS that adds in another order in a tile's last rows."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        products = torch.ops.aten.mm.default, torch.ops.aten.matmul.default  # the latter in inference mode
+        if function in products and len(out) == products_cpu.ROW_TILE:
+            out = torch.cat((out[:12], out[12:] * (1 + 1e-6)))
+        return out
+
+
+def test_rows_are_exact_where_their_place_in_a_tile_matters(monkeypatch, assert_rows_exact, assert_close):
+    monkeypatch.setattr(products_cpu, "_available", False)
+    monkeypatch.setattr(products_cpu, "_even_tiles", {})
+    weight, x = torch.randn(48, 64), torch.randn(20, 64)
+    with Uneven():
+        assert_rows_exact(lambda x: row_exact_product(x, weight), x)
+        assert_close(row_exact_product(x, weight), x.double() @ weight.double().t())
+        assert row_exact_product(x[:0], weight).shape == (0, 48)
+    assert list(products_cpu._even_tiles.values()) == [False]
 
 
 @needs_onednn

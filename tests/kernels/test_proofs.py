@@ -81,8 +81,10 @@ def test_every_exact_kernel_is_registered() -> None:
         importlib.import_module(module.name)
     assert {*EXACT_KERNELS} == {
         "cuBLASLt products", "scaled_mm", "fp8 products of few rows", "products of unpacked int4 weights",
-        "int4 products of few rows", "NVFP4 products of few rows",
+        "int4 products of few rows", "NVFP4 products of few rows", "int8 products of few rows",
+        "NVFP4 experts", "int4 experts",
         "products of decoded NVFP4 weights", "products of decoded int8 weights",
         "layer tails", "products with adapters in one launch", "experts of prompts", "fp8 experts of prompts",
-        "attention of long prompts", "attention of rounds",
+        "attention of long prompts", "attention of rounds", "latent attention of long prompts",
+        "latent attention of rounds",
     }  # fmt: skip

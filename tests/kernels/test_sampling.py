@@ -73,6 +73,21 @@ def test_the_kernels_pick_the_twins_tokens(vocab, width, dtype, device):
     assert torch.equal(kernel, twin)
 
 
+def test_rows_at_places_have_the_tokens_of_gathered_rows(device):
+    """Rows of a round whose rows differ: each has its row of the logits somewhere, or is not sampled."""
+    width, count = 3, len(ROWS)
+    logits, places = torch.randn(count + 5, 700) * 3, torch.randint(0, count + 5, (count * width,), dtype=torch.int32)
+    gathered = logits[places.long()]
+    places[::4] = -1
+    slots = torch.randperm(count, dtype=torch.int32)
+    fields, on = fields_of(ROWS), fields_of(ROWS, device)
+    expected = sampling.sample.cpu(gathered, slots, width, *fields).masked_fill(places < 0, 0)
+    twin = sampling.sample.cpu(logits, slots, width, *fields, places=places)
+    kernel = sampling.launch_sample(logits.to(device), slots.to(device), width, *on, places=places.to(device))
+    assert torch.equal(twin, expected)
+    assert torch.equal(kernel.cpu(), expected)
+
+
 @pytest.mark.parametrize("scale", [0.02, 20.0])
 def test_flat_and_peaked_rows(scale, device):
     kernel, twin = both(torch.randn(len(ROWS), 513) * scale, ROWS, 1, device)

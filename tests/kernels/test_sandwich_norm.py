@@ -125,6 +125,23 @@ def test_gelu_fused_quantisation_equals_quantised_output(device):
         assert torch.equal(scales[:, :5].cpu(), want_scales[:, :5])
 
 
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gates_of_rows_of_any_stride_are_those_of_halves(gelu, dtype, device):
+    """An input of a layer is a slice of those of all."""
+    x, others = torch.randn(5, 260).to(device, dtype), torch.randn(5, 3, 260).to(device, dtype)
+    whole = torch.cat((x, others[:, 1]), 1)
+    want = (launch_gelu_mul if gelu else activation.launch_silu_mul)(whole)
+    assert torch.equal(activation.launch_gate_rows(x, others[:, 1], gelu), want)
+    for found, expected in zip(
+        activation.launch_gate_rows_fp8(x, others[:, 1], gelu, 128),
+        activation.launch_silu_mul_fp8(whole, 128, gelu),
+        strict=True,
+    ):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    own, twin = (t.cpu() for t in (x, others[:, 1])), (gelu_mul if gelu else activation.silu_mul).cpu(whole.cpu())
+    assert torch.equal(activation.gate_rows(*own, gelu), twin)
+
+
 def test_gelu_ops_dispatch():
     x = torch.randn(3, 256)
     assert torch.equal(gelu_mul(x), gelu_mul.cpu(x))

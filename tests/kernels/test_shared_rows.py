@@ -88,6 +88,8 @@ def test_most_likely_drafts_are_verified(ops: SimpleNamespace, count: int, k: in
         if running[row]:
             assert places == [starts[row] + min(j, kept[row]) for j in range(k + 1)]
         assert all(0 <= place < tokens for place in places)
+    real = [[j < width for j in range(k + 1)] for width in widths.tolist()]
+    assert torch.equal(got.sampled, got.places.where(torch.tensor(real).flatten().to(got.places.device), -1))
 
 
 def test_ops_fit_their_schemas() -> None:

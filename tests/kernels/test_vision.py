@@ -49,7 +49,7 @@ def attend(run, qkv, bounds, **options):
 
 
 @pytest.mark.parametrize("run", [launch_segment_attention, segment_attention.cpu])
-@pytest.mark.parametrize("dim", [6, 20, 64, 72, 80])
+@pytest.mark.parametrize("dim", [6, 20, 64, 72, 80, 88])
 def test_attention_matches_float64(run, dim, dtype, device, assert_close):
     qkv = (1.5 * torch.randn(sum(SEGMENTS), 3 * HEADS * dim)).to(on(run, device), dtype)
     assert_close(attend(run, qkv, bounds_of(SEGMENTS)), attended(qkv, SEGMENTS))
@@ -117,7 +117,7 @@ def turned(run, qkv, table, positions):
 
 
 @pytest.mark.parametrize("run", [launch_axial_rotary, axial_rotary.cpu])
-@pytest.mark.parametrize("dim", [4, 20, 72, 80])
+@pytest.mark.parametrize("dim", [4, 20, 72, 80, 88])
 def test_rotary_matches_float64(run, dim, dtype, device, assert_close):
     qkv, table, positions = rotary_case(dim, dtype, on(run, device))
     cos, sin = (

@@ -7,6 +7,7 @@ Nothing here is shared with the package's reader: names, the order of rows, meta
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,15 @@ from gguf.quants import dequantize, quant_shape_to_byte_shape
 from gguf.quants import quantize as encode
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM
 
 from tests.models.make import CHAT_TEMPLATE, SPECIAL
+from unisono import LLM, SamplingParams
+
+BIG = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+PROMPT = [random.Random(0).randrange(256) for _ in range(40)]
+
 
 SCALES = {
     Type.Q2_K: {80: 5e-3, 82: 7.5e-3},
@@ -93,10 +101,12 @@ def write_gguf(
     tokens: Tokens | None = None,
     keys: Mapping[str, Any] | None = None,
     rope_factors: Sequence[float] = (),
+    kinds: Mapping[str, Type] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Write a checkpoint with its matrices in ``kind``; returns the values of these in float64 by transformers' name.
 
-    keys: of the metadata, without the architecture, in place of the written ones; None leaves one out.
+    kinds: of single matrices, by llama.cpp's name. keys: of the metadata, without the architecture, in place of the
+    written ones; None leaves one out.
     """
     config, stored = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
     family = config["model_type"]
@@ -118,7 +128,7 @@ def write_gguf(
             order = rotated(array.shape[0], heads)
             array = array[order]
         exact = array.ndim == 1 or "ffn_gate_inp" in name
-        of = Type.F32 if exact else kind
+        of = Type.F32 if exact else (kinds or {}).get(name, kind)
         raw = array if of == Type.F32 else array.astype(np.float16) if of == Type.F16 else blocks(array, of, number)
         writer.add_tensor(name, raw, raw_dtype=of)
         if not exact:
@@ -199,3 +209,35 @@ def parts(stored: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, l
         each.sort(key=lambda pair: int(pair[0].split(".experts.")[1].split(".")[0]))
         found.append((name, torch.stack([tensor for _, tensor in each]), [source for source, _ in each]))
     return found
+
+
+@torch.no_grad()
+def reference(directory: Path, values: dict[str, torch.Tensor], tokens: list[int] = PROMPT) -> torch.Tensor:
+    """Logits in float64 of transformers' model with these weights in place of its own."""
+    slow = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **slow)
+    for name, value in values.items():
+        fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+        if ".experts." in name:
+            path, _, rest = name.partition(".experts.")
+            number, projection = rest.split(".")
+            into = getattr(model.get_submodule(f"{path}.experts"), fused[projection])[int(number)]
+            half = into.shape[0] // 2
+            into = {"gate_proj": into[:half], "up_proj": into[half:], "down_proj": into}[projection]
+        else:
+            into = model.get_submodule(name).weight
+        assert into.shape == value.shape
+        into.copy_(value)
+    return model(torch.tensor([tokens])).logits[0]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference over that of ``want``."""
+    return float((got.double() - want).norm() / want.norm())
+
+
+def answers(path: Path, prompts: list[str], **flags: Any) -> list[list[int]]:
+    """Sampled tokens of each prompt, from an engine with these flags."""
+    with LLM(str(path), max_num_seqs=3, max_model_len=128, **flags) as llm:
+        params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]

@@ -223,6 +223,9 @@ LAYOUTS = {
         {**AUTO_ROUND, "packing_format": "auto_round:auto_gptq", "extra_config": {"model.layers.1.mlp": {"bits": 16}}},
         plain=IGNORED,
     ),
+    "auto-round-8-bits": Layout(
+        without("g_idx", gptq8(128, True)), {**AUTO_ROUND, "bits": 8, "packing_format": "auto_round:auto_gptq"}
+    ),
     "auto-round-awq": Layout(awq(128), {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}),
     "compressed-int4-channel": Layout(
         packed_int4(-1, True), compressed(int4("channel", None, True), None, "pack-quantized"), plain=IGNORED

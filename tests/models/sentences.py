@@ -47,7 +47,7 @@ def write_modules(
             parameter.data.normal_(0, size**-0.5, generator=generator)
         (directory / path).mkdir()
         fields = {"in_features": size, "out_features": outputs, "bias": bias}
-        fields |= {"activation_function": f"torch.nn.modules.activation.{activation}"}
+        fields |= {"activation_function": f"{getattr(torch.nn, activation).__module__}.{activation}"}
         (directory / path / "config.json").write_text(json.dumps(fields))
         save_file({f"linear.{k}": v for k, v in linear.state_dict().items()}, directory / path / "model.safetensors")
         kinds.append((path, "Dense"))

@@ -17,6 +17,7 @@ from tests.models.harness import load, whole
 from tests.models.hybrids import reference, renamed
 from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint
 from unisono.entrypoints.llm import LLM
+from unisono.layers.activations import InputFormat
 from unisono.models.families.gemma4 import key_heads
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
@@ -24,6 +25,9 @@ from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
 GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
 PROMPTS = prompts(8, 250, low=2, high=70, seed=5)
 PROMPTS[3] = PROMPTS[3][:4] * 12  # something that n-grams find, longer than the window
+
+IN_BLOCKS = {"hidden_size": 256, "intermediate_size": 192, "global_head_dim": 256, "moe_intermediate_size": 64}
+"""Sizes of which fp8's blocks of 128 take part: gate and up fill one and a half, a full layer's heads two."""
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
@@ -84,8 +88,17 @@ def test_sampled_tokens_are_the_same_with_drafts_and_scarce_pages(case: str, tmp
             assert llm.engine.counters.drafted_tokens > 0
 
 
-@pytest.mark.parametrize("fields", [GEMMA4_INPUTS, GEMMA4_EXPERTS], ids=["layer inputs", "experts"])
-@pytest.mark.parametrize("flags", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["fp8", "fp8 keys"])
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        (GEMMA4_INPUTS, {"quantization": "fp8"}),
+        (GEMMA4_EXPERTS, {"quantization": "fp8"}),
+        ({**GEMMA4_EXPERTS, **IN_BLOCKS}, {"quantization": "fp8"}),
+        (GEMMA4_INPUTS, {"kv_cache_dtype": "fp8"}),
+        (GEMMA4_EXPERTS, {"kv_cache_dtype": "fp8"}),
+    ],
+    ids=["inputs fp8", "experts fp8", "parts fp8", "inputs fp8 keys", "experts fp8 keys"],
+)
 def test_formats_write_one_text_with_drafts_and_chunks(
     fields: dict[str, Any], flags: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -107,6 +120,14 @@ def test_two_ranks_write_the_text_of_one(fields: dict[str, Any], tmp_path: Path)
     spec = SpeculativeConfig("ngram", num_speculative_tokens=2)
     with lazy_engine(path, tensor_parallel_size=2, speculative=spec) as llm:
         assert tokens(llm, PROMPTS[:4], params) == one
+
+
+def test_gate_and_up_of_half_a_block_are_one_product(tmp_path: Path) -> None:
+    """26B-A4B's have 2112 outputs: 16 blocks and a half."""
+    fields = {**GEMMA4_EXPERTS, **IN_BLOCKS}
+    decoder = load(make_checkpoint(tmp_path, "gemma4_text", tokenizer=False, **fields), quantization="fp8")
+    beside = decoder.layers[0].feed_forward
+    assert beside.dense_norm.input_format == beside.sparse_norm.input_format == InputFormat(128)
 
 
 # ---- exports ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tests.engine.gemma_pictures import (
     shapes,
 )
 from tests.engine.helpers import engine
-from tests.engine.pictures import IMAGE, TEXT, VOCAB, Picture, prompt, run, stepped, vision_of, words, written
+from tests.engine.pictures import IMAGE, TEXT, VIDEO, VOCAB, Picture, prompt, run, stepped, vision_of, words, written
 from tests.models.hybrids import reference, renamed
 from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS
 from tests.models.towers import compare_embeddings
@@ -195,7 +195,7 @@ def masks4(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 
     ``forward`` of a Gemma 4 12B makes others, with attention both ways in layers without a window too.
     """
-    kinds = (ids == IMAGE).int()
+    kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     if type(model).__name__ != "Gemma4UnifiedForConditionalGeneration":
         return {"mm_token_type_ids": kinds}
     embeds, positions = torch.zeros(*ids.shape, 1), torch.arange(ids.shape[1])[None]
@@ -224,6 +224,36 @@ def test_gemma4_logits_and_text_are_transformers(path4: Path, most: int) -> None
         seen = inputs4(patches, [item.grid for item in each.media], vision)
         theirs = model(input_ids=ids, **masks4(model, ids), **seen).logits[0]
         torch.testing.assert_close(logits, theirs, atol=2e-4, rtol=0)  # 1.1e-4 with experts
+        assert theirs[len(each.ids) - 1 :, :TEXT].argmax(-1).tolist() == tokens
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("most", [128, 21])
+def test_gemma4_videos_are_transformers(path4: Path, most: int) -> None:
+    """Frames with text between them, beside a picture and as a prompt's end; the second time behind cached prefixes."""
+    vision, model = vision_of(path4), reference(path4)
+    film, still = Picture(4, 6, 1, frames=3, kind="video"), Picture(2, 2, 3)
+    prompts = [
+        prompt(vision, words(5, 1), film, words(3, 2), still, words(4, 3)),
+        prompt(vision, still, Picture(2, 4, 5, frames=2, kind="video")),
+    ]
+    with engine(path4, dtype="float32", max_num_batched_tokens=most * 4 // vision.unit) as llm:
+        outputs = written(llm, prompts, GREEDY)
+        assert run(llm, prompts, GREEDY) == [tokens for tokens, _ in outputs]
+    for each, (tokens, logits) in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([each.ids + tokens[:-1]])
+        seen: dict[str, Any] = {}
+        for item in each.media:
+            frames, rows, columns = item.grid
+            pixels = list(vectors.unpack(item.pixels).chunk(frames))
+            made = inputs4(pixels, [(1, rows, columns)] * frames, vision)
+            if item.kind == "video":
+                names = {"pixel_values": "pixel_values_videos", "image_position_ids": "video_position_ids"}
+                made = {names[name]: value for name, value in made.items()}
+                made["num_frames_per_video"] = torch.tensor([frames])
+            seen |= made
+        theirs = model(input_ids=ids, **masks4(model, ids), **seen).logits[0]
+        torch.testing.assert_close(logits, theirs, atol=2e-4, rtol=0)
         assert theirs[len(each.ids) - 1 :, :TEXT].argmax(-1).tolist() == tokens
 
 

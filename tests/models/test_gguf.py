@@ -12,12 +12,21 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
-from transformers import AutoModelForCausalLM
 
-from tests.models.gguf_files import SCALES, Tokens, blocks, write_gguf
+from tests.models.gguf_files import (
+    BIG,
+    PLAIN_ROPE,
+    PROMPT,
+    SCALES,
+    Tokens,
+    answers,
+    blocks,
+    error,
+    reference,
+    write_gguf,
+)
 from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
-from unisono import LLM, SamplingParams
 from unisono.config.gguf.directory import described, source
 from unisono.config.gguf.header import TYPES, read_gguf
 from unisono.config.gguf.model import llama3_factors
@@ -26,10 +35,6 @@ from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.gguf import DECODERS
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import CheckpointError, SpeculativeConfig
-
-BIG = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-PROMPT = [random.Random(0).randrange(256) for _ in range(40)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,30 +56,6 @@ def q4(llama, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     """(a file in Q4_1, its weights)."""
     file = tmp_path_factory.mktemp("q4") / "tiny-Q4_1.gguf"
     return file, write_gguf(llama, file, Type.Q4_1)
-
-
-@torch.no_grad()
-def reference(directory: Path, values: dict[str, torch.Tensor], tokens: list[int] = PROMPT) -> torch.Tensor:
-    """Logits in float64 of transformers' model with these weights in place of its own."""
-    slow = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **slow)
-    for name, value in values.items():
-        fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-        if ".experts." in name:
-            path, _, rest = name.partition(".experts.")
-            number, projection = rest.split(".")
-            into = getattr(model.get_submodule(f"{path}.experts"), fused[projection])[int(number)]
-            half = into.shape[0] // 2
-            into = {"gate_proj": into[:half], "up_proj": into[half:], "down_proj": into}[projection]
-        else:
-            into = model.get_submodule(name).weight
-        assert into.shape == value.shape
-        into.copy_(value)
-    return model(torch.tensor([tokens])).logits[0]
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -123,12 +104,6 @@ def test_other_factors_are_refused(llama: Path, tmp_path: Path) -> None:
     write_gguf(llama, tmp_path / "m.gguf", rope_factors=[1.5] * 32)
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight"):
         described(tmp_path / "m.gguf")
-
-
-def answers(path: Path, prompts: list[str], **flags: Any) -> list[list[int]]:
-    with LLM(str(path), max_num_seqs=3, max_model_len=128, **flags) as llm:
-        params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
 def test_the_text_depends_on_the_weights_alone(q4) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Qwen2_5_VLModel, Qwen3_5Model, Qwen3VLModel
+from transformers import Qwen2_5_VLModel, Qwen2VLModel, Qwen3_5Model, Qwen3VLModel
 
 from unisono.models.blocks.rotary_positions import rotary_positions
 from unisono.models.vision.config import TowerSpec, VisionConfig
@@ -27,11 +27,18 @@ Part = tuple[Any, ...]
 FRACTIONS = Version(transformers.__version__) >= Version("5.23")
 """Older transformers round a video's seconds down first (huggingface/transformers#48669)."""
 
-FAMILIES = {"qwen3_vl": (Qwen3VLModel, 0), "qwen3_5": (Qwen3_5Model, 0), "qwen2_5_vl": (Qwen2_5_VLModel, 4)}
+FAMILIES = {
+    "qwen3_vl": (Qwen3VLModel, 0, False), "qwen3_5": (Qwen3_5Model, 0, False),
+    "qwen2_5_vl": (Qwen2_5_VLModel, 4, False), "qwen2_vl": (Qwen2VLModel, 0, True),
+}  # fmt: skip
+"""Family -> transformers' class, ``tokens_per_second`` and ``even_frames``."""
 
 
-def vision_of(tokens_per_second: int) -> VisionConfig:
-    return VisionConfig(2, 4, 2, 96, 64, 0, 1, 2, 3, 4, (4, 2, 2), True, TowerSpec(1, 8, 1, 8), tokens_per_second)
+def vision_of(tokens_per_second: int, even_frames: bool = False) -> VisionConfig:
+    tower = TowerSpec(1, 8, 1, 8)
+    return VisionConfig(
+        2, 4, 2, 96, 64, 0, 1, 2, 3, 4, (4, 2, 2), True, tower, tokens_per_second, even_frames=even_frames
+    )
 
 
 def item(kind: str, grid: tuple[int, int, int], positions: list[int], seconds: float = 0.0) -> MediaItem:
@@ -57,7 +64,7 @@ def prompt_of(parts: list[Part], frames_apart: bool) -> tuple[list[int], list[Me
 
 
 def theirs(family: str, types: list[int], media: list[MediaItem]) -> tuple[np.ndarray, int]:
-    model, tokens_per_second = FAMILIES[family]
+    model, tokens_per_second, _ = FAMILIES[family]
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=tokens_per_second)
     owner = SimpleNamespace(
         config=SimpleNamespace(vision_config=vision),
@@ -110,9 +117,9 @@ def test_positions_of_random_prompts_are_transformers(family):
 
 
 def check(family: str, parts: list[Part]) -> None:
-    tokens_per_second = FAMILIES[family][1]
-    types, media = prompt_of(parts, frames_apart=not tokens_per_second)
-    positions, delta = rotary_positions(len(types), media[::-1], vision_of(tokens_per_second))
+    vision = vision_of(*FAMILIES[family][1:])
+    types, media = prompt_of(parts, frames_apart=vision.frames_apart)
+    positions, delta = rotary_positions(len(types), media[::-1], vision)
     expected, their_delta = theirs(family, types, media)
     assert positions.dtype == np.int32
     np.testing.assert_array_equal(positions, expected, err_msg=str(parts))

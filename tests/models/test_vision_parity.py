@@ -59,8 +59,7 @@ def test_logits_and_text_are_transformers(case: tuple[Path, LLM], record_propert
     path, llm = case
     vision = vision_of(path)
     prompts, model, worst = several(vision), reference(path), 0.0
-    kinds = {"image", "video"} if vision.video_token_id >= 0 else {"image"}
-    assert {item.kind for prompt in prompts for item in prompt.media} == kinds
+    assert {item.kind for prompt in prompts for item in prompt.media} == {"image", "video"}
     for prompt, (tokens, logits) in zip(prompts, written(llm, prompts, GREEDY), strict=True):
         given = inputs(prompt, tokens)
         seconds = [item.seconds for item in prompt.media if item.kind == "video"]

@@ -20,11 +20,11 @@ Theirs = Callable[[list[torch.Tensor], list[Grid], VisionConfig], Sequence[torch
 """Pixels and grids of pictures -> transformers' embeddings of each."""
 
 
-def compare_embeddings(path: Path, theirs: Theirs) -> AnyTower:
+def compare_embeddings(path: Path, theirs: Theirs, pictures: Sequence[Picture] = PICTURES) -> AnyTower:
     """Compare those of several pictures: within 1e-4, with equal bits in one pass and alone. Returns the tower."""
     vision, tower = vision_of(path), load_tower(Checkpoint.open(path), dtype=torch.float32, device="cpu")
     assert tower is not None
-    grids, pixels = [picture.grid for picture in PICTURES], [picture.pixels(vision) for picture in PICTURES]
+    grids, pixels = [picture.grid for picture in pictures], [picture.pixels(vision) for picture in pictures]
 
     def run(pixels: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
         return tower(pixels, {name: torch.from_numpy(v) for name, v in tower.host_inputs(grids).items()})

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from unisono.entrypoints.llm import LLM
-from unisono.frontend.beam_search import BeamSearch, BeamSearchParams
+from unisono.frontend.beam_search import BeamSearch, BeamSearchParams, check_beams
 from unisono.types import BadRequest, EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 
 VOCABULARY, EOS, STEPS = 4, 3, 4
@@ -109,6 +109,8 @@ def test_offline() -> None:
         assert written["prompt"] == "hi you"
         with pytest.raises(BadRequest, match="length_penalty"):
             llm.beam_search(prompts[0], BeamSearchParams(2, 4, length_penalty=1e300))
+        with pytest.raises(BadRequest, match="--logprobs-mode raw_logits reports logits"):
+            check_beams(BeamSearchParams(2, 4).sampling(), 20, "raw_logits")
         with pytest.raises(BadRequest, match="1 priorities for 2 prompts"):
             llm.generate(prompts, greedy, priority=[1])
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ import torch
 from transformers import AutoImageProcessor
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.video_utils import VideoMetadata
 
 from tests.http import pictures_ as pics
 from tests.http import tokenizers_
 from unisono.frontend.input_processor import InputProcessor, ModelFacts
+from unisono.media.decoding.pooled import PooledImages, PooledVideos
 from unisono.media.fetching.sources import MediaSource, Options
 from unisono.media.loader import MediaLoader, Vision
 from unisono.media.settings import MediaSettings
@@ -157,15 +161,15 @@ GEMMA4 = {
 }  # fmt: skip
 
 
-def looked(path: Path, config: dict[str, Any], **sizes: int) -> tuple[InputProcessor, list[Any], Any]:
+def looked(path: Path, config: dict[str, Any], own: Any = None, **sizes: Any) -> tuple[InputProcessor, list[Any], Any]:
     """(the frontend of a model with this processor, two images, a prompt with both)."""
-    own = tokenizer()
+    own = own or tokenizer()
     own.chat_template = None
     own.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(config))
     seen = replace(vision(), side=0, placeholder_token_id=own.image_token_id, around="", **sizes)
     facts = ModelFacts(4096, 1000, 6, "float32", (), {}, False, False, vision=seen)
-    inputs = InputProcessor(Tokenizer.load(path), facts, MediaLoader(seen, path, MediaSettings(), "float32", 99))
+    inputs = InputProcessor(Tokenizer.load(path), facts, MediaLoader(seen, path, MediaSettings(), "float32", 999))
     images = [pics.picture(200, 90, 1), pics.picture(33, 170, 2)]
     prompt = inputs.prompt({"prompt": f"Look: {IMAGE} and {IMAGE}.", "multi_modal_data": {"image": images}})
     return inputs, images, prompt
@@ -195,6 +199,71 @@ def test_gemma4_images_are_transformers(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="at most 70 tokens by this model; leave out"):
         inputs.media.load(MediaSource("image", "image", images[0], Options(max_pixels=9000)))
     inputs.media.close()
+
+
+VIDEO = "<|video|>"
+
+
+@pytest.mark.parametrize("kind", ["Gemma4", "Gemma4Unified"])
+def test_gemma4_videos_are_frames_with_times(kind: str, tmp_path: Path) -> None:
+    """The text of transformers' processor; each frame is an image of at most 70 tokens."""
+    config = {**GEMMA4, "max_soft_tokens": 280, "image_processor_type": f"{kind}ImageProcessor"}
+    own, sizes = tokenizer(), {"merge": 3, "patch_size": 16} if kind == "Gemma4" else {"merge": 1, "patch_size": 48}
+    own.add_special_tokens({"additional_special_tokens": [START, END, IMAGE, VIDEO]})
+    video = own.convert_tokens_to_ids(VIDEO)
+    seen = {"video_token_id": video, "frame_time": "{} ", "between_frames": " ", **sizes}
+    inputs, _, _ = looked(tmp_path, config, own, **seen)
+    frames = [pics.picture(200, 90, seed) for seed in range(3)]
+    source = MediaSource("video", "video", frames, Options(fps=0.025))
+    prompt = inputs.prompt({"prompt": f"See {VIDEO}!", "multi_modal_data": {"video": [source]}})
+    (item,) = prompt.media
+    each = len(item.positions) // 3
+    assert item.grid[0] == 3
+    assert 35 <= each <= 70
+    facts = VideoMetadata(total_num_frames=3, fps=0.025, frames_indices=[0, 1, 2])
+    names = SimpleNamespace(boi_token=START, eoi_token=END, video_token=VIDEO)
+    found = {"num_soft_tokens_per_video": [each], "video_metadata": [facts]}
+    text = Gemma4Processor.replace_video_token(names, found, 0)
+    assert text.startswith("00:00 <start_of_image>")
+    assert " 01:20 <start_of_image>" in text
+    assert prompt.token_ids == own.encode(f"See {text}!", add_special_tokens=False)
+    assert all(prompt.token_ids[p] == video for p in item.positions)
+    lower = InputProcessor(
+        inputs.tokenizer, inputs.model,
+        MediaLoader(inputs.model.vision, write_config(tmp_path / "b", {**config, "max_soft_tokens": 70}),
+                    MediaSettings(), "float32", 999),
+    )  # fmt: skip
+    picture = lower.media.load(MediaSource("image", "image", frames[1]))
+    assert picture.grid[1:] == item.grid[1:]
+    patches = unpack(item.pixels).chunk(3)
+    assert torch.equal(patches[1], unpack(picture.pixels))
+    for made in (inputs, lower):
+        made.media.close()
+
+
+def write_config(path: Path, config: dict[str, Any]) -> Path:
+    path.mkdir()
+    (path / "preprocessor_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_gemma4_samples_files_as_transformers(tmp_path: Path) -> None:
+    """32 frames of a file by default, all of a shorter one; what a request asks for goes first."""
+    processor = SimpleNamespace(patch_size=16, pooling_kernel_size=3)
+    rules = PooledVideos.of({}, PooledImages(processor, 16, 3))
+    assert (rules.tokens, rules.frames) == (70, 32)
+    wanted = list(np.arange(0, 100, 100 / 32).astype(int))
+    assert rules.sampled(100, 25.0, None, None, 64) == wanted
+    assert rules.sampled(20, 25.0, None, None, 64) == list(range(20))
+    assert rules.sampled(100, 25.0, 2.0, None, 64) == list(np.arange(0, 100, 100 / 8).astype(int))
+    assert rules.sampled(100, 25.0, None, 5, 64) == [0, 20, 40, 60, 80]
+    assert len(rules.sampled(100, 25.0, None, None, 7)) == 7
+    every = PooledVideos.of({"do_sample_frames": False, "max_soft_tokens": 140}, PooledImages(processor, 16, 3))
+    assert every.tokens == 140
+    assert every.sampled(50, 25.0, None, None, 64) == list(range(50))
+    for config, what in (({"patch_size": 14}, "patch_size=14"), ({"max_soft_tokens": 71}, "max_soft_tokens=71")):
+        with pytest.raises(ValueError, match=what):
+            PooledVideos.of(config, PooledImages(processor, 16, 3))
 
 
 def test_gemma4_12b_images_are_transformers(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, CheckpointError, SamplingParams
 from unisono.types.vectors import unpack
 
-STYLES = ("qwen3_vl", "qwen2_5_vl")
+STYLES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
 CONTEXT = 4096
 
 

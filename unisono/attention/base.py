@@ -47,6 +47,8 @@ class AttentionInputs:
     query_start [R + 1]: first token of each row when ``width`` is None (an extend pass, or a round whose rows differ).
         Tokens from ``query_start[R]`` on belong to no row and are padding.
     singles: number of leading rows of an extend pass that have one token each and are attended as a round of width 1.
+    widest: most tokens of a row in a round whose rows differ: the first token of a row is committed, the others are
+        drafts. 0: the pass is no such round.
     until [T]: last position that a token sees in layers that attend both ways, at least its own; all tokens up to it
         are in the pass or in the cache. None: its own.
     plan: filled in by the backend.
@@ -62,6 +64,7 @@ class AttentionInputs:
     singles: int = 0
     until: torch.Tensor | None = None
     plan: Any = None
+    widest: int = 0
 
     @staticmethod
     def joined(first: AttentionInputs, rest: AttentionInputs) -> AttentionInputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from unisono.attention.base import KV, AttentionInputs, AttentionOptions
 from unisono.kernels.attention import hopper as attention_hopper
+from unisono.kernels.attention import hopper_latent
 from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.latent import latent_attention
 from unisono.kernels.attention.paged import attention, attention_fp8, attention_plan, quantises
@@ -41,10 +43,18 @@ class TritonAttention:
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
         attention_hopper.exact_prompt_attention.rehearse(self._attend, *heads)
         attention_hopper_rounds.exact_round_attention.rehearse(self._attend_round, *heads)
+        hopper_latent.exact_latent_attention.rehearse(self._attend_latent, *heads)
 
     def prove(self, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
         """See :class:`unisono.attention.base.ProvingAttention`."""
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
+        if head_dim == hopper_latent.WIDTH:
+            found = _choose_kernel(
+                hopper_latent.suits(*heads),
+                functools.partial(hopper_latent.exact_latent_attention.prove, self._attend_latent, *heads),
+                "the kernel for Hopper reads 16-bit rows only",
+            )
+            return {"attention of long prompts": found}
         return {
             "attention of long prompts": _choose_kernel(
                 attention_hopper.suits(*heads),
@@ -54,7 +64,7 @@ class TritonAttention:
             "attention of rounds": _choose_kernel(
                 attention_hopper_rounds.suits(*heads),
                 lambda: attention_hopper_rounds.exact_round_attention.prove(self._attend_round, *heads),
-                "the kernel for Hopper has 16-bit heads of 128 only",
+                "the kernels for Hopper have 16-bit heads of 128, 256 and 512 only",
             ),
         }
 
@@ -68,19 +78,31 @@ class TritonAttention:
         query_start: torch.Tensor | None,
         positions: torch.Tensor,
         width: int | None = None,
+        window: int = 0,
     ) -> torch.Tensor:
         """Run one extend pass, or a round of this width, as the engine does."""
         rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
         inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, width, query_start)
+        self.plan(inputs, window)
+        return self.forward(q, KV(k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5, window))
+
+    def _attend_latent(
+        self, q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, kv_len: torch.Tensor,
+        query_start: torch.Tensor, positions: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Run one extend pass over latents, as the engine does."""
+        rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
+        inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, None, query_start)
         self.plan(inputs)
-        return self.forward(q, KV(k_cache, v_cache), inputs, AttentionOptions(q.shape[2] ** -0.5))
+        options = AttentionOptions(q.shape[2] ** -0.5, values=hopper_latent.LATENT)
+        return self.forward(q, KV(cache, cache), inputs, options)
 
     def _attend_round(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, kv_len: torch.Tensor,
-        width: int,
+        width: int, window: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         positions = (kv_len[:, None] - width + torch.arange(width, device=q.device)).flatten().int()
-        return self._attend(q, k, v, page_table, kv_len, None, positions, width)
+        return self._attend(q, k, v, page_table, kv_len, None, positions, width, window)
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """Fill ``inputs.plan`` with the work list. One launch, no host sync."""
@@ -90,9 +112,9 @@ class TritonAttention:
             if (values := getattr(inputs, name)) is not None and not values.is_contiguous():
                 raise ValueError(f"{name} has stride {values.stride()}: kernels read contiguous tensors.")
         tokens = inputs.positions.shape[0]
-        tile_tokens = inputs.width or self._tile_tokens(tokens)
+        tile_tokens = inputs.width or inputs.widest or self._tile_tokens(tokens)
         partials = min(tokens * inputs.page_table.shape[1], WORKSPACE_TOKENS) // tile_tokens
-        if inputs.width is None and tokens * self.num_heads >= 64 * self.processors:
+        if inputs.width is None and not inputs.widest and tokens * self.num_heads >= 64 * self.processors:
             partials = 0  # tiles enough for all processors
         inputs.plan = attention_plan(
             inputs.slots,

@@ -97,7 +97,8 @@ def feature_flags(
     logprobs_mode: Annotated[
         str,
         typer.Option(
-            help="raw_logprobs: from the model's logits; processed_logprobs: from the distribution that is sampled."
+            help="raw_logprobs, raw_logits: of the model's logits; processed_logprobs, processed_logits: of the "
+            "distribution that is sampled."
         ),
     ] = "raw_logprobs",
     max_logprobs: Annotated[
@@ -108,6 +109,9 @@ def feature_flags(
     ] = False,
     enable_return_hidden_states: Annotated[
         bool, typer.Option("--enable-return-hidden-states", help="Accept return_hidden_states.")
+    ] = False,
+    enable_return_routed_experts: Annotated[
+        bool, typer.Option("--enable-return-routed-experts", help="Accept return_routed_experts.")
     ] = False,
 ) -> None:
     """Flags of request features: fields of ``unisono.config.EngineConfig``."""
@@ -193,7 +197,7 @@ def model_flags(
         str | None,
         typer.Option(
             help=f"Weight format: {', '.join(catalog.formats.names)}; default: the checkpoint's. "
-            "fp8 quantises plain weights."
+            "fp8 quantises plain weights; gguf keeps integers of a GGUF file packed."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",

@@ -124,11 +124,12 @@ models = Registry(
 formats = Registry(
     "weight format",
     {
-        "auto-round": "unisono.layers.formats.int4:read_auto_round",
+        "auto-round": "unisono.layers.formats.gptq:read_auto_round",
         "awq": "unisono.layers.formats.int4:read_awq",
         "compressed-tensors": "unisono.layers.formats.compressed_tensors:read",
         "fbgemm_fp8": "unisono.layers.formats.fp8:read_fbgemm",
         "fp8": "unisono.layers.formats.fp8:read",
+        "gguf": "unisono.layers.formats.gguf:read",
         "gptq": "unisono.layers.formats.gptq:read",
         "modelopt": "unisono.layers.formats.modelopt:read",
         "mxfp4": "unisono.layers.formats.mxfp4:read",
@@ -136,7 +137,7 @@ formats = Registry(
     error=CheckpointError,
     group="unisono.formats",
 )
-"""By ``quantization_config.quant_method`` of config.json.
+"""By ``quantization_config.quant_method`` of config.json; ``gguf``: by ``--quantization`` alone, for GGUF files.
 
 Each entry takes that config and returns a function from a module's name in the checkpoint to its
 ``layers.formats.base.WeightFormat``.
@@ -176,6 +177,7 @@ features = Registry(
         "media": "unisono.passes.features.media:Media",
         "prompt_logprobs": "unisono.passes.features.prompt_logprobs:PromptLogprobs",
         "hidden_states": "unisono.passes.features.hidden_states:ReturnedHiddenStates",
+        "routed_experts": "unisono.passes.features.routed_experts:RoutedExperts",
         "whole_prompts": "unisono.passes.features.whole_prompts:WholePrompts",
     },
     group="unisono.features",

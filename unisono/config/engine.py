@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from unisono.config.preflight.ranks import check_visible
-from unisono.types import MAX_LOGPROBS, Concise, ConfigError, SpeculativeConfig
+from unisono.config.synthetic_rates import Rates, rates_by_kind
+from unisono.types import LOGPROBS_MODES, MAX_LOGPROBS, Concise, ConfigError, SpeculativeConfig
 from unisono.types.vectors import DTYPES, dtype_of
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class EngineConfig(Concise):
     enable_mixed_chunk: decode running requests in prompt passes if their rounds would draft nothing. None: on GPUs.
     mm_encoder_cache_gb: GiB of device memory for encoded images. None: 1 GiB, less on a CPU.
     load_format: auto, or dummy for random weights (needs config.json only).
-    quantization: None: weights as in the checkpoint. fp8: quantise a plain checkpoint while loading. Any method that
-    the checkpoint's quantization_config does not name is an error.
+    quantization: None: as in the checkpoint, a GGUF file dequantised. fp8: quantise plain weights while loading. gguf:
+        keep integers of a GGUF file packed. Another method must be that of the checkpoint's quantization_config.
     enforce_eager: short for graphs="off".
     graphs: auto, full, segmented or off, for all passes or by program: "extend=segmented,round=full". auto: whole
     passes if the attention backend allows it, and prompt passes only in sizes that profit; off: every pass is eager.
@@ -70,7 +70,7 @@ class EngineConfig(Concise):
     synthetic_acceptance_length: for benchmarks: accept this many tokens per round on average, bonus included, whatever
     the drafts are. The text is then meaningless.
     synthetic_acceptance_rates: for benchmarks: fraction of rounds in which draft 1, 2 … is accepted; later drafts are
-    never accepted.
+    never accepted. Or such tuples for several kinds of requests; a request's kind is its seed modulo their number.
     enable_lora: requests may name adapters (docs/guide/adapters.md). max_loras: adapters on the device at once.
     max_lora_rank: largest rank of an adapter; memory is reserved for it. max_cpu_loras: adapters in host memory; None:
     as many as on the device. lora_modules: (name, directory) of adapters to load at start. lora_dtype: "auto" only: the
@@ -78,9 +78,8 @@ class EngineConfig(Concise):
     generation_config: source of sampling defaults. auto: the checkpoint's generation_config.json; vllm: vLLM's neutral
     ones; or a directory with that file. EOS ids are always the checkpoint's.
     tokenizer: directory of the tokenizer; None: the checkpoint's. hf_overrides: values in place of config.json's, by
-    name; nested objects are merged. logprobs_mode: raw: log-probabilities of the model's logits; processed: of the
-    distribution that tokens are sampled from, after penalties, temperature and filters.
-    max_logprobs: largest ``logprobs`` of a request; -1: no limit. Above 20, whole logit rows are copied to the host.
+    name; nested objects are merged. logprobs_mode: raw: of the model's logits; processed: after penalties, temperature
+    and filters. max_logprobs: largest ``logprobs``; -1: no limit. Above 20, logit rows are copied to the host.
     scheduling_policy: fcfs: first come, first served. priority: lower priority values first, then fcfs.
     cpu_offload_gb: GiB of host memory for KV pages that the prefix cache evicts from the device; 0: none. Weights stay
     on the device. cpu_offload_ratio: the same as a multiple of the device's pages.
@@ -97,8 +96,8 @@ class EngineConfig(Concise):
     tp_reduce: gather: no sum is divided, and the text is that of one process. ordered: the products after attention and
     of the MLP are divided by inputs, and their terms are added in the order of ranks: faster, the same text for one
     number of ranks.
-    enable_prompt_embeds: the server accepts embeddings in requests. enable_return_hidden_states: the server returns
-    hidden states. The offline interface always does both.
+    enable_prompt_embeds: the server accepts embeddings in requests. enable_return_hidden_states,
+    enable_return_routed_experts: the server returns these. The offline interface always does all three.
     """
 
     model: str = "tiny"
@@ -127,8 +126,8 @@ class EngineConfig(Concise):
     num_pages: int | None = None
     speculative: SpeculativeConfig | None = None
     synthetic_acceptance_length: float | None = None
-    synthetic_acceptance_rates: tuple[float, ...] = ()
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    synthetic_acceptance_rates: Rates | tuple[Rates, ...] = ()
+    logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = MAX_LOGPROBS
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     cpu_offload_gb: float = 0.0
@@ -144,6 +143,7 @@ class EngineConfig(Concise):
     enable_sleep_mode: bool = False
     enable_prompt_embeds: bool = False
     enable_return_hidden_states: bool = False
+    enable_return_routed_experts: bool = False
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -160,7 +160,7 @@ class EngineConfig(Concise):
     def __post_init__(self) -> None:
         self._check_dtypes()
         _one_of("--load-format", self.load_format, ("auto", "dummy"))
-        _one_of("--logprobs-mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
+        _one_of("--logprobs-mode", self.logprobs_mode, LOGPROBS_MODES)
         _one_of("--scheduling-policy", self.scheduling_policy, ("fcfs", "priority"))
         _one_of("--tp-reduce", self.tp_reduce, ("gather", "ordered"))
         _one_of("--device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
@@ -196,12 +196,7 @@ class EngineConfig(Concise):
         longest = 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)
         if forced is not None and not 1 <= forced <= longest:
             raise ConfigError(f"--synthetic-acceptance-length {forced}: give 1 to {longest} (1 + k).")
-        rates = self.synthetic_acceptance_rates
-        if not all(1 >= a >= b >= 0 for a, b in pairwise((1.0, *rates))):
-            raise ConfigError(
-                f"--synthetic-acceptance-rates {rates}: give shares of rounds, 1 to 0, none above the last."
-            )
-        if rates and (forced is not None or self.speculative is None):
+        if rates_by_kind(self.synthetic_acceptance_rates) and (forced is not None or self.speculative is None):
             raise ConfigError("--synthetic-acceptance-rates needs speculation, and no --synthetic-acceptance-length.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to {2**63 - 1}.")

@@ -62,6 +62,14 @@ KERNELS = Variable(
     "Directory of archives of compiled kernels, which starts read in place of compiling.",
 )
 
+START_NOTES = Variable(
+    "UNISONO_START_NOTES",
+    "a directory; `0`: none",
+    "`starts` in the directory of `UNISONO_CACHE`",
+    "Directory of what a start compared and measured on a GPU, which later starts with the same GPU, driver, versions, "
+    "sources and settings read in place of doing it again.",
+)
+
 GATHER = Variable(
     "UNISONO_GATHER",
     "`nccl`",
@@ -76,7 +84,7 @@ STAYING_LAUNCHES = Variable(
     "Persistent launches of fused layer tails. Set `0` for processes that share a GPU's multiprocessors (MPS).",
 )
 
-VARIABLES = (API_KEY, TRANSFER_KEY, CACHE, COMPILE_PROCESSES, KERNELS, GATHER, STAYING_LAUNCHES)
+VARIABLES = (API_KEY, TRANSFER_KEY, CACHE, COMPILE_PROCESSES, KERNELS, START_NOTES, GATHER, STAYING_LAUNCHES)
 """All variables, in the order of the documentation."""
 
 
@@ -107,6 +115,17 @@ def kernel_archives(default: Path) -> Path | None:
     """Return the directory of archives of compiled kernels; None if starts must read none."""
     value = KERNELS.read()
     return default if not value else None if value == "0" else Path(value)
+
+
+def start_notes() -> Path | None:
+    """Return the directory of notes of earlier starts; None if starts must read none, or no directory is known."""
+    value = START_NOTES.read()
+    if value == "0":
+        return None
+    try:
+        return Path(value) if value else cache_directory() / "starts"
+    except RuntimeError:  # there is no home directory
+        return None
 
 
 def gathers_by_nccl() -> bool:

@@ -74,7 +74,10 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "features": (
         "Log-probabilities, embeddings and hidden states in requests",
-        ("logprobs_mode", "max_logprobs", "enable_prompt_embeds", "enable_return_hidden_states"),
+        (
+            "logprobs_mode", "max_logprobs", "enable_prompt_embeds", "enable_return_hidden_states",
+            "enable_return_routed_experts",
+        ),
     ),
     "parallel": (
         "Several GPUs for one model; several engines",

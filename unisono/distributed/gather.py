@@ -17,7 +17,6 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from unisono.kernels.comm.gather_fused import ordered_sum
-from unisono.kernels.gemm.divided_tail import Regions
 from unisono.kernels.gemm.fp8_quantize import Quantised, empty_quantised
 from unisono.kernels.library import op
 from unisono.kernels.norm.activation import silu_mul
@@ -45,13 +44,7 @@ class Transport(Protocol):
 
 @runtime_checkable
 class FusingTransport(Transport, Protocol):
-    """A transport with kernels that gather and compute at once; each returns None if it does not support such rows.
-
-    regions: memory of fused layer tails; None: there are none.
-    """
-
-    @property
-    def regions(self) -> Regions | None: ...
+    """A transport with kernels that gather and compute at once; each returns None if it does not support such rows."""
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None, keep: bool,
@@ -147,12 +140,6 @@ def described(number: int) -> tuple[str, str]:
     """Return (name of a transport, reason) for ``explain``."""
     transport = _transports[number]
     return transport.name, transport.why
-
-
-def regions_of(number: int) -> Regions | None:
-    """Return a transport's memory of fused layer tails, if it has any."""
-    carrier = _transports.get(number)
-    return carrier.regions if isinstance(carrier, FusingTransport) else None
 
 
 def give_up(number: int) -> None:

@@ -25,7 +25,6 @@ from unisono.kernels.comm.gather_fused import (
     norm_parts,
     silu_parts,
 )
-from unisono.kernels.gemm.divided_tail import REGION_BYTES, Regions
 from unisono.kernels.norm.rms_norm import SumNormed
 
 PEER_MEMORY_BYTES = 4 << 20
@@ -60,11 +59,6 @@ class Nccl:
     def name(self) -> str:
         """Name of the transport of small gathers."""
         return "NCCL" if self._peer_memory is None else "a kernel over peers' memory"
-
-    @property
-    def regions(self) -> Regions | None:
-        """See :class:`unisono.distributed.gather.FusingTransport`."""
-        return None if self._peer_memory is None else self._peer_memory.regions
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See :class:`unisono.distributed.gather.Transport`."""
@@ -114,7 +108,7 @@ class Nccl:
 
 
 class PeerMemory:
-    """Buffer that peers write to, and the addresses of theirs; regions: the same for fused layer tails.
+    """Buffer that peers write to, and the addresses of theirs.
 
     fuses: True if the gathering kernels may compute norms and SiLU: their bits were compared on every rank.
     """
@@ -133,13 +127,6 @@ class PeerMemory:
         self._addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
         self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         self.peers = PeerBuffers(self._addresses, self._turns, ranks.index, ranks.count)
-        region = symmetric.empty(REGION_BYTES, dtype=torch.uint8, device=device)
-        self._region_handle = symmetric.rendezvous(region, dist.group.WORLD)  # type: ignore[arg-type]
-        region.zero_()
-        pointers = [*self._region_handle.buffer_ptrs, self._given_up.data_ptr()]
-        self.regions = Regions(
-            region, torch.tensor(pointers, dtype=torch.int64, device=device), ranks.index, ranks.count
-        )
         torch.cuda.synchronize()
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from unisono.attention.context import Rotary
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.graphs import Features
+from unisono.kernels.speculation.shared_rows import SharedInputs
 from unisono.kv.specs import Tree
 from unisono.kv.store import StateView
 from unisono.models.blocks.decoder import Decoder
@@ -48,7 +49,8 @@ class DrafterContext:
         noise, for position length + offset. ``ids`` maps columns to target token ids (None: identity). Logits of the
         target's LM head may be Columns (``Linear.columns``), so that only what the rule needs is gathered.
     sample_block: ``sample_block(logits [R · k, V], slots [R], k, ids)``: the sampling rule for positions length …
-        length + k - 1 of each row at once, [R, k]. Penalties see committed tokens, not the block's earlier drafts.
+        length + k - 1 of each row at once, [R, k]. Penalties see committed tokens, not the block's earlier drafts. With
+        ``places [R · k]`` the logits are [T, V], and these are their rows; below 0: nothing is sampled.
     best: ``best(logits [R, V], slots [R], count, ids)``: the ``count`` best tokens of that rule for position length,
         [R, count], best first, padded with -1.
     state: the drafter's state, the tree of its ``state_specs()`` with tensors in place of specs; available from the
@@ -70,7 +72,7 @@ class DrafterContext:
     slots: Any
     attention: Callable[[int, int], AttentionBackend]
     sample: Callable[[torch.Tensor | Columns, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
-    sample_block: Callable[[torch.Tensor | Columns, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+    sample_block: Callable[..., torch.Tensor]
     best: Callable[[torch.Tensor | Columns, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     state: StateView
     target_state: StateView
@@ -231,6 +233,35 @@ class ConfidentDrafter(Drafter, Protocol):
         """Write ``drafts [R, k]`` as :meth:`Drafter.propose` does. Return the probability of each [R, k] fp32 to be
         accepted if those before it are, 0 … 1.
         """
+
+
+@runtime_checkable
+class RaggedDrafter(Drafter, Protocol):
+    """A drafter that makes each request's own number of drafts in one pass, if ``drafts_ragged``.
+
+    Then a round whose requests share drafts chooses the places of drafts before it drafts, and the drafter's pass has
+    no token more than the target's.
+
+    placeholder: id of the token at a place that is to be drafted.
+    """
+
+    drafts_ragged: bool
+    placeholder: int
+
+    def propose_ragged(self, slots: torch.Tensor, drafts: torch.Tensor, given: SharedInputs) -> None:
+        """Fill the places of ``drafts [R, k]`` int32 that are not -1.
+
+        given: inputs of a pass over all rows, a row being its last token and a ``placeholder`` for each of its drafts.
+        """
+        ...
+
+    def observe_ragged(self, hidden: torch.Tensor, given: SharedInputs) -> None:
+        """Catch up after verification, in place of :meth:`Drafter.observe`.
+
+        hidden [T, d]: hidden states of the verified tokens, whose positions are those of ``given``: each row's last
+        token and its drafts. The states of rejected drafts are among them: what is stored of these is not read again.
+        """
+        ...
 
 
 @runtime_checkable

@@ -11,6 +11,8 @@ from pathlib import Path
 from unisono.config.preflight.model import assistant_beside
 from unisono.drafters.mtp.checkpoint import LAYOUTS, MTPCheckpoint
 from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
+from unisono.drafters.quantization import copied_head_bytes
+from unisono.models.blocks.decoder import Decoder
 from unisono.models.config import DecoderConfig
 from unisono.models.load.checkpoint import read_tensors
 from unisono.models.load.tensor_files import nbytes
@@ -64,3 +66,18 @@ def carried_bytes(directory: Path) -> int:
     starts = tuple(prefix for number in numbers for prefix in found[0].blocks(number))
     starts += (found[0].root,) if found[0].root else ()
     return sum(nbytes(info) for name, info in tensors.items() if name.startswith(starts))
+
+
+def drafting_bytes(directory: Path, spec: SpeculativeConfig, target: Decoder, e4m3: bool) -> int:
+    """Bytes of the modules that ``spec`` takes from a target's checkpoint, or gives random weights, and of the fp8 copy
+    of the target's LM head.
+
+    target: may be on the meta device. e4m3: the device multiplies e4m3. Raises CheckpointError.
+    """
+    if spec.method != METHOD:
+        return 0
+    if spec.options.get("load_format") == "dummy":
+        modules = MTPCheckpoint.open(directory, target.config, dummy=True).random_bytes(target)
+    else:
+        modules = carried_bytes(directory)
+    return modules + copied_head_bytes(spec.options.get("draft_quantization", "auto"), target.lm_head, e4m3)

@@ -23,7 +23,7 @@ CHOICES = ("auto", "fp8", "none")
 """Values of ``draft_quantization``, the default first."""
 
 LARGE = 1 << 26
-"""Size of an LM head in bytes from which ``auto`` makes a copy."""
+"""Bytes of an LM head from which ``auto`` drafts in fp8."""
 
 
 @dataclass
@@ -41,12 +41,15 @@ class DraftWeights:
     _copy: Linear | None = field(default=None, repr=False)
 
     @classmethod
-    def choose(cls, choice: str, target: Decoder, *, shares_head: bool = True) -> DraftWeights:
+    def choose(
+        cls, choice: str, target: Decoder, *, shares_head: bool = True, own_head: int | None = None
+    ) -> DraftWeights:
         """Choose the format. Raises ConfigError for fp8 on a GPU without e4m3 products.
 
         choice: one of CHOICES; ``auto`` is fp8 if that pays: with a large 16-bit LM head that is the target's, on a GPU
             with e4m3 products.
         shares_head: True if the modules draft with the target's LM head.
+        own_head: bytes that a step reads of the drafter's own LM head, if that is to have the format, too.
         """
         weight, device = target.lm_head.weight, target.embed.weight.device
         able = multiplies_e4m3(device)
@@ -58,11 +61,13 @@ class DraftWeights:
             )
         if choice != "auto":
             return cls(target, ONLINE_FP8 if choice == "fp8" else PLAIN, f"draft_quantization={choice!r}")
+        stored, size = target.lm_head.format, weight.nbytes if own_head is None else own_head
         reasons = {
-            "the drafter has an LM head of its own": not shares_head,
-            f"the LM head is stored as {target.lm_head.format.name}": target.lm_head.format is not PLAIN,
-            f"the LM head is {weight.dtype}, not of 16 bits": weight.itemsize != 2,
-            f"the LM head has {weight.nbytes} bytes; a copy is made from {LARGE} on": weight.nbytes < LARGE,
+            "the drafter has an LM head of its own": not shares_head and own_head is None,
+            f"the LM head is stored as {stored.name}": own_head is None and stored is not PLAIN,
+            f"the LM head is {weight.dtype}, not of 16 bits": own_head is None and weight.itemsize != 2,
+            f"weights are {target.embed.weight.dtype}, not of 16 bits": target.embed.weight.itemsize != 2,
+            f"a step reads {size} bytes of the LM head; fp8 pays from {LARGE} on": size < LARGE,
             "the device has no products of e4m3": not able,
         }
         for against, holds in reasons.items():
@@ -101,6 +106,12 @@ class DraftWeights:
         nbytes = sum(p.nbytes for p in self._copy.parameters()) if self._copy else 0
         copied = f"the copy of the LM head takes {nbytes} bytes" if nbytes else "the LM head is the drafter's own"
         return "fp8", f"{self.why}; {copied}; the text does not depend on it"
+
+
+def copied_head_bytes(choice: str, head: Linear, e4m3: bool) -> int:
+    """Bytes of the copy that :class:`DraftWeights` makes of a target's LM head. e4m3: the device multiplies e4m3."""
+    pays = choice == "auto" and e4m3 and head.weight.itemsize == 2 and head.weight.nbytes >= LARGE
+    return head.weight.numel() if head.format is PLAIN and (pays or choice == "fp8") else 0
 
 
 @torch.no_grad()

@@ -239,6 +239,9 @@ def metrics(engine: Reported) -> list[Metric]:
     samples += offload.metrics(engine.pool.offload, engine.runner.worker.host_pages)
     samples += roles.metrics(engine.roles)
     drafts_anything = engine.runner.width > 1
+    if drafts_anything:
+        labels = {"drafter": engine.runner.worker.drafter.name, "num_speculative_tokens": str(engine.runner.width - 1)}
+        samples.append(("spec_decode_drafter", "gauge", labels, 1, "Drafter of the engine, as a label; always 1."))
     for place, accepted in enumerate(c.accepted_per_position if drafts_anything else ()):
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position."
         samples.append((name, "counter", {"position": str(place)}, accepted, text))

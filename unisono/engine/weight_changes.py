@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from unisono.config import ResolvedConfig
@@ -24,6 +25,7 @@ from unisono.engine.worker.weight_updates import (
     UpdateWeights,
 )
 from unisono.types import CheckpointError, ConfigError
+from unisono.types.shared_tensor import SharedTensor
 
 
 class ChangedEngine(Protocol):
@@ -65,8 +67,17 @@ def change_weights(engine: ChangedEngine, directory: str, draft_directory: str, 
 def weight_commands(engine: ChangedEngine) -> Mapping[str, Callable[..., Any]]:
     """Commands that write some of the weights by name, and that hold or resume passes; names are SGLang's."""
 
-    def from_tensor(files: Sequence[str], version: str | None = None, draft: bool = False) -> dict[str, Any]:
-        return _changed(engine, UpdateTensors(tuple(files), draft), version)
+    def from_tensor(
+        files: Sequence[str] = (), version: str | None = None, draft: bool = False,
+        handles: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        try:
+            shared = msgspec.convert(handles or {}, dict[str, SharedTensor], from_attributes=True)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"handles: {error}") from None
+        if shared and engine.config.device.type != "cuda":
+            raise ConfigError(f"handles: CUDA shares memory of GPUs, and the engine runs on {engine.config.device}.")
+        return _changed(engine, UpdateTensors(tuple(files), draft, shared), version)
 
     def from_distributed(
         names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str,

@@ -118,6 +118,7 @@ class LLM(PooledCalls, WeightCalls):
         self.eos_token_ids = self._inputs.model.eos_token_ids
         self._ids = itertools.count()
         self._loading, self._adapters = threading.Lock(), dict[str, LoRARequest]()
+        self._pushed_adapters = {}
 
     def __repr__(self) -> str:
         facts = self._facts if self.loop.alive else "shut down"
@@ -240,7 +241,7 @@ class LLM(PooledCalls, WeightCalls):
         searches = []
         for each in as_prompts(prompts):
             prompt, sampling = self._inputs.prompt(each), params.sampling()
-            check_beams(sampling, self._inputs.model.max_logprobs)
+            check_beams(sampling, self._inputs.model.max_logprobs, self._inputs.model.logprobs_mode)
             request = self._inputs.request(self.next_id(), prompt, sampling)
             self.loop.engine.check(request.sequences()[0])
             searches.append(BeamSearch(request, params.length_penalty))
@@ -305,6 +306,8 @@ class LLM(PooledCalls, WeightCalls):
         """Free the device's memory. Running and later calls in all threads raise EngineDead."""
         self.loop.shutdown()
         self._inputs.media.close()
+        for directory in self._pushed_adapters.values():
+            directory.cleanup()
 
     def __enter__(self) -> LLM:
         return self

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from unisono.engine.loop import EngineLoop, Inbox
 from unisono.frontend.classifier import Classifier
 from unisono.frontend.pooling import Pooling
 from unisono.frontend.scores import NO_UPDATE
-from unisono.types import BadRequest, EngineRequest
+from unisono.types import BadRequest, CheckpointError, ConfigError, EngineRequest
+from unisono.types.lora import LoRARequest
+from unisono.types.shared_tensor import SharedTensor
 
 SHARED_MEMORY = Path("/dev/shm")
 """Directory of files in shared memory, where Linux has them."""
@@ -27,6 +31,9 @@ class WeightCalls:
     loop: EngineLoop[Any]
     _classifier: Classifier | None
     _pooling: Pooling
+    _loading: threading.Lock
+    _adapters: dict[str, LoRARequest]
+    _pushed_adapters: dict[str, tempfile.TemporaryDirectory[str]]
 
     def update_weights(
         self, directory: str = "", draft_directory: str = "", version: str | None = None
@@ -38,30 +45,66 @@ class WeightCalls:
 
     def update_weights_from_tensor(
         self,
-        named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Sequence[str],
+        named_tensors: Mapping[str, torch.Tensor | SharedTensor]
+        | Iterable[tuple[str, torch.Tensor | SharedTensor]]
+        | Sequence[str],
         version: str | None = None,
         draft: bool = False,
     ) -> dict[str, Any]:
         """Replace the weights of these names, by the checkpoint's names; the others stay.
 
-        named_tensors: whole tensors in any dtype of checkpoints, or paths of safetensors files with them. Tensors are
-        copied once into a file of shared memory, which all ranks read. version: as for :meth:`update_weights`. draft:
-        the drafter's weights, by the names of its checkpoint. Raises CheckpointError, with the old weights in place,
-        for a tensor without a place in the model.
+        named_tensors: tensors in any dtype of checkpoints, or paths of safetensors files with them. Tensors are copied
+        once into a file of shared memory, which all ranks read; those that another process of this host described by
+        :func:`unisono.distributed.cuda_ipc.share` are read where they are. A slice has bounds in its name:
+        ``lm_head.weight[0:128]``, ``model.norm.weight[:, 0:64]``. version: as for :meth:`update_weights`. draft: the
+        drafter's weights, by the names of its checkpoint. Raises CheckpointError, with the old weights in place, for a
+        tensor without a place in the model.
         """
         self._check_updatable()
         entries = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
         files = [entry for entry in entries if isinstance(entry, str)]
-        tensors = {entry[0]: entry[1] for entry in entries if not isinstance(entry, str)}
+        named = {entry[0]: entry[1] for entry in entries if not isinstance(entry, str)}
+        tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in named.items() if not isinstance(value, torch.Tensor)}
+        more: dict[str, Any] = {"handles": others, "version": version, "draft": draft}
         if not tensors:
-            return self._command("update_weights_from_tensor", files=files, version=version, draft=draft)
+            return self._command("update_weights_from_tensor", files=files, **more)
         directory = tempfile.mkdtemp(prefix="unisono-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
         try:
             file = str(Path(directory, "weights.safetensors"))
             save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, file)
-            return self._command("update_weights_from_tensor", files=[*files, file], version=version, draft=draft)
+            return self._command("update_weights_from_tensor", files=[*files, file], **more)
         finally:
             shutil.rmtree(directory)
+
+    def load_lora_adapter_from_tensors(
+        self, lora_name: str, tensors: Mapping[str, torch.Tensor], config_dict: Mapping[str, Any]
+    ) -> LoRARequest:
+        """Serve an adapter of these tensors, in place of one of that name; returns the request that names it.
+
+        tensors: A and B of each module in a float dtype, by PEFT's names in ``adapter_model.safetensors``. config_dict:
+        of ``adapter_config.json``. They are copied to shared memory. Requests that run go on with the adapter they
+        began with; cached prefixes of the old one are not used for the new one. Raises BadRequest with the old adapter
+        in place.
+        """
+        directory = tempfile.TemporaryDirectory(
+            prefix="unisono-adapter-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        )
+        held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(held, Path(directory.name, "adapter_model.safetensors"))
+        Path(directory.name, "adapter_config.json").write_text(json.dumps(dict(config_dict)))
+        with self._loading:
+            known = self._adapters.get(lora_name)
+            numbers = [0, *(one.lora_int_id for one in self._adapters.values())]
+            request = LoRARequest(lora_name, known.lora_int_id if known else max(numbers) + 1, directory.name)
+            try:
+                arguments = {"name": lora_name, "directory": directory.name, "again": True}
+                self.loop.call(lambda engine: engine.command("load_adapter", arguments))
+            except (CheckpointError, ConfigError) as error:
+                raise BadRequest(f"tensors: {error}", "tensors") from None
+            self._adapters[lora_name] = request
+            self._pushed_adapters[lora_name] = directory  # read again if host memory has dropped it
+        return request
 
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int,
@@ -120,6 +163,22 @@ class WeightCalls:
         asleep if memory or weights are missing.
         """
         return self._command("wake_up", tags=None if tags is None else list(tags), reload=reload)
+
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """SGLang's name of :meth:`sleep` at level 1. tags: ``["kv_cache"]`` releases the KV cache alone.
+
+        Raises ConfigError as :meth:`sleep`, and for weights without the KV cache.
+        """
+        if tags and "kv_cache" not in tags:
+            raise ConfigError(f"tags={list(tags)}: weights are released with the kv_cache; name both.")
+        done = self.sleep(1)
+        if tags and set(tags) == {"kv_cache"}:
+            self.wake_up(["weights"])
+        return done
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """SGLang's name of :meth:`wake_up`."""
+        return self.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:

@@ -29,7 +29,7 @@ from unisono.types import (
 UNUSED = (
     "stop", "stop_regex", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "structured_outputs", "prompt_logprobs", "logprob_token_ids",
-    "return_hidden_states", "extra_args",
+    "return_hidden_states", "return_routed_experts", "extra_args",
 )  # fmt: skip
 """Parameters that beam search does not support; setting them is an error."""
 
@@ -62,8 +62,22 @@ def check_length_penalty(penalty: float) -> None:
         )
 
 
-def check_beams(params: SamplingParams, most: int) -> None:
-    """Raise BadRequest for parameters that beam search does not support. most: ``--max-logprobs``, -1 for no limit."""
+def check_ranking(name: str, mode: str) -> None:
+    """Raise BadRequest if field ``name`` ranks texts by log-probabilities and ``--logprobs-mode`` reports logits."""
+    if not mode.endswith("logprobs"):
+        raise BadRequest(
+            f"{name} ranks texts by log-probabilities, and --logprobs-mode {mode} reports logits; leave out {name}, or "
+            "start with raw_logprobs.",
+            name,
+        )
+
+
+def check_beams(params: SamplingParams, most: int, mode: str) -> None:
+    """Raise BadRequest for parameters that beam search does not support.
+
+    most: ``--max-logprobs``, -1 for no limit. mode: ``--logprobs-mode``.
+    """
+    check_ranking("use_beam_search", mode)
     default = SamplingParams()
     for name in UNUSED:
         if getattr(params, name) != getattr(default, name):

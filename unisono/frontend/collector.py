@@ -96,6 +96,8 @@ class Collector:
             result.prompt_logprobs = output.prompt_logprobs(first.prompt_logprobs, MAX_LOGPROBS)
         if params.return_hidden_states:
             result.prompt_hidden_states = unpack(output.prompt_hidden_states())
+        if output.prompt_routed_experts is not None:
+            result.prompt_routed_experts = output.prompt_routed_experts.array()
         return result
 
 
@@ -135,6 +137,8 @@ class _Sequence:
                 completion.stop_reason = last
             if self._params.return_hidden_states:
                 completion.hidden_states = unpack(self.output.hidden_states())
+            if (experts := self.output.routed_experts()) is not None:
+                completion.routed_experts = experts.array()
         return len(new.token_ids)
 
     def _named(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict[int, Logprob]]:

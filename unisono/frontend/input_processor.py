@@ -24,7 +24,15 @@ from unisono.text.stop_regex import StopRegex
 from unisono.text.templates.roles import RoleTemplate, merged_leading
 from unisono.text.templates.tools import NO_TOOLS, ToolTemplate
 from unisono.text.tokenizer import Tokenizer
-from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, MediaItem, Overrides, SamplingParams
+from unisono.types import (
+    LOGPROBS_MODES,
+    MAX_LOGPROBS,
+    BadRequest,
+    EngineRequest,
+    MediaItem,
+    Overrides,
+    SamplingParams,
+)
 from unisono.types.checks import check_request
 
 SEED_BITS = 53
@@ -47,9 +55,10 @@ class ModelFacts:
     """The properties of the model that request preparation needs, from the engine's ``info()``.
 
     dtype: the model's, by name. generation_defaults: sampling parameters of generation_config.json. prompt_embeds,
-    return_hidden_states: the server's flags allow them. max_logprobs: largest ``logprobs``, -1 for no limit.
-    priorities: the engine schedules by priority. vision: image settings of a vision model. generates: False for a
-    model without an LM head, whose states alone have a meaning.
+    return_hidden_states, return_routed_experts: the server's flags allow them. routed_experts: ids that MoE layers
+    choose for a token, all layers together. max_logprobs: largest ``logprobs``, -1 for no limit.
+    logprobs_mode: values that they report. priorities: the engine schedules by priority. vision: image settings of a
+    vision model. generates: False for a model without an LM head, whose states alone have a meaning.
     """
 
     max_model_len: int
@@ -60,7 +69,10 @@ class ModelFacts:
     generation_defaults: dict[str, float]
     prompt_embeds: bool
     return_hidden_states: bool
+    return_routed_experts: bool = False
+    routed_experts: int = 0
     max_logprobs: int = MAX_LOGPROBS
+    logprobs_mode: str = LOGPROBS_MODES[0]
     priorities: bool = False
     vision: Vision | None = None
     generates: bool = True
@@ -69,6 +81,7 @@ class ModelFacts:
     def of(cls, info: Mapping[str, Any], tokenizer: Tokenizer | None) -> ModelFacts:
         """The facts of an engine's ``info()``. The EOS ids are the checkpoint's and the tokenizer's."""
         settings, own = info["settings"], tokenizer.eos_token_ids if tokenizer is not None else ()
+        experts: Mapping[str, Any] = info.get("routed_experts", {})
         return cls(
             max_model_len=settings["max_model_len"],
             vocab_size=info["vocab_size"],
@@ -78,7 +91,10 @@ class ModelFacts:
             generation_defaults=dict(info["generation_defaults"]),
             prompt_embeds=settings["enable_prompt_embeds"],
             return_hidden_states=settings["enable_return_hidden_states"],
+            return_routed_experts=settings["enable_return_routed_experts"],
+            routed_experts=len(experts.get("layers", ())) * experts.get("top_k", 0),
             max_logprobs=settings["max_logprobs"],
+            logprobs_mode=settings["logprobs_mode"],
             priorities=settings["scheduling_policy"] == "priority",
             vision=Vision.of(info.get("vision")),
             generates=not str(info.get("architecture", "")).endswith(HEADLESS),
@@ -240,8 +256,10 @@ class InputProcessor:
         names = {"image": vision.image_token_id, "video": vision.video_token_id}
         start = "" if vision.vision_start_token_id < 0 else self._token_text(vision.vision_start_token_id)
         if vision.placeholder_token_id >= 0:
-            names, start = {"image": vision.placeholder_token_id, "video": -1}, ""
+            names, start = {"image": vision.placeholder_token_id, "video": vision.video_token_id}, ""
         tokens = {kind: self._token_text(token) for kind, token in names.items() if token >= 0}
+        if vision.tile_marks:
+            tokens["image"] = vision.tile_marks[3]
         return MediaTemplate.of(tokens, start, lambda messages: tokenizer.apply_chat_template(messages))
 
     @cached_property

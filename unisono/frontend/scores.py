@@ -117,7 +117,10 @@ class Steps:
         if self == Steps():
             return
         if task != "token_classify" or classifier is None:
-            raise BadRequest("step_tag_id and returned_token_ids go with task token_classify.", "step_tag_id")
+            raise BadRequest(
+                f"step_tag_id and returned_token_ids go with task token_classify, and this one is {task}.",
+                "step_tag_id" if self.tag is not None else "returned_token_ids",
+            )
         most = len(classifier.labels)
         wrong = next((each for each in self.labels or () if not 0 <= each < most), None)
         if wrong is not None or self.labels == ():

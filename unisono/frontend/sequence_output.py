@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from unisono.text.detokenizer import Detokenizer, TokenOffsets
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import EngineRequest, FinishReason, Logprob, TokenDelta, TokenLogprobs, Vectors
+from unisono.types.expert_ids import ExpertIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class SequenceOutput:
     """One sequence's output.
 
     There is no text if ``tokenizer`` is None or the request turns ``detokenize`` off. num_tokens: tokens so far.
-    cached_tokens: prompt tokens from the prefix cache.
+    cached_tokens: prompt tokens from the prefix cache. prompt_routed_experts: of a prompt's first sequence; None
+    otherwise.
     """
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
@@ -43,6 +45,9 @@ class SequenceOutput:
         self._offsets: TokenOffsets | None = None
         self._hidden: list[Vectors] = []
         self._prompt_hidden = Vectors("float32", 0, b"")
+        self._experts: ExpertIds | None = None
+        self._expert_parts: list[bytes] = []
+        self.prompt_routed_experts: ExpertIds | None = None
 
     def record(self, delta: TokenDelta) -> None:
         """Record the fields of a delta beside its tokens."""
@@ -51,6 +56,11 @@ class SequenceOutput:
             self._prompt_hidden = delta.prompt_hidden_states
         if delta.hidden_states is not None:
             self._hidden.append(delta.hidden_states)
+        if delta.prompt_routed_experts is not None:
+            self.prompt_routed_experts = delta.prompt_routed_experts
+        if delta.routed_experts is not None:
+            self._experts = self._experts or replace(delta.routed_experts, data=b"")
+            self._expert_parts.append(delta.routed_experts.data)
 
     def detokenize(self, delta: TokenDelta) -> NewTokens:
         """Add a delta's tokens."""
@@ -105,6 +115,12 @@ class SequenceOutput:
         """The hidden states of each generated token but the last, [tokens - 1, hidden]."""
         first = self._hidden[0] if self._hidden else Vectors("float32", 0, b"")
         return replace(first, data=b"".join(rows.data for rows in self._hidden)).head(max(0, self.num_tokens - 1))
+
+    def routed_experts(self) -> ExpertIds | None:
+        """The experts of each generated token but the last; None if not reported."""
+        if self._experts is None:
+            return None
+        return replace(self._experts, data=b"".join(self._expert_parts)).head(max(0, self.num_tokens - 1))
 
     def prompt_hidden_states(self) -> Vectors:
         """The hidden states of each prompt token, [tokens, hidden]; empty except for a prompt's first sequence."""

@@ -59,6 +59,13 @@ class Buckets:
         if self.shapes:
             object.__setattr__(self, "width", self.shapes[0].width)
 
+    @property
+    def label(self) -> str:
+        """Name of everything that the measured cost of a pass depends on, in one engine."""
+        shapes = [(shape.rows, shape.width) for shape in self.shapes]
+        how = self.mode, sorted(self.edges), self.flat, self.always
+        return f"{self.program.name} {self.features.label} {shapes} {how}"
+
     def key(self, shape: PassShape) -> GraphKey:
         return GraphKey(self.program.name, shape, self.features)
 

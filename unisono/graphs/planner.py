@@ -49,6 +49,7 @@ class Planner:
     enabled: False runs everything eagerly.
     budget: bytes available for graphs (``engine/startup/memory.py``), compared with the cost of each captured graph; a
     graph beyond it is released. None: no limit. ``idle_captures`` counts graphs captured after the start.
+    known: costs of passes by :attr:`Buckets.label`, which are not measured again; ``measured`` has those in use.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Planner:
         send: Callable[[GraphCommand], object] | None = None,
         enabled: bool = True,
         budget: int | None = None,
+        known: Mapping[str, PassCost] | None = None,
     ) -> None:
         self.graph_set, self._send, self.budget = graphs, send or graphs.execute, budget
+        self._known, self.measured = known or {}, dict[str, PassCost]()
         self.passes: Counter[tuple[str, str, str]] = Counter()  # (program, kind, reason) -> passes
         # Rows of replayed graphs by program (tokens, for an extend pass): (used, padding).
         self.filled_rows: Counter[str] = Counter()
@@ -108,7 +111,7 @@ class Planner:
                 buckets = dataclasses.replace(buckets, cost=self._programs[buckets.like][0].cost)
             if self.enabled and buckets.measured and self._captures(buckets):
                 # Additional features barely change the cost of a pass.
-                like = variants[0] if variants else self._measure(buckets)
+                like = variants[0] if variants else self._costed(buckets)
                 buckets = dataclasses.replace(buckets, cost=like.cost, shapes=like.shapes, unfit=like.unfit)
             if buckets.on_demand:
                 buckets = dataclasses.replace(buckets, shapes=tuple(worthwhile(buckets)))
@@ -171,6 +174,17 @@ class Planner:
 
     def _captures(self, buckets: Buckets) -> bool:
         return buckets.mode != "off" and bool(buckets.shapes)
+
+    def _costed(self, buckets: Buckets) -> Buckets:
+        """The buckets with the cost of a pass, known from an earlier start or measured."""
+        cost = self._known.get(buckets.label)
+        if cost is None:
+            found = self._measure(buckets)
+            if found.cost is None or found.shapes != buckets.shapes:
+                return found
+            cost = found.cost
+        self.measured[buckets.label] = cost
+        return dataclasses.replace(buckets, cost=cost)
 
     def _measure(self, buckets: Buckets) -> Buckets:
         """Measure the cost of a pass: the smallest shape and those at edges as graphs, the largest shape eagerly.

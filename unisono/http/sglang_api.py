@@ -5,6 +5,7 @@ A stream's events carry the text so far instead of the new text, as SGLang's do.
 
 from __future__ import annotations
 
+import base64
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.http.answers.generation import Generation, OutputPiece, merge
@@ -185,6 +187,13 @@ class GenerateReply:
                 states = generation.hidden_states()
                 assert states is not None
                 answer["meta_info"]["hidden_states"] = [*([states[1]] if states[1] else []), *states[0]]
+        for answer, generation in zip(answers, self.generations, strict=True):
+            own, prompt = generation.routed_experts
+            if own is not None:
+                ids = own if prompt is None else prompt.joined(own)
+                answer["meta_info"]["routed_experts"] = base64.b64encode(
+                    ids.array().astype(np.int32).tobytes()
+                ).decode()
         return answers if self.many else answers[0]
 
     async def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:

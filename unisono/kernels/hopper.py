@@ -24,8 +24,8 @@ def boxes(x: torch.Tensor, rows: int) -> TensorDescriptor:
 
 
 def box_type(kind: str, rows: int) -> str:
-    """Type of :func:`boxes` in an AotCase's signature. kind: Triton's name of the dtype, e4m3 or one of 16 bits."""
-    size = 1 if kind == "fp8e4nv" else 2
+    """Type of :func:`boxes` in an AotCase's signature. kind: Triton's name of the dtype, of 8 or 16 bits."""
+    size = 1 if kind in ("fp8e4nv", "i8") else 2
     return f"tensordesc<{kind}[{rows}, {WIDTH.value // size}],{_layout(size)!r}>"
 
 

@@ -48,7 +48,8 @@ class RecurrentPass:
         """Build from attention inputs: positions [T], kv_len [R], query_start [R + 1] or None for a round.
 
         In a round, the tokens before each row's first one are committed and the rest are drafts. In a prompt pass all
-        tokens are committed. The first ``singles`` rows of a prompt pass advance their snapshots as rows of a round do.
+        tokens are committed. The first ``singles`` rows of a prompt pass advance their snapshots as rows of a round do;
+        in a round whose rows differ in width these are all rows.
         seen [NR]: tokens covered by the snapshots of all rows.
         """
         since = seen.index_select(0, rows)

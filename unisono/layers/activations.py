@@ -1,6 +1,6 @@
-"""Activation formats: a consumer declares bf16 or e4m3 inputs; the producer emits them.
+"""Activation formats: a consumer declares bf16, e4m3 or int8 inputs; the producer emits them.
 
-A layer with e4m3 weights reads quantised inputs. When the model is built, the producer's format is set by
+A layer with e4m3 or int8 weights reads quantised inputs. When the model is built, the producer's format is set by
 :func:`common_input_format` of its consumers, and the producer's own launch then emits it. A format is a request, not a
 guarantee: where the kernel of the present pass cannot emit it (attention of mixed passes and of some prompts, a fused
 layer tail, rows with adapters), the producer emits plain rows, and the consumer quantises them itself, with the same
@@ -17,7 +17,16 @@ import torch
 from unisono.kernels import sigmoid_gate, silu_mul
 from unisono.kernels.gemm.fp8_quantize import Quantised
 from unisono.kernels.norm import gated_norm as gated
-from unisono.kernels.norm.activation import SILU, ExpertGate, gelu_mul, gelu_mul_fp8, sigmoid_gate_fp8, silu_mul_fp8
+from unisono.kernels.norm.activation import (
+    SILU,
+    ExpertGate,
+    gate_rows,
+    gate_rows_fp8,
+    gelu_mul,
+    gelu_mul_fp8,
+    sigmoid_gate_fp8,
+    silu_mul_fp8,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ Activations = Operand | Projected | OfAllRanks
 
 @dataclass(frozen=True)
 class InputFormat:
-    """e4m3 activations: ``group`` columns share a scale, 0: all columns. keep: emit plain rows too."""
+    """e4m3 activations: ``group`` columns share a scale, 0: all columns; INT8_ROWS: int8. keep: emit plain rows too."""
 
     group: int
     keep: bool = False
@@ -98,6 +107,13 @@ def gate_product(x: torch.Tensor, gate: ExpertGate, input_format: InputFormat | 
     """``silu_mul(x)`` or ``gelu_mul(x)`` by ``gate``, SILU or GELU_TANH, emitted in ``input_format``."""
     plain, quantised = (silu_mul, silu_mul_fp8) if gate == SILU else (gelu_mul, gelu_mul_fp8)
     return plain(x) if input_format is None or input_format.keep else quantised(x, input_format.group)
+
+
+def gated_rows(gate: torch.Tensor, up: torch.Tensor, kind: ExpertGate, input_format: InputFormat | None) -> Activations:
+    """:func:`gate_product` of two tensors with rows of any stride."""
+    if input_format is None or input_format.keep:
+        return gate_rows(gate, up, kind.gelu)
+    return gate_rows_fp8(gate, up, kind.gelu, input_format.group)
 
 
 def sigmoid_gated(x: torch.Tensor, qkv: torch.Tensor, num_heads: int, input_format: InputFormat | None) -> Activations:

@@ -9,7 +9,7 @@ Shapes: M tokens, H features, E experts, I features of an expert, P = M * top_k 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -65,12 +65,14 @@ class Experts(nn.Module):
     router_factors: each expert's weight is multiplied by a learnt number.
     scores: how experts are scored and chosen; None: by softmax. With a ``correction`` they have one fp32 number each.
     counts [E]: tokens per expert, see :func:`expert_counts`.
+    observer: called with the choices [M, top_k] int32 of each pass; None: nobody is.
     ranks: processes that hold the experts together; a rank computes its own part.
     weighs_inputs: the input of a token's expert is multiplied by its weight, and its output is not.
     """
 
     counts: torch.Tensor
     weighs_inputs = False
+    observer: Callable[[torch.Tensor], None] | None = None
 
     def __init__(
         self,
@@ -119,6 +121,8 @@ class Experts(nn.Module):
         """
         gate_up, down = self.stacks
         ids, weights, gates = self._route(plain(x) if router_input is None else router_input, positions)
+        if self.observer is not None:
+            self.observer(ids)
         rows = x
         if self.weighs_inputs:
             x = plain(x) * weights.to(plain(x).dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -80,6 +80,16 @@ class RMSNorm(nn.Module):
             return ranks.add_rms_norm(x, residual, self.weight, self.eps, summed)
         options = self.eps, self.input_format.group, self.input_format.keep, summed
         return ranks.add_rms_norm_fp8(x, residual, self.weight, *options)
+
+    def of_normed(
+        self, x: torch.Tensor, residual: torch.Tensor, after: RMSNorm, scale: Factor | None
+    ) -> tuple[torch.Tensor, Activations]:
+        """See :class:`NormsSum`."""
+        inputs = x, residual, after.weight, after.eps, None if scale is None else scale.weight
+        if self.input_format is None:
+            return sandwich_norm.add_normed(*inputs, self.weight, self.eps)
+        options = self.input_format.group, self.input_format.keep
+        return sandwich_norm.add_normed_fp8(*inputs, self.weight, self.eps, *options)
 
     def places(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the norm, target) of each checkpoint tensor."""
@@ -162,20 +172,43 @@ class _ChangedWeight(WeightTarget):
         self.parameter.copy_(self.factor * (self.plus + stored.float()))
 
 
+class NormsSum(Protocol):
+    """A norm, or several of the same rows, fused with the norm of a block's output and its sum with the residual."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        """Norm x [M, H]."""
+        ...
+
+    def of_normed(
+        self, x: torch.Tensor, residual: torch.Tensor, after: RMSNorm, scale: Factor | None
+    ) -> tuple[torch.Tensor, Any]:
+        """Return (``total = scale * (residual + after(x))``, its norm), each [M, H], in one launch."""
+        ...
+
+
+class FusesNorms:
+    """Base of a feed-forward that norms its output, adds it and norms the sum in a kernel of its own."""
+
+    def normed_sum(
+        self, y: Any, residual: torch.Tensor, after: RMSNorm, norm: nn.Module | None, scale: Factor | None
+    ) -> tuple[torch.Tensor, Activations]:
+        """``add_normed(self.output(y), residual, after, norm, scale)``."""
+        raise NotImplementedError
+
+
 def add_normed(
-    x: torch.Tensor, residual: torch.Tensor, after: RMSNorm | None, norm: nn.Module | None,
+    x: torch.Tensor, residual: torch.Tensor, after: RMSNorm | None, norm: NormsSum | nn.Module | None,
     scale: Factor | None = None,
-) -> tuple[torch.Tensor, Activations]:  # fmt: skip
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(``total = scale * (residual + after(x))``, ``norm(total)``), each [M, H], in one launch.
 
     Without a norm the sum twice. scale: one number; None: there is none.
     """
     assert after is not None
-    inputs = x, residual, after.weight, after.eps, None if scale is None else scale.weight
-    if isinstance(norm, RMSNorm):
-        if norm.input_format is None:
-            return sandwich_norm.add_normed(*inputs, norm.weight, norm.eps)
-        group, keep = norm.input_format.group, norm.input_format.keep
-        return sandwich_norm.add_normed_fp8(*inputs, norm.weight, norm.eps, group, keep)
-    total, _ = sandwich_norm.add_normed(*inputs, None, 0.0)
+    of_normed = getattr(norm, "of_normed", None)
+    if of_normed is not None:
+        found: tuple[torch.Tensor, Any] = of_normed(x, residual, after, scale)
+        return found
+    factor = None if scale is None else scale.weight
+    total, _ = sandwich_norm.add_normed(x, residual, after.weight, after.eps, factor, None, 0.0)
     return total, total if norm is None else norm(total)

@@ -24,11 +24,11 @@ from unisono.media.workers import Workers
 from unisono.types import BadRequest, CheckpointError, Vectors
 
 SEEING = (
-    "Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3.5, Gemma 3, Gemma 4 and Mistral 3 checkpoints with a vision tower see "
-    "(docs/reference/models.md)"
+    "Qwen3-VL, Qwen2.5-VL, Qwen2-VL, Qwen3.5, Gemma 3, Gemma 4, Mistral 3 and Llama 4 checkpoints with a vision tower "
+    "see (docs/reference/models.md)"
 )
 """The models that take images, for the refusal by other models."""
-CHECKED = ("merge", "patch_size", "temporal_patch_size", "tokens_per_second", "side")
+CHECKED = ("merge", "patch_size", "temporal_patch_size", "tokens_per_second", "even_frames", "side")
 """Settings in which the checkpoint's processors must agree with the tower."""
 FILM_TYPE = "video/jpeg"
 """Media type of vLLM's data URL for the frames of a video: base64 each, separated by commas."""
@@ -40,10 +40,10 @@ class Vision:
 
     merge: side of an embedding in patches. image_token_id, video_token_id: placeholders of a prompt; -1: no videos.
     vision_start_token_id: -1: no token opens an image.
-    side: rows and columns of every image in patches, 0: any. placeholder_token_id, around, row_end, picture_end: see
-    :class:`unisono.models.vision.config.VisionConfig`. tokens_per_second:
-    0 if text gives the times of a video's frames; None if unknown. max_frame_tokens: most tokens of an image or of one
-    frame of a video.
+    side: rows and columns of every image in patches, 0: any. placeholder_token_id, around, row_end, picture_end,
+    tile_marks, even_frames, frame_time, between_frames: see :class:`unisono.models.vision.config.VisionConfig`.
+    tokens_per_second: 0 if text gives the times of a video's frames (without even_frames); None if unknown.
+    max_frame_tokens: most tokens of an image, of one frame of a video, or of a tile.
     """
 
     merge: int
@@ -60,6 +60,10 @@ class Vision:
     around: str = ""
     row_end: str = ""
     picture_end: str = ""
+    frame_time: str = "<{} seconds>"
+    between_frames: str = ""
+    tile_marks: Sequence[str] = ()
+    even_frames: bool = False
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | None) -> Vision | None:
@@ -270,7 +274,10 @@ class MediaLoader:
         frames, rows, columns = facts["grid"]
         pixels = Vectors(self._dtype, facts["size"], data)
         stamps = tuple(facts["timestamps"])
-        return LoadedMedia(source.kind, facts["digest"], (frames, rows, columns), pixels, facts["seconds"], stamps)
+        down, across = facts["tiles"]
+        return LoadedMedia(
+            source.kind, facts["digest"], (frames, rows, columns), pixels, facts["seconds"], stamps, (down, across)
+        )
 
 
 def _name(source: MediaSource) -> tuple[str, ...]:

@@ -17,20 +17,28 @@ def expanded(
     """The prompt with every placeholder expanded, and the items with their positions, in order.
 
     The prompt has one placeholder per item, as a chat template writes it, or is expanded already. A video with
-    timestamps becomes ``<0.5 seconds>`` and marks around each frame, as transformers' processors write it; the marks
-    around the placeholder stay. With ``vision.row_end`` an image becomes rows of tokens, each with a token after it.
-    end: the token that closes an image. Raises BadRequest if placeholders and items do not match.
+    timestamps becomes each frame's time (``vision.frame_time``) and marks around its tokens, as transformers'
+    processors write it; the marks around the placeholder stay. With ``vision.row_end`` an image becomes rows of tokens,
+    each with a token after it; with ``vision.tile_marks`` it becomes tiles of tokens, with tokens between them. end:
+    the token that closes an image. Raises BadRequest if placeholders and items do not match.
     """
     tokens = {"image": vision.image_token_id, "video": vision.video_token_id}
     queues = {kind: [one for one in items if one.kind == kind] for kind in tokens}
-    ends = [_one_token(text, encode, param) for text in (vision.row_end, vision.picture_end) if text]
+    ends = [_one_token(text, "ends rows", encode, param) for text in (vision.row_end, vision.picture_end) if text]
+    tile_marks = [_one_token(text, "marks tiles", encode, param) for text in vision.tile_marks]
+    first = dict(tokens)  # of the tokens of an item that is expanded
+    if tile_marks:
+        first["image"], tokens["image"] = tile_marks[0], tile_marks[3]
 
-    def written_as(item: LoadedMedia, token: int) -> tuple[list[int], list[int]]:
+    def written_as(item: LoadedMedia) -> tuple[list[int], list[int]]:
+        if tile_marks:
+            return _in_tiles(item, vision, tile_marks)
+        token = tokens[item.kind]
         return _in_rows(item, token, vision, ends) if ends else _item(item, token, vision, end, encode)
 
-    if ends:
-        images = [written_as(one, tokens["image"])[0] for one in queues["image"]]
-        done = {"image": _has_all(token_ids, tokens["image"], images), "video": False}
+    if ends or tile_marks:
+        images = [written_as(one)[0] for one in queues["image"]]
+        done = {"image": _has_all(token_ids, first["image"], images), "video": False}
     else:
         done = {kind: _written_out(token_ids, tokens[kind], queues[kind], vision) for kind in tokens}
     for kind, queue in queues.items():
@@ -40,7 +48,7 @@ def expanded(
     ids: list[int] = []
     placed: list[MediaItem] = []
     start, place = 0, {kind: 0 for kind in tokens}
-    kinds = {token: kind for kind, token in tokens.items()}
+    kinds = {(first if done[kind] else tokens)[kind]: kind for kind in tokens}
     while start < len(token_ids):
         token = token_ids[start]
         kind_here = kinds.get(token)
@@ -50,7 +58,7 @@ def expanded(
             continue
         item = queues[kind_here][place[kind_here]]
         place[kind_here] += 1
-        written, at = written_as(item, token)
+        written, at = written_as(item)
         placed.append(
             MediaItem(item.kind, item.digest, item.grid, item.pixels, [len(ids) + i for i in at], item.seconds)
         )
@@ -77,8 +85,9 @@ def _item(item: LoadedMedia, token: int, vision: Vision, end: int, encode: Encod
         return [token] * (frames * each), list(range(frames * each))
     ids: list[int] = []
     at: list[int] = []
-    for stamp in item.timestamps:
-        ids += [*encode(f"<{stamp} seconds>"), vision.vision_start_token_id]
+    for number, stamp in enumerate(item.timestamps):
+        text = vision.frame_time.format(stamp)
+        ids += [*encode(vision.between_frames + text if number else text), vision.vision_start_token_id]
         at += range(len(ids), len(ids) + each)
         ids += [*[token] * each, end]
     return ids, at
@@ -92,12 +101,26 @@ def _in_rows(item: LoadedMedia, token: int, vision: Vision, ends: Sequence[int])
     return ids, [i for i, one in enumerate(ids) if one == token]
 
 
-def _one_token(text: str, encode: Encode, param: str) -> int:
+def _in_tiles(item: LoadedMedia, vision: Vision, marks: Sequence[int]) -> tuple[list[int], list[int]]:
+    """:func:`_item` of an image that is cut into tiles. marks: see ``tile_marks`` of :class:`Vision`."""
+    start, between, after, whole, end = marks
+    rows, columns = item.tiles
+    tile = [vision.image_token_id] * (item.grid[1] * item.grid[2] // vision.merge**2)
+    ids = [start]
+    for _ in range(rows if rows * columns > 1 else 0):
+        for column in range(columns):
+            ids += [*([between] if column else []), *tile]
+        ids.append(after)
+    ids += [whole, *tile, end]
+    return ids, [i for i, one in enumerate(ids) if one == vision.image_token_id]
+
+
+def _one_token(text: str, role: str, encode: Encode, param: str) -> int:
     """The token of a mark. Raises BadRequest for a tokenizer without it."""
     ids = encode(text)
     if len(ids) != 1:
         raise BadRequest(
-            f"{param} has images, and this checkpoint's tokenizer has no token {text}, which ends rows of an image; "
+            f"{param} has images, and this checkpoint's tokenizer has no token {text}, which {role} of an image; "
             "copy the tokenizer from the base model.",
             param,
         )

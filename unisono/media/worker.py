@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,21 @@ from PIL import Image
 
 from unisono.media.decoding import images as image_decoding
 from unisono.media.decoding import videos
-from unisono.media.decoding.pooled import MergedImages, PooledImages
+from unisono.media.decoding.pooled import MergedImages, PooledImages, PooledVideos, minutes
 from unisono.media.decoding.rows import RowImages
 from unisono.media.decoding.squares import SquareImages
+from unisono.media.decoding.tiles import TiledImages
 from unisono.media.memory import memory_file
 from unisono.sandbox.channel import ForkChannel
 from unisono.sandbox.forks import keep_freed_memory, limit_memory, limit_time, serve
 from unisono.types.media_item import DIGEST_BYTES
 
-KINDS: dict[str, type[SquareImages] | type[PooledImages] | type[RowImages]] = {
+KINDS: dict[str, type[SquareImages] | type[PooledImages] | type[RowImages] | type[TiledImages]] = {
     "Gemma3ImageProcessor": SquareImages,
     "Gemma4ImageProcessor": PooledImages,
     "PixtralImageProcessor": RowImages,
     "Gemma4UnifiedImageProcessor": MergedImages,
+    "Llama4ImageProcessor": TiledImages,
 }
 """Beginning of the name of transformers' image processor -> the class that uses it. Others are as Qwen2-VL's."""
 LIST_FPS = 2.0
@@ -146,7 +149,10 @@ class MediaDecoder:
         images, name = _image_processor(directory)
         own_kind = next((kind for beginning, kind in KINDS.items() if name.startswith(beginning)), None)
         if own_kind is not None:
-            return cls(own_kind.of(images, setup["vision"]), None, setup)
+            own_images = own_kind.of(images, setup["vision"])
+            if not isinstance(own_images, PooledImages):
+                return cls(own_images, None, setup)
+            return cls(own_images, PooledVideos.of(videos.own_config(directory), own_images), setup)
         if "image_grid_thw" not in images.model_input_names:
             raise ValueError(f"its image processor is a {type(images).__name__}; those of Qwen2-VL and later are known")
         own = {
@@ -159,7 +165,8 @@ class MediaDecoder:
         raw = directory / "preprocessor_config.json"
         config = json.loads(raw.read_text(encoding="utf-8")) if raw.is_file() else {}
         rules, rate = videos.video_rules(directory, config), setup["vision"].get("tokens_per_second")
-        if rules is not None and rate is not None and rules.timestamps != (rate == 0):
+        timed = rate == 0 and not setup["vision"].get("even_frames")
+        if rules is not None and rate is not None and rules.timestamps != timed:
             raise ValueError("preprocessor_config.json and config.json disagree about video timestamps")
         return cls(images, rules, setup)
 
@@ -173,11 +180,14 @@ class MediaDecoder:
         image = self._opened(payload, data)
         width, height = image.size
         image_decoding.check_size(width, height, self.setup["max_pixels"])
-        if isinstance(self.images, (SquareImages, PooledImages, RowImages)):
-            self.images.check(message)
-            pixels, own_grid = self.images.patches(image_decoding.decoded(image, tuple(message["background"])))
-            self._check_tokens(len(pixels), 1, f"{width} x {height} pixels")
-            return self._packed("image", pixels, own_grid, 0.0, [])
+        own = self.images
+        if isinstance(own, (SquareImages, PooledImages, RowImages, TiledImages)):
+            own.check(message)
+            upright = image_decoding.decoded(image, tuple(message["background"]))
+            pixels, own_grid = own.patches(upright)
+            self._check_tokens(len(pixels), own_grid[0], f"{width} x {height} pixels")
+            facts, data = self._packed("image", pixels, own_grid, 0.0, [])
+            return facts | {"tiles": own.tiles(*upright.size) if isinstance(own, TiledImages) else (0, 0)}, data
         bounds = self._bounds(message)
         if max(width, height) / min(width, height) > 200:
             raise image_decoding.InvalidImage(
@@ -231,7 +241,7 @@ class MediaDecoder:
         digest.update(f"{kind} {list(grid)} {seconds!r} {self.setup['dtype']}".encode())
         digest.update(data)
         facts = {"grid": list(grid), "digest": digest.digest(), "size": int(pixels.shape[1]), "seconds": seconds}
-        return facts | {"timestamps": stamps}, data
+        return facts | {"timestamps": stamps, "tiles": (0, 0)}, data
 
     # ---- videos -----------------------------------------------------------------------------------
 
@@ -247,7 +257,7 @@ class MediaDecoder:
         if not payloads:
             raise image_decoding.InvalidImage("has no frames; give at least one.")
         frames = _Frames([self._opened(*one) for one in payloads], self.setup["max_pixels"], message["background"])
-        most, fps = self.setup["max_frames"], message["fps"]
+        most, fps, count = self.setup["max_frames"], message["fps"], message["num_frames"]
         if frames.listed:
             rate, indices = fps or LIST_FPS, list(range(frames.total))
             if frames.total > most:
@@ -256,7 +266,10 @@ class MediaDecoder:
                 )
         else:
             rate = frames.rate()
-            indices = videos.sampled(rules, frames.total, rate, fps, message["num_frames"], most)
+            sampled = rules.sampled if isinstance(rules, PooledVideos) else partial(videos.sampled, rules)
+            indices = sampled(frames.total, rate, fps, count, most)
+        if isinstance(rules, PooledVideos):
+            return self._pooled_frames(rules, frames, indices, rate, message)
         if len(indices) == 1:  # as long as one patch
             indices *= rules.temporal_patch_size
         width, height = frames.size
@@ -275,11 +288,29 @@ class MediaDecoder:
         seconds, _ = videos.times(rules, indices, shown)
         return self._packed("video", pixels, grid, seconds, stamps)
 
+    def _pooled_frames(
+        self, rules: PooledVideos, frames: _Frames, indices: list[int], rate: float, message: dict[str, Any]
+    ) -> tuple[dict[str, Any], Any]:
+        """A video whose frames are images of few tokens."""
+        self.images.check(message)
+        parts: list[np.ndarray] = []
+        grid = (1, 0, 0)
+        for index in indices:
+            pixels, grid = self.images.patches(frames[index], rules.tokens)
+            if not parts:
+                width, height = frames.size
+                what = f"{len(indices)} frames of {width} x {height} pixels"
+                self._check_tokens(len(pixels) * len(indices), len(indices), what)
+            parts.append(pixels)
+        stamps = [minutes(index, rate) for index in indices]
+        return self._packed("video", np.concatenate(parts), (len(indices), *grid[1:]), 1 / rate, stamps)
+
 
 def _image_processor(directory: Path) -> tuple[Any, str]:
     """transformers' image processor of a checkpoint on its PIL backend, and the name of its class.
 
-    Gemma 4 12B's has no such backend: it is Gemma 4's, which resizes alike.
+    Gemma 4 12B's has no such backend: it is Gemma 4's, which resizes alike. Llama 4's has none either: its settings are
+    returned.
     """
     from transformers.image_processing_base import ImageProcessingMixin
 
@@ -292,6 +323,8 @@ def _image_processor(directory: Path) -> tuple[Any, str]:
         from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
         return Gemma4ImageProcessorPil.from_pretrained(str(directory), local_files_only=True), name
+    if name.startswith("Llama4"):
+        return config, name
     images = AutoImageProcessor.from_pretrained(str(directory), backend="pil", local_files_only=True)
     return images, type(images).__name__
 

@@ -22,7 +22,7 @@ from unisono.models.blocks.layer_inputs import LayerInputsSpec
 from unisono.models.blocks.layers import AttentionSpec, BlockSpec, LayerSpec, MLPSpec
 from unisono.models.blocks.one_block import AbsentSpec
 from unisono.models.load.build import require
-from unisono.models.vision.config import VisionConfig
+from unisono.models.vision.config import TowerSpec, VisionConfig
 from unisono.types import CheckpointError
 
 
@@ -179,6 +179,7 @@ class Family:
     tower: module of the vision tower -> checkpoint module, inside one of TOWER_PREFIXES; empty: there is no tower.
     tower_roots: name prefix of a tower's tensors -> prefix inside TOWER_PREFIXES[0], or None for tensors that are not
         read; the first that fits counts. Empty: the tensors are in one of TOWER_PREFIXES.
+    tower_rows: as ``rows``, of the tower's projections by its spec.
     """
 
     read: Callable[[Any], DecoderConfig]
@@ -187,6 +188,7 @@ class Family:
     unread: Mapping[str, str] = field(default_factory=dict)
     tower: Mapping[str, Name] = field(default_factory=dict)
     tower_roots: Mapping[str, str | None] = field(default_factory=dict)
+    tower_rows: Mapping[str, Callable[[TowerSpec], torch.Tensor]] = field(default_factory=dict)
     tied_unless_stored: bool = False
 
     @property
@@ -212,6 +214,11 @@ class Family:
             return None
         key, numbers = _key(module)
         return self.rows[key](layers[numbers[0]]) if key in self.rows else None
+
+    def tower_rows_of(self, module: str, tower: TowerSpec) -> torch.Tensor | None:
+        """:meth:`rows_of` a module of the vision tower."""
+        rows = self.tower_rows.get(_key(module)[0])
+        return None if rows is None else rows(tower)
 
 
 def checkpoint_name(names: Mapping[str, Name], module: str, layers: Sequence[LayerSpec] = ()) -> str:

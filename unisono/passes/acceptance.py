@@ -13,10 +13,13 @@ class AcceptanceRule(Protocol):
     The comparison itself is in ``commit`` (``kernels/speculation/rounds.py``).
     """
 
-    def candidates(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
+    def candidates(
+        self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int, shared: bool = False
+    ) -> torch.Tensor:
         """Return drafts [N, k]; ``commit`` accepts their longest prefix that equals ``sampled``. -1 is never accepted.
 
         drafts [N, k], sampled [N, 1 + k], slots [N]: int32. N = R · paths; row r · paths + l is path l of request r.
+        shared: requests share drafts, and those that are -1 were not verified.
         """
 
     def count(self, drafted: torch.Tensor, drafts: int) -> None:
@@ -26,7 +29,9 @@ class AcceptanceRule(Protocol):
 class ExactMatch:
     """The engine's rule: all drafts are compared as they are."""
 
-    def candidates(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
+    def candidates(
+        self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int, shared: bool = False
+    ) -> torch.Tensor:
         return drafts
 
     def count(self, drafted: torch.Tensor, drafts: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from unisono.attention.base import AttentionInputs, LastTokens
 from unisono.attention.context import ForwardContext
-from unisono.distributed.columns import Columns, whole
+from unisono.distributed.columns import whole
 from unisono.drafters.base import Drafter
 from unisono.graphs import Buffers, BufferSchema, Hidden, Program
 from unisono.kernels.cache.pages import group_slot_mapping
@@ -112,7 +112,8 @@ class PassContext:
         if not self.store.recurrent:
             return None
         i = inputs
-        return RecurrentPass.of(i.slots, i.positions, i.kv_len, i.query_start, self.store.snapshot_positions, i.singles)
+        singles = i.slots.shape[0] if i.widest else i.singles
+        return RecurrentPass.of(i.slots, i.positions, i.kv_len, i.query_start, self.store.snapshot_positions, singles)
 
     def sample(
         self,
@@ -130,17 +131,15 @@ class PassContext:
         last [N · W, H]: hidden states of the sampled positions.
         rows [N]: slots.
         places [N · W]: the row of ``last`` of each sampled position, if rows have different widths; then ``last`` is
-            [T, H].
+            [T, H]. Below 0: nothing is sampled.
         """
         width, logits = 1 + drafts.shape[1], self.model.logit_columns(last)
-        if places is not None:
-            logits = logits.select(places) if isinstance(logits, Columns) else logits.index_select(0, places)
         if b.features.whole_logits:
             logits = whole(logits)
         masks = (feature.allowed_tokens(b, rows.shape[0]) for feature in self.features)
         mask = next((mask for mask in masks if mask is not None), None)
-        sampled = edit_and_sample(logits, rows, width, drafts, self.slots, mask=mask)
-        computed = Computed(b, hidden, logits, rows, width, sampled, outputs)
+        sampled = edit_and_sample(logits, rows, width, drafts, self.slots, mask=mask, places=places)
+        computed = Computed(b, hidden, logits, rows, width, sampled, outputs, places)
         for feature in self.features:
             feature.report(computed)
         return sampled.tokens.view(-1, width)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from unisono.drafters.base import ConfidentDrafter, PausableDrafter
+from unisono.drafters.base import ConfidentDrafter, PausableDrafter, RaggedDrafter
 from unisono.graphs import Buffers, BufferSchema, Field, Program
 from unisono.kernels.cache.pages import grow_pages
 from unisono.kernels.speculation.rounds import limit_drafts
+from unisono.kernels.speculation.shared_rows import SharedInputs
 from unisono.kernels.speculation.tree_paths import Fork
 from unisono.kv.pages import pages_for
 from unisono.kv.specs import ALL
@@ -20,7 +21,7 @@ from unisono.passes.context import PassContext
 from unisono.passes.features.base import PassKind
 from unisono.passes.slot_tensors import SlotTensors
 from unisono.passes.tree import Tree
-from unisono.passes.verify import verify_chain, verify_shared, verify_tree
+from unisono.passes.verify import compact_inputs, share, verify_chain, verify_shared, verify_tree
 
 SHARED_ROUND = "shared_round_"
 """Prefix of the names of programs of rounds with a shared budget; the number of drafts per row follows."""
@@ -95,7 +96,8 @@ def shared_round_program(context: PassContext, drafts: int) -> Program:
     """As :func:`round_program`, but each request has its own number of drafts, 0 … k of ``width`` 1 + k.
 
     The target computes rows · (1 + ``drafts``) tokens, of which padding rows take none. Input ``rates [rows, k]``: see
-    :func:`unisono.passes.verify.verify_shared`. Output ``found [rows]``: drafts of each request before the choice.
+    :func:`unisono.passes.verify.share`. Output ``found [rows]``: drafts of each request before the choice. A drafter
+    that takes rows of any width drafts after the choice, so that its pass is as small as the target's.
     """
     rates = Field("rates", torch.float32, ("rows", "drafts"))
     found = Field("found", torch.int32, ("rows",), output=True)
@@ -104,9 +106,15 @@ def shared_round_program(context: PassContext, drafts: int) -> Program:
     def run(b: Buffers) -> None:
         grow(context, b, b.slots)
         rows, most = b.shape.rows, b.shape.width - 1
-        chain = torch.full((rows, most), -1, dtype=torch.int32, device=b.device)
-        chances = _draft_rated(context, b.slots, chain, b.rates)
-        verify_shared(context, b, chain, chances, rows * (1 + drafts))
+        tokens, drafter = rows * (1 + drafts), context.drafter
+        ragged = drafter if isinstance(drafter, RaggedDrafter) and drafter.drafts_ragged else None
+        if ragged is not None:
+            chain, given = _draft_shared(context, ragged, b, most, tokens)
+        else:
+            chain = torch.full((rows, most), -1, dtype=torch.int32, device=b.device)
+            chances = _draft_rated(context, b.slots, chain, b.rates)
+            _, given = share(context, b, chain, chances, tokens)
+        verify_shared(context, b, chain, given, ragged)
 
     return context.program(shared_round(drafts), schema, run)
 
@@ -177,6 +185,20 @@ def _draft_rated(context: PassContext, slots: torch.Tensor, drafts: torch.Tensor
             drafter.propose(slots, drafts)
     limit_drafts(drafts, slots, context.slots.max_drafts, torch.empty_like(slots))
     return rates
+
+
+def _draft_shared(
+    context: PassContext, drafter: RaggedDrafter, b: Buffers, most: int, tokens: int
+) -> tuple[torch.Tensor, SharedInputs]:
+    """Draft what is verified: share the places of drafts first, then fill them. Returns drafts [R, most], -1 where
+    nothing is verified, and the target's inputs.
+    """
+    shape = b.slots.shape[0], most
+    chain = torch.full(shape, drafter.placeholder, dtype=torch.int32, device=b.device)
+    limit_drafts(chain, b.slots, context.slots.max_drafts, torch.empty_like(b.slots))
+    widths, given = share(context, b, chain, b.rates, tokens)
+    drafter.propose_ragged(b.slots, chain, given)
+    return chain, compact_inputs(context, b, chain, widths, tokens)
 
 
 def _draft_tree(context: PassContext, tree: Tree, fork: Fork, drafts: torch.Tensor) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from unisono.attention.base import AttentionInputs
-from unisono.drafters.base import PausableDrafter, Verified
+from unisono.drafters.base import PausableDrafter, RaggedDrafter, Verified
 from unisono.graphs import Buffers
 from unisono.kernels.speculation.rounds import round_inputs
-from unisono.kernels.speculation.shared_rows import share_drafts, shared_inputs
+from unisono.kernels.speculation.shared_rows import SharedInputs, share_drafts, shared_inputs
 from unisono.kernels.speculation.tree_paths import Fork
 from unisono.kv.specs import PAGE_SIZE
 from unisono.passes.context import PassContext
@@ -26,25 +26,50 @@ def verify_chain(context: PassContext, b: Buffers, drafts: torch.Tensor, early: 
     _commit_chain(context, b, drafts, sampled, seen, early)
 
 
-def verify_shared(context: PassContext, b: Buffers, drafts: torch.Tensor, rates: torch.Tensor, tokens: int) -> None:
-    """Verify the drafts [R, k] most likely to be reached, in ``tokens`` tokens of the target, and commit.
+def share(
+    context: PassContext, b: Buffers, drafts: torch.Tensor, rates: torch.Tensor, tokens: int
+) -> tuple[torch.Tensor, SharedInputs]:
+    """Keep the drafts [R, k] most likely to be reached, as many as ``tokens`` tokens hold; the others become -1.
 
-    Each request has a row of its own width in the target's pass, so its tokens have the bits of any other round.
-    rates [R, k] fp32: probability of each draft if those before it are accepted. Drafts that are not verified become
-    -1.
+    rates [R, k] fp32: probability of each draft if those before it are accepted. Returns the tokens of each row [R] and
+    the inputs of a pass over all rows, each of its own width.
     """
     s = context.slots
     widths = share_drafts(drafts, rates, b.slots, s.length, s.max_length, s.status, tokens, b.drafted, b.found)
-    given = shared_inputs(b.slots, drafts, widths, s.length, s.last_token, s.page_table, PAGE_SIZE, tokens)
+    return widths, compact_inputs(context, b, drafts, widths, tokens)
+
+
+def compact_inputs(
+    context: PassContext, b: Buffers, drafts: torch.Tensor, widths: torch.Tensor, tokens: int
+) -> SharedInputs:
+    """Inputs of a pass over rows of ``widths`` [R] tokens, the last committed one and its drafts [R, k]."""
+    s = context.slots
+    return shared_inputs(b.slots, drafts, widths, s.length, s.last_token, s.page_table, PAGE_SIZE, tokens)
+
+
+def verify_shared(
+    context: PassContext, b: Buffers, drafts: torch.Tensor, given: SharedInputs, drafter: RaggedDrafter | None
+) -> None:
+    """Verify drafts [R, k] that share a pass, and commit. given: see :func:`share`.
+
+    Each request has a row of its own width in the target's pass, so its tokens have the bits of any other round.
+    drafter: the drafter, if it observes rows of any widths.
+    """
+    s = context.slots
     placed = b.slots, given.positions, given.slot_mapping, given.kv_len, s.page_table
-    inputs = AttentionInputs(*placed, None, given.query_start)
+    inputs = AttentionInputs(*placed, None, given.query_start, widest=b.shape.width)
     rotary = None
     if s.rotary_delta is not None:
         rotary = given.positions + s.rotary_delta.index_select(0, b.slots).index_select(0, given.owners)
     last, seen = context.forward(b, b.slots, given.token_ids, inputs, rotary=rotary)
     hidden = last.index_select(0, given.places)
-    sampled = context.sample(b, hidden, last, b.slots, drafts, Outputs(b), given.places)
-    _commit_chain(context, b, drafts, sampled, None if seen is None else seen.index_select(0, given.places))
+    sampled = context.sample(b, hidden, last, b.slots, drafts, Outputs(b), given.sampled)
+    if drafter is not None and seen is not None:
+        _commit(context, b, drafts, sampled, shared=True)
+        drafter.observe_ragged(seen, given)
+    else:
+        seen = None if seen is None else seen.index_select(0, given.places)
+        _commit_chain(context, b, drafts, sampled, seen, shared=True)
 
 
 def _commit_chain(
@@ -54,15 +79,21 @@ def _commit_chain(
     sampled: torch.Tensor,
     seen: torch.Tensor | None,
     early: bool = False,
+    shared: bool = False,
 ) -> None:
     """Commit drafts [R, k] by the target's tokens [R, W], and let the drafter catch up. seen [R · W, H]."""
-    width = b.shape.width
-    candidates = context.acceptance.candidates(drafts, sampled, b.slots, 1)
-    context.acceptance.count(b.drafted, width - 1)
-    b.result.copy_(context.commit(sampled, candidates, b.slots))
+    _commit(context, b, drafts, sampled, shared)
     if early and context.width > 1:
         b.outputs_ready()
     catch_up(context, Verified(b.slots, b.result, sampled, seen))
+
+
+def _commit(context: PassContext, b: Buffers, drafts: torch.Tensor, sampled: torch.Tensor, shared: bool) -> None:
+    """Commit drafts [R, k] by the target's tokens [R, W]. shared: see :class:`AcceptanceRule`."""
+    candidates = context.acceptance.candidates(drafts, sampled, b.slots, 1, shared)
+    if not shared:
+        context.acceptance.count(b.drafted, b.shape.width - 1)
+    b.result.copy_(context.commit(sampled, candidates, b.slots))
 
 
 def catch_up(context: PassContext, verified: Verified) -> None:

@@ -52,6 +52,23 @@ class EditFields(SamplingFields, Protocol):
 
 
 @dataclass(frozen=True)
+class ReportedValues:
+    """Values that ``logprobs`` reports of tokens. Defaults: log-probabilities of the model's logits.
+
+    processed: of logits as tokens are drawn from them: edited, divided by the temperature, filtered.
+    normalized: log-probabilities; False: logits.
+    """
+
+    processed: bool = False
+    normalized: bool = True
+
+    @classmethod
+    def of(cls, mode: str) -> ReportedValues:
+        """The values of a ``--logprobs-mode``."""
+        return cls(mode.startswith("processed"), mode.endswith("logprobs"))
+
+
+@dataclass(frozen=True)
 class Sampled:
     """Result of sampling N rows of logits.
 
@@ -84,32 +101,34 @@ def sample_tokens(
 
 def edit_and_sample(
     logits: Tensor | Columns, slots: Tensor, width: int, drafts: Tensor, fields: EditFields, offset: int = 0,
-    ids: Tensor | None = None, mask: Tensor | None = None,
+    ids: Tensor | None = None, mask: Tensor | None = None, places: Tensor | None = None,
 ) -> Sampled:  # fmt: skip
     """:func:`sample_tokens` with edits. Row r * width + j treats drafts[r, : offset + j] as committed.
 
     drafts [R, at least offset + width - 1] int32; -1 is no draft. mask [R * width, words] int32: one bit per allowed
     token, for rows of slots with edits; None allows all. With Columns, ids must be None and the slots must not filter.
+    places [R * width] int32: each row's row of logits [T, V]; below 0: it is not sampled.
     """
     if isinstance(logits, Columns):
+        logits = logits if places is None else logits.select(places.clamp_min(0))
         return Sampled(_best_of_ranks(logits, slots, width, 1, drafts, fields, offset, mask)[:, 0])
-    edited = _edited(logits, slots, width, drafts, fields, offset, ids, mask)
+    edited = _edited(logits, slots, width, drafts, fields, offset, ids, mask, places=places)
     threshold = edited.new_empty(edited.shape[0])
     tokens = sample(
         logits, slots, width, fields.length, fields.status, fields.temperature, fields.top_k, fields.top_p,
-        fields.min_p, fields.seed_lo, fields.seed_hi, offset, ids, fields.edits, edited, threshold,
+        fields.min_p, fields.seed_lo, fields.seed_hi, offset, ids, fields.edits, edited, threshold, places,
     )  # fmt: skip
     return Sampled(tokens, edited, threshold)
 
 
 def _edited(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, fields: EditFields, offset: int, ids: Tensor | None,
-    mask: Tensor | None = None, first: int = 0,
+    mask: Tensor | None = None, first: int = 0, places: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Call ``edit_logits`` with the slots' fields."""
     return edit_logits(
         logits, slots, width, drafts, fields.edits, fields.length, fields.status, fields.stop_ids, fields.history,
-        fields.edit_table, offset, ids, mask, first,
+        fields.edit_table, offset, ids, mask, first, places,
     )  # fmt: skip
 
 
@@ -128,10 +147,10 @@ def _best_of_ranks(
 
 
 def report_logprobs(
-    logits: Tensor, slots: Tensor, width: int, sampled: Sampled, fields: EditFields, processed: bool, out: Tensor
-) -> None:
-    """Write the log-probabilities requested by each slot into out [R, width, WORDS] int32; see
-    ``kernels/sampling/logprobs.py``.
+    logits: Tensor, slots: Tensor, width: int, sampled: Sampled, fields: EditFields, reported: ReportedValues,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Write the values requested by each slot into out [R, width, WORDS] int32; see ``kernels/sampling/logprobs.py``.
 
     sampled: result of sampling whole logits.
     """
@@ -139,16 +158,21 @@ def report_logprobs(
     assert sampled.threshold is not None
     logprobs(
         logits, slots, width, sampled.tokens, fields.logprobs, fields.status, fields.temperature, fields.edits,
-        sampled.edited, sampled.threshold, processed, out.view(-1, out.shape[-1]),
+        sampled.edited, sampled.threshold, reported.processed, reported.normalized, out.view(-1, out.shape[-1]),
     )  # fmt: skip
 
 
-def report_prompt_logprobs(logits: Tensor, slots: Tensor, tokens: Tensor, fields: EditFields, out: Tensor) -> None:
-    """Write the prompt log-probabilities requested by slots [T] into out [T, WORDS] int32, from raw logits [T, V]."""
+def report_prompt_logprobs(
+    logits: Tensor, slots: Tensor, tokens: Tensor, fields: EditFields, reported: ReportedValues, out: Tensor
+) -> None:
+    """Write the values of prompt tokens requested by slots [T] into out [T, WORDS] int32, from raw logits [T, V].
+
+    Nothing is drawn from these logits, so they are never processed.
+    """
     unused = logits.new_empty(logits.shape[0], dtype=float32)
     logprobs(
         logits, slots, 1, tokens, fields.prompt_logprobs, fields.status, fields.temperature, fields.edits, unused,
-        unused, False, out,
+        unused, False, reported.normalized, out,
     )  # fmt: skip
 
 
@@ -223,13 +247,19 @@ class DraftSampler:
         chosen = digits.expand(slots.shape[0] // digits.shape[0], -1).reshape(-1, 1)
         return best.gather(1, chosen)[:, 0]
 
-    def block(self, logits: Tensor | Columns, slots: Tensor, count: int, ids: Tensor | None) -> Tensor:
+    def block(
+        self, logits: Tensor | Columns, slots: Tensor, count: int, ids: Tensor | None, places: Tensor | None = None
+    ) -> Tensor:
         """Sample tokens [R, count] int32 for positions length … length + count - 1 at once.
 
-        logits [R · count, V], slots [R] int32. No position sees the drafts before it.
+        logits [R · count, V], slots [R] int32; places: see :func:`edit_and_sample`. No position sees the drafts before
+        it: while a round drafts, its drafts are still -1.
         """
-        drafts = slots.new_full((slots.shape[0], count), -1)
-        sampled = edit_and_sample(self._gathered(logits, ids), slots, count, drafts, self._fields, 0, ids)
+        drafts = self._drafts
+        if drafts is None or drafts.shape != (slots.shape[0], count):
+            drafts = slots.new_full((slots.shape[0], count), -1)
+        logits = self._gathered(logits, ids)
+        sampled = edit_and_sample(logits, slots, count, drafts, self._fields, 0, ids, places=places)
         return sampled.tokens.view(-1, count)
 
     def best(self, logits: Tensor | Columns, slots: Tensor, count: int, ids: Tensor | None) -> Tensor:

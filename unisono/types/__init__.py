@@ -12,6 +12,7 @@ from unisono.types.errors import (
     request_failure,
 )
 from unisono.types.limits import (
+    LOGPROBS_MODES,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -47,6 +48,7 @@ __all__ = [
     "EngineUnavailable",
     "EngineRequest",
     "FinishReason",
+    "LOGPROBS_MODES",
     "Logprob",
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_TOKENS",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,13 +12,16 @@ LEVELS = ("none", "summary", "detailed")
 
 
 class RequestAcceptance(msgspec.Struct):
-    """Acceptance of one sequence's drafts. Names are vLLM's, except for ``drafter`` and ``num_steps_without_drafts``.
+    """Acceptance of one sequence's drafts. Names are vLLM's up to ``num_spec_tokens``.
 
     mean_acceptance_length: 1 + accepted drafts per step with drafts. draft_acceptance_rate: accepted of all drafts.
     acceptance_histogram: entry j is the number of steps that accepted j drafts, j = 0 … num_spec_tokens.
     num_spec_steps: verified steps with drafts. num_spec_tokens: largest number of drafts of a step.
     drafter: name of the drafter, or "none". num_steps_without_drafts: steps in which nothing was drafted: the drafter
     found nothing, or the engine chose no drafts because they would have cost time.
+    mean_draft_tokens: drafts per step with drafts: the mean k. drafts_histogram: entry j is the number of steps with j
+    drafts; entry 0 is ``num_steps_without_drafts``. accepted_per_position, drafted_per_position: entry j is the number
+    of accepted drafts, and of drafts, at position j of a step.
     per_step_accepted, per_step_drafted: one entry per step with drafts; absent in a summary.
     """
 
@@ -31,6 +34,10 @@ class RequestAcceptance(msgspec.Struct):
     num_spec_tokens: int
     drafter: str
     num_steps_without_drafts: int
+    mean_draft_tokens: float
+    drafts_histogram: list[int]
+    accepted_per_position: list[int]
+    drafted_per_position: list[int]
     per_step_accepted: list[int] | UnsetType = UNSET
     per_step_drafted: list[int] | UnsetType = UNSET
 
@@ -71,9 +78,8 @@ class DraftCount:
     def result(self, drafter: str, num_spec_tokens: int, detailed: bool = False) -> RequestAcceptance:
         """Summarise. drafter, num_spec_tokens: the engine's. detailed: with one entry per step."""
         accepted, drafted, steps = self.num_accepted, self.num_drafted, len(self.drafted)
-        histogram = [0] * (max([num_spec_tokens, *self.accepted]) + 1)
-        for count in self.accepted:
-            histogram[count] += 1
+        largest, without = max([num_spec_tokens, *self.drafted, *self.accepted]), max(0, self.steps - 1 - steps)
+        histogram, by_drafts = _histogram(self.accepted, largest), _histogram(self.drafted, largest)
         return RequestAcceptance(
             mean_acceptance_length=1 + accepted / max(1, steps),
             draft_acceptance_rate=accepted / max(1, drafted),
@@ -83,7 +89,24 @@ class DraftCount:
             num_draft_tokens=drafted,
             num_spec_tokens=num_spec_tokens,
             drafter=drafter,
-            num_steps_without_drafts=max(0, self.steps - 1 - steps),
+            num_steps_without_drafts=without,
+            mean_draft_tokens=drafted / max(1, steps),
+            drafts_histogram=[without, *by_drafts[1:]],
+            accepted_per_position=_per_position(histogram),
+            drafted_per_position=_per_position(by_drafts),
             per_step_accepted=list(self.accepted) if detailed else UNSET,
             per_step_drafted=list(self.drafted) if detailed else UNSET,
         )
+
+
+def _histogram(counts: Sequence[int], largest: int) -> list[int]:
+    """Number of entries that are 0 … ``largest``."""
+    found = [0] * (largest + 1)
+    for count in counts:
+        found[count] += 1
+    return found
+
+
+def _per_position(histogram: Sequence[int]) -> list[int]:
+    """Entry j: number of steps with more than j drafts, from the steps by their number of drafts."""
+    return [sum(histogram[place + 1 :]) for place in range(len(histogram) - 1)]

@@ -32,6 +32,9 @@ MAX_BAD_WORD_CHARS = 1024
 MAX_LOGPROBS = 20
 """Alternatives per position that the kernel finds. A larger number copies whole rows of logits to the host."""
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+"""Values of ``--logprobs-mode``; vLLM's names."""
+
 MAX_LOGPROB_IDS = 128
 """Tokens in ``logprob_token_ids``; vLLM's limit."""
 
@@ -304,6 +307,7 @@ SAMPLING: Mapping[str, Limit] = {
     "logprob_token_ids": Items(MAX_LOGPROB_IDS),
     "prompt_logprobs": Whole(0, MAX_LOGPROBS),
     "logprob_start_len": Whole(0),
+    "routed_experts_prompt_start": Whole(0),
     "repetition_penalty": Real(0, 100, "1 is off", above=True),
     "presence_penalty": Real(-2, 2, "0 is off"),
     "frequency_penalty": Real(-2, 2, "0 is off"),

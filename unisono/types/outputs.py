@@ -1,6 +1,6 @@
 """Results of a request: token deltas of each round, complete answers, vectors as bytes, and finish reasons.
 
-Imports nothing of the project; all rooms import these names from ``types``.
+All rooms import these names from ``types``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from unisono.types.acceptance import RequestAcceptance
+from unisono.types.expert_ids import ExpertIds
 
 
 class _Shortened(reprlib.Repr):
@@ -55,7 +56,7 @@ class Concise:
         for each in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, each.name)
             made = each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
-            if made is dataclasses.MISSING or value != made:
+            if made is dataclasses.MISSING or hasattr(value, "shape") or value != made:
                 shown.append(f"{each.name}={_shortened.repr(value)}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -142,7 +143,8 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     logprobs: one entry per token, if requested. prompt_logprobs: on the first delta, one entry per prompt token but the
     first. drafted_tokens: drafts proposed for these tokens; accepted_tokens: the accepted ones.
     hidden_states: of generated tokens, if requested: the state before each of these tokens except the very first.
-    prompt_hidden_states: those of the prompt, on the first delta.
+    prompt_hidden_states: those of the prompt, on the first delta. routed_experts, prompt_routed_experts: the experts
+    chosen for the same tokens.
     extra: reports of features of other packages, a list by name; lists of successive deltas are concatenated.
     error: the request failed inside the engine; ``finish`` is then ABORT. error_param: the request's field
         that caused it; None if the engine did.
@@ -164,6 +166,8 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     queued_seconds: float | None = None
     joined: list[tuple[int, int, int]] | None = None
     error_param: str | None = None
+    routed_experts: ExpertIds | None = None
+    prompt_routed_experts: ExpertIds | None = None
 
     @property
     def rounds(self) -> list[tuple[int, int, int]]:
@@ -189,6 +193,9 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
         if later.hidden_states is not None:
             own = self.hidden_states
             self.hidden_states = later.hidden_states if own is None else own.joined(later.hidden_states)
+        if later.routed_experts is not None:
+            known = self.routed_experts
+            self.routed_experts = later.routed_experts if known is None else known.joined(later.routed_experts)
 
 
 class RequestOutputKind(enum.Enum):
@@ -236,6 +243,7 @@ class CompletionOutput(Concise):
     ``stop_token_ids``, that ended it; None for EOS and everything else.
     logprobs: for each token a map from id to log-probability: the token's own and the likeliest ones.
     hidden_states: a tensor [tokens - 1, hidden] in the model's dtype, of each token but the last.
+    routed_experts: ids [tokens - 1, MoE layers, top_k] of the experts of each token but the last, a NumPy array.
     extra: reports of features of other packages, a list by name.
     error: the failure that ended it; then ``finish_reason`` is "abort" though no caller aborted it.
     acceptance: of drafts, once it has ended; None without a drafter.
@@ -256,6 +264,7 @@ class CompletionOutput(Concise):
     content: str | None = None
     tool_calls: list[ParsedToolCall] = field(default_factory=list)
     acceptance: RequestAcceptance | None = None
+    routed_experts: Any = None
 
     def finished(self) -> bool:
         """True once the sequence has ended."""
@@ -269,8 +278,9 @@ class RequestOutput(Concise):
     ``seed`` reproduces it: output i has seed + i.
 
     prompt_logprobs: one entry per prompt token, None for the first and those before ``logprob_start_len``.
-    prompt_hidden_states: a tensor [prompt tokens, hidden] in the model's dtype. prompt_token_ids: -1 at the positions
-    of embeddings. metrics: times of the request and its tokens.
+    prompt_hidden_states: a tensor [prompt tokens, hidden] in the model's dtype. prompt_routed_experts: ids [tokens, MoE
+    layers, top_k] of prompt tokens from ``routed_experts_prompt_start`` on, a NumPy array. prompt_token_ids: -1 at the
+    positions of embeddings. metrics: times of the request and its tokens.
     """
 
     request_id: str
@@ -283,6 +293,7 @@ class RequestOutput(Concise):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prompt_hidden_states: Any = None
     metrics: RequestMetrics | None = None
+    prompt_routed_experts: Any = None
 
 
 @dataclass

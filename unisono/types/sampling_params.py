@@ -59,6 +59,8 @@ class SamplingParams(Concise):
     tokens from this position on. The prompt is computed from the token before it, without the prefix cache.
     return_hidden_states (SGLang's name): report the final hidden state, after the last norm, of each prompt token and
     each generated one but the last. Cached prefixes have none, so the prompt is computed whole.
+    return_routed_experts (SGLang's name): report the experts that each MoE layer chose for the same tokens, of the
+    prompt from ``routed_experts_prompt_start`` on; the prefix cache serves at most the tokens before it.
     detokenize: produce text. If False, the request ends by token ids and lengths only.
     spaces_between_special_tokens: if False, adjacent special tokens are written without a space between them.
     truncate_prompt_tokens: keep this many prompt tokens, by default the last ones (truncation_side "left"); -1 keeps as
@@ -90,6 +92,8 @@ class SamplingParams(Concise):
     prompt_logprobs: int | None = None
     logprob_start_len: int = 0
     return_hidden_states: bool = False
+    return_routed_experts: bool = False
+    routed_experts_prompt_start: int = 0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -131,7 +135,7 @@ class SamplingParams(Concise):
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
             ok = all(is_int(one) and one >= 0 for one in getattr(self, name) or ())
             require(ok, name, getattr(self, name), "every id must be a whole number ≥ 0")
-        for name in ("return_hidden_states", "detokenize", "spaces_between_special_tokens"):
+        for name in ("return_hidden_states", "return_routed_experts", "detokenize", "spaces_between_special_tokens"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "it must be true or false")
         for name, kind in (("structured_outputs", StructuredOutputs), ("thinking", Thinking)):
             ok = getattr(self, name) is None or isinstance(getattr(self, name), kind)

@@ -4,22 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_SPARSE = "sparse attention"
+_ALIBI = "scores with a bias by distance (ALiBi)"
+_AUDIO = "an audio tower"
+_CLASS = "a class in transformers that its formula is compared with"
+_CROSS = "cross-attention to an encoder"
+_LEARNT = "learnt positions of a decoder"
 _LIGHTNING = "lightning attention"
+_MAMBA1 = "a recurrence of Mamba1"
+_PACKED = "queries, keys and values packed head by head"
+_RELATIVE = "scores with learnt relative positions"
+_SPARSE = "sparse attention"
+_STREAMS = "parallel residual streams (AltUp)"
+_TOWER = "its vision tower"
 
 MISSING: Mapping[str, str] = {
-    "BailingMoeV2ForCausalLM": "a class in transformers that its formula is compared with",
+    "BailingMoeV2ForCausalLM": _CLASS,
+    "BartForConditionalGeneration": _CROSS,
+    "BloomForCausalLM": _ALIBI,
+    "DebertaV2ForSequenceClassification": _RELATIVE,
     "DeepseekV32ForCausalLM": _SPARSE,
     "DeepseekV4ForCausalLM": _SPARSE,
-    "Gemma3nForCausalLM": "parallel residual streams (AltUp)",
-    "Gemma3nForConditionalGeneration": "parallel residual streams (AltUp)",
+    "FalconForCausalLM": _PACKED,
+    "FalconH1ForCausalLM": "Mamba2 and attention side by side in a layer",
+    "FalconMambaForCausalLM": _MAMBA1,
+    "GPT2LMHeadModel": _LEARNT,
+    "GPTBigCodeForCausalLM": _LEARNT,
+    "GPTNeoXForCausalLM": _PACKED,
+    "Gemma3nForCausalLM": _STREAMS,
+    "Gemma3nForConditionalGeneration": _STREAMS,
+    "Glm4vForConditionalGeneration": _TOWER,
+    "Glm4vMoeForConditionalGeneration": _TOWER,
+    "Glm5NextForConditionalGeneration": _SPARSE,
     "GlmMoeDsaForCausalLM": _SPARSE,
-    "InternLM2ForCausalLM": "a class in transformers that its formula is compared with",
-    "LlavaForConditionalGeneration": "its vision tower",
-    "MiniCPMForCausalLM": "a class in transformers that its formula is compared with",
+    "Idefics3ForConditionalGeneration": _TOWER,
+    "InternLM2ForCausalLM": _CLASS,
+    "InternVLForConditionalGeneration": _TOWER,
+    "JambaForCausalLM": _MAMBA1,
+    "LlavaForConditionalGeneration": _TOWER,
+    "LlavaNextForConditionalGeneration": _TOWER,
+    "LlavaOnevisionForConditionalGeneration": _TOWER,
+    "LongcatFlashForCausalLM": "experts that return their input",
+    "MPNetModel": _RELATIVE,
+    "MambaForCausalLM": _MAMBA1,
+    "Mamba2ForCausalLM": "a model without attention",
+    "MiniCPMForCausalLM": _CLASS,
     "MiniMaxForCausalLM": _LIGHTNING,
     "MiniMaxText01ForCausalLM": _LIGHTNING,
     "MistralLarge3ForCausalLM": "a reader of params.json and consolidated tensors, the only form of its checkpoints",
     "MllamaForConditionalGeneration": "cross-attention to pictures",
+    "MptForCausalLM": _ALIBI,
+    "NomicBertModel": "rotary positions in layers with norms of sums",
+    "OPTForCausalLM": _LEARNT,
+    "PaliGemmaForConditionalGeneration": _TOWER,
+    "Phi4MultimodalForCausalLM": _AUDIO,
+    "Qwen2AudioForConditionalGeneration": _AUDIO,
+    "Qwen2_5OmniForConditionalGeneration": _AUDIO,
+    "Qwen3OmniMoeForConditionalGeneration": _AUDIO,
+    "Qwen4ExpForConditionalGeneration": _SPARSE,
+    "RecurrentGemmaForCausalLM": "a recurrence of RG-LRU",
+    "SmolVLMForConditionalGeneration": _TOWER,
+    "T5ForConditionalGeneration": _CROSS,
+    "WhisperForConditionalGeneration": _CROSS,
+    "Zamba2ForCausalLM": "attention that layers share",
 }
 """By ``architectures[0]`` of config.json."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.checkpoint_files import CONFIG, MODELOPT_CONFIG, OLD_GPTQ_CONFIG, read_object
+from unisono.config.gguf.directory import source as gguf_source
+from unisono.config.gguf.packed import METHOD as GGUF
 from unisono.config.preflight.compressed import check_compressed
 from unisono.config.preflight.quantization_rules import BLOCK, INT_GROUPS, require
 from unisono.types import CheckpointError, ConfigError
@@ -76,9 +78,11 @@ def check_fbgemm(config: Mapping[str, Any]) -> None:
 
 
 def check_auto_round(config: Mapping[str, Any]) -> None:
-    """Check quant_method "auto-round": the packings of GPTQ and AWQ with 4 bits; modules with own bits stay plain."""
+    """Check quant_method "auto-round": GPTQ's packing with 4 or 8 bits, AWQ's with 4; modules of 16 bits stay plain."""
     packings = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_gptq", "auto_awq")
-    require("auto-round", {"packing_format": None, **config}, {"packing_format": packings, "bits": (4,)})
+    require("auto-round", {"packing_format": None, **config}, {"packing_format": packings})
+    bits = (4,) if config["packing_format"].endswith("awq") else (4, 8)
+    require("auto-round", config, {"bits": bits})
     require("auto-round", config, {"data_type": ("int",), "group_size": (128, *INT_GROUPS)})
     require("auto-round", config, {"act_bits": (16, None)})
     for module, own in (config.get("extra_config") or {}).items():
@@ -88,12 +92,18 @@ def check_auto_round(config: Mapping[str, Any]) -> None:
             )
 
 
+def check_gguf(config: Mapping[str, Any]) -> None:
+    """Refuse quant_method "gguf" in config.json: the types of weights are in a GGUF file."""
+    raise CheckpointError("quant_method 'gguf': weights in GGUF are read from a GGUF file: give the file.")
+
+
 CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "auto-round": check_auto_round,
     "awq": check_awq,
     "compressed-tensors": check_compressed,
     "fbgemm_fp8": check_fbgemm,
     "fp8": check_fp8,
+    "gguf": check_gguf,
     "gptq": check_gptq,
     "modelopt": check_modelopt,
 }
@@ -145,6 +155,10 @@ def quantization_method(
     config = stored_quantization(raw, directory)
     if flag is not None and flag not in methods:
         raise ConfigError(f"--quantization {flag!r} is unknown; choose one of {', '.join(methods)}.")
+    if flag == GGUF:
+        if gguf_source(directory) is None:
+            raise ConfigError(f"--quantization gguf: {directory} is not made from a GGUF file. Give such a file.")
+        return flag
     if not config:
         _check_other_tools(raw, directory, methods)
         if flag is not None and flag not in online:

@@ -144,6 +144,16 @@ class BlockCheckpoint(DraftCheckpoint):
         """:attr:`config`, as block drafters have it."""
         return cast(BlockConfig, self.config)
 
+    @property
+    def ragged(self) -> bool:
+        """True if blocks of any widths fill one pass: the first mask predicts the first draft, nothing convolves over
+        equal widths, and no window is counted from the first token of blocks without an order.
+        """
+        settings = self.settings
+        windows = zip(settings.layer.windows, settings.causal, strict=True)
+        counted = any(window > 0 and not causal for window, causal in windows)
+        return cast(Any, self.kind) is BlockHead and not settings.from_anchor and not counted
+
     def stored_name(self, module: str) -> str:
         if not module.startswith("layers."):
             return {"embed": "embed_tokens"}.get(module, module)

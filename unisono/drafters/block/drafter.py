@@ -34,6 +34,7 @@ from unisono.drafters.quantization import DraftWeights
 from unisono.graphs import Features, Hidden
 from unisono.kernels.speculation.catch_up import catch_up
 from unisono.kernels.speculation.rounds import extend_inputs, round_inputs
+from unisono.kernels.speculation.shared_rows import SharedInputs
 from unisono.kv.specs import Tree, whole_requests
 from unisono.models.blocks.layer_tails import prove_products
 from unisono.models.config import DecoderConfig
@@ -72,6 +73,7 @@ class DFlashDrafter:
         self._checkpoint: BlockCheckpoint = opened
         self._quantization, self._shares_head = options["draft_quantization"], not opened.own_head
         self.features = Features(Hidden.AUX, opened.config.aux_layers)
+        self.drafts_ragged, self.placeholder = opened.ragged, opened.settings.mask_token
         causes = (
             f"{OTHER_TARGET}; or its layer ids number something else: it reads the inputs of layers "
             f'{list(opened.config.aux_layers)} ({opened.why}); set "aux_layers" to "input" or "output" in the '
@@ -105,6 +107,8 @@ class DFlashDrafter:
             reason = "it reads the target's states of them, at absolute positions"
             context.decide("drafter sees", "pictures", reason)
         prove_products(self.module.modules())
+        most = context.slots.length.shape[0] * self.num_drafts
+        self._masks = context.slots.length.new_full((most,), self.placeholder)
         longest = self.module.config.max_positions
         if context.max_model_len > longest:
             logger.warning(
@@ -120,14 +124,31 @@ class DFlashDrafter:
         """One pass over the rows' blocks, then :meth:`_draw`."""
         context, s, settings = self._context, self._context.slots, self.module.settings
         rows, k = drafts.shape
-        masks = slots.new_full((rows, k - settings.from_anchor), settings.mask_token)
+        given = k - settings.from_anchor
+        masks = self._masks[: rows * given].view(rows, given)
         token_ids, positions, slot_mapping, kv_len = round_inputs(
             slots, masks, s.length, s.max_length, s.status, s.last_token, s.page_table, context.page_size
         )
-        width = 1 + masks.shape[1]
+        width = 1 + given
         inputs = AttentionInputs(slots, positions, slot_mapping, kv_len, s.page_table, width)
         hidden = self.module(token_ids, ForwardContext.of(inputs), context.state["kv"])
         self._draw(slots, drafts, hidden.view(rows, width, -1)[:, width - k :].reshape(rows * k, -1))
+
+    def propose_ragged(self, slots: torch.Tensor, drafts: torch.Tensor, given: SharedInputs) -> None:
+        """One pass over blocks of the rows' own widths."""
+        s, (rows, k) = self._context.slots, drafts.shape
+        placed = slots, given.positions, given.slot_mapping, given.kv_len, s.page_table
+        inputs = AttentionInputs(*placed, None, given.query_start, widest=1 + k)
+        hidden = self.module(given.token_ids, ForwardContext.of(inputs), self._context.state["kv"])
+        places = given.sampled.view(rows, 1 + k)[:, 1:].flatten()
+        found = self._context.sample_block(self.module.logits(hidden), slots, k, self.module.ids, places)
+        drafts.copy_(torch.where(drafts >= 0, found, -1))
+
+    def observe_ragged(self, hidden: torch.Tensor, given: SharedInputs) -> None:
+        """Write the context of all verified tokens. That of rejected drafts lies where the next block begins or after
+        it, and is replaced before it is read.
+        """
+        self.module.write_context(hidden, given.positions, given.slot_mapping, self._context.state["kv"])
 
     def _draw(self, slots: torch.Tensor, drafts: torch.Tensor, hidden: torch.Tensor) -> None:
         """Write drafts [R, k] from the outputs [R · k, H] of the rows that predict them."""

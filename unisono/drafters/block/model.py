@@ -110,8 +110,16 @@ class WholeBlock:
 
     def plan(self, inputs: AttentionInputs, window: int = 0) -> None:
         """See :class:`AttentionBackend`. Changes the positions of ``inputs``, which is a copy for this plan."""
-        assert inputs.width is not None
-        inputs.positions = (inputs.kv_len - 1).repeat_interleave(inputs.width)  # stored apart, as kernels read them
+        kv_len, positions = inputs.kv_len, inputs.positions
+        if inputs.query_start is None:
+            assert inputs.width is not None
+            ends = positions.new_empty(len(kv_len), inputs.width)  # stored apart, as kernels read them
+            inputs.positions = torch.sub(kv_len[:, None].expand_as(ends), 1, out=ends).flatten()
+        else:
+            each = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+            owners = torch.searchsorted(inputs.query_start[1:].contiguous(), each, right=True)
+            ends = kv_len.index_select(0, owners.clamp_max(len(kv_len) - 1)) - 1
+            inputs.positions = torch.where(positions < 0, positions, ends)
         self.backend.plan(inputs, self._window(inputs, window))
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
@@ -120,7 +128,7 @@ class WholeBlock:
 
     @staticmethod
     def _window(inputs: AttentionInputs, window: int) -> int:
-        return window + cast(int, inputs.width) - 1 if window > 0 else 0
+        return window + (inputs.width or inputs.widest) - 1 if window > 0 else 0
 
 
 class BlockHead(nn.Module):

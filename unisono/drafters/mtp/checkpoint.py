@@ -272,6 +272,14 @@ class MTPCheckpoint:
                 setattr(module, part, getattr(target, part))
         return module.eval()
 
+    def random_bytes(self, target: Decoder) -> int:
+        """Bytes of the modules of ``load_format="dummy"``, which share embedding and LM head with a target on any
+        device."""
+        beside = replace(target.builder, device="meta").beside(no_attention, target.builder.dtype)
+        modules = [self._module(number, beside) for number in self.numbers]
+        owned = (p for m in modules for name, p in m.named_parameters() if not name.startswith(SHARED))
+        return sum(parameter.nbytes for parameter in owned)
+
     def update(self, module: MTPModule, step: int, target: Decoder, shares_head: bool) -> WeightUpdate:
         """This checkpoint's weights for the module of a step that another one made. shares_head: its LM head is the
         target's.

@@ -15,7 +15,8 @@ from unisono.attention.context import ForwardContext
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
 from unisono.drafters.hidden import OTHER_TARGET
 from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
-from unisono.drafters.options import read_options, required_model
+from unisono.drafters.options import DRAFT_QUANTIZATION, read_options, required_model
+from unisono.drafters.quantization import DraftWeights
 from unisono.graphs import Features, Hidden
 from unisono.kernels.speculation.catch_up import catch_up, keep_rows
 from unisono.kernels.speculation.draft_inputs import draft_inputs
@@ -29,8 +30,8 @@ from unisono.types import SpeculativeConfig
 class FrozenMTPDrafter:
     """A chain of k drafts from the model in ``spec.model``, coupled with the target's noise.
 
-    There are no options. Raises ConfigError for any option or a missing model, CheckpointError for a model that does
-    not fit.
+    Option ``draft_quantization``: see ``drafters/quantization.py``; the LM head is the model's own and in fp8, too.
+    Raises ConfigError for other options or a missing model, CheckpointError for a model that does not fit.
     """
 
     name = "mtp_frozen"
@@ -38,14 +39,17 @@ class FrozenMTPDrafter:
     self_test = SelfTest(OTHER_TARGET)
 
     def __init__(self, spec: SpeculativeConfig, target: DecoderConfig) -> None:
-        read_options(spec, {}, takes_model=True)
+        self._quantization = read_options(spec, DRAFT_QUANTIZATION, takes_model=True)["draft_quantization"]
         self.num_drafts = spec.num_speculative_tokens
         self._checkpoint = FrozenCheckpoint.open(required_model(spec, "a drafter made for this target"), target)
 
     def bind(self, context: DrafterContext) -> None:
         self._context = context
-        self._head = self._checkpoint.load(context.target, context.attention, context.dtype, context.progress)
-        context.decide("layers whose KV the drafter reads", list(self._checkpoint.reads), self._checkpoint.why)
+        opened = self._checkpoint
+        formats = DraftWeights.choose(self._quantization, context.target, own_head=opened.head_bytes)
+        self._head = opened.load(context.target, context.attention, context.dtype, context.progress, formats.format)
+        context.decide("draft weights", *formats.decision())
+        context.decide("layers whose KV the drafter reads", list(opened.reads), opened.why)
         prove_products(self._head.modules())
 
     def weight_updates(self, directory: Path) -> list[WeightUpdate]:

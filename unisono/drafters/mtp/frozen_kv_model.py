@@ -31,9 +31,9 @@ from unisono.attention.context import ForwardContext
 from unisono.config import catalog
 from unisono.drafters.mtp.ordered_vocabulary import TOP_K, OrderedSpec
 from unisono.kv.specs import Tree
-from unisono.layers.activations import plain
+from unisono.layers.activations import common_input_format, plain
 from unisono.layers.embedding import Embedding
-from unisono.layers.formats.base import WeightTarget
+from unisono.layers.formats.base import PLAIN, WeightFormat, WeightTarget
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layers import PRE, SANDWICH, AttentionSpec, LayerSpec, MLPSpec, build_layers
 from unisono.models.blocks.query_attention import QuerySpec
@@ -95,6 +95,8 @@ class FrozenHead(nn.Module):
         self.lm_head = builder.linear("lm_head", config.hidden_size, config.vocab_size)
         self.post_projection = builder.linear("post_projection", config.hidden_size, wide)
         self.ordered = None if ordered is None else ordered.build(builder.at("ordered"))
+        if self.ordered is None:
+            norm.input_format = common_input_format((self.lm_head, self.post_projection))
 
     def state_specs(self) -> Tree:
         """None: the keys and values are the target's."""
@@ -158,17 +160,27 @@ class FrozenCheckpoint:
         attention: AttentionFactory,
         dtype: torch.dtype,
         progress: Callable[[float], None] = lambda share: None,
+        format: WeightFormat = PLAIN,
     ) -> FrozenHead:
-        """Load the model with its weights in ``dtype`` on the target's device.
+        """Load the model with its weights in ``dtype``, linear layers in ``format``, on the target's device.
 
-        ``progress`` is called with the fraction of its elements that is loaded, 0 … 1.
+        ``progress`` is called with the fraction of its elements that is loaded, 0 … 1. The LM head of an ordered
+        vocabulary, which is read by rows, and its centroids stay plain.
         """
+        rows = () if self.ordered is None else ("lm_head", "ordered.centroids")
         builder = target.builder.beside(
             attention, dtype, self.config.hidden_size, ranks=target.builder.ranks, wide_norms=self.config.wide_norms
         )
+        builder = replace(builder, format=lambda module: PLAIN if module in rows else format)
         head = FrozenHead(self.config, self.reads, target.embed, builder, self.ordered)
         weights.fill(self.targets(head), self.tensors, target.embed.weight.device, progress)
         return head.eval()
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the LM head that a step reads, in 16 bits."""
+        whole = 2 * self.config.vocab_size * self.config.hidden_size
+        return whole if self.ordered is None else whole * self.ordered.top_k // self.ordered.clusters
 
     def update(self, head: FrozenHead) -> WeightUpdate:
         """This checkpoint's weights for a head that another one made. Raises CheckpointError if that has another

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -26,6 +26,9 @@ OWN_DECAY, SHARED_DECAY = 0.98, 0.998
 
 SHARED_TRIALS = 16.0
 """Weight of the shared estimate, in trials of one request."""
+
+OWN_TRIALS = 4.0
+"""Weight of the shared estimate in a request's acceptance over all positions, in trials."""
 
 HYSTERESIS = 0.005
 """Least relative gain for which the number of drafts changes."""
@@ -57,10 +60,13 @@ NOTHING_SHARED: Mapping[int, int] = MappingProxyType({})
 class AcceptanceEstimate:
     """Acceptance estimates for S slots and K positions: moving averages per request, shrunk towards the shared
     average.
+
+    differ: judge a request's late positions, which it seldom reaches, by its acceptance over all positions. It tells
+    requests that share drafts apart sooner.
     """
 
-    def __init__(self, slots: int, drafts: int) -> None:
-        self._places = np.arange(drafts)
+    def __init__(self, slots: int, drafts: int, differ: bool = False) -> None:
+        self._places, self._differ = np.arange(drafts), differ
         self._tried, self._taken = np.zeros((slots, drafts)), np.zeros((slots, drafts))
         self._all_tried = np.full(drafts, PRIOR_TRIALS)
         self._all_taken = PRIOR * self._all_tried
@@ -94,9 +100,23 @@ class AcceptanceEstimate:
 
     def conditional(self, slots: np.ndarray) -> np.ndarray:
         """Return [R, K]: the probability that each position is accepted if all before it were."""
-        shared = SHARED_TRIALS * self._all_taken / self._all_tried
-        rates: np.ndarray = (self._taken[slots] + shared) / (self._tried[slots] + SHARED_TRIALS)
+        shared, tried, taken = self._all_taken / self._all_tried, self._tried[slots], self._taken[slots]
+        if self._differ:
+            shared = self._moved(shared, tried, taken)
+        rates: np.ndarray = (taken + SHARED_TRIALS * shared) / (tried + SHARED_TRIALS)
         return rates
+
+    @staticmethod
+    def _moved(shared: np.ndarray, tried: np.ndarray, taken: np.ndarray) -> np.ndarray:
+        """Return the shared rates [K] as they are expected of each request [R, K]: its log-odds over all positions, and
+        theirs, differ by as much at each.
+        """
+        trials = tried.sum(1) + OWN_TRIALS
+        usual = (tried @ shared + OWN_TRIALS * shared[0]) / trials
+        own = (taken.sum(1) + OWN_TRIALS * usual) / trials
+        odds = _log_odds(shared) + (_log_odds(own) - _log_odds(usual))[:, None]
+        moved: np.ndarray = 1 / (1 + np.exp(-odds))
+        return moved
 
     def expected(self, slots: np.ndarray, most: np.ndarray, shared: Mapping[int, int] = NOTHING_SHARED) -> np.ndarray:
         """Return [K + 1]: expected tokens of a round of slots [R] with 0 … K drafts. ``most`` [R]: each row's limit.
@@ -112,15 +132,24 @@ class AcceptanceEstimate:
         return tokens
 
 
+def _log_odds(rates: np.ndarray) -> np.ndarray:
+    """Logarithm of rates / (1 - rates), finite for rates of 0 and 1."""
+    within = rates.clip(0.005, 0.995)
+    odds: np.ndarray = np.log(within / (1 - within))
+    return odds
+
+
 @dataclass
 class _Level:
     """Measurements of rounds with about this number of requests.
 
-    Holds the time beyond the time on padding, and the difference of each number of drafts from the first one seen.
-    recent: times beyond padding for ``drafts``, while it did not change.
+    Holds the time beyond the time on padding of rounds with ``base`` drafts, the first number seen, and the difference
+    of each other number from what that lets expect. recent: times beyond padding for ``drafts``, while it did not
+    change.
     """
 
     offset: float | None = None
+    base: int = 0
     correction: dict[int, float] = field(default_factory=dict)
     drafts: int = -1
     follows: bool = False
@@ -130,9 +159,11 @@ class _Level:
 class RoundCosts:
     """Milliseconds of rounds. table: (rows, drafts) -> time of the graph on padding, None without a graph.
 
-    Real rounds take longer because they read the keys and values of real texts; the increase is about the same for any
-    number of drafts. One measured number therefore serves all (``offset``). Only if the number of drafts changes
-    between two otherwise equal rounds is a difference to the table attributed to it (``correction``).
+    Real rounds take longer because they read the keys and values of real texts, which is the same for any number of
+    drafts, and because products of real numbers take more power than of zeros, which grows with the round. One measured
+    number therefore serves all (``offset``): half of it is the same, the other half grows with the time on padding.
+    Only if the number of drafts changes between two otherwise equal rounds is a difference to that attributed to it
+    (``correction``).
     """
 
     def __init__(self, table: Callable[[int, int], float | None]) -> None:
@@ -148,8 +179,14 @@ class RoundCosts:
         level = self._levels.get(rows.bit_length())
         if level is None:
             return padding
-        more = (level.offset or 0.0) + level.correction.get(drafts, 0.0)
+        more = self._offset(level, rows, padding) + level.correction.get(drafts, 0.0)
         return max(padding + more, 0.25 * padding)
+
+    def _offset(self, level: _Level, rows: int, padding: float) -> float:
+        """Time beyond ``padding`` that the offset lets expect of a round with this time on padding."""
+        base = self._table(rows, level.base)
+        growth = padding / base if base and level.offset is not None else 1.0
+        return (level.offset or 0.0) * (0.5 + 0.5 * growth)
 
     def interrupted(self) -> None:
         """Discard the last time: the next rounds have other requests, so a difference is not due to the number of
@@ -175,10 +212,12 @@ class RoundCosts:
         more = statistics.median(level.recent)
         if level.follows and level.offset is not None:
             bound = MOST_CORRECTION * padding
-            level.correction[drafts] = min(max(more - level.offset, -bound), bound)
+            level.correction[drafts] = min(max(more - self._offset(level, rows, padding), -bound), bound)
             level.follows = False
+        elif level.offset is None or drafts == level.base:
+            level.offset, level.base = more - known, drafts
         else:
-            level.offset = more - known
+            level.offset = (more - known) / self._offset(replace(level, offset=1.0), rows, padding)
 
     def probed(self, rows: int, drafts: int, ms: float) -> None:
         """Record the time of a single round with another number of drafts than those around it."""
@@ -186,7 +225,7 @@ class RoundCosts:
         if padding is None or level is None or level.offset is None:
             return
         bound, known = MOST_CORRECTION * padding, level.correction.get(drafts, 0.0)
-        found = min(max(ms - padding - level.offset, -bound), bound)
+        found = min(max(ms - padding - self._offset(level, rows, padding), -bound), bound)
         belief = BELIEF if drafts in level.correction or drafts else 1.0  # only probes measure zero drafts
         level.correction[drafts] = known + belief * (found - known)
 

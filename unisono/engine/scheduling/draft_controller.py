@@ -42,7 +42,8 @@ class DraftController:
         self.pinned: int | None = choices[0] if len(choices) == 1 else None
         self.rounds: Counter[int] = Counter()
         drafter = runner.worker.drafter
-        acceptance = AcceptanceEstimate(runner.worker.slots.padding + 1, drafter.num_drafts)
+        slots = runner.worker.slots.padding + 1
+        acceptance = AcceptanceEstimate(slots, drafter.num_drafts, differ=bool(runner.shared))
         self.policy = AdaptiveK(choices, acceptance, RoundCosts(self.padding_ms), down=not runner.max_unobserved)
         # Rounds whose drafts the host reads exist with 0 and k drafts only.
         self._reading_policy = AdaptiveK(sorted({choices[0], choices[-1]}), acceptance, self.policy.costs)

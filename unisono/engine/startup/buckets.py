@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
 from unisono.config import GRAPH_PROGRAMS, ResolvedConfig, parse_graphs
-from unisono.drafters.base import AtOnceDrafter, Drafter
+from unisono.drafters.base import AtOnceDrafter, Drafter, RaggedDrafter
 from unisono.engine.scheduling.forced_drafts import forced_rows
 from unisono.graphs import NO_FEATURES, Features, Graph, Logits, PassShape, Program
 from unisono.graphs.buckets import Buckets
 from unisono.graphs.cost import PassCost, candidates
 from unisono.kernels.gemm.linear import ROW_TILES
+from unisono.kv.specs import PAGE_SIZE
 from unisono.passes.features.base import OwnProgram
 from unisono.passes.round import SHARED_ROUND, shared_round
 from unisono.types import ConfigError
@@ -99,15 +100,18 @@ def shared_choices(
     spec, between = config.speculative, tuple(choices[1:-1])
     if spec is None or not between:
         return (), "the number of drafts has no choices in between"
-    if recurrent:
-        return (), "recurrent layers have rounds of one width"
+    if recurrent and choices[-1] >= PAGE_SIZE:
+        return (), f"recurrent layers remember {PAGE_SIZE} tokens of a row of its own width"
     constant = isinstance(drafter, AtOnceDrafter) and drafter.drafts_at_once
     if spec.share_drafts is None and not constant:
         return (), f"each draft costs {drafter.name} a pass, so all requests have the same number"
     if spec.share_drafts is False:
         return (), "share_drafts is off"
-    if spec.share_drafts is None and config.device.type != "cpu":
-        return (), "not measured on a GPU yet: share_drafts turns it on"
+    ragged = isinstance(drafter, RaggedDrafter) and drafter.drafts_ragged
+    if spec.share_drafts is None and config.device.type != "cpu" and (recurrent or not ragged):
+        return (), "not measured on a GPU: share_drafts turns it on"
+    if spec.share_drafts is None and ragged:
+        return between, "only what is verified is drafted"
     return between, "drafting costs the same for any number" if constant else "share_drafts is on"
 
 

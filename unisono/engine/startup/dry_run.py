@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from unisono.config import EngineConfig, Hardware, ResolvedConfig, catalog, resolve
-from unisono.config.gguf.directory import source as gguf_source
-from unisono.config.preflight.weights import check_weights
-from unisono.distributed.gather import ALONE, Ranks
-from unisono.drafters.from_checkpoint import carried_bytes
+from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine.scheduling.default_drafts import with_default_drafts
 from unisono.engine.startup.memory import CPU_KV_BYTES, GPU_SLACK
+from unisono.engine.startup.model_size import (
+    StateBytes,
+    drafter_bytes,
+    file_bytes,
+    fitting_requests,
+    module_bytes,
+    on_meta,
+    round_width,
+)
 from unisono.kernels.attention.latent import check_shared_memory
 from unisono.kernels.cards import LEAST, SHARED, card_kernels
-from unisono.kv.specs import PAGE_SIZE, Paged, PerSlot, Recurrent, leaves
-from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.latent_attention import LatentAttention
 from unisono.models.load.build import Builder, no_attention
-from unisono.models.load.checkpoint import Checkpoint, read_tensors
-from unisono.models.load.tensor_files import nbytes
+from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.vision.blocks import NORM_EPS
 from unisono.models.vision.tower import make_tower
 from unisono.types import ConfigError
@@ -37,33 +37,16 @@ from unisono.types import ConfigError
 GIB = 1 << 30
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
-CAPABILITY = re.compile(r"(\d+)\.(\d)")
+CAPABILITY = re.compile(r"(\d+)\.(\d)|sm_(\d+)(\d)a?")
 LEAST_CAPABILITY = 8, 0
 """Compute capability from which bfloat16 products exist."""
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes of a model's state. token: per token of keys and values. request: per request, for its other state."""
-
-    token: int
-    request: int
-
-    @classmethod
-    def of(cls, specs: Any, width: int) -> StateBytes:
-        """Build the store of declared specs. width: tokens per request in the widest round, 1 + drafts."""
-        found = list(leaves(specs))
-        pages = sum(each.page_bytes for each in found if isinstance(each, Paged))
-        slots = sum(each.slot_bytes for each in found if isinstance(each, PerSlot))
-        recurrent = sum(each.row_bytes(width) for each in found if isinstance(each, Recurrent))
-        return cls(pages // PAGE_SIZE, slots + recurrent)
 
 
 def card(memory: str | None, capability: str | None, device: str = "auto") -> Hardware | None:
     """A GPU that need not be here, to plan for; None: the machine's own.
 
-    memory: such as "24GiB" or "24GB". capability: such as "8.9", by default 9.0. device: ``--device``. Raises
-    ConfigError.
+    memory: such as "24GiB" or "24GB". capability: such as "8.9" or "sm_89", by default 9.0. device: ``--device``.
+    Raises ConfigError.
     """
     if memory is None:
         if capability is not None:
@@ -74,13 +57,13 @@ def card(memory: str | None, capability: str | None, device: str = "auto") -> Ha
     if size is None or number is None:
         flag = f"--device-memory {memory!r}" if size is None else f"--device-capability {capability!r}"
         raise ConfigError(f"{flag} is not valid: write --device-memory 24GiB --device-capability 8.9.")
-    found = int(number[1]), int(number[2])
+    found = int(number[1] or number[3]), int(number[2] or number[4])
     if found < LEAST_CAPABILITY:
         raise ConfigError(f"--device-capability {capability}: kernels need a GPU of compute capability 8.0 or later.")
     if device == "cpu":
         raise ConfigError("--device cpu: --device-memory plans for a GPU; leave one of them out.")
     total = int(float(size[1]) * (GIB if size[2].lower() == "gib" else 10**9))
-    name = f"a GPU of {memory.strip()}, compute capability {number[0]}"
+    name = f"a GPU of {memory.strip()}, compute capability {found[0]}.{found[1]}"
     return Hardware(torch.device("cuda", 0), name, total, None, found)
 
 
@@ -99,7 +82,12 @@ def dry_run(
     here = weight_bytes is None and config.load_format != "dummy"
     if here:
         resolved = with_default_drafts(resolved, checkpoint)
-    model = _on_meta(checkpoint, resolved)
+    model = on_meta(checkpoint, resolved)
+    state = StateBytes.of(model.state_specs(), round_width(resolved))
+    weights = module_bytes(model) + _tower_bytes(checkpoint, resolved)
+    drafter = drafter_bytes(resolved, checkpoint, model, hardware)
+    if resolved.device.type == "cuda":
+        resolved = fitting_requests(resolved, weights + drafter, state, hardware.total_bytes)
     decisions = [*resolved.explain()["decisions"]]
     if hardware.capability is not None and resolved.device.type == "cuda":
         if any(isinstance(layer.mixer, LatentAttention) for layer in model.layers):
@@ -107,10 +95,6 @@ def dry_run(
         value, why = card_kernels(hardware.capability)
         decisions.append({"name": "kernels", "value": value, "reason": why})
     spec = resolved.speculative
-    width = 1 + (spec.num_speculative_tokens if spec is not None else 0)
-    state = StateBytes.of(model.state_specs(), width)
-    weights = module_bytes(model) + _tower_bytes(checkpoint, resolved)
-    drafter = _drafter_bytes(resolved, checkpoint)
     method, reason = checkpoint.quantization.decision()
     return {
         "model": {
@@ -122,39 +106,11 @@ def dry_run(
             "dtype": str(resolved.dtype).removeprefix("torch."),
             "weights": f"{method} ({reason})",
             "drafter": _drafter(resolved) if here or spec is not None else "known once the weights are here",
-            "files": weight_bytes if weight_bytes is not None else _file_bytes(directory) if here else 0,
+            "files": weight_bytes if weight_bytes is not None else file_bytes(directory) if here else 0,
         },
         "memory": _memory(resolved, weights, drafter, state, hardware.total_bytes),
         "decisions": decisions,
     }
-
-
-def _on_meta(checkpoint: Checkpoint, config: ResolvedConfig) -> Decoder:
-    """Build one rank's part of the decoder on the meta device. Raises ConfigError if it cannot be divided."""
-    c, requested = checkpoint.config, config.requested
-    ranks = ALONE
-    if requested.tensor_parallel_size > 1:
-        ranks = Ranks(
-            0,
-            requested.tensor_parallel_size,
-            requested.enable_expert_parallel,
-            ordered=requested.tp_reduce == "ordered",
-        )
-    c.check_divides(ranks)
-    builder = Builder(
-        c.hidden_size,
-        c.rms_eps,
-        config.dtype,
-        "meta",
-        no_attention,
-        1,
-        checkpoint.format_of_module,
-        c.zero_centered_norms,
-        ranks=ranks,
-        kv_dtype=config.kv_dtype,
-        wide_norms=c.wide_norms,
-    )
-    return Decoder(c, builder)
 
 
 def _tower_bytes(checkpoint: Checkpoint, config: ResolvedConfig) -> int:
@@ -166,35 +122,11 @@ def _tower_bytes(checkpoint: Checkpoint, config: ResolvedConfig) -> int:
     return module_bytes(make_tower(vision, builder))
 
 
-def module_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters; shared ones count once."""
-    return sum(each.numel() * each.element_size() for each in {id(p): p for p in module.parameters()}.values())
-
-
 def _drafter(config: ResolvedConfig) -> str:
     spec = config.speculative
     if spec is None or spec.method == "none":
         return "none"
     return f"{spec.method}{f' ({spec.model})' if spec.model else ''}, k = {spec.num_speculative_tokens}"
-
-
-def _drafter_bytes(config: ResolvedConfig, checkpoint: Checkpoint) -> int:
-    """Bytes of the drafter's own files, or of its tensors among the target's weights."""
-    spec = config.speculative
-    if spec is None or spec.method == "none":
-        return 0
-    if spec.model is not None:
-        return _file_bytes(catalog.find_directory(spec.model))
-    return carried_bytes(checkpoint.path)
-
-
-def _file_bytes(directory: Path) -> int:
-    """Bytes of all tensors in a directory as they are stored; 0 without weights."""
-    if gguf_source(directory) is not None:
-        return check_weights(directory)
-    if not any(directory.glob("*.safetensors")):
-        return 0
-    return sum(map(nbytes, read_tensors(directory).values()))
 
 
 def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateBytes, device_bytes: int) -> dict[str, Any]:
@@ -219,10 +151,12 @@ def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateByte
     found |= {"device": total, "kv_left": max(0, left), "kv_left_why": why}
     found["kv_tokens"] = max(0, left) // max(1, found["kv_token"]) if state.token else 0
     if total is not None and left <= 0:
+        requests = f", the state of {config.max_num_seqs} requests {found['states'] / GIB:.1f} GiB"
+        states = requests if found["states"] and config.max_num_seqs > 1 else ""
         raise ConfigError(
-            f"the weights take {weights / GIB:.1f} GiB on each GPU, and --gpu-memory-utilization "
+            f"the weights take {(weights + drafter) / GIB:.1f} GiB on each GPU{states}, and --gpu-memory-utilization "
             f"{requested.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no room for keys and values: use "
-            "--tensor-parallel-size, --quantization fp8 or a larger GPU."
+            f"{'a lower --max-num-seqs, ' if states else ''}--tensor-parallel-size, --quantization fp8 or a larger GPU."
         )
     return found
 
@@ -233,7 +167,7 @@ def rows(info: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
     shown = [(name, f"{value / GIB:.2f} GiB" if name == "files" else str(value)) for name, value in model.items()]
     parts = [
         ("weights on a device", _size(memory["weights"])),
-        ("files of the drafter", _size(memory["drafter"])),
+        ("drafter", _size(memory["drafter"])),
         ("keys and values of a token", f"{memory['kv_token']} bytes"),
         ("of a request with the whole context", _size(memory["kv_request"])),
     ]

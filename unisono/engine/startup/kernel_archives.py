@@ -30,7 +30,7 @@ import triton
 from triton.runtime.cache import triton_key
 
 FORMAT = 1
-MOST_BYTES = 20 << 20
+MOST_BYTES = 16 << 20
 """Largest archive. Package indexes take files of 100 MB, and the wheel has other files."""
 
 SIDECAR = "unisono.json"

@@ -7,11 +7,13 @@ repeated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
 from unisono.config import EngineConfig
+from unisono.config.synthetic_rates import rates_by_kind
 from unisono.kernels.speculation.rounds import force_drafts
 from unisono.passes.acceptance import AcceptanceRule, ExactMatch
 from unisono.passes.slot_tensors import SlotTensors
@@ -22,7 +24,7 @@ def acceptance_rule(config: EngineConfig, slots: SlotTensors) -> AcceptanceRule:
     if config.synthetic_acceptance_length is not None:
         return MeanLength(slots, config.synthetic_acceptance_length)
     if config.synthetic_acceptance_rates:
-        return RatesByPlace(slots, config.synthetic_acceptance_rates)
+        return RatesByPlace(slots, rates_by_kind(config.synthetic_acceptance_rates))
     return ExactMatch()
 
 
@@ -32,8 +34,13 @@ class _Forced:
     def __init__(self, slots: SlotTensors) -> None:
         self._slots = slots
 
-    def candidates(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int) -> torch.Tensor:
+    def candidates(
+        self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor, paths: int, shared: bool = False
+    ) -> torch.Tensor:
+        unverified = drafts < 0 if shared else None
         forced = self._forced(drafts, sampled, slots)
+        if unverified is not None:
+            return forced.masked_fill(unverified, -1)
         if paths == 1:
             return forced
         accepted_path = self._slots.length.index_select(0, slots) % paths
@@ -60,20 +67,28 @@ class MeanLength(_Forced):
 
 
 class RatesByPlace(_Forced):
-    """Accept draft i in a fraction ``rates[i]`` of rounds; drafts beyond the last rate are never accepted."""
+    """Accept draft i in a fraction ``rates[i]`` of rounds; drafts beyond the last rate are never accepted.
 
-    def __init__(self, slots: SlotTensors, rates: tuple[float, ...]) -> None:
+    kinds: rates of each kind of request, at least one. A request's kind is its seed modulo their number.
+    """
+
+    def __init__(self, slots: SlotTensors, kinds: Sequence[Sequence[float]]) -> None:
         super().__init__(slots)
-        self._places = len(rates)
+        self._places, self._kinds = max(map(len, kinds)), len(kinds)
         # Conditional rate of each position, given that those before it were accepted.
-        conditional = [rate / before if before else 0.0 for before, rate in pairwise((1.0, *rates))]
-        self._shares = torch.tensor([*conditional, 0.0], device=slots.length.device)
+        conditional = [
+            [rate / before if before else 0.0 for before, rate in pairwise((1.0, *rates))]
+            + [0.0] * (1 + self._places - len(rates))
+            for rates in kinds
+        ]
+        self._shares = torch.tensor(conditional, device=slots.length.device)
 
     def _forced(self, drafts: torch.Tensor, sampled: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         place = torch.arange(drafts.shape[1], dtype=torch.int32, device=drafts.device)
         at = self._slots.length.index_select(0, slots)[:, None] + place
-        chance = uniform(self._slots.seed_lo.index_select(0, slots)[:, None], at)
-        right = chance < self._shares.index_select(0, place.clamp_max(self._places))
+        seed = self._slots.seed_lo.index_select(0, slots)
+        shares = self._shares.index_select(0, seed % self._kinds).index_select(1, place.clamp_max(self._places))
+        right = uniform(seed[:, None], at) < shares
         return torch.where(right.cumprod(1).bool(), sampled[:, :-1], -1)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from unisono.attention.base import BreakingAttention
-from unisono.config import EngineConfig, ResolvedConfig, catalog
+from unisono.config import ResolvedConfig, catalog
 from unisono.config.preflight.families import ENCODERS, HEADLESS
 from unisono.distributed.gather import ALONE, Ranks, described
 from unisono.distributed.group import Alone, Group, agreement, decided
@@ -63,6 +63,7 @@ from unisono.layers.experts import prove_experts, rehearse_experts
 from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layer_tails import fuse_tails, rehearse_tails
+from unisono.models.blocks.router_recorder import RouterRecorder
 from unisono.models.config import DecoderConfig
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.loader import load_model, load_tower
@@ -76,7 +77,7 @@ from unisono.passes.features.base import Feature, FeatureContext, OwnProgram
 from unisono.passes.round import catch_up_program, draft_program, round_program, shared_round_program, verify_program
 from unisono.passes.slot_tensors import rotary_positions
 from unisono.passes.tree import Tree, path_pages
-from unisono.sampling.pipeline import DraftSampler
+from unisono.sampling.pipeline import DraftSampler, ReportedValues
 from unisono.types import ConfigError, SpeculativeConfig
 
 MAX_EXTEND_ROWS = 32
@@ -294,7 +295,9 @@ class Build:
     def _load_features(self, listed: Sequence[type[Feature]], checkpoint: Checkpoint) -> list[Feature]:
         """Load the features of passes."""
         c, requested, worker = checkpoint.config, self.config.requested, self.worker
-        if (limits := adapter_limits(requested)) is not None:
+        if requested.enable_lora:
+            kept = max(requested.max_loras, requested.max_cpu_loras or 0)
+            limits = AdapterLimits(requested.max_loras, requested.max_lora_rank, kept)
             worker.adapters = HeldAdapters(attach_adapters(worker.model, checkpoint.family, limits))
         context = FeatureContext(
             directory=Path(requested.tokenizer) if requested.tokenizer else checkpoint.path,
@@ -304,7 +307,7 @@ class Build:
             dtype=self.config.dtype,
             max_rows=self.max_extend_rows,
             paths=self.paths,
-            processed_logprobs=requested.logprobs_mode == "processed_logprobs",
+            reported=ReportedValues.of(requested.logprobs_mode),
             synthetic=requested.synthetic,
             slots=worker.slots,
             logits=lambda hidden: worker.model.logits(hidden),
@@ -316,6 +319,7 @@ class Build:
             max_model_len=self.config.max_model_len,
             cache_bytes=self.config.encoder_cache_bytes,
             decide=self.decide,
+            routers=RouterRecorder(worker.model),
             adapters=worker.adapters,
             adapter_modules=requested.lora_modules,
             whole_logits=self._whole,
@@ -473,13 +477,6 @@ class Build:
         windows = {w: WindowPool(w, 1) for w in worker.store.window_groups if w != ALL}
         prompt, after = (sizes.quota(windows, prompt=each) for each in (True, False))
         return {w: 1 + prompt[w] + 2 * config.max_num_seqs * after[w] for w in windows}
-
-
-def adapter_limits(config: EngineConfig) -> AdapterLimits | None:
-    """Return the room for adapters; None if they are off."""
-    if not config.enable_lora:
-        return None
-    return AdapterLimits(config.max_loras, config.max_lora_rank, max(config.max_loras, config.max_cpu_loras or 0))
 
 
 def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:

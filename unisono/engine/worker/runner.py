@@ -11,6 +11,7 @@ from unisono.config import ResolvedConfig
 from unisono.engine.disaggregation.page_bytes import PageBytes, SharedPages
 from unisono.engine.sequence import Extend
 from unisono.engine.startup.buckets import CPU_COST, check_full
+from unisono.engine.startup.start_notes import StartNotes, shape_files
 from unisono.engine.worker.build import Build
 from unisono.engine.worker.commands import Command, FileOutcomes, ResetSlots
 from unisono.engine.worker.ranks import Team, ranks_of
@@ -50,7 +51,9 @@ class Runner:
             raise
 
     def _start(self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Callable[[str, float], None]) -> None:
-        self._build = build = Build(config, checkpoint, progress, self.team)
+        notes = StartNotes.of(config, shape_files(config, checkpoint.path), ranks_of(config, checkpoint.config).count)
+        with notes.proving():
+            self._build = build = Build(config, checkpoint, progress, self.team)
         if self.team is not None:
             self.team.exchange("ready")
         self.worker, self.seconds, self.decide = build.worker, build.seconds, build.decide
@@ -63,9 +66,13 @@ class Runner:
         self.is_plain = plain_requests(self.request_features)
         for feature in self.request_features:
             feature.start(self.send)
-        self.planner = Planner(self.worker.graphs, self.send, budget=self.config.graph_bytes)
+        known = notes.costs_known
+        self.planner = Planner(self.worker.graphs, self.send, budget=self.config.graph_bytes, known=known)
         with build.stage("capture"):
             self.planner.capture(self.buckets(), lambda share: progress("capture", share))
+        notes.save(self.planner.measured)
+        if notes.costs is not None:
+            self.decide(*notes.decision())
         check_full(self.config, self.planner.graphs())
 
     @property

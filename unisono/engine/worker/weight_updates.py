@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from unisono.config.checkpoint_files import CONFIG
+from unisono.distributed.cuda_ipc import OpenedTensors
 from unisono.distributed.weight_group import WeightGroup
 from unisono.drafters.base import Drafter, UpdatableDrafter
 from unisono.models.blocks.decoder import Decoder
@@ -28,11 +29,13 @@ from unisono.models.load.loader import (
     partial_update,
     tower_update,
 )
+from unisono.models.load.slices import whole_name, with_slices
 from unisono.models.load.tensor_files import NAMES, TensorInfo, read_header
 from unisono.models.load.update import Changes, WeightUpdate
 from unisono.models.load.weights import check_tensor
 from unisono.models.vision.tower import AnyTower
 from unisono.types import CheckpointError, ConfigError
+from unisono.types.shared_tensor import SharedTensor
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
@@ -48,11 +51,13 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
 class UpdateTensors(msgspec.Struct, frozen=True, tag=True):
     """Write the tensors of safetensors files over the weights of these names. Answered as UpdateWeights.
 
-    draft: those of the drafter, by the names of its checkpoint; otherwise the target's.
+    draft: those of the drafter, by the names of its checkpoint; otherwise the target's. shared: tensors in the GPU
+    memory of another process, by name.
     """
 
     files: tuple[str, ...]
     draft: bool = False
+    shared: dict[str, SharedTensor] = {}
 
 
 class ReceiveWeights(msgspec.Struct, frozen=True, tag=True):
@@ -126,6 +131,7 @@ class WeightUpdater:
     scratch: Callable[[], Sequence[torch.Tensor]] = tuple
     draft_directory: str = ""
     void: set[str] = field(default_factory=set)
+    opened: OpenedTensors = field(default_factory=OpenedTensors)
     _changes: Changes | None = None
     _groups: dict[str, WeightGroup] = field(default_factory=dict)
 
@@ -143,7 +149,12 @@ class WeightUpdater:
             changes = Changes(updates, self.scratch(), keeps_old=not self.void)
             changes.write()
             self._changes = changes
-        elif self._changes is not None:
+        else:
+            self._end(command)
+
+    def _end(self, command: EndUpdate) -> None:
+        self.opened.close()
+        if self._changes is not None:
             if command.keep:
                 self.void = self.void.difference(*(update.targets for update in self._changes.updates))
                 self._changes.keep()
@@ -198,21 +209,29 @@ class WeightUpdater:
                 if not file.is_file():
                     raise CheckpointError(f"{file} is no file of weights.")
                 tensors.update(read_header(file))
+            tensors |= self._received("CUDA IPC", {name: self.opened.open(one) for name, one in command.shared.items()})
         else:
             group = self._group(command.group)
             dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in NAMES}
             if wrong := [name for name in command.dtypes if name not in dtypes]:
                 raise ConfigError(f"dtype {wrong[0]!r}: give one of {', '.join(dtypes)}.")
             received = group.receive(command.names, [dtypes[name] for name in command.dtypes], command.shapes)
-            source = Path(f"group {command.group}")
-            for number, (name, tensor) in enumerate(received.items()):
-                dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
-                tensors[name] = TensorInfo(source, name, dtype, shape, number, tensor)
+            tensors |= self._received(f"group {command.group}", received)
         if not tensors:
             raise ConfigError("name at least one tensor.")
         if command.draft:
             return self._partial_draft(tensors)
         return [partial_update(self.model, self.checkpoint, tensors)]
+
+    @staticmethod
+    def _received(source: str, received: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
+        """Tensors that are in memory. Raises ConfigError for a dtype without a place in checkpoints."""
+        found = {}
+        for number, (name, tensor) in enumerate(received.items()):
+            if tensor.dtype not in NAMES:
+                raise ConfigError(f"tensor {name}: {tensor.dtype} is no dtype of checkpoints.")
+            found[name] = TensorInfo(Path(source), name, NAMES[tensor.dtype], tuple(tensor.shape), number, tensor)
+        return found
 
     def _partial_draft(self, tensors: Mapping[str, TensorInfo]) -> Sequence[WeightUpdate]:
         """The updates of some of the drafter's weights; copies of the target's are made again."""
@@ -220,11 +239,12 @@ class WeightUpdater:
             raise ConfigError(f"the {self.drafter.name} drafter has no weights that can be updated.")
         found, left = list[WeightUpdate](), dict(tensors)
         for whole in self.drafter.weight_updates(Path(self.draft_directory)):
-            stored = {name: whole.tensors[name].name for name in whole.targets}  # a file may spell them otherwise
-            named = {name: left.pop(other) for name, other in stored.items() if other in left}
+            stored = {whole.tensors[name].name: target for name, target in whole.targets.items()}
+            pushed = {name: left.pop(name) for name in list(left) if whole_name(name) in stored}
+            every, named = with_slices(stored, pushed)
             for name, info in named.items():
-                check_tensor(name, info, whole.targets[name])
-            targets = {name: whole.targets[name] for name in named}
+                check_tensor(name, info, every[name])
+            targets = {name: every[name] for name in named}
             if named:
                 found.append(WeightUpdate(whole.module, targets, named, partial(check_finite, whole.module, "a push")))
             elif not whole.targets:

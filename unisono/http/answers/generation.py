@@ -29,6 +29,7 @@ from unisono.text.tool_parsers.base import ToolDelta
 from unisono.text.tool_parsers.structure import tools_error
 from unisono.types import BadRequest, FinishReason, TokenDelta, TokenLogprobs, UnisonoError, request_failure
 from unisono.types.acceptance import DraftCount
+from unisono.types.expert_ids import ExpertIds
 from unisono.types.vectors import numbers
 
 
@@ -133,6 +134,13 @@ class Generation:
     def prompt_states(self) -> np.ndarray:
         """The hidden states of the prompt's tokens, [tokens, hidden] in float32, once it has ended and if requested."""
         return numbers(self._output.prompt_hidden_states())
+
+    @property
+    def routed_experts(self) -> tuple[ExpertIds | None, ExpertIds | None]:
+        """The experts of generated and of prompt tokens (of a prompt's first sequence), once it has ended; None if not
+        requested."""
+        prompt = self._output.prompt_routed_experts
+        return self._output.routed_experts(), prompt if prompt is not None and prompt.data else None
 
     @property
     def usage(self) -> Usage:

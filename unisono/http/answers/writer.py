@@ -29,6 +29,7 @@ from unisono.http.openai.responses import (
     ResponseShape,
     TokenReport,
     Usage,
+    encoded,
     event,
     joined,
 )
@@ -83,6 +84,11 @@ class OpenAIReply:
                 choice.hidden_states, prompt_states = states
                 if prompt_states is not None:
                     choice.prompt_hidden_states = prompt_states
+            own, of_prompt = generation.routed_experts
+            if own is not None:
+                choice.routed_experts = encoded(own)
+            if of_prompt is not None:
+                choice.prompt_routed_experts = encoded(of_prompt)
             choices.append(self._with_tokens(choice, ids[index], reports[index]))
         answer = self._response(self.shape.whole, choices, self._usage())
         scores = [one for generation in chosen if (one := generation.prompt_logprobs) is not None]

@@ -22,6 +22,7 @@ ELSEWHERE = {
     "max_completion_tokens": "use max_tokens", "logprobs": "use /v1/chat/completions", "echo": "it is for completions",
     "top_logprobs": "use /v1/chat/completions", "response_format": "use output_config.format",
     "reasoning_effort": "use output_config.effort", "return_hidden_states": "use /v1/chat/completions",
+    "return_routed_experts": "use /v1/chat/completions",
     "prompt_logprobs": "use /v1/chat/completions", "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
     "continue_final_message": "end messages with one of role assistant", "add_generation_prompt": "it is always true",
     "use_beam_search": "use /v1/chat/completions",

@@ -100,6 +100,7 @@ GENERATION: Mapping[str, Limit] = {
     "model": ID,
     "stream_options": Fields({}),
     "max_tokens": Whole(0),
+    "routed_experts_start_len": SAMPLING["routed_experts_prompt_start"],
     "length_penalty": Real(-10, 10),
     "priority": BIGINT,
     **dict.fromkeys(("cache_salt", "extra_key", "request_id", "rid"), ID),
@@ -221,7 +222,11 @@ BODIES: Mapping[str, Mapping[str, Limit]] = {
     "MetadataBody": {"metadata": SMALL},
     "ItemsBody": {"items": Items(20)},
     "UpdateWeightsRequest": {"model_path": PATH_NAME, "draft_path": PATH_NAME, "weight_version": ID},
-    "UpdateTensorsRequest": {"files": Items(4096, PATH_NAME), "weight_version": ID},
+    "UpdateTensorsRequest": {
+        "files": Items(4096, PATH_NAME),
+        "handles": Both((Entries(1 << 17, name_chars=4096), Data(1 << 26))),
+        "weight_version": ID,
+    },
     "WeightGroupRequest": {
         "master_address": ID,
         "master_port": Whole(1, 65535),
@@ -239,6 +244,7 @@ BODIES: Mapping[str, Mapping[str, Limit]] = {
         "weight_version": ID,
     },
     "PauseRequest": {},
+    "MemoryRequest": {"tags": Items(2)},
     "AbortRequest": {"request_ids": Items(4096, ID), "request_id": ID, "rid": ID},
     "LoadAdapter": {"lora_name": ID, "lora_path": Chars(4096), "base_model_name": ID},
     "UnloadAdapter": {"lora_name": ID, "lora_int_id": Whole(-MAX_INT32)},

@@ -111,6 +111,9 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "return_prompt_token_ids": ("s", "prompt_token_ids alone"),
     "return_prompt_text": ("v", "what the chat template wrote"),
     "return_hidden_states": ("s", "with `--enable-return-hidden-states`"),
+    "return_routed_experts": ("s", "with `--enable-return-routed-experts`; base64 of NumPy arrays; whole answers only"),
+    "routed_experts_prompt_start": ("v", "first prompt position of prompt_routed_experts"),
+    "routed_experts_start_len": ("s", "routed_experts_prompt_start"),
     "echo": (
         "ovs",
         "a completion begins with its prompt, a chat answer with the assistant's message that it continues",
@@ -162,7 +165,6 @@ _TILES = "no model here cuts images into tiles; max_pixels bounds them"
 _DISAGGREGATED = "prompts and answers run in one engine here"
 _ONE_REPLICA = "the header X-data-parallel-rank chooses an engine"
 _CODE = "requests carry no code that would run in the server"
-_NO_EXPERTS = "the experts that tokens went to are not reported"
 _CHAT_ONLY: Mapping[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
     "tools": ([],),
@@ -185,9 +187,6 @@ REFUSED: Mapping[str, RefusedField] = {
     "watermarking": RefusedField("v", "it would change which tokens are picked, beside parameters and seed", (False,)),
     "repetition_detection": RefusedField("v", "answers end by tokens, strings, expressions", (), "repetition_penalty"),
     "stream_interval": RefusedField("v", "a round's tokens are sent when they are there", (1,), "stream"),
-    "routed_experts_prompt_start": RefusedField("v", _NO_EXPERTS, (0,)),
-    "return_routed_experts": RefusedField("s", _NO_EXPERTS, (False,)),
-    "routed_experts_start_len": RefusedField("s", _NO_EXPERTS, (0,)),
     "return_token_offsets": RefusedField("v", "it belongs to vLLM's render routes", (False,), "return_token_ids"),
     "return_mm_kwargs": RefusedField("v", "it belongs to vLLM's render routes", (True,)),
     "max_dynamic_patch": RefusedField("s", _TILES, (), "mm_processor_kwargs"),

@@ -31,7 +31,8 @@ _TEXT = "a string"
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
     "min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "logprob_start_len",
-    "logprob_token_ids", "return_hidden_states", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logprob_token_ids", "return_hidden_states", "return_routed_experts", "routed_experts_prompt_start",
+    "presence_penalty", "frequency_penalty", "repetition_penalty",
     "allowed_token_ids", "bad_words", "n", "stop_regex", "truncate_prompt_tokens", "truncation_side",
 )  # fmt: skip
 """Fields of a body that are those of SamplingParams."""
@@ -120,6 +121,9 @@ class GenerationRequest(BaseModel):
     prompt_logprobs: int | None = Field(None, description=_WHOLE)
     logprob_start_len: int | None = Field(None, description=_WHOLE)
     return_hidden_states: bool | None = Field(None, description=_BOOL)
+    return_routed_experts: bool | None = Field(None, description=_BOOL)
+    routed_experts_prompt_start: int | None = Field(None, description=_WHOLE)
+    routed_experts_start_len: int | None = Field(None, description=_WHOLE)
     return_token_ids: bool | None = Field(None, description=_BOOL)
     return_drafts: bool | None = Field(None, description=_BOOL)
     response_format: dict[str, Any] | None = Field(
@@ -143,6 +147,13 @@ class GenerationRequest(BaseModel):
         trimmed = fields.setdefault("include_stop_str_in_output", bool(self.no_stop_trim))
         if self.no_stop_trim is not None and trimmed != self.no_stop_trim:
             raise BadRequest("include_stop_str_in_output and no_stop_trim differ; give one of them.", "no_stop_trim")
+        if self.routed_experts_start_len is not None:
+            start = fields.setdefault("routed_experts_prompt_start", self.routed_experts_start_len)
+            if start != self.routed_experts_start_len:
+                raise BadRequest(
+                    "routed_experts_prompt_start and routed_experts_start_len differ; give one of them.",
+                    "routed_experts_start_len",
+                )
         fields["extra_args"] = self.vllm_xargs or {}
         fields["logit_bias"] = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
@@ -173,11 +184,12 @@ class GenerationRequest(BaseModel):
             raise BadRequest(
                 "prompt_logprobs come with whole answers only; leave out stream or prompt_logprobs.", "prompt_logprobs"
             )
-        if self.stream and self.return_hidden_states:
-            raise BadRequest(
-                "hidden states come with whole answers only; leave out stream or return_hidden_states.",
-                "return_hidden_states",
-            )
+        for name in ("return_hidden_states", "return_routed_experts"):
+            if self.stream and getattr(self, name):
+                raise BadRequest(
+                    f"{name} reports with whole answers only; leave out stream or {name}.",
+                    name,
+                )
         if self.return_drafts and not self.stream:
             raise BadRequest(
                 "return_drafts marks the chunks of streams; set stream=true, or leave out return_drafts.",
@@ -226,7 +238,7 @@ class CompletionRequest(GenerationRequest):
                 f"best_of={best_of} above n={n} knows its answers at the end only; leave out stream or best_of.",
                 "best_of",
             )
-        for name in ("return_hidden_states", "use_beam_search"):
+        for name in ("return_hidden_states", "return_routed_experts", "use_beam_search"):
             if best_of is not None and best_of > n and getattr(self, name):
                 raise BadRequest(f"best_of={best_of} above n={n} does not go with {name}; leave out one of them.", name)
         return n if best_of is None else best_of

@@ -4,25 +4,37 @@ A choice has more fields than OpenAI's: ``seed``, which reproduces it (in a stre
 ``stop_reason`` (the stop string that ended it, or null); with return_token_ids ``token_ids`` and ``prompt_token_ids``
 (of the answer if all choices have one prompt); ``reasoning_content`` and ``reasoning`` of its message if reasoning is
 separated from content; in streams with return_drafts ``draft``; with return_hidden_states ``hidden_states``, and with
-the first choice of each prompt ``prompt_hidden_states``.
+the first choice of each prompt ``prompt_hidden_states``; with return_routed_experts ``routed_experts`` and
+``prompt_routed_experts`` in the same way, base64 of a NumPy file with ids [tokens, MoE layers, top_k].
 """
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from unisono.text.tool_parsers.base import ToolDelta
 from unisono.types import Logprob
 from unisono.types.acceptance import RequestAcceptance
+from unisono.types.expert_ids import ExpertIds
 
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
+
+
+def encoded(ids: ExpertIds) -> str:
+    """Expert ids as base64 of a NumPy file, as vLLM sends them."""
+    file = io.BytesIO()
+    np.save(file, ids.array(), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def event(data: msgspec.Struct) -> bytes:
@@ -214,6 +226,8 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     hidden_states: HiddenStates | UnsetType = UNSET
     prompt_hidden_states: HiddenStates | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
+    prompt_routed_experts: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -242,6 +256,8 @@ class TextChoice(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
     hidden_states: HiddenStates | UnsetType = UNSET
     prompt_hidden_states: HiddenStates | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
+    prompt_routed_experts: str | UnsetType = UNSET
 
 
 class AnswerMetrics(msgspec.Struct):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from unisono.cluster.engines import Engines
-from unisono.frontend.beam_search import BeamSearch, check_beams, check_length_penalty
+from unisono.frontend.beam_search import BeamSearch, check_beams, check_length_penalty, check_ranking
 from unisono.frontend.input_processor import InputProcessor, PreparedPrompt, combined_salt
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.http.answers.beams import BeamClient, Source
@@ -48,8 +48,8 @@ WAITING = 4096
 """Requests that may wait for a thread; their bodies count towards ``max_waiting_bytes``."""
 TEMPLATE_THREADS, TEMPLATES_WAITING = 2, 32
 """Chat templates of requests that are rendered at once, and that may wait."""
-MAX_HIDDEN_NUMBERS = 1 << 24
-"""Numbers of hidden states in an answer to one prompt: about 200 MB of JSON."""
+MAX_REPORTED_NUMBERS = 1 << 24
+"""Numbers of hidden states, or expert ids, in an answer to one prompt: hidden states are about 200 MB of JSON."""
 
 
 class Serving:
@@ -167,13 +167,15 @@ class Serving:
         """Prepare the engine's request for a prompt. Raises BadRequest."""
         prompt = replace(prompt, cache_salt=combined_salt(body.cache_salt, body.extra_key))
         if body.use_beam_search:
-            check_beams(params, self.inputs.model.max_logprobs)
+            check_beams(params, self.inputs.model.max_logprobs, self.inputs.model.logprobs_mode)
             check_length_penalty(1.0 if body.length_penalty is None else body.length_penalty)
         elif body.length_penalty not in (None, 1):
             raise BadRequest(
                 f"length_penalty={body.length_penalty} weighs beams; set use_beam_search, or leave it out.",
                 "length_penalty",
             )
+        if body.sequences() > (body.n or 1):
+            check_ranking("best_of", self.inputs.model.logprobs_mode)
         logprobs_field = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
         params = self._within_limits(prompt, params, pooled)
         request = self.inputs.request(request_id, prompt, params, body.priority or 0, logprobs_field, prompt_only)
@@ -242,7 +244,12 @@ class Serving:
         """``params`` with max_tokens set. Raises BadRequest beyond this server's limits."""
         model, length = self.inputs.model, len(prompt.token_ids)
         params = with_max_tokens(params, length, model.max_model_len)
-        check_hidden_states(pooled or model.return_hidden_states, model.hidden_size, length, params)
+        for name, enabled, size in (
+            ("return_hidden_states", pooled or model.return_hidden_states, model.hidden_size),
+            ("return_routed_experts", model.return_routed_experts, model.routed_experts),
+        ):
+            if getattr(params, name):
+                check_reported(name, enabled, size, length, params)
         return params
 
     def _generations(
@@ -343,24 +350,25 @@ def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> Sampli
     return params
 
 
-def check_hidden_states(enabled: bool, hidden_size: int, prompt: int, params: SamplingParams) -> None:
-    """Raise BadRequest if this server returns no hidden states, or only of fewer than ``prompt`` tokens."""
-    name, tokens = "return_hidden_states", prompt + params.n * (params.max_tokens or 0)
-    if not params.return_hidden_states:
-        return
+def check_reported(name: str, enabled: bool, size: int, prompt: int, params: SamplingParams) -> None:
+    """Raise BadRequest if this server does not honour field ``name``, or only for fewer than ``prompt`` tokens.
+
+    size: numbers that it reports of a token.
+    """
+    tokens = prompt + params.n * (params.max_tokens or 0)
     if not enabled:
         raise BadRequest(
-            f"{name} is not honoured by this server; start it with --enable-return-hidden-states, or leave it out.",
+            f"{name} is not honoured by this server; start it with --enable-{name.replace('_', '-')}, or leave it out.",
             name,
         )
-    if tokens * hidden_size > MAX_HIDDEN_NUMBERS:
+    if tokens * size > MAX_REPORTED_NUMBERS:
         raise BadRequest(
             (
                 FieldPath(name),
                 f": {prompt} prompt tokens with ",
                 MAX_TOKENS,
-                f"={params.max_tokens} and n={params.n} may have {tokens * hidden_size} numbers; at most "
-                f"{MAX_HIDDEN_NUMBERS} are sent. Lower ",
+                f"={params.max_tokens} and n={params.n} may have {tokens * size} numbers; at most "
+                f"{MAX_REPORTED_NUMBERS} are sent. Lower ",
                 MAX_TOKENS,
                 " or n, or shorten the prompt.",
             ),

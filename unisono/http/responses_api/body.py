@@ -25,7 +25,8 @@ ELSEWHERE = {
     "best_of": "a response has one answer", "logprobs": f'use include=["{LOGPROBS}"]',
     "max_tokens": "use max_output_tokens", "max_completion_tokens": "use max_output_tokens",
     "response_format": "use text.format", "reasoning_effort": "use reasoning.effort", "echo": "it is for completions",
-    "return_hidden_states": "use /v1/chat/completions", "prompt_logprobs": "use /v1/chat/completions",
+    "return_hidden_states": "use /v1/chat/completions",
+    "return_routed_experts": "use /v1/chat/completions", "prompt_logprobs": "use /v1/chat/completions",
     "use_beam_search": "use /v1/chat/completions",
 }  # fmt: skip
 """Refused fields of the chat body, and the alternative to each."""

@@ -6,6 +6,7 @@ Open to operators' keys; without keys, to this machine. Users may abort their ow
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -14,13 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.cluster.commands import CommandError
 from unisono.http.errors import ApiError, no_answer
-from unisono.http.limits.fields import SleepLevel, Strings
+from unisono.http.limits.fields import FirstError, SleepLevel, Strings
 from unisono.http.openai.translation import checked
 from unisono.http.request_body import load_object
 from unisono.http.routes.common import described, json_response, operators_only, owners_only, parsed_body
 from unisono.http.service import Service
 from unisono.types import EngineDead
 
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+Tag = Literal["weights", "kv_cache"]
+Tags = Annotated[list[Tag], FirstError()]
+"""Parts of the memory."""
 LIMIT = 60.0
 """Timeout of a command in the engine process, seconds; writing a long profile takes most."""
 WEIGHTS_LIMIT = 600.0
@@ -39,10 +44,19 @@ class AbortRequest(BaseModel):
     abort_all: bool | None = Field(None, description="true or false")
 
 
+class MemoryRequest(BaseModel):
+    """Body of ``/release_memory_occupation`` and ``/resume_memory_occupation``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    tags: Tags | None = Field(None, description="a list of weights and kv_cache; null: both")
+
+
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
     operators = operators_only(service)
     _add_sleep(app, service)
+    _add_memory(app, service)
 
     for path in ("/reset_prefix_cache", "/flush_cache"):  # vLLM's name and SGLang's
 
@@ -78,47 +92,88 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
         **described("Finish what runs, take no more requests, free what can be freed."),
     )
     async def sleep(level: SleepLevel = 1, mode: Literal["wait", "abort", "keep"] = "wait") -> Response:
-        frees = level > 0 and _frees(service)
-        if not frees and (level == 2 or mode == "keep"):
-            name, value = ("level", level) if level == 2 else ("mode", mode)
-            raise ApiError(400, f"{name}={value} needs --enable-sleep-mode: otherwise sleep keeps {KEPT}.", param=name)
-        slept, service.sleeping = service.sleeping, True
-        service.metrics.sleeping(True)
-        if mode != "keep":
-            await _drain(service, service.drain_timeout if mode == "wait" else 0.0)
-        if not frees:
-            pages = await _call(service, "reset_prefix_cache")
-            freed = await _call(service, "free_memory")
-            return json_response({"is_sleeping": True, "freed_pages": pages, "freed_bytes": freed, "kept": KEPT})
-        try:
-            done = await _call(service, "sleep", WEIGHTS_LIMIT, level=level)
-        except ApiError:
-            service.sleeping = slept
-            service.metrics.sleeping(slept)
-            raise
-        engines = done if isinstance(done, list) else [done] * len(service.client.infos)
-        freed = {tag: sum(one["freed_bytes"][tag] for one in engines) for tag in engines[0]["freed_bytes"]}
-        pages = sum(one["freed_pages"] for one in engines)
-        return json_response({"is_sleeping": True, "level": level, "freed_pages": pages, "freed_bytes": freed})
+        return json_response(await _fall_asleep(service, level, mode))
 
     @app.post("/wake_up", dependencies=operators, **described("Take requests again, by parts: weights, then kv_cache."))
     async def wake_up(
-        tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query(max_length=2)] = None,
+        tags: Annotated[list[Tag] | None, Query(max_length=2)] = None,
         reload: bool = True,
     ) -> Response:
-        asleep: list[str] = []
-        if _frees(service):
-            done = await _call(service, "wake_up", WEIGHTS_LIMIT, tags=tags, reload=reload)
-            engines = done if isinstance(done, list) else [done]
-            asleep = sorted({tag for one in engines for tag in one["asleep"]})
-            service.weights.version = engines[0]["weight_version"]
-        service.sleeping = bool(asleep)
-        service.metrics.sleeping(service.sleeping)
-        return json_response({"is_sleeping": service.sleeping, **({"asleep": asleep} if asleep else {})})
+        return json_response(await _wake_up(service, tags, reload))
 
     @app.get("/is_sleeping", dependencies=operators, **described("Whether the server sleeps."))
     async def is_sleeping() -> Response:
         return json_response({"is_sleeping": service.sleeping})
+
+
+def _add_memory(app: FastAPI, service: Service) -> None:
+    """Add SGLang's names of sleep. Requests that run wait; its ``/pause_generation`` may end them first."""
+    operators = operators_only(service)
+
+    async def tags_of(request: Request) -> list[Tag] | None:
+        body = await parsed_body(request, lambda raw: checked(load_object(raw), MemoryRequest))
+        return body.tags or None
+
+    @app.post(
+        "/release_memory_occupation",
+        dependencies=operators,
+        **described("Free the memory of weights and KV cache, or of the KV cache (SGLang).", MemoryRequest),
+    )
+    async def release(request: Request) -> Response:
+        tags = await tags_of(request)
+        if tags is not None and KV_CACHE not in tags:
+            raise ApiError(400, f"tags={tags}: weights are released with the kv_cache; name both.", param="tags")
+        found = await _fall_asleep(service, 1, "keep")
+        if tags == [KV_CACHE]:
+            found |= await _wake_up(service, [WEIGHTS], True)
+        return json_response(found)
+
+    @app.post(
+        "/resume_memory_occupation",
+        dependencies=operators,
+        **described("Get the memory back: weights, then kv_cache (SGLang).", MemoryRequest),
+    )
+    async def resume(request: Request) -> Response:
+        return json_response(await _wake_up(service, await tags_of(request), True))
+
+
+async def _fall_asleep(service: Service, level: int, mode: str) -> dict[str, Any]:
+    """Take no more requests and free what can be freed. mode: of the requests that run: wait, abort or keep."""
+    frees = level > 0 and _frees(service)
+    if not frees and (level == 2 or mode == "keep"):
+        name, value = ("level", level) if level == 2 else ("mode", mode)
+        raise ApiError(400, f"{name}={value} needs --enable-sleep-mode: otherwise sleep keeps {KEPT}.", param=name)
+    slept, service.sleeping = service.sleeping, True
+    service.metrics.sleeping(True)
+    if mode != "keep":
+        await _drain(service, service.drain_timeout if mode == "wait" else 0.0)
+    if not frees:
+        pages = await _call(service, "reset_prefix_cache")
+        freed = await _call(service, "free_memory")
+        return {"is_sleeping": True, "freed_pages": pages, "freed_bytes": freed, "kept": KEPT}
+    try:
+        done = await _call(service, "sleep", WEIGHTS_LIMIT, level=level)
+    except ApiError:
+        service.sleeping = slept
+        service.metrics.sleeping(slept)
+        raise
+    engines = done if isinstance(done, list) else [done] * len(service.client.infos)
+    freed = {tag: sum(one["freed_bytes"][tag] for one in engines) for tag in engines[0]["freed_bytes"]}
+    pages = sum(one["freed_pages"] for one in engines)
+    return {"is_sleeping": True, "level": level, "freed_pages": pages, "freed_bytes": freed}
+
+
+async def _wake_up(service: Service, tags: Sequence[str] | None, reload: bool) -> dict[str, Any]:
+    """Get memory back; take requests again if nothing sleeps any more."""
+    asleep: list[str] = []
+    if _frees(service):
+        done = await _call(service, "wake_up", WEIGHTS_LIMIT, tags=tags, reload=reload)
+        engines = done if isinstance(done, list) else [done]
+        asleep = sorted({tag for one in engines for tag in one["asleep"]})
+        service.weights.version = engines[0]["weight_version"]
+    service.sleeping = bool(asleep)
+    service.metrics.sleeping(service.sleeping)
+    return {"is_sleeping": service.sleeping, **({"asleep": asleep} if asleep else {})}
 
 
 def _frees(service: Service) -> bool:

@@ -18,7 +18,7 @@ from unisono.http.anthropic_api.body import CountRequest, MessagesRequest
 from unisono.http.openai.protocol import ChatRequest, CompletionRequest
 from unisono.http.responses_api.body import ResponsesRequest
 from unisono.http.routes.adapters import LoadAdapter, UnloadAdapter
-from unisono.http.routes.admin import AbortRequest
+from unisono.http.routes.admin import AbortRequest, MemoryRequest
 from unisono.http.routes.common import described, json_response
 from unisono.http.routes.conversations import ConversationBody, ItemsBody, MetadataBody
 from unisono.http.routes.embeddings import EmbeddingRequest
@@ -39,7 +39,8 @@ BODIES: tuple[type[BaseModel], ...] = (
     AbortRequest, ChatRequest, CompletionRequest, CountRequest, DetokenizeRequest, EmbeddingRequest, GenerateRequest,
     MessagesRequest, ResponsesRequest, TokenizeRequest, ConversationBody, MetadataBody, ItemsBody,
     LoadAdapter, UnloadAdapter, UpdateWeightsRequest, UpdateTensorsRequest, WeightGroupRequest, LeaveGroupRequest,
-    ReceiveWeightsRequest, PauseRequest, PooledRequest, ClassificationRequest, ScoreRequest, RerankRequest,
+    ReceiveWeightsRequest, PauseRequest, MemoryRequest, PooledRequest, ClassificationRequest, ScoreRequest,
+    RerankRequest,
 )  # fmt: skip
 """The models of all bodies."""
 STATUSES = {

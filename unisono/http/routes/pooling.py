@@ -33,6 +33,9 @@ MODEL = Field(None, description="the name of a served model")
 TRUNCATE = Field(None, description="a whole number: last tokens that are kept")
 ACTIVATION = Field(None, description="true (the default) or false")
 USER = Field(None, description="a string")
+TEXTS = ("text_1", "text_2")
+OTHER_TEXTS = (("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+"""vLLM's other names of TEXTS."""
 
 
 class PooledRequest(BaseModel):
@@ -77,8 +80,12 @@ class ScoreRequest(BaseModel):
 
     model_config = STRICT
 
-    text_1: str | Strings = Field(description="a string or a list of strings: the queries")
-    text_2: str | Strings = Field(description="a string or a list of strings: the documents")
+    text_1: str | Strings = Field(
+        description="a string or a list of strings: the queries; also named data_1 or queries"
+    )
+    text_2: str | Strings = Field(
+        description="a string or a list of strings: the documents; also named data_2, documents or items"
+    )
     model: str | None = MODEL
     use_activation: bool | None = ACTIVATION
     truncate_prompt_tokens: int | None = TRUNCATE
@@ -224,15 +231,29 @@ async def _classify(service: Service, request: Request) -> Response:
 
 
 async def _score(service: Service, request: Request) -> Response:
-    body, size = await parsed_body(request, lambda raw: (checked(load_object(raw), ScoreRequest), len(raw)))
+    (body, names), size = await parsed_body(request, lambda raw: (score_request(load_object(raw)), len(raw)))
     model = service.model(body.model)
     first, second = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
-    pairs = paired(first, second, ("text_1", "text_2"))
+    pairs = paired(first, second, names)
 
     def write(scores: list[float]) -> dict[str, Any]:
         return listing(model, [{"index": i, "object": "score", "score": each} for i, each in enumerate(scores)])
 
-    return await _scored(service, request, pairs, size, body, "text_2", write)
+    return await _scored(service, request, pairs, size, body, names, write)
+
+
+def score_request(body: dict[str, Any]) -> tuple[ScoreRequest, tuple[str, str]]:
+    """A body of ``/score``, and its names of TEXTS: these, or the first of OTHER_TEXTS with a name in the body.
+
+    Raises BadRequest and ApiError with the caller's names.
+    """
+    others = () if body.keys() & {*TEXTS} else OTHER_TEXTS
+    found = [names for names in others if body.keys() & {*names}]
+    names = max(found, key=lambda each: len(body.keys() & {*each}), default=TEXTS)
+    fields = {own: body[name] for own, name in zip(TEXTS, names, strict=True) if name in body}
+    fields |= {name: value for name, value in body.items() if name not in names}
+    with Renames(dict(zip(TEXTS, names, strict=True))).errors():
+        return checked(fields, ScoreRequest), names
 
 
 async def _rerank(service: Service, request: Request) -> Response:
@@ -250,23 +271,22 @@ async def _rerank(service: Service, request: Request) -> Response:
             results = [{**one, "document": {"text": texts[index]}} for one, index in zip(results, order, strict=True)]
         return {"id": new_id("rerank-"), "model": model, "results": results}
 
-    return await _scored(service, request, pairs, size, body, "documents", write)
+    return await _scored(service, request, pairs, size, body, ("query", "documents"), write)
 
 
 async def _scored(
     service: Service, request: Request, pairs: Sequence[tuple[str, str]], size: int, body: ScoreRequest | RerankRequest,
-    field: str, write: Callable[[list[float]], dict[str, Any]],
+    names: tuple[str, str], write: Callable[[list[float]], dict[str, Any]],
 ) -> Response:  # fmt: skip
-    """Score pairs by the classifier's one label, or by the cosine of their embeddings."""
+    """Score pairs by the classifier's one label, or by the cosine of their embeddings. names: of the texts' fields."""
     head, active = service.classifier, body.use_activation is not False
     fields = {"model": service.model(body.model), "truncate_prompt_tokens": body.truncate_prompt_tokens}
     if head is not None:
         check_one_label(head)
-        names, truncates = ("text_1" if field == "text_2" else "query", field), body.truncate_prompt_tokens is not None
-        inputs = service.serving.inputs
+        truncates, inputs = body.truncate_prompt_tokens is not None, service.serving.inputs
         ids = await off_loop(size, lambda: [pair_ids(inputs, pair, names, truncates) for pair in pairs])
         return await respond(
-            service, request, ids, size, fields, field, lambda states, _: write(_of_pairs(head, states, active))
+            service, request, ids, size, fields, names[1], lambda states, _: write(_of_pairs(head, states, active))
         )
     check_task("embed", service.pooling, None)
     queries = list(dict.fromkeys(query for query, _ in pairs))
@@ -277,7 +297,7 @@ async def _scored(
         of_query, documents = dict(zip(queries, vectors, strict=False)), vectors[len(queries) :]
         return write([cosine(of_query[query], each) for (query, _), each in zip(pairs, documents, strict=True)])
 
-    return await respond(service, request, texts, size, fields, field, cosines)
+    return await respond(service, request, texts, size, fields, names[1], cosines)
 
 
 def _of_pairs(head: Classifier, states: list[np.ndarray], active: bool) -> list[float]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unisono.cluster.commands import CommandError
 from unisono.frontend.scores import NO_UPDATE
 from unisono.http.errors import ApiError, no_answer
-from unisono.http.limits.fields import Shapes, Strings
+from unisono.http.limits.fields import Shapes, Strings, TokenIds
 from unisono.http.openai.translation import checked
 from unisono.http.request_body import load_object
 from unisono.http.routes.common import described, json_response, operators_only, parsed_body
@@ -35,12 +35,25 @@ class UpdateWeightsRequest(BaseModel):
     load_format: Literal["auto"] | None = Field(None, description="null or auto")
 
 
+class TensorHandle(BaseModel):
+    """A tensor in GPU memory of another process; see ``unisono.distributed.cuda_ipc``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    device: str = Field(description="UUID of the GPU")
+    handle: str = Field(description="CUDA's IPC handle of the allocation, 64 bytes in hexadecimal")
+    offset: int = Field(description="of the tensor in the allocation, bytes")
+    shape: TokenIds = Field(description="a list of whole numbers")
+    dtype: str = Field(description="dtype, such as bfloat16")
+
+
 class UpdateTensorsRequest(BaseModel):
     """Body of ``/update_weights_from_tensor``."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    files: Strings = Field(description="safetensors files on the server's host, such as files in /dev/shm; Unisono's")
+    files: Strings = Field([], description="safetensors files on the server's host, such as in /dev/shm; Unisono's")
+    handles: dict[str, TensorHandle] = Field({}, description="tensors in GPU memory on the server's host; Unisono's")
     draft: bool = Field(False, description="true: the drafter's weights, by its checkpoint's names; Unisono's")
     weight_version: str | None = Field(None, description="its name in answers; null counts updates")
     abort_all_requests: bool = Field(False, description="true ends running requests; false lets them go on")
@@ -115,12 +128,15 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post(
         "/update_weights_from_tensor",
         dependencies=operators,
-        **described("Replace some of the weights by tensors in shared memory.", UpdateTensorsRequest),
+        **described("Replace some of the weights by tensors in memory of this host.", UpdateTensorsRequest),
     )
     async def from_tensor(request: Request) -> Response:
         body = await parsed_body(request, lambda raw: checked(load_object(raw), UpdateTensorsRequest))
+        if not body.files and not body.handles:
+            raise ApiError(400, "files is missing; name files or handles of tensors.", param="files")
+        sources = {"files": body.files, "handles": {name: one.model_dump() for name, one in body.handles.items()}}
         return json_response(
-            await _change(service, body, "update_weights_from_tensor", "files", files=body.files, draft=body.draft)
+            await _change(service, body, "update_weights_from_tensor", "files", **sources, draft=body.draft)
         )
 
     @app.post(

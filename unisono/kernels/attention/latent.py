@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 
+from unisono.kernels.attention import hopper_latent
 from unisono.kernels.attention.cpu import SPLIT, attention_cpu
 from unisono.kernels.attention.latent_kernels import latent_kernel
 from unisono.kernels.attention.paged import KEYS, AttentionPlan, _programs
@@ -45,8 +46,23 @@ def head_blocks(heads: int) -> int:
     return next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= GROUP)
 
 
+FEW_TILES = 4
+"""Tiles of a pass, at most, whose values are computed in pieces."""
+
+
+def _pieces(tiles: int, latent: int, keys: int) -> int:
+    """Number of equal parts of the values' columns, each computed by a program, in a pass that may be cut.
+
+    Each part needs all scores, so parts are for passes that would leave the device idle. tiles: number of whole tiles.
+    keys: maximum keys of a request; the number of a tile's splits must fit into a part of 32 bits.
+    """
+    if tiles > FEW_TILES or latent != triton.next_power_of_2(latent) or latent < 64:
+        return 1
+    return 4 if triton.cdiv(keys, SPLIT) < 2**8 else 2
+
+
 def _geometry(
-    heads: int, blocks: int, latent: int, rope: int, dtype: torch.dtype, tile_tokens: int, cut: bool
+    heads: int, blocks: int, latent: int, rope: int, dtype: torch.dtype, tile_tokens: int, cut: bool, pieces: int = 1
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Choose the kernel's compile-time sizes and launch options; only speed depends on them."""
     group, dim = heads // blocks, max(triton.next_power_of_2(latent), 16)
@@ -57,7 +73,7 @@ def _geometry(
         "HEADS": heads, "BLOCKS": blocks, "LATENT": latent, "ROPE": rope, "DIM": dim,
         "TURNED": max(triton.next_power_of_2(rope), 16), "TOKENS": tile_tokens,
         "PARTS": triton.cdiv(tile_tokens, tokens), "ROWS": rows, "USED": triton.next_power_of_2(tokens * group),
-        "KEYS": KEYS, "SPLIT": SPLIT, "CUT": cut,
+        "PIECES": pieces, "KEYS": KEYS, "SPLIT": SPLIT, "CUT": cut,
     }  # fmt: skip
     return sizes, {"num_warps": 8, "num_stages": 3}
 
@@ -68,11 +84,19 @@ def launch_latent(
 ) -> torch.Tensor:  # fmt: skip
     """See :func:`latent_attention`."""
     (tokens, heads, width), (_, tile_tokens, blocks) = q.shape, arrivals.shape
-    out = q.new_empty(tokens, heads * latent)
+    where, rounds = (q, cache, page_table, positions, work, count), hopper_latent.exact_latent_rounds
+    prompts = partials == 0 and first == 0
+    if prompts and hopper_latent.serves(hopper_latent.exact_latent_attention, q, cache, blocks, latent):
+        return hopper_latent.launch_latent_prompt(*where, tile_tokens, blocks, scale * LOG2_E.value, KEYS)
     state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(partials, tile_tokens, heads, latent, dtype=torch.float32)
-    sizes, launch = _geometry(heads, blocks, latent, width - latent, q.dtype, tile_tokens, partials > 0)
-    items, tiles = (n * sizes["PARTS"] * blocks for n in (len(arrivals), triton.cdiv(tokens, tile_tokens)))
+    if partials > 0 and hopper_latent.serves(rounds, q, cache, blocks, latent):
+        return hopper_latent.launch_latent_round(*where, arrivals, (state, acc), scale * LOG2_E.value, first, KEYS)
+    out = q.new_empty(tokens, heads * latent)
+    whole_tiles = triton.cdiv(tokens, tile_tokens)
+    pieces = _pieces(whole_tiles * blocks, latent, page_table.shape[1] * cache.shape[2]) if partials else 1
+    sizes, launch = _geometry(heads, blocks, latent, width - latent, q.dtype, tile_tokens, partials > 0, pieces)
+    items, tiles = (n * sizes["PARTS"] * blocks * pieces for n in (len(arrivals), whole_tiles))
     programs = min(_programs(q.device, tiles, launch["num_warps"]), items) if partials else items
     latent_kernel[(programs,)](
         q, cache, page_table, positions, work, count, arrivals, state, acc, out,
@@ -110,8 +134,8 @@ def latent_attention(
     return latent_attention_op(q, cache, page_table, positions, *plan, scale, latent, first)
 
 
-def _case(heads: int, latent: int, tile_tokens: int, cut: bool, first: int = 0) -> AotCase:
-    sizes, options = _geometry(heads, head_blocks(heads), latent, 64, torch.bfloat16, tile_tokens, cut)
+def _case(heads: int, latent: int, tile_tokens: int, cut: bool, first: int = 0, pieces: int = 1) -> AotCase:
+    sizes, options = _geometry(heads, head_blocks(heads), latent, 64, torch.bfloat16, tile_tokens, cut, pieces)
     signature = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr"), "*bf16")
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32", "max_pages": "i32", "page_stride": "i32"}
@@ -121,6 +145,7 @@ def _case(heads: int, latent: int, tile_tokens: int, cut: bool, first: int = 0) 
 
 AOT = [
     *(_case(20, 512, width, cut=True) for width in (1, 4)),  # GLM-4.7-Flash: rounds
+    *(_case(20, 512, width, cut=True, pieces=4) for width in (1, 4)),  # and of few requests
     _case(20, 512, 4, cut=True, first=1),  # its draft module
     _case(20, 512, 3, cut=False),  # extend passes
     *(_case(128, 512, width, cut=True) for width in (1, 4)),  # DeepSeek-V3

@@ -1,36 +1,40 @@
 """Steps around the walk of latent attention: the cache's rows, rotated queries, and a product for each head.
 
-Owns the ops ``rotate_latent`` and ``head_product``; called by the latent attention block. Every row of a result depends
-on its own token alone: one program norms and rotates one token, and products accumulate K in one sequence.
+Owns the ops ``rotate_latent``, ``head_product`` and ``latent_queries``, which is both in one launch; called by the
+latent attention block. Every row of a result depends on its own token alone: one program norms and rotates one token,
+and products accumulate K in one sequence.
 
 Shapes: T tokens, Hq query heads, L latent size, R size of the rotated part, D elements of a head that do not rotate.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from unisono.kernels.gemm.cpu import row_exact_product
+from unisono.kernels.gemm.cpu import row_exact_product, slice_of
 from unisono.kernels.gemm.linear import tile_product
-from unisono.kernels.library import AotCase, Mutated, op
-from unisono.kernels.norm.rms_norm import rms_norm, rounded_before_weight, row_warps, square
+from unisono.kernels.library import AotCase, Mutated, ints, op
+from unisono.kernels.norm.rms_norm import rms_norm, rounded_before_weight, square
 from unisono.kernels.overlap import follow, overlapped
 
 _AT_ONCE = 8
 """Query heads that a program rotates."""
 
+_WARPS = 4
+"""Warps of a program that norms a latent, alone or beside products: their number is part of the sum's order."""
+
 
 @triton.jit
-def _rotate_latent_kernel(
-    rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows_stride, q_stride,
+def _rotate(
+    token, program, rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows_stride, q_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, NOPE: tl.constexpr,
-    BLOCK: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Write one token's row of the cache (second program index 0), or rotate GROUP of its query heads."""
-    follow(OVERLAP)
-    token, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Write one token's row of the cache (program 0), or rotate GROUP of its query heads."""
     h = tl.arange(0, TURNED)
     inside = h < HALF
     angles = cos_sin + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * (2 * HALF) + h
@@ -63,21 +67,39 @@ def _rotate_latent_kernel(
         tl.store(to + HALF, tl.fma(seconds, cos[None, :], firsts * sin[None, :]).to(dtype), mask=there)
 
 
+@triton.jit
+def _rotate_latent_kernel(
+    rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows_stride, q_stride,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, NOPE: tl.constexpr,
+    BLOCK: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Write one token's row of the cache (second program index 0), or rotate GROUP of its query heads."""
+    follow(OVERLAP)
+    _rotate(
+        tl.program_id(0).to(tl.int64), tl.program_id(1), rows, q, norm, eps, cos_sin, positions, slot_mapping, cache,
+        out, rows_stride, q_stride, HEADS, LATENT, HALF, NOPE, BLOCK, TURNED, GROUP, INTERLEAVED,
+    )  # fmt: skip
+
+
 def launch_rotate_latent(
     rows: torch.Tensor, q: torch.Tensor, norm: torch.Tensor, eps: float, cos_sin: torch.Tensor,
     positions: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor, heads: int, interleaved: bool,
 ) -> torch.Tensor:  # fmt: skip
     """See :func:`rotate_latent`."""
-    latent, rope = len(norm), cos_sin.shape[1]
-    out = q.new_empty(len(q), heads, latent + rope)
-    block = triton.next_power_of_2(latent)
+    out = q.new_empty(len(q), heads, len(norm) + cos_sin.shape[1])
     _rotate_latent_kernel[(len(q), 1 + triton.cdiv(heads, _AT_ONCE))](
         rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows.stride(0), q.stride(0),
-        HEADS=heads, LATENT=latent, HALF=rope // 2, NOPE=q.shape[1] // heads - rope,
-        BLOCK=block, TURNED=triton.next_power_of_2(rope // 2), GROUP=_AT_ONCE, INTERLEAVED=interleaved,
-        num_warps=row_warps(block), **overlapped(q.device),
+        **_rotation_sizes(q, len(norm), cos_sin.shape[1], heads, interleaved), num_warps=_WARPS,
+        **overlapped(q.device),
     )  # fmt: skip
     return out
+
+
+def _rotation_sizes(q: torch.Tensor, latent: int, rope: int, heads: int, interleaved: bool) -> dict[str, int]:
+    """Compile-time sizes of a rotation."""
+    sizes = {"HEADS": heads, "LATENT": latent, "HALF": rope // 2, "NOPE": q.shape[1] // heads - rope}
+    sizes |= {"BLOCK": triton.next_power_of_2(latent), "TURNED": triton.next_power_of_2(rope // 2)}
+    return sizes | {"GROUP": _AT_ONCE, "INTERLEAVED": interleaved}
 
 
 def _rotated(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -116,20 +138,56 @@ def rotate_latent(
 
 
 @triton.jit
+def _product(
+    row_tile, column_tile, head, x, weight, out, M, N, K, x_row, x_head, out_row, out_head,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of one head's product."""
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ok = rows < M
+    x_rows = x + rows.to(tl.int64) * x_row + head * x_head
+    w_rows = weight + (head * N + tl.minimum(cols, N - 1)) * K
+    acc = tile_product(x_rows, w_rows, row_ok, K, BLOCK_M, BLOCK_N, BLOCK_K, False, EVEN_K)
+    at = out + rows.to(tl.int64)[:, None] * out_row + head * out_head + cols[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
 def _head_product_kernel(
     x, weight, out, M, N, K, x_row, x_head, out_row, out_head,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head's product. Row tiles of one weight tile are neighbours in the grid."""
     follow(OVERLAP)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    head, row_ok = tl.program_id(2).to(tl.int64), rows < M
-    x_rows = x + rows.to(tl.int64) * x_row + head * x_head
-    w_rows = weight + (head * N + tl.minimum(cols, N - 1)) * K
-    acc = tile_product(x_rows, w_rows, row_ok, K, BLOCK_M, BLOCK_N, BLOCK_K, False, EVEN_K)
-    at = out + rows.to(tl.int64)[:, None] * out_row + head * out_head + cols[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (cols < N)[None, :])
+    _product(
+        tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64), x, weight, out, M, N, K, x_row, x_head,
+        out_row, out_head, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def _latent_queries_kernel(
+    rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows_stride, q_stride, weight, M, tiles,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, NOPE: tl.constexpr,
+    BLOCK: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Compute the tiles of all heads' products, ``tiles`` of each head, then rotate as ``_rotate_latent_kernel``."""
+    follow(OVERLAP)
+    program = tl.program_id(0)
+    if program < tiles * HEADS:
+        _product(
+            0, program % tiles, (program // tiles).to(tl.int64), q, weight, out, M, LATENT, NOPE, q_stride,
+            NOPE + 2 * HALF, HEADS * (LATENT + 2 * HALF), LATENT + 2 * HALF, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+        )  # fmt: skip
+    else:
+        EACH: tl.constexpr = 1 + (HEADS + GROUP - 1) // GROUP
+        turn = program - tiles * HEADS
+        _rotate(
+            (turn // EACH).to(tl.int64), turn % EACH, rows, q, norm, eps, cos_sin, positions, slot_mapping, cache,
+            out, rows_stride, q_stride, HEADS, LATENT, HALF, NOPE, BLOCK, TURNED, GROUP, INTERLEAVED,
+        )  # fmt: skip
 
 
 def _tile(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
@@ -156,32 +214,81 @@ def head_product(x: torch.Tensor, weight: torch.Tensor, out: Mutated[torch.Tenso
 
     x [T, Hq, ≥ K] and out [T, Hq, ≥ N], contiguous heads; weight [Hq, N, K]; one dtype, sums in fp32.
     """
-    _, n, k = weight.shape
-    for head, of_head in enumerate(weight):
-        out[:, head, :n] = row_exact_product(x[:, head, :k], of_head)
+    heads, n, k = weight.shape
+    for head in range(heads):
+        out[:, head, :n] = row_exact_product(x[:, head, :k], slice_of(weight, head))
 
 
-AOT: list[AotCase] = [
-    AotCase(
-        _rotate_latent_kernel,
-        {
-            **dict.fromkeys(("rows", "q", "norm", "cache", "out"), "*bf16"), "cos_sin": "*fp32", "eps": "fp32",
-            **dict.fromkeys(("positions", "slot_mapping"), "*i32"), "rows_stride": "i32", "q_stride": "i32",
-        },
-        {
-            "HEADS": heads, "LATENT": 512, "HALF": 32, "NOPE": nope, "BLOCK": 512, "TURNED": 32,
-            "GROUP": _AT_ONCE, "INTERLEAVED": interleaved, "OVERLAP": True,
-        },
-        num_warps=row_warps(512),
-    )
-    for heads, nope, interleaved in ((20, 192, True), (128, 128, False))
-] + [
-    AotCase(
-        _head_product_kernel,
-        {**dict.fromkeys(("x", "weight", "out"), "*bf16"),
-         **dict.fromkeys(("M", "N", "K", "x_row", "x_head", "out_row", "out_head"), "i32")},
-        {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "EVEN_K": True, "OVERLAP": True},
-        num_warps=warps, num_stages=stages,
-    )
-    for m, n, k, warps, stages in (_tile(rows, torch.bfloat16) for rows in (1, 64, 1024))
+def launch_latent_queries(
+    rows: torch.Tensor, q: torch.Tensor, norm: torch.Tensor, eps: float, cos_sin: torch.Tensor,
+    positions: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor, heads: int, interleaved: bool,
+    weight: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """See :func:`latent_queries`. One launch for the rows of one tile of products, two for more."""
+    m, block_n, block_k, warps, stages = _tile(len(q), q.dtype)
+    if len(q) > m or warps != _WARPS:
+        out = launch_rotate_latent(rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, heads, interleaved)
+        launch_head_product(q.view(len(q), heads, -1), weight, out)
+        return out
+    out = q.new_empty(len(q), heads, len(norm) + cos_sin.shape[1])
+    sizes, tiles = _rotation_sizes(q, len(norm), cos_sin.shape[1], heads, interleaved), triton.cdiv(len(norm), block_n)
+    programs = tiles * heads + len(q) * (1 + triton.cdiv(heads, _AT_ONCE))
+    _latent_queries_kernel[(programs,)](
+        rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows.stride(0), q.stride(0), weight,
+        len(q), tiles, **sizes, BLOCK_M=m, BLOCK_N=block_n, BLOCK_K=block_k, EVEN_K=weight.shape[2] % block_k == 0,
+        num_warps=warps, num_stages=stages, **overlapped(q.device),
+    )  # fmt: skip
+    return out
+
+
+@op(
+    cuda=launch_latent_queries,
+    meta=lambda rows, q, norm, eps, cos_sin, positions, slots, cache, heads, interleaved, weight: q.new_empty(
+        q.shape[0], heads, norm.shape[0] + cos_sin.shape[1]
+    ),
+)
+def latent_queries(
+    rows: torch.Tensor, q: torch.Tensor, norm: torch.Tensor, eps: float, cos_sin: torch.Tensor,
+    positions: torch.Tensor, slot_mapping: torch.Tensor, cache: Mutated[torch.Tensor], heads: int, interleaved: bool,
+    weight: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Write the cache's rows as :func:`rotate_latent`, and return the queries: its result after :func:`head_product`.
+
+    weight [Hq, L, D]: multiplies what does not rotate of each query head. Returns [T, Hq, L + R].
+    """
+    out = rotate_latent.cpu(rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, heads, interleaved)
+    head_product.cpu(q.view(len(q), heads, -1), weight, out)
+    return out
+
+
+_ROTATED = dict.fromkeys(("rows", "q", "norm", "cache", "out"), "*bf16") | {"cos_sin": "*fp32", "eps": "fp32"}
+_ROTATED |= ints("positions slot_mapping", "rows_stride q_stride")
+
+
+def _rotation_constants(heads: int, nope: int, interleaved: bool) -> dict[str, Any]:
+    sizes = {"HEADS": heads, "LATENT": 512, "HALF": 32, "NOPE": nope, "BLOCK": 512, "TURNED": 32}
+    return sizes | {"GROUP": _AT_ONCE, "INTERLEAVED": interleaved, "OVERLAP": True}
+
+
+def _product_case(kernel: Any, signature: dict[str, str], constants: dict[str, Any], rows: int) -> AotCase:
+    m, n, k, warps, stages = _tile(rows, torch.bfloat16)
+    constants |= {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "EVEN_K": True, "OVERLAP": True}
+    return AotCase(kernel, signature, constants, num_warps=warps, num_stages=stages)
+
+
+_MULTIPLIED = dict.fromkeys(("x", "weight", "out"), "*bf16") | ints("", "M N K x_row x_head out_row out_head")
+
+AOT = [
+    *(
+        AotCase(_rotate_latent_kernel, _ROTATED, _rotation_constants(*heads), num_warps=_WARPS)
+        for heads in ((20, 192, True), (128, 128, False))
+    ),
+    *(_product_case(_head_product_kernel, _MULTIPLIED, {}, rows) for rows in (1, 64, 1024)),
+    *(
+        _product_case(
+            _latent_queries_kernel, _ROTATED | {"weight": "*bf16"} | ints("", "M tiles"),
+            _rotation_constants(20, 192, True), rows,
+        )
+        for rows in (1, 64)
+    ),
 ]  # fmt: skip

@@ -28,7 +28,7 @@ from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.cpu import SPLIT, attention_cpu, attention_plan_cpu
 from unisono.kernels.attention.triton_kernels import LOG2_E, attention_kernel, plan_kernel
 from unisono.kernels.cards import HOPPER, shared_memory
-from unisono.kernels.gemm.fp8_quantize import empty_quantised, launch_quantize, quantised_cpu
+from unisono.kernels.gemm.fp8_quantize import GROUP, empty_quantised, launch_quantize, quantised_cpu
 from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.overlap import overlapped
 
@@ -176,8 +176,8 @@ def launch_attention_fp8(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, tor
     """See :func:`attention_fp8`."""
     g, (tokens, heads, head_dim) = _Arguments(*args), q.shape
     if (out := _by_hopper(q, g)) is not None:
-        return launch_quantize(out, head_dim)
-    x8, scales = empty_quantised(q, tokens, heads * head_dim, head_dim)
+        return launch_quantize(out, scale_columns(head_dim))
+    x8, scales = empty_quantised(q, tokens, heads * head_dim, scale_columns(head_dim))
     _launch(x8, scales, q, g, {})
     return x8, scales
 
@@ -198,11 +198,11 @@ def _launch(
     (tokens, heads, head_dim), (_, tile_tokens, kv_heads) = q.shape, g.arrivals.shape
     state = q.new_empty(g.partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(g.partials, tile_tokens, heads, head_dim, dtype=torch.float32)
-    plain = g.partials > 0 and g.window == 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None
-    if plain and g.until is None and not options and attention_hopper_rounds.serves(q, g.k_cache, tile_tokens):
+    plain = g.partials > 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None and g.until is None
+    if plain and not options and attention_hopper_rounds.serves(q, g.k_cache, tile_tokens, g.window, g.first):
         attention_hopper_rounds.launch_round_attention(
             out, scales, q, g.k_cache, g.v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals,
-            (state, acc), g.scale * LOG2_E.value, g.first, KEYS,
+            (state, acc), g.scale * LOG2_E.value, g.window, g.first, KEYS,
         )  # fmt: skip
         return
     sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, g.partials > 0, shared_memory(q.device))
@@ -226,7 +226,7 @@ def _launch(
 
 
 def _quantised_shapes(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_quantised(q, q.shape[0], q.shape[1] * q.shape[2], q.shape[2])
+    return empty_quantised(q, q.shape[0], q.shape[1] * q.shape[2], scale_columns(q.shape[2]))
 
 
 attention_plan_op = op(cuda=launch_attention_plan, meta=_plan_shapes)(attention_plan_cpu)
@@ -244,7 +244,7 @@ def attention_fp8_op(
         q, k_cache, v_cache, page_table, positions, work, count, arrivals, partials, scale, window, first, soft_cap,
         sinks, k_scales, v_scales, until,
     )  # fmt: skip
-    return quantised_cpu(out, q.shape[2])
+    return quantised_cpu(out, scale_columns(q.shape[2]))
 
 
 class AttentionPlan(NamedTuple):
@@ -331,7 +331,12 @@ def quantises(head_dim: int, group: int) -> bool:
     """Return True if :func:`attention_fp8` serves heads of this size for consumers with one scale per ``group``
     columns.
     """
-    return head_dim == group and head_dim & (head_dim - 1) == 0
+    return scale_columns(head_dim) == group and head_dim & (head_dim - 1) == 0
+
+
+def scale_columns(head_dim: int) -> int:
+    """Columns of a head that share a scale in :func:`attention_fp8`."""
+    return min(head_dim, GROUP)
 
 
 def attention_fp8(
@@ -343,10 +348,11 @@ def attention_fp8(
     plan: AttentionPlan,
     *args: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend and quantise to e4m3, with a scale per token and head: the bits of ``quantize_fp8(attention(…), D)``.
+    """Attend and quantise to e4m3, with a scale per token and C = ``scale_columns(D)`` columns of a head: the bits of
+    ``quantize_fp8(attention(…), C)``.
 
     D: a power of two (:func:`quantises`). The other arguments are those of :func:`attention`. Returns (values e4m3 [T',
-    Hq · D], scales fp32 [Hq, T']), T' = T padded to a multiple of four with zeros.
+    Hq · D], scales fp32 [Hq · D / C, T']), T' = T padded to a multiple of four with zeros.
     """
     return attention_fp8_op(q, k_cache, v_cache, page_table, positions, *plan, *args)
 
@@ -417,6 +423,9 @@ def aot(shared: int) -> list[AotCase]:
         *(case(32, 8, 128, width, cut=True, quantised=True) for width in (1, 4, 6)),
         *(case(32, 8, 128, tokens, cut=False, quantised=True) for tokens in (16, 32)),
         case(32, 8, 128, 4, cut=True, window=True, e4m3=True, quantised=True),
+        case(16, 2, 512, 1, cut=True, quantised=True),  # Gemma 4
+        case(16, 2, 512, 64, cut=False, quantised=True),
+        *(case(16, 8, 256, tokens, cut, window=True, quantised=True) for tokens, cut in ((4, True), (64, False))),
         AotCase(plan_kernel, _PLAN, _PLAN_SIZES | {"window": None}),
         AotCase(plan_kernel, _PLAN | {"window": "i32"}, _PLAN_SIZES),
     ]

@@ -162,20 +162,25 @@ def _store(
 def _store_e4m3(
     out_ptr, scales_ptr, value, offset, index, in_use, tokens, padded, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Quantise rows [rows, HEAD_DIM] with one scale each: the bits of ``quantize_fp8`` for groups of HEAD_DIM.
+    """Quantise rows [rows, HEAD_DIM]: the bits of ``quantize_fp8`` for groups of ``scale_columns(HEAD_DIM)``.
 
     The program with the last of ``tokens`` tokens also writes the padding after it, up to ``padded``: zeros.
     """
-    scale = scales_of(value)
+    ROWS: tl.constexpr = value.shape[0]
+    COLUMNS: tl.constexpr = min(HEAD_DIM, 128)
+    GROUPS: tl.constexpr = HEAD_DIM // COLUMNS  # of a row
+    grouped = tl.reshape(value, (ROWS * GROUPS, COLUMNS))
+    scale = scales_of(grouped)
     kind = out_ptr.dtype.element_ty
-    at = index % HEADS * padded + index // HEADS
-    tl.store(out_ptr + offset, scaled_by(value, scale).to(kind), mask=in_use[:, None])
-    tl.store(scales_ptr + at, scale, mask=in_use)
+    of_row = index % HEADS * GROUPS * padded + index // HEADS
+    at = of_row[:, None] + tl.arange(0, GROUPS)[None, :] * padded
+    tl.store(out_ptr + offset, tl.reshape(scaled_by(grouped, scale).to(kind), (ROWS, HEAD_DIM)), mask=in_use[:, None])
+    tl.store(scales_ptr + at, tl.reshape(scale, (ROWS, GROUPS)), mask=in_use[:, None])
     nothing = tl.zeros(value.shape, tl.float32)
-    least = scales_of(nothing)
+    least = tl.reshape(scales_of(tl.zeros(grouped.shape, tl.float32)), (ROWS, GROUPS))
     for i in tl.static_range(1, 4):
-        beyond = in_use & (index // HEADS == tokens - 1) & (tokens - 1 + i < padded)
-        tl.store(out_ptr + offset + i * HEADS * HEAD_DIM, nothing.to(kind), mask=beyond[:, None])
+        beyond = (in_use & (index // HEADS == tokens - 1) & (tokens - 1 + i < padded))[:, None]
+        tl.store(out_ptr + offset + i * HEADS * HEAD_DIM, nothing.to(kind), mask=beyond)
         tl.store(scales_ptr + at + i, least, mask=beyond)
 
 

@@ -3,7 +3,8 @@
 A BLAS chooses its blocking by the number of rows, so the same row may get other bits in a larger batch. There are two
 ways around that. oneDNN's inner product adds K in one sequence for two rows and more. It is called with the numbers of
 rows in BLOCKS only, and serves a weight's shape if :func:`_exact` saw equal bits for all of them in this process.
-Anything else goes through the BLAS in tiles of exactly ROW_TILE rows.
+Anything else goes through the BLAS in tiles of exactly ROW_TILE rows; where a row's place in a tile matters
+(:func:`_even`), each row is the first of a tile of its own.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +39,10 @@ bits.
 
 _BLOCK_OFFSETS = (0, 1, 29)
 _available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_proven: dict[tuple[int, int, int], bool] = {}
-"""(N, K, threads) -> True where oneDNN's bits do not depend on the number of rows."""
+_proven: dict[tuple[int, int, int], tuple[bool, bool]] = {}
+"""(N, K, threads) -> True where oneDNN's bits do not depend on the number of rows: of packed weights, and of others."""
+_even_tiles: dict[tuple[Hashable, ...], bool] = {}
+"""Weight's shape, strides and dtype, threads -> True where the BLAS's bits do not depend on a row's place in a tile."""
 _packed_bytes = 0
 
 
@@ -54,13 +57,15 @@ def row_exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()
-    if x.dtype is torch.float32 and weight.dtype is torch.float32 and _exact(weight):
-        return _onednn_product(x, weight)
-    return _blas_product(x, weight.t())
+    exact, unpacked = _exact(weight) if x.dtype is weight.dtype is torch.float32 else (False, False)
+    if not exact:
+        return _blas_product(x, weight.t())
+    weight = _kept(weight, _packed)
+    return _onednn_product(x, weight if weight.is_mkldnn or unpacked else _packed(weight))
 
 
 def _onednn_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    rows, weight = x.shape[0], _kept(weight, _packed)
+    rows = x.shape[0]
     blocks = _blocks(rows)
     if blocks == (rows,):
         return _inner_product(x, weight)
@@ -88,10 +93,12 @@ def _blocks(rows: int) -> tuple[int, ...]:
     return tuple(found) or (0,)
 
 
-def _exact(weight: torch.Tensor) -> bool:
-    """Return True where oneDNN serves this weight: compared once in a process for each shape and number of threads."""
+def _exact(weight: torch.Tensor) -> tuple[bool, bool]:
+    """Return (oneDNN serves this weight, also without packing). Compared once in a process for each shape and number of
+    threads.
+    """
     if not _available:
-        return False
+        return False, False
     key = *weight.shape, torch.get_num_threads()
     known = _proven.get(key)
     if known is None:
@@ -99,21 +106,26 @@ def _exact(weight: torch.Tensor) -> bool:
     return known
 
 
-def _same_bits(weight: torch.Tensor) -> bool:
-    """Compare rows in blocks of every size, with the packed weight, and with few of its columns."""
+def _same_bits(weight: torch.Tensor) -> tuple[bool, bool]:
+    """Compare rows in blocks of every size, and few of the weight's columns: with packed weights, and without."""
     n, k = weight.shape
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randn(BLOCKS[0], k, generator=generator)
+    x = torch.randn(BLOCKS[0], k, generator=torch.Generator().manual_seed(n))
     with torch.inference_mode():
-        whole = _inner_product(x, weight)
-        packed = _packed(weight)
-        for block in BLOCKS:
-            for start in {min(offset, BLOCKS[0] - block) for offset in _BLOCK_OFFSETS}:
-                rows = x[start : start + block].clone()
-                if not torch.equal(_inner_product(rows, packed), whole[start : start + block]):
-                    return False
-        ends = slice(0, COLUMN_TILE), slice(n - COLUMN_TILE, n)
-        return all(torch.equal(_inner_product(x, weight[part].clone()), whole[:, part]) for part in ends)
+        whole, layouts = _inner_product(x, _packed(weight)), (_packed, torch.clone)
+        packed, unpacked = (_same_rows(x, layout(weight), whole) for layout in layouts)
+        for part in (slice(0, COLUMN_TILE), slice(n - COLUMN_TILE, n)):
+            few = [torch.equal(_inner_product(x, layout(weight[part])), whole[:, part]) for layout in layouts]
+            packed, unpacked = packed and few[0], unpacked and few[1]
+        return packed, unpacked
+
+
+def _same_rows(x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Compare blocks of every size with the product of all rows."""
+    for block in BLOCKS:
+        for start in {min(offset, BLOCKS[0] - block) for offset in _BLOCK_OFFSETS}:
+            if not torch.equal(_inner_product(x[start : start + block].clone(), weight), whole[start : start + block]):
+                return False
+    return True
 
 
 def slice_of(stack: torch.Tensor, index: int) -> torch.Tensor:
@@ -144,7 +156,7 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
 def _kept(weight: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return ``make(weight)``, computed once for a parameter that is not trained, until it is changed in place.
 
-    Beyond PACKED_BYTES, and for other tensors, a packed weight is the weight itself.
+    Beyond PACKED_BYTES, and for other tensors, nothing is kept, and a packed weight is the weight itself.
     """
     version = 0 if weight.is_inference() else weight._version
     kept: tuple[int, torch.Tensor] | None = getattr(weight, "_unisono_kept", None)
@@ -189,8 +201,33 @@ def _free(nbytes: int) -> None:
 
 def _blas_product(x: torch.Tensor, weight_t: torch.Tensor) -> torch.Tensor:
     rows = x.shape[0]
+    if rows == 0:
+        return x.new_empty(0, weight_t.shape[1])
+    if not _even(weight_t):
+        alone = F.pad(x[:, None], (0, 0, 0, ROW_TILE - 1))
+        return torch.cat([(tile @ weight_t)[:1] for tile in alone])
     if rows == ROW_TILE:
         return x @ weight_t
     padded = F.pad(x, (0, 0, 0, -rows % ROW_TILE))
     tiles = [padded[i : i + ROW_TILE] @ weight_t for i in range(0, padded.shape[0], ROW_TILE)]
-    return torch.cat(tiles)[:rows] if tiles else x.new_empty(0, weight_t.shape[1])
+    return torch.cat(tiles)[:rows]
+
+
+def _even(weight_t: torch.Tensor) -> bool:
+    """Return True where the BLAS treats a tile's rows alike: compared once in a process for each kind of weight."""
+    key = *weight_t.shape, *weight_t.stride(), weight_t.dtype, torch.get_num_threads()
+    known = _even_tiles.get(key)
+    if known is None:
+        known = _even_tiles[key] = _same_places(weight_t.detach())
+    return known
+
+
+def _same_places(weight_t: torch.Tensor) -> bool:
+    """Compare a tile's rows with the same rows in other places, and one with itself in other company."""
+    x = torch.randn(ROW_TILE, weight_t.shape[0], generator=torch.Generator().manual_seed(weight_t.shape[1]))
+    x = x.to(weight_t.dtype)
+    with torch.inference_mode():
+        whole = x @ weight_t
+        alone = F.pad(x[:1], (0, 0, 0, ROW_TILE - 1)) @ weight_t
+        moved = all(torch.equal(x.roll(by, 0) @ weight_t, whole.roll(by, 0)) for by in (1, 3, ROW_TILE // 2))
+        return moved and torch.equal(alone[0], whole[0])

@@ -42,7 +42,10 @@ FEW_PROOF_ROWS = (1, 3, 16, 17, 32, 33, 64)
 """Numbers of rows at which the Gluon kernel is compared with it."""
 
 
-_TILES = {16: Tile(16, 64, 128, 4, 3, ahead=True), 64: Tile(32, 64, 128, 4, 3, ahead=True)}
+SLICE = 64
+"""Outputs of a tile of few rows, in both kernels of ours: none may lie in two projections."""
+
+_TILES = {16: Tile(16, SLICE, 128, 4, 3, ahead=True), 64: Tile(32, SLICE, 128, 4, 3, ahead=True)}
 _LARGE = Tile(128, 128, 128, 8, 4)
 
 
@@ -131,7 +134,13 @@ def e4m3_product(x_ptrs, x_ok, x_scales, w_ptrs, w_scales, K, PADDED,
 
 
 @triton.jit
-def _fp8_linear_kernel(x8, x_scales, w8, w_scales, bias, residual, out, M, N, K, PADDED,
+def block_of(first, PART):
+    """Block of scales of the outputs from ``first`` on. PART: outputs of a projection, whose blocks begin anew."""
+    return first // PART * tl.cdiv(PART, 128) + first % PART // 128
+
+
+@triton.jit
+def _fp8_linear_kernel(x8, x_scales, w8, w_scales, bias, residual, out, M, N, K, PADDED, PART,
                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, BY_BLOCK: tl.constexpr,
                        EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
                        OVERLAP: tl.constexpr):  # fmt: skip
@@ -144,7 +153,7 @@ def _fp8_linear_kernel(x8, x_scales, w8, w_scales, bias, residual, out, M, N, K,
     # The last weight tile repeats the last row: that is cheaper than a mask, and the result is not stored.
     weight_rows = tl.minimum(cols, N - 1)
     w_ptrs = w8 + weight_rows.to(tl.int64)[:, None] * K + ks[None, :]
-    block = tl.program_id(1) * BLOCK_N // 128
+    block = block_of(tl.program_id(1) * BLOCK_N, PART)
     ws_ptrs = w_scales + block * tl.cdiv(K, 128) if BY_BLOCK else w_scales + weight_rows
     follow(OVERLAP)
     acc = e4m3_product(x_ptrs, row_ok, x_scales + rows, w_ptrs, ws_ptrs, K, PADDED,
@@ -163,14 +172,16 @@ def launch_fp8_product(
     rows: int,
     dtype: torch.dtype,
     tile: Tile | None = None,
+    part: int = 0,
 ) -> Tensor:
-    """Launch the Triton product of outputs of :func:`launch_quantize` for ``rows`` rows. tile: speed only."""
+    """Launch the Triton product of outputs of :func:`launch_quantize` for ``rows`` rows. tile: speed only; its outputs
+    must divide ``part`` (:func:`fp8_product`)."""
     residual = None if residual is None else residual.contiguous()
     (n, k), tile = weight.shape, tile or _tile(rows)
     out = x8.new_empty(rows, n, dtype=dtype)
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))
     _fp8_linear_kernel[grid](
-        x8, x_scales, weight, w_scales, bias, residual, out, rows, n, k, x8.shape[0],
+        x8, x_scales, weight, w_scales, bias, residual, out, rows, n, k, x8.shape[0], part or n,
         BLOCK_M=tile.m, BLOCK_N=tile.n, AHEAD=tile.ahead, BY_BLOCK=w_scales.dim() == 2,
         EVEN_K=k % (512 if tile.ahead else 128) == 0,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
@@ -210,6 +221,7 @@ def _by_torch(
     w_scales: Tensor,
     rows: int,
     dtype: torch.dtype,
+    part: int,
 ) -> Tensor | None:
     try:
         return _scaled_mm(x8, x_scales, weight, w_scales, dtype)[:rows]
@@ -224,29 +236,31 @@ def _by_gluon(
     w_scales: Tensor,
     rows: int,
     dtype: torch.dtype,
+    part: int,
 ) -> Tensor | None:
-    return launch_fp8_rows(x8, x_scales, weight, w_scales, None, None, rows, dtype) if suits(rows, weight) else None
+    operands = x8, x_scales, weight, w_scales, None, None, rows, dtype
+    return launch_fp8_rows(*operands, part=part) if suits(rows, weight) else None
 
 
-def _keys(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> tuple[Hashable, ...]:
-    return (_key(weight, w_scales, dtype),) if weight.device.type == "cuda" else ()
+def _keys(weight: Tensor, w_scales: Tensor, dtype: torch.dtype, part: int = 0) -> tuple[Hashable, ...]:
+    return (_key(weight, w_scales, dtype, part),) if weight.device.type == "cuda" else ()
 
 
-def _key(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Hashable:
-    """(N, K, dtype of activations, True for scales by block)."""
-    return *weight.shape, dtype, w_scales.dim() == 2
+def _key(weight: Tensor, w_scales: Tensor, dtype: torch.dtype, part: int = 0) -> Hashable:
+    """(N, K, dtype of activations, True for scales by block, outputs of a part or 0)."""
+    return *weight.shape, dtype, w_scales.dim() == 2, part
 
 
 def _compared(product: Callable[..., Tensor | None], counts: tuple[int, ...]) -> Callable[..., bool]:
     """Make a comparison of ``product`` with the Triton kernel, on random inputs of each number of rows."""
 
-    def same_bits(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> bool:
+    def same_bits(weight: Tensor, w_scales: Tensor, dtype: torch.dtype, part: int = 0) -> bool:
         for rows in counts:
             generator = torch.Generator(weight.device).manual_seed(rows)
             x = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator).to(dtype)
             x8, x_scales = launch_quantize(x, _group(w_scales))
-            expected = launch_fp8_product(x8, x_scales, weight, w_scales, None, None, rows, dtype, _tile(1))
-            out = product(x8, x_scales, weight, w_scales, rows, dtype)
+            expected = launch_fp8_product(x8, x_scales, weight, w_scales, None, None, rows, dtype, _tile(1), part)
+            out = product(x8, x_scales, weight, w_scales, rows, dtype, part)
             if out is None or not torch.equal(out, expected):
                 return False
         return True
@@ -261,16 +275,23 @@ exact_fp8_rows = ExactKernel("fp8 products of few rows", _keys, _compared(_by_gl
 """The Gluon kernel, up to FEW_ROWS rows."""
 
 
-def prove_fp8(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> bool:
-    """Prove both kernels for this weight. Returns the result for ``scaled_mm``."""
-    exact_fp8_rows.prove(weight, w_scales, dtype)
-    return exact_scaled_mm.prove(weight, w_scales, dtype)
+def parts_of(weight: Tensor, w_scales: Tensor, part: int) -> list[tuple[Tensor, Tensor]]:
+    """(weight, scales) of each part of :func:`fp8_product`; both whole for part 0."""
+    if part == 0:
+        return [(weight, w_scales)]
+    return list(zip(weight.split(part), w_scales.split(-(-part // GROUP)), strict=True))
 
 
-def rehearse_fp8(weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> None:
+def prove_fp8(weight: Tensor, w_scales: Tensor, dtype: torch.dtype, part: int = 0) -> bool:
+    """Prove both kernels for this weight. Returns the result for ``scaled_mm``, which computes parts one by one."""
+    exact_fp8_rows.prove(weight, w_scales, dtype, part)
+    return exact_scaled_mm.prove(*parts_of(weight, w_scales, part)[0], dtype)
+
+
+def rehearse_fp8(weight: Tensor, w_scales: Tensor, dtype: torch.dtype, part: int = 0) -> None:
     """Launch the kernels of :func:`prove_fp8` and ignore the results: this compiles them ahead of time."""
-    exact_scaled_mm.rehearse(weight, w_scales, dtype)
-    exact_fp8_rows.rehearse(weight, w_scales, dtype)
+    exact_scaled_mm.rehearse(*parts_of(weight, w_scales, part)[0], dtype)
+    exact_fp8_rows.rehearse(weight, w_scales, dtype, part)
 
 
 def runs_on_torch(rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor) -> bool:
@@ -280,15 +301,19 @@ def runs_on_torch(rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tenso
 
 def fp8_product_cuda(
     x8: Tensor, x_scales: Tensor, rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor,
-    bias: Tensor | None, residual: Tensor | None,
+    bias: Tensor | None, residual: Tensor | None, part: int = 0,
 ) -> Tensor:  # fmt: skip
     """Compute the product of outputs of :func:`launch_quantize` for ``rows`` rows."""
+    if part and rows > FEW_ROWS:
+        each = parts_of(weight, w_scales, part)
+        y = torch.cat([fp8_product_cuda(x8, x_scales, rows, dtype, *pair, None, None) for pair in each], 1)
+        return y if bias is None and residual is None else launch_add(y, bias, residual)
     if runs_on_torch(rows, dtype, weight, w_scales):
         y = _scaled_mm(x8, x_scales, weight, w_scales, dtype)[:rows]
         return y if bias is None and residual is None else launch_add(y, bias, residual)
-    few = rows <= FEW_ROWS and exact_fp8_rows.serves(_key(weight, w_scales, dtype)) and suits(rows, weight)
+    few = rows <= FEW_ROWS and exact_fp8_rows.serves(_key(weight, w_scales, dtype, part)) and suits(rows, weight)
     launch = launch_fp8_rows if few else launch_fp8_product
-    return launch(x8, x_scales, weight, w_scales, bias, residual, rows, dtype)
+    return launch(x8, x_scales, weight, w_scales, bias, residual, rows, dtype, part=part)
 
 
 def fp8_linear_cuda(
@@ -344,28 +369,35 @@ def fp8_linear(
 )
 def fp8_product_op(
     x8: Tensor, x_scales: Tensor, rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor,
-    bias: Tensor | None, residual: Tensor | None,
+    bias: Tensor | None, residual: Tensor | None, part: int = 0,
 ) -> Tensor:  # fmt: skip
     values = widened_activations(x8, x_scales)[:rows]
-    y = row_exact_product(values, widened_weight(weight, w_scales)).to(dtype)
+    first, *others = (widened_weight(*pair) for pair in parts_of(weight, w_scales, part))
+    y = row_exact_product(values, torch.cat((first, *others)) if others else first).to(dtype)
     if bias is not None:
         y = y + bias
     return y if residual is None else y + residual
 
 
 def fp8_product(
-    x: Quantised, weight: Tensor, w_scales: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
-    """Compute :func:`fp8_linear` of activations already quantised for the weight's scales: the same bits."""
-    return fp8_product_op(x.x8, x.scales, x.rows, x.dtype, weight, w_scales, bias, residual)
+    x: Quantised, weight: Tensor, w_scales: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+    part: int = 0,
+) -> Tensor:  # fmt: skip
+    """Compute :func:`fp8_linear` of activations already quantised for the weight's scales: the same bits.
+
+    part: outputs of each of several equal projections in the weight, whose blocks of scales begin anew: w_scales has
+    ceil(part / 128) rows for each. A multiple of SLICE; 0: the blocks are those of one weight.
+    """
+    return fp8_product_op(x.x8, x.scales, x.rows, x.dtype, weight, w_scales, bias, residual, part)
 
 
 def _aot_fp8(dtype: str, tile: Tile, by_block: bool, even_k: bool, bias: bool) -> AotCase:
     others = {name: f"*{dtype}" for name in ("bias", "residual", "out")}
+    others |= dict.fromkeys(("M", "N", "K", "PADDED", "PART"), "i32")
     scales = dict.fromkeys(("x_scales", "w_scales"), "*fp32")
     return AotCase(
         _fp8_linear_kernel,
-        {"x8": "*fp8e4nv", "w8": "*fp8e4nv", **scales, **others, **dict.fromkeys(("M", "N", "K", "PADDED"), "i32")},
+        {"x8": "*fp8e4nv", "w8": "*fp8e4nv", **scales, **others},
         {
             "BLOCK_M": tile.m, "BLOCK_N": tile.n, "AHEAD": tile.ahead, "BY_BLOCK": by_block,
             "EVEN_K": even_k, "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True,

@@ -1,4 +1,5 @@
 """Products of few rows with an e4m3 weight on Hopper: the bits of the Triton kernel in ``kernels/gemm/fp8.py``, faster.
+With an int8 weight they are those of ``kernels/gemm/int8.py``, and sums are int32.
 
 Reading the weight bounds such a product. Three things that Triton cannot express bring it nearer to that bound: four
 steps' products are in flight at once; the tensor memory accelerator loads the weight, its first part before the kernel
@@ -127,7 +128,8 @@ def _scales(x_scales, x_ok, w_scales, group, last, PADDED):
 @gluon.jit
 def step_product(w, x, at, ROWS: gl.constexpr, WIDE: gl.constexpr, MMA: gl.constexpr):
     """Start the product [WIDE, ROWS] of one step."""
-    none = warpgroup_mma_init(gl.zeros([WIDE, ROWS], gl.float32, MMA))
+    SUM: gl.constexpr = gl.int32 if w.dtype == gl.int8 else gl.float32
+    none = warpgroup_mma_init(gl.zeros([WIDE, ROWS], SUM, MMA))
     return warpgroup_mma(w.index(at), x.index(at).permute([1, 0]), none, use_acc=False, is_async=True)
 
 
@@ -204,8 +206,8 @@ def _sum(acc, w, x, full, free, x_scales, x_ok, w_scales, item, groups, last, PA
 
 
 @gluon.jit
-def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, PADDED, tiles, row_tiles, groups, steps,
-              BY_BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr,
+def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, PADDED, PART, tiles, row_tiles, groups,
+              steps, BY_BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr,
               STAGES: gl.constexpr, EACH: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
               OVERLAP: gl.constexpr):  # fmt: skip
     """Multiply, sum and store. The part of the other warps."""
@@ -219,22 +221,23 @@ def _multiply(x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, P
         first, token0 = _first_of(tile, row_tiles, OUTPUTS, ROWS)
         token = token0 + gl.arange(0, ROWS, gl.SliceLayout(0, MMA))
         x_ok = token < PADDED
-        of_w = w_scales + first // 128 * steps if BY_BLOCK else w_scales
+        block = first // PART * ((PART + 127) // 128) + first % PART // 128
+        of_w = w_scales + block * steps if BY_BLOCK else w_scales
         r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
-        acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
+        acc = gl.zeros([WIDE, ROWS], gl.int32 if w.dtype == gl.int8 else gl.float32, MMA)
         acc = _sum(acc, w, x, full, free, x_scales + token, x_ok, of_w, item, groups, steps - 1 if BY_BLOCK else 0,
                    PADDED, STAGES, ROWS, WIDE, BY_BLOCK, MMA)  # fmt: skip
         if not BY_BLOCK:
             col = gl.minimum(first + gl.arange(0, WIDE, gl.SliceLayout(1, MMA)), N - 1)
             xs = gl.load(x_scales + token, mask=x_ok, other=0.0)
-            acc = acc * xs[None, :] * gl.load(w_scales + col)[:, None]
+            acc = acc.to(gl.float32) * xs[None, :] * gl.load(w_scales + col)[:, None]
         item += groups
         store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, WIDE)
 
 
 @overlapping(reads_early=True)
 @gluon.jit
-def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, N, K, PADDED,
+def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, N, K, PADDED, PART,
                     BY_BLOCK: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDE: gl.constexpr,
                 STEP: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, HAS_BIAS: gl.constexpr,
                 HAS_RESIDUAL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
@@ -256,7 +259,7 @@ def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, 
     gl.warp_specialize(
         [
             (_multiply, (
-                x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, PADDED, tiles, row_tiles, groups,
+                x, w, full, free, x_scales, w_scales, bias, residual, out, M, N, PADDED, PART, tiles, row_tiles, groups,
                 steps, BY_BLOCK, ROWS, OUTPUTS, WIDE, STAGES, EACH, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
             (_load, (
                 x_desc, w_desc, x, w, full, free, tiles, row_tiles, groups, ROWS, OUTPUTS, STAGES, STEP, EACH, BYTES,
@@ -268,7 +271,7 @@ def fp8_rows_kernel(x_desc, w_desc, x_scales, w_scales, bias, residual, out, M, 
 
 
 def suits(rows: int, weight: torch.Tensor) -> bool:
-    """Return True if the kernel can multiply this number of rows by the e4m3 weight [N, K] on its device."""
+    """Return True if the kernel can multiply this number of rows by the weight [N, K] of 8 bits on its device."""
     aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] % 16 == 0
     return 0 < rows <= MOST_ROWS and aligned and processors(weight.device) > 0
 
@@ -283,8 +286,10 @@ def launch_fp8_rows(
     rows: int,
     dtype: torch.dtype,
     tile: Tile | None = None,
+    part: int = 0,
 ) -> torch.Tensor:
-    """Launch the kernel: see ``fp8.launch_fp8_product``. :func:`suits` must hold."""
+    """Launch the kernel: see ``fp8.launch_fp8_product``. :func:`suits` must hold. With x8 and a weight of int8 the
+    scales are those of rows [M'] and of outputs."""
     residual = None if residual is None else residual.contiguous()
     (n, k), tile = weight.shape, tile or tile_of(rows, weight.shape[0])
     out = x8.new_empty(rows, n, dtype=dtype)
@@ -292,7 +297,7 @@ def launch_fp8_rows(
     at_once = max(1, _SHARED_BYTES // (tile.stages * EACH * (WIDE + tile.m) * STEP)) * processors(x8.device)
     fp8_rows_kernel[(min(tiles, at_once),)](
         boxes(x8, tile.m), boxes(weight, tile.n), x_scales, w_scales, bias, residual, out, rows, n, k,
-        x8.shape[0], BY_BLOCK=w_scales.dim() == 2, **_sizes(tile),
+        x8.shape[0], part or n, BY_BLOCK=w_scales.dim() == 2, **_sizes(tile),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, num_warps=tile.warps,
         maxnreg=tile.registers, **overlapped(x8.device),
     )  # fmt: skip
@@ -304,12 +309,12 @@ def _sizes(tile: Tile) -> dict[str, int]:
     return sizes | {"STAGES": tile.stages, "EACH": EACH}
 
 
-def _case(dtype: str, tile: Tile, by_block: bool, bias: bool) -> AotCase:
+def _case(dtype: str, tile: Tile, by_block: bool, bias: bool, kind: str = "fp8e4nv") -> AotCase:
     signature = {
-        "x_desc": box_type("fp8e4nv", tile.m), "w_desc": box_type("fp8e4nv", tile.n),
+        "x_desc": box_type(kind, tile.m), "w_desc": box_type(kind, tile.n),
         **dict.fromkeys(("x_scales", "w_scales"), "*fp32"),
         **dict.fromkeys(("bias", "residual", "out"), f"*{dtype}"),
-        **dict.fromkeys(("M", "N", "K", "PADDED"), "i32"),
+        **dict.fromkeys(("M", "N", "K", "PADDED", "PART"), "i32"),
     }  # fmt: skip
     options = {"BY_BLOCK": by_block, "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True}
     return AotCase(fp8_rows_kernel, signature, _sizes(tile) | options, num_warps=tile.warps, maxnreg=tile.registers)
@@ -318,4 +323,5 @@ def _case(dtype: str, tile: Tile, by_block: bool, bias: bool) -> AotCase:
 AOT = [
     *(_case("bf16", tile_of(m, n), kind, False) for m in (16, 32, 64) for n in (4096, 24576) for kind in (True, False)),
     *(_case("fp16", tile_of(16, 4096), kind, True) for kind in (True, False)),
+    *(_case("bf16", tile_of(m, n), False, n == 4096, "i8") for m in (16, 32, 64) for n in (4096, 24576)),
 ]

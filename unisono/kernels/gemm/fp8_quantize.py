@@ -7,6 +7,9 @@ A value is divided by its group's scale (an IEEE division in fp32, see :func:`ov
 and rounded to nearest even. The scale is the group's largest magnitude / 448, or one that the checkpoint fixes. Both
 depend on the row alone, so they are the same in any batch; the CPU gives the GPU's bits.
 
+For consumers with int8 weights and activations (``kernels/gemm/int8.py``) the same kernels quantise whole rows to int8:
+their group is INT8_ROWS.
+
 Shapes: M rows, K columns, G = ceil(K / group) groups.
 """
 
@@ -33,6 +36,9 @@ SMALLEST = 1e-10
 GROUP = 128
 """Columns that share a scale if weights are scaled by blocks."""
 
+INT8_ROWS = -1
+"""``group`` of rows that are quantised to int8, with one scale for all columns."""
+
 ROWS_OF_FOUR = 4
 """Rows are padded to a multiple of this: torch's blockwise product takes no other numbers of rows."""
 
@@ -41,11 +47,11 @@ _COLUMNS = 1024
 
 
 class Quantised(NamedTuple):
-    """Quantised activations [M, K], the operand of products with e4m3 weights.
+    """Quantised activations [M, K], the operand of products with e4m3 weights, or with int8 ones.
 
     x8 e4m3 [M', K] and scales fp32 [G, M'], M' = M padded to a multiple of four with zeros. group: columns that share a
-    scale; 0: all. rows: M. dtype: of the activations. x [M, K]: the activations themselves, if a consumer reads them;
-    else None.
+    scale; 0: all; INT8_ROWS: all, and x8 is int8. rows: M. dtype: of the activations. x [M, K]: the activations
+    themselves, if a consumer reads them; else None.
     """
 
     x8: torch.Tensor
@@ -117,19 +123,39 @@ def _clamped(scaled):
 
 
 @triton.jit
+def nearest(value):
+    """Round to nearest even; magnitudes are below 2 ** 22."""
+    return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _scaled(value, kind: tl.constexpr):
+    """(numbers of groups [groups, columns] in fp32, their scales): for e4m3, or those of ``kernels/gemm/int8.py``."""
+    if kind == tl.int8:
+        scale = tl.maximum(tl.max(tl.abs(value), axis=1), 1e-10)
+        scale = tl.div_rn(scale, tl.full(scale.shape, 127.0, tl.float32))
+        inverse = tl.broadcast_to(reciprocal(scale)[:, None], value.shape)
+        scaled = nearest(over(value, tl.broadcast_to(scale[:, None], value.shape), inverse))
+    else:
+        scale = scales_of(value)
+        scaled = scaled_by(value, scale)
+    return scaled, scale
+
+
+@triton.jit
 def store_quantised(value, x8, scales, row, first, K, PADDED, GROUP: tl.constexpr):
     """Quantise columns ``first`` … of a row and store them, padding rows too: the bits of :func:`_quantize_kernel`.
 
     value: rounded to the activations' dtype, 0 beyond K and in padding; as many columns as whole groups have, in any
-    shape. first: a multiple of GROUP.
+    shape. first: a multiple of GROUP. With x8 of int8 GROUP is at least K.
     """
     GROUPS: tl.constexpr = value.numel // GROUP
     grouped = tl.reshape(value.to(tl.float32), (GROUPS, GROUP))
     groups = first // GROUP + tl.arange(0, GROUPS)
     cols = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    scale = scales_of(grouped)
     at = row.to(tl.int64) * K + cols
-    tl.store(x8 + at, scaled_by(grouped, scale).to(x8.dtype.element_ty), mask=cols < K)
+    scaled, scale = _scaled(grouped, x8.dtype.element_ty)
+    tl.store(x8 + at, scaled.to(x8.dtype.element_ty), mask=cols < K)
     tl.store(scales + groups.to(tl.int64) * PADDED + row, scale, mask=groups * GROUP < K)
 
 
@@ -161,15 +187,14 @@ def _quantize_kernel(x, fixed, x8, scales, M, K, PADDED,
                 scale = tl.maximum(scale, tl.load(fixed + i))
         scaled = _clamped(tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape)))  # may be of any size
     else:
-        scale = scales_of(value)
-        scaled = scaled_by(value, scale)
+        scaled, scale = _scaled(value, x8.dtype.element_ty)
     tl.store(x8 + at, scaled.to(x8.dtype.element_ty), mask=inside)
     tl.store(scales + groups.to(tl.int64) * PADDED + row, scale, mask=groups * WIDTH < K)
 
 
 def _blocking(k: int, group: int | None) -> tuple[int, int, int]:
     """(groups per program, columns of a group's tile, warps)."""
-    if group is None:
+    if group is None or group == INT8_ROWS:
         width = triton.next_power_of_2(k)
         return 1, width, min(max(width // 512, 1), 16)
     return max(1, _COLUMNS // group), group, 4
@@ -183,13 +208,18 @@ def padded_rows(rows: int) -> int:
 def empty_quantised(x: torch.Tensor, rows: int, k: int, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate the outputs of :func:`launch_quantize` for activations [rows, k], on x's device; empty for group None.
 
-    group: columns that share a scale; 0: all.
+    group: columns that share a scale; 0: all; INT8_ROWS: all, and the first output is int8.
     """
     padded = padded_rows(rows)
     if group is None:
         return x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
-    groups = triton.cdiv(k, group) if group else 1
-    return x.new_empty(padded, k, dtype=E4M3), x.new_empty(groups, padded, dtype=torch.float32)
+    groups, dtype = triton.cdiv(k, group) if group > 0 else 1, torch.int8 if group == INT8_ROWS else E4M3
+    return x.new_empty(padded, k, dtype=dtype), x.new_empty(groups, padded, dtype=torch.float32)
+
+
+def element_of(group: int) -> str:
+    """Triton's type of the first output, for AOT cases."""
+    return "*i8" if group == INT8_ROWS else "*fp8e4nv"
 
 
 def launch_quantize(
@@ -197,8 +227,8 @@ def launch_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise x [M, K]: (e4m3 [M', K], scales [G, M'] fp32), M' = M padded to a multiple of four with zeros.
 
-    group: columns that share a scale, a power of two; None: all. fixed: calibrated scales, n
-    numbers of the n projections that read x; the largest is used for every group.
+    group: columns that share a scale, a power of two; None: all; INT8_ROWS: all, to int8. fixed: calibrated e4m3
+    scales, n numbers of the n projections that read x; the largest is used for every group.
     """
     x = x.contiguous()
     (rows, k), padded = x.shape, padded_rows(x.shape[0])
@@ -234,7 +264,12 @@ def padded_quantize_cpu(
 
 
 def quantised_cpu(x: torch.Tensor, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise x as kernels with :func:`store_quantised` do. group 0: whole rows; None: two empty tensors."""
+    """Quantise x as kernels with :func:`store_quantised` do. group 0: whole rows; INT8_ROWS: to int8; None: two empty
+    tensors."""
+    if group == INT8_ROWS:
+        values = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % ROWS_OF_FOUR)).float()
+        scales = values.abs().amax(1).clamp_min(SMALLEST) / 127
+        return (values / scales[:, None]).round().to(torch.int8), scales[None]
     return empty_quantised(x, 0, 0, None) if group is None else padded_quantize_cpu(x, group or None)
 
 
@@ -243,11 +278,14 @@ def quantised_cpu(x: torch.Tensor, group: int | None) -> tuple[torch.Tensor, tor
     meta=lambda x, group, fixed: empty_quantised(x, x.shape[0], x.shape[1], group),
 )
 def quantize_fp8_op(x: torch.Tensor, group: int, fixed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return padded_quantize_cpu(x, group or None, fixed)
+    return quantised_cpu(x, group) if group == INT8_ROWS else padded_quantize_cpu(x, group or None, fixed)
 
 
 def quantize(x: torch.Tensor, group: int, fixed: torch.Tensor | None = None) -> Quantised:
-    """Quantise activations x [M, K]. group: columns that share a scale, 0: all. fixed: see :func:`launch_quantize`."""
+    """Quantise activations x [M, K]. group: columns that share a scale, 0: all; INT8_ROWS: all, to int8.
+
+    fixed: see :func:`launch_quantize`.
+    """
     return handed_on(quantize_fp8_op(x, group, fixed), x, group, x)
 
 
@@ -260,7 +298,7 @@ def widened_activations(x8: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def _aot(dtype: str, k: int, group: int | None, fixed: int) -> AotCase:
     groups, width, warps = _blocking(k, group)
-    tensors = {"x": f"*{dtype}", "fixed": "*fp32", "x8": "*fp8e4nv", "scales": "*fp32"}
+    tensors = {"x": f"*{dtype}", "fixed": "*fp32", "x8": element_of(group or 0), "scales": "*fp32"}
     return AotCase(
         _quantize_kernel,
         {**tensors, **dict.fromkeys(("M", "K", "PADDED"), "i32")},
@@ -272,4 +310,5 @@ def _aot(dtype: str, k: int, group: int | None, fixed: int) -> AotCase:
 AOT: list[AotCase] = [
     *(_aot(dtype, 4096, GROUP, 0) for dtype in ("bf16", "fp16", "fp32")),
     *(_aot("bf16", k, None, fixed) for k in (4096, 12288) for fixed in (0, 3)),
+    _aot("bf16", 4096, INT8_ROWS, 0),
 ]

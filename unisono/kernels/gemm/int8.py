@@ -7,22 +7,33 @@ that no bit depends on the kernel or on the batch: K up to 2 ** 17 cannot overfl
 ``(sum * scale of the row) * scale of the output`` in fp32, rounded to the activations' dtype; bias and residual follow,
 each rounded.
 
+Kernels ahead of a product quantise rows to the same numbers (``fp8_quantize.store_quantised``). Up to MOST_ROWS rows
+the Gluon kernel of ``fp8_gluon.py`` runs on Hopper, where :data:`exact_int8_rows` found the same bits.
+
 Shapes: M rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.gemm.fp8_gluon import MOST_ROWS, launch_fp8_rows, suits
+from unisono.kernels.gemm.fp8_quantize import INT8_ROWS, Quantised, nearest
 from unisono.kernels.gemm.linear import residual_tile, store_sums
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
+from unisono.kernels.proofs import ExactKernel
 
 SMALLEST = 1e-10
 """Lower bound of a row's magnitude, so that a row of zeros has a scale."""
+
+PROOF_ROWS = (1, 3, 16, 17, 32, 33, 64)
+"""Numbers of rows at which the Gluon kernel is compared with the Triton kernel."""
 
 BLOCK_K = 128
 _COLUMNS = 1024
@@ -34,12 +45,6 @@ _LARGE = Tile(128, 128, BLOCK_K, 8, 3)
 
 def _tile(rows: int) -> Tile:
     return next((tile for most, tile in _TILES.items() if rows <= most), _LARGE)
-
-
-@triton.jit
-def _nearest(value):
-    """Round to nearest even; magnitudes are below 2 ** 22."""
-    return (value + 12582912.0) - 12582912.0
 
 
 @triton.jit
@@ -61,14 +66,14 @@ def _quantize_int8_kernel(x, fixed, x8, scales, shifts, K, COLUMNS: tl.constexpr
         least, most = tl.min(low, axis=0), tl.max(high, axis=0)
         if SHIFTED:
             scale = tl.div_rn(tl.maximum(most - least, 1e-10), 255.0)
-            shift = _nearest(tl.div_rn(-least, scale)) - 128.0
+            shift = nearest(tl.div_rn(-least, scale)) - 128.0
         else:
             scale = tl.div_rn(tl.maximum(tl.maximum(most, -least), 1e-10), 127.0)
     for start in range(0, K, COLUMNS):
         inside = start + cols < K
         value = tl.load(x + row * K + start + cols, mask=inside, other=0.0).to(tl.float32)
         scaled = tl.minimum(tl.maximum(tl.div_rn(value, tl.broadcast_to(scale, value.shape)), -512.0), 512.0)
-        number = tl.minimum(tl.maximum(_nearest(scaled) + shift, -128.0), 127.0)
+        number = tl.minimum(tl.maximum(nearest(scaled) + shift, -128.0), 127.0)
         tl.store(x8 + row * K + start + cols, number.to(tl.int8), mask=inside)
     tl.store(scales + row, scale)
     tl.store(shifts + row, shift.to(tl.int32) if SHIFTED else 0)  # type: ignore[attr-defined]
@@ -151,12 +156,13 @@ def quantize_int8_op(
 
 
 def launch_int8_linear(
-    x8: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor,
-    sums: torch.Tensor | None, like: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    tile: Tile | None = None,
+    x8: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor | None, weight: torch.Tensor,
+    weight_scales: torch.Tensor, sums: torch.Tensor | None, like: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, tile: Tile | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Launch the product. like: any tensor in the dtype of the result. tile: overrides the blocking (speed only)."""
-    (rows, k), n, tile = x8.shape, weight.shape[0], tile or _tile(x8.shape[0])
+    """Launch the Triton product. like: a tensor with the rows and the dtype of the result; x8 may have more rows,
+    padding. tile: overrides the blocking (speed only)."""
+    rows, (n, k), tile = len(like), weight.shape, tile or _tile(len(like))
     residual = None if residual is None else residual.contiguous()
     out = like.new_empty(rows, n)
     _int8_linear_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
@@ -168,25 +174,60 @@ def launch_int8_linear(
     return out
 
 
+def _key(weight: torch.Tensor, dtype: torch.dtype) -> Hashable:
+    return weight.shape, dtype
+
+
+def _same_bits(weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Compare both kernels with random inputs of each number of rows."""
+    for rows in PROOF_ROWS:
+        if not suits(rows, weight) or dtype is torch.float32:
+            return False
+        generator = torch.Generator(weight.device).manual_seed(rows)
+        x = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator).to(dtype)
+        x8, scales, _ = launch_quantize_int8(x, None, False)
+        expected = launch_int8_linear(x8, scales, None, weight, weight_scales, None, x, None, None)
+        if not torch.equal(launch_fp8_rows(x8, scales, weight, weight_scales, None, None, rows, dtype), expected):
+            return False
+    return True
+
+
+exact_int8_rows = ExactKernel(
+    "int8 products of few rows",
+    lambda weight, weight_scales, dtype: (_key(weight, dtype),) if weight.is_cuda else (),
+    _same_bits,
+)
+"""The Gluon kernel, up to MOST_ROWS rows, by weight, its scales and dtype of activations."""
+
+
+def _linear_cuda(x8, scales, shifts, weight, weight_scales, sums, like, bias, residual):
+    few = sums is None and len(like) <= MOST_ROWS and exact_int8_rows.serves(_key(weight, like.dtype))
+    if few and suits(len(like), weight):
+        return launch_fp8_rows(x8, scales, weight, weight_scales, bias, residual, len(like), like.dtype)
+    return launch_int8_linear(x8, scales, shifts, weight, weight_scales, sums, like, bias, residual)
+
+
 def _linear_meta(x8, scales, shifts, weight, weight_scales, sums, like, bias, residual):
-    return like.new_empty(x8.shape[0], weight.shape[0])
+    return like.new_empty(like.shape[0], weight.shape[0])
 
 
-@op(cuda=launch_int8_linear, meta=_linear_meta)
+@op(cuda=_linear_cuda, meta=_linear_meta)
 def int8_linear_op(
-    x8: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor,
-    sums: torch.Tensor | None, like: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    x8: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor | None, weight: torch.Tensor,
+    weight_scales: torch.Tensor, sums: torch.Tensor | None, like: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    total = (x8.double() @ weight.double().t()).to(torch.int32)  # exact
-    if sums is not None:
+    rows = len(like)
+    total = (x8[:rows].double() @ weight.double().t()).to(torch.int32)  # exact
+    if sums is not None and shifts is not None:
         total = total - shifts[:, None] * sums
-    y = ((total.float() * scales[:, None]) * weight_scales).to(like.dtype)
+    y = ((total.float() * scales[:rows, None]) * weight_scales).to(like.dtype)
     y = y if bias is None else y + bias
     return y if residual is None else y + residual
 
 
 def int8_linear(
-    x: torch.Tensor,
+    x: torch.Tensor | Quantised,
     weight: torch.Tensor,
     weight_scales: torch.Tensor,
     sums: torch.Tensor | None = None,
@@ -197,9 +238,14 @@ def int8_linear(
     """Compute ``quantised(x [M, K]) @ (weight * scales)^T (+ bias [N]) (+ residual [M, N])``: [M, N] in x's dtype.
 
     weight int8 [N, K], weight_scales fp32 [N]. sums: int32 [N] of each output's weights; x is then quantised with a
-    zero point. fixed: fp32 [1], the scale of x; None: each row's own. A row's bits depend on that row, the weight, its
-    bias and its residual only.
+    zero point. fixed: fp32 [1], the scale of x; None: each row's own. x may be quantised already, as INT8_ROWS, where
+    both are None. A row's bits depend on that row, the weight, its bias and its residual only.
     """
+    if isinstance(x, Quantised):
+        if x.group != INT8_ROWS or sums is not None or fixed is not None:
+            raise ValueError(f"rows quantised by groups of {x.group} are no operand of this int8 product")
+        like = x.scales.new_empty(x.rows, 0, dtype=x.dtype)
+        return int8_linear_op(x.x8, x.scales[0], None, weight, weight_scales, None, like, bias, residual)
     return int8_linear_op(*quantize_int8_op(x, fixed, sums is not None), weight, weight_scales, sums, x, bias, residual)
 
 

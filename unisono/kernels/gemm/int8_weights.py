@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.cards import HOPPER, shared_memory
 from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile, integer_product
 from unisono.kernels.gemm.int4 import int4_steps
 from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
@@ -31,6 +32,15 @@ DECODED = 1024
 
 _LARGE = Tile(128, 64, 0, 4, 2)
 """At least 64 outputs, for wgmma."""
+
+_THREE_STAGES = 113 * 1024
+"""Bytes of shared memory that a tile of 64 rows takes with three stages."""
+
+
+def int8_weight_tile(rows: int, dtype: torch.dtype, shared: int = HOPPER) -> Tile:
+    """Choose the blocking for a number of rows. shared: bytes of shared memory of a block; few take a stage less."""
+    tile = decoding_tile(rows, dtype, _LARGE)
+    return tile._replace(stages=2) if tile.m >= 64 and shared < _THREE_STAGES else tile
 
 
 @triton.jit
@@ -79,7 +89,8 @@ def launch_int8_weight_linear(
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    tile, (width, steps) = tile or decoding_tile(rows, x.dtype, _LARGE), int4_steps(group)
+    tile = tile or int8_weight_tile(rows, x.dtype, shared_memory(x.device))
+    width, steps = int4_steps(group)
     out = x.new_empty(rows, n)
     _int8_weight_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
         x, weight, scales, zeros, bias, residual, out, rows, n, k, group,
@@ -172,20 +183,22 @@ def _aot(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bo
     )  # fmt: skip
 
 
-AOT: list[AotCase] = [
-    *(
-        _aot("bf16", tile, 128, has, True, False)
-        for tile in (*DECODING_TILES.values(), _LARGE)
-        for has in (False, True)
-    ),
-    _aot("fp16", DECODING_TILES[16], 32, True, False, True),
-    _aot("fp32", decoding_tile(1, torch.float32, _LARGE), 128, True, True, True),
-    *(
-        AotCase(
-            _int8_decode_kernel,
-            {"weight": "*u8", "scales": "*fp32", "zeros": "*i16", "out": "*bf16", "K": "i32", "group": "i32"},
-            {"WIDTH": DECODED, "HAS_ZEROS": zeros, "OVERLAP": True},
-        )
-        for zeros in (False, True)
-    ),
-]
+def aot(shared: int) -> list[AotCase]:
+    """AotCases of a card with ``shared`` bytes of shared memory."""
+    tiles = [int8_weight_tile(rows, torch.bfloat16, shared) for rows in (*DECODING_TILES, 65)]
+    return [
+        *(_aot("bf16", tile, 128, has, True, False) for tile in tiles for has in (False, True)),
+        _aot("fp16", int8_weight_tile(16, torch.float16, shared), 32, True, False, True),
+        _aot("fp32", int8_weight_tile(1, torch.float32, shared), 128, True, True, True),
+        *(
+            AotCase(
+                _int8_decode_kernel,
+                {"weight": "*u8", "scales": "*fp32", "zeros": "*i16", "out": "*bf16", "K": "i32", "group": "i32"},
+                {"WIDTH": DECODED, "HAS_ZEROS": zeros, "OVERLAP": True},
+            )
+            for zeros in (False, True)
+        ),
+    ]
+
+
+AOT = aot(HOPPER)

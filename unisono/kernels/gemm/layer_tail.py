@@ -155,13 +155,12 @@ def launch_layer_tail(
         tail.o_norm, tail.o_norm if tail.next_norm is None else tail.next_norm,
         total if tail.bias is None else tail.bias, total, n1, act, out, n2, product, counters(x.device), tail.eps,
         tail.next_eps, rows, q, h, i, f, HAS_BIAS=tail.bias is not None, NORMED=tail.next_norm is not None,
-        FOLLOWED=f > 0, **launch_constants(blocks, tiles, h), num_warps=WARPS, maxnreg=REGISTERS,
-        **overlapped(x.device),
+        FOLLOWED=f > 0, **_constants(blocks, tiles, h), num_warps=WARPS, maxnreg=REGISTERS, **overlapped(x.device),
     )  # fmt: skip
     return out, n2, product
 
 
-def launch_constants(blocks: Blocks, tiles: LayerTailTiles, h: int) -> dict[str, Any]:
+def _constants(blocks: Blocks, tiles: LayerTailTiles, h: int) -> dict[str, Any]:
     """Compile-time sizes of the kernel."""
     of_tiles = {"TILE_H": tiles.h, "TILE_I": tiles.i, "TILE_F": tiles.f}
     of_blocks = {"ROWS": blocks.rows, "STAGES": blocks.stages, "EACH": blocks.each, "STEP": STEP, "WIDE": WIDE}
@@ -219,10 +218,8 @@ def layer_tail(x: torch.Tensor, residual: torch.Tensor, tail: LayerTailWeights) 
     return layer_tail_op(x, residual, tail.products, tail.norms, eps, tail.bias)
 
 
-def suits(tail: LayerTailWeights, features: int | None = None) -> bool:
+def suits(tail: LayerTailWeights) -> bool:
     """True if the kernel takes these weights: a Hopper GPU, 16 bits, shapes and rows that TMA can load.
-
-    features: H, if ``tail`` is a rank's part of a layer.
 
     Always True on a CPU, where the op runs the separate ops' formulas.
     """
@@ -232,7 +229,7 @@ def suits(tail: LayerTailWeights, features: int | None = None) -> bool:
         return False
     contiguous = all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in tail.products)
     aligned = contiguous and all(w.shape[1] * w.element_size() % 16 == 0 for w in tail.products)
-    warps = row_warps(triton.next_power_of_2(features or tail.o.shape[0]))
+    warps = row_warps(triton.next_power_of_2(tail.o.shape[0]))
     return aligned and warps == WARPS and processors(tail.o.device) >= MOST_ROWS
 
 
@@ -266,7 +263,7 @@ def _case(dtype: str, norm: str, rows: int, h: int, q: int, i: int, f: int, norm
     }  # fmt: skip
     options = {"HAS_BIAS": dtype == "fp16", "NORMED": normed, "FOLLOWED": f > 0, "OVERLAP": True}
     return AotCase(
-        layer_tail_kernel, signature, launch_constants(blocks, tiles, h) | options, num_warps=WARPS, maxnreg=REGISTERS
+        layer_tail_kernel, signature, _constants(blocks, tiles, h) | options, num_warps=WARPS, maxnreg=REGISTERS
     )
 
 

@@ -41,7 +41,7 @@ it.
 
 
 @gluon.jit
-def sum_tile(w, x, full, free, item, groups, STAGES: gl.constexpr, EACH: gl.constexpr, ROWS: gl.constexpr,
+def _sum(w, x, full, free, item, groups, STAGES: gl.constexpr, EACH: gl.constexpr, ROWS: gl.constexpr,
          WIDE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """Add the products [WIDE, ROWS] of a tile's groups from ``item`` on in one sequence."""
     acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
@@ -59,7 +59,7 @@ def sum_tile(w, x, full, free, item, groups, STAGES: gl.constexpr, EACH: gl.cons
 
 
 @gluon.jit
-def multiply(w, x, full, free, item, out, bias, residual, M, N, K, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
+def _multiply(w, x, full, free, item, out, bias, residual, M, N, K, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
               HAS_RESIDUAL: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr,
               STEP: gl.constexpr, WIDE: gl.constexpr, OUTPUTS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """Compute one product of the layer; returns the next item. GATED: a tile's first half is gates, the second up;
@@ -67,7 +67,7 @@ def multiply(w, x, full, free, item, out, bias, residual, M, N, K, GATED: gl.con
     """
     groups = (K + STEP * EACH - 1) // (STEP * EACH)
     for tile in range(gl.program_id(0), (N + OUTPUTS - 1) // OUTPUTS, gl.num_programs(0)):
-        y = sum_tile(w, x, full, free, item, groups, STAGES, EACH, ROWS, WIDE, MMA)
+        y = _sum(w, x, full, free, item, groups, STAGES, EACH, ROWS, WIDE, MMA)
         item += groups
         if GATED:
             y = gated(y, out.dtype.element_ty, WIDE, ROWS)
@@ -87,22 +87,22 @@ def _compute(w, x, full, free, ready, residual, o_norm, next_norm, next_bias, to
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    item = multiply(w, x, full, free, gl.to_tensor(0), total, total, residual, M, H, Q, False, False, True,
+    item = _multiply(w, x, full, free, gl.to_tensor(0), total, total, residual, M, H, Q, False, False, True,
                      ROWS, STAGES, EACH, STEP, WIDE, TILE_H, MMA)  # fmt: skip
     wait(counters + LINE, norm(total, o_norm, n1, counters, eps, M, H, LINE, BLOCK_H))
     mbarrier.arrive(ready.index(0))
-    item = multiply(w, x, full, free, item, act, act, act, M, I, H, True, False, False,
+    item = _multiply(w, x, full, free, item, act, act, act, M, I, H, True, False, False,
                      ROWS, STAGES, EACH, STEP, WIDE, TILE_I, MMA)  # fmt: skip
     wait(counters, arrive(counters))
     mbarrier.arrive(ready.index(1))
-    item = multiply(w, x, full, free, item, out, out, total, M, H, I, False, False, True,
+    item = _multiply(w, x, full, free, item, out, out, total, M, H, I, False, False, True,
                      ROWS, STAGES, EACH, STEP, WIDE, TILE_H, MMA)  # fmt: skip
     if NORMED:
         target = norm(out, next_norm, n2, counters, next_eps, M, H, LINE, BLOCK_H)
     if FOLLOWED:
         wait(counters + LINE, target)
         mbarrier.arrive(ready.index(2))
-        multiply(w, x, full, free, item, product, next_bias, out, M, F, H, False, HAS_BIAS, False,
+        _multiply(w, x, full, free, item, product, next_bias, out, M, F, H, False, HAS_BIAS, False,
                   ROWS, STAGES, EACH, STEP, WIDE, TILE_F, MMA)  # fmt: skip
 
 

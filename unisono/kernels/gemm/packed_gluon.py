@@ -4,7 +4,8 @@ The tensor memory accelerator loads packed weights and activations into a ring i
 piece of the weight to registers, in the layout of wgmma's left operand, while the product of the piece before it runs.
 Scales and zeros are loaded two pieces ahead. The sum over K is one sequence, as in every kernel of a product. Where
 there are few programs, several groups of warps take turns at the pieces: each decodes its next piece while the others
-multiply, and takes over the sums through shared memory.
+multiply, and takes over the sums through shared memory. Where that fills more multiprocessors a program has 32 outputs,
+and half of the operand's rows are zeros.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -34,7 +35,7 @@ from unisono.kernels.library import AotCase
 from unisono.kernels.overlap import overlapped, overlapping
 
 WIDE = gl.constexpr(64)
-"""Outputs of a program: the rows of one ``wgmma``."""
+"""Rows of one ``wgmma``: outputs of a program, or twice as many."""
 
 PIECE = gl.constexpr(128)
 """Inputs of a piece of the weight, 64 bytes of an output."""
@@ -47,10 +48,10 @@ MOST_ROWS = 64
 NVFP4_GROUP = 16
 """Inputs of NVFP4 that share a scale; no group of integers is as small."""
 
-_W_LAYOUT = gl.NVMMASharedLayout(64, 8, 2)
+W_LAYOUT = gl.NVMMASharedLayout(64, 8, 2)
 _X_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 
-_BYTES = gl.constexpr(
+BYTES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [64, 64],
@@ -58,7 +59,14 @@ _BYTES = gl.constexpr(
 )  # fmt: skip
 """Bytes of a piece: those of the inputs that a thread has of wgmma's left operand."""
 
-_BY_GROUP = gl.constexpr(
+BYTES_32 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 4], [0, 8], [0, 16], [0, 32]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 64]
+    )
+)
+"""The same of 32 outputs: a warp has eight, every other eight rows of the left operand."""
+
+BY_GROUP = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
         [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 8, 16],
@@ -66,13 +74,27 @@ _BY_GROUP = gl.constexpr(
 )  # fmt: skip
 """wgmma's left operand by output, group of 16 and input."""
 
-_SCALES = gl.constexpr(
+BY_GROUP_32 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[8, 0, 0], [16, 0, 0]], [], [32, 8, 16],
+    )
+)  # fmt: skip
+
+SCALES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[8, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]], [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
     )
 )  # fmt: skip
 """Scales of a piece by output, word and byte: a thread has all of its outputs."""
+
+SCALES_32 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0]], [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[8, 0, 0], [16, 0, 0]], [], [32, 2, 4],
+    )
+)  # fmt: skip
 
 
 @gluon.jit
@@ -98,10 +120,10 @@ def _load_activations(x_desc, x, bar, stage, piece, token0):
 
 
 @gluon.jit
-def _load(x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS: gl.constexpr, STAGES: gl.constexpr,
-          OVERLAP: gl.constexpr):  # fmt: skip
+def _load(x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+          STAGES: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Load all pieces. The weight's first ones do not wait. The part of one warp."""
-    SIZE: gl.constexpr = PIECE * (WIDE // 2 + 2 * ROWS)
+    SIZE: gl.constexpr = PIECE * (OUTPUTS // 2 + 2 * ROWS)
     for i in gl.static_range(STAGES):
         if i < pieces:
             mbarrier.expect(full.index(i), SIZE)
@@ -121,12 +143,26 @@ def _load(x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS: gl.cons
 
 
 @gluon.jit
-def _rows(zeros, first, N, NVFP4: gl.constexpr):
+def of_scales(NVFP4: gl.constexpr, OUTPUTS: gl.constexpr):
+    """Outputs of the program, 0 … OUTPUTS - 1, in the layout of :func:`load_group`."""
+    WORDS: gl.constexpr = gl.SliceLayout(2, SCALES if OUTPUTS == WIDE else SCALES_32)
+    OF_BYTES: gl.constexpr = BYTES if OUTPUTS == WIDE else BYTES_32
+    return gl.arange(0, OUTPUTS, gl.SliceLayout(1, WORDS if NVFP4 else OF_BYTES))
+
+
+@gluon.jit
+def of_multipliers(OUTPUTS: gl.constexpr):
+    """Outputs of the program in the layout of NVFP4's multipliers."""
+    GROUPS: gl.constexpr = gl.SliceLayout(2, BY_GROUP if OUTPUTS == WIDE else BY_GROUP_32)
+    return gl.arange(0, OUTPUTS, gl.SliceLayout(1, GROUPS))
+
+
+@gluon.jit
+def _rows(zeros, first, N, NVFP4: gl.constexpr, OUTPUTS: gl.constexpr):
     """Outputs of the program, in the layout of their scales, and the multipliers of NVFP4."""
-    WORDS: gl.constexpr = gl.SliceLayout(2, _SCALES)
-    rows = gl.minimum(first + gl.arange(0, WIDE, gl.SliceLayout(1, WORDS if NVFP4 else _BYTES)), N - 1)
+    rows = gl.minimum(first + of_scales(NVFP4, OUTPUTS), N - 1)
     if NVFP4:
-        each = gl.arange(0, WIDE, gl.SliceLayout(1, gl.SliceLayout(2, _BY_GROUP)))
+        each = of_multipliers(OUTPUTS)
         multiplier = gl.load(zeros + gl.minimum(first + each, N - 1))
     else:
         multiplier = rows
@@ -134,56 +170,80 @@ def _rows(zeros, first, N, NVFP4: gl.constexpr):
 
 
 @gluon.jit
-def _group(scales, zeros, rows, piece, group, K, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr):
+def load_group(scales, zeros, rows, piece, GROUP: gl.constexpr, K, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr,
+               OUTPUTS: gl.constexpr):  # fmt: skip
     """Load what decodes a piece for each output: scale and zero of integers, two words of NVFP4's scales."""
     if NVFP4:
-        at = piece * (PIECE // 64) + gl.arange(0, PIECE // 64, gl.SliceLayout(0, gl.SliceLayout(2, _SCALES)))
+        WORDS: gl.constexpr = gl.SliceLayout(2, SCALES if OUTPUTS == WIDE else SCALES_32)
+        at = piece * (PIECE // 64) + gl.arange(0, PIECE // 64, gl.SliceLayout(0, WORDS))
         inside = (at < K // 64)[None, :] & (rows >= 0)[:, None]
         scale = gl.load(scales + rows[:, None] * (K // 64) + at[None, :], mask=inside, other=0)
         zero = scale
     else:
-        groups = (K + group - 1) // group
-        at = rows * groups + gl.minimum(piece * PIECE // group, groups - 1)
+        groups = (K + GROUP - 1) // GROUP
+        at = rows * groups + gl.minimum(piece * PIECE // GROUP, groups - 1)
         scale = gl.load(scales + at)
         zero = gl.load(zeros + at).to(gl.float32) if HAS_ZEROS else gl.full_like(scale, 8.0)
     return scale, zero
 
 
 @gluon.jit
-def _integers(held, scale, zero, DTYPE: gl.constexpr):
+def _integers(held, scale, zero, DTYPE: gl.constexpr, OUTPUTS: gl.constexpr):
     """Decode bytes to pairs ``(q - zero) * scale``, as ``integers_decoded`` of ``kernels/gemm/decoded.py``."""
-    byte = held.load(_BYTES).to(gl.int32)
+    OF_BYTES: gl.constexpr = BYTES if OUTPUTS == WIDE else BYTES_32
+    byte = held.load(OF_BYTES).to(gl.int32)
     low = masked(byte, 0x0F, 0x4B000000) - (8388608.0 + zero)[:, None]
     high = masked(byte, 0xF0, 0x49000000) - (524288.0 + zero)[:, None]
     return gl.join((low * scale[:, None]).to(DTYPE), (high * scale[:, None]).to(DTYPE))
 
 
 @gluon.jit
-def _e2m1(held, words, multiplier, DTYPE: gl.constexpr):
-    """Decode bytes to weights [WIDE, PIECE / 16, 16], by the rule of ``kernels/gemm/nvfp4.py``.
+def _e2m1(held, words, multiplier, DTYPE: gl.constexpr, OUTPUTS: gl.constexpr):
+    """Decode bytes to weights [OUTPUTS, PIECE / 16, 16], by the rule of ``kernels/gemm/nvfp4.py``.
 
     Sign, exponent and mantissa go to their places in fp32, as there: other copies of the sign are cut away.
     """
-    byte = bits_as(held.load(_BYTES), gl.int8).to(gl.int32)
+    OF_BYTES: gl.constexpr = BYTES if OUTPUTS == WIDE else BYTES_32
+    GROUPS: gl.constexpr = BY_GROUP if OUTPUTS == WIDE else BY_GROUP_32
+    WORDS: gl.constexpr = SCALES if OUTPUTS == WIDE else SCALES_32
+    byte = bits_as(held.load(OF_BYTES), gl.int8).to(gl.int32)
     high = bits_as((byte << 18) & -0x7E400000, gl.float32)
     low = bits_as(((byte << 28) >> 6) & -0x7E400000, gl.float32)
-    values = gl.convert_layout(gl.reshape(gl.join(low, high), [WIDE, PIECE // 16, 16]), _BY_GROUP)
-    place = (24 - 8 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _SCALES)))).to(gl.int32)
+    values = gl.convert_layout(gl.reshape(gl.join(low, high), [OUTPUTS, PIECE // 16, 16]), GROUPS)
+    place = (24 - 8 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))).to(gl.int32)
     bits = ((words[:, :, None] << place[None, None, :]) >> 4) & -0x78100000
-    bits = gl.convert_layout(gl.reshape(bits, [WIDE, PIECE // 16]), gl.SliceLayout(2, _BY_GROUP))
+    bits = gl.convert_layout(gl.reshape(bits, [OUTPUTS, PIECE // 16]), gl.SliceLayout(2, GROUPS))
     scale = bits_as(bits, gl.float32) * 1.329227995784916e36 * multiplier[:, None]
     return (values * 8.507059173023462e37 * scale[:, :, None]).to(DTYPE)
 
 
 @gluon.jit
-def _decode(held, scale, zero, multiplier, NVFP4: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr):
-    """Decode a piece [WIDE, PIECE / 2] to registers."""
-    values = _e2m1(held, scale, multiplier, DTYPE) if NVFP4 else _integers(held, scale, zero, DTYPE)
-    return gl.convert_layout(gl.reshape(values, [WIDE, PIECE]), DOT)
+def decode_piece(held, scale, zero, multiplier, NVFP4: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr,
+                 OUTPUTS: gl.constexpr):  # fmt: skip
+    """Decode a piece [OUTPUTS, PIECE / 2] to registers. With 32 outputs every other eight rows are zeros."""
+    if NVFP4:  # noqa: SIM108
+        values = _e2m1(held, scale, multiplier, DTYPE, OUTPUTS)
+    else:
+        values = _integers(held, scale, zero, DTYPE, OUTPUTS)
+    values = gl.reshape(values, [OUTPUTS, PIECE])
+    if OUTPUTS < WIDE:
+        both = gl.reshape(gl.join(values, gl.zeros_like(values)), [OUTPUTS // 8, 8, PIECE, 2])
+        values = gl.reshape(gl.permute(both, [0, 3, 1, 2]), [WIDE, PIECE])
+    return gl.convert_layout(values, DOT)
 
 
 @gluon.jit
-def _product(a, x, stage, acc, DOT: gl.constexpr):
+def valid_sums(acc, ROWS: gl.constexpr, OUTPUTS: gl.constexpr):
+    """The sums [OUTPUTS, ROWS] of outputs in acc [WIDE, ROWS]: see :func:`decode_piece`."""
+    if OUTPUTS == WIDE:
+        return acc
+    else:
+        own, _ = gl.split(gl.permute(gl.reshape(acc, [OUTPUTS // 8, 2, 8, ROWS]), [0, 2, 3, 1]))
+        return gl.reshape(own, [OUTPUTS, ROWS])
+
+
+@gluon.jit
+def piece_product(a, x, stage, acc, DOT: gl.constexpr):
     """Start to add a piece's product to acc [WIDE, ROWS]."""
     low, high = gl.split(gl.permute(gl.reshape(a, [WIDE, 2, BOX]), [0, 2, 1]))
     product = warpgroup_mma_init(acc)
@@ -194,9 +254,10 @@ def _product(a, x, stage, acc, DOT: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, group, first, token0, pieces,
-              NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-              HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+def _multiply(x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, GROUP: gl.constexpr, first,
+              token0, pieces, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+              STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+              OVERLAP: gl.constexpr):  # fmt: skip
     """Decode, multiply, sum and store. The part of four warps, where no others take turns."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -204,33 +265,36 @@ def _multiply(x, w, full, free, sums, turns, scales, zeros, bias, residual, out,
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    rows, multiplier = _rows(zeros, first, N, NVFP4)
-    r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, WIDE, WIDE)
-    s0, z0 = _group(scales, zeros, rows, 0, group, K, NVFP4, HAS_ZEROS)
-    s1, z1 = _group(scales, zeros, rows, 1, group, K, NVFP4, HAS_ZEROS)
+    rows, multiplier = _rows(zeros, first, N, NVFP4, OUTPUTS)
+    r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, OUTPUTS, OUTPUTS)
+    s0, z0 = load_group(scales, zeros, rows, 0, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
+    s1, z1 = load_group(scales, zeros, rows, 1, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
     acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
     mbarrier.wait(full.index(0), 0)
-    a = _decode(w.index(0), s0, z0, multiplier, NVFP4, DTYPE, DOT)
+    a = decode_piece(w.index(0), s0, z0, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for piece in range(1, pieces):
-        product = _product(a, x, stage, acc, DOT)
-        s2, z2 = _group(scales, zeros, rows, piece + 1, group, K, NVFP4, HAS_ZEROS)
+        product = piece_product(a, x, stage, acc, DOT)
+        s2, z2 = load_group(scales, zeros, rows, piece + 1, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
         behind = stage
         stage, phase = next_stage(stage, phase, STAGES)
         mbarrier.wait(full.index(stage), phase)
-        a = _decode(w.index(stage), s1, z1, multiplier, NVFP4, DTYPE, DOT)
-        acc = warpgroup_mma_wait(0, [product])
+        a = decode_piece(w.index(stage), s1, z1, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
+        if OUTPUTS < WIDE:  # alone on a multiprocessor; the compiler would put the decoding off until the product ends
+            acc, a = warpgroup_mma_wait(0, [product, a])
+        else:
+            acc = warpgroup_mma_wait(0, [product])
         mbarrier.arrive(free.index(behind))
         s1, z1 = s2, z2
-    acc = warpgroup_mma_wait(0, [_product(a, x, stage, acc, DOT)])
-    store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, WIDE, WIDE)
+    acc = valid_sums(warpgroup_mma_wait(0, [piece_product(a, x, stage, acc, DOT)]), ROWS, OUTPUTS)
+    store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, OUTPUTS)
 
 
 @gluon.jit
 def _take_turns(TURN: gl.constexpr, TURNS: gl.constexpr, x, w, full, free, sums, turns, scales, zeros, bias, residual,
-                out, M, N, K, group, first, token0, pieces, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr,
-                ROWS: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-                OVERLAP: gl.constexpr):  # fmt: skip
+                out, M, N, K, GROUP: gl.constexpr, first, token0, pieces, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr,
+                ROWS: gl.constexpr, OUTPUTS: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+                HAS_RESIDUAL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Decode and multiply every TURNS-th piece from TURN on; the first group stores. The part of four warps.
 
     turns [TURNS + 1]: barriers of each group's turn to add to the sums [WIDE, ROWS], and of the end.
@@ -241,37 +305,39 @@ def _take_turns(TURN: gl.constexpr, TURNS: gl.constexpr, x, w, full, free, sums,
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    rows, multiplier = _rows(zeros, first, N, NVFP4)
+    rows, multiplier = _rows(zeros, first, N, NVFP4, OUTPUTS)
     if TURN == 0:
-        r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, WIDE, WIDE)
-    s0, z0 = _group(scales, zeros, rows, TURN, group, K, NVFP4, HAS_ZEROS)
-    s1, z1 = _group(scales, zeros, rows, TURN + TURNS, group, K, NVFP4, HAS_ZEROS)
+        r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, OUTPUTS, OUTPUTS)
+    s0, z0 = load_group(scales, zeros, rows, TURN, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
+    s1, z1 = load_group(scales, zeros, rows, TURN + TURNS, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
     for piece in range(TURN, pieces, TURNS):
         stage = piece % STAGES
         mbarrier.wait(full.index(stage), piece // STAGES & 1)
-        a = _decode(w.index(stage), s0, z0, multiplier, NVFP4, DTYPE, DOT)
+        a = decode_piece(w.index(stage), s0, z0, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
         s0, z0 = s1, z1
-        s1, z1 = _group(scales, zeros, rows, piece + 2 * TURNS, group, K, NVFP4, HAS_ZEROS)
+        s1, z1 = load_group(scales, zeros, rows, piece + 2 * TURNS, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
+        a = warpgroup_mma_wait(0, [a])  # the compiler would put the decoding off until the turn
         mbarrier.wait(turns.index(TURN), piece // TURNS & 1)
-        sums.store(warpgroup_mma_wait(0, [_product(a, x, stage, sums.load(MMA), DOT)]))
+        sums.store(warpgroup_mma_wait(0, [piece_product(a, x, stage, sums.load(MMA), DOT)]))
         block_barrier()
         mbarrier.arrive(turns.index(gl.where(piece + 1 == pieces, TURNS, (TURN + 1) % TURNS)))
         mbarrier.arrive(free.index(stage))
     if TURN == 0:
         mbarrier.wait(turns.index(TURNS), 0)
-        store_product(sums.load(MMA), out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, WIDE, WIDE)
+        acc = valid_sums(sums.load(MMA), ROWS, OUTPUTS)
+        store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, OUTPUTS)
 
 
 @overlapping(reads_early=True)
 @gluon.jit
-def packed_rows_kernel(x_desc, w_desc, scales, zeros, bias, residual, out, M, N, K, group, NVFP4: gl.constexpr,
-                       HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
-                       REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-                       OVERLAP: gl.constexpr):  # fmt: skip
-    """Compute one tile of WIDE outputs and ROWS tokens: TURNS groups of four warps, and ``_load`` on one more."""
+def packed_rows_kernel(x_desc, w_desc, scales, zeros, bias, residual, out, M, N, K, GROUP: gl.constexpr,
+                       NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+                       STAGES: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr,
+                       HAS_RESIDUAL: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+    """Compute one tile of OUTPUTS outputs and ROWS tokens: TURNS groups of four warps, and ``_load`` on one more."""
     pieces = (K + PIECE - 1) // PIECE
-    token0, first = gl.program_id(0) * ROWS, gl.program_id(1) * WIDE
-    w = gl.allocate_shared_memory(gl.uint8, [STAGES, WIDE, PIECE // 2], w_desc.layout)
+    token0, first = gl.program_id(0) * ROWS, gl.program_id(1) * OUTPUTS
+    w = gl.allocate_shared_memory(gl.uint8, [STAGES, OUTPUTS, PIECE // 2], w_desc.layout)
     x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (PIECE // BOX), ROWS, BOX], x_desc.layout)
     full, free = stage_barriers(STAGES, 1, 1)
     if TURNS > 1:
@@ -289,9 +355,9 @@ def packed_rows_kernel(x_desc, w_desc, scales, zeros, bias, residual, out, M, N,
         gl.warp_specialize(
             [
                 (_multiply, (
-                    x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, group, first,
-                    token0, pieces, NVFP4, HAS_ZEROS, ROWS, STAGES, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
-                (_load, (x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS, STAGES, OVERLAP)),
+                    x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, GROUP, first,
+                    token0, pieces, NVFP4, HAS_ZEROS, ROWS, OUTPUTS, STAGES, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
+                (_load, (x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS, OUTPUTS, STAGES, OVERLAP)),
             ],
             [1],
             [24],
@@ -301,12 +367,12 @@ def packed_rows_kernel(x_desc, w_desc, scales, zeros, bias, residual, out, M, N,
         gl.warp_specialize(
             [
                 (_take_turns, (
-                    0, TURNS, x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, group, first,
-                    token0, pieces, NVFP4, HAS_ZEROS, ROWS, STAGES, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
+                    0, TURNS, x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, GROUP, first,
+                    token0, pieces, NVFP4, HAS_ZEROS, ROWS, OUTPUTS, STAGES, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
                 (_take_turns, (
-                    1, TURNS, x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, group, first,
-                    token0, pieces, NVFP4, HAS_ZEROS, ROWS, STAGES, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
-                (_load, (x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS, STAGES, OVERLAP)),
+                    1, TURNS, x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, GROUP, first,
+                    token0, pieces, NVFP4, HAS_ZEROS, ROWS, OUTPUTS, STAGES, HAS_BIAS, HAS_RESIDUAL, OVERLAP)),
+                (_load, (x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS, OUTPUTS, STAGES, OVERLAP)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -326,9 +392,11 @@ def suits(rows: int, weight: torch.Tensor, group: int, dtype: torch.dtype) -> bo
 
 def tile_of(rows: int, n: int) -> Tile:
     """Choose the fastest known tile for this number of rows and outputs, on an H200. warps: all that multiply."""
-    alone = n <= 132 * WIDE.value  # one program for a multiprocessor
+    alone, half = n <= 132 * WIDE.value, n <= 132 * WIDE.value // 2  # one program for a multiprocessor
     if rows <= 16 and alone:
-        return Tile(16, WIDE.value, PIECE.value, 8, 8, registers=104)
+        return Tile(16, 32 if half else 64, PIECE.value, 8, 8, registers=104)
+    if half:
+        return Tile(32 if rows <= 32 else 64, 32, PIECE.value, 4, 5, registers=104)
     if rows <= 32:
         return Tile(16 if rows <= 16 else 32, WIDE.value, PIECE.value, 4, 6 if rows <= 16 else 4, registers=80)
     return Tile(64, WIDE.value, PIECE.value, 4, 5 if alone else 3, registers=104 if alone else 80)
@@ -353,10 +421,10 @@ def launch_packed_rows(
     (rows, k), n = x.shape, weight.shape[0]
     tile, nvfp4 = tile or tile_of(rows, n), group == NVFP4_GROUP
     out = x.new_empty(rows, n)
-    packed_rows_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, WIDE.value))](
+    packed_rows_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
         TensorDescriptor.from_tensor(x, [tile.m, BOX.value], _X_LAYOUT),
-        TensorDescriptor.from_tensor(weight, [WIDE.value, PIECE.value // 2], _W_LAYOUT),
-        scales.view(torch.int32) if nvfp4 else scales, zeros, bias, residual, out, rows, n, k, group, NVFP4=nvfp4,
+        TensorDescriptor.from_tensor(weight, [tile.n, PIECE.value // 2], W_LAYOUT),
+        scales.view(torch.int32) if nvfp4 else scales, zeros, bias, residual, out, rows, n, k, GROUP=group, NVFP4=nvfp4,
         HAS_ZEROS=zeros is not None and not nvfp4, **_sizes(tile), HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, num_warps=4, maxnreg=tile.registers, **overlapped(x.device),
     )  # fmt: skip
@@ -364,18 +432,31 @@ def launch_packed_rows(
 
 
 def _sizes(tile: Tile) -> dict[str, int | None]:
-    return {"ROWS": tile.m, "STAGES": tile.stages, "TURNS": tile.warps // 4, "REGISTERS": tile.registers}
+    return {
+        "ROWS": tile.m,
+        "OUTPUTS": tile.n,
+        "STAGES": tile.stages,
+        "TURNS": tile.warps // 4,
+        "REGISTERS": tile.registers,
+    }
 
 
 def _case(dtype: str, tile: Tile, nvfp4: bool, zeros: bool, bias: bool) -> AotCase:
     signature = {
         "x_desc": f"tensordesc<{dtype}[{tile.m}, {BOX.value}],{_X_LAYOUT!r}>",
-        "w_desc": f"tensordesc<u8[{WIDE.value}, {PIECE.value // 2}],{_W_LAYOUT!r}>",
+        "w_desc": f"tensordesc<u8[{tile.n}, {PIECE.value // 2}],{W_LAYOUT!r}>",
         "scales": "*i32" if nvfp4 else "*fp32", "zeros": "*fp32" if nvfp4 else "*i8",
         **dict.fromkeys(("bias", "residual", "out"), f"*{dtype}"),
-        **dict.fromkeys(("M", "N", "K", "group"), "i32"),
+        **dict.fromkeys(("M", "N", "K"), "i32"),
     }  # fmt: skip
-    options = {"NVFP4": nvfp4, "HAS_ZEROS": zeros, "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True}
+    options = {
+        "GROUP": NVFP4_GROUP if nvfp4 else 128,
+        "NVFP4": nvfp4,
+        "HAS_ZEROS": zeros,
+        "HAS_BIAS": bias,
+        "HAS_RESIDUAL": True,
+        "OVERLAP": True,
+    }
     return AotCase(packed_rows_kernel, signature, _sizes(tile) | options, num_warps=4, maxnreg=tile.registers)
 
 

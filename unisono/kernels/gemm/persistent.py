@@ -83,16 +83,16 @@ def release(owner: object) -> None:
         del _holders[device]
 
 
-def tile_of(outputs: int, programs: int, most: int, least: int = 16) -> int:
+def tile_of(outputs: int, programs: int, most: int) -> int:
     """Choose the outputs per tile that divide a product most evenly among programs; among equals, with the fewest
-    loads. The tile is a multiple of ``least``.
+    loads.
     """
 
     def cost(tile: int) -> tuple[int, int, int]:
         tiles = (outputs + tile - 1) // tile
         return (tiles + programs - 1) // programs * tile, -box_of(tile), -tile
 
-    return min(range(least, most + 1, least), key=cost)
+    return min(range(16, most + 1, 16), key=cost)
 
 
 def box_of(tile: int) -> int:
@@ -235,7 +235,7 @@ def gated(acc, DTYPE: gl.constexpr, WIDE: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def norm_row(x, weight, row, eps, H, BLOCK_H: gl.constexpr):
+def _norm_row(x, weight, row, eps, H, BLOCK_H: gl.constexpr):
     """Norm one row as ``kernels/norm/rms_norm.py`` does, in x's dtype, summed in the same order."""
     ROW: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     cols = gl.arange(0, BLOCK_H, ROW)
@@ -251,7 +251,7 @@ def norm_row(x, weight, row, eps, H, BLOCK_H: gl.constexpr):
 
 
 @gluon.jit
-def store_row(value, out, row, H, BLOCK_H: gl.constexpr):
+def _store_row(value, out, row, H, BLOCK_H: gl.constexpr):
     cols = gl.arange(0, BLOCK_H, gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
     gl.store(out + row * H + cols, value, mask=cols < H)
 
@@ -285,5 +285,5 @@ def norm(x, weight, out, counters, eps, M, H, LINE: gl.constexpr, BLOCK_H: gl.co
     row = gl.num_programs(0) - 1 - gl.program_id(0)
     if row < M:
         wait(counters, stored)
-        store_row(norm_row(x, weight, row, eps, H, BLOCK_H), out, row, H, BLOCK_H)
+        _store_row(_norm_row(x, weight, row, eps, H, BLOCK_H), out, row, H, BLOCK_H)
     return arrive(counters + LINE)

@@ -35,6 +35,19 @@ def _weight(pointer, real, SOME: tl.constexpr):
         return tl.load(pointer)
 
 
+@triton.jit
+def weighted_rows(y, weights, row, real, cols, inside, H, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
+                  SOME: tl.constexpr):  # fmt: skip
+    """Sum a token's expert outputs by weight, by choice: fp32 [BLOCK_H]. SOME: see :func:`_weight`."""
+    sum_ = tl.zeros([BLOCK_H], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        w = _weight(weights + row * TOP_K + slot, real, SOME) + tl.zeros([BLOCK_H], tl.float32)
+        # A pair of weight 0 may have no expert, and then its row was never written.
+        part = tl.load(y + (row * TOP_K + slot) * H + cols, mask=inside & (w != 0), other=0.0).to(tl.float32)
+        sum_ = tl.fma(w, part, sum_)
+    return sum_
+
+
 @overlapping(reads_early=True, leads=True)
 @triton.jit
 def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, normed, x8, scales, eps, H, M, PADDED,
@@ -53,12 +66,7 @@ def _combine_kernel(y, weights, shared, gates, residual, norm_weight, total, nor
     if COLUMNS > 0:
         real = row < M
         inside = inside & real
-    sum_ = tl.zeros([BLOCK_H], tl.float32)
-    for slot in tl.static_range(TOP_K):
-        w = _weight(weights + row * TOP_K + slot, real, COLUMNS > 0) + tl.zeros([BLOCK_H], tl.float32)
-        # A pair of weight 0 may have no expert, and then its row was never written.
-        part = tl.load(y + (row * TOP_K + slot) * H + cols, mask=inside & (w != 0), other=0.0).to(tl.float32)
-        sum_ = tl.fma(w, part, sum_)
+    sum_ = weighted_rows(y, weights, row, real, cols, inside, H, TOP_K, BLOCK_H, COLUMNS > 0)
     if SHARED:
         part = tl.load(shared + row * H + cols, mask=inside, other=0.0).to(tl.float32)
         if GATE:

@@ -336,7 +336,8 @@ def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: i
         lambda x, plan: experts_gluon.launch_expert_rows(x, gate_up, plan, gated=True),
         lambda h, plan: experts_gluon.launch_expert_rows(h, down, plan, gated=False),
     )
-    return same_products(ours, prompts, gate_up, down, gate_up.dtype, experts, top_k)
+    inputs = gate_up.shape[2], down.shape[2]
+    return same_products(ours, prompts, inputs, gate_up.dtype, experts, top_k, gate_up.device)
 
 
 exact_experts = ExactKernel("experts of prompts", _stack_keys, _same_bits)
@@ -352,25 +353,24 @@ class Products(NamedTuple):
 
 
 def same_products(
-    one: Products, other: Products, gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype, experts: int,
-    top_k: int,
+    one: Products, other: Products, inputs: tuple[int, int], dtype: torch.dtype, experts: int, top_k: int,
+    device: torch.device, tokens: int | None = None,
 ) -> bool:  # fmt: skip
     """Compare two implementations on random rows: in full tiles, and in tiles with few pairs and with none.
 
-    gate_up, down: the stacks' weights. dtype: dtype of the rows. The input of ``down`` is random too, since a rank
-    computes only a part of it.
+    inputs: of gate and up, and of down. dtype: dtype of the rows. tokens: None: _PROOF_TOKENS. The input of ``down`` is
+    random too, since a rank computes only a part of it.
     """
-    device = gate_up.device
     generator = torch.Generator(device).manual_seed(0)
     random = functools.partial(torch.randn, generator=generator, device=device)
-    x = random(_PROOF_TOKENS, gate_up.shape[2]).to(dtype)
-    chosen = (_PROOF_TOKENS, top_k)
-    ids = torch.randint(min(experts, 2 * top_k), chosen, generator=generator, device=device, dtype=torch.int32)
+    tokens = tokens or _PROOF_TOKENS
+    x = random(tokens, inputs[0]).to(dtype)
+    ids = random(tokens, min(experts, 2 * top_k)).argsort(1)[:, :top_k].to(torch.int32).contiguous()
     plans = [plan_experts(ids, experts, kernels.tile) for kernels in (one, other)]
     h = one.gate_up(x, plans[0])
     if not torch.equal(h, other.gate_up(x, plans[1])):
         return False
-    h = random(len(h), down.shape[2]).to(dtype)
+    h = random(len(h), inputs[1]).to(dtype)
     return torch.equal(one.down(h, plans[0]), other.down(h, plans[1]))
 
 

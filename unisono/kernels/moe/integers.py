@@ -4,7 +4,8 @@ Owns the ops ``expert_integer_gate_up``, ``expert_integer_up`` (experts without 
 
 They are ``kernels/moe/experts.py`` with weights that are decoded in registers (``integer_product`` of
 ``kernels/gemm/decoded.py``) and rounded to the activations' dtype: the same product of the same values in the same
-order, at any number of tokens.
+order, at any number of tokens. On Hopper 4-bit weights run on the kernel of ``packed_gluon.py`` if
+:data:`exact_int4_experts` found the same bits.
 
 Shapes: M tokens, H features, I intermediate features, E experts in the stack with a fused shared one, P = M * top_k
 pairs, G(k) = ceil(k / group). Weights uint8 [E, 2 I, H / b] and [E, H, I / b] with b numbers in a byte, 2 or 1, which
@@ -13,6 +14,7 @@ the shapes tell; scales fp32 and zeros int8 or int16 [E, 2 I, G(H)] and [E, H, G
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -35,6 +37,7 @@ from unisono.kernels.moe.experts import (
     up_cpu,
     up_rows,
 )
+from unisono.kernels.moe.packed_gluon import PackedExperts
 from unisono.kernels.moe.plan import (
     ExpertPlan,
     Shapes,
@@ -67,6 +70,15 @@ def packed_tiles(rows: int, shared: int = HOPPER) -> ExpertTiles:
     if rows < 64 or shared >= _LARGE_TILES:
         return tiles
     return ExpertTiles(*(tile._replace(stages=tile.stages - 1) for tile in tiles))
+
+
+def integer_tiles(rows: int, shared: int, group: int, each: int) -> ExpertTiles:
+    """:func:`packed_tiles`; on small cards 8-bit weights in groups of 32 leave room for one stage. each: numbers in a
+    byte."""
+    tiles = packed_tiles(rows, shared)
+    if rows < 64 or shared >= _LARGE_TILES or each > 1 or group % 64 == 0:
+        return tiles
+    return ExpertTiles(*(tile._replace(stages=1) for tile in tiles))
 
 
 def packed_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
@@ -148,13 +160,14 @@ def launch_integer_gate_up(
     gelu: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_integer_gate_up`."""
-    x, inner, tile = x.contiguous(), weight.shape[1] // 2, packed_tiles(plan.tile, shared_memory(x.device)).up
+    x, inner, each = x.contiguous(), weight.shape[1] // 2, x.shape[1] // weight.shape[2]
+    tile = integer_tiles(plan.tile, shared_memory(x.device), group, each).up
     parts = triton.cdiv(inner, tile.n // 2)
     grid, results, options = product_launch(plan, len(weight), x.shape[1], inner, parts, tile.across)
     h = x.new_empty(results, inner)
     _integer_gate_up_kernel[grid](
         x, weight, scales, zeros, h, *plan.operands, group, **options,
-        **_blocking(tile, group, zeros is not None, x.shape[1] // weight.shape[2]), GELU=gelu, **overlapped(x.device),
+        **_blocking(tile, group, zeros is not None, each), GELU=gelu, **overlapped(x.device),
     )  # fmt: skip
     return h
 
@@ -169,29 +182,45 @@ def launch_integer_down(
     up: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel of :func:`expert_integer_down`, or of :func:`expert_integer_up`."""
-    h, hidden, tile = h.contiguous(), weight.shape[1], packed_tiles(plan.tile, shared_memory(h.device)).down
+    h, hidden, each = h.contiguous(), weight.shape[1], h.shape[1] // weight.shape[2]
+    tile = integer_tiles(plan.tile, shared_memory(h.device), group, each).down
     parts = triton.cdiv(hidden, tile.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h.shape[1], parts, tile.across)
     y = h.new_empty(results, hidden)
     _integer_down_kernel[grid](
         h, weight, scales, zeros, y, *plan.operands, group,
-        **options, **_blocking(tile, group, zeros is not None, h.shape[1] // weight.shape[2]), UP=up,
+        **options, **_blocking(tile, group, zeros is not None, each), UP=up,
         **overlapped(h.device),
     )  # fmt: skip
     return y
 
 
+exact_int4_experts = PackedExperts(
+    "int4 experts",
+    lambda *operands: operands,
+    launch_integer_gate_up,
+    functools.partial(launch_integer_down, up=True),
+    launch_integer_down,
+)
+"""The kernel of ``packed_gluon.py``, against the kernels here with two numbers in a byte."""
+
+
 def _gate_up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles, gelu=False):
-    return launch_integer_gate_up(x, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles), gelu)
+    operands, plan = (weight, scales, zeros, group), ExpertPlan(ids, experts, tile, order, tiles)
+    if not gelu and weight.shape[2] < x.shape[1] and exact_int4_experts.runs(x, plan, True, *operands):
+        return exact_int4_experts.launch(x, plan, True, False, *operands)
+    return launch_integer_gate_up(x, *operands, plan, gelu)
 
 
-def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles):
-    return launch_integer_down(h, weight, scales, zeros, group, ExpertPlan(ids, experts, tile, order, tiles))
+def _down_cuda(h, weight, scales, zeros, group, ids, experts, tile, order, tiles, up=False):
+    operands, plan = (weight, scales, zeros, group), ExpertPlan(ids, experts, tile, order, tiles)
+    if weight.shape[2] < h.shape[1] and exact_int4_experts.runs(h, plan, False, *operands):
+        return exact_int4_experts.launch(h, plan, False, up, *operands)
+    return launch_integer_down(h, *operands, plan, up)
 
 
-def _up_cuda(x, weight, scales, zeros, group, ids, experts, tile, order, tiles):
-    plan = ExpertPlan(ids, experts, tile, order, tiles)
-    return launch_integer_down(x, weight, scales, zeros, group, plan, up=True)
+def _up_cuda(*args):
+    return _down_cuda(*args, up=True)
 
 
 def _up_meta(x, weight, scales, zeros, group, *plan):
@@ -286,7 +315,7 @@ def expert_integer_up(
 def _aot(shared: int, dtype: str, shapes: Shapes, group: int, gelu: bool = False, each: int = 2) -> list[AotCase]:
     """AotCases of both products. With a fused shared expert there are zeros. each: numbers in a byte."""
     tile_m, zeros, cases = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype]), shapes.rides, []
-    tiles, stored_zeros = packed_tiles(tile_m, shared), "*i8" if each == 2 else "*i16"
+    tiles, stored_zeros = integer_tiles(tile_m, shared, group, each), "*i8" if each == 2 else "*i16"
     for kernel, (x, out), tile in ((_integer_gate_up_kernel, "xh", tiles.up), (_integer_down_kernel, "hy", tiles.down)):
         tensors = {x: f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": stored_zeros, out: f"*{dtype}"}
         options = _blocking(tile, group, zeros, each)
@@ -299,7 +328,10 @@ def _aot_up(shared: int, dtype: str, shapes: Shapes, group: int, each: int) -> A
     """AotCase of the first product of experts without a gate, which is a ``down`` from H to I, without zeros."""
     tile_m = packed_tile_rows(shapes.rows * shapes.top_k, shapes.experts, DTYPES[dtype])
     tensors = {"h": f"*{dtype}", "weight": "*u8", "scales": "*fp32", "zeros": None, "y": f"*{dtype}"}
-    turned, tile = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), packed_tiles(tile_m, shared).down
+    turned, tile = (
+        shapes._replace(hidden=shapes.inner, inner=shapes.hidden),
+        integer_tiles(tile_m, shared, group, each).down,
+    )
     options = _blocking(tile, group, False, each) | {"UP": True}
     return product_case(_integer_down_kernel, tensors, turned, tile_m, tile.across, options, "group")
 

@@ -3,7 +3,8 @@
 Owns the ops ``expert_nvfp4_gate_up``, ``expert_nvfp4_up`` (experts without a gate) and ``expert_nvfp4_down``.
 
 They are ``kernels/moe/experts.py`` with weights that are decoded in registers by the rule of ``kernels/gemm/nvfp4.py``:
-the same product of the same values in the same order, at any number of tokens.
+the same product of the same values in the same order, at any number of tokens. On Hopper they run on the kernel of
+``packed_gluon.py`` if :data:`exact_nvfp4_experts` found the same bits.
 
 Shapes: M tokens, H features, I intermediate features, E experts in the stack with a fused shared one, P = M * top_k
 pairs. Weights uint8 [E, 2 I, H / 2] and [E, H, I / 2]; scales uint8 [E, 2 I, H / 16] and [E, H, I / 16]; multipliers
@@ -12,6 +13,7 @@ fp32 [E, 2 I] and [E, H].
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -20,6 +22,7 @@ import triton.language as tl
 
 from unisono.kernels.cards import HOPPER, shared_memory
 from unisono.kernels.gemm.nvfp4 import STEPS, WIDTH, nvfp4_decode, nvfp4_product
+from unisono.kernels.gemm.packed_gluon import NVFP4_GROUP
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import (
@@ -33,6 +36,7 @@ from unisono.kernels.moe.experts import (
     up_rows,
 )
 from unisono.kernels.moe.integers import packed_tile_rows, packed_tiles
+from unisono.kernels.moe.packed_gluon import PackedExperts
 from unisono.kernels.moe.plan import (
     ExpertPlan,
     Shapes,
@@ -134,17 +138,38 @@ def launch_nvfp4_down(
     return y
 
 
+def _fitted(
+    weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    return weight, scales, multipliers, NVFP4_GROUP
+
+
+exact_nvfp4_experts = PackedExperts(
+    "NVFP4 experts",
+    _fitted,
+    launch_nvfp4_gate_up,
+    functools.partial(launch_nvfp4_down, up=True),
+    launch_nvfp4_down,
+)
+"""The kernel of ``packed_gluon.py``, against the kernels here."""
+
+
 def _gate_up_cuda(x, weight, scales, multipliers, ids, experts, tile, order, tiles, gelu=False):
-    return launch_nvfp4_gate_up(x, weight, scales, multipliers, ExpertPlan(ids, experts, tile, order, tiles), gelu)
+    operands, plan = (weight, scales, multipliers), ExpertPlan(ids, experts, tile, order, tiles)
+    if not gelu and exact_nvfp4_experts.runs(x, plan, True, *operands):
+        return exact_nvfp4_experts.launch(x, plan, True, False, *operands)
+    return launch_nvfp4_gate_up(x, *operands, plan, gelu)
 
 
-def _down_cuda(h, weight, scales, multipliers, ids, experts, tile, order, tiles):
-    return launch_nvfp4_down(h, weight, scales, multipliers, ExpertPlan(ids, experts, tile, order, tiles))
+def _down_cuda(h, weight, scales, multipliers, ids, experts, tile, order, tiles, up=False):
+    operands, plan = (weight, scales, multipliers), ExpertPlan(ids, experts, tile, order, tiles)
+    if exact_nvfp4_experts.runs(h, plan, False, *operands):
+        return exact_nvfp4_experts.launch(h, plan, False, up, *operands)
+    return launch_nvfp4_down(h, *operands, plan, up)
 
 
-def _up_cuda(x, weight, scales, multipliers, ids, experts, tile, order, tiles):
-    plan = ExpertPlan(ids, experts, tile, order, tiles)
-    return launch_nvfp4_down(x, weight, scales, multipliers, plan, up=True)
+def _up_cuda(*args):
+    return _down_cuda(*args, up=True)
 
 
 def _up_meta(x, weight, scales, multipliers, *plan):

@@ -19,7 +19,9 @@ import triton.language as tl
 
 from unisono.kernels.gemm.fp8_quantize import (
     GROUP,
+    INT8_ROWS,
     Quantised,
+    element_of,
     empty_quantised,
     handed_on,
     quantised_cpu,
@@ -100,19 +102,19 @@ def gated_product(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
 
 @overlapping(leads=True)
 @triton.jit
-def _silu_mul_kernel(x, out, scales, I, M, PADDED,  # noqa: E741
+def _silu_mul_kernel(x, other, out, scales, stride, other_stride, I, M, PADDED,  # noqa: E741
                      BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
                      GELU: tl.constexpr = False):  # fmt: skip
-    """Compute ``silu_mul``, or ``gelu_mul`` with GELU. COLUMNS: columns that share a scale of an e4m3 out; 0: out has
-    x's dtype."""
+    """Compute ``silu(x) * other`` of rows in these strides, or GELU's with GELU. COLUMNS: columns that share a scale of
+    an e4m3 out; 0: out has x's dtype."""
     follow(OVERLAP, COLUMNS > 0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
     inside = cols < I
     if COLUMNS > 0:
         inside = inside & (row < M)
-    gate = tl.load(x + row * 2 * I + cols, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * I + I + cols, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(other + row * other_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if GELU:
         silu = gelu_tanh(gate).to(x.dtype.element_ty).to(tl.float32)
     else:
@@ -125,19 +127,24 @@ def _silu_mul_kernel(x, out, scales, I, M, PADDED,  # noqa: E741
 
 
 def launch_silu_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
-    x = x.contiguous()
-    rows, width = x.shape
-    out = x.new_empty(rows, width // 2)
-    grid = (rows, triton.cdiv(width // 2, _BLOCK))
-    _silu_mul_kernel[grid](
-        x, out, None, width // 2, None, None, BLOCK=_BLOCK, COLUMNS=0, GELU=gelu, **overlapped(x.device)
-    )
+    gate, up = x.contiguous().chunk(2, dim=1)
+    return launch_gate_rows(gate, up, gelu)
+
+
+def launch_gate_rows(gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.Tensor:
+    """See :func:`gate_rows`."""
+    rows, width = gate.shape
+    out = gate.new_empty(rows, width)
+    _silu_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](
+        gate, up, out, None, gate.stride(0), up.stride(0), width, None, None, BLOCK=_BLOCK, COLUMNS=0, GELU=gelu,
+        **overlapped(gate.device),
+    )  # fmt: skip
     return out
 
 
 def quantising_block(k: int, group: int) -> tuple[int, int, int]:
-    """(BLOCK, COLUMNS, warps) of an elementwise kernel that quantises rows of k columns. group 0: by row."""
-    if group:
+    """(BLOCK, COLUMNS, warps) of an elementwise kernel that quantises rows of k columns. group 0, INT8_ROWS: by row."""
+    if group > 0:
         return _BLOCK, group, 4
     block = triton.next_power_of_2(k)
     return block, block, min(max(block // 512, 1), 16)
@@ -153,13 +160,20 @@ def launch_gelu_mul_fp8(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torc
 
 def launch_silu_mul_fp8(x: torch.Tensor, group: int, gelu: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`silu_mul_fp8`."""
-    x = x.contiguous()
-    rows, width = x.shape[0], x.shape[1] // 2
-    x8, scales = empty_quantised(x, rows, width, group)
+    gate, up = x.contiguous().chunk(2, dim=1)
+    return launch_gate_rows_fp8(gate, up, gelu, group)
+
+
+def launch_gate_rows_fp8(
+    gate: torch.Tensor, up: torch.Tensor, gelu: bool, group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`gate_rows_fp8`."""
+    rows, width = gate.shape
+    x8, scales = empty_quantised(gate, rows, width, group)
     block, columns, warps = quantising_block(width, group)
     _silu_mul_kernel[(len(x8), triton.cdiv(width, block))](
-        x, x8, scales, width, rows, len(x8), BLOCK=block, COLUMNS=columns, GELU=gelu, num_warps=warps,
-        **overlapped(x.device),
+        gate, up, x8, scales, gate.stride(0), up.stride(0), width, rows, len(x8), BLOCK=block, COLUMNS=columns,
+        GELU=gelu, num_warps=warps, **overlapped(gate.device),
     )  # fmt: skip
     return x8, scales
 
@@ -229,6 +243,29 @@ def gelu_mul_fp8_op(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Te
 def gelu_mul_fp8(x: torch.Tensor, group: int) -> Quantised:
     """Compute :func:`gelu_mul` in e4m3, with the bits of ``quantize(gelu_mul(x), group)``, in one launch."""
     return handed_on(gelu_mul_fp8_op(x, group), x, group)
+
+
+def _gate_rows_formula(gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.Tensor:
+    return (_gelu_mul_formula if gelu else _silu_mul_formula)(torch.cat((gate, up), 1))
+
+
+@op(cuda=launch_gate_rows, shape=lambda gate, *_: gate.shape, gradient=_gate_rows_formula)
+def gate_rows(gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.Tensor:
+    """Compute :func:`silu_mul`, or :func:`gelu_mul`, of two tensors [M, I] with rows of any stride: [M, I]."""
+    return (gelu_mul if gelu else silu_mul).cpu(torch.cat((gate, up), 1))
+
+
+@op(
+    cuda=launch_gate_rows_fp8,
+    meta=lambda gate, up, gelu, group: empty_quantised(gate, gate.shape[0], gate.shape[1], group),
+)
+def gate_rows_fp8_op(gate: torch.Tensor, up: torch.Tensor, gelu: bool, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantised_cpu(gate_rows.cpu(gate, up, gelu), group)
+
+
+def gate_rows_fp8(gate: torch.Tensor, up: torch.Tensor, gelu: bool, group: int) -> Quantised:
+    """Compute :func:`gate_rows` in e4m3, with the bits of ``quantize(gate_rows(gate, up, gelu), group)``."""
+    return handed_on(gate_rows_fp8_op(gate, up, gelu, group), gate, group)
 
 
 @overlapping(leads=True)
@@ -319,19 +356,17 @@ def _aot(dtype: str, width: int | None, group: int) -> list[AotCase]:
     extra = {} if width is None else {"scales": "*fp32", "M": "i32", "PADDED": "i32"}
     options: dict[str, Any] = {"BLOCK": block, "COLUMNS": columns, "OVERLAP": True}
     options |= dict.fromkeys(("scales", "M", "PADDED")) if width is None else {}
-    tensors = {"x": f"*{dtype}", "out": f"*{dtype}" if width is None else "*fp8e4nv", **extra}
+    tensors = {"x": f"*{dtype}", "out": f"*{dtype}" if width is None else element_of(group), **extra}
     gate = {"qkv": f"*{dtype}", "stride": "i32", "HEADS": "i32"}
+    halves = {"other": f"*{dtype}", **dict.fromkeys(("stride", "other_stride", "I"), "i32")}
     return [
-        *(
-            AotCase(_silu_mul_kernel, tensors | {"I": "i32"}, options | {"GELU": g}, num_warps=warps)
-            for g in (False, True)
-        ),
+        *(AotCase(_silu_mul_kernel, tensors | halves, options | {"GELU": g}, num_warps=warps) for g in (False, True)),
         AotCase(_sigmoid_gate_kernel, tensors | gate, options | {"D": 256}, num_warps=warps),
     ]
 
 
 AOT: list[AotCase] = [
     *(case for dtype in ("bf16", "fp16", "fp32") for case in _aot(dtype, None, 0)),
-    *(case for group in (GROUP, 0) for case in _aot("bf16", 12288, group)),
+    *(case for group in (GROUP, 0, INT8_ROWS) for case in _aot("bf16", 12288, group)),
     *_aot("fp16", 512, GROUP),
 ]

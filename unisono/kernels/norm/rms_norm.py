@@ -8,7 +8,7 @@ value, as in Llama. A weight in fp32 multiplies the value in fp32, and the produ
 zero-centred norms of Qwen3-Next and Qwen3.5, whose weight is 1 + w in fp32. Where the activations are fp32 too, both
 are the same.
 
-For consumers with e4m3 weights the kernel quantises the result too (``kernels/gemm/fp8_quantize.py``).
+For consumers with e4m3 or int8 weights the kernel quantises the result too (``kernels/gemm/fp8_quantize.py``).
 
 Shapes: M rows, H features.
 """
@@ -23,7 +23,9 @@ import triton.language as tl
 
 from unisono.kernels.gemm.fp8_quantize import (
     GROUP,
+    INT8_ROWS,
     Quantised,
+    element_of,
     empty_quantised,
     handed_on,
     quantised_cpu,
@@ -48,14 +50,32 @@ def rounded_before_weight(normed, kind: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def factor_of(value, H, eps):
+    """Factor of a row's elements in its norm. value: fp32, with zeros beyond H."""
+    return tl.rsqrt(tl.sum(square(value), axis=0) / H + eps)
+
+
+@triton.jit
+def rounded_norm(value, w, H, eps, dtype: tl.constexpr):
+    """Norm this program's row in ``dtype``. value: fp32, with zeros beyond H. w: the weight."""
+    normed = rounded_before_weight(value * factor_of(value, H, eps), w.dtype, dtype)
+    return tl.fma(normed, w.to(tl.float32), 0.0).to(dtype)  # see square
+
+
+@triton.jit
 def store_norm(value, w, out, x8, scales, cols, inside, eps, H, PADDED, KEEP: tl.constexpr, GROUP: tl.constexpr):
     """Store the norm of this program's row. value: fp32, with zeros beyond H. w: the weight, loaded before.
 
     See :func:`_rms_norm_kernel`.
     """
+    store_scaled(value * factor_of(value, H, eps), w, out, x8, scales, cols, inside, H, PADDED, KEEP, GROUP)
+
+
+@triton.jit
+def store_scaled(scaled, w, out, x8, scales, cols, inside, H, PADDED, KEEP: tl.constexpr, GROUP: tl.constexpr):
+    """:func:`store_norm` of elements that are multiplied by :func:`factor_of` their row already."""
     row = tl.program_id(0).to(tl.int64) * H
-    scale = tl.rsqrt(tl.sum(square(value), axis=0) / H + eps)
-    normed = rounded_before_weight(value * scale, w.dtype, out.dtype.element_ty)
+    normed = rounded_before_weight(scaled, w.dtype, out.dtype.element_ty)
     w = w.to(tl.float32)
     if KEEP:
         tl.store(out + row + cols, (normed * w).to(out.dtype.element_ty), mask=inside)
@@ -149,8 +169,8 @@ def _launch(
 
 
 def columns_of(group: int | None, block: int) -> int:
-    """GROUP of a kernel with ``block`` columns of a row: all of them for group 0; 0 for None."""
-    return 0 if group is None else min(group or block, block)
+    """GROUP of a kernel with ``block`` columns of a row: all of them for group 0 and INT8_ROWS; 0 for None."""
+    return 0 if group is None else min(group if group > 0 else block, block)
 
 
 def rms_norm_formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -211,7 +231,7 @@ AOT: list[AotCase] = [
             "weight": f"*{weight}",
             "eps": "fp32",
             "H": "i32",
-            **({} if group is None else {"x8": "*fp8e4nv", "scales": "*fp32", "M": "i32", "PADDED": "i32"}),
+            **({} if group is None else {"x8": element_of(group), "scales": "*fp32", "M": "i32", "PADDED": "i32"}),
         },
         {
             **({} if group is not None else dict.fromkeys(("x8", "scales", "M", "PADDED"))),
@@ -225,7 +245,7 @@ AOT: list[AotCase] = [
         *(("bf16", "bf16", block, None, True) for block in (256, 4096, 16384)),
         *(("bf16", "fp32", block, None, True) for block in (2048, 4096, 8192)),
         *(("fp16", "fp16", 4096, None, True), ("fp16", "fp32", 4096, None, True), ("fp32", "fp32", 4096, None, True)),
-        *(("bf16", "bf16", 4096, group, False) for group in (GROUP, 0)),
+        *(("bf16", "bf16", 4096, group, False) for group in (GROUP, 0, INT8_ROWS)),
         *(("bf16", "fp32", block, GROUP, True) for block in (2048, 4096)),
         ("fp16", "fp16", 256, GROUP, True),
     )

@@ -21,9 +21,8 @@ from unisono.kernels.norm.rms_norm import (
     quantised_norm,
     rms_norm,
     rms_norm_formula,
-    rounded_before_weight,
+    rounded_norm,
     row_warps,
-    square,
     store_norm,
     with_fp8_cpu,
     with_fp8_meta,
@@ -52,10 +51,7 @@ def _add_normed_kernel(x, residual, after, factor, weight, total, out, x8, scale
     dtype = total.dtype.element_ty
     value = tl.load(x + row + cols, mask=inside, other=0.0).to(tl.float32)
     r = tl.load(residual + row + cols, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(square(value), axis=0) / H + after_eps)
-    normed = rounded_before_weight(value * scale, w_after.dtype, dtype)
-    normed = tl.fma(normed, w_after.to(tl.float32), 0.0).to(dtype)  # see rms_norm.square
-    summed = (normed + r).to(dtype)
+    summed = (rounded_norm(value, w_after, H, after_eps, dtype) + r).to(dtype)
     if SCALED:
         summed = (summed.to(tl.float32) * times).to(dtype)
     tl.store(total + row + cols, summed, mask=inside)

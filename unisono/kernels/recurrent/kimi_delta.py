@@ -28,7 +28,7 @@ PROMPT_TILE, ROUND_TILE, STAGES = StateTile(64, 4), StateTile(64, 4), 2
 speed only.
 """
 FAST_WALK = False
-"""Whether prompts in 16 bits take the walk in Gluon. It has the bits of Triton's in the tests' interpreter. No GPU has
+"""Switch of the walk in Gluon, for prompts in 16 bits. It has the bits of Triton's in the tests' interpreter. No GPU has
 compared them yet, so it is off: ``python -m benchmarks.recurrences`` does.
 """
 _ROWS = 32

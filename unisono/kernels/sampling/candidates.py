@@ -47,7 +47,7 @@ def _blocks_kernel(
         column = block * BLOCK + tl.arange(0, BLOCK)
         ranked = ranked_keys(
             logits, field, length, temperature, seed_lo, seed_hi, ids, edits, edited, threshold,
-            n, column, row_stride, offset, V, HAS_IDS, HAS_EDITS,
+            n, n, column, row_stride, offset, V, HAS_IDS, HAS_EDITS,
         )  # fmt: skip
         ranked = tl.where(column < V, ranked, LEAST)
         out = keys + (n * tl.num_programs(1) + block).to(tl.int64) * C

@@ -35,7 +35,7 @@ def _keys_kernel(
     if tl.load(status + field) == RUNNING:
         ranked = ranked_keys(
             logits, field, length, temperature, seed_lo, seed_hi, None, edits, edited, None,
-            n, column, row_stride, offset + n % width, V, False, True, first, False,
+            n, n, column, row_stride, offset + n % width, V, False, True, first, False,
         )  # fmt: skip
         ranked = tl.where(column < V, ranked, LEAST)
     out = keys + (n * tl.num_programs(1) + block).to(tl.int64) * C

@@ -132,7 +132,7 @@ def _penalised(
 
 @triton.jit
 def _edit_kernel(
-    logits, slots, drafts, edits, length, status, stop_ids, history, table, ids, mask, edited,
+    logits, slots, drafts, edits, length, status, stop_ids, history, table, ids, mask, edited, places,
     stride, row_stride, draft_stride, max_tokens, table_stride, mask_stride, width, offset, V,
     HAS_IDS: tl.constexpr, HAS_MASK: tl.constexpr, FIRST: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -140,7 +140,10 @@ def _edit_kernel(
     n = tl.program_id(0)
     slot = tl.load(slots + n // width)
     field = slot * stride
-    if (tl.load(edits + field) != 0) & (tl.load(status + field) == RUNNING):
+    source = n
+    if places is not None:
+        source = tl.load(places + n)
+    if (tl.load(edits + field) != 0) & (tl.load(status + field) == RUNNING) & (source >= 0):
         words = table + slot.to(tl.int64) * table_stride
         past = history + slot.to(tl.int64) * max_tokens
         drafted = drafts + (n // width) * draft_stride
@@ -151,7 +154,7 @@ def _edit_kernel(
             column = base + tl.arange(0, BLOCK)
             inside = column < V
             token = tl.load(ids + column, mask=inside, other=-1) if HAS_IDS else column + FIRST
-            logit = tl.load(logits + n.to(tl.int64) * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+            logit = tl.load(logits + source.to(tl.int64) * row_stride + column, mask=inside, other=0.0).to(tl.float32)
             if HAS_MASK:
                 masked = tl.load(mask + n.to(tl.int64) * mask_stride + token // 32, mask=inside, other=0)
                 logit = tl.where(((masked >> (token % 32)) & 1) != 0, logit, float("-inf"))
@@ -171,23 +174,23 @@ def _edit_kernel(
             tl.store(edited + n.to(tl.int64) * V + column, logit, mask=inside)
 
 
-def _edit_meta(logits: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(logits.shape, dtype=torch.float32)
+def _edit_meta(logits: Tensor, slots: Tensor, width: int, *_: object) -> Tensor:
+    return logits.new_empty((slots.shape[0] * width, logits.shape[1]), dtype=torch.float32)
 
 
 def launch_edit_logits(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
     stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
-    mask: Tensor | None = None, first: int = 0,
+    mask: Tensor | None = None, first: int = 0, places: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     one_stride(edits, length, status, stop_ids)
-    rows, vocab = logits.shape
-    edited = _edit_meta(logits)
+    edited = _edit_meta(logits, slots, width)
+    rows, vocab = edited.shape
     block = min(EDIT_BLOCK, max(128, triton.next_power_of_2(vocab)))
     share = min(triton.cdiv(vocab, block), max(1, PROGRAMS // max(1, rows)))
     _edit_kernel[(rows, share)](
         logits, slots, drafts, edits, length, status, stop_ids, history, table, ids, mask, edited,
-        edits.stride(0), logits.stride(0), drafts.stride(0), history.stride(0), table.stride(0),
+        places, edits.stride(0), logits.stride(0), drafts.stride(0), history.stride(0), table.stride(0),
         0 if mask is None else mask.stride(0), width, offset, vocab,
         HAS_IDS=ids is not None, HAS_MASK=mask is not None, FIRST=first, STEPS=vocab.bit_length(), BLOCK=block,
         CHUNK=HISTORY_CHUNK, num_warps=EDIT_WARPS,
@@ -242,7 +245,7 @@ def _ends_with(output: list[int], prefix: list[int]) -> bool:
 def edit_logits(
     logits: Tensor, slots: Tensor, width: int, drafts: Tensor, edits: Tensor, length: Tensor, status: Tensor,
     stop_ids: Tensor, history: Tensor, table: Tensor, offset: int = 0, ids: Tensor | None = None,
-    mask: Tensor | None = None, first: int = 0,
+    mask: Tensor | None = None, first: int = 0, places: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return edited copies of the rows of slots with edits; the other rows of the result are uninitialised.
 
@@ -252,9 +255,10 @@ def edit_logits(
     [S, words of a row]; all int32. ids [V] int32, ascending: token of each column (None: ``first`` and those after
     it, if V columns are a part of the vocabulary).
     mask [R * width, words] int32, last dimension contiguous: bit i % 32 of word i // 32 allows token i (None: all).
+    places [R * width] int32: each row's row of logits [T, V]; below 0: it stays uninitialised.
     Returns [R * width, V] fp32. A row depends on its own logits, slot and drafts only.
     """
-    edited = _edit_meta(logits)
+    edited = _edit_meta(logits, slots, width)
     editing = edits.index_select(0, slots.long())
     if not editing.any():
         return edited
@@ -270,8 +274,11 @@ def edit_logits(
         past, stops = history[slot, : int(length[slot])], stop_ids[slot].long()
         for j in range(width):
             n = row * width + j
+            source = n if places is None else int(places[n])
+            if source < 0:
+                continue
             seen = torch.cat((past, drafts[row, : offset + j])).long()
-            logit = logits[n].float()
+            logit = logits[source].float()
             if mask is not None:
                 logit = logit.masked_fill(_bits(mask[n], tokens) == 0, -torch.inf)
             edited[n] = _edit_row(logit, tokens, column_of, seen, stops, table[slot])
@@ -284,22 +291,25 @@ _SCALARS = ("stride", "row_stride", "draft_stride", "max_tokens", "table_stride"
 AOT: list[AotCase] = [
     AotCase(
         _edit_kernel,
-        {"logits": f"*{dtype}", "edited": "*fp32"} | dict.fromkeys(_INTS, "*i32") | dict.fromkeys(_SCALARS, "i32"),
+        {"logits": f"*{dtype}", "edited": "*fp32"}
+        | dict.fromkeys((*_INTS, "places") if more == "places" else _INTS, "*i32")
+        | dict.fromkeys(_SCALARS, "i32"),
         {
-            "HAS_IDS": bool(has_ids),
+            "HAS_IDS": more == "ids",
             "HAS_MASK": has_mask,
             "FIRST": first,
-            "STEPS": 16 if has_ids else 18,
+            "STEPS": 16 if more == "ids" else 18,
             "BLOCK": EDIT_BLOCK,
             "CHUNK": HISTORY_CHUNK,
-        },
+        }
+        | ({} if more == "places" else {"places": None}),
         num_warps=EDIT_WARPS,
     )
     for has_mask, first, kinds in (
-        (False, 0, ("bf16", "bf16 ids", "fp16", "fp32")),
+        (False, 0, ("bf16", "bf16 ids", "bf16 places", "fp16", "fp32")),
         (True, 0, ("bf16", "fp16", "fp32 ids")),
         (False, 75968, ("bf16",)),
         (True, 75968, ("bf16",)),
     )
-    for dtype, _, has_ids in (kind.partition(" ") for kind in kinds)
+    for dtype, _, more in (kind.partition(" ") for kind in kinds)
 ]

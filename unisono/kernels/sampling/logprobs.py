@@ -6,8 +6,8 @@ maximum, its sum of exponentials, the number of logits at or above the sampled o
 combines the blocks of a row in order. Blocks depend on the vocabulary only, so a row's bits depend on nothing else.
 
 ``raw`` log-probabilities are the softmax of the model's own logits; ``processed`` ones are of the distribution that the
-token was drawn from: edited, divided by the temperature (unless greedy) and filtered (-inf for dropped tokens). The
-names are vLLM's.
+token was drawn from: edited, divided by the temperature (unless greedy) and filtered (-inf for dropped tokens). Without
+``normalized`` the values are logits, before the softmax. The names are vLLM's.
 
 Shapes: N = R * W rows of logits, V vocabulary, S slots, B blocks, L = MAX_LOGPROBS.
 """
@@ -105,7 +105,7 @@ def _blocks_kernel(
 def _merge_kernel(
     logits, slots, tokens, wanted, status, temperature, edits, edited, threshold, partial, keys, out,
     stride, row_stride, width, V, B,
-    PROCESSED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_TOP: tl.constexpr,
+    PROCESSED: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_TOP: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     field = tl.load(slots + n // width) * stride
@@ -131,7 +131,8 @@ def _merge_kernel(
         else:
             sampled = tl.max(_read(edited + n.to(tl.int64) * V, at, t, least, V, PROCESSED))
         out += n * (2 + 2 * TOP)
-        tl.store(out, ((sampled - most) - logarithm).to(tl.int32, bitcast=True))
+        own = (sampled - most) - logarithm if NORMALIZED else sampled
+        tl.store(out, own.to(tl.int32, bitcast=True))
         tl.store(out + 1, tl.sum(reach))
 
         i = tl.arange(0, BLOCK_TOP)[None, :]
@@ -140,13 +141,14 @@ def _merge_kernel(
         for place in range(count):
             best = tl.max(tl.max(ranked, axis=1), axis=0)
             tl.store(out + 2 + place, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32))
-            tl.store(out + 2 + TOP + place, ((_value(best) - most) - logarithm).to(tl.int32, bitcast=True))
+            value = (_value(best) - most) - logarithm if NORMALIZED else _value(best)
+            tl.store(out + 2 + TOP + place, value.to(tl.int32, bitcast=True))
             ranked = tl.where(ranked == best, LEAST, ranked)
 
 
 def launch_logprobs(
     logits: Tensor, slots: Tensor, width: int, tokens: Tensor, wanted: Tensor, status: Tensor, temperature: Tensor,
-    edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, out: Tensor,
+    edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, normalized: bool, out: Tensor,
 ) -> None:  # fmt: skip
     one_stride(wanted, status, temperature, edits)
     rows, vocab = logits.shape
@@ -159,7 +161,8 @@ def launch_logprobs(
     _blocks_kernel[(rows, share)](*arguments, *scalars, PROCESSED=processed, BLOCK=BLOCK, num_warps=BLOCK_WARPS)
     _merge_kernel[(rows,)](
         *arguments, out, *scalars,
-        PROCESSED=processed, BLOCK_B=triton.next_power_of_2(blocks), BLOCK_TOP=triton.next_power_of_2(MAX_LOGPROBS),
+        PROCESSED=processed, NORMALIZED=normalized, BLOCK_B=triton.next_power_of_2(blocks),
+        BLOCK_TOP=triton.next_power_of_2(MAX_LOGPROBS),
     )  # fmt: skip
 
 
@@ -174,7 +177,7 @@ def _likeliest(row: Tensor, count: int) -> Tensor:
 @op(cuda=launch_logprobs)
 def logprobs(
     logits: Tensor, slots: Tensor, width: int, tokens: Tensor, wanted: Tensor, status: Tensor, temperature: Tensor,
-    edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, out: Mutated[Tensor],
+    edits: Tensor, edited: Tensor, threshold: Tensor, processed: bool, normalized: bool, out: Mutated[Tensor],
 ) -> None:  # fmt: skip
     """Write the log-probabilities of N = R * width sampled tokens into ``out [N, WORDS]`` int32, contiguous.
 
@@ -183,7 +186,8 @@ def logprobs(
     stride; edited [N, V], threshold [N] fp32: outputs of editing and sampling (:class:`Sampled`).
 
     A row: logprob of its token; its rank, the number of logits at or above its own; ``wanted`` ids, most likely
-    first, ties to the lowest id; their logprobs. Words after them keep their values.
+    first, ties to the lowest id; their logprobs. Words after them keep their values. normalized: False: logits in place
+    of logprobs.
     """
     slot = slots.long().repeat_interleave(width)
     for n in ((wanted[slot] >= 0) & (status[slot] == RUNNING.value)).nonzero()[:, 0].tolist():
@@ -192,7 +196,7 @@ def logprobs(
         row = row.nan_to_num(-torch.inf, torch.inf, -torch.inf)
         if processed and temperature[s] >= GREEDY_BELOW.value:
             row = (row * (1.0 / temperature[s])).masked_fill(row < threshold[n], -torch.inf)
-        logprob = row.log_softmax(-1)
+        logprob = row.log_softmax(-1) if normalized else row
         count = min(int(wanted[s]), MAX_LOGPROBS, len(row))
         words = out[n]
         words[:1].view(torch.float32).copy_(logprob[token])
@@ -214,9 +218,15 @@ def _signature(dtype: str, *outputs: str) -> dict[str, str]:
 
 AOT: list[AotCase] = [
     case
-    for dtype, processed in (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", True))
+    for dtype, processed, normalized in (
+        ("bf16", False, True), ("bf16", True, True), ("fp16", False, True), ("fp32", True, True), ("bf16", True, False)
+    )
     for case in (
         AotCase(_blocks_kernel, _signature(dtype), {"PROCESSED": processed, "BLOCK": BLOCK}, num_warps=BLOCK_WARPS),
-        AotCase(_merge_kernel, _signature(dtype, "out"), {"PROCESSED": processed, "BLOCK_B": 64, "BLOCK_TOP": 32}),
+        AotCase(
+            _merge_kernel,
+            _signature(dtype, "out"),
+            {"PROCESSED": processed, "NORMALIZED": normalized, "BLOCK_B": 64, "BLOCK_TOP": 32},
+        ),
     )
-]
+]  # fmt: skip

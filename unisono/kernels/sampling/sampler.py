@@ -181,26 +181,36 @@ def _least(row, k, p, floor, t, V, UNUSED: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
+def _source(places, n):
+    """Row of the logits of row ``n``; below 0: it is not sampled."""
+    if places is not None:
+        return tl.load(places + n)
+    else:
+        return n
+
+
+@triton.jit
 def _filter_kernel(
-    logits, slots, status, temperature, top_k, top_p, min_p, edits, edited, threshold, best, arrived, tokens,
+    logits, slots, status, temperature, top_k, top_p, min_p, edits, edited, threshold, best, arrived, tokens, places,
     stride, row_stride, width, V, UNUSED: tl.constexpr, LANES: tl.constexpr, HAS_EDITS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
+    source = _source(places, n)
     field = tl.load(slots + n // width) * stride
     t = tl.load(temperature + field)
     k = tl.load(top_k + field)
     p = tl.load(top_p + field)
     floor = tl.load(min_p + field)
-    drawn = (tl.load(status + field) == RUNNING) & (t >= GREEDY_BELOW)
+    drawn = (tl.load(status + field) == RUNNING) & (t >= GREEDY_BELOW) & (source >= 0)
     least = float("-inf")
     if drawn & (((k > 0) & (k < V)) | (p < 1.0) | (floor > 0.0)):
         if HAS_EDITS:  # tested alone, here and below: without edits the reads of them must not be compiled
             if tl.load(edits + field) != 0:
                 least = _least(edited + n.to(tl.int64) * V, k, p, floor, t, V, 0, LANES)
             else:
-                least = _least(logits + n.to(tl.int64) * row_stride, k, p, floor, t, V, UNUSED, LANES)
+                least = _least(logits + source.to(tl.int64) * row_stride, k, p, floor, t, V, UNUSED, LANES)
         else:
-            least = _least(logits + n.to(tl.int64) * row_stride, k, p, floor, t, V, UNUSED, LANES)
+            least = _least(logits + source.to(tl.int64) * row_stride, k, p, floor, t, V, UNUSED, LANES)
     tl.store(threshold + n, least)
     # Initial values of the accumulators of *argmax*: this saves a launch.
     tl.store(best + n, -(2**63))
@@ -211,23 +221,23 @@ def _filter_kernel(
 @triton.jit
 def ranked_keys(
     logits, field, length, temperature, seed_lo, seed_hi, ids, edits, edited, threshold,
-    n, column, row_stride, position, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr, first=0,
+    n, source, column, row_stride, position, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr, first=0,
     FILTERED: tl.constexpr = True,
 ):  # fmt: skip
     """Compute keys of a block of columns of row ``n``: the score in the upper half of an int64, the token in the lower.
 
     The maximum of such keys is the argmax with ties to the lowest id, in any order. ``position`` counts from
-    ``length``. Columns from V on score -inf. Without ``ids`` column 0 is token ``first``. FILTERED: ``threshold`` is
-    read.
+    ``length``; ``source``: its row of the logits. Columns from V on score -inf. Without ``ids`` column 0 is token
+    ``first``. FILTERED: ``threshold`` is read.
     """
     token = tl.load(ids + column, mask=column < V, other=0x7FFFFFFF) if HAS_IDS else column + first
     if HAS_EDITS:
         if tl.load(edits + field) != 0:
             score = _load(edited + n.to(tl.int64) * V, column, V)
         else:
-            score = _load(logits + n.to(tl.int64) * row_stride, column, V)
+            score = _load(logits + source.to(tl.int64) * row_stride, column, V)
     else:
-        score = _load(logits + n.to(tl.int64) * row_stride, column, V)
+        score = _load(logits + source.to(tl.int64) * row_stride, column, V)
     score = tl.where(score == score, score, float("-inf"))
     t = tl.load(temperature + field)
     if t >= GREEDY_BELOW:
@@ -255,15 +265,16 @@ def token_of(key):
 @triton.jit
 def _argmax_kernel(
     logits, slots, length, status, temperature, seed_lo, seed_hi, ids, edits, edited, threshold, best, arrived, tokens,
-    stride, row_stride, width, offset, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr, BLOCK: tl.constexpr,
+    places, stride, row_stride, width, offset, V, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
+    source = _source(places, n)
     field = tl.load(slots + n // width) * stride
-    if tl.load(status + field) == RUNNING:
+    if (tl.load(status + field) == RUNNING) & (source >= 0):
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         ranked = ranked_keys(
             logits, field, length, temperature, seed_lo, seed_hi, ids, edits, edited, threshold,
-            n, column, row_stride, offset + n % width, V, HAS_IDS, HAS_EDITS,
+            n, source, column, row_stride, offset + n % width, V, HAS_IDS, HAS_EDITS,
         )  # fmt: skip
         tl.atomic_max(best + n, tl.max(ranked))
         if tl.atomic_add(arrived + n, 1) == tl.num_programs(1) - 1:  # the last block of this row
@@ -273,12 +284,12 @@ def _argmax_kernel(
 def launch_filter(
     logits: Tensor, slots: Tensor, width: int, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, edits: Tensor | None = None, edited: Tensor | None = None,
-    threshold: Tensor | None = None,
+    threshold: Tensor | None = None, places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the filter: (threshold [N] fp32, best i64 [N], arrived i32 [N], tokens i32 [N]), initialised for
     *argmax*.
     """
-    rows, vocab = logits.shape
+    vocab, rows = logits.shape[1], (logits if places is None else places).shape[0]
     if threshold is None:
         threshold = logits.new_empty(rows, dtype=torch.float32)
     best = logits.new_empty(rows, dtype=torch.int64)
@@ -287,7 +298,7 @@ def launch_filter(
     lanes = min(FILTER_LANES, triton.next_power_of_2(vocab))
     _filter_kernel[(rows,)](
         logits, slots, status, temperature, top_k, top_p, min_p, edits, edited, threshold, best, arrived, tokens,
-        status.stride(0), logits.stride(0), width, vocab,
+        places, status.stride(0), logits.stride(0), width, vocab,
         UNUSED=UNUSED_BITS[logits.dtype], LANES=lanes, HAS_EDITS=edits is not None, num_warps=FILTER_WARPS,
     )  # fmt: skip
     return threshold, best, arrived, tokens
@@ -297,16 +308,17 @@ def launch_sample(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
     edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     one_stride(length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, *(() if edits is None else (edits,)))
-    rows, vocab = logits.shape
+    vocab, rows = logits.shape[1], (logits if places is None else places).shape[0]
     threshold, best, arrived, tokens = launch_filter(
-        logits, slots, width, status, temperature, top_k, top_p, min_p, edits, edited, threshold
+        logits, slots, width, status, temperature, top_k, top_p, min_p, edits, edited, threshold, places
     )
     block, warps = next(launch for most, launch in ARGMAX_BLOCKS.items() if rows <= most)
     _argmax_kernel[(rows, triton.cdiv(vocab, block))](
         logits, slots, length, status, temperature, seed_lo, seed_hi, ids, edits, edited, threshold, best, arrived,
-        tokens, status.stride(0), logits.stride(0), width, offset, vocab,
+        tokens, places, status.stride(0), logits.stride(0), width, offset, vocab,
         HAS_IDS=ids is not None, HAS_EDITS=edits is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return tokens
@@ -334,16 +346,19 @@ def scores_cpu(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
     edits: Tensor | None = None, edited: Tensor | None = None, threshold: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the scores [N, V] fp32 whose maximum is sampled, -inf for dropped tokens, and the mask of running rows
     [N].
     """
     slot = slots.long().repeat_interleave(width)
-    logits = logits.float()
+    logits = logits.float() if places is None else logits.index_select(0, places.clamp_min(0)).float()
     if edits is not None and edited is not None and (edited_rows := edits[slot] != 0).any():
         logits = torch.where(edited_rows[:, None], edited, logits)
     scores = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf)
     running = status[slot] == RUNNING.value
+    if places is not None:
+        running &= places >= 0
 
     row = (running & (temperature[slot] >= GREEDY_BELOW.value)).nonzero()[:, 0]
     if threshold is not None:
@@ -370,8 +385,8 @@ def scores_cpu(
     return scores, running
 
 
-def _sample_meta(logits: Tensor, slots: Tensor, *_: object) -> Tensor:
-    return slots.new_empty(logits.shape[0])
+def _sample_meta(logits: Tensor, slots: Tensor, width: int, *_: object) -> Tensor:
+    return slots.new_empty(slots.shape[0] * width)
 
 
 @op(cuda=launch_sample, meta=_sample_meta)
@@ -379,6 +394,7 @@ def sample(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,
     edits: Tensor | None = None, edited: Tensor | None = None, threshold: Mutated[Tensor | None] = None,
+    places: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Sample one token per row of logits; row r * width + j samples position ``length[slots[r]] + offset + j``.
 
@@ -387,14 +403,15 @@ def sample(
     top_k (0: off), seed_lo, seed_hi int32. ids [V] int32, ascending: the token of each column, if a drafter's
     vocabulary is a part of the target's (None: the column itself). Slots whose ``edits [S]`` int32 is not 0 have
     their logits in ``edited [R * width, V]`` fp32 (:func:`unisono.kernels.sampling.edits.edit_logits`) instead. Into
-    ``threshold [R * width]`` fp32 goes the least logit that each row's filters keep. Returns tokens [R * width] int32.
+    ``threshold [R * width]`` fp32 goes the least logit that each row's filters keep. places [R * width] int32: each
+    row's row of logits [T, V]; below 0: it is not sampled. Returns tokens [R * width] int32, 0 for rows not sampled.
 
     Filters apply in the order of transformers' warpers: temperature, top-k, top-p, min-p. A row's token
     depends on its own logits, parameters, seed and position only.
     """
     scores, running = scores_cpu(
         logits, slots, width, length, status, temperature, top_k, top_p, min_p, seed_lo, seed_hi, offset, ids, edits,
-        edited, threshold,
+        edited, threshold, places,
     )  # fmt: skip
     best = scores.argmax(-1)
     return (best if ids is None else ids[best]).where(running, 0).int()
@@ -406,9 +423,12 @@ def _signature(logits: str, *, floats: str, ints: str, longs: str, scalars: str)
     return {"logits": f"*{logits}"} | pointers | dict.fromkeys(scalars.split(), "i32")
 
 
-def _case(kernel: Any, signature: dict[str, str], sizes: dict[str, Any], edits: bool, warps: int) -> AotCase:
-    """Without ``edits`` their fields are None, as in a launch."""
+def _case(
+    kernel: Any, signature: dict[str, str], sizes: dict[str, Any], edits: bool, warps: int, places: bool = False
+) -> AotCase:
+    """Without ``edits`` their fields are None, as in a launch, and without ``places``."""
     absent = {} if edits else {"edits": None, "edited": None}
+    absent |= {} if places else {"places": None}
     present = {name: kind for name, kind in signature.items() if name not in absent}
     return AotCase(kernel, present, sizes | absent | {"HAS_EDITS": edits}, num_warps=warps)
 
@@ -419,30 +439,43 @@ AOT: list[AotCase] = [
         _signature(
             dtype,
             floats="temperature top_p min_p edited threshold",
-            ints="slots status top_k edits arrived tokens",
+            ints="slots status top_k edits arrived tokens places",
             longs="best",
             scalars="stride row_stride width V",
         ),
         {"UNUSED": unused, "LANES": FILTER_LANES},
         has_edits,
         FILTER_WARPS,
+        places,
     )
-    for dtype, unused, has_edits in (("bf16", 16, False), ("bf16", 16, True), ("fp16", 13, True), ("fp32", 0, True))
+    for dtype, unused, has_edits, places in (
+        ("bf16", 16, False, False),
+        ("bf16", 16, True, False),
+        ("fp16", 13, True, False),
+        ("fp32", 0, True, False),
+        ("bf16", 16, True, True),
+    )
 ] + [
     _case(
         _argmax_kernel,
         _signature(
             dtype,
             floats="temperature edited threshold",
-            ints="slots length status seed_lo seed_hi ids edits arrived tokens",
+            ints="slots length status seed_lo seed_hi ids edits arrived tokens places",
             longs="best",
             scalars="stride row_stride width offset V",
         ),
         {"BLOCK": block, "HAS_IDS": has_ids},
         has_edits,
         warps,
+        places,
     )
     for dtype in ("bf16", "fp16", "fp32")
-    for has_ids, has_edits in ((False, True), (True, True), (False, False))
+    for has_ids, has_edits, places in (
+        (False, True, False),
+        (True, True, False),
+        (False, False, False),
+        (False, True, True),
+    )
     for block, warps in ARGMAX_BLOCKS.values()
 ]

@@ -35,7 +35,7 @@ class SharedInputs(NamedTuple):
     token_ids, positions (-1: padding), slot_mapping [T]; kv_len [R]; query_start [R + 1]: first token of each row.
     owners [T]: the row of each token; padding has the last row.
     places [R · W]: the token at column j of row r; columns after a row's drafts have its last token, and rows without
-    tokens any token of the pass.
+    tokens any token of the pass. sampled [R · W]: the same, and -1 for these columns and rows.
     """
 
     token_ids: Tensor
@@ -45,6 +45,7 @@ class SharedInputs(NamedTuple):
     query_start: Tensor
     owners: Tensor
     places: Tensor
+    sampled: Tensor
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def _share_drafts_kernel(
 @triton.jit
 def _shared_inputs_kernel(
     slots, drafts, widths, length, last_token, page_table,
-    token_ids, positions, slot_mapping, kv_len, query_start, owners, places,
+    token_ids, positions, slot_mapping, kv_len, query_start, owners, places, sampled,
     stride, max_pages, R, K, T, PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
@@ -120,6 +121,7 @@ def _shared_inputs_kernel(
         tl.store(owners + first + j, row, mask=real)
         place = tl.minimum(first + tl.minimum(j, tl.maximum(width - 1, 0)), T - 1)
         tl.store(places + row * (K + 1) + j, place, mask=j < K + 1)
+        tl.store(sampled + row * (K + 1) + j, tl.where(real, first + j, -1), mask=j < K + 1)
         tl.store(kv_len + row, tl.where(width > 0, tokens - 1 + width, 0))
     else:
         for start in range(0, T, PADDING):
@@ -160,7 +162,7 @@ def _shared_inputs_meta(
     page_size: int, tokens: int,
 ) -> SharedInputs:  # fmt: skip
     rows, k = drafts.shape
-    sizes = (tokens, tokens, tokens, rows, rows + 1, tokens, rows * (k + 1))
+    sizes = (tokens, tokens, tokens, rows, rows + 1, tokens, rows * (k + 1), rows * (k + 1))
     return SharedInputs(*(slots.new_empty(size) for size in sizes))
 
 
@@ -235,8 +237,9 @@ def shared_inputs(
     mapping = (page * page_size + at % page_size).where(real, t % page_size)
     column = torch.minimum(torch.arange(k + 1), (widths - 1).clamp_min(0)[:, None])
     places = (starts[:-1, None] + column).clamp_max(tokens - 1).int().flatten()
+    sampled = places.where((torch.arange(k + 1) < widths[:, None]).flatten(), -1)
     kv_len = (length[slot] - 1 + widths).where(widths > 0, 0)
-    return SharedInputs(ids, positions, mapping, kv_len, starts, owners.int(), places)
+    return SharedInputs(ids, positions, mapping, kv_len, starts, owners.int(), places, sampled)
 
 
 AOT: list[AotCase] = [
@@ -255,7 +258,7 @@ AOT: list[AotCase] = [
         _shared_inputs_kernel,
         ints(
             "slots drafts widths length last_token page_table token_ids positions slot_mapping kv_len query_start"
-            " owners places",
+            " owners places sampled",
             "stride max_pages R K T",
         ),
         {"PAGE": 16, "BLOCK_R": 64, "BLOCK_W": 16, "PADDING": PADDING_TOKENS},

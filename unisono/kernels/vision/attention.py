@@ -170,7 +170,7 @@ def _aot(dtype: torch.dtype, name: str, dim: int, patches: int) -> AotCase:
 
 
 AOT: list[AotCase] = [
-    *(_aot(torch.bfloat16, "bf16", dim, patches) for dim in (64, 72, 80) for patches in (64, MANY_ROWS)),
+    *(_aot(torch.bfloat16, "bf16", dim, patches) for dim in (64, 72, 80, 88) for patches in (64, MANY_ROWS)),
     _aot(torch.bfloat16, "bf16", 32, 64),
     _aot(torch.float16, "fp16", 72, MANY_ROWS),
     _aot(torch.float32, "fp32", 72, MANY_ROWS),

@@ -77,5 +77,5 @@ AOT: list[AotCase] = [
         },
         num_warps=2,
     )
-    for dtype, dim in (("bf16", 64), ("bf16", 72), ("bf16", 80), ("fp16", 72), ("fp32", 72))
+    for dtype, dim in (("bf16", 64), ("bf16", 72), ("bf16", 80), ("bf16", 88), ("fp16", 72), ("fp32", 72))
 ]  # fmt: skip

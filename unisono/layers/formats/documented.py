@@ -37,9 +37,9 @@ class DocumentedFormat:
 
 
 _FP8 = ("gemm.fp8", "gemm.fp8_gluon", "moe.fp8")
-_INT4 = ("gemm.int4", "moe.integers")
+_INT4 = ("gemm.int4", "gemm.packed_gluon", "moe.integers", "moe.packed_gluon")
 _INT8 = ("gemm.int8_weights", "moe.integers")
-_NVFP4 = ("gemm.nvfp4", "moe.nvfp4")
+_NVFP4 = ("gemm.nvfp4", "gemm.packed_gluon", "moe.nvfp4", "moe.packed_gluon")
 _NONE = "not quantised"
 
 ROWS = (
@@ -86,7 +86,7 @@ ROWS = (
     ),
     DocumentedFormat(
         "compressed-tensors", "int, 8 bits, and activations (`int-quantized`)", "int8; strategy `tensor` or `channel`",
-        "int8; by token", ("gemm.int8", "moe.int8"), COMPILED, ("compressed-int8-a8",),
+        "int8; by token", ("gemm.int8", "gemm.fp8_gluon", "moe.int8"), MEASURED, ("compressed-int8-a8",),
     ),
     DocumentedFormat(
         "compressed-tensors", "int, 8 bits, and activations (`int-quantized`)", "int8; strategy `tensor` or `channel`",
@@ -114,6 +114,10 @@ ROWS = (
         ("auto-round-gptq", "auto-round-awq"),
     ),
     DocumentedFormat(
+        "auto-round", "8 bits, packing of GPTQ", "group of 32, 64 or 128, or all inputs", _NONE, _INT8, COMPILED,
+        ("auto-round-8-bits",),
+    ),
+    DocumentedFormat(
         "mxfp4", "gpt-oss (`*_blocks`, `*_scales`)", "of experts: e2m1, a power of two for each 32 inputs", _NONE,
         ("moe.mxfp4",), MEASURED, ("tests/models/test_gpt_oss.py",),
     ),
@@ -121,6 +125,11 @@ ROWS = (
         "a `.gguf` file", "F32, F16, BF16, Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0",
         "dequantised while loading, rounded once to the model's dtype", _NONE, ("gemm.linear",), MEASURED,
         ("tests/models/test_gguf.py",),
+    ),
+    DocumentedFormat(
+        "gguf", "a `.gguf` file and `--quantization gguf`: Q4_0, Q5_0, Q8_0",
+        "integers of 4 bits (Q4_0) or 8, a scale for each 32 inputs", _NONE, ("gemm.int4", *_INT8), COMPILED,
+        ("tests/models/test_gguf_packed.py",),
     ),
     DocumentedFormat(
         "`--quantization fp8`", "float32, float16 or bfloat16", "as the first row", "as the first row", _FP8,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -21,14 +21,17 @@ from unisono.kernels.moe.fp8 import (
 from unisono.kernels.moe.gluon import TILE_PAIRS
 from unisono.kernels.moe.int8 import expert_int8_down, expert_int8_gate_up, int8_tile_rows
 from unisono.kernels.moe.integers import (
+    exact_int4_experts,
     expert_integer_down,
     expert_integer_gate_up,
     expert_integer_up,
     packed_tile_rows,
 )
 from unisono.kernels.moe.mxfp4 import expert_mxfp4_down, expert_mxfp4_gate_up
-from unisono.kernels.moe.nvfp4 import expert_nvfp4_down, expert_nvfp4_gate_up, expert_nvfp4_up
+from unisono.kernels.moe.nvfp4 import exact_nvfp4_experts, expert_nvfp4_down, expert_nvfp4_gate_up, expert_nvfp4_up
+from unisono.kernels.moe.packed_gluon import PackedExperts
 from unisono.kernels.moe.plan import ExpertPlan
+from unisono.kernels.norm.activation import SILU
 from unisono.layers.activations import InputFormat, Operand
 from unisono.layers.formats.base import WHOLE, StoredTensor
 from unisono.layers.formats.experts import ExpertWeights
@@ -169,6 +172,31 @@ class Int8Experts(_Stacks):
         return expert_int8_down(h, *self.weights.operands(stack), plan)
 
 
+class _Packed(_Stacks):
+    """4-bit stacks: where an engine's start finds the same bits, they run on the kernel of
+    ``kernels/moe/packed_gluon.py``."""
+
+    exact: ClassVar[PackedExperts]
+
+    def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
+        """See :class:`PackedExperts`."""
+        arguments = self._comparison(gate_up, down, experts, top_k)
+        return arguments is not None and self.exact.prove(*arguments)
+
+    def rehearse(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> None:
+        if (arguments := self._comparison(gate_up, down, experts, top_k)) is not None:
+            self.exact.rehearse(*arguments)
+
+    def _comparison(
+        self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int
+    ) -> tuple[Any, ...] | None:
+        """Arguments of the comparison; None where gates are not SiLU's, which the kernel does not compute."""
+        if gate_up.gated and gate_up.gate != SILU:
+            return None
+        weights: Any = self.weights
+        return *(weights.operands(stack) for stack in (gate_up, down)), gate_up.dtype, experts, top_k, gate_up.gated
+
+
 @dataclass(frozen=True)
 class IntegerExperts(_Stacks):
     """Stacks of integers of 4 or 8 bits; activations are not quantised."""
@@ -190,6 +218,13 @@ class IntegerExperts(_Stacks):
 
 
 @dataclass(frozen=True)
+class Int4Experts(IntegerExperts, _Packed):
+    """Stacks of integers of 4 bits."""
+
+    exact = exact_int4_experts
+
+
+@dataclass(frozen=True)
 class MXFP4Experts(_Stacks):
     """Packed stacks with a power of two per 32 inputs."""
 
@@ -207,8 +242,10 @@ class MXFP4Experts(_Stacks):
 
 
 @dataclass(frozen=True)
-class NVFP4Experts(_Stacks):
+class NVFP4Experts(_Packed):
     """Packed stacks with an e4m3 scale per 16 inputs and a multiplier per output."""
+
+    exact = exact_nvfp4_experts
 
     weights: NVFP4Weights
     gelu = True

@@ -20,7 +20,7 @@ import torch
 
 from unisono.config.preflight.quantization import check_fbgemm, check_fp8
 from unisono.kernels import rms_norm
-from unisono.kernels.gemm.fp8 import fp8_linear, fp8_product, prove_fp8, rehearse_fp8
+from unisono.kernels.gemm.fp8 import SLICE, fp8_linear, fp8_product, prove_fp8, rehearse_fp8
 from unisono.kernels.gemm.fp8_linear_norm import fp8_linear_norm
 from unisono.kernels.gemm.fp8_quantize import E4M3, GROUP, LARGEST, SMALLEST, Quantised, quantize
 from unisono.layers.activations import Activations, InputFormat, Operand
@@ -54,17 +54,20 @@ class _Fp8:
     fixed_kind: str | None
 
     def input_format(self, layer: LinearLayer) -> InputFormat | None:
-        """Input format of a layer: e4m3 rows, unless it has several products or fixed scales."""
-        if self.fixed_kind or not self._is_one_product(layer):
+        """Input format of a layer: e4m3 rows, unless its projections are products of their own or scales are fixed."""
+        if self.fixed_kind or self._part(layer) is None:
             return None
         return InputFormat(self._group(layer))
 
     def linear(self, layer: LinearLayer, x: Operand, residual: torch.Tensor | None) -> torch.Tensor:
         weight, scales = self.operands(layer)
+        part = self._part(layer)
         if isinstance(x, Quantised):
-            return fp8_product(x, weight, scales, layer.bias, residual)
-        if self._is_one_product(layer):
+            return fp8_product(x, weight, scales, layer.bias, residual, part or 0)
+        if part == 0:
             return fp8_linear(x, weight, scales, self._fixed(layer), layer.bias, residual)
+        if part is not None:
+            return fp8_product(quantize(x, GROUP), weight, scales, layer.bias, residual, part)
         parts = zip(weight.split(layer.held), scales.split([_blocks(n) for n in layer.held]), strict=True)
         y = torch.cat([fp8_linear(x, *part) for part in parts], 1)
         y = y if layer.bias is None else y + layer.bias
@@ -80,7 +83,7 @@ class _Fp8:
         input_format: InputFormat | None,
     ) -> tuple[torch.Tensor, Activations]:  # fmt: skip
         """``linear_norm`` whose norm is emitted in ``input_format``."""
-        if not self._is_one_product(layer):
+        if self._part(layer) != 0:
             total = self.linear(layer, x, residual)
             return total, rms_norm(total, weight, eps)
         if isinstance(x, torch.Tensor):
@@ -98,11 +101,12 @@ class _Fp8:
 
     def prove(self, layer: LinearLayer) -> bool:
         """See :func:`unisono.kernels.gemm.fp8.prove_fp8`."""
-        return prove_fp8(*self.operands(layer), layer.dtype) if self._is_one_product(layer) else True
+        part = self._part(layer)
+        return True if part is None else prove_fp8(*self.operands(layer), layer.dtype, part)
 
     def rehearse(self, layer: LinearLayer) -> None:
-        if self._is_one_product(layer):
-            rehearse_fp8(*self.operands(layer), layer.dtype)
+        if (part := self._part(layer)) is not None:
+            rehearse_fp8(*self.operands(layer), layer.dtype, part)
 
     @property
     def experts(self) -> Fp8Experts:
@@ -113,13 +117,16 @@ class _Fp8:
         """The weight and its scales."""
         return layer.weight, getattr(layer, self.scale_kind)
 
-    def _is_one_product(self, layer: LinearLayer) -> bool:
-        """True if the blocks of merged projections are those of one weight: each but the last fills its blocks.
+    def _part(self, layer: LinearLayer) -> int | None:
+        """Argument ``part`` of :func:`fp8_product` for merged projections. None: each is a product of its own.
 
-        If not (only in very small models), each projection is a product of its own.
+        0: their blocks are those of one weight, since each but the last fills its blocks. Gate and up are equal parts,
+        which need not fill theirs.
         """
-        by_block = getattr(layer, self.scale_kind).dim() == 2
-        return not by_block or all(outputs % GROUP == 0 for outputs in layer.held[:-1])
+        by_block, first = getattr(layer, self.scale_kind).dim() == 2, layer.held[0]
+        if not by_block or all(outputs % GROUP == 0 for outputs in layer.held[:-1]):
+            return 0
+        return first if first % SLICE == 0 and set(layer.held) == {first} else None
 
 
 def _blocks(outputs: int) -> int:

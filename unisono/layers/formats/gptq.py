@@ -1,15 +1,16 @@
-"""Reader of GPTQ's ``quantization_config``: weights of 4 bits (``formats/int4.py``) or 8 (``formats/int8.py``), with
-inputs in the order of their places or of their activations (``formats/activation_order.py``)."""
+"""Readers of GPTQ's and AutoRound's ``quantization_config``: weights of 4 bits (``formats/int4.py``) or 8
+(``formats/int8.py``), with inputs in the order of their places or of their activations
+(``formats/activation_order.py``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unisono.config.preflight.quantization import check_gptq
+from unisono.config.preflight.quantization import check_auto_round, check_gptq
 from unisono.layers.formats.activation_order import ActivationOrder
 from unisono.layers.formats.base import PLAIN, WeightFormat
-from unisono.layers.formats.int4 import GPTQ
+from unisono.layers.formats.int4 import AWQ, GPTQ
 from unisono.layers.formats.int8 import GPTQ8
 from unisono.layers.formats.quantization_config import named
 
@@ -34,5 +35,24 @@ def read(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
     def choose(module: str) -> WeightFormat:
         is_plain = named(module, kept) or (quantised is not None and not named(module, quantised))
         return PLAIN if is_plain else format
+
+    return choose
+
+
+def read_auto_round(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
+    """Format of each module, from AutoRound's ``quantization_config``: its packings are AWQ's, or GPTQ's without g_idx.
+
+    Raises CheckpointError.
+    """
+    check_auto_round(config)
+    group = config.get("group_size", 128)
+    kind = GPTQ8 if config.get("bits", 4) == 8 else GPTQ
+    format: WeightFormat = AWQ(group) if config["packing_format"].endswith("awq") else kind(group, listed=False)
+    kept = ("lm_head", *(config.get("extra_config") or ()))
+    blocks = config.get("block_name_to_quantize")
+    blocks = [each.strip() for each in blocks.split(",")] if isinstance(blocks, str) else blocks
+
+    def choose(module: str) -> WeightFormat:
+        return PLAIN if named(module, kept) or (blocks and not named(module, blocks)) else format
 
     return choose

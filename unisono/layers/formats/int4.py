@@ -14,7 +14,7 @@ compressed-tensors     weight_packed [N, K / 8],   weight_zero_point [N / 8, G] 
                        inputs in order, plus 8     in order, plus 8; or none
 =====================  ==========================  =============================  =============================
 
-:func:`read_awq` and :func:`read_auto_round` read ``quantization_config``, ``formats/gptq.py`` GPTQ's,
+:func:`read_awq` reads AWQ's ``quantization_config``, ``formats/gptq.py`` those of GPTQ and AutoRound,
 ``formats/compressed_tensors.py`` that of compressed-tensors. Shapes: N outputs, K inputs of a projection, G groups.
 """
 
@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from unisono.config.preflight.quantization import check_auto_round, check_awq
+from unisono.config.preflight.quantization import check_awq
 from unisono.kernels import rms_norm
 from unisono.kernels.gemm.int4 import int4_linear, prove_int4, rehearse_int4
 from unisono.layers.formats.base import FLOATS, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
-from unisono.layers.formats.experts_quantised import IntegerExperts
+from unisono.layers.formats.experts_quantised import Int4Experts
 from unisono.layers.formats.quantization_config import named
 from unisono.types import CheckpointError
 
@@ -100,9 +100,9 @@ class Int4:
         rehearse_int4(*self.operands(layer), layer.dtype)
 
     @property
-    def experts(self) -> IntegerExperts:
+    def experts(self) -> Int4Experts:
         """Format of stacks of experts."""
-        return IntegerExperts(self)  # type: ignore[arg-type]
+        return Int4Experts(self)  # type: ignore[arg-type]
 
     def operands(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
         """Weight, scales, zeros and group as the kernels take them."""
@@ -223,21 +223,3 @@ def read_awq(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
     check_awq(config)
     kept, format = (*(config.get("modules_to_not_convert") or ()), "lm_head"), AWQ(config.get("group_size", 128))
     return lambda module: PLAIN if named(module, kept) else format
-
-
-def read_auto_round(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:
-    """Format of each module, from AutoRound's ``quantization_config``: its packings are AWQ's, or GPTQ's without g_idx.
-
-    Raises CheckpointError.
-    """
-    check_auto_round(config)
-    group = config.get("group_size", 128)
-    format: WeightFormat = AWQ(group) if config["packing_format"].endswith("awq") else GPTQ(group, listed=False)
-    kept = ("lm_head", *(config.get("extra_config") or ()))
-    blocks = config.get("block_name_to_quantize")
-    blocks = [each.strip() for each in blocks.split(",")] if isinstance(blocks, str) else blocks
-
-    def choose(module: str) -> WeightFormat:
-        return PLAIN if named(module, kept) or (blocks and not named(module, blocks)) else format
-
-    return choose

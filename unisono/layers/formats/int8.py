@@ -20,8 +20,11 @@ from typing import Any
 import torch
 
 from unisono.kernels import rms_norm
-from unisono.kernels.gemm.int8 import int8_linear
+from unisono.kernels.gemm.fp8_quantize import INT8_ROWS
+from unisono.kernels.gemm.int8 import exact_int8_rows, int8_linear
 from unisono.kernels.gemm.int8_weights import int8_weight_linear, prove_int8_weight, rehearse_int8_weight
+from unisono.kernels.norm.rms_norm import rms_norm_fp8
+from unisono.layers.activations import Activations, InputFormat, Operand
 from unisono.layers.formats.base import FLOATS, ONE_VALUE, WHOLE_PROJECTION, LinearLayer, StoredTensor, TensorLayout
 from unisono.layers.formats.experts_quantised import Int8Experts, IntegerExperts
 from unisono.layers.formats.int4 import check_order
@@ -89,18 +92,33 @@ class Int8(_Normed):
             return stored.reshape(-1)
         return {kind: stored, "weight_sum": stored.sum(1, dtype=torch.int32)} if self.shifted else stored
 
-    def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def input_format(self, layer: LinearLayer) -> InputFormat | None:
+        """int8 rows, unless their scales are fixed or they have zero points."""
+        return None if self.fixed or self.shifted else InputFormat(INT8_ROWS)
+
+    def linear(self, layer: LinearLayer, x: Operand, residual: torch.Tensor | None) -> torch.Tensor:
         made: Any = layer
         sums = made.weight_sum if self.shifted else None
         fixed = made.input_scale.amax(0, keepdim=True) if self.fixed else None
         return int8_linear(x, layer.weight, made.weight_scale, sums, fixed, layer.bias, residual)
 
+    def linear_norm_fp8(
+        self, layer: LinearLayer, x: Operand, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+        input_format: InputFormat,
+    ) -> tuple[torch.Tensor, Activations]:  # fmt: skip
+        """``linear_norm`` whose norm is emitted in ``input_format``."""
+        total = self.linear(layer, x, residual)
+        return total, rms_norm_fp8(total, weight, eps, input_format.group, input_format.keep)
+
     def prove(self, layer: LinearLayer) -> bool:
-        """Sums of integers are exact: there is nothing to compare."""
-        return True
+        """See :data:`unisono.kernels.gemm.int8.exact_int8_rows`; zero points keep the Triton kernel."""
+        made: Any = layer
+        return self.shifted or exact_int8_rows.prove(layer.weight, made.weight_scale, layer.dtype)
 
     def rehearse(self, layer: LinearLayer) -> None:
-        """Nothing to compile besides what a pass launches."""
+        made: Any = layer
+        if not self.shifted:
+            exact_int8_rows.rehearse(layer.weight, made.weight_scale, layer.dtype)
 
 
 class _Weights8(_Normed):
@@ -153,12 +171,13 @@ class _Weights8(_Normed):
 class GPTQ8(_Weights8):
     """GPTQ with 8 bits; ``formats/activation_order.py`` has activation order.
 
-    zero_offset: added to stored zeros: 1 in version 1 of the format.
+    zero_offset: added to stored zeros: 1 in version 1 of the format. listed: the group of each input is stored.
     """
 
     group: int = 128
     zero_offset: int = 1
     name: str = "GPTQ, 8 bits"
+    listed: bool = True
 
     weight_kind, scale_kind, zero_kind = "qweight", "scales", "qzeros"
 
@@ -167,7 +186,7 @@ class GPTQ8(_Weights8):
         zeros = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs // EACH),), dim=1, packed=EACH)
         scales = TensorLayout(lambda outputs, inputs: ((self._groups(inputs), outputs),), dim=1)
         order = StoredTensor(None, ("I32",), layout=TensorLayout(lambda outputs, inputs: ((inputs,),)))
-        return {**self._stored("I32", weight, scales, zeros), "g_idx": order}
+        return self._stored("I32", weight, scales, zeros) | ({"g_idx": order} if self.listed else {})
 
     def read(self, kind: str, stored: torch.Tensor) -> torch.Tensor | Mapping[str, torch.Tensor]:
         if kind == "scales":

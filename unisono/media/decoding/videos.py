@@ -78,7 +78,7 @@ def video_rules(directory: Path, image: Mapping[str, Any]) -> VideoRules | None:
 
     image: preprocessor_config.json, used for videos too if there is no file for them.
     """
-    own = _own_config(directory)
+    own = own_config(directory)
     settings = {**image, **own}
     name = str(own.get("video_processor_type") or PROCESSORS.get(str(settings.get("processor_class")), ""))
     name = name.removesuffix("Fast")
@@ -108,7 +108,8 @@ def video_rules(directory: Path, image: Mapping[str, Any]) -> VideoRules | None:
     )
 
 
-def _own_config(directory: Path) -> dict[str, Any]:
+def own_config(directory: Path) -> dict[str, Any]:
+    """Settings of the video processor in ``directory``; empty where there are none."""
     found: dict[str, Any] = {}
     for file, key in FILE_KEYS.items():
         if (directory / file).is_file():

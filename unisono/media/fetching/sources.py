@@ -53,7 +53,8 @@ class MediaSource:
 class LoadedMedia:
     """A preprocessed item; see ``types.MediaItem`` for its fields.
 
-    timestamps: text before each frame of a video with timestamps: seconds, as printed.
+    timestamps: text before each frame of a video with timestamps: seconds, as printed. tiles: rows and columns of tiles
+    of an image that is cut; a tile of the whole image follows if there are several. (0, 0): it is not cut.
     """
 
     kind: Kind
@@ -62,6 +63,7 @@ class LoadedMedia:
     pixels: Vectors = field(repr=False)
     seconds: float = 0.0
     timestamps: tuple[str, ...] = ()
+    tiles: tuple[int, int] = (0, 0)
 
 
 def shown(value: object) -> str:

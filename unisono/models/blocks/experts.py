@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import nn
-
 from unisono.distributed.gather import Ranks
 from unisono.kernels.moe.scored_router import RouterScores
 from unisono.kernels.norm.activation import GATES, SILU
-from unisono.layers.activations import Activations, common_input_format, plain
 from unisono.layers.expert_stacks import SILU_EXPERTS, ExpertKind, ExpertStack
-from unisono.layers.experts import Experts, Mixed
+from unisono.layers.experts import Experts
 from unisono.layers.formats.base import WHOLE, Share, WeightFormat
 from unisono.layers.formats.experts import expert_format
-from unisono.layers.norm import add_normed
 from unisono.models.blocks.layers import MLPSpec
 from unisono.models.blocks.plain_mlp import PlainMLPSpec
 from unisono.models.load.build import Builder, require
@@ -156,69 +151,6 @@ class ExpertsSpec:
                 "give another --tensor-parallel-size, or leave --enable-expert-parallel out."
             )
         return Share(ranks.index, ranks.count)
-
-
-@dataclass(frozen=True)
-class BesideSpec:
-    """A dense feed-forward and experts side by side, each with norms of its own around it (Gemma 4).
-
-    It reads the residual sum, so the layer has no norm before it: ``dense_post_norm(dense(dense_norm(x))) +
-    sparse_post_norm(sparse(sparse_norm(x)))``. The router reads ``router_norm(x)``, whose weight is divided by the root
-    of the hidden size. Modules: these norms, ``dense`` and ``sparse``.
-    """
-
-    dense: MLPSpec
-    sparse: ExpertsSpec
-
-    def of(self, ranks: Ranks) -> BesideSpec:
-        """Return the spec itself. Raises ConfigError if the experts cannot be divided among the ranks."""
-        self.sparse.of(ranks)
-        return self
-
-    def build(self, builder: Builder) -> Beside:
-        return Beside(self, builder)
-
-
-class Beside(nn.Module):
-    """See :class:`BesideSpec`. A feed-forward (``models/blocks/layers.py``)."""
-
-    def __init__(self, spec: BesideSpec, builder: Builder) -> None:
-        super().__init__()
-        self.dense, self.sparse = spec.dense.build(builder.at("dense")), spec.sparse.build(builder.at("sparse"))
-        self.dense_norm, self.dense_post_norm = builder.norm(), builder.norm()
-        self.sparse_norm, self.sparse_post_norm = builder.norm(), builder.norm()
-        self.router_norm = builder.norm(factor=builder.hidden_size**-0.5)
-        self.router_norm.stored_as = ""
-        self.set_norm_formats()
-
-    def set_norm_formats(self) -> None:
-        """See :meth:`DecoderLayer.set_norm_formats`."""
-        self.dense_norm.input_format = common_input_format(self.dense.consumers)
-        self.sparse_norm.input_format = common_input_format(self.sparse.stacks[:1])
-
-    def forward(self, x: Activations, positions: torch.Tensor | None = None) -> tuple[Activations, Mixed]:
-        """x [M, H] -> the input of :meth:`output`. positions: see :meth:`Experts.forward`."""
-        rows = plain(x)
-        routed = plain(self.router_norm(rows))
-        return self.dense(self.dense_norm(rows)), self.sparse(self.sparse_norm(rows), positions, routed)
-
-    def output(self, y: tuple[Activations, Mixed]) -> torch.Tensor:
-        """The sum of both normed outputs, [M, H]."""
-        dense = plain(self.dense_post_norm(self.dense.output(y[0])))
-        return add_normed(self.sparse.output(y[1]), dense, self.sparse_post_norm, None)[0]
-
-    def reference(self, x: torch.Tensor) -> torch.Tensor:
-        """Plain formula in x's dtype, [M, H] -> [M, H]: the tests' oracle."""
-        dense = self.dense_post_norm.reference(self.dense.reference(self.dense_norm.reference(x)))
-        sparse = self.sparse.reference(self.sparse_norm.reference(x), self.router_norm.reference(x))
-        return dense + self.sparse_post_norm.reference(sparse)
-
-    def project(
-        self, y: tuple[Activations, Mixed], residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, Activations]:
-        """(residual + the sum, ``norm`` of it); without a norm the sum twice."""
-        total = self.output(y) + residual
-        return total, total if norm is None else norm(total)
 
 
 _SHARED = ("gate_up.gate", "gate_up.up", "down")

@@ -21,7 +21,7 @@ from unisono.attention.context import ForwardContext
 from unisono.config.preflight.ranks import check_attention_heads
 from unisono.distributed.gather import Ranks
 from unisono.kernels.attention.latent import check_shared_memory, head_blocks
-from unisono.kernels.attention.latent_rows import head_product, rotate_latent
+from unisono.kernels.attention.latent_rows import head_product, latent_queries, rotate_latent
 from unisono.kernels.cards import shared_memory
 from unisono.kernels.gemm.fp8_quantize import E4M3
 from unisono.kv.specs import PAGE_SIZE, Paged
@@ -149,13 +149,13 @@ class LatentAttention(nn.Module):
         q = q.contiguous()
         table, positions = context.rotary(self.cos_sin, None)
         slots, norm = context.inputs().slot_mapping, self.kv_norm
-        queries = rotate_latent(
-            rows, q, norm.weight, norm.eps, table, positions, slots, cache, spec.num_heads, spec.interleaved
-        )
-        if context.last_tokens is not None:
-            q, queries = context.last_tokens.select(q), context.last_tokens.select(queries)
-            positions = context.last_tokens.select(positions)
-        head_product(q.view(len(q), spec.num_heads, -1), self.kv_b.keys, queries)
+        written = rows, q, norm.weight, norm.eps, table, positions, slots, cache, spec.num_heads, spec.interleaved
+        if context.last_tokens is None:
+            queries = latent_queries(*written, self.kv_b.keys)
+        else:
+            queries = context.last_tokens.select(rotate_latent(*written))
+            q, positions = context.last_tokens.select(q), context.last_tokens.select(positions)
+            head_product(q.view(len(q), spec.num_heads, -1), self.kv_b.keys, queries)
         queries = self.steps.scaled(queries, positions)
         inputs = context.queries.plan(self.backend)
         options = AttentionOptions(spec.scale, values=spec.latent_dim)

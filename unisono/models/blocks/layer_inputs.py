@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from unisono.kernels.norm.activation import GATES
-from unisono.layers.activations import gate_product, plain
+from unisono.layers.activations import gated_rows, plain
 from unisono.models.load.build import Builder, require
 
 
@@ -86,6 +86,6 @@ class LayerInput(nn.Module):
 
     def forward(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """x [T, H] and every layer's inputs [T, L, P] -> [T, H]."""
-        both = torch.cat((self.gate(x), inputs[:, self.number]), dim=1)
-        out: torch.Tensor = self.down(gate_product(both, self.act, self.down.input_format))
+        gated = gated_rows(self.gate(x), inputs[:, self.number], self.act, self.down.input_format)
+        out: torch.Tensor = self.down(gated)
         return out

@@ -17,10 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from unisono.distributed import layer_tail as divided
-from unisono.distributed.gather import ALONE, Ranks
 from unisono.kernels.gemm import layer_tail
-from unisono.kernels.gemm.divided_tail import DividedTailWeights
 from unisono.kernels.gemm.layer_tail import LayerTailWeights
 from unisono.kernels.gemm.layer_tail_gluon import MOST_ROWS
 from unisono.kernels.gemm.persistent import claim_device
@@ -43,50 +40,18 @@ class FusedTail:
     """Everything a layer computes after its mixer. consumer: the next layer's input projection, if computed here.
 
     adapters: adapters of its linear layers; passes with adapters do not use it.
-    ranks: ranks among which the layer is divided; ``weights`` are this rank's parts.
     """
 
     weights: LayerTailWeights
     consumer: Linear | None
     adapters: tuple[LinearAdapter, ...] = ()
-    ranks: Ranks = ALONE
-
-    @property
-    def parts(self) -> DividedTailWeights:
-        """The weights as parts of a divided layer."""
-        return DividedTailWeights(self.weights, self.ranks.count)
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """Shapes and dtypes that the kernel's bits may depend on."""
-        return self.weights.shape if self.ranks.count == 1 else self.parts.shape
-
-    def suits(self) -> bool:
-        """True if a kernel takes these weights."""
-        return layer_tail.suits(self.weights) if self.ranks.count == 1 else divided.suits(self.parts, self.ranks)
-
-    def prove(self) -> bool:
-        """True if the kernel has the bits of the separate launches, on all ranks."""
-        if self.ranks.count == 1:
-            return layer_tail.exact_layer_tail.prove(self.weights)
-        return divided.exact_divided_tail.prove(self.parts, self.ranks)
-
-    def rehearse(self) -> None:
-        """Compile the kernel ahead of time."""
-        if self.ranks.count == 1:
-            layer_tail.exact_layer_tail.rehearse(self.weights)
-        else:
-            divided.exact_divided_tail.rehearse(self.parts, self.ranks)
 
     def __call__(self, mixed: Activations, x: torch.Tensor) -> Stream | None:
         """Mixer output and residual sum [M, H] -> the stream after the layer; None if this pass cannot use it."""
         rows = x.shape[0]
         if rows > MOST_ROWS or any(adapter.plan(rows) is not None for adapter in self.adapters):
             return None
-        if self.ranks.count == 1:
-            total, normed, product = layer_tail.layer_tail(plain(mixed), x, self.weights)
-        else:
-            total, normed, product = divided.divided_tail(plain(mixed), x, self.parts, self.ranks.transport)
+        total, normed, product = layer_tail.layer_tail(plain(mixed), x, self.weights)
         if self.weights.next_norm is None:
             return Stream(total, total)
         kept = normed if len(normed) else None
@@ -110,14 +75,15 @@ def fuse_tails(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
     layers, possible = _possible(modules)
     for layer in layers:
         tail = possible.get(id(layer))
-        layer.tail = tail if tail is not None and tail.prove() else None
+        layer.tail = tail if tail is not None and layer_tail.exact_layer_tail.prove(tail.weights) else None
     return len(layers), sum(layer.tail is not None for layer in layers), len(possible)
 
 
 def rehearse_tails(modules: Iterable[nn.Module]) -> None:
     """Launch the kernels of :func:`fuse_tails` and ignore the results, to compile them ahead of time."""
-    for tail in {tail.shape: tail for tail in _possible(modules)[1].values()}.values():
-        tail.rehearse()
+    tails = [tail.weights for tail in _possible(modules)[1].values()]
+    for weights in {tail.shape: tail for tail in tails}.values():
+        layer_tail.exact_layer_tail.rehearse(weights)
 
 
 def _possible(modules: Iterable[nn.Module]) -> tuple[list[DecoderLayer], dict[int, FusedTail]]:
@@ -145,30 +111,17 @@ def _tail(layer: DecoderLayer) -> FusedTail | None:
     layers: list[Any] = [getattr(mixer, "o", None), mlp.gate_up, mlp.down]
     if not (all(_is_plain(each) and each.bias is None for each in layers) and claim_device(norm.weight.device)):
         return None
-    ranks = _ranks_of(*layers)
-    if ranks is None:
-        return None
-    follows = _is_plain(consumer) and not (consumer.joins or consumer.split_inputs)
-    follows = follows and (ranks is not ALONE or not consumer.divided)
-    return _plain_tail(layers, norm, cast("RMSNorm | None", next_norm), consumer if follows else None, ranks)
+    return _plain_tail(layers, norm, cast("RMSNorm | None", next_norm), consumer if _is_plain(consumer) else None)
 
 
 def _is_plain(layer: Any) -> bool:
-    """True for a linear layer with an unquantised weight and no terms of a sum over ranks."""
-    return isinstance(layer, Linear) and layer.format is PLAIN and not layer.sums
-
-
-def _ranks_of(o: Linear, gate_up: Linear, down: Linear) -> Ranks | None:
-    """Ranks among which the layers are divided, all in equal parts; ALONE if each is whole; None for a mixture."""
-    ends = (o.joins, o.split_inputs, down.joins, down.split_inputs)
-    if not any((*ends, gate_up.divided)):
-        return ALONE
-    equal = len(set(gate_up.held)) == 1 and not (gate_up.joins or gate_up.split_inputs)
-    return o.ranks if all((*ends, gate_up.divided, equal)) else None
+    """True for a linear layer with an unquantised weight, whole on this rank."""
+    alone = isinstance(layer, Linear) and not (layer.joins or layer.sums or layer.split_inputs or layer.divided)
+    return alone and layer.format is PLAIN
 
 
 def _plain_tail(
-    layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, consumer: Linear | None, ranks: Ranks
+    layers: list[Any], norm: RMSNorm, next_norm: RMSNorm | None, consumer: Linear | None
 ) -> FusedTail | None:
     if norm.input_format is not None or (next_norm is not None and next_norm.input_format is not None):
         return None
@@ -185,5 +138,4 @@ def _plain_tail(
     )
     every = layers if consumer is None else [*layers, consumer]
     adapters = tuple(each.adapter for each in every if each.adapter is not None)
-    tail = FusedTail(weights, consumer, adapters, ranks)
-    return tail if tail.suits() else None
+    return FusedTail(weights, consumer, adapters) if layer_tail.suits(weights) else None

@@ -27,7 +27,7 @@ from unisono.kv.specs import ALL, PAGE_SIZE, Paged, Tree
 from unisono.layers.activations import Activations, InputFormat, common_input_format, consumers_of, plain, sigmoid_gated
 from unisono.layers.formats.base import WHOLE, PartOf, Share
 from unisono.layers.mlp import GatedMLP
-from unisono.layers.norm import Factor, RMSNorm, add_normed, scaled_sum
+from unisono.layers.norm import Factor, FusesNorms, RMSNorm, add_normed, scaled_sum
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks.head_steps import HeadStepsSpec, reference_attention, reference_heads
 from unisono.models.blocks.joint_norm import normed_jointly
@@ -55,7 +55,8 @@ class Stream(NamedTuple):
 class FeedForward(Protocol):
     """The second half of a layer.
 
-    It may have ``consumers``, the layers that read its input: the norm before it then emits their format.
+    It may have ``consumers``, which read its input: the norm before it then emits their format. Without such a norm it
+    may have ``norms`` in its place (:class:`unisono.layers.norm.NormsSum`).
     """
 
     def __call__(self, x: Activations, positions: torch.Tensor | None = None) -> Any:
@@ -385,8 +386,7 @@ class LayerSpec:
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward, with norms around each. Each sum, and the norm after it, is fused with the step
-    before it: the product, or the norm of the block's output.
+    """A mixer and a feed-forward, with norms around each. A sum and the norm after it are fused with the step before.
 
     next_norm: the norm that reads the layer's sum, the next layer's ``mixer_norm`` or the model's last norm; None for
         none.
@@ -452,12 +452,12 @@ class DecoderLayer(nn.Module):
             x, normed = scaled_sum(mixer.output(mixed), x, self.times, self.feed_forward_norm)
             y = feed_forward(normed, context.queries.positions)
             return Stream(*scaled_sum(feed_forward.output(y), x, self.times, self.next_norm), per_layer)
-        x, normed = joined(mixer, mixed, x, self.mixer_post_norm, self.feed_forward_norm)
+        inner = getattr(feed_forward, "norms", None) if self.feed_forward_norm is None else self.feed_forward_norm
+        x, normed = joined(mixer, mixed, x, self.mixer_post_norm, inner)
         y = feed_forward(normed, context.queries.positions)
         if self.per_layer is None:
-            return Stream(
-                *joined(feed_forward, y, x, self.feed_forward_post_norm, self.next_norm, self.scale), per_layer
-            )
+            ended = joined(feed_forward, y, x, self.feed_forward_post_norm, self.next_norm, self.scale)
+            return Stream(*ended, per_layer)
         x, _ = joined(feed_forward, y, x, self.feed_forward_post_norm, None)
         out = self.per_layer(x, per_layer)
         return Stream(*add_normed(out, x, self.per_layer_post_norm, self.next_norm, self.scale), per_layer)
@@ -486,6 +486,8 @@ def joined(
     """Return (residual + the block's output, normed by ``after`` if any, times ``scale``; ``norm`` of the result)."""
     if after is None:
         return block.project(y, residual, norm)
+    if isinstance(block, FusesNorms):
+        return block.normed_sum(y, residual, after, norm, scale)
     return add_normed(block.output(y), residual, after, norm, scale)
 
 

@@ -48,7 +48,7 @@ def rotary_positions(length: int, media: Sequence[MediaItem], vision: VisionConf
 def _blocks(item: MediaItem, vision: VisionConfig) -> list[Block]:
     """Runs of an item's prompt positions, with the grid of tokens of each."""
     frames, rows, columns = item.grid[0], item.grid[1] // vision.merge, item.grid[2] // vision.merge
-    apart = item.kind == "video" and not vision.tokens_per_second
+    apart = item.kind == "video" and vision.frames_apart
     runs = np.asarray(item.positions, np.int64)
     if len(runs) != frames * rows * columns:
         raise ValueError(f"a {item.kind} with grid {item.grid} has {len(runs)} positions in the prompt.")

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unisono.models.blocks.experts import BesideSpec, ExpertsSpec
+from unisono.models.blocks.beside import BesideSpec
+from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.layer_inputs import LayerInputSpec, LayerInputsSpec
 from unisono.models.blocks.layers import POST, SANDWICH, AttentionSpec, BlockSpec, LayerSpec, MLPSpec
 from unisono.models.blocks.query_attention import QuerySpec

@@ -61,8 +61,11 @@ def read_tower(hf_config: Any) -> VisionConfig | None:
 
 
 def pictures_of_any_shape(hf_config: Any, tower: TowerSpec, merge: int, patch_size: int) -> VisionConfig:
-    """The config of pictures of any shape. merge: side of a token in patches. patch_size: of a patch in pixels."""
-    text, image = hf_config.get_text_config(), hf_config.image_token_id
+    """The config of pictures of any shape, and of videos where the vocabulary has their token.
+
+    merge: side of a token in patches. patch_size: of a patch in pixels.
+    """
+    text, image, video = hf_config.get_text_config(), hf_config.image_token_id, hf_config.video_token_id
     last = text.vocab_size - 1
     require(0 <= image <= last, "image_token_id", image, f"it must be a token; ids are 0 to {last}")
     return VisionConfig(
@@ -73,7 +76,7 @@ def pictures_of_any_shape(hf_config: Any, tower: TowerSpec, merge: int, patch_si
         hidden_size=text.hidden_size,
         deepstack=0,
         image_token_id=image,
-        video_token_id=-1,
+        video_token_id=-1 if video is None or video > last else video,
         vision_start_token_id=hf_config.boi_token_id,
         vision_end_token_id=hf_config.eoi_token_id,
         mrope_section=(),
@@ -82,4 +85,6 @@ def pictures_of_any_shape(hf_config: Any, tower: TowerSpec, merge: int, patch_si
         both_ways=text.use_bidirectional_attention == "vision",
         placeholder_token_id=image,
         padding_token_id=text.pad_token_id or 0,
+        frame_time="{} ",
+        between_frames=" ",
     )

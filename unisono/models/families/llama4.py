@@ -1,4 +1,4 @@
-"""Llama 4 (Scout, Maverick), text: layers without rotation, plain norms of rotated heads, experts of weighted inputs.
+"""Llama 4 (Scout, Maverick): layers without rotation, plain norms of rotated heads, experts of weighted inputs.
 
 A token of an expert is multiplied by the sigmoid of its logit before the expert, which a shared expert is added to.
 Layers of the type ``chunked_attention`` attend within chunks of ``attention_chunk_size`` positions. Source of formulas
@@ -18,6 +18,7 @@ from unisono.models.blocks.head_steps import HeadStepsSpec
 from unisono.models.blocks.layers import AttentionSpec, LayerSpec, MLPSpec
 from unisono.models.config import DecoderConfig, Family, in_language_model, read_decoder_config
 from unisono.models.families.ernie4_5_moe import in_halves
+from unisono.models.families.llama4_tower import TOWER, TOWER_ROOTS, TOWER_ROWS, read_tower
 from unisono.models.load.build import require
 
 FULL, CHUNKED = "full_attention", "chunked_attention"
@@ -36,10 +37,6 @@ NAMES = {
     "layers.*.feed_forward.shared.gate_up.up": f"{SHARED}up_proj",
     "layers.*.feed_forward.shared.down": f"{SHARED}down_proj",
 }
-UNREAD = dict.fromkeys(
-    (f"{outer}{tower}" for outer in ("model.", "") for tower in ("vision_model.", "multi_modal_projector.")),
-    "pictures are refused: Llama 4's tower is not supported",
-)
 
 
 def read_attention(text: Any, number: int) -> AttentionSpec:
@@ -88,10 +85,10 @@ def read(hf_config: Any) -> DecoderConfig:
         LayerSpec(read_attention(text, number), experts if number in text.moe_layers else dense)
         for number in range(count)
     ]
-    return read_decoder_config(hf_config, layers)
+    return read_decoder_config(hf_config, layers, vision=read_tower(hf_config))
 
 
 ROWS = {"layers.*.mixer.qkv.q": in_halves("num_heads"), "layers.*.mixer.qkv.k": in_halves("num_kv_heads")}
 
 LLAMA4 = Family(read, NAMES, ROWS)
-LLAMA4_MEDIA = Family(read, in_language_model(NAMES), ROWS, unread=UNREAD)
+LLAMA4_MEDIA = Family(read, in_language_model(NAMES), ROWS, tower=TOWER, tower_roots=TOWER_ROOTS, tower_rows=TOWER_ROWS)

@@ -1,7 +1,7 @@
 """Qwen2-VL: Qwen2's text model with a rope of three axes in blocks, and a tower with LayerNorm and plain MLPs.
 
-Pictures only: the times of a video's frames do not move its positions, as they do in Qwen2.5-VL. Source of formulas
-and names: transformers, ``models/qwen2_vl``.
+The times of a video's frames do not move its positions, as they do in Qwen2.5-VL. Source of formulas and names:
+transformers, ``models/qwen2_vl``.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def read(hf_config: Any) -> DecoderConfig:
         LayerSpec(read_attention(text, window=window, qkv_bias=True), mlp) for window in windows_by_layer_type(text)
     ]
     vision = read_vision(hf_config, read_tower, SECTION, interleaved=False)
-    if vision is not None:  # with a rate, as the processor writes no timestamps of frames
-        vision = replace(vision, video_token_id=-1, tokens_per_second=1)
+    if vision is not None:
+        vision = replace(vision, even_frames=True)
     return read_decoder_config(hf_config, layers, vision=vision)
 
 

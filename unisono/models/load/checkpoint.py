@@ -20,6 +20,7 @@ from unisono.config import catalog
 from unisono.config.checkpoint_files import CONFIG, INDEX, names_in
 from unisono.config.checkpoint_files import WEIGHTS as WEIGHTS
 from unisono.config.gguf.directory import source as gguf_source
+from unisono.config.gguf.packed import METHOD as GGUF_METHOD
 from unisono.config.preflight.families import READ_AS
 from unisono.config.preflight.model import architecture_of, check_config
 from unisono.config.preflight.weights import weight_files
@@ -115,7 +116,7 @@ class Checkpoint:
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor of the checkpoint; see :func:`read_tensors`."""
-        return read_tensors(self.path)
+        return read_tensors(self.path, packed=self.quantization.method == GGUF_METHOD)
 
     def unread(self) -> list[tuple[str, str, str]]:
         """(name prefix, count, reason) of tensors that its family skips.
@@ -133,14 +134,16 @@ class Checkpoint:
         return found
 
 
-def read_tensors(directory: Path) -> dict[str, TensorInfo]:
+def read_tensors(directory: Path, packed: bool = False) -> dict[str, TensorInfo]:
     """Header of every tensor in a checkpoint's directory, from its shards.
+
+    packed: of a GGUF file, see :func:`unisono.models.load.gguf.read_tensors`.
 
     Raises CheckpointError: no safetensors, a missing shard of the index, a file truncated or not safetensors, a tensor
     of the index that its shard lacks.
     """
     if (file := gguf_source(directory)) is not None:
-        return gguf.read_tensors(file)
+        return gguf.read_tensors(file, packed)
     files, weight_map = weight_files(directory)
     tensors: dict[str, TensorInfo] = {}
     for file in files:

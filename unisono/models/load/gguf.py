@@ -1,7 +1,8 @@
-"""Tensors of a GGUF file under transformers' names, dequantised while they are read.
+"""Tensors of a GGUF file under transformers' names, dequantised while they are read, or as blocks.
 
 Values are those of ggml's definition in fp32; the loader rounds them once, to the model's dtype. A row of blocks is
-decoded by itself, so a rank's rows cost only their bytes.
+decoded by itself, so a rank's rows cost only their bytes. Blocks that stay packed are read by the formats of
+``layers/formats/gguf.py``.
 
 Shapes of the decoders: uint8 [blocks, bytes of a block] -> fp32 [blocks, elements of a block].
 """
@@ -17,6 +18,8 @@ import torch
 
 from unisono.config.gguf.header import GGUFHeader, GGUFTensor, read_gguf
 from unisono.config.gguf.model import ROPE_FACTORS, architecture, checkpoint_name
+from unisono.config.gguf.packed import packed_types, type_of
+from unisono.layers.formats.gguf import INTEGERS, bits, half, nibbles
 from unisono.models.load.tensor_files import TensorInfo
 from unisono.types import CheckpointError
 
@@ -24,39 +27,12 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types without blocks."""
 
 
-def _half(raw: torch.Tensor, at: int) -> torch.Tensor:
-    """The fp16 number at a byte of each block, fp32 [blocks, 1]."""
-    return raw[:, at : at + 2].contiguous().view(torch.float16).float()
-
-
-def _nibbles(raw: torch.Tensor) -> torch.Tensor:
-    """uint8 [blocks, n] -> [blocks, 2 n]: all low halves, then all high ones."""
-    return torch.cat((raw & 15, raw >> 4), 1)
-
-
-def _bits(raw: torch.Tensor) -> torch.Tensor:
-    """uint8 [blocks, n] -> [blocks, 8 n] of bits, a byte's lowest first."""
-    return ((raw[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=raw.device)) & 1).flatten(1)
-
-
-def _q4_0(raw: torch.Tensor) -> torch.Tensor:
-    return (_nibbles(raw[:, 2:]).float() - 8) * _half(raw, 0)
-
-
 def _q4_1(raw: torch.Tensor) -> torch.Tensor:
-    return _nibbles(raw[:, 4:]).float() * _half(raw, 0) + _half(raw, 2)
-
-
-def _q5_0(raw: torch.Tensor) -> torch.Tensor:
-    return ((_nibbles(raw[:, 6:]) | _bits(raw[:, 2:6]) << 4).float() - 16) * _half(raw, 0)
+    return nibbles(raw[:, 4:]).float() * half(raw, 0) + half(raw, 2)
 
 
 def _q5_1(raw: torch.Tensor) -> torch.Tensor:
-    return (_nibbles(raw[:, 8:]) | _bits(raw[:, 4:8]) << 4).float() * _half(raw, 0) + _half(raw, 2)
-
-
-def _q8_0(raw: torch.Tensor) -> torch.Tensor:
-    return raw[:, 2:].contiguous().view(torch.int8).float() * _half(raw, 0)
+    return (nibbles(raw[:, 8:]) | bits(raw[:, 4:8]) << 4).float() * half(raw, 0) + half(raw, 2)
 
 
 def _crumbs(raw: torch.Tensor) -> torch.Tensor:
@@ -66,16 +42,16 @@ def _crumbs(raw: torch.Tensor) -> torch.Tensor:
 
 def _q2_k(raw: torch.Tensor) -> torch.Tensor:
     scales, numbers = raw[:, :16], _crumbs(raw[:, 16:80]).float().view(-1, 16, 16)
-    scale, least = _half(raw, 80) * (scales & 15).float(), _half(raw, 82) * (scales >> 4).float()
+    scale, least = half(raw, 80) * (scales & 15).float(), half(raw, 82) * (scales >> 4).float()
     return (scale[..., None] * numbers - least[..., None]).flatten(1)
 
 
 def _q3_k(raw: torch.Tensor) -> torch.Tensor:
     packed, numbers = raw[:, 96:108], _crumbs(raw[:, 32:96])
     high = torch.cat([(raw[:, :32] >> bit) & 1 for bit in range(8)], 1)
-    low = _nibbles(packed[:, :8])
+    low = nibbles(packed[:, :8])
     top = torch.cat([(packed[:, 8:] >> shift) & 3 for shift in (0, 2, 4, 6)], 1)
-    scale = _half(raw, 108) * ((low | top << 4).float() - 32)
+    scale = half(raw, 108) * ((low | top << 4).float() - 32)
     return (scale[..., None] * (numbers.float() - 4 + 4 * high.float()).view(-1, 16, 16)).flatten(1)
 
 
@@ -95,7 +71,7 @@ def _k_runs(raw: torch.Tensor) -> torch.Tensor:
 def _k_values(raw: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
     """Runs [blocks, 8, 32] with the scales at the beginning of their blocks."""
     scales, least = _k_scales(raw[:, 4:16])
-    scales, least = _half(raw, 0) * scales, _half(raw, 2) * least
+    scales, least = half(raw, 0) * scales, half(raw, 2) * least
     return (scales[..., None] * runs.float() - least[..., None]).flatten(1)
 
 
@@ -109,18 +85,16 @@ def _q5_k(raw: torch.Tensor) -> torch.Tensor:
 
 
 def _q6_k(raw: torch.Tensor) -> torch.Tensor:
-    low = torch.cat([_nibbles(half) for half in raw[:, :128].split(64, 1)], 1)
+    low = torch.cat([nibbles(half) for half in raw[:, :128].split(64, 1)], 1)
     numbers = (low | _crumbs(raw[:, 128:192]) << 4).float() - 32
-    scales = _half(raw, 208) * raw[:, 192:208].contiguous().view(torch.int8).float()
+    scales = half(raw, 208) * raw[:, 192:208].contiguous().view(torch.int8).float()
     return (scales[..., None] * numbers.view(-1, 16, 16)).flatten(1)
 
 
 DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "Q4_0": _q4_0,
+    **{kind: blocks.values for kind, blocks in INTEGERS.items()},
     "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
     "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
@@ -134,21 +108,31 @@ DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class Decoded:
     """A tensor, or one expert's part of it, that is decoded when it is called.
 
-    heads: number of heads whose rows alternate between their halves; 0: rows are in order.
+    heads: number of heads whose rows alternate between their halves; 0: rows are in order. packed: it stays blocks.
     """
 
     file: Path
     tensor: GGUFTensor
     heads: int = 0
+    packed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the file's tensor, or of its blocks: [rows, bytes of a row]."""
+        *rows, last = self.tensor.shape
+        kind = self.tensor.type
+        return (*rows, last // kind.size * kind.nbytes) if self.packed else self.tensor.shape
 
     def __call__(self) -> torch.Tensor:
-        """The tensor in the shape of the file, fp32, fp16 or bf16. Raises CheckpointError if it cannot be read."""
-        kind, shape = self.tensor.type, self.tensor.shape
+        """The tensor in its shape, fp32, fp16 or bf16, or uint8 blocks. Raises CheckpointError if it cannot be read."""
+        kind, shape = self.tensor.type, self.shape
         try:
             raw = torch.from_numpy(np.memmap(self.file, np.uint8, "c", self.tensor.start, (self.tensor.nbytes,)))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.file}: tensor {self.tensor.name} cannot be read: {error}.") from None
-        if kind.name in PLAIN:
+        if self.packed:
+            values = raw
+        elif kind.name in PLAIN:
             values = _aligned(raw).view(PLAIN[kind.name])
         else:
             values = DECODERS[kind.name](raw.view(-1, kind.nbytes))
@@ -164,10 +148,13 @@ def _aligned(raw: torch.Tensor) -> torch.Tensor:
     return raw if raw.data_ptr() % 4 == 0 else raw.clone()
 
 
-def read_tensors(file: Path) -> dict[str, TensorInfo]:
-    """Every weight of a GGUF file, by transformers' name. Raises CheckpointError."""
+def read_tensors(file: Path, packed: bool = False) -> dict[str, TensorInfo]:
+    """Every weight of a GGUF file, by transformers' name. Raises CheckpointError.
+
+    packed: matrices of :func:`packed_types` are blocks, uint8 [rows, bytes of a row].
+    """
     header = read_gguf(file)
-    rotated = architecture(header).rotated_pairs
+    rotated, kept = architecture(header).rotated_pairs, packed_types(header) if packed else {}
     found: dict[str, TensorInfo] = {}
     for tensor in header.tensors.values():
         if tensor.name == ROPE_FACTORS:  # read with the metadata
@@ -176,10 +163,13 @@ def read_tensors(file: Path) -> dict[str, TensorInfo]:
         name, parts = checkpoint_name(tensor.name), [tensor]
         if "*" in name:
             parts = _experts(tensor)
+        stays = type_of(kept, name.removesuffix(".weight")) is not None
         for number, part in enumerate(parts):
-            own = name.replace("*", str(number))
-            dtype = tensor.type.name if tensor.type.name in PLAIN else "F32"
-            found[own] = TensorInfo(file, own, dtype, part.shape, part.start, decoded=Decoded(file, part, heads))
+            own, decoded = name.replace("*", str(number)), Decoded(file, part, heads, stays)
+            dtype = "U8" if stays else tensor.type.name if tensor.type.name in PLAIN else "F32"
+            found[own] = TensorInfo(
+                file, own, dtype, decoded.shape, part.start, decoded=decoded, readable=stays and not heads
+            )
     return found
 
 

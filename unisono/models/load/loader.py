@@ -23,6 +23,7 @@ from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
 from unisono.models.load.build import AttentionFactory, Builder, no_attention
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.quantization import KV_SCALE
+from unisono.models.load.slices import whole_name, with_slices
 from unisono.models.load.tensor_files import TensorInfo, read, tensor
 from unisono.models.load.update import WeightUpdate
 from unisono.models.load.weights import check, check_tensor, fill, places, tensor_name
@@ -157,8 +158,11 @@ def tower_update(tower: AnyTower, checkpoint: Checkpoint) -> WeightUpdate:
     """The checkpoint's weights for a vision tower. Raises CheckpointError unless it has each tensor in its shape."""
     tensors, names = _tower_tensors(checkpoint), checkpoint.family.tower
     prefix = next((p for p in TOWER_PREFIXES if any(name.startswith(p) for name in tensors)), TOWER_PREFIXES[0])
-    found = ((prefix + checkpoint_name(names, module), kind, place) for module, kind, place in places(tower))
-    targets = {tensor_name(name, kind): place for name, kind, place in found}
+    targets: dict[str, WeightTarget] = {}
+    for module, kind, place in places(tower):
+        name = tensor_name(prefix + checkpoint_name(names, module), kind)
+        rows = checkpoint.family.tower_rows_of(module, tower.config.tower)
+        targets[name] = place if rows is None else Shared.of(name, place, rows, None)
     why = f"the vision tower of a {checkpoint.config.architecture} with this config.json has no place for it"
     check(targets, tensors, checkpoint.path, lambda name: why if name.startswith(prefix) else None)
     return WeightUpdate(tower, targets, tensors, lambda: check_finite(tower, checkpoint.path))
@@ -340,11 +344,13 @@ def decoder_update(decoder: Decoder, checkpoint: Checkpoint) -> WeightUpdate:
 def partial_update(decoder: Decoder, checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) -> WeightUpdate:
     """Some of a decoder's weights, by their names in ``checkpoint``; the others stay.
 
-    Raises CheckpointError for a name without a place in the model, and for a wrong shape or dtype.
+    tensors: whole ones, and slices (``models/load/slices.py``). Raises CheckpointError for a name without a place in
+    the model, and for a wrong shape or dtype.
     """
     tensors = _as_named(dict(tensors), checkpoint.family)
-    every = checkpoint_names(decoder, checkpoint.family, tensors)
-    ranks, targets = decoder.builder.ranks, {}
+    names = {whole_name(name) for name in tensors}
+    every, tensors = with_slices(checkpoint_names(decoder, checkpoint.family, names), tensors)
+    ranks, targets = decoder.builder.ranks, dict[str, WeightTarget]()
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied_head = head if decoder.config.tie_embeddings and head in tensors else None
     for name, info in tensors.items():

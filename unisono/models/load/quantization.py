@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config import catalog
+from unisono.config.gguf.directory import source as gguf_source
+from unisono.config.gguf.header import read_gguf
+from unisono.config.gguf.packed import PACKED, packed_config, packed_reason
 from unisono.config.preflight.quantization import quantization_method, stored_quantization
 from unisono.layers.formats.base import PLAIN, WeightFormat
 from unisono.models.load.build import plain
@@ -36,12 +39,14 @@ class Quantization:
     by_name: a module's format by its checkpoint name.
     kv_scales: the checkpoint has calibrated scales of a KV cache, which are not used.
     online: format applied to weights while they are loaded; None: as in the checkpoint.
+    source: the sentence of :meth:`decision` on the weights' storage.
     """
 
     method: str | None = None
     by_name: Callable[[str], WeightFormat] = field(default=plain, repr=False)
     online: WeightFormat | None = None
     kv_scales: bool = False
+    source: str = "quantization_config of the checkpoint"
 
     def format(self, module: str, name: str) -> WeightFormat:
         """Format of the module with this path in the model and this checkpoint name."""
@@ -52,15 +57,19 @@ class Quantization:
     def decision(self) -> tuple[str, str]:
         """(value, reason) for the start-up log: the method, and why."""
         if self.method is None:
-            return "plain", "the checkpoint is not quantised; --quantization fp8 quantises while loading"
+            return "plain", self.source
         if self.online is None:
             kv = "; its scales of a KV cache are not used: --kv-cache-dtype fp8 computes one per token and head"
-            return self.method, f"quantization_config of the checkpoint{kv if self.kv_scales else ''}"
+            return self.method, f"{self.source}{kv if self.kv_scales else ''}"
         stay = "embeddings, LM head, routers, norms and gates stay plain"
         return self.method, f"linear layers of mixers and feed-forwards are quantised while loading; {stay}"
 
 
-PLAIN_WEIGHTS = Quantization()
+PLAIN_WEIGHTS = Quantization(source="the checkpoint is not quantised; --quantization fp8 quantises while loading")
+DEQUANTISED = Quantization(
+    source="matrices of the GGUF file are dequantised while loading; --quantization gguf keeps those of "
+    f"{', '.join(PACKED)} packed"
+)
 
 
 def has_kv_scales(config: Mapping[str, Any]) -> bool:
@@ -75,11 +84,17 @@ def find_quantization(raw: Mapping[str, Any], directory: Path, requested: str | 
     """
     methods, online = catalog.formats.names, catalog.online_formats.names
     method = quantization_method(raw, directory, requested, methods, online)
+    file = gguf_source(directory)
     if method is None:
-        return (
-            PLAIN_WEIGHTS
-            if requested is None
-            else Quantization(requested, online=catalog.online_formats.load(requested))
+        if requested is not None:
+            return Quantization(requested, online=catalog.online_formats.load(requested))
+        return PLAIN_WEIGHTS if file is None else DEQUANTISED
+    if file is not None:
+        header = read_gguf(file)
+        config = packed_config(header)
+        matrices = sum(len(tensor.shape) > 1 for tensor in header.tensors.values())
+        return Quantization(
+            method, catalog.formats.load(method)(config), source=packed_reason(config["types"], matrices)
         )
     config = stored_quantization(raw, directory)
     try:

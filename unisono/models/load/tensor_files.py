@@ -68,7 +68,7 @@ class TensorInfo:
 
     name: in its file.
     start: offset of its first byte in the file; for a pickle, its index among the tensors.
-    data: of a pickle, mapped.
+    data: the tensor, of a pickle (mapped) or received from another process.
     decoded: reads the tensor, if its bytes are not those of ``dtype``.
     readable: True if its bytes can be read at ``start``.
     """
@@ -145,8 +145,14 @@ def read_ahead(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """:func:`read` through pinned memory with ``readers`` threads, at most AHEAD bytes ahead of the caller.
 
-    The caller's thread does the work per tensor: if all threads did it, they would wait for Python's lock.
+    The caller's thread does the work per tensor: if all threads did it, they would wait for Python's lock. Tensors that
+    are on a GPU already come first, as they are.
     """
+    there = {name: data for name in parts if (data := tensors[name].data) is not None and data.is_cuda}
+    for name, data in there.items():
+        part = parts[name]
+        yield name, data if part is None else part.of(data)
+    parts = {name: part for name, part in parts.items() if name not in there}
     local = threading.local()
 
     def send(names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
@@ -203,7 +209,7 @@ def _staged(
     """Tensors of one file, sent together."""
     file = tensors[names[0]].file
     try:
-        opened = os.open(file, os.O_RDONLY)
+        opened = os.open(file, os.O_RDONLY) if any(tensors[name].readable for name in names) else -1
         try:
             found = [_passing(opened, parts[name], tensors[name]) for name in names]
             rest = {name: parts[name] for name, each in zip(names, found, strict=True) if each is None}
@@ -211,7 +217,8 @@ def _staged(
             passing = [each or Passing.of(mapped[name]) for name, each in zip(names, found, strict=True)]
             return list(zip(names, staging.to_device(passing), strict=True))
         finally:
-            os.close(opened)
+            if opened >= 0:
+                os.close(opened)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}.") from None
 
@@ -236,7 +243,7 @@ def _mapped(parts: Mapping[str, Part], tensors: Mapping[str, TensorInfo]) -> Ite
         name = names[0]
         try:
             with ExitStack() as stack:
-                if tensors[name].data is None and tensors[name].decoded is None:
+                if any(tensors[each].data is None and tensors[each].decoded is None for each in names):
                     opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
                 for name in names:
                     info, part = tensors[name], parts[name]

@@ -261,4 +261,4 @@ class _Transposed(WeightTarget):
 
 def norm(spec: TowerSpec, builder: Builder, size: int) -> nn.Module:
     """A norm of the tower's kind over ``size`` features."""
-    return builder.norm(size) if spec.gated else LayerNorm(size, NORM_EPS, builder.dtype, builder.device)
+    return builder.norm(size) if spec.gated else LayerNorm(size, spec.eps, builder.dtype, builder.device)

@@ -47,7 +47,7 @@ class TowerSpec:
     apart: queries, keys and values are stored apart, and the convolution of patches has no axis of frames.
     bias: products of the blocks have biases.
     pre_norm: patches are normed before the first block.
-    eps: of RMSNorms.
+    eps: of norms.
     alternating: of the rotary frequencies of a head the even ones turn by the row and the odd ones by the column;
         otherwise both axes have all frequencies of half a head.
 
@@ -112,14 +112,20 @@ class VisionConfig:
     mrope_interleaved: the planes of the axes alternate; otherwise they lie in blocks.
     tokens_per_second: a video's temporal positions are its seconds times this number; 0: every frame of a video is a
         grid of its own, and its time is text.
+    even_frames: the frames of a video are one temporal position apart, whatever their times (Qwen2-VL).
     side: rows and columns of every picture, patches; 0: any.
     both_ways: in some text layers the tokens of a picture see each other in both directions.
     video_token_id: -1: the model takes no videos.
     padding_token_id: token whose inputs of layers those of a picture have (Gemma 4); -1: their own.
     placeholder_token_id: token that a prompt has for a picture, where that is not its marks and tokens; -1: it has
         these. around: text on both sides of the marks that take its place.
+    frame_time, between_frames: text before each frame of a video, with its time in place of ``{}``, and before all
+        frames but the first, if text gives their times.
     row_end, picture_end: text of the tokens after each row of a picture's tokens and after the last one; empty: its
         tokens follow each other.
+    tile_marks: text of the tokens around a picture that is cut into tiles (Llama 4): before it, between two tiles of a
+        row, after a row, before the tile of the whole picture (a prompt has this one alone for a picture), after it;
+        empty: pictures are not cut. A tile is a frame of a picture's grid.
 
     Raises CheckpointError for values that cannot be computed.
     """
@@ -145,6 +151,10 @@ class VisionConfig:
     padding_token_id: int = -1
     row_end: str = ""
     picture_end: str = ""
+    frame_time: str = "<{} seconds>"
+    between_frames: str = ""
+    tile_marks: tuple[str, ...] = ()
+    even_frames: bool = False
 
     def __post_init__(self) -> None:
         for name in ("merge", "patch_size", "temporal_patch_size", "patch_elements"):
@@ -154,6 +164,11 @@ class VisionConfig:
         axes = not section or (len(section) == 3 and min(section) >= 0)
         require(axes, "rope_parameters.mrope_section", section, "it must have three numbers, none below 0")
         require(self.deepstack == len(self.tower.deepstack_blocks), "deepstack", self.deepstack, "one for each block")
+
+    @property
+    def frames_apart(self) -> bool:
+        """True if the frames of a video are grids of their own, with text between them."""
+        return not (self.tokens_per_second or self.even_frames)
 
     @property
     def deepstack_layers(self) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ from unisono.models.vision.blocks import (
 from unisono.models.vision.config import MAX_GRID_SIDE, TowerSpec, VisionConfig
 from unisono.models.vision.grids import Grid, layout
 from unisono.models.vision.patch_tower import PatchTower, PatchTowerSpec
+from unisono.models.vision.tile_tower import TileTower, TileTowerSpec
 
 
 def make_tower(config: VisionConfig, builder: Builder) -> AnyTower:
@@ -146,10 +147,11 @@ def _merger(config: VisionConfig, builder: Builder) -> nn.Module:
     return PoolingMerger(config, builder) if spec.pooled else Merger(config, builder, norm_first=True)
 
 
-AnyTower = VisionTower | AxialTower | PatchTower
+AnyTower = VisionTower | AxialTower | PatchTower | TileTower
 """A tower of any kind."""
 TOWERS: Mapping[type[TowerSpec], Callable[[VisionConfig, Builder], AnyTower]] = {
     AxialTowerSpec: AxialTower,
     PatchTowerSpec: PatchTower,
+    TileTowerSpec: TileTower,
 }
 """Spec -> its tower; others are a :class:`VisionTower`."""

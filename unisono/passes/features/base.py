@@ -36,11 +36,12 @@ from unisono.attention.context import Rotary
 from unisono.distributed.columns import Columns, whole
 from unisono.graphs import NO_FEATURES, Buffers, Dimension, Features, Field, GraphKey, Program
 from unisono.models.blocks.embedding_overrides import Overriding
+from unisono.models.blocks.router_recorder import RouterRecorder
 from unisono.models.config import DecoderConfig
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.config import VisionConfig
 from unisono.models.vision.tower import AnyTower
-from unisono.sampling.pipeline import EditFields, Sampled
+from unisono.sampling.pipeline import EditFields, ReportedValues, Sampled
 from unisono.types import EngineRequest, SamplingParams, TokenDelta
 
 PassKind = Literal["extend", "mixed", "round", "verify"]
@@ -55,8 +56,7 @@ Metric = tuple[str, str, dict[str, str], float, str]
 class OwnProgram:
     """A program of a feature, whose passes run before prompt passes.
 
-    multiple: the rows of a pass are a multiple of this.
-    least, most: rows of the smallest and largest pass that may be captured.
+    multiple: the rows of a pass are a multiple of this. least, most: rows of the smallest and largest captured pass.
     passes: expected number per prompt pass.
     share: share of the graphs' memory budget.
     ms: milliseconds per row on a CPU, where nothing is measured.
@@ -83,8 +83,7 @@ class PrePass:
 class Room:
     """Time available for pre-passes.
 
-    ms: returns the milliseconds of a pass.
-    left: milliseconds left.
+    ms: returns the milliseconds of a pass. left: milliseconds left.
     least: True if the smallest useful pass may run although it takes longer.
     """
 
@@ -105,7 +104,7 @@ class FeatureContext:
     eos: end-of-sequence ids.
     max_rows: requests in one prompt pass, at most.
     paths: paths of a draft tree; 1 for chains.
-    processed_logprobs: report log-probabilities of the distribution that tokens are drawn from, not of the raw logits.
+    reported: values that ``logprobs`` reports.
     synthetic: for benchmarks: drafts are accepted without verification.
     slots: slot fields on the device.
     logits: the LM head, [N, H] -> [N, V].
@@ -117,6 +116,7 @@ class FeatureContext:
     decide: called with (name, value, reason) of each choice made by the feature; ``explain`` shows them.
     adapters: the target's adapter slots, and the adapters held by this rank; None: off.
     adapter_modules: (name, directory) of adapters loaded at start.
+    routers: the target's MoE layers.
     whole_logits: features that a pass must have if whole rows of logits are read; empty if each rank has them anyway.
     whole_text: tokens of the model see later ones, too.
     pools: the model writes no text: prompts return their hidden states, to be pooled.
@@ -129,7 +129,7 @@ class FeatureContext:
     dtype: torch.dtype
     max_rows: int
     paths: int
-    processed_logprobs: bool
+    reported: ReportedValues
     synthetic: bool
     slots: EditFields
     logits: Callable[[torch.Tensor], torch.Tensor]
@@ -141,6 +141,7 @@ class FeatureContext:
     max_model_len: int
     cache_bytes: int | None
     decide: Callable[[str, object, str], None]
+    routers: RouterRecorder
     adapters: HeldAdapters | None = None
     adapter_modules: Sequence[tuple[str, str]] = ()
     whole_logits: Features = NO_FEATURES
@@ -330,10 +331,11 @@ class Computed:
     buffers: the batch.
     hidden: final hidden states, [N · W, H] of a round; in a prompt pass [T, H] if a feature reads all
         (``reads_all_tokens``), else [R, H] of last tokens.
-    head [N · W, V]: output of the LM head.
+    head [N · W, V]: output of the LM head, or [T, V] with ``places``.
     rows [N] int32: slot of each row, the padding slot if nothing is sampled.
     width: W.
     sampled: tokens, and the values they were drawn from.
+    places [N · W]: the row of ``head`` of each sampled position, below 0 if nothing is sampled; None: its own.
     """
 
     buffers: Buffers
@@ -343,12 +345,14 @@ class Computed:
     width: int
     sampled: Sampled
     outputs: Outputs
+    places: torch.Tensor | None = None
 
     @cached_property
     def logits(self) -> torch.Tensor:
         """Logits [N · W, V] of sampled positions. If the LM head is divided among ranks and the pass has no whole
         logits, they are gathered; ``sampled`` then has tokens only."""
-        return whole(self.head)
+        logits = whole(self.head)
+        return logits if self.places is None else logits.index_select(0, self.places.clamp_min(0))
 
 
 class Feature:

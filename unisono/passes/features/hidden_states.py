@@ -1,7 +1,6 @@
 """Final hidden states returned to the caller, of prompt tokens and of all generated ones but the last.
 
-The token at p + 1 is sampled from the hidden state of position p. A request that resumes after preemption computes some
-of them again; these are skipped. Vectors travel as the int32 words of their bits.
+The token at p + 1 is sampled from the hidden state of position p. Vectors travel as the int32 words of their bits.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import torch
 
 from unisono.graphs import NO_FEATURES, Features, Field
 from unisono.passes.features.base import (
-    Committed,
     Computed,
     Feature,
     FeatureContext,
@@ -23,6 +21,7 @@ from unisono.passes.features.base import (
     Row,
     words_of,
 )
+from unisono.passes.features.token_rows import TokenRows, read_rows
 from unisono.types import EngineRequest, TokenDelta, Vectors
 
 
@@ -63,47 +62,17 @@ class ReturnedHiddenStates(Feature):
             out.copy_(computed.hidden.view_as(out))
 
     def read_prompt(self, rows: Sequence[Row], outputs: Mapping[str, np.ndarray]) -> None:
-        if "hidden" in outputs:
-            for row in rows:
-                with row.alone():
-                    row.state.read(row.start, outputs["hidden"][row.first : row.first + row.end - row.start])
+        read_rows("hidden", rows, outputs)
 
 
-class HiddenStates(RequestState):
-    """State of one request. known: positions read so far, from 0 on. prompt_len: end of the prompt's positions.
-
-    dtype, size: of a hidden state.
-    """
+class HiddenStates(TokenRows):
+    """State of one request. known, prompt_len: of :class:`TokenRows`. dtype, size: of a hidden state."""
 
     def __init__(self, known: int, prompt_len: int, dtype: str, size: int) -> None:
-        self.known = known
-        self._prompt_len, self._dtype, self._size = prompt_len, dtype, size
-        self._prompt: list[bytes] = []
-        self._output: list[bytes] = []
+        super().__init__("hidden", known, prompt_len)
+        self._dtype, self._size = dtype, size
 
-    def reusable(self, known: int) -> int:
-        return min(known, self.known)
-
-    def read(self, position: int, rows: np.ndarray) -> None:
-        """Take the hidden states ``rows [n, words]`` of ``position`` and the positions after it; none may be
-        skipped."""
-        if position > self.known:
-            raise RuntimeError(f"hidden states from position {position} on, and only {self.known} are known")
-        edge = max(0, self._prompt_len - position)
-        first = self.known - position
-        self._prompt.append(rows[first:edge].tobytes())
-        self._output.append(rows[max(first, edge) :].tobytes())
-        self.known = max(self.known, position + len(rows))
-
-    def deliver(self, delta: TokenDelta, committed: Committed) -> None:
-        if committed.kind != "extend":
-            self.read(committed.position - 1, committed.outputs["hidden"][committed.index, : committed.count])
-        if committed.first:
-            delta.prompt_hidden_states = self._take(self._prompt)
-        delta.hidden_states = self._take(self._output)
-
-    def _take(self, parts: list[bytes]) -> Vectors:
-        """Hidden states read since the last call."""
-        data = b"".join(parts)
-        parts.clear()
-        return Vectors(self._dtype, self._size, data)
+    def hand_over(self, delta: TokenDelta, prompt: bytes | None, output: bytes) -> None:
+        if prompt is not None:
+            delta.prompt_hidden_states = Vectors(self._dtype, self._size, prompt)
+        delta.hidden_states = Vectors(self._dtype, self._size, output)

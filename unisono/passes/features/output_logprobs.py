@@ -36,8 +36,7 @@ class OutputLogprobs(Feature):
         c, out = computed, computed.outputs.find("logprobs")
         if out is None:
             return
-        processed = self.context.processed_logprobs
-        report_logprobs(c.logits, c.rows, c.width, c.sampled, self.context.slots, processed, out)
+        report_logprobs(c.logits, c.rows, c.width, c.sampled, self.context.slots, self.context.reported, out)
 
 
 class OutputLogprobsState(RequestState):

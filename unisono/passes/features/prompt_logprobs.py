@@ -76,7 +76,7 @@ class PromptLogprobs(Feature):
         next_ids = b.next_ids.index_select(0, token)
         for part in (slice(i, i + TOKENS_AT_ONCE) for i in range(0, token.shape[0], TOKENS_AT_ONCE)):
             logits = self.context.logits(computed.hidden.index_select(0, token[part]))
-            report_prompt_logprobs(logits, scored_slots[part], next_ids[part], slots, out[part])
+            report_prompt_logprobs(logits, scored_slots[part], next_ids[part], slots, self.context.reported, out[part])
 
     def read_prompt(self, rows: Sequence[Row], outputs: Mapping[str, np.ndarray]) -> None:
         at = 0

@@ -1,8 +1,9 @@
 """Log-probabilities of more tokens than the kernel reports: of the whole vocabulary, or of tokens named by a request.
 
-The logits of sampled positions are copied to the host unchanged (with ``processed_logprobs``: as tokens are drawn from
-them). The host normalises and sorts them in float64, so that the numbers depend on the row alone. This is expensive, V
-numbers per token. ``--max-logprobs`` limits its use, and only passes with such a request have the field.
+The logits of sampled positions are copied to the host unchanged (in processed modes: as tokens are drawn from them).
+The host normalises (unless logits are reported) and sorts them in float64, so that the numbers depend on the row alone.
+This is expensive, V numbers per token. ``--max-logprobs`` limits its use, and only passes with such a request have the
+field.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class WideLogprobs(Feature):
         if not params.wants_wide_logprobs:
             return None
         assert params.logprobs is not None
-        return WideLogprobsState(params.logprobs, params.logprob_token_ids)
+        return WideLogprobsState(params.logprobs, params.logprob_token_ids, self.context.reported.normalized)
 
     def report(self, computed: Computed) -> None:
         out = computed.outputs.find("wide_logits")
         if out is None:
             return
         logits = computed.logits.float()
-        if self.context.processed_logprobs:
+        if self.context.reported.processed:
             logits = self._processed(computed, logits)
         out.copy_(logits.view_as(out))
 
@@ -64,10 +65,12 @@ class WideLogprobs(Feature):
 
 
 class WideLogprobsState(RequestState):
-    """State of one request. count: number of likely tokens, -1 for all. named: report these tokens instead."""
+    """State of one request. count: number of likely tokens, -1 for all. named: report these tokens instead.
+    normalized: report log-probabilities; False: logits."""
 
-    def __init__(self, count: int, named: Sequence[int] | None) -> None:
+    def __init__(self, count: int, named: Sequence[int] | None, normalized: bool = True) -> None:
         self._count, self._named = count, None if named is None else np.asarray(named)
+        self._normalized = normalized
 
     def deliver(self, delta: TokenDelta, committed: Committed) -> None:
         assert delta.logprobs is not None
@@ -76,10 +79,11 @@ class WideLogprobsState(RequestState):
             report.top = self._likeliest(row)
 
     def _likeliest(self, row: np.ndarray) -> list[tuple[int, float]]:
-        """The requested tokens and their log-probabilities, most likely first, ties by lowest id. row: logits [V]."""
+        """The requested tokens and their values, most likely first, ties by lowest id. row: logits [V]."""
         values = np.nan_to_num(row.astype(np.float64), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
-        top = values.max()
-        values -= top + np.log(np.exp(values - top).sum())
+        if self._normalized:
+            top = values.max()
+            values -= top + np.log(np.exp(values - top).sum())
         ids = np.arange(len(values)) if self._named is None else np.sort(self._named)
         order = ids[np.argsort(-values[ids], kind="stable")]
         if self._named is None and self._count >= 0:

@@ -37,6 +37,10 @@ def exact(
     long_output_len: Annotated[int, typer.Option(help="Tokens of each long request.", min=1)] = 2100,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per pass in the chunked run.", min=16)] = 256,
     speculative_config: Annotated[str | None, typer.Option(help="As for `unisono serve`, JSON.")] = None,
+    drafts: Annotated[
+        int | None,
+        typer.Option(help="Fix the drafts of each round, of the numbers that adapt, shared or not; default: adapt."),
+    ] = None,
 ) -> None:
     """Run the same requests in every mode and compare their tokens.
 
@@ -62,6 +66,7 @@ def exact(
         llm.shutdown()
         llm = LLM(model, speculative=spec, **flags)
     with llm:
+        llm.engine.pin_drafts(drafts)
         failed = _compare(llm, prompts, params, reference, chunk, spec is not None and spec.method != "none")
     if failed:
         print(f"FAILED: {failed}")
