@@ -28,8 +28,8 @@ PROMPT_TILE, ROUND_TILE, STAGES = StateTile(64, 4), StateTile(64, 4), 2
 speed only.
 """
 FAST_WALK = False
-"""Switch of the walk in Gluon, for prompts in 16 bits. It has the bits of Triton's in the tests' interpreter. No GPU has
-compared them yet, so it is off: ``python -m benchmarks.recurrences`` does.
+"""Switch of the walk in Gluon, for prompts in 16 bits. It has the bits of Triton's in the tests' interpreter. No GPU
+has compared them yet, so it is off: ``python -m benchmarks.recurrences`` does.
 """
 _ROWS = 32
 """Maximum rows of a prompt pass for one choice of kernels."""
