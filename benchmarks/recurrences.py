@@ -27,6 +27,7 @@ from benchmarks.gated_delta import DEVICE, LAYERS, ON_GPU, PAGE, microseconds
 from tests.kernels import test_kimi_delta, test_mamba2
 from tests.kernels.delta_cases import Layer, Passes, Sizes, cuts, differing, relative, rounds
 from unisono.kernels.recurrent.gated_delta import ROUND_TILE, StateTile, launch_gated_delta
+from unisono.kernels.recurrent.kimi_delta import ROUND_TILE as KIMI_TILE
 from unisono.kernels.recurrent.kimi_delta import launch_kimi_delta
 
 NANO, KIMI = Sizes(8, 64, 128, 64, width=4), Sizes(32, 32, 128, 128, width=4, by_channel=True)
@@ -36,33 +37,25 @@ MAMBA_WAYS = {
     "prompt": {"Gluon's walk": {}, "Triton's walk": {"fast_walk": False}},
     "round": {f"{t.size} x {t.warps}": {"round_tile": t} for t in (ROUND_TILE, StateTile(32, 2), StateTile(16, 1))},
 }
-SLICES = StateTile(16, 1), StateTile(32, 1), StateTile(32, 2), StateTile(64, 4)
 KIMI_WAYS = {
-    "prompt": {
-        **{f"Gluon's walk, slices {t.size} x {t.warps}": {"prompt_slice": t} for t in SLICES},
-        "Triton's walk": {"fast_walk": False},
-    },
-    "round": {
-        f"{tile.size} x {tile.warps}, slices {part.size} x {part.warps}": {"round_tile": tile, "round_slice": part}
-        for tile, part in (
-            *((ROUND_TILE, part) for part in SLICES),
-            (StateTile(16, 1), SLICES[-1]),
-            (StateTile(32, 2), SLICES[-1]),
-            (StateTile(64, 4), StateTile(128, 8)),
-        )
-    },
+    "prompt": {"Triton's walk": {"fast_walk": False}, "Gluon's walk": {"fast_walk": True}},
+    "round": {f"{t.size} x {t.warps}": {"round_tile": t} for t in (KIMI_TILE, StateTile(32, 2), StateTile(16, 1))},
 }
 
 
-def bits(name: str, layer: Layer, made: Callable[[Layer], Passes], oracle: Callable[..., Any], plain: Any) -> None:
-    """Print the rows that differ from one whole pass, and the error of that pass. plain: another rule to compare."""
+def bits(name: str, layer: Layer, made: Callable[[Layer], Passes], oracle: Callable[..., Any], other_rule: Any) -> None:
+    """Print the rows that differ from one whole pass, and the error of that pass. other_rule: one to compare."""
     whole, found = made(layer), []
     whole.prompt(layer.lengths)
-    if plain is not None:
-        other = made(layer)
-        other.rule = plain
-        cuts(other, random.Random(7), layer.lengths[0] // 3)
-        found.append(("Triton's walk", differing(whole, other)))
+    if other_rule is not None:
+        for way in ("cuts", "rounds"):
+            other = made(layer)
+            other.rule = other_rule
+            if way == "cuts":
+                cuts(other, random.Random(7), layer.lengths[0] // 3)
+            else:
+                rounds(other, random.Random(4), itertools.repeat(layer.sizes.width))
+            found.append((f"other walk, {way}", differing(whole, other)))
     for seed in range(2):
         other = made(layer)
         cuts(other, random.Random(seed), layer.lengths[0] // 3)
@@ -132,12 +125,9 @@ def main() -> None:
         plain if ON_GPU else None,
     )
     layer = Layer(kimi, dtype, layer.lengths)
-    made, plain = (
-        (test_kimi_delta.kernels, partial(launch_kimi_delta, fast_walk=False))
-        if ON_GPU
-        else (test_kimi_delta.twins, None)
-    )
-    bits("KDA", layer, made, test_kimi_delta.oracle, plain)
+    other = partial(launch_kimi_delta, fast_walk=True) if ON_GPU else None
+    made = test_kimi_delta.kernels if ON_GPU else test_kimi_delta.twins
+    bits("KDA", layer, made, test_kimi_delta.oracle, other)
     if not ON_GPU:
         return
     skip = torch.randn(nano.value_heads, device=DEVICE)

@@ -137,7 +137,12 @@ def test_kernel_bits_do_not_depend_on_the_cuts(heads: int, width: int) -> None:
 @pytest.mark.parametrize("sizes", [sizes(2, 32, 32, 2), sizes(1, 64, 16, 1)], ids=["two heads", "wide keys"])
 def test_both_walks_over_a_prompt_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, sizes: Sizes) -> None:
     layer = Layer(sizes, torch.float16, [135, 70, 16])
-    both_walks(monkeypatch, lambda: kernels(layer), partial(launch_kimi_delta, fast_walk=False), kimi=True)
+
+    def fast() -> Passes:
+        wide = partial(launch_kimi_delta, fast_walk=True)
+        return passes(layer, launch_kimi_conv, wide, "cuda" if ON_GPU else "cpu")
+
+    both_walks(monkeypatch, fast, partial(launch_kimi_delta, fast_walk=False), kimi=True)
 
 
 @pytest.mark.parametrize("made", [twins, kernels])

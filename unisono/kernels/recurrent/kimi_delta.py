@@ -27,8 +27,10 @@ PROMPT_TILE, ROUND_TILE, STAGES = StateTile(64, 4), StateTile(64, 4), 2
 """Blocking of Triton's walk over prompts and over rounds, and chunks of a prompt that it loads at once. They affect
 speed only.
 """
-PROMPT_SLICE, ROUND_SLICE = StateTile(16, 1), StateTile(64, 4)
-"""Channels that are prepared at once, and warps."""
+FAST_WALK = False
+"""Switch of the walk in Gluon, for prompts in 16 bits. It has the bits of Triton's in the tests' interpreter. No GPU
+has compared them yet, so it is off: ``python -m benchmarks.recurrences`` does.
+"""
 _ROWS = 32
 """Maximum rows of a prompt pass for one choice of kernels."""
 
@@ -36,12 +38,11 @@ _ROWS = 32
 def launch_kimi_delta(
     qkv: Tensor, gates: Tensor, state: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, since: Tensor,
     first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
-    prompt_slice: StateTile = PROMPT_SLICE, round_tile: StateTile = ROUND_TILE, round_slice: StateTile = ROUND_SLICE,
-    fast_walk: bool = True,
+    round_tile: StateTile = ROUND_TILE, fast_walk: bool = FAST_WALK,
 ) -> Tensor:  # fmt: skip
     """Launch :func:`kimi_delta`.
 
-    fast_walk: use the faster walk for prompts in 16 bits on a GPU. It and the tiles affect speed only.
+    fast_walk: use the walk in Gluon for prompts in 16 bits on a GPU. It and the tile affect speed only.
     """
     out = _kimi_delta_meta(qkv, gates, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
@@ -56,10 +57,9 @@ def launch_kimi_delta(
     ends = gates.new_empty((places, heads, key_dim))
     starts, width = (rows, width) if query_start is None else (query_start, 0)
     options = _options(sizes, besides, is_round)
-    part = (round_slice if is_round else prompt_slice).of(key_dim)
     _kimi_prepare_kernel[(places, heads)](
         qkv, gates, kv_ring, gates_ring, squares, factors, decayed, ends, rows, since, first, end, starts, count, width,
-        SCALE=key_dim**-0.5, BLOCK_R=max(_ROWS, triton.next_power_of_2(count)), SLICE=part.size, num_warps=part.warps,
+        SCALE=key_dim**-0.5, BLOCK_R=max(_ROWS, triton.next_power_of_2(count)), num_warps=1,
         **options, **overlapped(device),
     )  # fmt: skip
     inputs = qkv, kv_ring, squares, factors, decayed, ends, state, out, rows, since, first, until, end, starts, tokens
@@ -121,11 +121,10 @@ def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase
     prepare = types | dict.fromkeys(("gates", "gates_ring"), "*fp32") | ints("rows since first end query_start", "R W")
     walk = types | {"state": "*fp32", "out": f"*{dtype}"} | ints("rows since first until end query_start", "T R W")
     tile = (ROUND_TILE if is_round else PROMPT_TILE).of(sizes.value_dim)
-    part = (ROUND_SLICE if is_round else PROMPT_SLICE).of(sizes.key_dim)
     own = {"BLOCK_V": tile.size, "STAGES": 1 if is_round else STAGES}
-    more = {"SCALE": sizes.key_dim**-0.5, "BLOCK_R": _ROWS, "SLICE": part.size}
+    more = {"SCALE": sizes.key_dim**-0.5, "BLOCK_R": _ROWS}
     cases = [
-        AotCase(_kimi_prepare_kernel, prepare, options | more, num_warps=part.warps),
+        AotCase(_kimi_prepare_kernel, prepare, options | more, num_warps=1),
         AotCase(_kimi_walk_kernel, walk, options | own, num_warps=tile.warps),
     ]
     if is_round or dtype == "fp32":

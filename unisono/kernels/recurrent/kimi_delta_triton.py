@@ -33,6 +33,9 @@ from unisono.kernels.recurrent.gated_delta_triton import (
     half_of,
 )
 
+SLICE = tl.constexpr(16)
+"""Channels that are prepared at once. It is part of the order of sums, hence of the bits."""
+
 
 @triton.jit
 def _terms(x, dtype: tl.constexpr):
@@ -147,14 +150,13 @@ def _decayed_reads(S, at, STEP: tl.constexpr, k_sum, q_sum):
 def _kimi_prepare_kernel(
     qkv, gates, kv_ring, gates_ring, squares, factors, decayed, ends, rows, since, first, end, query_start, R, W,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr, SCALE: tl.constexpr, EXTRA: tl.constexpr,
-    ROUND: tl.constexpr, BLOCK_R: tl.constexpr, SLICE: tl.constexpr, OVERLAP: tl.constexpr,
+    ROUND: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Prepare chunks; one program per (chunk, head). In a round it also stores the tokens' inputs in the rings.
 
     decayed [places, H, 3, 2, CHUNK, K]: keys and queries times the decay from the chunk's begin, keys times the decay
     to its end, each in two terms (in fp32 one). ends [places, H, K]: decay of the state. EXTRA: see ``besides`` of
-    :meth:`unisono.kernels.recurrent.gated_delta.Sizes.chunks`. SLICE: channels that are computed at once; it affects
-    speed only.
+    :meth:`unisono.kernels.recurrent.gated_delta.Sizes.chunks`.
     """
     follow(OVERLAP)
     c, h = tl.program_id(0), tl.program_id(1)
