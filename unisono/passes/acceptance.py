@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 
-class AcceptanceRule(Protocol):
+class CandidateRule(Protocol):
     """Chooses the drafts that are compared with the target's tokens. Runs inside the graph of a round.
 
     The comparison itself is in ``commit`` (``kernels/speculation/rounds.py``).

@@ -20,7 +20,7 @@ from unisono.kv.specs import ALL, PAGE_SIZE
 from unisono.kv.store import StateStore
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.embedding_overrides import Overriding
-from unisono.passes.acceptance import AcceptanceRule, ExactMatch
+from unisono.passes.acceptance import CandidateRule, ExactMatch
 from unisono.passes.features.base import Computed, Feature, Outputs, TargetTokens
 from unisono.passes.slot_tensors import SlotTensors
 from unisono.passes.tree import Tree
@@ -43,7 +43,7 @@ class PassContext:
     sampler: DraftSampler
     store: StateStore
     features: Sequence[Feature] = ()
-    acceptance: AcceptanceRule = field(default_factory=ExactMatch)
+    acceptance: CandidateRule = field(default_factory=ExactMatch)
     tree: Tree | None = None
 
     @property

@@ -89,7 +89,7 @@ def _commit_chain(
 
 
 def _commit(context: PassContext, b: Buffers, drafts: torch.Tensor, sampled: torch.Tensor, shared: bool) -> None:
-    """Commit drafts [R, k] by the target's tokens [R, W]. shared: see :class:`AcceptanceRule`."""
+    """Commit drafts [R, k] by the target's tokens [R, W]. shared: see :class:`CandidateRule`."""
     candidates = context.acceptance.candidates(drafts, sampled, b.slots, 1, shared)
     if not shared:
         context.acceptance.count(b.drafted, b.shape.width - 1)

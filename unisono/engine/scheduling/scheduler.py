@@ -177,7 +177,7 @@ class Scheduler:
         """End a sequence: free its slot, and commit its pages to the prefix tree if ``keep``."""
         sequence.finish = finish
         queue = self._queue_of(sequence)
-        self._give_back(sequence, keep)
+        self._release(sequence, keep)
         queue.remove(sequence)
 
     def fail(self, sequence: Sequence, stage: str, error: Exception) -> None:
@@ -207,8 +207,8 @@ class Scheduler:
             chunk.sequence.pages.commit(chunk.sequence.keys[: chunk.end])
             self.device.prompt_committed(chunk)
 
-    def _give_back(self, sequence: Sequence, keep: bool = True) -> None:
-        """Free a request's slot and pages. keep: its computed pages stay in the prefix tree, evictable."""
+    def _release(self, sequence: Sequence, keep: bool = True) -> None:
+        """Free a request's slot and pages. keep: its computed whole pages stay in the prefix tree, evictable."""
         if sequence.pages is None:
             return
         if keep:
@@ -479,9 +479,9 @@ class Scheduler:
         return len(active)
 
     def _preempt(self, sequence: Sequence, keep: bool = True) -> None:
-        """Free a running request's slot and pages (:meth:`_give_back`), and queue it again."""
+        """Free a running request's slot and pages (:meth:`_release`), and queue it again."""
         queue = self._queue_of(sequence)
-        self._give_back(sequence, keep)
+        self._release(sequence, keep)
         queue.remove(sequence)
         sequence.preemptions += 1
         self.preemptions += 1

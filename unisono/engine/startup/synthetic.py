@@ -15,11 +15,11 @@ import torch
 from unisono.config import EngineConfig
 from unisono.config.synthetic_rates import rates_by_kind
 from unisono.kernels.speculation.rounds import force_drafts
-from unisono.passes.acceptance import AcceptanceRule, ExactMatch
+from unisono.passes.acceptance import CandidateRule, ExactMatch
 from unisono.passes.slot_tensors import SlotTensors
 
 
-def acceptance_rule(config: EngineConfig, slots: SlotTensors) -> AcceptanceRule:
+def candidate_rule(config: EngineConfig, slots: SlotTensors) -> CandidateRule:
     """Return the rule of the configuration; :class:`ExactMatch` by default."""
     if config.synthetic_acceptance_length is not None:
         return MeanLength(slots, config.synthetic_acceptance_length)

@@ -40,7 +40,7 @@ from unisono.engine.startup.buckets import (
 from unisono.engine.startup.compile_processes import CompileProcesses, forks_for
 from unisono.engine.startup.memory import PageDemand, fit_pages, peak_bytes
 from unisono.engine.startup.packaged_kernels import installed_kernels
-from unisono.engine.startup.synthetic import acceptance_rule
+from unisono.engine.startup.synthetic import candidate_rule
 from unisono.engine.startup.warmup import compiling_only, run_on_padding, warmup_passes
 from unisono.engine.worker.device_state import StateSizes
 from unisono.engine.worker.sleeping import SleepingMemory, modules_of
@@ -341,7 +341,7 @@ class Build:
     def _lent(self, spec: SpeculativeConfig, sampler: DraftSampler) -> Callable[[], PassContext]:
         """Return a function that makes pass modules over the pages that the worker holds at the time of the call."""
         w, config = self.worker, self.config
-        rule = acceptance_rule(config.requested, w.slots)
+        rule = candidate_rule(config.requested, w.slots)
 
         def modules() -> PassContext:
             tree = None

@@ -40,8 +40,10 @@ class StateSizes:
 
 
 class DeviceState:
-    """Send the commands for window pages and recurrent state. ``send`` executes a command. branch_points: where prompts
-    leave snapshots."""
+    """Opens requests' pages with the longest cached prefix; sends commands for window pages and recurrent state.
+
+    ``send`` executes a command. branch_points: where prompts leave snapshots.
+    """
 
     def __init__(
         self, pool: PagePool, sizes: StateSizes, send: Callable[..., object], branch_points: BranchPoints = NO_POINTS
@@ -51,7 +53,10 @@ class DeviceState:
         self._unsaved: Sequence[Chunk] = ()  # chunks of the last prompt pass; their snapshots are due
 
     def open(self, request: Request) -> Reservation | None:
-        """Return the request's pages with the longest usable prefix; None if its window quotas do not fit yet."""
+        """Look up the prefix cache (``PagePool.open``): the request's pages with the longest usable prefix.
+
+        None if its window quotas do not fit yet.
+        """
         quotas = self._sizes.quota(self._pool.windows, prompt=True)
         if not self._pool.has_quotas(quotas):
             return None

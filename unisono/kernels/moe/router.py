@@ -1,4 +1,6 @@
-"""Router: the experts of each token and their weights. Owns the ``route`` op; called by ``layers``.
+"""Router by softmax: the experts of each token and their weights. Owns the ``route`` op; called by ``layers``.
+
+Other scores: ``kernels/moe/scored_router.py``.
 
 Two launches at any number of rows: the product with the router's weight, whose logits stay fp32, and the choice. One
 program chooses for one row, so a row's choice depends on that row alone. Ties go to the lower id.

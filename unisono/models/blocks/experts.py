@@ -42,8 +42,9 @@ class ExpertsSpec:
     ``shared.gate_up.up``, ``shared.down``; ``shared_gate``; ``correction``. The loader takes fused or single tensors,
     whichever a checkpoint has; those with biases are fused.
 
-    A new rule of choice also needs a kernel (``kernels/moe/router.py``), and its fields of config.json have to be
-    allowed (``config/preflight/formula.py``).
+    A new rule of choice is a field of ``RouterScores``, with its branch in the kernel and the CPU twin of
+    ``kernels/moe/scored_router.py`` and in the tests' oracle (``layers/experts.py``, ``_chosen``). Its fields of
+    config.json have to be allowed (``config/preflight/formula.py``).
 
     Raises CheckpointError for values that cannot be computed.
     """
