@@ -201,7 +201,7 @@ def test_incompatible_frozen_drafter_weights_are_named(change, words, tmp_path: 
 def test_the_config_is_refused(case: Case) -> None:
     with pytest.raises(ConfigError, match='needs "model"'):
         engine(case.path, speculative=spec(3, None))
-    with pytest.raises(ConfigError, match=r"has no option 'topk'. It has none; leave it out"):
+    with pytest.raises(ConfigError, match=r"has no option 'topk'. Its options: draft_quantization"):
         engine(case.path, speculative=spec(3, case.drafter, topk=4))
 
 

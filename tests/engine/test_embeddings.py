@@ -293,7 +293,7 @@ def test_empty_overrides_equal_a_plain_prompt(llm: LLM) -> None:
 def test_the_docs_code_runs() -> None:
     page = (Path(__file__).parents[2] / "docs/guide/embed.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(block, {})
 

@@ -38,6 +38,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[st
     start_notes._machine.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def known_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that tells cuBLAS's version, which a CPU build of torch does not bring."""
+    monkeypatch.setattr(start_notes, "_version", lambda name: "13.1" if name == start_notes.BLAS[0] else "")
+
+
 @pytest.fixture
 def kernel() -> Iterator[ExactKernel[Any]]:
     """A kernel whose comparison counts its runs."""
@@ -59,6 +65,22 @@ def notes(ranks: int = 1, **flags: Any) -> StartNotes:
     config = replace(config, device=torch.device("cuda:0"))
     start_notes._machine.cache_clear()
     return StartNotes.of(config, shape_files(config, checkpoint.path), ranks)
+
+
+def test_proofs_need_a_known_cublas(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert notes().proofs is not None
+    monkeypatch.setattr(start_notes, "_version", lambda name: "")
+    assert notes().proofs is None
+    assert notes().costs is not None
+
+
+def test_costs_of_another_form_are_not_read(machine: dict[str, Any]) -> None:
+    file = notes().costs
+    assert file is not None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for text in ('{"round": {"points": 3}}', '{"round": 4}', "[]", "{"):
+        file.write_text(text)
+        assert notes().costs_known == {}
 
 
 def test_remembered_comparisons_are_not_run(kernel: Any) -> None:

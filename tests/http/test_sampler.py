@@ -18,6 +18,7 @@ from tests.http.tokenizers_ import byte_fallback, byte_level
 from unisono.frontend.sequence_output import SequenceOutput
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import EngineRequest, FinishReason, SamplingParams, TokenDelta, TokenLogprobs, Vectors
+from unisono.types.expert_ids import ExpertIds
 
 TEXT = "naïve 🙂 fox"
 TOKENIZER = byte_level()
@@ -85,8 +86,12 @@ def test_deltas_that_pile_up_keep_everything() -> None:
     delta = TokenDelta("r", [7], queued_seconds=0.5)
     delta.absorb(TokenDelta("r", [8]))
     assert delta.queued_seconds == 0.5, "of the first one"
+    delta = TokenDelta("r", [7])
+    for data in (b"ab", b"cd"):
+        delta.absorb(TokenDelta("r", [8], routed_experts=ExpertIds("uint8", 1, 2, data)))
+    assert delta.routed_experts == ExpertIds("uint8", 1, 2, b"abcd")
     fields = list(TokenDelta.__struct_fields__)
-    assert len(fields) == 15, "a new field: does absorb() merge it?"
+    assert len(fields) == 17, "a new field: does absorb() merge it?"
 
 
 def test_streamed_logprobs_are_the_whole_ones(server: Server) -> None:

@@ -94,7 +94,7 @@ def test_programs_of_few_rows_compute_the_product(case):
     Machine((fp8_gluon, hopper), programs).run(
         fp8_gluon.fp8_rows_kernel,
         x_desc=Descriptor(x8, [tile.m, fp8_gluon.STEP]), w_desc=Descriptor(weight, [tile.n, fp8_gluon.STEP]),
-        x_scales=scales, w_scales=weight_scales, bias=bias, residual=residual, out=out, M=rows, N=n, K=k,
+        x_scales=scales, w_scales=weight_scales, bias=bias, residual=residual, out=out, M=rows, N=n, K=k, PART=n,
         PADDED=len(x8), BY_BLOCK=False, HAS_BIAS=True, HAS_RESIDUAL=True, OVERLAP=True, **fp8_gluon._sizes(tile),
     )  # fmt: skip
     quantised = Quantised(x8, scales, INT8_ROWS, rows, torch.float16)

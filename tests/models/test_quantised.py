@@ -259,7 +259,7 @@ def test_the_flag_and_the_checkpoint_agree(plain: Path, tmp_path: Path) -> None:
     for path, asked, named in (
         (tmp_path / "model", "fp8", "'awq'"),
         (plain, "gptq", "--quantization fp8"),
-        (plain, "int3", "auto-round, awq, compressed-tensors, fbgemm_fp8, fp8, gptq"),
+        (plain, "int3", "auto-round, awq, compressed-tensors, fbgemm_fp8, fp8, gguf, gptq"),
     ):
         with pytest.raises(ConfigError) as caught:
             Checkpoint.open(path, asked)

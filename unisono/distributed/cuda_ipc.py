@@ -7,6 +7,7 @@ A trainer calls :func:`share` for its tensors and sends the descriptions, which 
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 
 import torch
@@ -15,8 +16,12 @@ from unisono.distributed.cuda_driver import Address, IpcHandle, Size, call, memo
 from unisono.types import ConfigError
 from unisono.types.shared_tensor import SharedTensor
 
+logger = logging.getLogger(__name__)
+
 LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 HANDLE_BYTES = ctypes.sizeof(IpcHandle)
 
@@ -61,7 +66,7 @@ class OpenedTensors:
             call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
         dtype = _dtype(shared.dtype)
         count = math.prod(shared.shape) * dtype.itemsize
-        inside = shared.offset >= 0 and min(shared.shape, default=0) >= 0 and shared.offset + count <= size.value
+        inside = shared.offset >= 0 and min(shared.shape, default=1) >= 1 and shared.offset + count <= size.value
         if not inside or (address + shared.offset) % dtype.itemsize:
             raise ConfigError(
                 f"offset {shared.offset} and shape {list(shared.shape)} do not fit an allocation of {size.value} bytes."
@@ -69,12 +74,18 @@ class OpenedTensors:
         return memory_at(address + shared.offset, count, index).view(dtype).view(shared.shape)
 
     def close(self) -> None:
-        """Close all allocations, once the device has finished its work. Their tensors may not be used again."""
-        for (index, _), address in self._opened.items():
+        """Close all allocations, once the device has finished its work. Their tensors may not be used again.
+
+        One that cannot be closed, such as that of a process that has ended, is logged.
+        """
+        opened, self._opened = self._opened, {}
+        for (index, _), address in opened.items():
             with torch.cuda.device(index):
                 torch.cuda.synchronize()
-                call("cuIpcCloseMemHandle", address)
-        self._opened.clear()
+                try:
+                    call("cuIpcCloseMemHandle", address)
+                except RuntimeError as error:
+                    logger.warning("%s: memory of another process was not closed.", error)
 
     def _address(self, index: int, handle: str) -> int:
         if (known := self._opened.get((index, handle))) is not None:
@@ -100,7 +111,7 @@ class OpenedTensors:
 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found in INTEGERS):
         raise ConfigError(f"dtype {name!r} is unknown; give a name of torch, such as bfloat16.")
     return found
 

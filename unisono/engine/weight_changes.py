@@ -24,7 +24,7 @@ from unisono.engine.worker.weight_updates import (
     UpdateTensors,
     UpdateWeights,
 )
-from unisono.types import CheckpointError, ConfigError
+from unisono.types import ConfigError
 from unisono.types.shared_tensor import SharedTensor
 
 
@@ -140,7 +140,7 @@ def _changed(
     freed = engine.reset_prefix_cache()  # now no page is in use, and ranks keep the old weights in them
     try:
         engine.runner.send(command)
-    except (CheckpointError, ConfigError):
+    except Exception:
         engine.runner.send(EndUpdate(False))
         raise
     engine.runner.send(EndUpdate(True))

@@ -83,16 +83,16 @@ class WeightCalls:
         """Serve an adapter of these tensors, in place of one of that name; returns the request that names it.
 
         tensors: A and B of each module in a float dtype, by PEFT's names in ``adapter_model.safetensors``. config_dict:
-        of ``adapter_config.json``. They are copied to shared memory. Requests that run go on with the adapter they
-        began with; cached prefixes of the old one are not used for the new one. Raises BadRequest with the old adapter
-        in place.
+        of ``adapter_config.json``; sets become lists. They are copied to shared memory. Requests that run go on with
+        the adapter they began with; cached prefixes of the old one are not used for the new one. Raises BadRequest with
+        the old adapter in place.
         """
         directory = tempfile.TemporaryDirectory(
             prefix="unisono-adapter-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         )
         held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         save_file(held, Path(directory.name, "adapter_model.safetensors"))
-        Path(directory.name, "adapter_config.json").write_text(json.dumps(dict(config_dict)))
+        Path(directory.name, "adapter_config.json").write_text(json.dumps(dict(config_dict), default=sorted))
         with self._loading:
             known = self._adapters.get(lora_name)
             numbers = [0, *(one.lora_int_id for one in self._adapters.values())]
@@ -169,6 +169,8 @@ class WeightCalls:
 
         Raises ConfigError as :meth:`sleep`, and for weights without the KV cache.
         """
+        if unknown := sorted(set(tags or ()) - {"weights", "kv_cache"}):
+            raise ConfigError(f"tag {unknown[0]!r}: give weights or kv_cache.")
         if tags and "kv_cache" not in tags:
             raise ConfigError(f"tags={list(tags)}: weights are released with the kv_cache; name both.")
         done = self.sleep(1)

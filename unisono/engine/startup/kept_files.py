@@ -28,6 +28,7 @@ class KeptFiles(FileCacheManager):  # type: ignore[misc]  # Triton has no types
         with tempfile.NamedTemporaryFile(dir=self.cache_dir) as file:
             file.write(data)
             file.flush()
+            os.fchmod(file.fileno(), 0o755)  # other users of the directory load it, too
             try:
                 with suppress(FileExistsError):
                     os.link(file.name, path)

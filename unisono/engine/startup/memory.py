@@ -85,7 +85,7 @@ def fit_pages(
         used = peak_bytes()
         held = used + GPU_SLACK + demand.logits_bytes + demand.staging_bytes
         free = int(config.requested.gpu_memory_utilization * torch.cuda.mem_get_info()[1]) - held
-        if free <= 0:
+        if free <= 0 and num_pages is None:
             raise ConfigError(
                 f"weights, the state of {config.max_num_seqs} requests and the largest pass take {held >> 20} MiB, and "
                 f"--gpu-memory-utilization {config.requested.gpu_memory_utilization} leaves {-free >> 20} MiB too few: "

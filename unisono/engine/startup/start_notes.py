@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[2]
 BLAS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")
 """Packages with cuBLAS, whose version torch does not fix."""
-PREFIXES = ("CUBLAS", "CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "TRITON_", "UNISONO_")
+PREFIXES = ("CUBLAS", "CUDA_", "LD_", "NVIDIA_", "PYTORCH_", "TORCH_", "TRITON_", "UNISONO_")
 """Environment variables that may change kernels or times, by their beginnings."""
 UNRELATED = {env.CACHE.name, env.START_NOTES.name, env.API_KEY.name, env.TRANSFER_KEY.name, "TRITON_CACHE_DIR"}
 
@@ -55,7 +55,8 @@ class StartNotes:
     def of(cls, config: ResolvedConfig, files: Iterable[Path], ranks: int) -> StartNotes:
         """Read the notes for this GPU and configuration. files: those that the model's shapes come from.
 
-        Ranks agree on proofs by comparing them, so notes of proofs are for one rank only.
+        Ranks agree on proofs by comparing them, so notes of proofs are for one rank only. They also need a package that
+        tells the version of cuBLAS.
         """
         directory = env.start_notes()
         if directory is None or config.device.type != "cuda":
@@ -64,9 +65,13 @@ class StartNotes:
         settings = json.dumps(config.explain()["settings"], sort_keys=True, default=str)
         stored = [file.read_bytes() for file in files if file.is_file()]
         whole = _digest(machine, settings, str(ranks), *stored)
-        found = cls(directory / f"proofs-{machine}.json" if ranks == 1 else None, directory / f"costs-{whole}.json")
+        proven = ranks == 1 and any(_version(name) for name in BLAS)
+        found = cls(directory / f"proofs-{machine}.json" if proven else None, directory / f"costs-{whole}.json")
         found.known = {name: bool(same) for name, same in _read(found.proofs).items()}
-        found.costs_known = {name: _cost(each) for name, each in _read(found.costs).items()}
+        try:
+            found.costs_known = {name: _cost(each) for name, each in _read(found.costs).items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            logger.warning("%s is not read: %s.", found.costs, error)
         return found
 
     @contextmanager
@@ -135,10 +140,10 @@ def _cost(stored: Mapping[str, Any]) -> PassCost:
 
 def _read(file: Path | None) -> dict[str, Any]:
     """The notes in a file; none if it is missing or unreadable."""
-    if file is None or not file.is_file():
+    if file is None:
         return {}
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text()) if file.is_file() else {}
     except (OSError, ValueError) as error:
         logger.warning("%s is not read: %s.", file, error)
         return {}

@@ -153,14 +153,15 @@ class WeightUpdater:
             self._end(command)
 
     def _end(self, command: EndUpdate) -> None:
-        self.opened.close()
-        if self._changes is not None:
-            if command.keep:
-                self.void = self.void.difference(*(update.targets for update in self._changes.updates))
-                self._changes.keep()
-            else:
-                self._changes.revert()
-            self._changes = None
+        changes, self._changes = self._changes, None
+        try:
+            if changes is not None and command.keep:
+                self.void = self.void.difference(*(update.targets for update in changes.updates))
+                changes.keep()
+            elif changes is not None:
+                changes.revert()
+        finally:
+            self.opened.close()
 
     def loaded(self) -> Iterator[torch.Tensor]:
         """Yield the target's weights that :class:`ReloadWeights` and complete updates write, and count them as void.

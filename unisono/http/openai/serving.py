@@ -249,7 +249,8 @@ class Serving:
             ("return_routed_experts", model.return_routed_experts, model.routed_experts),
         ):
             if getattr(params, name):
-                check_reported(name, enabled, size, length, params)
+                unreported = params.routed_experts_prompt_start if name == "return_routed_experts" else 0
+                check_reported(name, enabled, size, length - min(unreported, length), params)
         return params
 
     def _generations(
@@ -370,7 +371,7 @@ def check_reported(name: str, enabled: bool, size: int, prompt: int, params: Sam
                 f"={params.max_tokens} and n={params.n} may have {tokens * size} numbers; at most "
                 f"{MAX_REPORTED_NUMBERS} are sent. Lower ",
                 MAX_TOKENS,
-                " or n, or shorten the prompt.",
+                " or n, shorten the prompt, or report less of it.",
             ),
             name,
         )

@@ -123,8 +123,10 @@ def _add_memory(app: FastAPI, service: Service) -> None:
         tags = await tags_of(request)
         if tags is not None and KV_CACHE not in tags:
             raise ApiError(400, f"tags={tags}: weights are released with the kv_cache; name both.", param="tags")
+        if not _frees(service):
+            raise ApiError(400, "this server cannot release memory; start it with --enable-sleep-mode.", param="tags")
         found = await _fall_asleep(service, 1, "keep")
-        if tags == [KV_CACHE]:
+        if tags is not None and set(tags) == {KV_CACHE}:
             found |= await _wake_up(service, [WEIGHTS], True)
         return json_response(found)
 

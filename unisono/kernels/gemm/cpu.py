@@ -39,7 +39,7 @@ bits.
 
 _BLOCK_OFFSETS = (0, 1, 29)
 _available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_proven: dict[tuple[int, int, int], tuple[bool, bool]] = {}
+_proven: dict[tuple[int, ...], tuple[bool, bool]] = {}
 """(N, K, threads) -> True where oneDNN's bits do not depend on the number of rows: of packed weights, and of others."""
 _even_tiles: dict[tuple[Hashable, ...], bool] = {}
 """Weight's shape, strides and dtype, threads -> True where the BLAS's bits do not depend on a row's place in a tile."""
@@ -94,12 +94,12 @@ def _blocks(rows: int) -> tuple[int, ...]:
 
 
 def _exact(weight: torch.Tensor) -> tuple[bool, bool]:
-    """Return (oneDNN serves this weight, also without packing). Compared once in a process for each shape and number of
-    threads.
+    """Return (oneDNN serves this weight, also without packing). Compared once in a process for each shape, its strides
+    and the number of threads.
     """
     if not _available:
         return False, False
-    key = *weight.shape, torch.get_num_threads()
+    key = *weight.shape, *weight.stride(), torch.get_num_threads()
     known = _proven.get(key)
     if known is None:
         known = _proven[key] = _same_bits(weight.detach())

@@ -74,6 +74,10 @@ def with_slices(
             raise CheckpointError(f"{each[0].info.file}: tensor {name} is pushed whole and as {each[0].spelled}.")
         if target is None:
             found[name] = each[0].info  # without a place; the caller says so
+        elif any(a.part.dim != b.part.dim or b.part.start < a.part.stop for a, b in pairwise(each)):
+            raise CheckpointError(
+                f"{each[0].info.file}: slices of {name} overlap, or differ in dimension: push disjoint ones of one."
+            )
         elif (whole := joined(each, target)) is not None:
             found[name] = whole
         else:
