@@ -82,6 +82,8 @@ def test_memory_occupation_is_sglangs_name_of_sleep(llm: LLM) -> None:
     assert tokens(llm, PROMPTS, GREEDY) == expected
     with pytest.raises(ConfigError, match="name both"):
         llm.release_memory_occupation(["weights"])
+    with pytest.raises(ConfigError, match="tag 'weight'"):
+        llm.release_memory_occupation(["kv_cache", "weight"])
 
 
 def test_the_process_returns_its_memory(llm: LLM) -> None:

@@ -54,9 +54,10 @@ def test_synthetic_acceptance_matches_the_rates(qwen3: Path) -> None:
         {"synthetic_acceptance_rates": (0.5,)},
         {"speculative": NGRAM, "synthetic_acceptance_rates": (1.5,)},
         {"speculative": NGRAM, "synthetic_acceptance_rates": (0.5, 0.6)},
+        {"speculative": NGRAM, "synthetic_acceptance_rates": (0.9, (0.5,))},
         {"speculative": NGRAM, "synthetic_acceptance_rates": (0.5,), "synthetic_acceptance_length": 2.0},
     ],
-    ids=["without speculation", "no share", "a later draft more often", "and a mean"],
+    ids=["without speculation", "no share", "a later draft more often", "of some kinds", "and a mean"],
 )
 def test_invalid_synthetic_acceptance_raises(flags: dict) -> None:
     with pytest.raises(ConfigError, match="synthetic-acceptance-rates"):

@@ -248,17 +248,17 @@ class RaggedDrafter(Drafter, Protocol):
     drafts_ragged: bool
     placeholder: int
 
-    def propose_ragged(self, slots: torch.Tensor, drafts: torch.Tensor, given: SharedInputs) -> None:
+    def propose_ragged(self, slots: torch.Tensor, drafts: torch.Tensor, packed: SharedInputs) -> None:
         """Fill the places of ``drafts [R, k]`` int32 that are not -1.
 
-        given: inputs of a pass over all rows, a row being its last token and a ``placeholder`` for each of its drafts.
+        packed: inputs of a pass over all rows, a row being its last token and a ``placeholder`` for each of its drafts.
         """
         ...
 
-    def observe_ragged(self, hidden: torch.Tensor, given: SharedInputs) -> None:
+    def observe_ragged(self, hidden: torch.Tensor, packed: SharedInputs) -> None:
         """Catch up after verification, in place of :meth:`Drafter.observe`.
 
-        hidden [T, d]: hidden states of the verified tokens, whose positions are those of ``given``: each row's last
+        hidden [T, d]: hidden states of the verified tokens, whose positions are those of ``packed``: each row's last
         token and its drafts. The states of rejected drafts are among them: what is stored of these is not read again.
         """
         ...

@@ -61,7 +61,7 @@ class Buckets:
 
     @property
     def label(self) -> str:
-        """Name of everything that the measured cost of a pass depends on, in one engine."""
+        """Key of a measured pass cost within one engine: program, features, shapes and graph mode."""
         shapes = [(shape.rows, shape.width) for shape in self.shapes]
         how = self.mode, sorted(self.edges), self.flat, self.always
         return f"{self.program.name} {self.features.label} {shapes} {how}"

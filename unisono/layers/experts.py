@@ -65,7 +65,7 @@ class Experts(nn.Module):
     router_factors: each expert's weight is multiplied by a learnt number.
     scores: how experts are scored and chosen; None: by softmax. With a ``correction`` they have one fp32 number each.
     counts [E]: tokens per expert, see :func:`expert_counts`.
-    observer: called with the choices [M, top_k] int32 of each pass; None: nobody is.
+    observer: called with the choices [M, top_k] int32 of each pass; None: not called.
     ranks: processes that hold the experts together; a rank computes its own part.
     weighs_inputs: the input of a token's expert is multiplied by its weight, and its output is not.
     """

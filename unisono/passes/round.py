@@ -109,12 +109,12 @@ def shared_round_program(context: PassContext, drafts: int) -> Program:
         tokens, drafter = rows * (1 + drafts), context.drafter
         ragged = drafter if isinstance(drafter, RaggedDrafter) and drafter.drafts_ragged else None
         if ragged is not None:
-            chain, given = _draft_shared(context, ragged, b, most, tokens)
+            chain, packed = _draft_shared(context, ragged, b, most, tokens)
         else:
             chain = torch.full((rows, most), -1, dtype=torch.int32, device=b.device)
             chances = _draft_rated(context, b.slots, chain, b.rates)
-            _, given = share(context, b, chain, chances, tokens)
-        verify_shared(context, b, chain, given, ragged)
+            _, packed = share(context, b, chain, chances, tokens)
+        verify_shared(context, b, chain, packed, ragged)
 
     return context.program(shared_round(drafts), schema, run)
 
@@ -196,8 +196,8 @@ def _draft_shared(
     shape = b.slots.shape[0], most
     chain = torch.full(shape, drafter.placeholder, dtype=torch.int32, device=b.device)
     limit_drafts(chain, b.slots, context.slots.max_drafts, torch.empty_like(b.slots))
-    widths, given = share(context, b, chain, b.rates, tokens)
-    drafter.propose_ragged(b.slots, chain, given)
+    widths, packed = share(context, b, chain, b.rates, tokens)
+    drafter.propose_ragged(b.slots, chain, packed)
     return chain, compact_inputs(context, b, chain, widths, tokens)
 
 

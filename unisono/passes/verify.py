@@ -48,27 +48,27 @@ def compact_inputs(
 
 
 def verify_shared(
-    context: PassContext, b: Buffers, drafts: torch.Tensor, given: SharedInputs, drafter: RaggedDrafter | None
+    context: PassContext, b: Buffers, drafts: torch.Tensor, packed: SharedInputs, drafter: RaggedDrafter | None
 ) -> None:
-    """Verify drafts [R, k] that share a pass, and commit. given: see :func:`share`.
+    """Verify drafts [R, k] that share a pass, and commit. packed: see :func:`share`.
 
     Each request has a row of its own width in the target's pass, so its tokens have the bits of any other round.
     drafter: the drafter, if it observes rows of any widths.
     """
     s = context.slots
-    placed = b.slots, given.positions, given.slot_mapping, given.kv_len, s.page_table
-    inputs = AttentionInputs(*placed, None, given.query_start, widest=b.shape.width)
+    placed = b.slots, packed.positions, packed.slot_mapping, packed.kv_len, s.page_table
+    inputs = AttentionInputs(*placed, None, packed.query_start, widest=b.shape.width)
     rotary = None
     if s.rotary_delta is not None:
-        rotary = given.positions + s.rotary_delta.index_select(0, b.slots).index_select(0, given.owners)
-    last, seen = context.forward(b, b.slots, given.token_ids, inputs, rotary=rotary)
-    hidden = last.index_select(0, given.places)
-    sampled = context.sample(b, hidden, last, b.slots, drafts, Outputs(b), given.sampled)
+        rotary = packed.positions + s.rotary_delta.index_select(0, b.slots).index_select(0, packed.owners)
+    last, seen = context.forward(b, b.slots, packed.token_ids, inputs, rotary=rotary)
+    hidden = last.index_select(0, packed.places)
+    sampled = context.sample(b, hidden, last, b.slots, drafts, Outputs(b), packed.sampled)
     if drafter is not None and seen is not None:
         _commit(context, b, drafts, sampled, shared=True)
-        drafter.observe_ragged(seen, given)
+        drafter.observe_ragged(seen, packed)
     else:
-        seen = None if seen is None else seen.index_select(0, given.places)
+        seen = None if seen is None else seen.index_select(0, packed.places)
         _commit_chain(context, b, drafts, sampled, seen, shared=True)
 
 

@@ -124,31 +124,31 @@ class DFlashDrafter:
         """One pass over the rows' blocks, then :meth:`_draw`."""
         context, s, settings = self._context, self._context.slots, self.module.settings
         rows, k = drafts.shape
-        given = k - settings.from_anchor
-        masks = self._masks[: rows * given].view(rows, given)
+        masked = k - settings.from_anchor
+        masks = self._masks[: rows * masked].view(rows, masked)
         token_ids, positions, slot_mapping, kv_len = round_inputs(
             slots, masks, s.length, s.max_length, s.status, s.last_token, s.page_table, context.page_size
         )
-        width = 1 + given
+        width = 1 + masked
         inputs = AttentionInputs(slots, positions, slot_mapping, kv_len, s.page_table, width)
         hidden = self.module(token_ids, ForwardContext.of(inputs), context.state["kv"])
         self._draw(slots, drafts, hidden.view(rows, width, -1)[:, width - k :].reshape(rows * k, -1))
 
-    def propose_ragged(self, slots: torch.Tensor, drafts: torch.Tensor, given: SharedInputs) -> None:
+    def propose_ragged(self, slots: torch.Tensor, drafts: torch.Tensor, packed: SharedInputs) -> None:
         """One pass over blocks of the rows' own widths."""
         s, (rows, k) = self._context.slots, drafts.shape
-        placed = slots, given.positions, given.slot_mapping, given.kv_len, s.page_table
-        inputs = AttentionInputs(*placed, None, given.query_start, widest=1 + k)
-        hidden = self.module(given.token_ids, ForwardContext.of(inputs), self._context.state["kv"])
-        places = given.sampled.view(rows, 1 + k)[:, 1:].flatten()
+        placed = slots, packed.positions, packed.slot_mapping, packed.kv_len, s.page_table
+        inputs = AttentionInputs(*placed, None, packed.query_start, widest=1 + k)
+        hidden = self.module(packed.token_ids, ForwardContext.of(inputs), self._context.state["kv"])
+        places = packed.sampled.view(rows, 1 + k)[:, 1:].flatten()
         found = self._context.sample_block(self.module.logits(hidden), slots, k, self.module.ids, places)
         drafts.copy_(torch.where(drafts >= 0, found, -1))
 
-    def observe_ragged(self, hidden: torch.Tensor, given: SharedInputs) -> None:
+    def observe_ragged(self, hidden: torch.Tensor, packed: SharedInputs) -> None:
         """Write the context of all verified tokens. That of rejected drafts lies where the next block begins or after
         it, and is replaced before it is read.
         """
-        self.module.write_context(hidden, given.positions, given.slot_mapping, self._context.state["kv"])
+        self.module.write_context(hidden, packed.positions, packed.slot_mapping, self._context.state["kv"])
 
     def _draw(self, slots: torch.Tensor, drafts: torch.Tensor, hidden: torch.Tensor) -> None:
         """Write drafts [R, k] from the outputs [R · k, H] of the rows that predict them."""

@@ -108,7 +108,7 @@ def shared_choices(
     if spec.share_drafts is False:
         return (), "share_drafts is off"
     if spec.share_drafts is None and config.device.type != "cpu":
-        return (), "not faster in every measurement on a GPU: share_drafts turns it on"
+        return (), "off by default on GPUs, where it was not always faster; share_drafts turns it on"
     return between, "drafting costs the same for any number" if constant else "share_drafts is on"
 
 

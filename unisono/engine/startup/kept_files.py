@@ -1,4 +1,4 @@
-"""Triton's cache on disk without replaced extensions.
+"""Cache of Triton on disk that never replaces a C extension.
 
 Triton 3.6 compiles a launcher for each kind of kernel as a C extension. Processes that compile the same one replace
 each other's file, and CPython knows an extension by its file's device and inode: a process that looks at the file just

@@ -187,7 +187,7 @@ class GenerationRequest(BaseModel):
         for name in ("return_hidden_states", "return_routed_experts"):
             if self.stream and getattr(self, name):
                 raise BadRequest(
-                    f"{name} reports with whole answers only; leave out stream or {name}.",
+                    f"{name} is for whole answers only; leave out stream or {name}.",
                     name,
                 )
         if self.return_drafts and not self.stream:

@@ -4,7 +4,8 @@ The groups of ``gluon_latent.py``, for tiles that may be cut along KV: a program
 the other. A tile of 64 rows holds the heads of few tokens; the other rows are absent. The group that computes weights
 hands over maxima and sums of each split, too. Each of the two groups that add up 128 columns merges splits of a whole
 tile in registers. It keeps those of a cut tile in the workspace, counts them, and merges them in order if it is the
-last one of its columns. Latents of tokens before the pass are loaded while the kernel ahead still runs.
+last one of its columns. Latents of tokens before the pass are loaded while the kernel ahead still runs. It is off: see
+``hopper_latent.py``.
 
 Every sum has the order of ``latent_kernels._latent_walk``; ``hopper_latent.exact_latent_rounds`` compares both kernels
 on the present GPU.

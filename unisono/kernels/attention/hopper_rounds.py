@@ -1,9 +1,10 @@
 """Dispatch of few rows' attention to the Gluon kernels for Hopper, and the proof of their bits.
 
-They serve passes that may be cut along KV, on Hopper, for 16-bit heads without a soft cap or sinks: the kernel in
-``gluon_rounds.py`` heads of 128 without a window, in tiles of up to MOST_ROWS rows, the one in ``gluon_wide_rounds.py``
-heads of 256 and 512 with a window or without. :data:`exact_round_attention` compares their bits with the Triton
-kernel's on the present GPU. Where they differ, or were not compared, the Triton kernel serves.
+The kernel in ``gluon_rounds.py`` serves passes that may be cut along KV, on Hopper, for 16-bit heads of 128 without a
+window, a soft cap or sinks, in tiles of up to MOST_ROWS rows. The kernel in ``gluon_wide_rounds.py``, for heads of 256
+and 512 with a window or without, is off (:data:`SERVED`): its speed has not been measured.
+:data:`exact_round_attention` compares the bits with the Triton kernel's on the present GPU. Where they differ, or were
+not compared, the Triton kernel serves.
 """
 
 from __future__ import annotations

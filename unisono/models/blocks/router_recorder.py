@@ -15,8 +15,8 @@ from unisono.layers.experts import Experts
 class RouterRecorder:
     """The MoE layers of a model.
 
-    layers: their indices in the model, ascending. experts: of a layer, at most. top_k: choices of a token in a layer;
-    0: layers differ, or there are none.
+    layers: indices of the MoE layers, ascending. experts: largest number of experts of a layer. top_k: experts per
+    token; 0 if layers differ or there are none.
     """
 
     def __init__(self, model: nn.Module) -> None:
