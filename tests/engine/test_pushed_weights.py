@@ -132,7 +132,7 @@ def test_wrong_slices_leave_the_old_weights(llm: LLM, new: Path) -> None:
             llm.update_weights_from_tensor({name: value})
     with pytest.raises(CheckpointError, match="pushed whole and as"):
         llm.update_weights_from_tensor({"model.norm.weight": norm, "model.norm.weight[0:4]": norm[:4]})
-    with pytest.raises(CheckpointError, match="slices of model.norm.weight overlap"):
+    with pytest.raises(CheckpointError, match=r"slices of .* overlap"):
         llm.update_weights_from_tensor({"model.norm.weight[0:4]": norm[:4], "model.norm.weight[2:6]": norm[2:6]})
     assert tokens(llm, PROMPTS, GREEDY) == old
 

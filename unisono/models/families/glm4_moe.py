@@ -38,9 +38,14 @@ def read_experts(hf_config: Any) -> ExpertsSpec:
     sigmoid = scoring in (None, "sigmoid", "noaux_tc")  # dots.llm1's config.json has the method's name there
     require(sigmoid, "scoring_func", scoring, "only 'sigmoid' is supported in this architecture")
     require(method in (None, "noaux_tc"), "topk_method", method, "only 'noaux_tc' is supported in this architecture")
+    return sigmoid_experts(hf_config, hf_config.n_routed_experts)
+
+
+def sigmoid_experts(hf_config: Any, num_experts: int) -> ExpertsSpec:
+    """Experts by a sigmoid with a correction, within groups, and shared experts beside them."""
     size = hf_config.moe_intermediate_size
     return ExpertsSpec(
-        num_experts=hf_config.n_routed_experts,
+        num_experts=num_experts,
         top_k=hf_config.num_experts_per_tok,
         intermediate_size=size,
         shared_intermediate_size=size * (hf_config.n_shared_experts or 0),

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.kernels.moe.scored_router import RouterScores
 from unisono.layers.rotary import RotarySpec
-from unisono.models.blocks.experts import ExpertsSpec
 from unisono.models.blocks.kimi_delta import PARTS, KimiDeltaSpec
 from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.blocks.layers import BlockSpec, LayerSpec
 from unisono.models.config import DecoderConfig, Family, Name, read_decoder_config, read_mlp
 from unisono.models.families.deepseek_v3 import NAMES as LATENT_NAMES
+from unisono.models.families.glm4_moe import sigmoid_experts
 from unisono.models.families.mixtral import names
 from unisono.models.load.build import require
 
@@ -66,7 +65,8 @@ def read(hf_config: Any) -> DecoderConfig:
     require({*kinds} <= {LINEAR, FULL}, "layer_types", kinds, f"{LINEAR} and {FULL} are supported")
     require(FULL in kinds, "layer_types", kinds, f"at least one layer must be {FULL}")
     require({*feeds} <= {"dense", "sparse"}, "mlp_layer_types", feeds, "dense and sparse are supported")
-    feed_forwards: dict[str, BlockSpec] = {"dense": read_mlp(hf_config), "sparse": read_experts(hf_config)}
+    experts = sigmoid_experts(hf_config, hf_config.num_local_experts)
+    feed_forwards: dict[str, BlockSpec] = {"dense": read_mlp(hf_config), "sparse": experts}
     mixers: dict[str, BlockSpec] = {FULL: read_latent(hf_config)}
     if LINEAR in kinds:
         mixers[LINEAR] = KimiDeltaSpec(
@@ -90,25 +90,6 @@ def read_latent(hf_config: Any) -> LatentSpec:
         query_rank=hf_config.q_lora_rank or 0,
         interleaved=False,
         bias=hf_config.attention_bias,
-    )
-
-
-def read_experts(hf_config: Any) -> ExpertsSpec:
-    """A layer's experts."""
-    size = hf_config.moe_intermediate_size
-    return ExpertsSpec(
-        num_experts=hf_config.num_local_experts,
-        top_k=hf_config.num_experts_per_tok,
-        intermediate_size=size,
-        shared_intermediate_size=size * (hf_config.n_shared_experts or 0),
-        normalize=hf_config.norm_topk_prob,
-        activation=hf_config.hidden_act,
-        scores=RouterScores(
-            correction=True,
-            groups=hf_config.n_group or 1,
-            top_groups=hf_config.topk_group or 1,
-            scale=hf_config.routed_scaling_factor,
-        ),
     )
 
 
