@@ -6,6 +6,7 @@ rows of padding. Rejected drafts are random.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -274,6 +275,42 @@ def ragged_rounds(passes: Passes, rnd: random.Random, most: int) -> None:
         if any(widths):
             right = [rnd.randrange(1, width + 1) if width else 0 for width in widths]
             passes.ragged(widths, right, seed=rnd.randrange(10**6), pad=rnd.randrange(3))
+
+
+def assert_bits_in_any_cuts(made: Callable[[Layer], Passes], sizes: Sizes) -> None:
+    """Assert that cuts of prompts and rounds of any width give the bits of one pass over each text."""
+    layer = Layer(sizes, torch.float32, [70, 100, 33, 16, 130])
+    whole = made(layer)
+    whole.prompt(layer.lengths)
+    for seed in range(4):
+        other = made(layer)
+        cuts(other, random.Random(seed), 40)
+        assert differing(whole, other) == 0
+    layer = Layer(sizes, torch.float32, [110, 117, 125])
+    whole = made(layer)
+    whole.prompt(layer.lengths)
+    for width in (1, 2, 4, 6, 8):
+        other = made(layer)
+        rounds(other, random.Random(width), itertools.repeat(width))
+        assert differing(whole, other) == 0
+        assert max(other.length) > 90
+    rnd, other = random.Random(0), made(layer)
+    rounds(other, rnd, iter(lambda: rnd.randrange(1, 9), 0))
+    assert differing(whole, other) == 0
+    other = made(layer)
+    ragged_rounds(other, rnd, 8)
+    assert differing(whole, other) == 0
+
+
+def assert_outputs_and_states(made: Passes, oracle: Callable[[Layer, int], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Assert that one pass over each text has the oracle's outputs, and its states at multiples of 16 tokens."""
+    layer, fp32 = made.layer, made.layer.dtype == torch.float32
+    made.prompt(layer.lengths)
+    for r, length in enumerate(layer.lengths):
+        out, state = oracle(layer, r)
+        assert relative(made.out[r], out.flatten(1)) < (3e-6 if fp32 else 5e-3)
+        if length % 16 == 0:
+            assert relative(made.state[made.order[r]], state) < (3e-6 if fp32 else 2e-3)
 
 
 def differing(one: Passes, other: Passes) -> int:

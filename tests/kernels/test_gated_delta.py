@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from functools import partial
 from typing import Any
@@ -15,6 +14,8 @@ from tests.kernels.delta_cases import (
     Layer,
     Passes,
     Sizes,
+    assert_bits_in_any_cuts,
+    assert_outputs_and_states,
     both_walks,
     cuts,
     differing,
@@ -46,36 +47,12 @@ def kernels(layer: Layer) -> Passes:
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_twin_is_the_recurrence(sizes: Sizes, dtype: torch.dtype) -> None:
-    layer = Layer(sizes, dtype, [50, 64, 5])
-    passes = twins(layer)
-    passes.prompt(layer.lengths)
-    for r, length in enumerate(layer.lengths):
-        out, state = oracle(layer, r)
-        assert relative(passes.out[r], out.flatten(1)) < (3e-6 if dtype == torch.float32 else 5e-3)
-        if length % 16 == 0:
-            assert relative(passes.state[passes.order[r]], state) < (3e-6 if dtype == torch.float32 else 2e-3)
+    assert_outputs_and_states(twins(Layer(sizes, dtype, [50, 64, 5])), oracle)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_twin_bits_do_not_depend_on_the_cuts(sizes: Sizes) -> None:
-    layer = Layer(sizes, torch.float32, [70, 100, 33, 16, 130])
-    whole = twins(layer)
-    whole.prompt(layer.lengths)
-    for seed in range(4):
-        other = twins(layer)
-        cuts(other, random.Random(seed), 40)
-        assert differing(whole, other) == 0
-    layer = Layer(sizes, torch.float32, [110, 117, 125])
-    whole = twins(layer)
-    whole.prompt(layer.lengths)
-    for width in (1, 2, 4, 6, 8):
-        other = twins(layer)
-        rounds(other, random.Random(width), itertools.repeat(width))
-        assert differing(whole, other) == 0
-        assert max(other.length) > 90
-    rnd, other = random.Random(0), twins(layer)
-    rounds(other, rnd, iter(lambda: rnd.randrange(1, 9), 0))
-    assert differing(whole, other) == 0
+    assert_bits_in_any_cuts(twins, sizes)
 
 
 @pytest.mark.parametrize("run", [twins, kernels])
