@@ -32,6 +32,7 @@ EAGLE3 = {
 }  # fmt: skip
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "load_format": "dummy", "adaptive": False}
 MOE, MOE_FP8 = ({"model": str(SHAPES / f"qwen3.5-35b-a3b{kind}")} for kind in ("", "-fp8"))
+AIR, DEEPSEEK = ({"model": str(SHAPES / name)} for name in ("glm-4.5-air-fp8", "deepseek-v3-5-layers-fp8"))
 CASES: dict[str, dict[str, Any]] = {
     "8b": DENSE,
     "8b ordered": {**DENSE, "tp_reduce": "ordered"},
@@ -50,6 +51,10 @@ CASES: dict[str, dict[str, Any]] = {
     "8b k=3 whole drafts": {
         **DENSE, "speculative": {**EAGLE3, "draft_tensor_parallel_size": 1}, "synthetic_acceptance_length": 2.5,
     },
+    "air-fp8": AIR,
+    "air-fp8-ep": {**AIR, "enable_expert_parallel": True},
+    "deepseek-fp8": DEEPSEEK,
+    "deepseek-fp8-ep": {**DEEPSEEK, "enable_expert_parallel": True},
     "tiny-eagle3": {
         "model": "tiny", "load_format": "auto",
         "speculative": {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3},
@@ -95,7 +100,7 @@ def measure(name: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         found["step_ms"] = {}
         for batch in args.batch:
             found["step_ms"][batch] = round(step_ms(llm, batch, args.context), 3)
-        if llm.engine.config.device.type == "cuda":
+        if llm.engine.config.device.type == "cuda" and not args.no_profile:
             found["profile"] = {batch: profile(llm, batch, args.context) for batch in (args.batch[0], args.batch[-1])}
         passes = llm.engine.runner.planner.passes
         found["eager rounds"] = sum(n for (what, kind, _), n in passes.items() if what == "round" and kind == "eager")
@@ -285,6 +290,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory-utilization", default=0.9, type=float)
     parser.add_argument("--model", help="instead of the cases' own")
     parser.add_argument("--load-format", default="dummy")
+    parser.add_argument("--no-profile", action="store_true", help="leave out launches, gathers and kernels")
     parser.add_argument("--limit", default=540.0, type=float, help="seconds for everything")
     parser.add_argument("--out", help="JSON with every figure")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="JSONs of runs on one machine, instead of a run")

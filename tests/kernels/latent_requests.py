@@ -7,14 +7,18 @@ import torch
 from unisono.kernels.attention import cpu as twin
 from unisono.kernels.attention import paged
 from unisono.kernels.attention.latent import head_blocks, latent_attention_op, launch_latent
+from unisono.kernels.cache.kv_e4m3 import dequantised, quantised
 
 PAGE, LATENT, ROPE = 16, 40, 8
 
 
 class Rows:
-    """Requests of these lengths over latent pages in shuffled order; what was never written is NaN."""
+    """Requests of these lengths over latent pages in shuffled order; what was never written is NaN.
 
-    def __init__(self, lengths, heads, device, latent=LATENT, rope=ROPE):
+    e4m3: latents are quantised.
+    """
+
+    def __init__(self, lengths, heads, device, latent=LATENT, rope=ROPE, e4m3=False):
         generator = torch.Generator().manual_seed(3)
         self.lengths, self.heads, self.latent, self.device = lengths, heads, latent, device
         needed = [-(-n // PAGE) for n in lengths]
@@ -29,7 +33,14 @@ class Rows:
             cache[own[at // PAGE], 0, at % PAGE] = keys
             self.keys.append(keys)
             self.q.append(torch.randn(n, heads, latent + rope, generator=generator))
-        self.cache, self.table = cache.to(device), self.table.to(device)
+        self.table, self.e4m3 = self.table.to(device), ()
+        if e4m3:
+            cache, turned = cache.split((latent, rope), dim=-1)
+            cache, scales = quantised(cache.contiguous())
+            self.e4m3 = turned.contiguous().to(device), scales.to(device)
+            for keys in self.keys:
+                keys[:, :latent] = dequantised(*quantised(keys[:, :latent]))
+        self.cache = cache.to(device)
 
     def attend(self, triton, spans, width=None, programs=1, first=0):
         """Outputs of the tokens start … end - 1 of each row, in one pass. programs: many cut every tile."""
@@ -46,7 +57,7 @@ class Rows:
         where = torch.arange(len(spans), **ints), torch.tensor([b for _, b in spans], **ints), starts
         work = plan(*where, len(q), width or 3, head_blocks(self.heads), partials, programs)
         scale = 0.2
-        out = run(q, self.cache, self.table, positions, *work, partials, scale, self.latent, first)
+        out = run(q, self.cache, self.table, positions, *work, partials, scale, self.latent, first, *self.e4m3)
         assert not work[2][: int(work[1])].any(), "the next layer's counters"
         return out.split([b - a for a, b in spans])
 

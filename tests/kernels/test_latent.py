@@ -15,14 +15,19 @@ from unisono.kernels.attention.latent_rows import (
     launch_rotate_latent,
     rotate_latent,
 )
+from unisono.kernels.cache.kv_e4m3 import quantised
 
 WAYS = pytest.mark.parametrize("triton", [True, False], ids=["triton", "twin"])
 
 
+PAGES = pytest.mark.parametrize("e4m3", [False, True], ids=["plain", "e4m3"])
+
+
 @WAYS
+@PAGES
 @pytest.mark.parametrize(("heads", "first"), [(5, 0), (40, 0), (6, 1)])
-def test_matches_float64(triton, heads, first, device):
-    rows = Rows([300, 17, 33], heads, device if triton else torch.device("cpu"))
+def test_matches_float64(triton, e4m3, heads, first, device):
+    rows = Rows([300, 17, 33], heads, device if triton else torch.device("cpu"), e4m3=e4m3)
     spans = [(290, 300), (first, 17), (30, 33)]
     for cut in (1, 10**6):
         for row, out in enumerate(rows.attend(triton, spans, programs=cut, first=first)):
@@ -31,10 +36,11 @@ def test_matches_float64(triton, heads, first, device):
 
 
 @WAYS
+@PAGES
 @pytest.mark.parametrize("latent", [LATENT, 64])
-def test_rounds_have_the_bits_of_chunks(triton, latent, device):
+def test_rounds_have_the_bits_of_chunks(triton, e4m3, latent, device):
     """Latents of 64 in pieces of 16, where few tiles are cut."""
-    rows = Rows([300, 280], 5, device if triton else torch.device("cpu"), latent)
+    rows = Rows([300, 280], 5, device if triton else torch.device("cpu"), latent, e4m3=e4m3)
     whole = rows.attend(triton, [(280, 300), (272, 280)])
     for width in (1, 4):
         for cut in (1, 10**6):
@@ -114,6 +120,33 @@ def test_queries_of_one_launch_have_the_bits_of_two(triton, tokens, device, dtyp
     assert torch.equal(got, want)
     assert torch.equal(*caches)
     assert caches[1].any()
+
+
+@WAYS
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_e4m3_rows_are_plain_rows_quantised(triton, tokens, device, dtype):
+    on = device if triton else torch.device("cpu")
+    heads, nope = 3, 8
+    rows, q = torch.randn(tokens, LATENT + ROPE), torch.randn(tokens, heads * (nope + ROPE))
+    rows[1] = 0.0
+    norm, table, weight = torch.randn(LATENT), torch.randn(50, ROPE), torch.randn(heads, LATENT, nope)
+    rows, q, norm, weight = (each.to(on, dtype) for each in (rows, q, norm, weight))
+    positions = torch.arange(tokens, dtype=torch.int32, device=on)
+    before = rows, q, norm, 1e-3, table.to(on), positions, positions + 9
+    plain = torch.zeros(2, 1, PAGE, LATENT + ROPE, dtype=dtype, device=on)
+    cache = torch.zeros(2, 1, PAGE, LATENT, dtype=torch.float8_e4m3fn, device=on)
+    turned = torch.zeros(2, 1, PAGE, ROPE, dtype=dtype, device=on)
+    scales = torch.zeros(2, 1, PAGE, 1, dtype=torch.uint8, device=on)
+    both = launch_latent_queries if triton else latent_queries.cpu
+    want = both(*before, plain, heads, True, weight)
+    got = both(*before, cache, heads, True, weight, turned, scales)
+    assert torch.equal(got, want)
+    at = slice(9, 9 + tokens)
+    values, exponents = quantised(plain[..., :LATENT].flatten(0, 2)[at])
+    assert torch.equal(cache.flatten(0, 2)[at].float(), values.float())
+    assert torch.equal(scales.flatten()[at], exponents.flatten())
+    assert torch.equal(turned.flatten(0, 2)[at], plain[..., LATENT:].flatten(0, 2)[at])
+    assert cache.float().any()
 
 
 def test_blocks_hold_at_most_a_tile():

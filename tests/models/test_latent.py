@@ -115,9 +115,27 @@ def test_nvfp4_of_the_expanding_product_is_refused(plain: Path, tmp_path: Path) 
         load(tmp_path / "nvfp4")
 
 
-def test_an_fp8_cache_is_refused(plain: Path) -> None:
-    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 is not supported with latent attention"):
-        load(plain, kv_dtype=torch.float8_e4m3fn)
+def test_an_fp8_cache_holds_e4m3_latents(plain: Path) -> None:
+    decoder = load(plain, kv_dtype=torch.float8_e4m3fn)
+    specs = decoder.layers[0].mixer.state_specs()
+    rope = decoder.layers[0].mixer.spec.rope_dim
+    assert [(spec.shape[2], spec.dtype) for spec in specs] == [
+        (64, torch.float8_e4m3fn), (rope, torch.float32), (1, torch.uint8),
+    ]  # fmt: skip
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(n)] for n in (40, 21)]
+    exact = whole(load(plain), prompts)
+    for got, want, near in zip(chunked(decoder, prompts, 7), whole(decoder, prompts), exact, strict=True):
+        assert torch.equal(got, want)
+        assert not torch.equal(want, near)
+        torch.testing.assert_close(want, near, atol=0.05 * float(near.abs().max()), rtol=0)
+
+
+def test_an_fp8_cache_needs_whole_words(plain: Path, tmp_path: Path) -> None:
+    raw = json.loads((plain / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"kv_lora_rank": 62}))
+    with pytest.raises(ConfigError, match="needs a kv_lora_rank of a multiple of 4, not 62"):
+        load(tmp_path, load_format="dummy", kv_dtype=torch.float8_e4m3fn)
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:

@@ -130,7 +130,8 @@ class AttentionOptions:
     they are masked. sinks [Hq] fp32: exp(sink) is added to the denominator of its head's softmax. both_ways: a token
     sees keys up to ``AttentionInputs.until``, and its window ends there too; it begins where it does otherwise.
     values > 0: the first elements of a key are its value (latent attention): KV.k and KV.v are the same pages [NP, 1,
-    P, D], and outputs have this many elements a head.
+    P, D], and outputs have this many elements a head. With KV.k_scales, KV.k has these elements in e4m3 [NP, 1, P,
+    ``values``], and KV.v the rest of the keys [NP, 1, P, D - ``values``] in the model's dtype.
     """
 
     scale: float

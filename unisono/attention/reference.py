@@ -47,7 +47,8 @@ class ReferenceAttention:
         """See :class:`unisono.attention.base.AttentionBackend`. H KV heads, G query heads per KV head."""
         tokens, heads, dim = q.shape
         kv_heads, page_size = kv.k.shape[1:3]
-        pages = (kv.k, kv.k_scales), (kv.v, kv.v_scales)
+        pages = [(kv.k, kv.k_scales), (kv.v, kv.v_scales)]
+        latents = options.values > 0 and kv.k_scales is not None
         out = q.new_zeros(tokens, heads * (options.values or dim))
         for token, position, until, table in inputs.plan:
             last = until if options.both_ways else position
@@ -57,6 +58,8 @@ class ReferenceAttention:
             at = torch.arange(since, last + 1, device=q.device)
             page, offset = table[at // page_size].long(), at % page_size
             k_HND, v_HND = (_rows(*each, page, offset) for each in pages)
+            if latents:  # a key's first elements, and the rest of it
+                k_HND, v_HND = torch.cat((k_HND, v_HND), dim=-1), k_HND
             q_HGD = q[token].view(kv_heads, heads // kv_heads, dim).float()
             scores_HGN = q_HGD @ k_HND.transpose(1, 2) * options.scale
             if options.soft_cap > 0:

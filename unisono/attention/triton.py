@@ -139,7 +139,8 @@ class TritonAttention:
         """See :class:`unisono.attention.base.AttentionBackend`."""
         if options.values:
             where = kv.k, inputs.page_table, inputs.positions, inputs.plan
-            return latent_attention(q, *where, options.scale, options.values, options.first)
+            e4m3 = (None, None) if kv.k_scales is None else (kv.v, kv.k_scales)
+            return latent_attention(q, *where, options.scale, options.values, options.first, *e4m3)
         return attention(q, *_arguments(kv, inputs, options))
 
     def quantises(self, head_dim: int, group: int) -> bool:

@@ -17,8 +17,9 @@ import triton
 from unisono.kernels.attention import hopper_latent
 from unisono.kernels.attention.cpu import SPLIT, attention_cpu
 from unisono.kernels.attention.latent_kernels import latent_kernel
-from unisono.kernels.attention.paged import KEYS, AttentionPlan, _programs
+from unisono.kernels.attention.paged import KEYS, AttentionPlan, _elements, _programs
 from unisono.kernels.attention.triton_kernels import LOG2_E
+from unisono.kernels.cache.kv_e4m3 import dequantised
 from unisono.kernels.cards import KIB
 from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.overlap import overlapped
@@ -81,49 +82,69 @@ def _geometry(
 def launch_latent(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor, work: torch.Tensor,
     count: torch.Tensor, arrivals: torch.Tensor, partials: int, scale: float, latent: int, first: int = 0,
+    turned: torch.Tensor | None = None, scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See :func:`latent_attention`."""
     (tokens, heads, width), (_, tile_tokens, blocks) = q.shape, arrivals.shape
     where, rounds = (q, cache, page_table, positions, work, count), hopper_latent.exact_latent_rounds
-    prompts = partials == 0 and first == 0
-    if prompts and hopper_latent.serves(hopper_latent.exact_latent_attention, q, cache, blocks, latent):
+    plain, page, prompts = scales is None, cache.shape[2], hopper_latent.exact_latent_attention
+    if plain and partials == 0 and first == 0 and hopper_latent.serves(prompts, q, cache, blocks, latent):
         return hopper_latent.launch_latent_prompt(*where, tile_tokens, blocks, scale * LOG2_E.value, KEYS)
     state = q.new_empty(partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(partials, tile_tokens, heads, latent, dtype=torch.float32)
-    if partials > 0 and hopper_latent.serves(rounds, q, cache, blocks, latent):
+    if plain and partials > 0 and hopper_latent.serves(rounds, q, cache, blocks, latent):
         return hopper_latent.launch_latent_round(*where, arrivals, (state, acc), scale * LOG2_E.value, first, KEYS)
     out = q.new_empty(tokens, heads * latent)
     whole_tiles = triton.cdiv(tokens, tile_tokens)
-    pieces = _pieces(whole_tiles * blocks, latent, page_table.shape[1] * cache.shape[2]) if partials else 1
+    pieces = _pieces(whole_tiles * blocks, latent, page_table.shape[1] * page) if partials else 1
     sizes, launch = _geometry(heads, blocks, latent, width - latent, q.dtype, tile_tokens, partials > 0, pieces)
     items, tiles = (n * sizes["PARTS"] * blocks * pieces for n in (len(arrivals), whole_tiles))
     programs = min(_programs(q.device, tiles, launch["num_warps"]), items) if partials else items
+    stride = None if turned is None else turned.stride(0)
+    if scales is not None:
+        cache, scales = _elements(cache, torch.int16), _elements(scales, torch.int32)
     latent_kernel[(programs,)](
-        q, cache, page_table, positions, work, count, arrivals, state, acc, out,
-        page_table.stride(0), cache.stride(0), scale * LOG2_E.value,
-        PAGE=cache.shape[2], FIRST=first, **sizes, **launch, **overlapped(q.device),
+        q, cache, page_table, positions, work, count, arrivals, state, acc, out, turned, scales,
+        page_table.stride(0), cache.stride(0), stride, scale * LOG2_E.value,
+        PAGE=page, FIRST=first, **sizes, **launch, **overlapped(q.device),
     )  # fmt: skip
     return out
 
 
 @op(
     cuda=launch_latent,
-    meta=lambda q, cache, table, positions, work, count, arrivals, partials, scale, latent, first=0: q.new_empty(
+    meta=lambda q, cache, table, positions, work, count, arrivals, partials, scale, latent, *_: q.new_empty(
         q.shape[0], q.shape[1] * latent
     ),
 )
 def latent_attention_op(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor, work: torch.Tensor,
     count: torch.Tensor, arrivals: Mutated[torch.Tensor], partials: int, scale: float, latent: int, first: int = 0,
+    turned: torch.Tensor | None = None, scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
+    if scales is not None and turned is not None:
+        cache, page_table = _dequantised_pages(cache, turned, scales, page_table, work[: int(count)])
     where = page_table, positions, work, count, arrivals, partials
     out = attention_cpu(q, cache, cache, *where, scale, 0, first)
     return out.view(q.shape)[..., :latent].flatten(1)
 
 
+def _dequantised_pages(
+    cache: torch.Tensor, turned: torch.Tensor, scales: torch.Tensor, page_table: torch.Tensor, work: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages of the work list's requests as rows [NP', 1, P, L + R] fp32, and a page table of them."""
+    columns = -(-max([0, *work[:, 1].tolist()]) // cache.shape[2])
+    slots = work[:, 0].unique().long()
+    pages, places = page_table[slots, :columns].unique(return_inverse=True)
+    found = dequantised(cache.view(torch.uint8)[pages].view(cache.dtype), scales[pages])
+    table = torch.zeros(len(page_table), columns, dtype=torch.int32)
+    table[slots] = places.int()
+    return torch.cat((found, turned[pages].float()), dim=-1), table
+
+
 def latent_attention(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan,
-    scale: float, latent: int, first: int = 0,
+    scale: float, latent: int, first: int = 0, turned: torch.Tensor | None = None, scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend the tokens of a planned pass over latent pages.
 
@@ -134,12 +155,17 @@ def latent_attention(
     return latent_attention_op(q, cache, page_table, positions, *plan, scale, latent, first)
 
 
-def _case(heads: int, latent: int, tile_tokens: int, cut: bool, first: int = 0, pieces: int = 1) -> AotCase:
+def _case(
+    heads: int, latent: int, tile_tokens: int, cut: bool, first: int = 0, pieces: int = 1, e4m3: bool = False
+) -> AotCase:
     sizes, options = _geometry(heads, head_blocks(heads), latent, 64, torch.bfloat16, tile_tokens, cut, pieces)
     signature = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr"), "*bf16")
     signature |= dict.fromkeys(("table_ptr", "positions_ptr", "work_ptr", "count_ptr", "arrivals_ptr"), "*i32")
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32", "max_pages": "i32", "page_stride": "i32"}
     constants: dict[str, Any] = sizes | {"PAGE": 16, "FIRST": first, "OVERLAP": True}
+    more = {"rope_ptr": "*bf16", "scales_ptr": "*i32", "rope_stride": "i32"}
+    signature |= more | {"cache_ptr": "*i16"} if e4m3 else {}
+    constants |= {} if e4m3 else dict.fromkeys(more)
     return AotCase(latent_kernel, signature, constants, **options)
 
 
@@ -152,4 +178,9 @@ AOT = [
     _case(128, 512, 1, cut=False),
     _case(16, 512, 1, cut=True),  # a rank of eight
     _case(32, 256, 4, cut=True),  # Mistral Small 4
+    *(_case(20, 512, width, cut=True, e4m3=True) for width in (1, 4)),
+    _case(20, 512, 1, cut=True, pieces=4, e4m3=True),
+    _case(20, 512, 4, cut=True, first=1, e4m3=True),
+    _case(128, 512, 1, cut=False, e4m3=True),
+    _case(32, 256, 4, cut=True, e4m3=True),
 ]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from unisono.kernels.attention.e4m3 import finish_e4m3
+from unisono.kernels.attention.latent_e4m3 import begin_latents, walk_latents
 from unisono.kernels.attention.split import find_keys, hide, keep, merge, nothing, weigh
 from unisono.kernels.attention.triton_kernels import _complete, _merge_kept, _place, _rows, _store, _work_item
 from unisono.kernels.overlap import follow
@@ -73,6 +75,27 @@ def _latent_walk(
 
 
 @triton.jit
+def _walk(
+    q, q_rope, position, pages_ptr, caches, column, begin, end, scale, m, z, acc, LATENT: tl.constexpr,
+    ROPE: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr,
+    MASKED: tl.constexpr, workspace,
+):  # fmt: skip
+    """Walk keys ``begin … end`` of plain or e4m3 pages. caches: (rows, rotated parts, scales, their strides)."""
+    cache_ptr, rope_ptr, scales_ptr, page_stride, rope_stride = caches
+    if scales_ptr is None:
+        m, z, acc = _latent_walk(
+            q, q_rope, position, pages_ptr, cache_ptr, column, page_stride, begin, end, scale, m, z, acc,
+            LATENT, ROPE, PAGE, KEYS, SPLIT, FIRST, MASKED, workspace,
+        )  # fmt: skip
+    else:
+        m, z, acc = walk_latents(
+            q, q_rope, position, pages_ptr, cache_ptr, rope_ptr, scales_ptr, column, page_stride, rope_stride,
+            begin, end, scale, m, z, acc, LATENT, ROPE, PAGE, KEYS, SPLIT, FIRST, MASKED, workspace,
+        )  # fmt: skip
+    return m, z, acc
+
+
+@triton.jit
 def _complete_piece(arrivals_ptr, mine, splits, piece, PIECES: tl.constexpr):
     """Add this program's splits to its piece's part of a tile's count; see ``triton_kernels._complete``.
 
@@ -94,7 +117,7 @@ def _complete_piece(arrivals_ptr, mine, splits, piece, PIECES: tl.constexpr):
 @triton.jit
 def latent_kernel(
     q_ptr, cache_ptr, table_ptr, positions_ptr, work_ptr, count_ptr, arrivals_ptr, state_ptr, acc_ptr, out_ptr,
-    max_pages, page_stride, scale,
+    rope_ptr, scales_ptr, max_pages, page_stride, rope_stride, scale,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, DIM: tl.constexpr,
     TURNED: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     USED: tl.constexpr, PIECES: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr,
@@ -103,7 +126,8 @@ def latent_kernel(
     """Share the work list × parts of a tile × blocks of heads × pieces of values among a fixed number of programs.
 
     The heads are divided into BLOCKS, each of which reads the same keys. The columns of the values are divided into
-    PIECES, each of which needs all scores. See ``triton_kernels.attention_kernel``.
+    PIECES, each of which needs all scores. See ``triton_kernels.attention_kernel``. rope_ptr, scales_ptr: rotated parts
+    and exponents of e4m3 latents, of which ``cache_ptr`` then has pairs (``latent_e4m3.py``); or None.
     """
     follow(OVERLAP)
     GROUP: tl.constexpr = HEADS // BLOCKS
@@ -128,20 +152,26 @@ def latent_kernel(
         place, stride = _place(partial, tile, None, TOKENS, HEADS), tl.where(partial >= 0, TOKENS * HEADS, 0)
         workspace = (state_ptr, acc_ptr + column, index + place, in_use, stride) if CUT else None
         begin, end = first_split * SPLIT, tl.minimum(end_split * SPLIT, length)
-        m, z, acc = nothing(ROWS, COLUMNS)
+        caches = cache_ptr, rope_ptr, scales_ptr, page_stride, rope_stride
+        if scales_ptr is None:
+            m, z, acc = nothing(ROWS, COLUMNS)
+        else:
+            q, m, z, acc = begin_latents(q, COLUMNS)
         if not CUT:
             end = tl.minimum(end, tl.max(position) + 1)
             if FIRST == 0:
                 masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
-                m, z, acc = _latent_walk(
-                    q, q_rope, position, pages_ptr, cache_ptr, column, page_stride, begin, masked, scale, m, z, acc,
-                    LATENT, ROPE, PAGE, KEYS, SPLIT, FIRST, False, workspace,
+                m, z, acc = _walk(
+                    q, q_rope, position, pages_ptr, caches, column, begin, masked, scale, m, z, acc, LATENT, ROPE,
+                    PAGE, KEYS, SPLIT, FIRST, False, workspace,
                 )  # fmt: skip
                 begin = masked
-        m, z, acc = _latent_walk(
-            q, q_rope, position, pages_ptr, cache_ptr, column, page_stride, begin, end, scale, m, z, acc,
-            LATENT, ROPE, PAGE, KEYS, SPLIT, FIRST, True, workspace,
+        m, z, acc = _walk(
+            q, q_rope, position, pages_ptr, caches, column, begin, end, scale, m, z, acc, LATENT, ROPE, PAGE, KEYS,
+            SPLIT, FIRST, True, workspace,
         )  # fmt: skip
+        if scales_ptr is not None:
+            acc = finish_e4m3(acc, True)
         if partial < 0:
             _store(outs, index, position, in_use, m, z, acc, HEADS, LATENT, COLUMNS, FIRST)
         elif CUT:

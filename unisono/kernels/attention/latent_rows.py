@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from unisono.kernels.cache.kv_e4m3 import as_e4m3, exponent_of, largest_bits, quantised
 from unisono.kernels.gemm.cpu import row_exact_product, slice_of
 from unisono.kernels.gemm.linear import tile_product
 from unisono.kernels.library import AotCase, Mutated, ints, op
@@ -30,11 +31,14 @@ _WARPS = 4
 
 @triton.jit
 def _rotate(
-    token, program, rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows_stride, q_stride,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, NOPE: tl.constexpr,
+    token, program, rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, turned, scales, rows_stride,
+    q_stride, HEADS: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, NOPE: tl.constexpr,
     BLOCK: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Write one token's row of the cache (program 0), or rotate GROUP of its query heads."""
+    """Write one token's row of the cache (program 0), or rotate GROUP of its query heads.
+
+    scales: exponents of e4m3 latents, whose rotated parts are in ``turned``; or None, like ``turned``.
+    """
     h = tl.arange(0, TURNED)
     inside = h < HALF
     angles = cos_sin + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * (2 * HALF) + h
@@ -50,12 +54,23 @@ def _rotate(
         value = tl.load(row + cols, mask=cols < LATENT, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(square(value), axis=0) / LATENT + eps)
         normed = rounded_before_weight(value * scale, w.dtype, dtype) * w.to(tl.float32)
-        at = cache + slot * (LATENT + 2 * HALF)
-        tl.store(at + cols, normed.to(dtype), mask=cols < LATENT)
+        if scales is None:
+            at = cache + slot * (LATENT + 2 * HALF)
+            tl.store(at + cols, normed.to(dtype), mask=cols < LATENT)
+            at += LATENT
+        else:
+            latent = normed.to(dtype).to(tl.float32)[None, :]
+            exponent = exponent_of(largest_bits(latent))
+            of_row = cols[None, :]
+            tl.store(
+                cache + slot * LATENT + of_row, as_e4m3(latent, exponent, cache.dtype.element_ty), mask=of_row < LATENT
+            )
+            tl.store(scales + slot + tl.arange(0, 1), exponent.to(tl.uint8))
+            at = turned + slot * (2 * HALF)
         first = tl.load(row + LATENT + h * STEP, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(row + LATENT + h * STEP + APART, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at + LATENT + h, tl.fma(first, cos, second * -sin).to(dtype), mask=inside)
-        tl.store(at + LATENT + HALF + h, tl.fma(second, cos, first * sin).to(dtype), mask=inside)
+        tl.store(at + h, tl.fma(first, cos, second * -sin).to(dtype), mask=inside)
+        tl.store(at + HALF + h, tl.fma(second, cos, first * sin).to(dtype), mask=inside)
     else:
         head = (program - 1) * GROUP + tl.arange(0, GROUP)
         there = (head < HEADS)[:, None] & inside[None, :]
@@ -69,7 +84,7 @@ def _rotate(
 
 @triton.jit
 def _rotate_latent_kernel(
-    rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows_stride, q_stride,
+    rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, turned, scales, rows_stride, q_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, NOPE: tl.constexpr,
     BLOCK: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -77,18 +92,19 @@ def _rotate_latent_kernel(
     follow(OVERLAP)
     _rotate(
         tl.program_id(0).to(tl.int64), tl.program_id(1), rows, q, norm, eps, cos_sin, positions, slot_mapping, cache,
-        out, rows_stride, q_stride, HEADS, LATENT, HALF, NOPE, BLOCK, TURNED, GROUP, INTERLEAVED,
+        out, turned, scales, rows_stride, q_stride, HEADS, LATENT, HALF, NOPE, BLOCK, TURNED, GROUP, INTERLEAVED,
     )  # fmt: skip
 
 
 def launch_rotate_latent(
     rows: torch.Tensor, q: torch.Tensor, norm: torch.Tensor, eps: float, cos_sin: torch.Tensor,
     positions: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor, heads: int, interleaved: bool,
+    turned: torch.Tensor | None = None, scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See :func:`rotate_latent`."""
     out = q.new_empty(len(q), heads, len(norm) + cos_sin.shape[1])
     _rotate_latent_kernel[(len(q), 1 + triton.cdiv(heads, _AT_ONCE))](
-        rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows.stride(0), q.stride(0),
+        rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, turned, scales, rows.stride(0), q.stride(0),
         **_rotation_sizes(q, len(norm), cos_sin.shape[1], heads, interleaved), num_warps=_WARPS,
         **overlapped(q.device),
     )  # fmt: skip
@@ -112,13 +128,14 @@ def _rotated(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch
 
 @op(
     cuda=launch_rotate_latent,
-    meta=lambda rows, q, norm, eps, cos_sin, positions, slots, cache, heads, interleaved: q.new_empty(
+    meta=lambda rows, q, norm, eps, cos_sin, positions, slots, cache, heads, *_: q.new_empty(
         q.shape[0], heads, norm.shape[0] + cos_sin.shape[1]
     ),
 )
 def rotate_latent(
     rows: torch.Tensor, q: torch.Tensor, norm: torch.Tensor, eps: float, cos_sin: torch.Tensor,
     positions: torch.Tensor, slot_mapping: torch.Tensor, cache: Mutated[torch.Tensor], heads: int, interleaved: bool,
+    turned: Mutated[torch.Tensor | None] = None, scales: Mutated[torch.Tensor | None] = None,
 ) -> torch.Tensor:  # fmt: skip
     """Norm the latents, rotate what rotates, write the cache's rows, and return room for the queries.
 
@@ -126,12 +143,21 @@ def rotate_latent(
     rotating part last. norm [L]: weight of the latents' RMSNorm. cos_sin [max_positions, R] fp32, cosines first.
     slot_mapping [T]: rows of the cache [NP, 1, P, L + R]. interleaved: neighbouring elements rotate together, and are
     written as two halves; otherwise the halves rotate. Returns [T, Hq, L + R], of which the last R are written.
+
+    Or a cache [NP, 1, P, L] of e4m3, with rotated parts in turned [NP, 1, P, R] and biased exponents of the latents'
+    scales in scales [NP, 1, P, 1] uint8 (``kernels/cache/kv_e4m3.py``); latents are rounded to rows' dtype first.
     """
     latent, rope = len(norm), cos_sin.shape[1]
     angles = cos_sin[positions.clamp(min=0)]
     pages, offsets = slot_mapping // cache.shape[2], slot_mapping % cache.shape[2]
     normed = rms_norm.cpu(rows[:, :latent], norm, eps)
-    cache[pages, 0, offsets] = torch.cat((normed, _rotated(rows[:, latent:], angles, interleaved)), dim=1)
+    rotated = _rotated(rows[:, latent:], angles, interleaved)
+    if scales is None or turned is None:
+        cache[pages, 0, offsets] = torch.cat((normed, rotated), dim=1)
+    else:
+        values, scales[pages, 0, offsets] = quantised(normed)
+        cache.view(torch.uint8)[pages, 0, offsets] = values.view(torch.uint8)
+        turned[pages, 0, offsets] = rotated
     out = q.new_empty(len(q), heads, latent + rope)
     out[..., latent:] = _rotated(q.view(len(q), heads, -1)[..., -rope:], angles, interleaved)
     return out
@@ -168,7 +194,8 @@ def _head_product_kernel(
 
 @triton.jit
 def _latent_queries_kernel(
-    rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows_stride, q_stride, weight, M, tiles,
+    rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, turned, scales, rows_stride, q_stride, weight, M,
+    tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, NOPE: tl.constexpr,
     BLOCK: tl.constexpr, TURNED: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, OVERLAP: tl.constexpr,
@@ -186,7 +213,7 @@ def _latent_queries_kernel(
         turn = program - tiles * HEADS
         _rotate(
             (turn // EACH).to(tl.int64), turn % EACH, rows, q, norm, eps, cos_sin, positions, slot_mapping, cache,
-            out, rows_stride, q_stride, HEADS, LATENT, HALF, NOPE, BLOCK, TURNED, GROUP, INTERLEAVED,
+            out, turned, scales, rows_stride, q_stride, HEADS, LATENT, HALF, NOPE, BLOCK, TURNED, GROUP, INTERLEAVED,
         )  # fmt: skip
 
 
@@ -222,41 +249,45 @@ def head_product(x: torch.Tensor, weight: torch.Tensor, out: Mutated[torch.Tenso
 def launch_latent_queries(
     rows: torch.Tensor, q: torch.Tensor, norm: torch.Tensor, eps: float, cos_sin: torch.Tensor,
     positions: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor, heads: int, interleaved: bool,
-    weight: torch.Tensor,
+    weight: torch.Tensor, turned: torch.Tensor | None = None, scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See :func:`latent_queries`. One launch for the rows of one tile of products, two for more."""
     m, block_n, block_k, warps, stages = _tile(len(q), q.dtype)
     if len(q) > m or warps != _WARPS:
-        out = launch_rotate_latent(rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, heads, interleaved)
+        out = launch_rotate_latent(
+            rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, heads, interleaved, turned, scales
+        )
         launch_head_product(q.view(len(q), heads, -1), weight, out)
         return out
     out = q.new_empty(len(q), heads, len(norm) + cos_sin.shape[1])
     sizes, tiles = _rotation_sizes(q, len(norm), cos_sin.shape[1], heads, interleaved), triton.cdiv(len(norm), block_n)
     programs = tiles * heads + len(q) * (1 + triton.cdiv(heads, _AT_ONCE))
     _latent_queries_kernel[(programs,)](
-        rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, rows.stride(0), q.stride(0), weight,
-        len(q), tiles, **sizes, BLOCK_M=m, BLOCK_N=block_n, BLOCK_K=block_k, EVEN_K=weight.shape[2] % block_k == 0,
-        num_warps=warps, num_stages=stages, **overlapped(q.device),
+        rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, out, turned, scales, rows.stride(0), q.stride(0),
+        weight, len(q), tiles, **sizes, BLOCK_M=m, BLOCK_N=block_n, BLOCK_K=block_k,
+        EVEN_K=weight.shape[2] % block_k == 0, num_warps=warps, num_stages=stages, **overlapped(q.device),
     )  # fmt: skip
     return out
 
 
 @op(
     cuda=launch_latent_queries,
-    meta=lambda rows, q, norm, eps, cos_sin, positions, slots, cache, heads, interleaved, weight: q.new_empty(
+    meta=lambda rows, q, norm, eps, cos_sin, positions, slots, cache, heads, *_: q.new_empty(
         q.shape[0], heads, norm.shape[0] + cos_sin.shape[1]
     ),
 )
 def latent_queries(
     rows: torch.Tensor, q: torch.Tensor, norm: torch.Tensor, eps: float, cos_sin: torch.Tensor,
     positions: torch.Tensor, slot_mapping: torch.Tensor, cache: Mutated[torch.Tensor], heads: int, interleaved: bool,
-    weight: torch.Tensor,
+    weight: torch.Tensor, turned: Mutated[torch.Tensor | None] = None, scales: Mutated[torch.Tensor | None] = None,
 ) -> torch.Tensor:  # fmt: skip
     """Write the cache's rows as :func:`rotate_latent`, and return the queries: its result after :func:`head_product`.
 
     weight [Hq, L, D]: multiplies what does not rotate of each query head. Returns [T, Hq, L + R].
     """
-    out = rotate_latent.cpu(rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, heads, interleaved)
+    out = rotate_latent.cpu(
+        rows, q, norm, eps, cos_sin, positions, slot_mapping, cache, heads, interleaved, turned, scales
+    )
     head_product.cpu(q.view(len(q), heads, -1), weight, out)
     return out
 
@@ -265,9 +296,13 @@ _ROTATED = dict.fromkeys(("rows", "q", "norm", "cache", "out"), "*bf16") | {"cos
 _ROTATED |= ints("positions slot_mapping", "rows_stride q_stride")
 
 
-def _rotation_constants(heads: int, nope: int, interleaved: bool) -> dict[str, Any]:
+_E4M3 = {"cache": "*fp8e4nv", "turned": "*bf16", "scales": "*u8"}
+
+
+def _rotation_constants(heads: int, nope: int, interleaved: bool, e4m3: bool = False) -> dict[str, Any]:
     sizes = {"HEADS": heads, "LATENT": 512, "HALF": 32, "NOPE": nope, "BLOCK": 512, "TURNED": 32}
-    return sizes | {"GROUP": _AT_ONCE, "INTERLEAVED": interleaved, "OVERLAP": True}
+    sizes |= {"GROUP": _AT_ONCE, "INTERLEAVED": interleaved, "OVERLAP": True}
+    return sizes if e4m3 else sizes | {"turned": None, "scales": None}
 
 
 def _product_case(kernel: Any, signature: dict[str, str], constants: dict[str, Any], rows: int) -> AotCase:
@@ -283,12 +318,13 @@ AOT = [
         AotCase(_rotate_latent_kernel, _ROTATED, _rotation_constants(*heads), num_warps=_WARPS)
         for heads in ((20, 192, True), (128, 128, False))
     ),
+    AotCase(_rotate_latent_kernel, _ROTATED | _E4M3, _rotation_constants(20, 192, True, True), num_warps=_WARPS),
     *(_product_case(_head_product_kernel, _MULTIPLIED, {}, rows) for rows in (1, 64, 1024)),
     *(
         _product_case(
-            _latent_queries_kernel, _ROTATED | {"weight": "*bf16"} | ints("", "M tiles"),
-            _rotation_constants(20, 192, True), rows,
+            _latent_queries_kernel, _ROTATED | (_E4M3 if e4m3 else {}) | {"weight": "*bf16"} | ints("", "M tiles"),
+            _rotation_constants(20, 192, True, e4m3), rows,
         )
-        for rows in (1, 64)
+        for rows, e4m3 in ((1, False), (64, False), (1, True))
     ),
 ]  # fmt: skip

@@ -103,8 +103,9 @@ class LatentAttention(nn.Module):
 
     def __init__(self, spec: LatentSpec, builder: Builder) -> None:
         super().__init__()
-        if builder.kv_dtype == E4M3:
-            raise ConfigError("--kv-cache-dtype fp8 is not supported with latent attention: leave it out.")
+        self.e4m3 = builder.kv_dtype == E4M3
+        if self.e4m3 and spec.latent_dim % 4:
+            raise ConfigError(f"--kv-cache-dtype fp8 needs a kv_lora_rank of a multiple of 4, not {spec.latent_dim}.")
         check_shared_memory(shared_memory(torch.device(builder.device)))
         whole, spec = spec, spec.of(builder.ranks)
         self.spec, self.dtype = spec, builder.dtype
@@ -132,8 +133,14 @@ class LatentAttention(nn.Module):
             self.q_norm.input_format = common_input_format((self.q_b,))
 
     def state_specs(self) -> tuple[Paged, ...]:
-        """Rows of latents and rotated parts: the same on each rank."""
-        return (Paged((1, PAGE_SIZE, self.spec.head_dim), self.dtype),)
+        """Rows of latents and rotated parts: the same on each rank. With an fp8 cache: e4m3 latents, rotated parts, and
+        exponents of the latents' scales.
+        """
+        spec = self.spec
+        if not self.e4m3:
+            return (Paged((1, PAGE_SIZE, spec.head_dim), self.dtype),)
+        sizes = (spec.latent_dim, E4M3), (spec.rope_dim, self.dtype), (1, torch.uint8)
+        return tuple(Paged((1, PAGE_SIZE, size), dtype) for size, dtype in sizes)
 
     @property
     def consumers(self) -> tuple[object, ...]:
@@ -142,7 +149,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Activations, context: ForwardContext, state: Sequence[torch.Tensor]) -> torch.Tensor:
         """x [T, H] -> [T, Hq · V], the input of ``o``, or [E, Hq · V] with last tokens. Writes T rows."""
-        spec, (cache,) = self.spec, state
+        spec, (cache, *e4m3) = self.spec, state
         q, rows = self.a(x).split((self.a.held[0], spec.head_dim), dim=1)
         if self.q_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_norm(q.contiguous()))
@@ -151,15 +158,16 @@ class LatentAttention(nn.Module):
         slots, norm = context.inputs().slot_mapping, self.kv_norm
         written = rows, q, norm.weight, norm.eps, table, positions, slots, cache, spec.num_heads, spec.interleaved
         if context.last_tokens is None:
-            queries = latent_queries(*written, self.kv_b.keys)
+            queries = latent_queries(*written, self.kv_b.keys, *e4m3)
         else:
-            queries = context.last_tokens.select(rotate_latent(*written))
+            queries = context.last_tokens.select(rotate_latent(*written, *e4m3))
             q, positions = context.last_tokens.select(q), context.last_tokens.select(positions)
             head_product(q.view(len(q), spec.num_heads, -1), self.kv_b.keys, queries)
         queries = self.steps.scaled(queries, positions)
         inputs = context.queries.plan(self.backend)
         options = AttentionOptions(spec.scale, values=spec.latent_dim)
-        sums = self.backend.forward(queries, KV(cache, cache), inputs, options)
+        kv = KV(cache, *e4m3) if e4m3 else KV(cache, cache)
+        sums = self.backend.forward(queries, kv, inputs, options)
         out = sums.new_empty(len(sums), spec.num_heads, spec.value_dim)
         head_product(sums.view(len(sums), spec.num_heads, -1), self.kv_b.values, out)
         return out.flatten(1)
