@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "air-fp8-ep": {**AIR, "enable_expert_parallel": True},
     "deepseek-fp8": DEEPSEEK,
     "deepseek-fp8-ep": {**DEEPSEEK, "enable_expert_parallel": True},
+    "deepseek-fp8-dp": {**DEEPSEEK, "enable_expert_parallel": True, "enable_dp_attention": True},
     "tiny-eagle3": {
         "model": "tiny", "load_format": "auto",
         "speculative": {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3},
@@ -86,7 +87,8 @@ def measure(name: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     flags["model"] = args.model or flags["model"]
     spec = flags.pop("speculative", None) or {"method": "none"}
     if ranks == 1:
-        flags.pop("enable_expert_parallel", None)
+        for divided in ("enable_expert_parallel", "enable_dp_attention"):
+            flags.pop(divided, None)
         spec = {**spec, "draft_tensor_parallel_size": 1}
     flags["speculative"] = SpeculativeConfig.parse(spec)
     started = time.perf_counter()

@@ -128,6 +128,13 @@ def memory_flags(
             "--enable-expert-parallel", help="Place whole experts on the GPUs, instead of slices of every expert."
         ),
     ] = False,
+    enable_dp_attention: Annotated[
+        bool,
+        typer.Option(
+            "--enable-dp-attention",
+            help="Latent attention (MLA): each GPU attends for its own requests with all heads, and holds their pages.",
+        ),
+    ] = False,
     tp_reduce: Annotated[
         str,
         typer.Option(

@@ -82,7 +82,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "parallel": (
         "Several GPUs for one model; several engines",
         (
-            "tensor_parallel_size", "enable_expert_parallel", "tp_reduce", "data_parallel_size",
+            "tensor_parallel_size", "enable_expert_parallel", "enable_dp_attention", "tp_reduce", "data_parallel_size",
             "distributed_executor_backend", "ray_address",
         ),
     ),

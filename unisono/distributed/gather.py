@@ -53,6 +53,11 @@ class FusingTransport(Transport, Protocol):
         """See :meth:`Ranks.add_rms_norm`; (sum, norm, x8, scales)."""
         ...
 
+    def of_owner(self, x: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+        """Take each row of x [M, n] from the rank that computed it. owner [M]: that rank."""
+        each = torch.arange(len(x), dtype=owner.dtype, device=owner.device) * self.count
+        return self.gather(x).view(-1, x.shape[1]).index_select(0, each + owner)
+
     def silu(self, x: torch.Tensor) -> torch.Tensor | None:
         """See :meth:`Ranks.silu`."""
         ...
@@ -68,7 +73,8 @@ class Ranks:
 
     whole_experts: experts are whole on a rank (``--enable-expert-parallel``); otherwise they are split like other
     GEMMs. ordered: GEMMs after attention and of the MLP are split by inputs, if their format allows it, and their terms
-    are added in the order of ranks (``--tp-reduce ordered``).
+    are added in the order of ranks (``--tp-reduce ordered``). by_requests: latent attention has all heads on each rank,
+    and each rank holds the pages of its own requests (``--enable-dp-attention``).
     """
 
     index: int = 0
@@ -76,10 +82,21 @@ class Ranks:
     whole_experts: bool = False
     transport: int = 0
     ordered: bool = False
+    by_requests: bool = False
+
+    @property
+    def page_ranks(self) -> int:
+        """Number of ranks among which the pages of latent attention are divided."""
+        return self.count if self.by_requests else 1
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, n] of each rank -> [M, N · n], in the order of ranks."""
         return x if self.count == 1 else all_gather(x, self.transport, self.count)
+
+    def of_owner(self, x: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+        """Take each row of x [M, n] from the rank that computed it. owner [M]: that rank."""
+        each = torch.arange(len(x), dtype=owner.dtype, device=owner.device) * self.count
+        return self.gather(x).view(-1, x.shape[1]).index_select(0, each + owner)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, 2 n] of each rank, columns of gate and then of up -> ``silu(gate) * up`` of all, [M, N · n]."""

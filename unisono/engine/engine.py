@@ -42,7 +42,7 @@ from unisono.engine.worker.runner import Runner
 from unisono.engine.worker.slots import SlotPool
 from unisono.kv.branch_points import BranchPoints
 from unisono.kv.offload.offloader import PAUSE_SECONDS, Offload
-from unisono.kv.pages import PagePool
+from unisono.kv.rank_pages import page_pool
 from unisono.kv.specs import ALL
 from unisono.models.load.checkpoint import Checkpoint, sampling_defaults
 from unisono.passes.features.base import Committed, Metric
@@ -102,7 +102,7 @@ class Engine:
         snapshots = worker.snapshots if worker.store.recurrent else None
         self._offload = make_offload(self.config, worker, runner.send, runner.ask, self._offload)
         hits = self.config.requested.enable_prefix_caching
-        self.pool = PagePool(worker.num_pages[ALL], windows, snapshots, hits, self._offload)
+        self.pool = page_pool(worker.num_pages[ALL], worker.page_ranks, windows, snapshots, hits, self._offload)
         budget = PromptBudget(
             self.config.requested.max_stall_ms,
             self.config.max_num_batched_tokens,

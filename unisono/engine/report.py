@@ -156,7 +156,7 @@ def info(engine: Reported) -> dict[str, object]:
             "bytes": worker.store.nbytes("target"),
             "drafter_bytes": worker.store.nbytes("drafter"),
             "usage": round(engine.pool.usage, 4),
-            "cached_pages": engine.pool.tree.pages,
+            "cached_pages": engine.pool.cached_pages,
         },
         "kv_offload": offload.info(engine.pool.offload, worker.host_pages),
         "kv_transfer": roles.info(engine.roles),

@@ -187,6 +187,7 @@ class PagePool:
     snapshots: number of recurrent snapshots the tree may keep; None if the model has no recurrent state, so that a
         cached prefix needs no snapshot.
     hits: False to start every reservation without cached pages.
+    first: id of the first page, the padding page.
     """
 
     def __init__(
@@ -196,9 +197,10 @@ class PagePool:
         snapshots: int | None = None,
         hits: bool = True,
         offload: Offload | None = None,
+        first: int = 0,
     ) -> None:
-        self.num_pages, self.hits, self.offload = num_pages, hits, offload
-        self.free = [p for p in range(num_pages - 1, -1, -1) if p != PADDING_PAGE]
+        self.num_pages, self.hits, self.offload, self.first = num_pages, hits, offload, first
+        self.free = [first + p for p in range(num_pages - 1, -1, -1) if p != PADDING_PAGE]
         self.tree = PrefixTree(self._forget)
         self.windows = {
             window_group: WindowPool(window_group, count, self._window_evicted)
@@ -211,6 +213,11 @@ class PagePool:
     def available(self) -> int:
         """Pages a reservation can get: free pages and pages the tree can evict."""
         return len(self.free) + self.tree.unlocked
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages in the prefix tree."""
+        return self.tree.pages
 
     @property
     def usage(self) -> float:
@@ -308,6 +315,7 @@ class PagePool:
         _check_owners(
             self.num_pages,
             {"the free list": self.free, "a reservation": private, "the prefix tree": [n.page for n in nodes]},
+            self.first,
         )
         transfers = self.offload.transfers if self.offload is not None else []
         holders = [e.node for e in entries] + [node for transfer in transfers for node in transfer.nodes]
@@ -332,13 +340,13 @@ class PagePool:
                 raise RuntimeError(f"quotas of window {window_group} do not add up: {pool.unpromised} are left")
 
 
-def _check_owners(num_pages: int, claims: Mapping[str, Iterable[int]]) -> None:
+def _check_owners(num_pages: int, claims: Mapping[str, Iterable[int]], start: int = 0) -> None:
     owners = ["padding" if p == PADDING_PAGE else "" for p in range(num_pages)]
     for owner, pages in claims.items():
         for page in pages:
-            if owners[page]:
-                raise RuntimeError(f"page {page} is owned by both {owners[page]} and {owner}")
-            owners[page] = owner
+            if owners[page - start]:
+                raise RuntimeError(f"page {page} is owned by both {owners[page - start]} and {owner}")
+            owners[page - start] = owner
     lost = [p for p, owner in enumerate(owners) if not owner]
     if lost:
         raise RuntimeError(f"pages without an owner: {lost}")

@@ -34,17 +34,19 @@ class Paged:
     window_group: ALL, or n > 0 if only the last n positions of a request are ever read.
     by_token: True if the page has a row per token, with PAGE_SIZE as its second to last dimension, so that a range of
         positions can be copied. False if it has one value for the whole page.
+    ranks: N > 1 if the pages are divided among N ranks, each of which allocates 1 / N of them.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     window_group: int = ALL
     by_token: bool = True
+    ranks: int = 1
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return _bytes(self.shape, self.dtype)
+        """Bytes of one page on a rank, on average."""
+        return -(-_bytes(self.shape, self.dtype) // self.ranks)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from unisono.kv.specs import (
     map_tree,
 )
 
-PageKey = tuple[int, tuple[int, ...], torch.dtype]
+PageKey = tuple[int, tuple[int, ...], torch.dtype, int]
 """Window group, shape and dtype of paged state."""
 
 
@@ -145,10 +145,11 @@ class StateStore:
         count: dict[PageKey, int] = defaultdict(int)
         for _, spec in self._every():
             if isinstance(spec, Paged):
-                count[spec.window_group, spec.shape, spec.dtype] += 1
-        for (window_group, shape, dtype), specs in count.items():
-            dims = (specs, num_pages[window_group], *shape)
-            self._pages[window_group, shape, dtype] = self._page_zeros(dims, dtype)
+                count[_key(spec)] += 1
+        for key, specs in count.items():
+            window_group, shape, dtype, ranks = key
+            dims = (specs, num_pages[window_group] // ranks, *shape)
+            self._pages[key] = self._page_zeros(dims, dtype)
         taken: dict[PageKey, Iterator[torch.Tensor]] = {key: iter(pages) for key, pages in self._pages.items()}
         for owner, specs in self._specs.items():
             self._views[owner].tree = map_tree(
@@ -173,7 +174,7 @@ class StateStore:
         """Copy the state of positions first[m] … last[m] - 1 from page-table row sources[m] to row tables[m]; all int32
         [M]."""
         table = self.page_tables[window_group]
-        by_token = {(s.window_group, s.shape, s.dtype) for _, s in self._every() if isinstance(s, Paged) and s.by_token}
+        by_token = {_key(s) for _, s in self._every() if isinstance(s, Paged) and s.by_token}
         for key in self._pages:
             if key[0] == window_group and key in by_token:
                 pages = self._pages[key]
@@ -246,7 +247,7 @@ class StateStore:
 
     def _filled(self, slot_state: Iterator[Any], taken: Mapping[PageKey, Iterator[torch.Tensor]], spec: Spec) -> Any:
         held = next(slot_state)
-        return next(taken[spec.window_group, spec.shape, spec.dtype]) if isinstance(spec, Paged) else held
+        return next(taken[_key(spec)]) if isinstance(spec, Paged) else held
 
     def _recurrent_views(self) -> list[RecurrentView]:
         return [held for state in self._slot_state.values() for held in _flat(state) if isinstance(held, RecurrentView)]
@@ -266,6 +267,11 @@ class StateStore:
 
     def _ints(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self.device)
+
+
+def _key(spec: Paged) -> PageKey:
+    """Pages with equal keys are in one tensor."""
+    return spec.window_group, spec.shape, spec.dtype, spec.ranks
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor], row: int) -> list[list[torch.Tensor]]:

@@ -36,6 +36,7 @@ def check_model(
     quantization: str | None = None,
     load_format: str = "auto",
     tensor_parallel_size: int = 1,
+    enable_dp_attention: bool = False,
     device: str = "auto",
     hf_overrides: Mapping[str, Any] | None = None,
     needs_text: bool = False,
@@ -53,7 +54,7 @@ def check_model(
 
     def check(directory: Path) -> Mapping[str, Any]:
         raw = check_config(directory, quantization, hf_overrides)
-        check_config_heads(text_config(raw), tensor_parallel_size)
+        check_config_heads(text_config(raw), 1 if enable_dp_attention else tensor_parallel_size)
         return raw
 
     directory = find_model(path, check, weights)
@@ -98,6 +99,8 @@ class EngineFlags(Protocol):
     @property
     def tensor_parallel_size(self) -> int: ...
     @property
+    def enable_dp_attention(self) -> bool: ...
+    @property
     def device(self) -> str: ...
     @property
     def hf_overrides(self) -> Mapping[str, Any]: ...
@@ -117,7 +120,7 @@ def check_engine_model(
     needs_text, weights: see :func:`check_model`. headers: check the headers of the weight files. Raises CheckpointError
     and ConfigError.
     """
-    names = ("quantization", "load_format", "tensor_parallel_size", "device", "hf_overrides", "tokenizer")
+    names = ["quantization", "load_format", "tensor_parallel_size", "enable_dp_attention", "device", "hf_overrides", "tokenizer"]
     flags = {name: getattr(config, name) for name in names}
     if not headers:
         flags["load_format"] = "dummy"

@@ -263,17 +263,21 @@ class Scheduler:
     def _reserved(self, sequence: Sequence, pages: Reservation) -> bool:
         """Reserve pages for the whole prompt; False if there are too few."""
         # One page of headroom per running request, or admission would be undone by preemption.
-        headroom = len(self.active)
+        headroom = len(self._active_in(pages.pool))
         # Include the first sampled token's page: drafters may look one token ahead.
         tokens = min(len(sequence.tokens) + 1, sequence.max_length)
         need = pages_for(tokens) - len(pages.entries)
-        if need + headroom > self.pool.available:
+        if need + headroom > pages.pool.available:
             pages.release()
             return False
         pages.fetch()
         pages.reserve(tokens)
         self._start(sequence, pages)
         return True
+
+    def _active_in(self, pool: PagePool) -> list[Sequence]:
+        """Requests that hold pages of a pool."""
+        return [each for each in self.active if each.pages is not None and each.pages.pool is pool]
 
     def _start(self, sequence: Sequence, pages: Reservation) -> None:
         request, tokens, held = sequence.request, sequence.tokens, pages.pages
@@ -465,7 +469,7 @@ class Scheduler:
             except OutOfPages:
                 if self._unread(self.running.rows):
                     raise _Wait from None
-                self._preempt(max(self.active, key=self.waiting.rank))
+                self._preempt(max(self._active_in(sequence.pages.pool), key=self.waiting.rank))
 
     def recompute(self) -> int:
         """Queue all requests that hold a slot again, without keeping their pages. Return their number.

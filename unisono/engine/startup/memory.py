@@ -39,7 +39,7 @@ class PageDemand:
     page_bytes: bytes of one page of target and drafter, by window group. windows: useful pages at most, by window
     group. snapshot_bytes: bytes of one snapshot of the recurrent state. path_pages: pages of a tree's ``paths``, beside
     the pool's. logits_bytes: fp32 logits of the largest round, if no measured pass contains them. staging_bytes: buffer
-    for pages that move to and from host memory.
+    for pages that move to and from host memory. ranks: number of ranks among which pages are divided.
     """
 
     page_bytes: Mapping[int, int]
@@ -49,6 +49,7 @@ class PageDemand:
     path_pages: int = 0
     logits_bytes: int = 0
     staging_bytes: int = 0
+    ranks: int = 1
 
     def bytes(self, pages: int) -> int:
         """Bytes of the KV cache with this number of pages of window group ALL, including those of tree paths."""
@@ -77,7 +78,7 @@ def fit_pages(
     not even one request fits.
     """
     num_pages, path_pages = config.requested.num_pages, demand.path_pages
-    whole = config.max_num_seqs * pages_for(config.max_model_len) + 1  # more can never be used
+    whole = demand.ranks * (config.max_num_seqs * pages_for(config.max_model_len) + 1)  # more can never be used
     if config.device.type == "cpu":
         free, why = CPU_KV_BYTES, f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
         config = with_graph_bytes(config, CPU_GRAPH_BYTES, "the default on a CPU")
@@ -105,16 +106,17 @@ def fit_pages(
         free -= snapshots * demand.snapshot_bytes
         reason = f"--snapshot-share: {share:.0%} of the KV cache's bytes, for prefixes of a model with recurrent layers"
         config = config.decide("snapshots", snapshots, reason)
-    pages = num_pages or demand.fit(free, whole)
-    if pages < 2:
+    pages = (num_pages or demand.fit(free, whole)) // demand.ranks * demand.ranks
+    if pages < 2 * demand.ranks:
         raise ConfigError(
             f"the model leaves room for {pages} KV pages of {sum(demand.page_bytes.values())} bytes ({why}): "
             "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
             f"{', or ask for fewer paths or a lower --max-num-seqs' if path_pages else ''}."
         )
-    config = _within_context(config, pages, why)
+    config = _within_context(config, pages // demand.ranks, why)
     if num_pages is None:
-        config = config.decide("num_pages", pages, f"{PAGE_SIZE} tokens each; {why}")
+        divided = f"; divided among {demand.ranks} ranks" if demand.ranks > 1 else ""
+        config = config.decide("num_pages", pages, f"{PAGE_SIZE} tokens each; {why}{divided}")
     counts = {**demand.counts(pages), **demand.windows} if num_pages else demand.counts(pages)
     return counts, snapshots, config
 

@@ -453,6 +453,7 @@ class Build:
             snapshot_bytes=worker.store.snapshot_bytes(),
             paths=self.paths,
             path_pages=reserved,
+            ranks=self._group.ranks.page_ranks,
             logits_bytes=logits if self.paths == 1 else 0,  # the rounds of a tree are measured
             staging_bytes=staging_bytes(
                 config, max(worker.store.snapshot_bytes(), *map(worker.store.page_bytes, worker.store.window_groups))

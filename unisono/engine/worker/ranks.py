@@ -24,6 +24,7 @@ from unisono.distributed.shared_memory import SharedMemory
 from unisono.engine.worker.commands import ANSWERED, Command, FileOutcomes, Measure, encode
 from unisono.engine.worker.worker import Worker
 from unisono.graphs import PendingOutputs
+from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.config import DecoderConfig
 from unisono.types import ConfigError, EngineDead, UnisonoError
 
@@ -47,12 +48,33 @@ def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
             f"(--tensor-parallel-size {count})."
         )
     together = count > 1
+    if requested.enable_dp_attention:
+        _check_by_requests(config, model)
     ranks = Ranks(
         0, count, whole_experts=requested.enable_expert_parallel and together,
         ordered=requested.tp_reduce == "ordered" and together,
+        by_requests=requested.enable_dp_attention and together,
     )  # fmt: skip
     model.check_divides(ranks)
     return ranks
+
+
+def _check_by_requests(config: ResolvedConfig, model: DecoderConfig) -> None:
+    """Raise ConfigError if requests' pages cannot be on one rank each."""
+    requested, spec = config.requested, config.speculative
+    if not all(isinstance(layer.mixer, LatentSpec) for layer in model.layers):
+        raise ConfigError(
+            f"--enable-dp-attention: a {model.architecture} has layers without latent attention (MLA); leave it out."
+        )
+    refused = {
+        "--cpu-offload-gb": requested.offloads,
+        f"--role {requested.role}": requested.exchanges_pages,
+        "--enable-lora": requested.enable_lora,
+        "draft trees": spec is not None and spec.paths,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ConfigError(f"--enable-dp-attention cannot be combined with {what} yet: leave one of them out.")
 
 
 class Team:

@@ -145,7 +145,7 @@ class Runner:
         """Attention cost per visible key, relative to the GEMM cost of a prefill token."""
         model = self.worker.model
         heads = sum(spec.num_heads * spec.head_dim for spec in map(attention_of, model.config.layers) if spec)
-        heads //= model.builder.ranks.count
+        heads //= model.builder.ranks.count // self.worker.page_ranks
         return ATTENTION_RATE * 2 * heads / max(1, products_per_token(model.layers))
 
     def catch_up_key(self, rows: int) -> GraphKey:

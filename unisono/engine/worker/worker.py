@@ -87,6 +87,11 @@ class Worker:
         self.updater: WeightUpdater | None = None
         self.memory: SleepingMemory | None = None
 
+    @property
+    def page_ranks(self) -> int:
+        """Number of ranks among which the pages are divided."""
+        return self.model.builder.ranks.page_ranks
+
     def hold_pages(self, num_pages: Mapping[int, int], path_pages: int = 0, snapshots: int = 0) -> None:
         """Allocate the pages of target and drafter, in place of fewer ones."""
         self.num_pages, self.path_pages, self.snapshots = num_pages, path_pages, snapshots

@@ -1,8 +1,9 @@
 """Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): a mixer whose heads share one small row of the cache.
 
 Every pass computes the absorbed form, one arithmetic for rounds, chunks and prompts: queries are multiplied into the
-latent space, attend over latents there, and their sums are multiplied out again. Ranks divide the heads; each holds
-all latents. Built by a family's blocks (docs/extend/model.md), as attention is.
+latent space, attend over latents there, and their sums are multiplied out again. Ranks divide the heads, and each holds
+all latents; or each attends with all heads for its own requests, and holds their latents. Built by a family's blocks
+(docs/extend/model.md), as attention is.
 
 Shapes: T tokens of a pass, E tokens whose output is read, H hidden, Hq heads, L latent, D / R elements of a head that
 do not rotate / rotate, V elements of a head's value.
@@ -19,7 +20,7 @@ from torch import nn
 from unisono.attention.base import KV, AttentionOptions
 from unisono.attention.context import ForwardContext
 from unisono.config.preflight.ranks import check_attention_heads
-from unisono.distributed.gather import Ranks
+from unisono.distributed.gather import ALONE, Ranks
 from unisono.kernels.attention.latent import check_shared_memory, head_blocks
 from unisono.kernels.attention.latent_rows import head_product, latent_queries, rotate_latent
 from unisono.kernels.cards import shared_memory
@@ -91,6 +92,8 @@ class LatentSpec:
 
     def of(self, ranks: Ranks) -> LatentSpec:
         """The heads of one rank. Raises ConfigError if they cannot be divided."""
+        if ranks.by_requests:
+            return self
         check_attention_heads(self.num_heads, self.num_heads, ranks.count)
         return replace(self, num_heads=self.num_heads // ranks.count)
 
@@ -107,8 +110,10 @@ class LatentAttention(nn.Module):
         if self.e4m3 and spec.latent_dim % 4:
             raise ConfigError(f"--kv-cache-dtype fp8 needs a kv_lora_rank of a multiple of 4, not {spec.latent_dim}.")
         check_shared_memory(shared_memory(torch.device(builder.device)))
-        whole, spec = spec, spec.of(builder.ranks)
-        self.spec, self.dtype = spec, builder.dtype
+        whole, spec, divided = spec, spec.of(builder.ranks), builder
+        self.spec, self.dtype, self.ranks = spec, builder.dtype, builder.ranks
+        if self.ranks.by_requests:
+            builder = replace(builder, ranks=ALONE)
         self.backend = builder.backend(spec.num_heads, spec.num_kv_heads)
         self.cos_sin = builder.rotary(spec.rotary)
         self.steps = HeadStepsSpec(query_growth=spec.query_growth).build(builder, spec.num_heads, 1, spec.head_dim)
@@ -124,7 +129,8 @@ class LatentAttention(nn.Module):
         self.kv_norm = inner.norm(spec.latent_dim)
         sizes = whole.num_heads, spec.nope_dim, spec.value_dim, spec.latent_dim
         self.kv_b = UpProjections(sizes, builder.at("kv_b"))
-        self.o = builder.joined("o", whole.num_heads * spec.value_dim, builder.hidden_size, spec.bias)
+        inputs = whole.num_heads * spec.value_dim
+        self.o = divided.joined("o", inputs, builder.hidden_size, spec.bias, split_inputs=not self.ranks.by_requests)
         self.set_norm_formats()
 
     def set_norm_formats(self) -> None:
@@ -133,14 +139,14 @@ class LatentAttention(nn.Module):
             self.q_norm.input_format = common_input_format((self.q_b,))
 
     def state_specs(self) -> tuple[Paged, ...]:
-        """Rows of latents and rotated parts: the same on each rank. With an fp8 cache: e4m3 latents, rotated parts, and
-        exponents of the latents' scales.
+        """Rows of latents and rotated parts: the same on each rank, or those of its requests. With an fp8 cache: e4m3
+        latents, rotated parts, and exponents of the latents' scales.
         """
-        spec = self.spec
-        if not self.e4m3:
-            return (Paged((1, PAGE_SIZE, spec.head_dim), self.dtype),)
-        sizes = (spec.latent_dim, E4M3), (spec.rope_dim, self.dtype), (1, torch.uint8)
-        return tuple(Paged((1, PAGE_SIZE, size), dtype) for size, dtype in sizes)
+        spec, ranks = self.spec, self.ranks.page_ranks
+        sizes: list[tuple[int, torch.dtype]] = [(spec.head_dim, self.dtype)]
+        if self.e4m3:
+            sizes = [(spec.latent_dim, E4M3), (spec.rope_dim, self.dtype), (1, torch.uint8)]
+        return tuple(Paged((1, PAGE_SIZE, size), dtype, ranks=ranks) for size, dtype in sizes)
 
     @property
     def consumers(self) -> tuple[object, ...]:
@@ -149,7 +155,9 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Activations, context: ForwardContext, state: Sequence[torch.Tensor]) -> torch.Tensor:
         """x [T, H] -> [T, Hq · V], the input of ``o``, or [E, Hq · V] with last tokens. Writes T rows."""
-        spec, (cache, *e4m3) = self.spec, state
+        spec, (cache, *e4m3), owner = self.spec, state, None
+        if self.ranks.by_requests:
+            context, owner = context.of_requests(self.ranks.index, len(cache))
         q, rows = self.a(x).split((self.a.held[0], spec.head_dim), dim=1)
         if self.q_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_norm(q.contiguous()))
@@ -170,7 +178,7 @@ class LatentAttention(nn.Module):
         sums = self.backend.forward(queries, kv, inputs, options)
         out = sums.new_empty(len(sums), spec.num_heads, spec.value_dim)
         head_product(sums.view(len(sums), spec.num_heads, -1), self.kv_b.values, out)
-        return out.flatten(1)
+        return out.flatten(1) if owner is None else self.ranks.of_owner(out.flatten(1), owner)
 
     def project(
         self, y: Activations, residual: torch.Tensor, norm: nn.Module | None

@@ -182,6 +182,7 @@ def engine_flags(
     enable_expert_parallel: Annotated[
         bool, typer.Option("--enable-expert-parallel", help="As for `unisono serve`.")
     ] = False,
+    enable_dp_attention: Annotated[bool, typer.Option("--enable-dp-attention", help="As for `unisono serve`.")] = False,
     tp_reduce: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "gather",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:

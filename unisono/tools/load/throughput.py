@@ -109,7 +109,7 @@ def throughput(
     cache is emptied before each run.
     """
     writable("--out", out)
-    names = ("quantization", "load_format", "tensor_parallel_size", "device")
+    names = ("quantization", "load_format", "tensor_parallel_size", "enable_dp_attention", "device")
     check_model(engine["model"], **{name: engine[name] for name in names})
     spec = speculative(speculative_config) if speculative_config else None
     if synthetic_acceptance_length is not None and spec is None:

@@ -1,0 +1,66 @@
+"""Pages of several ranks, each of which holds those of its own requests (``--enable-dp-attention``).
+
+Page ids are of all ranks together: rank r has the ids from r · P on, and the first of them is its padding page. The
+pages of a rank are a pool of their own, with a prefix tree, so a request's pages are all on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from unisono.kv.offload.offloader import Offload
+from unisono.kv.pages import PagePool, Reservation
+from unisono.kv.prefix_tree import Token
+
+
+class RankPools(PagePool):
+    """A pool for each rank, as one. num_pages: of all ranks; their number divides it."""
+
+    def __init__(self, num_pages: int, ranks: int, hits: bool = True) -> None:
+        super().__init__(0, hits=hits)
+        self.num_pages, each = num_pages, num_pages // ranks
+        self.pools = [PagePool(each, hits=hits, first=rank * each) for rank in range(ranks)]
+
+    def open(self, tokens: Sequence[Token], quotas: Mapping[int, int] | None = None) -> Reservation:
+        """Open a reservation on the rank with the longest cached prefix; of several, on that with the most pages
+        available.
+        """
+
+        def rank(pool: PagePool) -> tuple[int, int]:
+            cached = len(pool.tree.match(tokens[: len(tokens) - 1])) if self.hits else 0
+            return cached, pool.available
+
+        return max(self.pools, key=rank).open(tokens, quotas)
+
+    @property
+    def available(self) -> int:
+        """Pages that reservations can get, on all ranks."""
+        return sum(pool.available for pool in self.pools)
+
+    @property
+    def usage(self) -> float:
+        """Fraction of pages held by requests, 0 … 1."""
+        return sum(pool.usage for pool in self.pools) / len(self.pools)
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages in the prefix trees."""
+        return sum(pool.cached_pages for pool in self.pools)
+
+    def drop_cached(self) -> int:
+        """See :meth:`PagePool.drop_cached`."""
+        return sum(pool.drop_cached() for pool in self.pools)
+
+    def check_integrity(self) -> None:
+        """See :meth:`PagePool.check_integrity`."""
+        for pool in self.pools:
+            pool.check_integrity()
+
+
+def page_pool(
+    num_pages: int, ranks: int, windows: Mapping[int, int], snapshots: int | None, hits: bool, offload: Offload | None
+) -> PagePool:
+    """Make the pool of an engine whose pages are divided among ``ranks``; the other arguments are a PagePool's."""
+    if ranks > 1:
+        return RankPools(num_pages, ranks, hits)
+    return PagePool(num_pages, windows, snapshots, hits, offload)
