@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.config import hub
+from unisono.config import hub, mistral
 from unisono.config.checkpoint_files import ADAPTER_CONFIG, CONFIG, names_in, no_config, not_a_directory, read_object
 from unisono.config.decoder_table import ALSO, ROWS
 from unisono.config.gguf.directory import described
@@ -99,6 +99,7 @@ models = Registry(
         "KimiK25ForConditionalGeneration": "unisono.models.families.deepseek_v3:KIMI_K25",
         "KimiLinearForCausalLM": "unisono.models.families.kimi_linear:KIMI_LINEAR",
         "Mistral4ForCausalLM": "unisono.models.families.mistral4:MISTRAL4",
+        "MistralLarge3ForCausalLM": "unisono.models.families.mistral4:MISTRAL_LARGE3",
         "Dots1ForCausalLM": "unisono.models.families.dots1:DOTS1",
         "Ernie4_5_MoeForCausalLM": "unisono.models.families.ernie4_5_moe:ERNIE4_5_MOE",
         "Glm4MoeForCausalLM": "unisono.models.families.glm4_moe:GLM4_MOE",
@@ -237,14 +238,16 @@ def resolve_name(path: str | Path, check: Callable[[Path], object] | None = None
 
     A bundled name wins over a directory of the same name (write ``./tiny`` for the directory), and a directory over an
     id. A checkpoint of the Hub is downloaded unless the cache has it; ``check`` is called with the directory as soon as
-    it has config.json, before anything else is downloaded. A GGUF file is described by a directory in the cache. Raises
-    CheckpointError.
+    it has config.json, before anything else is downloaded. A GGUF file, and a directory in Mistral's own form, are
+    described by a directory in the cache. Raises CheckpointError.
     """
     if isinstance(path, str) and path in bundled:
         return bundled[path]
     local = Path(path).expanduser()
     if isinstance(path, str) and hub.is_id(path) and not local.exists():
         return hub.fetch(path, check)
+    if mistral.is_native(local):
+        return mistral.described(local)
     return described(local) if is_gguf(local) else local
 
 

@@ -17,6 +17,9 @@ from unisono.types import CheckpointError
 
 CONFIG = "config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+NATIVE = "params.json"
+NATIVE_WEIGHTS, NATIVE_INDEX = "consolidated.safetensors", "consolidated.safetensors.index.json"
+"""Files of Mistral's own form; see ``config/mistral.py``."""
 PICKLE = "pytorch_model.bin"
 """Weights of the first EAGLE heads, read as plain tensors. Models in this format are refused."""
 
@@ -55,6 +58,9 @@ SMALL = (
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 LFS = b"version https://git-lfs"
+MOST_HEADER = 100_000_000
+"""Largest header of a safetensors file in bytes; safetensors refuses longer ones."""
+
 SHOWN = 4
 """File names that a message lists."""
 
@@ -134,10 +140,10 @@ def no_config(names: Collection[str], adapter: Any = None) -> str:
     plain = "has no config.json, so it is no Hugging Face checkpoint"
     if "model_index.json" in names:
         return f"{plain}: it is a diffusers pipeline (model_index.json)"
-    if "params.json" in names:
+    if NATIVE in names:
         return (
-            f"{plain}: params.json belongs to its maker's own format; give the version for transformers, with "
-            "config.json"
+            f"{plain}: {NATIVE} belongs to its maker's own format; give the version for transformers, with "
+            "config.json, or for Mistral Large 3 and Mistral Small 4 a directory with these files"
         )
     inner = sorted({name.rpartition("/")[0] for name in names if name.endswith(f"/{CONFIG}")})
     if inner:
@@ -201,6 +207,17 @@ def _other_formats(names: Collection[str]) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+def tensor_names(file: Path) -> list[str]:
+    """Names of the tensors in a safetensors file; none if its header cannot be read, which loading reports."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length)) if length <= MOST_HEADER else {}
+        return [name for name in header if name != "__metadata__"] if isinstance(header, dict) else []
+    except (OSError, ValueError, RecursionError):
+        return []
 
 
 def read_object(file: Path, limit: int | None = 1 << 20) -> Any:

@@ -237,9 +237,12 @@ ARCHITECTURES: Mapping[str, Facts] = {
         },
         experts=True,
     ),
-    "Mistral4ForCausalLM": Facts(
-        ("mistral4",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "llama_4_scaling_beta": ANY}, experts=True,
-        partial_rotary=True,
+    **dict.fromkeys(
+        ("Mistral4ForCausalLM", "MistralLarge3ForCausalLM"),
+        Facts(
+            ("mistral4",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "llama_4_scaling_beta": ANY}, experts=True,
+            partial_rotary=True,
+        ),
     ),
     "Dots1ForCausalLM": Facts(
         ("dots1",), takes={**_BIASES, **_HEAD_NORMS, **_DEEPSEEK, "layer_types": ANY}, windows="by layer", experts=True

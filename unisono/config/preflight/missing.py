@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 _ALIBI = "scores with a bias by distance (ALiBi)"
 _AUDIO = "an audio tower"
+_BLOCK_SPARSE = "sparse attention over blocks that an indexer chooses"
 _CLASS = "a class in transformers that its formula is compared with"
 _CROSS = "cross-attention to an encoder"
 _LEARNT = "learnt positions of a decoder"
@@ -13,7 +14,8 @@ _LIGHTNING = "lightning attention"
 _MAMBA1 = "a recurrence of Mamba1"
 _PACKED = "queries, keys and values packed head by head"
 _RELATIVE = "scores with learnt relative positions"
-_SPARSE = "sparse attention"
+_INDEXED = "sparse attention by an indexer (DSA)"
+_QWEN_SPARSE = "Qwen's sparse attention and parallel residual streams"
 _STREAMS = "parallel residual streams (AltUp)"
 _TOWER = "its vision tower"
 
@@ -22,8 +24,8 @@ MISSING: Mapping[str, str] = {
     "BartForConditionalGeneration": _CROSS,
     "BloomForCausalLM": _ALIBI,
     "DebertaV2ForSequenceClassification": _RELATIVE,
-    "DeepseekV32ForCausalLM": _SPARSE,
-    "DeepseekV4ForCausalLM": _SPARSE,
+    "DeepseekV32ForCausalLM": _INDEXED,
+    "DeepseekV4ForCausalLM": "compressed sparse attention (CSA, HCA)",
     "FalconForCausalLM": _PACKED,
     "FalconH1ForCausalLM": "Mamba2 and attention side by side in a layer",
     "FalconMambaForCausalLM": _MAMBA1,
@@ -34,8 +36,8 @@ MISSING: Mapping[str, str] = {
     "Gemma3nForConditionalGeneration": _STREAMS,
     "Glm4vForConditionalGeneration": _TOWER,
     "Glm4vMoeForConditionalGeneration": _TOWER,
-    "Glm5NextForConditionalGeneration": _SPARSE,
-    "GlmMoeDsaForCausalLM": _SPARSE,
+    "Glm5NextForConditionalGeneration": _INDEXED,
+    "GlmMoeDsaForCausalLM": _INDEXED,
     "Idefics3ForConditionalGeneration": _TOWER,
     "InternLM2ForCausalLM": _CLASS,
     "InternVLForConditionalGeneration": _TOWER,
@@ -49,8 +51,10 @@ MISSING: Mapping[str, str] = {
     "Mamba2ForCausalLM": "a model without attention",
     "MiniCPMForCausalLM": _CLASS,
     "MiniMaxForCausalLM": _LIGHTNING,
+    "MiniMaxM3SparseForCausalLM": _BLOCK_SPARSE,
+    "MiniMaxM3SparseForConditionalGeneration": _BLOCK_SPARSE,
+    "MiniMaxM3VLForCausalLM": _BLOCK_SPARSE,
     "MiniMaxText01ForCausalLM": _LIGHTNING,
-    "MistralLarge3ForCausalLM": "a reader of params.json and consolidated tensors, the only form of its checkpoints",
     "MllamaForConditionalGeneration": "cross-attention to pictures",
     "MptForCausalLM": _ALIBI,
     "NomicBertModel": "rotary positions in layers with norms of sums",
@@ -60,7 +64,8 @@ MISSING: Mapping[str, str] = {
     "Qwen2AudioForConditionalGeneration": _AUDIO,
     "Qwen2_5OmniForConditionalGeneration": _AUDIO,
     "Qwen3OmniMoeForConditionalGeneration": _AUDIO,
-    "Qwen4ExpForConditionalGeneration": _SPARSE,
+    "Qwen4ExpForCausalLM": _QWEN_SPARSE,
+    "Qwen4ExpForConditionalGeneration": _QWEN_SPARSE,
     "RecurrentGemmaForCausalLM": "a recurrence of RG-LRU",
     "SmolVLMForConditionalGeneration": _TOWER,
     "T5ForConditionalGeneration": _CROSS,

@@ -120,7 +120,7 @@ def check_engine_model(
     needs_text, weights: see :func:`check_model`. headers: check the headers of the weight files. Raises CheckpointError
     and ConfigError.
     """
-    names = ["quantization", "load_format", "tensor_parallel_size", "enable_dp_attention", "device", "hf_overrides", "tokenizer"]
+    names = "quantization load_format tensor_parallel_size enable_dp_attention device hf_overrides tokenizer".split()  # noqa: SIM905
     flags = {name: getattr(config, name) for name in names}
     if not headers:
         flags["load_format"] = "dummy"

@@ -6,7 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unisono.config.checkpoint_files import INDEX, LFS, WEIGHTS, names_in, no_weights, weight_map
+from unisono.config import mistral
+from unisono.config.checkpoint_files import (
+    INDEX,
+    LFS,
+    MOST_HEADER,
+    NATIVE_INDEX,
+    NATIVE_WEIGHTS,
+    WEIGHTS,
+    names_in,
+    no_weights,
+    weight_map,
+)
 from unisono.config.gguf.directory import source as gguf_source
 from unisono.config.gguf.header import read_gguf
 from unisono.config.untrusted_files import inside, read_json
@@ -18,20 +29,20 @@ LENGTH = 8
 Tensor data follows the header.
 """
 
-MOST_HEADER = 100_000_000
-"""Largest header in bytes; safetensors refuses longer ones."""
-
 
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     """The safetensors files of a model's directory, and the file name of each tensor in the index.
 
     Raises CheckpointError: no safetensors, an index without files, a missing shard.
     """
-    single, index = directory / WEIGHTS, directory / INDEX
+    names = WEIGHTS, INDEX
+    if (native := mistral.source(directory)) is not None:
+        directory, names = native, (NATIVE_WEIGHTS, NATIVE_INDEX)
+    single, index = (directory / name for name in names)
     if single.exists():
         return [single], {}
     if not index.exists():
-        raise CheckpointError(f"{directory} has neither {WEIGHTS} nor {INDEX}{no_weights(names_in(directory))}.")
+        raise CheckpointError(f"{directory} has neither {names[0]} nor {names[1]}{no_weights(names_in(directory))}.")
     tensors = weight_map(read_json(index), index)
     files: dict[str, Path] = {}
     for name in tensors.values():
@@ -42,7 +53,7 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
         held = sum(file == lost[0] for file in tensors.values())
         others = f" {len(lost) - 1} other files are missing too." if len(lost) > 1 else ""
         raise CheckpointError(
-            f"{directory / lost[0]} is missing; {INDEX} says that it holds {held} of "
+            f"{directory / lost[0]} is missing; {index.name} says that it holds {held} of "
             f"{len(tensors)} tensors.{others} Download it again."
         )
     return [files[name] for name in sorted(files)], tensors

@@ -28,6 +28,7 @@ from unisono.types import CheckpointError
 class UpProjections(nn.Module):
     """keys [Hq, L, D] and values [Hq, V, L] of this rank's heads, in the activations' dtype.
 
+    A fixed scale of fp8 activations is read and not used: the absorbed form has no such activations.
     sizes: (heads of all ranks, D, V, L). Raises CheckpointError for a weight format that is not converted.
     """
 
@@ -46,12 +47,13 @@ class UpProjections(nn.Module):
                 parameter.part_of = PartOf(shape, 0, ((first, end),))  # type: ignore[attr-defined]
         format, self.tensors = builder.format_here, PLAIN.tensors(builder.dtype)
         self.integers = format if isinstance(format, (Int4, GPTQ8, PackedInt8)) else None
-        if self.integers or isinstance(format, BlockFp8) or (isinstance(format, RowFp8) and not format.fixed_kind):
+        self.unused = format.fixed_kind if isinstance(format, RowFp8) else None
+        if self.integers or isinstance(format, (BlockFp8, RowFp8)):
             self.tensors = format.tensors(builder.dtype)
         elif format not in (PLAIN, ONLINE_FP8):
             raise CheckpointError(
                 f"{builder.path} is stored in format {format.name!r}: plain weights, integers without int8 activations "
-                "or activation order, and fp8 without fixed scales of activations are supported there."
+                "or activation order, and fp8 are supported there."
             )
         self._read, self._lock = dict[str, torch.Tensor](), threading.Lock()
 
@@ -89,6 +91,8 @@ class UpProjections(nn.Module):
         """This rank's rows of the weight from the tensors as read, in fp32 or the model's dtype."""
         if self.integers is None:
             weight = read.pop("weight")
+            if self.unused:
+                del read[self.unused]
             for kind, scales in read.items():
                 weight = weight.float() * self._of_elements(scales.float().to(weight.device), self.tensors[kind])
             return weight

@@ -33,4 +33,9 @@ def read(hf_config: Any) -> DecoderConfig:
     return read_decoder_config(hf_config, layers)
 
 
+PICTURES = "the tower of a Mistral 4 is not supported yet: pictures are refused"
+TOWER = "vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm."
+
 MISTRAL4 = Family(read, NAMES)
+MISTRAL_LARGE3 = replace(MISTRAL4, unread=dict.fromkeys(TOWER, PICTURES))
+"""Mistral Large 3 and Mistral Small 4 in Mistral's own form (``config/mistral.py``)."""

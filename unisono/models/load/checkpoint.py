@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from unisono.config import catalog
+from unisono.config import catalog, mistral
 from unisono.config.checkpoint_files import CONFIG, INDEX, names_in
 from unisono.config.checkpoint_files import WEIGHTS as WEIGHTS
 from unisono.config.gguf.directory import source as gguf_source
@@ -151,6 +151,8 @@ def read_tensors(directory: Path, packed: bool = False) -> dict[str, TensorInfo]
     for tensor, name in weight_map.items():
         if tensor not in tensors:
             raise CheckpointError(f"{directory / name}: tensor {tensor} is missing, though {INDEX} promises it.")
+    if mistral.source(directory) is not None:
+        return {mistral.tensor_name(name): info for name, info in tensors.items()}
     return tensors
 
 
