@@ -128,6 +128,10 @@ def memory_flags(
             "--enable-expert-parallel", help="Place whole experts on the GPUs, instead of slices of every expert."
         ),
     ] = False,
+    expert_placement: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Order of whole experts among the GPUs, of `unisono place-experts`."),
+    ] = None,
     enable_dp_attention: Annotated[
         bool,
         typer.Option(

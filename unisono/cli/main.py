@@ -1,4 +1,4 @@
-"""The command line: ``unisono serve | generate | chat | explain | compare | eval | bench | train-draft``.
+"""The command line: ``unisono serve | generate | chat | explain | compare | eval | place-experts | bench | train-draft``.
 
 Flags have vLLM's and SGLang's names. This file parses and prints; ``entrypoints``, ``http`` and ``tools`` do the work.
 They are imported inside the command that needs them, so that ``unisono --help`` is quick. Exit status: 0, 1 for an
@@ -34,6 +34,7 @@ from unisono.console.values import (
     speculative_dict,
     strings,
 )
+from unisono.tools.place_experts import place_experts
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 from unisono.types.lora import read_modules
 
@@ -360,6 +361,7 @@ app.command(cls=_EngineCommand)(_engine_command(chat, "request", ONE_REQUEST))
 app.command(cls=_EngineCommand)(_engine_command(explain, "output"))
 app.command(name="eval", cls=_EngineCommand)(_engine_command(evaluate, "output"))
 app.command(cls=HelpfulCommand)(compare)
+app.command(cls=HelpfulCommand)(place_experts)
 
 
 @app.command()

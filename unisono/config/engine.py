@@ -94,6 +94,7 @@ class EngineConfig(Concise):
     tensor_parallel_size: processes, with a GPU each, that hold the model together; the text is the same as of one.
     enable_expert_parallel: place whole experts on the ranks; otherwise every expert is divided like other layers.
     enable_dp_attention: each rank holds the latents (MLA) of its own requests, and attends for them with all heads.
+    expert_placement: file with the order of whole experts among the ranks, by layer.
     tp_reduce: gather: no sum is divided, and the text is that of one process. ordered: the products after attention and
     of the MLP are divided by inputs, and their terms are added in the order of ranks: faster, the same text for one
     number of ranks.
@@ -157,6 +158,7 @@ class EngineConfig(Concise):
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     enable_dp_attention: bool = False
+    expert_placement: str | None = None
     tp_reduce: str = "gather"
 
     def __post_init__(self) -> None:

@@ -115,8 +115,9 @@ def config_of(params: Mapping[str, Any], file: Path) -> dict[str, Any]:
     moe = params.get("moe")
     if not isinstance(moe, dict) or "kv_lora_rank" not in params:
         raise CheckpointError(
-            f"{file.parent} has no config.json, and its {file.name} describes no model with latent attention and experts: "
-            "of Mistral's own form only Mistral Large 3 and Mistral Small 4 are read; give the version for transformers."
+            f"{file.parent} has no config.json, and its {file.name} describes no model with latent attention and "
+            "experts: of Mistral's own form only Mistral Large 3 and Mistral Small 4 are read; give the version for "
+            "transformers."
         )
     left = {**params, **{f"moe.{name}": value for name, value in moe.items()}}
     del left["moe"]

@@ -82,8 +82,8 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "parallel": (
         "Several GPUs for one model; several engines",
         (
-            "tensor_parallel_size", "enable_expert_parallel", "enable_dp_attention", "tp_reduce", "data_parallel_size",
-            "distributed_executor_backend", "ray_address",
+            "tensor_parallel_size", "enable_expert_parallel", "expert_placement", "enable_dp_attention", "tp_reduce",
+            "data_parallel_size", "distributed_executor_backend", "ray_address",
         ),
     ),
     "disaggregation": (

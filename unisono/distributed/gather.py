@@ -74,7 +74,8 @@ class Ranks:
     whole_experts: experts are whole on a rank (``--enable-expert-parallel``); otherwise they are split like other
     GEMMs. ordered: GEMMs after attention and of the MLP are split by inputs, if their format allows it, and their terms
     are added in the order of ranks (``--tp-reduce ordered``). by_requests: latent attention has all heads on each rank,
-    and each rank holds the pages of its own requests (``--enable-dp-attention``).
+    and each rank holds the pages of its own requests (``--enable-dp-attention``). placement: (path of a layer's
+    experts, their order), of whole experts; see ``distributed/placement.py``.
     """
 
     index: int = 0
@@ -83,6 +84,11 @@ class Ranks:
     transport: int = 0
     ordered: bool = False
     by_requests: bool = False
+    placement: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def order_of(self, path: str) -> tuple[int, ...]:
+        """Order of a layer's experts among the ranks; empty: ascending."""
+        return dict(self.placement).get(path, ())
 
     @property
     def page_ranks(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
@@ -136,6 +137,7 @@ def info(engine: Reported) -> dict[str, object]:
         "rounds_by_drafts": {str(k): count for k, count in sorted(engine.draft_controller.rounds.items())},
         "round_ms": round_costs(engine),
     }
+    tokens = expert_counts(worker.model)
     acceptance = [round(share, 4) for share in engine.counters.acceptance_per_position]
     return {
         **engine.config.explain(),
@@ -173,16 +175,17 @@ def info(engine: Reported) -> dict[str, object]:
             "acceptance_per_position": acceptance[: runner.width - 1],
         },
         "counters": asdict(engine.counters),
-        "experts": expert_load(engine),
+        "experts": expert_load(tokens),
+        "expert_tokens": tokens,
         "start_seconds": {**runner.seconds, "total": round(engine.start_seconds, 3)},
         "requests": {"running": len(scheduler.active), "waiting": len(scheduler.waiting) + len(engine.arrivals)},
         **{name: value for feature in runner.request_features for name, value in feature.info().items()},
     }
 
 
-def expert_load(engine: Reported) -> list[dict[str, object]]:
+def expert_load(tokens: Mapping[str, list[int]]) -> list[dict[str, object]]:
     """Return the load balance of each layer's experts since the start: the busiest's tokens over the mean, and idle
-    ones.
+    ones. tokens: of each expert.
     """
     return [
         {
@@ -191,7 +194,7 @@ def expert_load(engine: Reported) -> list[dict[str, object]]:
             "max / mean": round(max(counts) * len(counts) / sum(counts), 2),
             "idle": counts.count(0),
         }
-        for path, counts in expert_counts(engine.runner.worker.model).items()
+        for path, counts in tokens.items()
         if any(counts)
     ]
 

@@ -81,9 +81,8 @@ class ExpertStack(nn.Module):
 
     def _made(self, stored: StoredTensor, device: torch.device | str) -> nn.Parameter:
         """An uninitialised parameter, marked with its part of the whole tensor."""
-        first, end = self.share.part(self.experts)
         of_one = stored.shape(self.outputs, self.inputs)[1:]
-        shape = (end - first + self.rides, sum(self._rows(stored)), *of_one)
+        shape = (self.experts_held + self.rides, sum(self._rows(stored)), *of_one)
         made = nn.Parameter(torch.empty(shape, dtype=stored.dtype, device=device), requires_grad=False)
         made.drawn = stored.drawn  # type: ignore[attr-defined]
         if self.share != WHOLE or self.rows != WHOLE:
@@ -92,10 +91,10 @@ class ExpertStack(nn.Module):
 
     def _part_of(self, stored: StoredTensor, shape: tuple[int, ...]) -> PartOf:
         """The parameter's part of the whole stack's tensor."""
-        count, (first, end) = self.experts + self.rides, self.share.part(self.experts)
+        count = self.experts + self.rides
         if self.share != WHOLE:
             rides = ((self.experts, count),) if self.rides else ()
-            return PartOf((count, *shape[1:]), 0, ((first, end), *rides))
+            return PartOf((count, *shape[1:]), 0, (*self._held_runs, *rides))
         whole, runs = self._runs(stored)
         return PartOf((count, whole, *shape[2:]), 1, runs)
 
@@ -117,8 +116,14 @@ class ExpertStack(nn.Module):
     @property
     def experts_held(self) -> int:
         """Number of experts held by this rank, without the shared one."""
-        first, end = self.share.part(self.experts)
-        return end - first
+        return len(self.share.members(self.experts))
+
+    @property
+    def _held_runs(self) -> Runs:
+        """The experts held by this rank, as runs."""
+        if not self.share.order:
+            return (self.share.part(self.experts),)
+        return tuple((expert, expert + 1) for expert in self.share.members(self.experts))
 
     @property
     def input_format(self) -> InputFormat | None:
@@ -131,8 +136,7 @@ class ExpertStack(nn.Module):
 
         Empty if the rows of the projections cannot be told apart.
         """
-        first, end = self.share.part(self.experts)
-        experts = self._places()[: end - first]
+        experts = self._places()[: self.experts_held]
         *but_last, _ = self.projections.values()
         for kind, stored in self.format.tensors(self.dtype).items():
             as_one = stored.layout is None or stored.layout.stacked
@@ -142,12 +146,11 @@ class ExpertStack(nn.Module):
         if self.bias is not None:
             stored = StoredTensor(self.dtype, FLOATS, inputs=0)
             each = [[WeightTarget(rows, rows.shape) for rows in expert] for expert in self._rows_of("bias", stored)]
-            yield "_bias", self._fused("bias", stored, each[: end - first])
+            yield "_bias", self._fused("bias", stored, each[: self.experts_held])
 
     def _fused(self, kind: str, stored: StoredTensor, each: Sequence[Sequence[WeightTarget]]) -> Fused:
         """Target of the tensor of all experts; each: targets of an expert's projections."""
-        first, end = self.share.part(self.experts)
-        part = None if self.share == WHOLE else Slice(0, first, end)
+        part = None if self.share == WHOLE else Slices(0, self._held_runs)
         whole, runs = self._runs(stored)
         (_, *of_one), *_ = stored.stored_shapes(self.outputs, self.inputs)
         shape = (self.experts, whole, *of_one)
@@ -158,7 +161,7 @@ class ExpertStack(nn.Module):
             count = len(self.projections)
             runs = tuple((count * start, count * stop) for start, stop in runs[:1])
         return Fused(
-            getattr(self, kind)[: end - first],
+            getattr(self, kind)[: self.experts_held],
             shape,
             stored.accepts,
             part,
@@ -178,7 +181,7 @@ class ExpertStack(nn.Module):
         """
         if self.bias is not None:
             return
-        for expert, places in zip(range(*self.share.part(self.experts)), self._places("single"), strict=False):
+        for expert, places in zip(self.share.members(self.experts), self._places("single"), strict=False):
             for each in places:
                 yield expert, *each
 
@@ -206,8 +209,7 @@ class ExpertStack(nn.Module):
 
     def _rows_of(self, kind: str, stored: StoredTensor) -> list[Sequence[torch.Tensor]]:
         """Rows of each projection in a parameter, for each weight; empty tensors if there is no parameter."""
-        first, end = self.share.part(self.experts)
-        weights, each = end - first + self.rides, len(self.projections)
+        weights, each = self.experts_held + self.rides, len(self.projections)
         if stored.dtype is None:
             return [[torch.empty(0)] * each] * weights
         parts = getattr(self, kind).flatten(0, 1).split(self._rows(stored) * weights)

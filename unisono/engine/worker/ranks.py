@@ -19,6 +19,7 @@ import torch
 from unisono.config import ResolvedConfig
 from unisono.distributed.gather import Ranks, close_transport, open_transport
 from unisono.distributed.group import Group, first_error
+from unisono.distributed.placement import read_placement
 from unisono.distributed.processes import CAPTURE_LAG, LAG, RankProcesses
 from unisono.distributed.shared_memory import SharedMemory
 from unisono.engine.worker.commands import ANSWERED, Command, FileOutcomes, Measure, encode
@@ -48,12 +49,15 @@ def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
             f"(--tensor-parallel-size {count})."
         )
     together = count > 1
+    if requested.expert_placement and not requested.enable_expert_parallel:
+        raise ConfigError("--expert-placement places whole experts: add --enable-expert-parallel.")
     if requested.enable_dp_attention:
         _check_by_requests(config, model)
     ranks = Ranks(
         0, count, whole_experts=requested.enable_expert_parallel and together,
         ordered=requested.tp_reduce == "ordered" and together,
         by_requests=requested.enable_dp_attention and together,
+        placement=read_placement(requested.expert_placement) if requested.expert_placement and together else (),
     )  # fmt: skip
     model.check_divides(ranks)
     return ranks

@@ -78,12 +78,19 @@ class Share:
 
     sections: sizes of sections of the outputs, each divided like this; empty: one section.
     parts: number of parts of each section, if fewer than ``count``: several ranks then hold the same part.
+    order: of the members of a stack of experts, of which each rank takes equally many in turn; empty: ascending.
     """
 
     index: int = 0
     count: int = 1
     sections: tuple[int, ...] = ()
     parts: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+
+    def members(self, count: int) -> tuple[int, ...]:
+        """The members of a stack of ``count`` in this share, in the order in which they are held."""
+        first, end = self.part(count)
+        return (self.order or tuple(range(count)))[first:end]
 
     def part(self, outputs: int, parts: int = 0) -> tuple[int, int]:
         """First output and end. Raises ConfigError if the outputs cannot be divided."""

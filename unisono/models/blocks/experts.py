@@ -99,7 +99,7 @@ class ExpertsSpec:
                     f"--enable-expert-parallel: {format.name} has calibrated scales of activations, of which the "
                     "largest serves all experts of a layer: leave --enable-expert-parallel out."
                 )
-            share = self._of_experts(ranks)
+            share = self._of_experts(ranks, ranks.order_of(builder.path))
         elif ranks.count > 1 and each.can_divide(sizes):
             rows = builder.share
         made = Experts(
@@ -115,6 +115,8 @@ class ExpertsSpec:
             self.scores,
         )
         made.weighs_inputs = self.weighs_inputs
+        if share.order:
+            made.place(share.order)
         return made
 
     def _shared(self) -> MLPSpec | PlainMLPSpec:
@@ -144,14 +146,16 @@ class ExpertsSpec:
             self._of_experts(ranks)
         return self
 
-    def _of_experts(self, ranks: Ranks) -> Share:
+    def _of_experts(self, ranks: Ranks, order: tuple[int, ...] = ()) -> Share:
         """This rank's share of the experts. Raises ConfigError if they cannot be divided."""
         if not ranks.divides(self.num_experts):
             raise ConfigError(
                 f"--enable-expert-parallel: {self.num_experts} experts cannot be divided among {ranks.count} ranks: "
                 "give another --tensor-parallel-size, or leave --enable-expert-parallel out."
             )
-        return Share(ranks.index, ranks.count)
+        if order and len(order) != self.num_experts:
+            raise ConfigError(f"--expert-placement: it orders {len(order)} experts of a layer with {self.num_experts}.")
+        return Share(ranks.index, ranks.count, order=order)
 
 
 _SHARED = ("gate_up.gate", "gate_up.up", "down")

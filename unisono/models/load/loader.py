@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.layers.expert_stacks import ExpertStack
+from unisono.layers.experts import Experts
 from unisono.layers.formats.base import PLAIN, Slice, Slices, StoredTensor, WeightFormat, WeightTarget, part_of
 from unisono.layers.norm import Factor, LayerNorm, RMSNorm
 from unisono.models.blocks.decoder import Decoder
@@ -29,7 +29,7 @@ from unisono.models.load.update import WeightUpdate
 from unisono.models.load.weights import check, check_tensor, fill, places, tensor_name
 from unisono.models.vision.blocks import NORM_EPS
 from unisono.models.vision.tower import AnyTower, make_tower
-from unisono.types import CheckpointError
+from unisono.types import CheckpointError, ConfigError
 
 LoadFormat = Literal["auto", "dummy"]
 Progress = Callable[[str, float], None]
@@ -91,6 +91,7 @@ def load_model(
     if load_format != "dummy":
         _check_sizes(checkpoint)
     decoder = _made(checkpoint, lambda: Decoder(config, builder))
+    _check_placement(decoder, ranks)
     if load_format == "dummy":
         fill_randomly(decoder, seed)
     else:
@@ -320,12 +321,14 @@ def decoder_update(decoder: Decoder, checkpoint: Checkpoint) -> WeightUpdate:
     targets = checkpoint_names(decoder, checkpoint.family, tensors)
     unread = (*_apart(tensors, checkpoint.family), *_passed_over(decoder, checkpoint.family))
 
+    kinds = {EXPERT.sub("*", name) for name in targets} if ranks.whole_experts else set[str]()
+
     def unexpected(name: str) -> str | None:
         if name.startswith(unread) or (tied and name == head):
             return None
         if checkpoint.quantization.method is not None and KV_SCALE.search(name):
             return None  # noted by explain
-        if ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in targets:
+        if ranks.whole_experts and EXPERT.sub("*", name) in kinds:
             return None  # held by another rank
         if checkpoint.quantization.method is not None and name.endswith(".bias") and not tensor(name, tensors).any():
             return None  # GPTQ's tools store a zero bias for layers without one
@@ -350,16 +353,15 @@ def partial_update(decoder: Decoder, checkpoint: Checkpoint, tensors: Mapping[st
     tensors = _as_named(dict(tensors), checkpoint.family)
     names = {whole_name(name) for name in tensors}
     every, tensors = with_slices(checkpoint_names(decoder, checkpoint.family, names), tensors)
-    ranks, targets = decoder.builder.ranks, dict[str, WeightTarget]()
+    targets = dict[str, WeightTarget]()
+    kinds = {EXPERT.sub("*", name) for name in every} if decoder.builder.ranks.whole_experts else set[str]()
     head = f"{checkpoint.family.name('lm_head')}.weight"
     tied_head = head if decoder.config.tie_embeddings and head in tensors else None
     for name, info in tensors.items():
         if name in every:
             check_tensor(name, info, every[name])
             targets[name] = every[name]
-        elif name != tied_head and not (
-            ranks.whole_experts and EXPERT.sub(str(ranks.part(experts_of(decoder))[0]), name) in every
-        ):
+        elif name != tied_head and EXPERT.sub("*", name) not in kinds:
             raise CheckpointError(
                 f"{info.file}: tensor {name} {list(info.shape)} has no place in the {checkpoint.config.architecture} "
                 "that is served. Give names of its checkpoint; draft=true pushes a drafter's weights."
@@ -380,9 +382,11 @@ def _passed_over(decoder: Decoder, family: Family) -> list[str]:
     return [f"{family.name(f'layers.{number}.mixer.{name}', layers)}." for number, name in found]
 
 
-def experts_of(decoder: Decoder) -> int:
-    """Number of experts in a layer of the model; 0: none."""
-    return next((m.experts for m in decoder.modules() if isinstance(m, ExpertStack)), 0)
+def _check_placement(decoder: Decoder, ranks: Ranks) -> None:
+    """Raise ConfigError for an order of experts that are not there."""
+    layers = {path for path, module in decoder.named_modules() if isinstance(module, Experts)}
+    if unknown := sorted(path for path, _ in ranks.placement if path not in layers):
+        raise ConfigError(f"--expert-placement: the model has no experts at {', '.join(unknown[:4])}.")
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:

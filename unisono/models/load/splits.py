@@ -32,6 +32,8 @@ def split_decisions(model: Decoder) -> Iterator[tuple[str, str, str]]:
         more = f" and {len(undivided) - SHOWN} more" if len(undivided) > SHOWN else ""
         whole += f"; and because their outputs cannot be divided: {', '.join(undivided[:SHOWN])}{more}"
     experts = "; experts whole on a rank" if ranks.whole_experts else ""
+    if ranks.placement:
+        experts += f", those of {len(ranks.placement)} layers in the order of --expert-placement"
     yield "split", f"{held} of {total} weights of a rank are its part alone", whole + experts
     of_layers, of_head = (
         list(chain.from_iterable(map(_gather_bytes, model.layers.modules()))),

@@ -1,0 +1,72 @@
+"""Static placement of whole experts on ranks, from the tokens that each expert had.
+
+An order of a layer's experts says which rank holds which: each rank takes equally many in turn. It changes which rank
+computes an expert, and never the order of a sum. ``unisono place-experts`` writes orders, ``--expert-placement`` reads
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unisono.config.untrusted_files import read_json
+from unisono.types import CheckpointError, ConfigError
+
+Placement = tuple[tuple[str, tuple[int, ...]], ...]
+"""(path of a layer's experts, their order)."""
+
+
+def balanced(tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Order of experts that had so many tokens: the busiest first, each to the rank with the fewest tokens so far.
+
+    Raises ConfigError if the ranks cannot hold equally many.
+    """
+    each, rest = divmod(len(tokens), ranks)
+    if rest:
+        raise ConfigError(f"{len(tokens)} experts cannot be divided among {ranks} ranks.")
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for expert in sorted(range(len(tokens)), key=lambda expert: (-tokens[expert], expert)):
+        rank = min((rank for rank in range(ranks) if len(held[rank]) < each), key=lambda rank: (loads[rank], rank))
+        held[rank].append(expert)
+        loads[rank] += tokens[expert]
+    return tuple(expert for experts in held for expert in sorted(experts))
+
+
+def busiest_share(tokens: Sequence[int], order: Sequence[int], ranks: int) -> float:
+    """Tokens of the busiest rank over the mean of all."""
+    each, total = len(order) // ranks, sum(tokens)
+    loads = [sum(tokens[expert] for expert in order[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+    return max(loads) * ranks / total if total else 1.0
+
+
+def tokens_in(info: Any) -> dict[str, list[int]]:
+    """Tokens of each expert by path, from the JSON of ``/server_info``. Raises ConfigError for another JSON."""
+    for name in ("engine", "info"):
+        info = info.get(name, info) if isinstance(info, dict) else None
+    counted = info.get("expert_tokens") if isinstance(info, dict) else None
+    if not isinstance(counted, dict) or not counted:
+        raise ConfigError("there are no expert_tokens: give the JSON of /server_info of a model with experts.")
+    return {path: [int(each) for each in tokens] for path, tokens in counted.items()}
+
+
+def placement_of(info: Any, ranks: int) -> dict[str, tuple[int, ...]]:
+    """Balanced orders by path, from the JSON of ``/server_info``. Raises ConfigError."""
+    return {path: balanced(tokens, ranks) for path, tokens in tokens_in(info).items()}
+
+
+def read_placement(file: str) -> Placement:
+    """The orders in a file. Raises ConfigError for anything but a permutation by path."""
+    try:
+        found: Mapping[str, Any] = read_json(Path(file))
+    except CheckpointError as error:
+        raise ConfigError(f"--expert-placement: {error}") from None
+    orders = []
+    for path, order in found.items():
+        numbers = [each for each in order if isinstance(each, int)] if isinstance(order, list) else None
+        if not numbers or sorted(numbers) != [*range(len(order))]:
+            raise ConfigError(f"--expert-placement: {file}: {path} is no order of experts.")
+        orders.append((path, tuple(order)))
+    return tuple(orders)
