@@ -81,6 +81,11 @@ def test_pairs_that_are_refused(what: str, plain: Path) -> None:
         engine(plain, tensor_parallel_size=2, **APART, **ROOMY, **REFUSED[what])
 
 
+def test_pages_that_do_not_divide_are_refused(plain: Path) -> None:
+    with pytest.raises(ConfigError, match="--num-pages 13 cannot be divided among 2 ranks"):
+        engine(plain, tensor_parallel_size=2, **APART, **ROOMY | {"num_pages": 13})
+
+
 def test_heads_that_are_not_latent_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--enable-dp-attention: .* has layers without latent attention"):
         engine("tiny", tensor_parallel_size=2, **APART, **ROOMY)

@@ -27,9 +27,8 @@ def own_inputs(inputs: AttentionInputs, rank: int, pages: int) -> tuple[Attentio
     owners = table[:, 0].div(pages, rounding_mode="floor")
     owner = owners.index_select(0, _rows(inputs))
     others, foreign = owners != rank, owner != rank
-    slots = inputs.slot_mapping[: len(owner)]
-    local = slots - first * PAGE_SIZE
-    mapping = torch.where(foreign | (local < 0), slots % PAGE_SIZE + PADDING_PAGE * PAGE_SIZE, local)
+    local = inputs.slot_mapping - first * PAGE_SIZE
+    mapping = torch.where(foreign | (local < 0), inputs.slot_mapping % PAGE_SIZE, local)  # of the padding page
     own = replace(
         inputs,
         slots=torch.arange(len(owners), dtype=torch.int32, device=owners.device),

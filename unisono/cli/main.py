@@ -1,4 +1,4 @@
-"""The command line: ``unisono serve | generate | chat | explain | compare | eval | place-experts | bench | train-draft``.
+"""The command line: ``unisono serve | generate | chat | explain | compare | eval | place-experts | bench | …``.
 
 Flags have vLLM's and SGLang's names. This file parses and prints; ``entrypoints``, ``http`` and ``tools`` do the work.
 They are imported inside the command that needs them, so that ``unisono --help`` is quick. Exit status: 0, 1 for an

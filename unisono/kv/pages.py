@@ -215,6 +215,11 @@ class PagePool:
         return len(self.free) + self.tree.unlocked
 
     @property
+    def pools(self) -> Sequence[PagePool]:
+        """The pools in which a request's pages can lie."""
+        return (self,)
+
+    @property
     def cached_pages(self) -> int:
         """Pages in the prefix tree."""
         return self.tree.pages

@@ -19,7 +19,12 @@ class RankPools(PagePool):
     def __init__(self, num_pages: int, ranks: int, hits: bool = True) -> None:
         super().__init__(0, hits=hits)
         self.num_pages, each = num_pages, num_pages // ranks
-        self.pools = [PagePool(each, hits=hits, first=rank * each) for rank in range(ranks)]
+        self._pools = tuple(PagePool(each, hits=hits, first=rank * each) for rank in range(ranks))
+
+    @property
+    def pools(self) -> tuple[PagePool, ...]:
+        """One for each rank."""
+        return self._pools
 
     def open(self, tokens: Sequence[Token], quotas: Mapping[int, int] | None = None) -> Reservation:
         """Open a reservation on the rank with the longest cached prefix; of several, on that with the most pages

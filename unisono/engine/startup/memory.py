@@ -106,7 +106,7 @@ def fit_pages(
         free -= snapshots * demand.snapshot_bytes
         reason = f"--snapshot-share: {share:.0%} of the KV cache's bytes, for prefixes of a model with recurrent layers"
         config = config.decide("snapshots", snapshots, reason)
-    pages = (num_pages or demand.fit(free, whole)) // demand.ranks * demand.ranks
+    pages = num_pages or demand.fit(free, whole) // demand.ranks * demand.ranks
     if pages < 2 * demand.ranks:
         raise ConfigError(
             f"the model leaves room for {pages} KV pages of {sum(demand.page_bytes.values())} bytes ({why}): "

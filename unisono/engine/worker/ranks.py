@@ -70,6 +70,11 @@ def _check_by_requests(config: ResolvedConfig, model: DecoderConfig) -> None:
         raise ConfigError(
             f"--enable-dp-attention: a {model.architecture} has layers without latent attention (MLA); leave it out."
         )
+    if (requested.num_pages or 0) % requested.tensor_parallel_size:
+        raise ConfigError(
+            f"--num-pages {requested.num_pages} cannot be divided among {requested.tensor_parallel_size} ranks "
+            "(--enable-dp-attention): give a multiple."
+        )
     refused = {
         "--cpu-offload-gb": requested.offloads,
         f"--role {requested.role}": requested.exchanges_pages,

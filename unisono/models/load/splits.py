@@ -11,6 +11,7 @@ from unisono.layers.experts import Experts
 from unisono.layers.formats.base import WHOLE
 from unisono.layers.linear import Linear
 from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.latent_attention import LatentAttention
 
 SHOWN = 3
 """Undivided layers listed by name."""
@@ -58,6 +59,8 @@ def _gather_bytes(module: nn.Module) -> Iterator[int]:
             yield module.outputs * size
         if module.joins:
             yield module.outputs * size
+    elif isinstance(module, LatentAttention) and module.ranks.by_requests:
+        yield module.spec.num_heads * module.spec.value_dim * module.dtype.itemsize
     elif isinstance(module, Experts):
         gate_up, down = module.stacks
         size = down.dtype.itemsize

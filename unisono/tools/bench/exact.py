@@ -195,10 +195,12 @@ def _modes(llm: Any, chunk: int, prompts: list[list[int]]) -> dict[str, _Mode]:
         """
         engine.reset_prefix_cache()
         room = max(longest, min(3 * longest, sum(pages_for(len(prompt)) for prompt in prompts) // 2))
-        held = engine.pool.open([0])
-        held.reserve(PAGE_SIZE * max(0, engine.pool.available - room))
+        held = [pool.open([0]) for pool in engine.pool.pools]
+        for each in held:
+            each.reserve(PAGE_SIZE * max(0, each.pool.available - room))
         yield
-        held.release()
+        for each in held:
+            each.release()
 
     longest = pages_for(engine.config.max_model_len)
     in_chunks = lambda: changed(scheduler.budget, "most", chunk)  # noqa: E731
