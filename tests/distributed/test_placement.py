@@ -15,8 +15,8 @@ from tests.distributed.requests_ import ROOMY, differing, run
 from tests.engine.helpers import engine
 from tests.models.make import make_checkpoint
 from unisono.cli.main import app
+from unisono.config.expert_placement import balanced, busiest_share, read_placement
 from unisono.distributed.gather import Ranks
-from unisono.distributed.placement import balanced, busiest_share, read_placement
 from unisono.layers.formats.base import part_of
 from unisono.types import ConfigError
 

@@ -129,14 +129,12 @@ def memory_flags(
         ),
     ] = False,
     expert_placement: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Order of whole experts among the GPUs, of `unisono place-experts`."),
+        str | None, typer.Option(metavar="FILE", help="Order of experts on the GPUs, of `unisono place-experts`.")
     ] = None,
     enable_dp_attention: Annotated[
         bool,
         typer.Option(
-            "--enable-dp-attention",
-            help="Latent attention (MLA): each GPU attends for its own requests with all heads, and holds their pages.",
+            "--enable-dp-attention", help="Latent attention (MLA) by requests: each GPU holds pages of its own."
         ),
     ] = False,
     tp_reduce: Annotated[

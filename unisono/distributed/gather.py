@@ -75,7 +75,7 @@ class Ranks:
     GEMMs. ordered: GEMMs after attention and of the MLP are split by inputs, if their format allows it, and their terms
     are added in the order of ranks (``--tp-reduce ordered``). by_requests: latent attention has all heads on each rank,
     and each rank holds the pages of its own requests (``--enable-dp-attention``). placement: (path of a layer's
-    experts, their order), of whole experts; see ``distributed/placement.py``.
+    experts, their order), of whole experts; see ``config/expert_placement.py``.
     """
 
     index: int = 0

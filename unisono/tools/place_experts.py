@@ -18,8 +18,8 @@ def place_experts(
 
     Prints for each layer the tokens of the busiest rank over the mean, before and after.
     """
+    from unisono.config.expert_placement import busiest_share, placement_of, tokens_in
     from unisono.config.untrusted_files import read_json
-    from unisono.distributed.placement import busiest_share, placement_of, tokens_in
 
     found = read_json(info)
     placement = placement_of(found, ranks)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from unisono.config import ResolvedConfig
+from unisono.config.expert_placement import read_placement
 from unisono.distributed.gather import Ranks, close_transport, open_transport
 from unisono.distributed.group import Group, first_error
-from unisono.distributed.placement import read_placement
 from unisono.distributed.processes import CAPTURE_LAG, LAG, RankProcesses
 from unisono.distributed.shared_memory import SharedMemory
 from unisono.engine.worker.commands import ANSWERED, Command, FileOutcomes, Measure, encode
