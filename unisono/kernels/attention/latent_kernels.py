@@ -96,6 +96,36 @@ def _walk(
 
 
 @triton.jit
+def _attend(
+    q, q_rope, position, pages_ptr, caches, column, begin, end, scale, COLUMNS: tl.constexpr, LATENT: tl.constexpr,
+    ROPE: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr,
+    CUT: tl.constexpr, workspace,
+):  # fmt: skip
+    """State of a tile's rows after keys ``begin … end``; whole splits that all rows see are walked without masks."""
+    e4m3: tl.constexpr = caches[2] is not None
+    if e4m3:
+        q, m, z, acc = begin_latents(q, COLUMNS)
+    else:
+        m, z, acc = nothing(q.shape[0], COLUMNS)
+    if not CUT:
+        end = tl.minimum(end, tl.max(position) + 1)
+        if FIRST == 0:
+            masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
+            m, z, acc = _walk(
+                q, q_rope, position, pages_ptr, caches, column, begin, masked, scale, m, z, acc, LATENT, ROPE, PAGE,
+                KEYS, SPLIT, FIRST, False, workspace,
+            )  # fmt: skip
+            begin = masked
+    m, z, acc = _walk(
+        q, q_rope, position, pages_ptr, caches, column, begin, end, scale, m, z, acc, LATENT, ROPE, PAGE, KEYS, SPLIT,
+        FIRST, True, workspace,
+    )  # fmt: skip
+    if e4m3:
+        acc = finish_e4m3(acc, True)
+    return m, z, acc
+
+
+@triton.jit
 def _complete_piece(arrivals_ptr, mine, splits, piece, PIECES: tl.constexpr):
     """Add this program's splits to its piece's part of a tile's count; see ``triton_kernels._complete``.
 
@@ -153,25 +183,10 @@ def latent_kernel(
         workspace = (state_ptr, acc_ptr + column, index + place, in_use, stride) if CUT else None
         begin, end = first_split * SPLIT, tl.minimum(end_split * SPLIT, length)
         caches = cache_ptr, rope_ptr, scales_ptr, page_stride, rope_stride
-        if scales_ptr is None:
-            m, z, acc = nothing(ROWS, COLUMNS)
-        else:
-            q, m, z, acc = begin_latents(q, COLUMNS)
-        if not CUT:
-            end = tl.minimum(end, tl.max(position) + 1)
-            if FIRST == 0:
-                masked = (tl.min(tl.where(position >= 0, position, end - 1)) + 1) // SPLIT * SPLIT
-                m, z, acc = _walk(
-                    q, q_rope, position, pages_ptr, caches, column, begin, masked, scale, m, z, acc, LATENT, ROPE,
-                    PAGE, KEYS, SPLIT, FIRST, False, workspace,
-                )  # fmt: skip
-                begin = masked
-        m, z, acc = _walk(
-            q, q_rope, position, pages_ptr, caches, column, begin, end, scale, m, z, acc, LATENT, ROPE, PAGE, KEYS,
-            SPLIT, FIRST, True, workspace,
+        m, z, acc = _attend(
+            q, q_rope, position, pages_ptr, caches, column, begin, end, scale, COLUMNS, LATENT, ROPE, PAGE, KEYS,
+            SPLIT, FIRST, CUT, workspace,
         )  # fmt: skip
-        if scales_ptr is not None:
-            acc = finish_e4m3(acc, True)
         if partial < 0:
             _store(outs, index, position, in_use, m, z, acc, HEADS, LATENT, COLUMNS, FIRST)
         elif CUT:
