@@ -53,11 +53,6 @@ class FusingTransport(Transport, Protocol):
         """See :meth:`Ranks.add_rms_norm`; (sum, norm, x8, scales)."""
         ...
 
-    def of_owner(self, x: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-        """Take each row of x [M, n] from the rank that computed it. owner [M]: that rank."""
-        each = torch.arange(len(x), dtype=owner.dtype, device=owner.device) * self.count
-        return self.gather(x).view(-1, x.shape[1]).index_select(0, each + owner)
-
     def silu(self, x: torch.Tensor) -> torch.Tensor | None:
         """See :meth:`Ranks.silu`."""
         ...
