@@ -1,0 +1,46 @@
+"""Pages of several ranks: a request's pages are on one, hits stay there, the others get what is new."""
+
+from __future__ import annotations
+
+import pytest
+
+from unisono.kv.pages import OutOfPages
+from unisono.kv.rank_pages import RankPools, page_pool
+from unisono.kv.specs import PAGE_SIZE
+
+
+def test_a_hit_stays_on_its_rank_and_the_emptiest_gets_what_is_new() -> None:
+    pools = RankPools(24, 2)
+    tokens = list(range(3 * PAGE_SIZE))
+    first = pools.open(tokens)
+    assert first.reserve(len(tokens)) == [1, 2, 3]
+    first.commit(tokens)
+    second = pools.open([7] * 40)
+    assert set(second.reserve(40)) == {13, 14, 15}, "rank 1 has the pages from 12 on, and 12 is padding"
+    pools.check_integrity()
+    first.release()
+    again = pools.open([*tokens, 5])
+    assert again.pages == [1, 2, 3]
+    assert again.cached_tokens == len(tokens)
+    assert pools.cached_pages == 3
+    assert pools.available == (11 - 3) + (11 - 3)
+    again.release()
+    second.release()
+    assert pools.usage == 0
+    assert pools.drop_cached() == 3
+    pools.check_integrity()
+
+
+def test_a_rank_lends_no_pages() -> None:
+    pools = RankPools(8, 2)
+    held = pools.open([1, 2])
+    with pytest.raises(OutOfPages, match="4 pages requested, 3 available of 3"):
+        held.reserve(4 * PAGE_SIZE)
+    assert pools.available == 6
+
+
+def test_one_rank_has_the_usual_pool() -> None:
+    pool = page_pool(8, 1, {}, None, True, None)
+    assert not isinstance(pool, RankPools)
+    assert pool.pools == (pool,)
+    assert isinstance(page_pool(8, 2, {}, None, True, None), RankPools)
