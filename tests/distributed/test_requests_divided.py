@@ -47,6 +47,16 @@ def test_ranks_with_requests_of_their_own_change_nothing(
     assert found["preemptions" if more["num_pages"] else "hits"] > 0
 
 
+def test_latents_in_e4m3_change_nothing_more(plain: Path) -> None:
+    """Drafts, chunks and ranks of their own requests, with an fp8 cache."""
+    alone = run(plain, 1, COUNT, captures=1, kv_cache_dtype="fp8", **ROOMY)
+    ngram = spec("ngram", num_speculative_tokens=3)
+    more = ROOMY | {"max_num_batched_tokens": 16, "speculative": ngram, "kv_cache_dtype": "fp8"}
+    found = run(plain, 2, COUNT, captures=1, **APART, **more)
+    assert differing(alone, found) == 0
+    assert found["accepted"] > 0
+
+
 def test_drafts_of_a_module_change_nothing(tmp_path: Path) -> None:
     made = make_layer_mtp(tmp_path, "glm4_moe_lite", **HEADS, num_hidden_layers=3)
     alone = run(made.path, 1, COUNT, captures=1, speculative=spec("none"))

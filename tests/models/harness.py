@@ -52,8 +52,8 @@ class Session:
         self.page_table = torch.tensor([*self.pages, [0] * pages], **self.ints)  # the last slot is padding
 
         def nan(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            # a read of what was never written can't go unseen
-            return torch.full(shape, float("nan"), dtype=dtype, device=device)
+            # a read of what was never written can't go unseen; of an e4m3 row's exponents, 255 is NaN
+            return torch.full(shape, 255 if dtype is torch.uint8 else float("nan"), dtype=dtype, device=device)
 
         def allocate(spec: Paged | Recurrent) -> torch.Tensor | RecurrentView:
             if isinstance(spec, Recurrent):

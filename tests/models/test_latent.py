@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from tests.models.make import make_checkpoint
 from tests.models.quantised import IGNORED, LAYOUTS, Layout, compressed, int4, quantise
 from tests.models.quantised_writers import awq, packed_int4
 from unisono.distributed.gather import Ranks
+from unisono.kernels.attention import latent_rows
+from unisono.kernels.cache.kv_e4m3 import dequantised, quantised
+from unisono.kernels.norm.rms_norm import rms_norm
 from unisono.layers.formats.base import part_of
 from unisono.models.load.checkpoint import WEIGHTS
 from unisono.types import CheckpointError, ConfigError
@@ -115,7 +119,8 @@ def test_nvfp4_of_the_expanding_product_is_refused(plain: Path, tmp_path: Path) 
         load(tmp_path / "nvfp4")
 
 
-def test_an_fp8_cache_holds_e4m3_latents(plain: Path) -> None:
+def test_an_fp8_cache_holds_e4m3_latents(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are those of plain pages that hold the rounded latents."""
     decoder = load(plain, kv_dtype=torch.float8_e4m3fn)
     specs = decoder.layers[0].mixer.state_specs()
     rope = decoder.layers[0].mixer.spec.rope_dim
@@ -124,11 +129,17 @@ def test_an_fp8_cache_holds_e4m3_latents(plain: Path) -> None:
     ]  # fmt: skip
     rng = random.Random(0)
     prompts = [[rng.randrange(256) for _ in range(n)] for n in (40, 21)]
-    exact = whole(load(plain), prompts)
-    for got, want, near in zip(chunked(decoder, prompts, 7), whole(decoder, prompts), exact, strict=True):
+    found, exact = whole(decoder, prompts), whole(load(plain), prompts)
+    for got, want in zip(chunked(decoder, prompts, 7), found, strict=True):
         assert torch.equal(got, want)
-        assert not torch.equal(want, near)
-        torch.testing.assert_close(want, near, atol=0.05 * float(near.abs().max()), rtol=0)
+
+    def rounded(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return dequantised(*quantised(rms_norm.cpu(x, weight, eps)))
+
+    monkeypatch.setattr(latent_rows, "rms_norm", SimpleNamespace(cpu=rounded))
+    for got, want, other in zip(found, whole(load(plain), prompts), exact, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(got, other, atol=1e-2)
 
 
 def test_an_fp8_cache_needs_whole_words(plain: Path, tmp_path: Path) -> None:

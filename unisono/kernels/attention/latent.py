@@ -151,8 +151,11 @@ def latent_attention(
     q [T, Hq, L + R]; cache [NP, 1, P, L + R], latent first, of q's dtype; page_table [S, MP]; positions [T]; latent: L.
     plan: of :func:`head_blocks` "KV heads". A token sees keys at first ≤ p ≤ its position; one below ``first``, as at
     position -1, sees nothing and yields zeros. Returns [T, Hq · L]: each head's weighted sum of latents.
+
+    Or cache [NP, 1, P, L] of e4m3, contiguous, P and L multiples of 4, with rotated parts in turned [NP, 1, P, R] of
+    q's dtype, and exponents of scales in scales [NP, 1, P, 1] uint8 (``kernels/cache/kv_e4m3.py``).
     """
-    return latent_attention_op(q, cache, page_table, positions, *plan, scale, latent, first)
+    return latent_attention_op(q, cache, page_table, positions, *plan, scale, latent, first, turned, scales)
 
 
 def _case(
