@@ -99,13 +99,17 @@ def test_rounds_as_threads(heads, blocks, width, first, assert_close):
 @pytest.mark.parametrize("heads", [20, 32, 128])
 def test_prompts_on_hopper_have_the_bits_of_other_kernels(heads, monkeypatch):
     launched = []
-    launch = hopper_latent.launch_latent_prompt
-    monkeypatch.setattr(hopper_latent, "launch_latent_prompt", lambda *args: launched.append(1) or launch(*args))
+    for name in ("launch_latent_prompt", "launch_latent_round"):
+        launch = getattr(hopper_latent, name)
+        monkeypatch.setattr(
+            hopper_latent, name, lambda *args, name=name, launch=launch: launched.append(name) or launch(*args)
+        )
     forget(monkeypatch, hopper_latent.exact_latent_attention)
+    forget(monkeypatch, hopper_latent.exact_latent_rounds)
     backend = TritonAttention(heads, max(1, heads // 32), "cuda")
     chosen = backend.prove(hopper_latent.WIDTH, torch.bfloat16)
     assert {kernel for kernel, _ in chosen.values()} == {"gluon-sm90"}
-    assert launched
+    assert len({*launched}) == 2
 
 
 def test_supported_rows(monkeypatch):

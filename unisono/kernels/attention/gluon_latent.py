@@ -116,7 +116,7 @@ def _weigh_steps(held, bars, positions_ptr, tile, scale, DTYPE: gl.constexpr, GR
     The part of one warp group.
     """
     q, k, p, ones, factors = held
-    full, read, _, ready, taken, asked = bars
+    full, read, _, ready, taken, loaded = bars
     first, last, _, own, end, whole, steps = tile
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
@@ -126,7 +126,7 @@ def _weigh_steps(held, bars, positions_ptr, tile, scale, DTYPE: gl.constexpr, GR
     ones.store(gl.full([8, KEYS], 1.0, DTYPE, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])))
     fence_async_shared()
     block_barrier()
-    mbarrier.wait(asked, 0)
+    mbarrier.wait(loaded, 0)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MMA))
     for split in range((steps + EACH - 1) // EACH):
@@ -175,7 +175,7 @@ def _merge_values(a, old, o, new):
 
 
 @gluon.jit
-def _load_queries(group: gl.constexpr, q_ptr, q, asked, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr,
+def _load_queries(group: gl.constexpr, q_ptr, q, loaded, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr,
                   ROWS: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr):  # fmt: skip
     """Store every second chunk of the queries in shared memory, with zeros for absent rows. The part of one group."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -187,7 +187,7 @@ def _load_queries(group: gl.constexpr, q_ptr, q, asked, first, last, head, HEADS
         q.index(i).store(gl.load(at + i * CHUNK, mask=(token < last)[:, None], other=0.0))
     fence_async_shared()
     block_barrier()
-    mbarrier.arrive(asked)
+    mbarrier.arrive(loaded)
 
 
 @gluon.jit
@@ -201,9 +201,9 @@ def _add_values(group: gl.constexpr, q_ptr, held, bars, out_ptr, tile, HEADS: gl
     BY_ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     EACH: gl.constexpr = SPLIT // KEYS
     q, k, p, _, factors = held
-    full, _, free, ready, taken, asked = bars
+    full, _, free, ready, taken, loaded = bars
     first, last, head, own, _, _, steps = tile
-    _load_queries(group, q_ptr, q, asked, first, last, head, HEADS, GROUP, ROWS, CHUNKS, CHUNK)
+    _load_queries(group, q_ptr, q, loaded, first, last, head, HEADS, GROUP, ROWS, CHUNKS, CHUNK)
     a0 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
     a1 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
     at = own + 2 * group
@@ -262,13 +262,13 @@ def barriers(STAGES: gl.constexpr, PAGES: gl.constexpr):
     turns = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(read.index(i), count=1)
-    ready, taken, asked = turns.index(0), turns.index(1), turns.index(2)
+    ready, taken, loaded = turns.index(0), turns.index(1), turns.index(2)
     mbarrier.init(ready, count=1)
     mbarrier.init(taken, count=2)
-    mbarrier.init(asked, count=2)
+    mbarrier.init(loaded, count=2)
     fence_async_shared()
     block_barrier()
-    return full, read, free, ready, taken, asked
+    return full, read, free, ready, taken, loaded
 
 
 @gluon.jit

@@ -4,8 +4,7 @@ The groups of ``gluon_latent.py``, for tiles that may be cut along KV: a program
 the other. A tile of 64 rows holds the heads of few tokens; the other rows are absent. The group that computes weights
 hands over maxima and sums of each split, too. Each of the two groups that add up 128 columns merges splits of a whole
 tile in registers. It keeps those of a cut tile in the workspace, counts them, and merges them in order if it is the
-last one of its columns. Latents of tokens before the pass are loaded while the kernel ahead still runs. It is off: see
-``hopper_latent.py``.
+last one of its columns. Latents of tokens before the pass are loaded while the kernel ahead still runs.
 
 Every sum has the order of ``latent_kernels._latent_walk``; ``hopper_latent.exact_latent_rounds`` compares both kernels
 on the present GPU.
@@ -135,7 +134,7 @@ def _weigh_items(held, bars, positions_ptr, work, scale, DTYPE: gl.constexpr, GR
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     q, k, p, ones, factors = held
-    full, read, _, ready, taken, asked = bars
+    full, read, _, ready, taken, loaded = bars
     work_ptr, total = work
     ones.store(gl.full([8, KEYS], 1.0, DTYPE, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])))
     fence_async_shared()
@@ -149,7 +148,7 @@ def _weigh_items(held, bars, positions_ptr, work, scale, DTYPE: gl.constexpr, GR
         own = place_of[0]
         token = first + gl.arange(0, ROWS, gl.SliceLayout(1, MMA)) // GROUP
         position = gl.load(positions_ptr + token, mask=token < last, other=-1)
-        mbarrier.wait(asked, items & 1)
+        mbarrier.wait(loaded, items & 1)
         items += 1
         for split in range(begin, end):
             part_m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
@@ -282,7 +281,7 @@ def _add_items(group: gl.constexpr, q_ptr, held, bars, out_ptr, positions_ptr, w
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     q, k, p, _, factors = held
-    full, _, free, ready, taken, asked = bars
+    full, _, free, ready, taken, loaded = bars
     work_ptr, total = work
     state_ptr, acc_ptr, arrivals_ptr = workspace
     follow(OVERLAP)
@@ -292,7 +291,7 @@ def _add_items(group: gl.constexpr, q_ptr, held, bars, out_ptr, positions_ptr, w
             work_ptr, item, BLOCKS, PARTS, PIECES, VALUES, GROUP, ROWS
         )
         own, head, part = place_of
-        _load_queries(group, q_ptr, q, asked, first, last, head, HEADS, GROUP, ROWS, CHUNKS, CHUNK)
+        _load_queries(group, q_ptr, q, loaded, first, last, head, HEADS, GROUP, ROWS, CHUNKS, CHUNK)
         tile, partial = gl.load(entry + 2, cache_modifier=".cg"), gl.load(entry + 6, cache_modifier=".cg")
         row = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
         token = first + row // GROUP
