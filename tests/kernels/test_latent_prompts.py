@@ -10,7 +10,7 @@ from tests.kernels.latent_requests import PAGE, Rows
 from tests.kernels.launches import forget
 from unisono.attention.triton import TritonAttention
 from unisono.kernels import hopper, overlap
-from unisono.kernels.attention import gluon, gluon_latent, gluon_latent_rounds, hopper_latent
+from unisono.kernels.attention import gluon, gluon_latent, gluon_latent_rounds, gluon_rounds, hopper_latent
 from unisono.kernels.attention.cpu import SPLIT, attention_plan_cpu
 from unisono.kernels.attention.paged import KEYS
 from unisono.kernels.attention.triton_kernels import LOG2_E
@@ -31,7 +31,7 @@ def attended(rows: Rows, spans: list[tuple[int, int]], tile: int, blocks: int, s
     out = torch.full((len(q), rows.heads * LATENT), torch.nan).half()
     parts = -(-tile // (8 // (rows.heads // blocks)))
     boxes = Descriptor(rows.cache.half().view(-1, LATENT + ROPE), [16, CHUNK])
-    machine = Machine([gluon_latent, gluon, hopper], len(work) * parts * blocks * 2, seed)
+    machine = Machine([gluon_latent, gluon_rounds, gluon, hopper], len(work) * parts * blocks * 2, seed)
     machine.run(
         gluon_latent.latent_prompt_kernel, q_ptr=q, desc=boxes,
         table_ptr=rows.table, positions_ptr=positions, work_ptr=work, count_ptr=count, out_ptr=out,
@@ -69,7 +69,7 @@ def attended_round(
     out = torch.full((len(q), rows.heads * LATENT), torch.nan).half()
     state, acc = (torch.full((partials, width, rows.heads, size), torch.nan) for size in (2, LATENT))
     boxes = Descriptor(rows.cache.half().view(-1, LATENT + ROPE), [16, CHUNK])
-    machine = Machine([gluon_latent_rounds, gluon_latent, gluon, hopper, overlap], programs, seed)
+    machine = Machine([gluon_latent_rounds, gluon_latent, gluon_rounds, gluon, hopper, overlap], programs, seed)
     machine.run(
         gluon_latent_rounds.latent_round_kernel, q_ptr=q, desc=boxes, table_ptr=rows.table, positions_ptr=positions,
         work_ptr=work, count_ptr=count, arrivals_ptr=arrivals, state_ptr=state, acc_ptr=acc, out_ptr=out,

@@ -17,13 +17,13 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from unisono.kernels.attention.gluon import _merge, _row_sums, _weigh
-from unisono.kernels.attention.gluon_latent import _load_queries, _score, barriers, rooms
+from unisono.kernels.attention.gluon_latent import _load_queries, _score, add_weighted, barriers, load_step, rooms
+from unisono.kernels.attention.gluon_rounds import forget_values
 from unisono.kernels.hopper import block_barrier, order_loads
 from unisono.kernels.overlap import follow, overlapping
 
@@ -83,32 +83,9 @@ def _load_pages(which, where, work, PAGE: gl.constexpr, KEYS: gl.constexpr, SPLI
             row = upcoming * PAGE
             ahead = gl.minimum((step + 1) * each + which, max_pages - 1)
             upcoming = gl.load(pages_ptr + ahead, cache_modifier=".cg")
-            stage = step_turn % STAGES
-            parity = (step_turn // STAGES & 1) ^ 1
-            bar = full.index(stage)
-            mbarrier.wait(read.index(stage), parity)
-            mbarrier.expect(bar, CHUNKS * PAGE * CHUNK * 2)
-            for i in gl.static_range(CHUNKS - VALUES):
-                chunk = gl.where(i < own, i, i + VALUES)
-                place = k.index(stage * CHUNKS + chunk).slice(which * PAGE, PAGE)
-                tma.async_copy_global_to_shared(desc, [row, chunk * CHUNK], bar, place)
-            mbarrier.wait(free.index(stage), parity)
-            for i in gl.static_range(VALUES):
-                place = k.index(stage * CHUNKS + own + i).slice(which * PAGE, PAGE)
-                tma.async_copy_global_to_shared(desc, [row, (own + i) * CHUNK], bar, place)
+            load_step(step_turn, row, which, own, desc, k, (full, read, free), PAGE, STAGES, CHUNKS, VALUES, CHUNK)
             step_turn += 1
     follow(OVERLAP)
-
-
-@gluon.jit
-def _forget_values(step, end, k, place, FIRST: gl.constexpr, VALUES: gl.constexpr, KEYS: gl.constexpr):
-    """Zero the values of keys below FIRST and from ``end`` on: stale ones may be NaN."""
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BLOCKED))
-    kept = (keys < end) & (keys >= FIRST)
-    for i in gl.static_range(VALUES):
-        held = k.index(place + i).load(BLOCKED)
-        k.index(place + i).store(gl.where(kept[:, None], held, gl.zeros_like(held)))
 
 
 @gluon.jit
@@ -167,7 +144,7 @@ def _weigh_items(held, bars, positions_ptr, work, scale, DTYPE: gl.constexpr, GR
                 operand = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
                 part_z = warpgroup_mma(operand, ones.permute([1, 0]), old_z, is_async=True)
                 if ((step + 1) * KEYS > length) | (step * KEYS < FIRST):
-                    _forget_values(step, length, k, stage * CHUNKS + own, FIRST, VALUES, KEYS)
+                    forget_values(step, length, k, stage * CHUNKS + own, VALUES, FIRST, KEYS)
                 mbarrier.wait(taken, (turn & 1) ^ 1)
                 p.store(weights)
                 turn = _hand_over(turn, ready, factors, shrink, shrink)
@@ -186,20 +163,12 @@ def _split_values(turn, step_turn, split, length, at, k, p, factors, full, free,
     o0 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
     o1 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
     for _step in range(split * (SPLIT // KEYS), _end_step(split, length, KEYS, SPLIT)):
-        stage = step_turn % STAGES
         mbarrier.wait(ready, turn & 1)
         shrink = factors.index(0).load(BY_ROW)
         weights = p.load(gl.DotOperandLayout(0, MMA, 2))
         block_barrier()  # all warps have read
         mbarrier.arrive(taken)
-        mbarrier.wait(full.index(stage), step_turn // STAGES & 1)
-        place = stage * CHUNKS + at
-        o0, o1 = o0 * shrink[:, None], o1 * shrink[:, None]
-        o0 = warpgroup_mma(weights, k.index(place), o0, is_async=True)
-        o1 = warpgroup_mma(weights, k.index(place + 1), o1, is_async=True)
-        o0, o1 = warpgroup_mma_wait(0, [o0, o1])
-        block_barrier()
-        mbarrier.arrive(free.index(stage))
+        o0, o1 = add_weighted(step_turn, at, weights, shrink, o0, o1, k, full, free, CHUNKS, STAGES)
         turn += 1
         step_turn += 1
     mbarrier.wait(ready, turn & 1)
