@@ -14,6 +14,7 @@ from unisono.kernels.attention import hopper_latent
 from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.latent import latent_attention
 from unisono.kernels.attention.paged import attention, attention_fp8, attention_plan, quantises
+from unisono.kernels.proofs import ExactKernel
 
 WORKSPACE_TOKENS = 4096
 """Capacity of the workspace, in tokens × KV splits of 4 · Hq · (D + 2) bytes: 68 MB at 32 heads of 128."""
@@ -65,7 +66,7 @@ class TritonAttention:
         }
 
     def _prove_latent(self, *heads: Any) -> dict[str, tuple[str, str]]:
-        kinds = {
+        kinds: dict[str, tuple[ExactKernel[Any], Callable[..., torch.Tensor]]] = {
             "attention of long prompts": (hopper_latent.exact_latent_attention, self._attend_latent),
             "attention of rounds": (hopper_latent.exact_latent_rounds, self._attend_latent_round),
         }
