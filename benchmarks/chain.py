@@ -102,12 +102,14 @@ def main() -> None:
     parser.add_argument("--batch", default=[1], type=numbers)
     parser.add_argument("--context", default=1024, type=int)
     parser.add_argument("--prompts", default=[], type=numbers, help="tokens of prompts whose passes are traced, too")
+    parser.add_argument("--snapshot-points", default=2, type=int)
     parser.add_argument("--gpu-memory-utilization", default=0.9, type=float)
     args = parser.parse_args()
     flags = {
         "max_num_seqs": max(args.batch),
         "max_model_len": max([2 * args.context, *(n + 64 for n in args.prompts)]),
         "quantization": args.quantization,
+        "snapshot_points": args.snapshot_points,
         "gpu_memory_utilization": args.gpu_memory_utilization,
         "load_format": "dummy",
     }

@@ -1,6 +1,6 @@
 """A layer of experts on a GPU: are the bits the same at every number of tokens, and how long does it take?
 
-    python -m benchmarks.experts [--only bits speed tune] [--tokens 1 64] [--tiny] [--out FILE.md]
+    python -m benchmarks.experts [--only bits speed tune] [--tokens 1 64] [--shapes NAME …] [--tiny] [--out FILE.md]
 
 Prints Markdown tables. *bits*: tokens of a batch of 4096 whose bits differ when computed in another company or tiling;
 every number should be 0. *speed*: µs of a layer, router to next norm, over replays of a CUDA graph that walks through
@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,9 +24,11 @@ from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.moe.combine import combine_experts_norm
 from unisono.kernels.moe.experts import (
     TILES,
+    Step,
     expert_down,
     expert_gate_up,
     expert_tiles,
+    expert_up,
     launch_down,
     launch_gate_up,
 )
@@ -39,16 +42,20 @@ BITS = (1, 2, 4, 15, 16, 17, 64, 100, 512, 1025, 4096)
 
 @dataclass(frozen=True)
 class Shape:
-    """hidden size, experts, their size, chosen, shared experts that ride along."""
+    """hidden size, experts, their size, chosen, shared experts that ride along. gated: False: ReLU² in place of a gate."""
 
     hidden: int
     experts: int
     inner: int
     top_k: int
     shared: int
+    gated: bool = True
 
 
-SHAPES = {"35B-A3B": Shape(2048, 256, 512, 8, 1), "30B-A3B": Shape(2048, 128, 768, 8, 0)}
+SHAPES = {
+    "35B-A3B": Shape(2048, 256, 512, 8, 1), "30B-A3B": Shape(2048, 128, 768, 8, 0),
+    "GLM-4.7-Flash": Shape(2048, 64, 1536, 4, 1), "Nemotron-3-Nano": Shape(2688, 128, 1856, 6, 0, gated=False),
+}  # fmt: skip
 TINY = {"tiny": Shape(64, 12, 24, 3, 1)}
 
 
@@ -64,7 +71,7 @@ class Layer:
             return weight.normal_(0, sizes[-1] ** -0.5)
 
         self.router = matrix(s.experts + s.shared, s.hidden)
-        self.gate_up = matrix(s.experts + s.shared, 2 * s.inner, s.hidden)
+        self.gate_up = matrix(s.experts + s.shared, (1 + s.gated) * s.inner, s.hidden)
         self.down = matrix(s.experts + s.shared, s.hidden, s.inner)
         self.norm = torch.ones(s.hidden, dtype=torch.bfloat16, device=device)
 
@@ -74,6 +81,13 @@ class Layer:
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return route(x, self.router, None, None, self.shape.experts, self.shape.top_k, True)
+
+    def up(self, x: torch.Tensor, plan: ExpertPlan, tile: Tile | None = None) -> torch.Tensor:
+        """The first product, on the kernels that serve it or, with a tile, on Triton's."""
+        if tile is not None:
+            launch = launch_gate_up if self.shape.gated else partial(launch_down, up=True)
+            return launch(x, self.gate_up, plan, tile)
+        return (expert_gate_up if self.shape.gated else expert_up)(x, self.gate_up, plan)
 
     def plan(self, ids: torch.Tensor, tile: int | None = None) -> ExpertPlan:
         pairs, experts = ids.numel(), self.shape.experts
@@ -87,14 +101,14 @@ class Layer:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         ids, weights, gates = self.route(x)
         plan = self.plan(ids)
-        y = expert_down(expert_gate_up(x, self.gate_up, plan), self.down, plan)
+        y = expert_down(self.up(x, plan), self.down, plan)
         return self.combine(y, weights, gates, x)
 
     def sorted(self, x: torch.Tensor, rows: int, up: Tile, down: Tile) -> torch.Tensor:
         """The same by the sorted plan, whatever the number of tokens, in these tiles."""
         ids, weights, gates = self.route(x)
         plan = ExpertPlan(ids, self.shape.experts, rows, *torch.ops.unisono.sort_pairs(ids, self.shape.experts, rows))
-        y = launch_down(launch_gate_up(x, self.gate_up, plan, up), self.down, plan, down)
+        y = launch_down(self.up(x, plan, up), self.down, plan, down)
         return self.combine(y, weights, gates, x)
 
 
@@ -152,17 +166,17 @@ def speed(layer: Layer, count: int) -> list[str]:
     s, batches = layer.shape, inputs(layer, count)
     routed = [layer.route(x) for x in batches]
     plans = [layer.plan(ids) for ids, *_ in routed]
-    hs = [expert_gate_up(x, layer.gate_up, plan) for x, plan in zip(batches, plans, strict=True)]
+    hs = [layer.up(x, plan) for x, plan in zip(batches, plans, strict=True)]
     ys = [expert_down(h, layer.down, plan) for h, plan in zip(hs, plans, strict=True)]
     both = list(zip(batches, routed, plans, hs, ys, strict=True))
     taken = statistics.mean(ids.unique().numel() for ids, *_ in routed) + s.shared
     rows = count * (s.top_k + s.shared)
-    moved = 2 * (taken * 3 * s.hidden * s.inner + s.experts * s.hidden + rows * 2 * (s.inner + s.hidden))
+    moved = 2 * (taken * (2 + s.gated) * s.hidden * s.inner + s.experts * s.hidden + rows * 2 * (s.inner + s.hidden))
     times = {
         "layer": [lambda x=x: layer(x) for x in batches],
         "route": [lambda x=x: layer.route(x) for x in batches],
         "plan": [lambda r=r: layer.plan(r[0]) for r in routed],
-        "up": [lambda x=x, p=p: expert_gate_up(x, layer.gate_up, p) for x, _, p, _, _ in both],
+        "up": [lambda x=x, p=p: layer.up(x, p) for x, _, p, _, _ in both],
         "down": [lambda h=h, p=p: expert_down(h, layer.down, p) for _, _, p, h, _ in both],
         "combine": [lambda x=x, r=r, y=y: layer.combine(y, r[1], r[2], x) for x, r, _, _, y in both],
     }
@@ -182,31 +196,36 @@ def candidates(rows: int) -> Iterator[Tile]:
                     yield Tile(rows, n, k, warps, stages, across=rows <= 16)
 
 
-def tune(layer: Layer, count: int) -> list[str]:
-    """The present tiles and the best three of each product, µs."""
+def tune(layer: Layer, count: int, steps: list[Step]) -> list[str]:
+    """The present tiles and the best three of each product, µs. steps: tiles to try; none: :func:`candidates`."""
     batches = inputs(layer, count)
     ids = [layer.route(x)[0] for x in batches]
     now = expert_tiles(ids[0].numel(), layer.shape.experts, torch.bfloat16)
     plans = [layer.plan(each) for each in ids]
-    hs = [expert_gate_up(x, layer.gate_up, plan) for x, plan in zip(batches, plans, strict=True)]
+    hs = [layer.up(x, plan) for x, plan in zip(batches, plans, strict=True)]
     cells = [str(count), str(now.rows)]
-    for launch, rows, weight, present in (
-        (launch_gate_up, batches, layer.gate_up, now.up),
-        (launch_down, hs, layer.down, now.down),
+    tried = [Tile(now.rows, *step, across=now.rows <= 16) for step in steps] or list(candidates(now.rows))
+    for launch, rows, present in (
+        (layer.up, batches, now.up if layer.shape.gated else now.down),
+        (lambda h, plan, tile: launch_down(h, layer.down, plan, tile), hs, now.down),
     ):
         found = []
-        for tile in {present: None, **dict.fromkeys(candidates(now.rows))}:
-            calls = [
-                lambda x=x, p=p, t=tile, f=launch, w=weight: f(x, w, p, t) for x, p in zip(rows, plans, strict=True)
-            ]
+        for tile in {present: None, **dict.fromkeys(tried)}:
+            calls = [lambda x=x, p=p, t=tile, f=launch: f(x, p, t) for x, p in zip(rows, plans, strict=True)]
             try:
                 found.append((graph_us(calls, 3), tile))
             except Exception as error:  # too much shared memory, or too many registers
                 print(f"{tile}: {type(error).__name__}", file=sys.stderr)
-        best = sorted(found, key=lambda pair: pair[0])[:3]
+        best = sorted(found, key=lambda pair: pair[0])[: len(steps) or 3]
         cells.append(f"{found[0][0]:.1f} {short(present)}")
         cells.append(", ".join(f"{us:.1f} {short(tile)}" for us, tile in best))
     return cells
+
+
+def step(text: str) -> Step:
+    """A tile's (outputs, K, warps, stages) from the command line."""
+    n, k, warps, stages = (int(part) for part in text.split(","))
+    return n, k, warps, stages
 
 
 def short(tile: Tile) -> str:
@@ -221,6 +240,8 @@ def report(args: argparse.Namespace) -> Iterator[str]:
     device, shapes = ("cpu", TINY) if args.tiny else ("cuda", SHAPES)
     yield f"{'CPU' if args.tiny else torch.cuda.get_device_name()}, torch {torch.__version__}, bf16"
     for name, shape in shapes.items():
+        if args.shapes and name not in args.shapes:
+            continue
         layer = Layer(shape, device)
         if "bits" in args.only:
             found = list(bits(layer, 100 if args.tiny else max(BITS)))
@@ -231,7 +252,7 @@ def report(args: argparse.Namespace) -> Iterator[str]:
             yield f"\n{name}\n" + markdown(head, [speed(layer, count) for count in args.tokens])
         if "tune" in args.only and not args.tiny:
             head = ["tokens", "rows", "up now", "best", "down now", "best"]
-            yield f"\n{name} tiles\n" + markdown(head, [tune(layer, count) for count in args.tokens])
+            yield f"\n{name} tiles\n" + markdown(head, [tune(layer, count, args.tiles) for count in args.tokens])
         del layer
         if not args.tiny:
             torch.cuda.empty_cache()
@@ -241,6 +262,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=("bits", "speed", "tune"), default=["bits", "speed"])
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), help="default: all")
+    parser.add_argument("--tiles", nargs="+", type=step, default=[], help="tiles to tune: outputs,K,warps,stages")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     args = parser.parse_args()

@@ -146,7 +146,7 @@ def both_kernels(_: str) -> list[str]:
     heads, cells = SHAPES["GLM-4.7-Flash"], []
     for batch, width in ROUNDS:
         lengths = [1152 if batch == 1 else 1000 + 37 * row % 304 for row in range(batch)]
-        pages = Pages(lengths, heads, max(2, 24 // batch))
+        pages = Pages(lengths, heads, max(2, 96 // batch))  # more than L2 holds
         inputs = pages.inputs([(row, n - width, n) for row, n in enumerate(lengths)], width)
         q, outs, times = pages.queries(batch * width), [], []
         for tiling in (None, {}):

@@ -37,9 +37,10 @@ MAMBA_WAYS = {
     "prompt": {"Gluon's walk": {}, "Triton's walk": {"fast_walk": False}},
     "round": {f"{t.size} x {t.warps}": {"round_tile": t} for t in (ROUND_TILE, StateTile(32, 2), StateTile(16, 1))},
 }
+KIMI_TILES = KIMI_TILE, StateTile(64, 4), StateTile(32, 2), StateTile(32, 4), StateTile(128, 8, 128)
 KIMI_WAYS = {
-    "prompt": {"Triton's walk": {"fast_walk": False}, "Gluon's walk": {"fast_walk": True}},
-    "round": {f"{t.size} x {t.warps}": {"round_tile": t} for t in (KIMI_TILE, StateTile(32, 2), StateTile(16, 1))},
+    "prompt": {"Gluon's walk": {}, "Triton's walk": {"fast_walk": False}},
+    "round": {f"{t.size} x {t.warps}, {t.registers} registers": {"round_tile": t} for t in KIMI_TILES},
 }
 
 
@@ -110,29 +111,27 @@ def speed(name: str, sizes: Sizes, rule: Callable[..., Any], ways: dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true")
-    tiny = parser.parse_args().tiny
+    parser.add_argument("--only", choices=("mamba2", "kda"), help="measure one of them")
+    args = parser.parse_args()
     nano, kimi, dtype = NANO, KIMI, torch.bfloat16
-    if tiny:
+    if args.tiny:
         nano, kimi = (replace(s, key_heads=2, value_heads=2, key_dim=32, value_dim=16) for s in (NANO, KIMI))
         dtype = dtype if ON_GPU else torch.float32
-    layer = Layer(nano, dtype, [64, 70] if tiny else [304, 311, 318])
-    plain = test_mamba2.passes(layer, test_mamba2.launch_mamba_conv, test_mamba2.plain_walk, DEVICE).rule
-    bits(
-        "Mamba2",
-        layer,
-        test_mamba2.kernels if ON_GPU else test_mamba2.twins,
-        test_mamba2.oracle,
-        plain if ON_GPU else None,
-    )
-    layer = Layer(kimi, dtype, layer.lengths)
-    other = partial(launch_kimi_delta, fast_walk=True) if ON_GPU else None
-    made = test_kimi_delta.kernels if ON_GPU else test_kimi_delta.twins
-    bits("KDA", layer, made, test_kimi_delta.oracle, other)
-    if not ON_GPU:
-        return
-    skip = torch.randn(nano.value_heads, device=DEVICE)
-    speed("Mamba2", nano, partial(launch_gated_delta, skip=skip), MAMBA_WAYS, tiny)
-    speed("KDA", kimi, launch_kimi_delta, KIMI_WAYS, tiny)
+    lengths = [64, 70] if args.tiny else [304, 311, 318]
+    if args.only != "kda":
+        layer = Layer(nano, dtype, lengths)
+        plain = test_mamba2.passes(layer, test_mamba2.launch_mamba_conv, test_mamba2.plain_walk, DEVICE).rule
+        made = test_mamba2.kernels if ON_GPU else test_mamba2.twins
+        bits("Mamba2", layer, made, test_mamba2.oracle, plain if ON_GPU else None)
+        skip = torch.randn(nano.value_heads, device=DEVICE)
+        if ON_GPU:
+            speed("Mamba2", nano, partial(launch_gated_delta, skip=skip), MAMBA_WAYS, args.tiny)
+    if args.only != "mamba2":
+        other = partial(launch_kimi_delta, fast_walk=False) if ON_GPU else None
+        made = test_kimi_delta.kernels if ON_GPU else test_kimi_delta.twins
+        bits("KDA", Layer(kimi, dtype, lengths), made, test_kimi_delta.oracle, other)
+        if ON_GPU:
+            speed("KDA", kimi, launch_kimi_delta, KIMI_WAYS, args.tiny)
 
 
 if __name__ == "__main__":

@@ -326,8 +326,8 @@ def differing(one: Passes, other: Passes) -> int:
     return count
 
 
-class FastWalk:
-    """A walk in Gluon without a GPU. modules: those with its functions."""
+class GluonKernel:
+    """A kernel in Gluon without a GPU. modules: those with its functions."""
 
     def __init__(self, kernel: Any, modules: list[Any]) -> None:
         self.kernel, self.modules = kernel, modules
@@ -363,7 +363,7 @@ def both_walks(
         op = kimi_delta if kimi else gated_delta
         for module in modules:
             monkeypatch.setattr(module, "_split", split)
-        monkeypatch.setattr(op, kernel.fn.__name__, FastWalk(kernel, modules))
+        monkeypatch.setattr(op, kernel.fn.__name__, GluonKernel(kernel, modules))
         monkeypatch.setattr(op, "walks", lambda *_: launched.append(0) or True)
     whole, other, later, width = made(), made(), made(), plain.layer.sizes.width
     whole.prompt(plain.layer.lengths, pad=3, pad_rows=1)

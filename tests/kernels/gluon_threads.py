@@ -322,7 +322,7 @@ class Machine:
             "fence_async_shared": lambda: None, "block_barrier": lambda: None,
             "HALF": 32, "WIDTH": 128, "bits_as": lambda value, dtype: value.view(dtype),
             "masked": lambda bits, mask, base: ((bits & mask) | base).view(torch.float32),
-            "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
+            "product": torch.mul, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
             "scale_for": lambda largest: largest.clamp(min=1e-10) / 448.0,
             "scales_of": lambda value: value.abs().amax(1).clamp(min=1e-10) / 448.0,
             "scaled_by": lambda value, scale: (value / scale[:, None]).clamp(-448.0, 448.0),

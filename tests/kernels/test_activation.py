@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from unisono.kernels.norm.activation import launch_sigmoid_gate, launch_silu_mul, sigmoid_gate, silu_mul
+from unisono.kernels.norm.activation import (
+    launch_relu_squared,
+    launch_sigmoid_gate,
+    launch_silu_mul,
+    relu_squared,
+    sigmoid_gate,
+    silu_mul,
+)
 
 
 @pytest.mark.parametrize("run", [launch_silu_mul, silu_mul.cpu])
@@ -44,6 +51,16 @@ def test_op_dispatches_and_knows_its_shape():
     assert torch.equal(silu_mul(x), silu_mul.cpu(x))
     assert silu_mul(x.to("meta")).shape == (3, 10)
     assert silu_mul(x[:0]).shape == (0, 10)
+
+
+@pytest.mark.parametrize("run", [launch_relu_squared, relu_squared.cpu])
+def test_squares_what_is_above_zero(run, dtype, device):
+    """In rows of a stride, too; rounded once."""
+    x = torch.randn(7, 2 * 333).to("cpu" if run is relu_squared.cpu else device, dtype)[:, :333]
+    x[0, :3] = torch.tensor([0.0, -0.0, torch.nan])
+    want = torch.where(x.float() < 0, 0, x.float()).square().to(dtype)
+    assert torch.equal(run(x).nan_to_num(7), want.nan_to_num(7))
+    assert relu_squared(x.to("meta")).shape == x.shape
 
 
 @pytest.mark.parametrize("run", [launch_sigmoid_gate, sigmoid_gate.cpu])

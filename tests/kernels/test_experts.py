@@ -194,11 +194,14 @@ def test_prefill_kernel_threads_wait_for_their_inputs(rides, hidden, inner, prog
     assert {(n > 0) + (n > 64) for n in plan.tiles[2].tolist()} == {0, 1, 2}  # groups that have pairs
     h = expert_gate_up_cpu(x, gate_up, ids, experts)
     inside = h.nan_to_num()  # rows of padding are not written
-    for given, weight, gated, wanted in (
-        (x, gate_up, True, h), (inside, down, False, expert_down_cpu(inside, down, ids, experts)),
-    ):  # fmt: skip
+    cases = [(x, gate_up, "gated", h), (inside, down, "down", expert_down_cpu(inside, down, ids, experts))]
+    if not rides:
+        up = gate_up[:, :inner].contiguous()
+        cases.append((x, up, "up", expert_up_op.cpu(x, up, ids, experts, 0, None, None)))
+    for given, weight, kind, wanted in cases:
         out, (_, n, k) = torch.full_like(wanted, torch.nan), weight.shape
-        sizes = experts_gluon._sizes(Shapes(rows, 0, 0, experts, top_k, rides > 0), k, n // (1 + gated), gated)
+        gated, shapes = kind == "gated", Shapes(rows, 0, 0, experts, top_k, rides > 0)
+        sizes = experts_gluon._sizes(shapes, k, n // (1 + gated), gated, up=kind == "up")
         Machine((experts_gluon, hopper), programs).run(
             experts_gluon.expert_rows_kernel, x=given, w_desc=Descriptor(weight.view(-1, k), [128, 64]), x_scales=None,
             w_scales=None, out=out, out8=None, out_scales=None, order=plan.order, tiles=plan.tiles, M=rows,
@@ -221,6 +224,8 @@ def test_the_kernel_of_prompts_has_the_tritons_bits(shape, device):
         assert experts_gluon.suits(gate_up)
         assert experts_gluon.suits(down)
         assert _same_bits(gate_up, down, experts, top_k)
+        if not rides:
+            assert _same_bits(gate_up[:, :inner].contiguous(), down, experts, top_k, gated=False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -231,7 +236,7 @@ def test_proof_inputs_match_weight_shapes(ranks, monkeypatch):
     gate_up, down = gate_up[:, : 2 * inner // ranks].contiguous(), down[:, : hidden // ranks].contiguous()
     seen = []
 
-    def by_either(x, weight, plan, gated):
+    def by_either(x, weight, plan, gated, up=False):
         assert x.shape[1] == weight.shape[2]
         seen.append(gated)
         return (expert_gate_up_cpu if gated else expert_down_cpu)(x, weight, plan.ids, plan.experts)

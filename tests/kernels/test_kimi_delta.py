@@ -13,6 +13,7 @@ import torch
 from tests.kernels.delta_cases import (
     ON_GPU,
     TAPS,
+    GluonKernel,
     Layer,
     Passes,
     Sizes,
@@ -24,9 +25,21 @@ from tests.kernels.delta_cases import (
     dots_in_a_chain,  # noqa: F401  a fixture
     relative,
     rounds,
+    split,
 )
+from unisono.kernels import overlap
+from unisono.kernels.recurrent import kimi_delta as kimi_module
+from unisono.kernels.recurrent import kimi_delta_prepare
 from unisono.kernels.recurrent.kimi_conv import kimi_conv, launch_kimi_conv
 from unisono.kernels.recurrent.kimi_delta import kimi_delta, launch_kimi_delta
+
+
+@pytest.fixture(autouse=True)
+def chunks_prepared_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(kimi_delta_prepare, "_split", split)
+        prepare = GluonKernel(kimi_delta_prepare.kimi_prepare_kernel, [kimi_delta_prepare, overlap])
+        monkeypatch.setattr(kimi_module, "kimi_prepare_kernel", prepare)
 
 
 def sizes(heads: int, key_dim: int, value_dim: int, width: int = 8) -> Sizes:
@@ -117,11 +130,7 @@ def test_kernel_bits_do_not_depend_on_the_cuts(heads: int, width: int) -> None:
 def test_both_walks_over_a_prompt_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, sizes: Sizes) -> None:
     layer = Layer(sizes, torch.float16, [135, 70, 16])
 
-    def fast() -> Passes:
-        wide = partial(launch_kimi_delta, fast_walk=True)
-        return passes(layer, launch_kimi_conv, wide, "cuda" if ON_GPU else "cpu")
-
-    both_walks(monkeypatch, fast, partial(launch_kimi_delta, fast_walk=False), kimi=True)
+    both_walks(monkeypatch, partial(kernels, layer), partial(launch_kimi_delta, fast_walk=False), kimi=True)
 
 
 @pytest.mark.parametrize("made", [twins, kernels])

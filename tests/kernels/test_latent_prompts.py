@@ -10,7 +10,7 @@ from tests.kernels.latent_requests import PAGE, Rows
 from tests.kernels.launches import forget
 from unisono.attention.triton import TritonAttention
 from unisono.kernels import hopper, overlap
-from unisono.kernels.attention import gluon, gluon_latent, gluon_latent_rounds, hopper_latent
+from unisono.kernels.attention import gluon, gluon_latent, gluon_latent_rounds, gluon_rounds, hopper_latent
 from unisono.kernels.attention.cpu import SPLIT, attention_plan_cpu
 from unisono.kernels.attention.paged import KEYS
 from unisono.kernels.attention.triton_kernels import LOG2_E
@@ -31,7 +31,7 @@ def attended(rows: Rows, spans: list[tuple[int, int]], tile: int, blocks: int, s
     out = torch.full((len(q), rows.heads * LATENT), torch.nan).half()
     parts = -(-tile // (8 // (rows.heads // blocks)))
     boxes = Descriptor(rows.cache.half().view(-1, LATENT + ROPE), [16, CHUNK])
-    machine = Machine([gluon_latent, gluon, hopper], len(work) * parts * blocks * 2, seed)
+    machine = Machine([gluon_latent, gluon_rounds, gluon, hopper], len(work) * parts * blocks * 2, seed)
     machine.run(
         gluon_latent.latent_prompt_kernel, q_ptr=q, desc=boxes,
         table_ptr=rows.table, positions_ptr=positions, work_ptr=work, count_ptr=count, out_ptr=out,
@@ -69,7 +69,7 @@ def attended_round(
     out = torch.full((len(q), rows.heads * LATENT), torch.nan).half()
     state, acc = (torch.full((partials, width, rows.heads, size), torch.nan) for size in (2, LATENT))
     boxes = Descriptor(rows.cache.half().view(-1, LATENT + ROPE), [16, CHUNK])
-    machine = Machine([gluon_latent_rounds, gluon_latent, gluon, hopper, overlap], programs, seed)
+    machine = Machine([gluon_latent_rounds, gluon_latent, gluon_rounds, gluon, hopper, overlap], programs, seed)
     machine.run(
         gluon_latent_rounds.latent_round_kernel, q_ptr=q, desc=boxes, table_ptr=rows.table, positions_ptr=positions,
         work_ptr=work, count_ptr=count, arrivals_ptr=arrivals, state_ptr=state, acc_ptr=acc, out_ptr=out,
@@ -99,13 +99,17 @@ def test_rounds_as_threads(heads, blocks, width, first, assert_close):
 @pytest.mark.parametrize("heads", [20, 32, 128])
 def test_prompts_on_hopper_have_the_bits_of_other_kernels(heads, monkeypatch):
     launched = []
-    launch = hopper_latent.launch_latent_prompt
-    monkeypatch.setattr(hopper_latent, "launch_latent_prompt", lambda *args: launched.append(1) or launch(*args))
+    for name in ("launch_latent_prompt", "launch_latent_round"):
+        launch = getattr(hopper_latent, name)
+        monkeypatch.setattr(
+            hopper_latent, name, lambda *args, name=name, launch=launch: launched.append(name) or launch(*args)
+        )
     forget(monkeypatch, hopper_latent.exact_latent_attention)
+    forget(monkeypatch, hopper_latent.exact_latent_rounds)
     backend = TritonAttention(heads, max(1, heads // 32), "cuda")
     chosen = backend.prove(hopper_latent.WIDTH, torch.bfloat16)
     assert {kernel for kernel, _ in chosen.values()} == {"gluon-sm90"}
-    assert launched
+    assert len({*launched}) == 2
 
 
 def test_supported_rows(monkeypatch):

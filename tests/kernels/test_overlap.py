@@ -23,6 +23,7 @@ def calls(statement: ast.stmt) -> list[str]:
 def test_layer_kernels_are_declared_overlapped() -> None:
     assert overlapped_kernels() == {
         "_linear_kernel", "_add_kernel", "_rms_norm_kernel", "_silu_mul_kernel", "_sigmoid_gate_kernel",
+        "_relu_squared_kernel",
         "_rope_and_cache_kernel",
         "attention_kernel", "round_attention_kernel", "wide_round_attention_kernel",
         "_conv_round_kernel", "_conv_prompt_kernel", "_conv_keep_kernel", "_prepare_kernel",
@@ -43,7 +44,8 @@ def test_layer_kernels_are_declared_overlapped() -> None:
         "_choose_scored_kernel", "_joint_norm_kernel", "_head_product_kernel", "_rotate_latent_kernel",
         "_latent_queries_kernel", "latent_kernel", "latent_round_kernel",
         "_short_round_kernel", "_short_prompt_kernel", "_mamba_round_kernel", "_mamba_prompt_kernel",
-        "_gated_group_norm_kernel", "_kimi_prepare_kernel", "_kimi_walk_kernel", "kimi_walk_kernel",
+        "_gated_group_norm_kernel",
+        "kimi_prepare_kernel", "_kimi_round_kernel", "_kimi_walk_kernel", "kimi_walk_kernel",
     }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from unisono.kernels.attention import hopper_latent
 from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.latent import latent_attention
 from unisono.kernels.attention.paged import attention, attention_fp8, attention_plan, quantises
+from unisono.kernels.proofs import ExactKernel
 
 WORKSPACE_TOKENS = 4096
 """Capacity of the workspace, in tokens × KV splits of 4 · Hq · (D + 2) bytes: 68 MB at 32 heads of 128."""
@@ -44,17 +45,13 @@ class TritonAttention:
         attention_hopper.exact_prompt_attention.rehearse(self._attend, *heads)
         attention_hopper_rounds.exact_round_attention.rehearse(self._attend_round, *heads)
         hopper_latent.exact_latent_attention.rehearse(self._attend_latent, *heads)
+        hopper_latent.exact_latent_rounds.rehearse(self._attend_latent_round, *heads)
 
     def prove(self, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
         """See :class:`unisono.attention.base.ProvingAttention`."""
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
         if head_dim == hopper_latent.WIDTH:
-            found = _choose_kernel(
-                hopper_latent.suits(*heads),
-                functools.partial(hopper_latent.exact_latent_attention.prove, self._attend_latent, *heads),
-                "the kernel for Hopper reads 16-bit rows only",
-            )
-            return {"attention of long prompts": found}
+            return self._prove_latent(*heads)
         return {
             "attention of long prompts": _choose_kernel(
                 attention_hopper.suits(*heads),
@@ -66,6 +63,17 @@ class TritonAttention:
                 lambda: attention_hopper_rounds.exact_round_attention.prove(self._attend_round, *heads),
                 "the kernel for Hopper has 16-bit heads of 128 only",
             ),
+        }
+
+    def _prove_latent(self, *heads: Any) -> dict[str, tuple[str, str]]:
+        kinds: dict[str, tuple[ExactKernel[Any], Callable[..., torch.Tensor]]] = {
+            "attention of long prompts": (hopper_latent.exact_latent_attention, self._attend_latent),
+            "attention of rounds": (hopper_latent.exact_latent_rounds, self._attend_latent_round),
+        }
+        suits, otherwise = hopper_latent.suits(*heads), "the kernels for Hopper read 16-bit rows only"
+        return {
+            kind: _choose_kernel(suits, functools.partial(exact.prove, attend, *heads), otherwise)
+            for kind, (exact, attend) in kinds.items()
         }
 
     def _attend(
@@ -88,14 +96,20 @@ class TritonAttention:
 
     def _attend_latent(
         self, q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, kv_len: torch.Tensor,
-        query_start: torch.Tensor, positions: torch.Tensor,
+        query_start: torch.Tensor | None, positions: torch.Tensor, width: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Run one extend pass over latents, as the engine does."""
+        """Run one extend pass over latents, or a round of this width, as the engine does."""
         rows = torch.arange(len(kv_len), dtype=torch.int32, device=q.device)
-        inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, None, query_start)
+        inputs = AttentionInputs(rows, positions, positions, kv_len, page_table, width, query_start)
         self.plan(inputs)
         options = AttentionOptions(q.shape[2] ** -0.5, values=hopper_latent.LATENT)
         return self.forward(q, KV(cache, cache), inputs, options)
+
+    def _attend_latent_round(
+        self, q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, kv_len: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        positions = (kv_len[:, None] - width + torch.arange(width, device=q.device)).flatten().int()
+        return self._attend_latent(q, cache, page_table, kv_len, None, positions, width)
 
     def _attend_round(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, kv_len: torch.Tensor,

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from unisono.kernels.attention.gluon import _row_sums, _weigh, keys_seen
+from unisono.kernels.attention.gluon_rounds import forget_values
 from unisono.kernels.hopper import block_barrier, stage_barriers
 
 ROWS = 64
@@ -46,6 +47,29 @@ WARPS = 4
 
 
 @gluon.jit
+def load_step(turn, row, which, own, desc, k, bars, PAGE: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr,
+              VALUES: gl.constexpr, CHUNK: gl.constexpr):  # fmt: skip
+    """Load a page, which begins at ``row``, into the stage of a program's step ``turn`` once its parts are unused.
+
+    bars: barriers (full, read, free) of stages.
+    """
+    full, read, free = bars
+    stage = turn % STAGES
+    parity = (turn // STAGES & 1) ^ 1
+    bar = full.index(stage)
+    mbarrier.wait(read.index(stage), parity)
+    mbarrier.expect(bar, CHUNKS * PAGE * CHUNK * 2)
+    for i in gl.static_range(CHUNKS - VALUES):
+        chunk = gl.where(i < own, i, i + VALUES)
+        place = k.index(stage * CHUNKS + chunk).slice(which * PAGE, PAGE)
+        tma.async_copy_global_to_shared(desc, [row, chunk * CHUNK], bar, place)
+    mbarrier.wait(free.index(stage), parity)
+    for i in gl.static_range(VALUES):
+        place = k.index(stage * CHUNKS + own + i).slice(which * PAGE, PAGE)
+        tma.async_copy_global_to_shared(desc, [row, (own + i) * CHUNK], bar, place)
+
+
+@gluon.jit
 def _load_pages(which, where, PAGE: gl.constexpr,
                 KEYS: gl.constexpr, STAGES: gl.constexpr, CHUNKS: gl.constexpr, VALUES: gl.constexpr,
                 CHUNK: gl.constexpr):  # fmt: skip
@@ -58,19 +82,7 @@ def _load_pages(which, where, PAGE: gl.constexpr,
     for step in range(steps):
         row = upcoming * PAGE
         upcoming = gl.load(pages_ptr + gl.minimum((step + 1) * each + which, last_page))  # a step ahead
-        stage = step % STAGES
-        parity = (step // STAGES & 1) ^ 1
-        bar = full.index(stage)
-        mbarrier.wait(read.index(stage), parity)
-        mbarrier.expect(bar, CHUNKS * PAGE * CHUNK * 2)
-        for i in gl.static_range(CHUNKS - VALUES):
-            chunk = gl.where(i < own, i, i + VALUES)
-            place = k.index(stage * CHUNKS + chunk).slice(which * PAGE, PAGE)
-            tma.async_copy_global_to_shared(desc, [row, chunk * CHUNK], bar, place)
-        mbarrier.wait(free.index(stage), parity)
-        for i in gl.static_range(VALUES):
-            place = k.index(stage * CHUNKS + own + i).slice(which * PAGE, PAGE)
-            tma.async_copy_global_to_shared(desc, [row, (own + i) * CHUNK], bar, place)
+        load_step(step, row, which, own, desc, k, (full, read, free), PAGE, STAGES, CHUNKS, VALUES, CHUNK)
 
 
 @gluon.jit
@@ -84,16 +96,6 @@ def _score(step, q, k, full, CHUNKS: gl.constexpr, KEYS: gl.constexpr, STAGES: g
     for i in gl.static_range(1, CHUNKS):
         s = warpgroup_mma(q.index(i), k.index(stage * CHUNKS + i).permute([1, 0]), s, is_async=True)
     return s
-
-
-@gluon.jit
-def _forget_values(step, end, k, place, VALUES: gl.constexpr, KEYS: gl.constexpr):
-    """Zero the values of keys from ``end`` on: pages beyond a request's end may hold NaN."""
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BLOCKED))
-    for i in gl.static_range(VALUES):
-        held = k.index(place + i).load(BLOCKED)
-        k.index(place + i).store(gl.where((keys < end)[:, None], held, gl.zeros_like(held)))
 
 
 @gluon.jit
@@ -116,7 +118,7 @@ def _weigh_steps(held, bars, positions_ptr, tile, scale, DTYPE: gl.constexpr, GR
     The part of one warp group.
     """
     q, k, p, ones, factors = held
-    full, read, _, ready, taken, asked = bars
+    full, read, _, ready, taken, loaded = bars
     first, last, _, own, end, whole, steps = tile
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
@@ -126,7 +128,7 @@ def _weigh_steps(held, bars, positions_ptr, tile, scale, DTYPE: gl.constexpr, GR
     ones.store(gl.full([8, KEYS], 1.0, DTYPE, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])))
     fence_async_shared()
     block_barrier()
-    mbarrier.wait(asked, 0)
+    mbarrier.wait(loaded, 0)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     z = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MMA))
     for split in range((steps + EACH - 1) // EACH):
@@ -147,7 +149,7 @@ def _weigh_steps(held, bars, positions_ptr, tile, scale, DTYPE: gl.constexpr, GR
             top = gl.maximum(m, part_m)
             finite = gl.where(top == float("-inf"), 0.0, top)
             if (step + 1) * KEYS > end:
-                _forget_values(step, end, k, stage * CHUNKS + own, VALUES, KEYS)
+                forget_values(step, end, k, stage * CHUNKS + own, VALUES, 0, KEYS)
             mbarrier.wait(taken, (step & 1) ^ 1)
             p.store(weights)
             _hand_over(ready, factors, shrink, gl.exp2(m - finite), gl.exp2(part_m - finite))
@@ -175,7 +177,7 @@ def _merge_values(a, old, o, new):
 
 
 @gluon.jit
-def _load_queries(group: gl.constexpr, q_ptr, q, asked, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr,
+def _load_queries(group: gl.constexpr, q_ptr, q, loaded, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr,
                   ROWS: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr):  # fmt: skip
     """Store every second chunk of the queries in shared memory, with zeros for absent rows. The part of one group."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -187,7 +189,22 @@ def _load_queries(group: gl.constexpr, q_ptr, q, asked, first, last, head, HEADS
         q.index(i).store(gl.load(at + i * CHUNK, mask=(token < last)[:, None], other=0.0))
     fence_async_shared()
     block_barrier()
-    mbarrier.arrive(asked)
+    mbarrier.arrive(loaded)
+
+
+@gluon.jit
+def add_weighted(turn, at, weights, shrink, o0, o1, k, full, free, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
+    """Add the weighted values of chunks ``at`` and at + 1 of a program's step ``turn`` to o0 and o1, and free them."""
+    stage = turn % STAGES
+    mbarrier.wait(full.index(stage), turn // STAGES & 1)
+    place = stage * CHUNKS + at
+    o0, o1 = o0 * shrink[:, None], o1 * shrink[:, None]
+    o0 = warpgroup_mma(weights, k.index(place), o0, is_async=True)
+    o1 = warpgroup_mma(weights, k.index(place + 1), o1, is_async=True)
+    o0, o1 = warpgroup_mma_wait(0, [o0, o1])
+    block_barrier()
+    mbarrier.arrive(free.index(stage))
+    return o0, o1
 
 
 @gluon.jit
@@ -201,9 +218,9 @@ def _add_values(group: gl.constexpr, q_ptr, held, bars, out_ptr, tile, HEADS: gl
     BY_ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     EACH: gl.constexpr = SPLIT // KEYS
     q, k, p, _, factors = held
-    full, _, free, ready, taken, asked = bars
+    full, _, free, ready, taken, loaded = bars
     first, last, head, own, _, _, steps = tile
-    _load_queries(group, q_ptr, q, asked, first, last, head, HEADS, GROUP, ROWS, CHUNKS, CHUNK)
+    _load_queries(group, q_ptr, q, loaded, first, last, head, HEADS, GROUP, ROWS, CHUNKS, CHUNK)
     a0 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
     a1 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
     at = own + 2 * group
@@ -213,21 +230,13 @@ def _add_values(group: gl.constexpr, q_ptr, held, bars, out_ptr, tile, HEADS: gl
         old = gl.zeros([ROWS], gl.float32, BY_ROW)
         new = gl.zeros([ROWS], gl.float32, BY_ROW)
         for step in range(split * EACH, gl.minimum(split * EACH + EACH, steps)):
-            stage = step % STAGES
             mbarrier.wait(ready, step & 1)
             shrink = factors.index(0).load(BY_ROW)
             old, new = factors.index(1).load(BY_ROW), factors.index(2).load(BY_ROW)
             weights = p.load(gl.DotOperandLayout(0, MMA, 2))
             block_barrier()  # all warps have read
             mbarrier.arrive(taken)
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
-            place = stage * CHUNKS + at
-            o0, o1 = o0 * shrink[:, None], o1 * shrink[:, None]
-            o0 = warpgroup_mma(weights, k.index(place), o0, is_async=True)
-            o1 = warpgroup_mma(weights, k.index(place + 1), o1, is_async=True)
-            o0, o1 = warpgroup_mma_wait(0, [o0, o1])
-            block_barrier()
-            mbarrier.arrive(free.index(stage))
+            o0, o1 = add_weighted(step, at, weights, shrink, o0, o1, k, full, free, CHUNKS, STAGES)
         a0, a1 = _merge_values(a0, old, o0, new), _merge_values(a1, old, o1, new)
     mbarrier.wait(ready, steps & 1)
     share, sees = factors.index(0).load(BY_ROW), factors.index(1).load(BY_ROW) > 0
@@ -262,13 +271,13 @@ def barriers(STAGES: gl.constexpr, PAGES: gl.constexpr):
     turns = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(read.index(i), count=1)
-    ready, taken, asked = turns.index(0), turns.index(1), turns.index(2)
+    ready, taken, loaded = turns.index(0), turns.index(1), turns.index(2)
     mbarrier.init(ready, count=1)
     mbarrier.init(taken, count=2)
-    mbarrier.init(asked, count=2)
+    mbarrier.init(loaded, count=2)
     fence_async_shared()
     block_barrier()
-    return full, read, free, ready, taken, asked
+    return full, read, free, ready, taken, loaded
 
 
 @gluon.jit

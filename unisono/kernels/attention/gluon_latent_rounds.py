@@ -4,8 +4,7 @@ The groups of ``gluon_latent.py``, for tiles that may be cut along KV: a program
 the other. A tile of 64 rows holds the heads of few tokens; the other rows are absent. The group that computes weights
 hands over maxima and sums of each split, too. Each of the two groups that add up 128 columns merges splits of a whole
 tile in registers. It keeps those of a cut tile in the workspace, counts them, and merges them in order if it is the
-last one of its columns. Latents of tokens before the pass are loaded while the kernel ahead still runs. It is off: see
-``hopper_latent.py``.
+last one of its columns. Latents of tokens before the pass are loaded while the kernel ahead still runs.
 
 Every sum has the order of ``latent_kernels._latent_walk``; ``hopper_latent.exact_latent_rounds`` compares both kernels
 on the present GPU.
@@ -18,13 +17,13 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from unisono.kernels.attention.gluon import _merge, _row_sums, _weigh
-from unisono.kernels.attention.gluon_latent import _load_queries, _score, barriers, rooms
+from unisono.kernels.attention.gluon_latent import _load_queries, _score, add_weighted, barriers, load_step, rooms
+from unisono.kernels.attention.gluon_rounds import forget_values
 from unisono.kernels.hopper import block_barrier, order_loads
 from unisono.kernels.overlap import follow, overlapping
 
@@ -84,32 +83,9 @@ def _load_pages(which, where, work, PAGE: gl.constexpr, KEYS: gl.constexpr, SPLI
             row = upcoming * PAGE
             ahead = gl.minimum((step + 1) * each + which, max_pages - 1)
             upcoming = gl.load(pages_ptr + ahead, cache_modifier=".cg")
-            stage = step_turn % STAGES
-            parity = (step_turn // STAGES & 1) ^ 1
-            bar = full.index(stage)
-            mbarrier.wait(read.index(stage), parity)
-            mbarrier.expect(bar, CHUNKS * PAGE * CHUNK * 2)
-            for i in gl.static_range(CHUNKS - VALUES):
-                chunk = gl.where(i < own, i, i + VALUES)
-                place = k.index(stage * CHUNKS + chunk).slice(which * PAGE, PAGE)
-                tma.async_copy_global_to_shared(desc, [row, chunk * CHUNK], bar, place)
-            mbarrier.wait(free.index(stage), parity)
-            for i in gl.static_range(VALUES):
-                place = k.index(stage * CHUNKS + own + i).slice(which * PAGE, PAGE)
-                tma.async_copy_global_to_shared(desc, [row, (own + i) * CHUNK], bar, place)
+            load_step(step_turn, row, which, own, desc, k, (full, read, free), PAGE, STAGES, CHUNKS, VALUES, CHUNK)
             step_turn += 1
     follow(OVERLAP)
-
-
-@gluon.jit
-def _forget_values(step, end, k, place, FIRST: gl.constexpr, VALUES: gl.constexpr, KEYS: gl.constexpr):
-    """Zero the values of keys below FIRST and from ``end`` on: stale ones may be NaN."""
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BLOCKED))
-    kept = (keys < end) & (keys >= FIRST)
-    for i in gl.static_range(VALUES):
-        held = k.index(place + i).load(BLOCKED)
-        k.index(place + i).store(gl.where(kept[:, None], held, gl.zeros_like(held)))
 
 
 @gluon.jit
@@ -135,7 +111,7 @@ def _weigh_items(held, bars, positions_ptr, work, scale, DTYPE: gl.constexpr, GR
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     q, k, p, ones, factors = held
-    full, read, _, ready, taken, asked = bars
+    full, read, _, ready, taken, loaded = bars
     work_ptr, total = work
     ones.store(gl.full([8, KEYS], 1.0, DTYPE, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])))
     fence_async_shared()
@@ -149,7 +125,7 @@ def _weigh_items(held, bars, positions_ptr, work, scale, DTYPE: gl.constexpr, GR
         own = place_of[0]
         token = first + gl.arange(0, ROWS, gl.SliceLayout(1, MMA)) // GROUP
         position = gl.load(positions_ptr + token, mask=token < last, other=-1)
-        mbarrier.wait(asked, items & 1)
+        mbarrier.wait(loaded, items & 1)
         items += 1
         for split in range(begin, end):
             part_m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
@@ -168,7 +144,7 @@ def _weigh_items(held, bars, positions_ptr, work, scale, DTYPE: gl.constexpr, GR
                 operand = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
                 part_z = warpgroup_mma(operand, ones.permute([1, 0]), old_z, is_async=True)
                 if ((step + 1) * KEYS > length) | (step * KEYS < FIRST):
-                    _forget_values(step, length, k, stage * CHUNKS + own, FIRST, VALUES, KEYS)
+                    forget_values(step, length, k, stage * CHUNKS + own, VALUES, FIRST, KEYS)
                 mbarrier.wait(taken, (turn & 1) ^ 1)
                 p.store(weights)
                 turn = _hand_over(turn, ready, factors, shrink, shrink)
@@ -187,20 +163,12 @@ def _split_values(turn, step_turn, split, length, at, k, p, factors, full, free,
     o0 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
     o1 = gl.zeros([ROWS, CHUNK], gl.float32, MMA)
     for _step in range(split * (SPLIT // KEYS), _end_step(split, length, KEYS, SPLIT)):
-        stage = step_turn % STAGES
         mbarrier.wait(ready, turn & 1)
         shrink = factors.index(0).load(BY_ROW)
         weights = p.load(gl.DotOperandLayout(0, MMA, 2))
         block_barrier()  # all warps have read
         mbarrier.arrive(taken)
-        mbarrier.wait(full.index(stage), step_turn // STAGES & 1)
-        place = stage * CHUNKS + at
-        o0, o1 = o0 * shrink[:, None], o1 * shrink[:, None]
-        o0 = warpgroup_mma(weights, k.index(place), o0, is_async=True)
-        o1 = warpgroup_mma(weights, k.index(place + 1), o1, is_async=True)
-        o0, o1 = warpgroup_mma_wait(0, [o0, o1])
-        block_barrier()
-        mbarrier.arrive(free.index(stage))
+        o0, o1 = add_weighted(step_turn, at, weights, shrink, o0, o1, k, full, free, CHUNKS, STAGES)
         turn += 1
         step_turn += 1
     mbarrier.wait(ready, turn & 1)
@@ -282,7 +250,7 @@ def _add_items(group: gl.constexpr, q_ptr, held, bars, out_ptr, positions_ptr, w
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     q, k, p, _, factors = held
-    full, _, free, ready, taken, asked = bars
+    full, _, free, ready, taken, loaded = bars
     work_ptr, total = work
     state_ptr, acc_ptr, arrivals_ptr = workspace
     follow(OVERLAP)
@@ -292,7 +260,7 @@ def _add_items(group: gl.constexpr, q_ptr, held, bars, out_ptr, positions_ptr, w
             work_ptr, item, BLOCKS, PARTS, PIECES, VALUES, GROUP, ROWS
         )
         own, head, part = place_of
-        _load_queries(group, q_ptr, q, asked, first, last, head, HEADS, GROUP, ROWS, CHUNKS, CHUNK)
+        _load_queries(group, q_ptr, q, loaded, first, last, head, HEADS, GROUP, ROWS, CHUNKS, CHUNK)
         tile, partial = gl.load(entry + 2, cache_modifier=".cg"), gl.load(entry + 6, cache_modifier=".cg")
         row = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
         token = first + row // GROUP

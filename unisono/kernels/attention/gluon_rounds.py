@@ -100,12 +100,12 @@ def _load_queries(q_ptr, q, tile, last, head, HEADS: gl.constexpr, GROUP: gl.con
 
 
 @gluon.jit
-def _forget_values(step, end, v, place, FIRST: gl.constexpr, KEYS: gl.constexpr):
-    """Zero the values of keys below FIRST and from ``end`` on: stale ones may be NaN."""
+def forget_values(step, end, v, place, PIECES: gl.constexpr, FIRST: gl.constexpr, KEYS: gl.constexpr):
+    """Zero PIECES pieces of the values of keys below FIRST and from ``end`` on: stale ones may be NaN."""
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BLOCKED))
     kept = (keys < end) & (keys >= FIRST)
-    for i in gl.static_range(2):
+    for i in gl.static_range(PIECES):
         held = v.index(place + i).load(BLOCKED)
         v.index(place + i).store(gl.where(kept[:, None], held, gl.zeros_like(held)))
 
@@ -147,7 +147,7 @@ def _attend_step(step, stage, phase, length, position, q, p, k, v, full, ones, m
     shrink = gl.exp2(m - finite)[None, :]
     p.permute([1, 0]).store(weights)
     if ((step + 1) * KEYS > length) | (step * KEYS < FIRST):
-        _forget_values(step, length, v, stage * 2, FIRST, KEYS)
+        forget_values(step, length, v, stage * 2, 2, FIRST, KEYS)
     fence_async_shared()
     block_barrier()
     z = warpgroup_mma(ones, p.permute([1, 0]), z * shrink, is_async=True)

@@ -1,9 +1,9 @@
 """Dispatch of latent attention to the Gluon kernels for Hopper, and the proofs of their bits.
 
-On Hopper, for 16-bit latents of 512 with 64 elements that rotate: the kernel in ``gluon_latent.py`` serves passes whose
-tiles are walked whole, as in long prompts, where :data:`exact_latent_attention` found the bits of the Triton kernel on
-the present GPU. The kernel in ``gluon_latent_rounds.py``, for tiles that may be cut, is off: no GPU has run it, and no
-start proves :data:`exact_latent_rounds`. Everything else runs on the Triton kernel.
+On Hopper, for 16-bit latents of 512 with 64 elements that rotate, where the proofs found the bits of the Triton kernel
+on the present GPU: the kernel in ``gluon_latent.py`` serves passes whose tiles are walked whole, as in long prompts
+(:data:`exact_latent_attention`), and the one in ``gluon_latent_rounds.py`` passes whose tiles may be cut, as in rounds
+(:data:`exact_latent_rounds`). Everything else runs on the Triton kernel.
 """
 
 from __future__ import annotations

@@ -36,7 +36,14 @@ from unisono.kernels.moe.plan import (
     tile_rows,
     tokens_of,
 )
-from unisono.kernels.norm.activation import GELU_TANH, SILU, ExpertGate, gated_cpu, gated_product
+from unisono.kernels.norm.activation import (
+    GELU_TANH,
+    SILU,
+    ExpertGate,
+    gated_cpu,
+    gated_product,
+    relu_squared_product,
+)
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
@@ -83,7 +90,7 @@ def expert_tiles(pairs: int, experts: int, dtype: torch.dtype, shared: int = HOP
 def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = True) -> int:
     """Rows of a tile in both products of a pass with this number of pairs.
 
-    weight: the stack of gate and up. plain: no biases, and the gate is SiLU.
+    weight: the stack of gate and up, or of up. plain: no biases, and the gate is SiLU if there is one.
     """
     if plain and pairs >= experts_gluon.FEWEST * experts and exact_experts.serves((weight.shape, weight.dtype)):
         return experts_gluon.TILE_PAIRS
@@ -116,14 +123,6 @@ def store_gated(h, acc, part, pair, valid, I: tl.constexpr, TILE: tl.constexpr, 
     tl.store(
         h + at, gated_product(gate, up, h.dtype.element_ty, 1.0, 0.0, GELU), mask=valid[:, None] & (cols < I)[None, :]
     )
-
-
-@triton.jit
-def relu_squared(y, dtype: tl.constexpr):
-    """Round fp32 products to ``dtype`` and square those above 0: fp32."""
-    y = y.to(dtype).to(tl.float32)
-    y = tl.where(y < 0, 0.0, y)
-    return y * y
 
 
 @triton.jit
@@ -190,7 +189,7 @@ def _down_kernel(h, weight, bias, y, ids, order, tiles, M, count,
         if BIAS:
             total = biased(total, bias, e, 0, cols, H, H, y.dtype.element_ty)
         if UP:
-            total = relu_squared(total, y.dtype.element_ty)
+            total = relu_squared_product(total, y.dtype.element_ty)
         store_pairs(y, total, pair, valid, cols, H)
 
 
@@ -318,22 +317,27 @@ def _down_cuda(h, weight, ids, experts, tile, order, tiles, bias):
     return launch_down(h, weight, plan, None, bias)
 
 
-def _stack_keys(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> tuple[Hashable, ...]:
+def _stack_keys(
+    gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int, gated: bool = True
+) -> tuple[Hashable, ...]:
     return (gate_up.shape, gate_up.dtype), (down.shape, down.dtype)
 
 
-def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int) -> bool:
-    """Compare both kernels. gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E."""
+def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int, gated: bool = True) -> bool:
+    """Compare both kernels. gate_up [E (+ 1), 2 I, H], down [E (+ 1), H, I], or a rank's part of either; experts: E.
+
+    gated: False: gate_up is the stack of up alone [E, I, H], see :func:`expert_up`.
+    """
     if not (experts_gluon.suits(gate_up) and experts_gluon.suits(down)):
         return False
     ours = Products(
         expert_tiles(_PROOF_TOKENS * top_k, experts, gate_up.dtype).rows,
-        lambda x, plan: launch_gate_up(x, gate_up, plan),
+        lambda x, plan: launch_gate_up(x, gate_up, plan) if gated else launch_down(x, gate_up, plan, up=True),
         lambda h, plan: launch_down(h, down, plan),
     )
     prompts = Products(
         experts_gluon.TILE_PAIRS,
-        lambda x, plan: experts_gluon.launch_expert_rows(x, gate_up, plan, gated=True),
+        lambda x, plan: experts_gluon.launch_expert_rows(x, gate_up, plan, gated=gated, up=not gated),
         lambda h, plan: experts_gluon.launch_expert_rows(h, down, plan, gated=False),
     )
     inputs = gate_up.shape[2], down.shape[2]
@@ -414,7 +418,10 @@ def expert_down(
 
 
 def _up_cuda(x, weight, ids, experts, tile, order, tiles):
-    return launch_down(x, weight, ExpertPlan(ids, experts, tile, order, tiles), up=True)
+    plan = ExpertPlan(ids, experts, tile, order, tiles)
+    if _is_fast(weight, plan, None, SILU):
+        return experts_gluon.launch_expert_rows(x, weight, plan, gated=False, up=True)
+    return launch_down(x, weight, plan, up=True)
 
 
 @op(cuda=_up_cuda, meta=up_rows)

@@ -38,7 +38,6 @@ from unisono.kernels.moe.experts import (
     down_cpu,
     gate_up_cpu,
     gate_up_rows,
-    relu_squared,
     same_products,
     store_gated,
     up_cpu,
@@ -57,6 +56,7 @@ from unisono.kernels.moe.plan import (
     tile_rows,
     tokens_of,
 )
+from unisono.kernels.norm.activation import relu_squared_product
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
@@ -134,7 +134,7 @@ def _fp8_down_kernel(h8, h_scales, weight, w_scales, y, ids, order, tiles, M, co
                            TILE, BLOCK_N, AHEAD, BY_BLOCK, False, EVEN)  # fmt: skip
         acc = tl.trans(acc)
         if UP:
-            acc = relu_squared(acc, y.dtype.element_ty)
+            acc = relu_squared_product(acc, y.dtype.element_ty)
         store_pairs(y, acc, pair, valid, cols, H)
 
 

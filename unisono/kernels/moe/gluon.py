@@ -84,21 +84,21 @@ def _pairs(order, listed, first, n, r):
 
 
 @gluon.jit
-def _inputs(order, listed, first, n, r, M, TOP_K: gl.constexpr, GATED: gl.constexpr):
+def _inputs(order, listed, first, n, r, M, TOP_K: gl.constexpr, BY_TOKEN: gl.constexpr):
     """Rows of x of the pairs at places ``r`` of a tile."""
     row = _pairs(order, listed, first, n, r)
-    if GATED:  # a token's row serves all its pairs
+    if BY_TOKEN:  # a token's row serves all its pairs
         row = gl.where(listed, row // TOP_K, row - M * TOP_K)
     return row
 
 
 @gluon.jit
 def _rows(x, order, listed, first, n, group: gl.constexpr, M, K: gl.constexpr, STEP: gl.constexpr,
-          TOP_K: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
+          TOP_K: gl.constexpr, BY_TOKEN: gl.constexpr):  # fmt: skip
     """Pointers to the first inputs of a group's rows [PAIRS, STEP], and the mask of rows [PAIRS, 1]."""
     layout: gl.constexpr = gl.BlockedLayout([1, STEP // 8], [4, 8], [4, 1], [1, 0])
     r = group * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(1, layout))
-    row = _inputs(order, listed, first, n, r, M, TOP_K, GATED)
+    row = _inputs(order, listed, first, n, r, M, TOP_K, BY_TOKEN)
     k = gl.arange(0, STEP, gl.SliceLayout(0, layout))
     return x + (row.to(gl.int64) * K)[:, None] + k[None, :], (r < n)[:, None]
 
@@ -106,14 +106,14 @@ def _rows(x, order, listed, first, n, group: gl.constexpr, M, K: gl.constexpr, S
 @gluon.jit
 def _load(x, w_desc, order, tiles, rows, weights, full, free, M, count, items, K: gl.constexpr, STEP: gl.constexpr,
           N: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, RIDES: gl.constexpr, GATED: gl.constexpr,
-          PARTS: gl.constexpr):  # fmt: skip
+          UP: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """Load all steps of the program's tiles. The part of one warp group."""
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         listed, e, first, n = _tile(tiles, item // PARTS, M, count, E, TOP_K, RIDES)
         if n > 0:
-            upper, upper_there = _rows(x, order, listed, first, n, 0, M, K, STEP, TOP_K, GATED)
-            lower, lower_there = _rows(x, order, listed, first, n, 1, M, K, STEP, TOP_K, GATED)
+            upper, upper_there = _rows(x, order, listed, first, n, 0, M, K, STEP, TOP_K, GATED or UP)
+            lower, lower_there = _rows(x, order, listed, first, n, 1, M, K, STEP, TOP_K, GATED or UP)
             left = e * (2 * N) + item % PARTS * COLUMNS if GATED else e * N + item % PARTS * (2 * COLUMNS)
             right = left + N if GATED else left + COLUMNS
             for k in range(0, K, STEP):
@@ -259,10 +259,18 @@ def _scaled_sums(x_scales, w_scales, order, rows, weights, full, free, before, p
 
 
 @gluon.jit
+def _relu_squared(y):
+    """Square what is above 0, rounded to y's dtype: ``activation.relu_squared_product``."""
+    value = y.to(gl.float32)
+    value = gl.where(value < 0, 0.0, value)
+    return (value * value).to(y.dtype)
+
+
+@gluon.jit
 def _multiply(group: gl.constexpr, x_scales, w_scales, out, out8, out_scales, order, tiles, rows, weights, full, free,
               own, others, M, count, items, PADDED, padded, K: gl.constexpr, STEP: gl.constexpr, N: gl.constexpr,
-              E: gl.constexpr, TOP_K: gl.constexpr, RIDES: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr,
-              SCALES: gl.constexpr, QUANTISED: gl.constexpr):  # fmt: skip
+              E: gl.constexpr, TOP_K: gl.constexpr, RIDES: gl.constexpr, GATED: gl.constexpr, UP: gl.constexpr,
+              PARTS: gl.constexpr, SCALES: gl.constexpr, QUANTISED: gl.constexpr):  # fmt: skip
     """Multiply one half of the tiles' pairs, and every second tile that has one half only. A warp group's part.
 
     own, others: barriers that complete a phase when this group, or the other one, has multiplied a tile alone. A group
@@ -297,6 +305,8 @@ def _multiply(group: gl.constexpr, x_scales, w_scales, out, out8, out_scales, or
                 else:
                     _store(out, y, pair, r < n, item % PARTS * COLUMNS, N, layout)
             else:
+                if UP:
+                    left, right = _relu_squared(left), _relu_squared(right)
                 _store(out, left, pair, r < n, item % PARTS * (2 * COLUMNS), N, layout)
                 _store(out, right, pair, r < n, item % PARTS * (2 * COLUMNS) + COLUMNS, N, layout)
         if n > 0:
@@ -307,14 +317,14 @@ def _multiply(group: gl.constexpr, x_scales, w_scales, out, out8, out_scales, or
 @gluon.jit(do_not_specialize=["M", "count", "PADDED", "padded"])
 def expert_rows_kernel(x, w_desc, x_scales, w_scales, out, out8, out_scales, order, tiles, M, count, PADDED, padded,
                        K: gl.constexpr, STEP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr,
-                       RIDES: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr, SCALES: gl.constexpr,
-                       QUANTISED: gl.constexpr):  # fmt: skip
-    """Multiply by experts: x [tokens, K] and out [pairs, N] with GATED, else x [pairs, K].
+                       RIDES: gl.constexpr, GATED: gl.constexpr, UP: gl.constexpr, PARTS: gl.constexpr,
+                       SCALES: gl.constexpr, QUANTISED: gl.constexpr):  # fmt: skip
+    """Multiply by experts: x [tokens, K] and out [pairs, N] with GATED or UP, else x [pairs, K].
 
     order, tiles, count: fields of a :class:`ExpertPlan`. PARTS: blocks of outputs, adjacent in the order of tiles, so
-    that they share rows. SCALES: dimensions of an expert's e4m3 scales; 0: the weight has 16 bits. x_scales
-    [K / STEP or 1, PADDED]. QUANTISED: with GATED, the results are out8 [pairs, N] and out_scales [PARTS, padded], and
-    only the dtype of out is used.
+    that they share rows. UP: out is ReLU² of the products, of 16-bit weights. SCALES: dimensions of an expert's e4m3
+    scales; 0: the weight has 16 bits. x_scales [K / STEP or 1, PADDED]. QUANTISED: with GATED, the results are out8
+    [pairs, N] and out_scales [PARTS, padded], and only the dtype of out is used.
     """
     items = (count + ((M + 2 * PAIRS - 1) // (2 * PAIRS) if RIDES else 0)) * PARTS
     rows = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, PAIRS, STEP], w_desc.layout)
@@ -328,14 +338,14 @@ def expert_rows_kernel(x, w_desc, x_scales, w_scales, out, out8, out_scales, ord
             (_multiply, (
                 0, x_scales, w_scales, out, out8, out_scales, order, tiles, rows, weights, full, free,
                 upper.index(0), lower.index(0), M, count, items, PADDED, padded, K, STEP, N, E, TOP_K, RIDES,
-                GATED, PARTS, SCALES, QUANTISED)),
+                GATED, UP, PARTS, SCALES, QUANTISED)),
             (_multiply, (
                 1, x_scales, w_scales, out, out8, out_scales, order, tiles, rows, weights, full, free,
                 lower.index(0), upper.index(0), M, count, items, PADDED, padded, K, STEP, N, E, TOP_K, RIDES,
-                GATED, PARTS, SCALES, QUANTISED)),
+                GATED, UP, PARTS, SCALES, QUANTISED)),
             (_load, (
                 x, w_desc, order, tiles, rows, weights, full, free, M, count, items, K, STEP, N, E, TOP_K, RIDES,
-                GATED, PARTS)),
+                GATED, UP, PARTS)),
         ],
         [4, 4],
         [224, 56],
@@ -357,14 +367,16 @@ def launch_expert_rows(
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    up: bool = False,
 ) -> torch.Tensor:
-    """Compute ``expert_gate_up`` (gated) or ``expert_down`` of a sorted plan with tiles of TILE_PAIRS, without biases.
+    """Compute ``expert_gate_up`` (gated), ``expert_up`` (up) or ``expert_down`` of a sorted plan with tiles of
+    TILE_PAIRS, without biases.
 
     With an e4m3 weight and its scales, x and x_scales are those of a
     :class:`~unisono.kernels.gemm.fp8_quantize.Quantised`, and dtype is that of the result.
     """
     out = x.new_empty(result_rows(weight, plan), weight.shape[1] // (1 + gated), dtype=dtype)
-    _launch(x, weight, plan, gated, x_scales, w_scales, out)
+    _launch(x, weight, plan, gated, x_scales, w_scales, out, up=up)
     return out
 
 
@@ -386,12 +398,12 @@ def result_rows(weight: torch.Tensor, plan: ExpertPlan) -> int:
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, plan: ExpertPlan, gated: bool, x_scales: torch.Tensor | None,
     w_scales: torch.Tensor | None, out: torch.Tensor, out8: torch.Tensor | None = None,
-    out_scales: torch.Tensor | None = None,
+    out_scales: torch.Tensor | None = None, up: bool = False,
 ) -> None:  # fmt: skip
     x, (m, top_k), rides = x.contiguous(), plan.ids.shape, len(weight) - plan.experts
     n, k = weight.shape[1] // (1 + gated), weight.shape[2]
     scales, quantised = 0 if w_scales is None else w_scales.dim() - 1, out8 is not None
-    sizes = _sizes(Shapes(m, 0, 0, plan.experts, top_k, rides > 0), k, n, gated, scales, quantised)
+    sizes = _sizes(Shapes(m, 0, 0, plan.experts, top_k, rides > 0), k, n, gated, scales, quantised, up)
     tiles = plan.listed + rides * triton.cdiv(m, TILE_PAIRS)
     expert_rows_kernel[(min(processors(x.device), tiles * sizes["PARTS"]),)](
         x, boxes(weight.view(-1, k), COLUMNS.value), x_scales, w_scales, out, out8, out_scales, plan.order, plan.tiles,
@@ -399,20 +411,24 @@ def _launch(
     )  # fmt: skip
 
 
-def _sizes(shapes: Shapes, k: int, n: int, gated: bool, scales: int = 0, quantised: bool = False) -> dict[str, int]:
+def _sizes(
+    shapes: Shapes, k: int, n: int, gated: bool, scales: int = 0, quantised: bool = False, up: bool = False
+) -> dict[str, int]:
     """Compile-time arguments of the kernel. scales: dimensions of the scales of an e4m3 weight; 0: it has 16 bits."""
     parts = triton.cdiv(n, COLUMNS.value * (1 if gated else 2))
     sizes = {"K": k, "STEP": WIDTH.value // (1 if scales else 2), "N": n, "E": shapes.experts, "TOP_K": shapes.top_k}
-    sizes |= {"RIDES": shapes.rides, "GATED": gated, "PARTS": parts}
+    sizes |= {"RIDES": shapes.rides, "GATED": gated, "UP": up, "PARTS": parts}
     return sizes | {"SCALES": scales, "QUANTISED": quantised}
 
 
-def _case(dtype: str, shapes: Shapes, gated: bool, scales: int = 0, quantised: bool = False) -> AotCase:
-    k, n = (shapes.hidden, shapes.inner) if gated else (shapes.inner, shapes.hidden)
+def _case(
+    dtype: str, shapes: Shapes, gated: bool, scales: int = 0, quantised: bool = False, up: bool = False
+) -> AotCase:
+    k, n = (shapes.hidden, shapes.inner) if gated or up else (shapes.inner, shapes.hidden)
     kind = "fp8e4nv" if scales else dtype
     signature = {"x": f"*{kind}", "w_desc": box_type(kind, COLUMNS.value), "out": f"*{dtype}"}
     signature |= ints("order tiles", "M count PADDED padded")
-    sizes: dict[str, object] = dict(_sizes(shapes, k, n, gated, scales, quantised))
+    sizes: dict[str, object] = dict(_sizes(shapes, k, n, gated, scales, quantised, up))
     for name, present, of in (
         ("x_scales", scales, "fp32"), ("w_scales", scales, "fp32"), ("out8", quantised, "fp8e4nv"),
         ("out_scales", quantised, "fp32"),
@@ -432,4 +448,5 @@ AOT = [
     *(_case("bf16", _OF_35B, gated, 2) for gated in (True, False)),
     *(_case("bf16", _OF_30B, gated, 1) for gated in (True, False)),
     _case("bf16", _OF_35B, True, 2, quantised=True),
+    _case("bf16", Shapes(2048, 2688, 1856, 128, 6), False, up=True),  # Nemotron-3-Nano
 ]

@@ -32,7 +32,6 @@ from unisono.kernels.moe.experts import (
     down_rows,
     gate_up_cpu,
     gate_up_rows,
-    relu_squared,
     store_gated,
     up_cpu,
     up_rows,
@@ -50,6 +49,7 @@ from unisono.kernels.moe.plan import (
     tile_rows,
     tokens_of,
 )
+from unisono.kernels.norm.activation import relu_squared_product
 from unisono.kernels.overlap import follow, overlapped
 
 TILES = {
@@ -137,7 +137,7 @@ def _integer_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, coun
         acc = integer_product(x_ptrs, valid, w_ptrs, scales + of_rows, z_ptrs, I, group,
                            TILE, BLOCK_N, WIDTH, STEPS, I % (WIDTH * STEPS) == 0, HAS_ZEROS, EACH)  # fmt: skip
         if UP:
-            acc = relu_squared(acc, y.dtype.element_ty)
+            acc = relu_squared_product(acc, y.dtype.element_ty)
         store_pairs(y, acc, pair, valid, cols, H)
 
 

@@ -30,7 +30,6 @@ from unisono.kernels.moe.experts import (
     down_rows,
     gate_up_cpu,
     gate_up_rows,
-    relu_squared,
     store_gated,
     up_cpu,
     up_rows,
@@ -48,6 +47,7 @@ from unisono.kernels.moe.plan import (
     tile_rows,
     tokens_of,
 )
+from unisono.kernels.norm.activation import relu_squared_product
 from unisono.kernels.overlap import follow, overlapped
 
 
@@ -98,7 +98,7 @@ def _nvfp4_down_kernel(h, weight, scales, multipliers, y, ids, order, tiles, M, 
         acc = nvfp4_product(x_ptrs, valid, w_ptrs, s_ptrs, multiplier, I, TILE, BLOCK_N, WIDTH, STEPS,
                             I % (WIDTH * STEPS) == 0)  # fmt: skip
         if UP:
-            acc = relu_squared(acc, y.dtype.element_ty)
+            acc = relu_squared_product(acc, y.dtype.element_ty)
         store_pairs(y, acc, pair, valid, cols, H)
 
 

@@ -174,7 +174,7 @@ def _finish(acc, out, held, n, column, N: gl.constexpr, GATED: gl.constexpr, UP:
     else:
         WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         y = gl.permute(acc.to(dtype), [1, 0])
-        if UP:  # experts.relu_squared
+        if UP:  # activation.relu_squared_product
             y = y.to(gl.float32)
             y = gl.where(y < 0, 0.0, y)
             y = (y * y).to(dtype)

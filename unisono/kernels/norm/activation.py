@@ -350,8 +350,45 @@ def sigmoid_gate_fp8(x: torch.Tensor, qkv: torch.Tensor, num_heads: int, group: 
     return handed_on(sigmoid_gate_fp8_op(x, qkv, num_heads, group), x, group)
 
 
+@triton.jit
+def relu_squared_product(y, dtype: tl.constexpr):
+    """Round fp32 products to ``dtype`` and square those above 0: fp32."""
+    y = y.to(dtype).to(tl.float32)
+    y = tl.where(y < 0, 0.0, y)
+    return y * y
+
+
+@triton.jit
+def _relu_squared_kernel(x, out, total, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Square what is above 0."""
+    follow(OVERLAP)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < total, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(out + at, relu_squared_product(value, dtype).to(dtype), mask=at < total)
+
+
+def launch_relu_squared(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    grid = (triton.cdiv(x.numel(), _BLOCK),)
+    _relu_squared_kernel[grid](x, out, x.numel(), BLOCK=_BLOCK, **overlapped(x.device))
+    return out
+
+
+def _relu_squared_formula(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(min=0) ** 2
+
+
+@op(cuda=launch_relu_squared, gradient=_relu_squared_formula)
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``relu(x)²`` in x's dtype, which is contiguous afterwards."""
+    y = x.contiguous().clamp(min=0)
+    return y * y
+
+
 def _aot(dtype: str, width: int | None, group: int) -> list[AotCase]:
-    """AotCases of both kernels. width: columns of quantised rows; None: not quantised."""
+    """AotCases of both gating kernels. width: columns of quantised rows; None: not quantised."""
     block, columns, warps = (_BLOCK, 0, 4) if width is None else quantising_block(width, group)
     extra = {} if width is None else {"scales": "*fp32", "M": "i32", "PADDED": "i32"}
     options: dict[str, Any] = {"BLOCK": block, "COLUMNS": columns, "OVERLAP": True}
@@ -365,8 +402,14 @@ def _aot(dtype: str, width: int | None, group: int) -> list[AotCase]:
     ]
 
 
+_PLAIN_BLOCK = {"BLOCK": _BLOCK, "OVERLAP": True}
+
 AOT: list[AotCase] = [
     *(case for dtype in ("bf16", "fp16", "fp32") for case in _aot(dtype, None, 0)),
     *(case for group in (GROUP, 0, INT8_ROWS) for case in _aot("bf16", 12288, group)),
     *_aot("fp16", 512, GROUP),
+    *(
+        AotCase(_relu_squared_kernel, {"x": f"*{dtype}", "out": f"*{dtype}", "total": "i32"}, _PLAIN_BLOCK)
+        for dtype in ("bf16", "fp32")
+    ),
 ]

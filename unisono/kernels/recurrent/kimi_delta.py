@@ -21,15 +21,12 @@ from unisono.kernels.recurrent.gated_delta_cpu import CHUNK
 from unisono.kernels.recurrent.gated_delta_gluon import SIZE, WARPS, walks
 from unisono.kernels.recurrent.kimi_delta_cpu import kimi_delta_cpu
 from unisono.kernels.recurrent.kimi_delta_gluon import kimi_walk_kernel
-from unisono.kernels.recurrent.kimi_delta_triton import _kimi_prepare_kernel, _kimi_walk_kernel
+from unisono.kernels.recurrent.kimi_delta_prepare import PREPARE_WARPS, kimi_prepare_kernel
+from unisono.kernels.recurrent.kimi_delta_triton import _kimi_round_kernel, _kimi_walk_kernel
 
-PROMPT_TILE, ROUND_TILE, STAGES = StateTile(64, 4), StateTile(64, 4), 2
+PROMPT_TILE, ROUND_TILE, STAGES = StateTile(64, 4), StateTile(64, 4, registers=128), 2
 """Blocking of Triton's walk over prompts and over rounds, and chunks of a prompt that it loads at once. They affect
 speed only.
-"""
-FAST_WALK = False
-"""Switch of the walk in Gluon, for prompts in 16 bits. It has the bits of Triton's in the tests' interpreter. No GPU
-has compared them yet, so it is off: ``python -m benchmarks.recurrences`` does.
 """
 _ROWS = 32
 """Maximum rows of a prompt pass for one choice of kernels."""
@@ -38,11 +35,11 @@ _ROWS = 32
 def launch_kimi_delta(
     qkv: Tensor, gates: Tensor, state: Tensor, kv_ring: Tensor, gates_ring: Tensor, rows: Tensor, since: Tensor,
     first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,
-    round_tile: StateTile = ROUND_TILE, fast_walk: bool = FAST_WALK,
+    round_tile: StateTile = ROUND_TILE, fast_walk: bool = True,
 ) -> Tensor:  # fmt: skip
     """Launch :func:`kimi_delta`.
 
-    fast_walk: use the walk in Gluon for prompts in 16 bits on a GPU. It and the tile affect speed only.
+    fast_walk: use the faster walk for prompts in 16 bits on a GPU. It and the tile affect speed only.
     """
     out = _kimi_delta_meta(qkv, gates, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
@@ -57,21 +54,27 @@ def launch_kimi_delta(
     ends = gates.new_empty((places, heads, key_dim))
     starts, width = (rows, width) if query_start is None else (query_start, 0)
     options = _options(sizes, besides, is_round)
-    _kimi_prepare_kernel[(places, heads)](
+    kimi_prepare_kernel[(places, heads)](
         qkv, gates, kv_ring, gates_ring, squares, factors, decayed, ends, rows, since, first, end, starts, count, width,
-        SCALE=key_dim**-0.5, BLOCK_R=max(_ROWS, triton.next_power_of_2(count)), num_warps=1,
+        SCALE=key_dim**-0.5, BLOCK_R=max(_ROWS, triton.next_power_of_2(count)), num_warps=PREPARE_WARPS.value,
         **options, **overlapped(device),
     )  # fmt: skip
     inputs = qkv, kv_ring, squares, factors, decayed, ends, state, out, rows, since, first, until, end, starts, tokens
     tile = (round_tile if is_round else PROMPT_TILE).of(value_dim)
-    if not is_round and fast_walk and walks(qkv, key_dim):
+    grid = (value_dim // tile.size, heads, count)
+    if is_round and besides == 2:
+        _kimi_round_kernel[grid](
+            *inputs[:-2], width, H=heads, K=key_dim, V=value_dim, RING=sizes.ring, BLOCK_V=tile.size,
+            num_warps=tile.warps, maxnreg=tile.registers, **overlapped(device),
+        )  # fmt: skip
+    elif not is_round and fast_walk and walks(qkv, key_dim):
         launch: dict[str, Any] = {name: value for name, value in options.items() if name != "ROUND"}
-        grid, launch["num_warps"] = (value_dim // SIZE.value, heads), WARPS.value
-        kimi_walk_kernel[(*grid, 1)](*inputs, count, OTHERS=False, OVERLAP=overlaps(device), **launch)
+        tiles, launch["num_warps"] = value_dim // SIZE.value, WARPS.value
+        kimi_walk_kernel[(tiles, heads, 1)](*inputs, count, OTHERS=False, OVERLAP=overlaps(device), **launch)
         if count > 1:
-            kimi_walk_kernel[(*grid, count - 1)](*inputs, count, OTHERS=True, **launch, **overlapped(device))
+            kimi_walk_kernel[(tiles, heads, count - 1)](*inputs, count, OTHERS=True, **launch, **overlapped(device))
     else:
-        _kimi_walk_kernel[(value_dim // tile.size, heads, count)](
+        _kimi_walk_kernel[grid](
             *inputs, count, width, BLOCK_V=tile.size, STAGES=1 if is_round else STAGES, num_warps=tile.warps,
             **options, **overlapped(device),
         )  # fmt: skip
@@ -123,10 +126,13 @@ def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase
     tile = (ROUND_TILE if is_round else PROMPT_TILE).of(sizes.value_dim)
     own = {"BLOCK_V": tile.size, "STAGES": 1 if is_round else STAGES}
     more = {"SCALE": sizes.key_dim**-0.5, "BLOCK_R": _ROWS}
-    cases = [
-        AotCase(_kimi_prepare_kernel, prepare, options | more, num_warps=1),
-        AotCase(_kimi_walk_kernel, walk, options | own, num_warps=tile.warps),
-    ]
+    cases = [AotCase(kimi_prepare_kernel, prepare, options | more, num_warps=PREPARE_WARPS.value)]
+    if is_round and besides == 2:
+        walk = {name: kind for name, kind in walk.items() if name not in ("query_start", "T", "R")}
+        shape = {name: value for name, value in options.items() if name not in ("EXTRA", "ROUND")}
+        block = shape | {"BLOCK_V": tile.size}
+        return [*cases, AotCase(_kimi_round_kernel, walk, block, num_warps=tile.warps, maxnreg=tile.registers)]
+    cases.append(AotCase(_kimi_walk_kernel, walk, options | own, num_warps=tile.warps))
     if is_round or dtype == "fp32":
         return cases
     walk, fast = (

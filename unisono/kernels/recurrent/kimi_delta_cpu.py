@@ -22,9 +22,6 @@ from unisono.kernels.recurrent.gated_delta_cpu import (
     unit_cpu,
 )
 
-BLOCKS = (8, 4, 2, 1)
-"""Tokens j < i of a chunk lie in neighbouring blocks of exactly one of these sizes, j in the first, i in the second."""
-
 
 class KimiChunks(NamedTuple):
     """State-independent part of N chunks.
@@ -74,38 +71,30 @@ def _chunks(inputs: tuple[torch.Tensor, ...]) -> KimiChunks:
     heads, size = k.shape[1], k.shape[3]
     decay = both[..., : heads * size].unflatten(2, (heads, size)).transpose(1, 2).contiguous()  # [N, H, c, K]
     beta = both[..., heads * size :].transpose(1, 2).contiguous()  # [N, H, c]
-    q, k = unit_cpu(q) * size**-0.5, unit_cpu(k)
-    below, attend = _weights(q, k, decay)
-    since = decay.cumsum(2).exp()
+    q, k, decay = unit_cpu(q) * size**-0.5, unit_cpu(k), decay.exp()
+    below, attend, from_begin = _weights(q, k, decay)
+    to_end, left = torch.empty_like(k), torch.ones_like(k[:, :, 0])
+    for j in reversed(range(CHUNK)):
+        to_end[:, :, j] = left
+        left = left * decay[:, :, j]
     solve = solved_cpu(below * beta[..., None], beta)
-    return KimiChunks(k * since, q * since, k * _left(decay).exp(), v, solve, attend, since[:, :, -1])
+    return KimiChunks(k * from_begin, q * from_begin, k * to_end, v, solve, attend, from_begin[:, :, -1])
 
 
-def _weights(q: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the products of keys i with keys j < i, and of queries i with keys j <= i, [N, H, c, c].
+def _weights(q: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the products of keys i with keys j < i, and of queries i with keys j <= i, [N, H, c, c], and the decays
+    from the chunk's begin [N, H, c, K].
 
-    Each channel of a product decays from j to i. It is divided at the boundary between the blocks of i and j, so that
-    both factors are at most 1: no exponent overflows.
+    Each channel of a product decays from j to i, by the product of the decays between them: at most 1, never divided.
     """
-    order = torch.arange(CHUNK)
-    attend = (q * k).sum(-1)[..., None] * torch.eye(CHUNK)
-    below = torch.zeros_like(attend)
-    for size in BLOCKS:
-        blocks = decay.unflatten(2, (-1, 2, size))
-        factor = torch.stack((_left(blocks[:, :, :, 0]), blocks[:, :, :, 1].cumsum(3)), 3).flatten(2, 4).exp()
-        second = (order // size % 2 == 1)[:, None]
-        lower = (k * factor).masked_fill(second, 0).mT
-        pairs = (order // (2 * size))[:, None] == order // (2 * size)
-        pairs = pairs & second & ~second.T
-        for total, upper in ((below, k), (attend, q)):
-            total += products_cpu((upper * factor).masked_fill(~second, 0), lower).masked_fill(~pairs, 0)
-    return below, attend
-
-
-def _left(decay: torch.Tensor) -> torch.Tensor:
-    """Sum the logs of the decays after each token, to the end: decay [..., tokens, K]."""
-    later = torch.nn.functional.pad(decay, (0, 0, 0, 1))[..., 1:, :]
-    return later.flip(-2).cumsum(-2).flip(-2)
+    below = k.new_zeros(*k.shape[:3], CHUNK)
+    attend, left = torch.zeros_like(below), torch.ones_like(k)
+    for j in reversed(range(CHUNK)):
+        key = left[:, :, j:] * k[:, :, j, None]
+        below[:, :, j + 1 :, j] = (k[:, :, j + 1 :] * key[:, :, 1:]).sum(-1)
+        attend[:, :, j:, j] = (q[:, :, j:] * key).sum(-1)
+        left[:, :, j:] *= decay[:, :, j, None]
+    return below, attend, left
 
 
 def _walk(chunks: KimiChunks, state: torch.Tensor, plan: DeltaPlan, out: torch.Tensor) -> None:

@@ -2,8 +2,7 @@
 
 It is the walk of ``gated_delta_gluon`` with a decay for each channel of a key: two warps share a program, each with
 half of the state's columns, and the inputs of the next chunks are prefetched. Keys and queries come with their decays
-from :func:`unisono.kernels.recurrent.kimi_delta_triton._kimi_prepare_kernel`, in two terms. Launched by
-``kernels/recurrent/kimi_delta.py``, where it is off (``FAST_WALK``).
+from ``kimi_delta_prepare``, in two terms. Launched by ``kernels/recurrent/kimi_delta.py``.
 
 Shapes: as in ``kimi_delta_triton``. A program has 16 elements of V.
 """

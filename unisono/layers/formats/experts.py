@@ -123,11 +123,11 @@ class PlainExperts:
 
     def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
         """See :data:`unisono.kernels.moe.experts.exact_experts`; False where the experts have more than weights."""
-        return _is_plain(gate_up) and exact_experts.prove(gate_up.weight, down.weight, experts, top_k)
+        return _is_plain(gate_up) and exact_experts.prove(gate_up.weight, down.weight, experts, top_k, gate_up.gated)
 
     def rehearse(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> None:
         if _is_plain(gate_up):
-            exact_experts.rehearse(gate_up.weight, down.weight, experts, top_k)
+            exact_experts.rehearse(gate_up.weight, down.weight, experts, top_k, gate_up.gated)
 
     def gate_up(self, stack: ExpertWeights, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         if not stack.gated:
@@ -139,8 +139,8 @@ class PlainExperts:
 
 
 def _is_plain(stack: ExpertWeights) -> bool:
-    """True if a stack of gate and up has no biases and SiLU's gate."""
-    return stack.bias is None and stack.gate == SILU and stack.gated
+    """True if a stack of gate and up has no biases and SiLU's gate, or none."""
+    return stack.bias is None and stack.gate == SILU
 
 
 PLAIN_EXPERTS = PlainExperts()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from unisono.kernels.norm.activation import relu_squared
 from unisono.kernels.vision.activation import gelu
 from unisono.layers.activations import Activations
 from unisono.layers.formats.base import WHOLE
@@ -102,8 +103,8 @@ class PlainMLP(ProjectsDown):
             out: torch.Tensor = self.act(y)
             return out
         if self.activation == "relu2":
-            y = y.clamp(min=0)
-            return y * y
+            squared: torch.Tensor = relu_squared(y)
+            return squared
         result: torch.Tensor = gelu(y, self.activation == "gelu")
         return result
 

@@ -169,7 +169,6 @@ def _tokens(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[list[
 
 def _modes(llm: Any, chunk: int, prompts: list[list[int]]) -> dict[str, _Mode]:
     """The modes by name."""
-    from unisono.kv.pages import pages_for
     from unisono.kv.specs import PAGE_SIZE
 
     engine = llm.engine
@@ -190,19 +189,28 @@ def _modes(llm: Any, chunk: int, prompts: list[list[int]]) -> dict[str, _Mode]:
 
     @contextlib.contextmanager
     def scarce() -> Iterator[None]:
-        """Reserve all pages except those of about three requests, or of half the prompts, so that requests are
-        preempted.
+        """Let a request that needs another page find none, so that one of several running requests is preempted.
+
+        This ends after as many preemptions as there are prompts. Page sizes and lengths do not matter.
         """
         engine.reset_prefix_cache()
-        room = max(longest, min(3 * longest, sum(pages_for(len(prompt)) for prompt in prompts) // 2))
-        held = [pool.open([0]) for pool in engine.pool.pools]
-        for each in held:
-            each.reserve(PAGE_SIZE * max(0, each.pool.available - room))
-        yield
-        for each in held:
-            each.release()
+        grow, last = scheduler._grow, scheduler.preemptions + len(prompts)
 
-    longest = pages_for(engine.config.max_model_len)
+        def grow_without_pages(sequence: Any, tokens: int) -> None:
+            held = [pool.open([0]) for pool in engine.pool.pools]
+            if scheduler.preemptions < last and len(scheduler.active) > 1:
+                for each in held:
+                    each.reserve(PAGE_SIZE * each.pool.available)
+            try:
+                grow(sequence, tokens)
+            finally:
+                for each in held:
+                    each.release()
+
+        scheduler._grow = grow_without_pages
+        yield
+        del scheduler._grow
+
     in_chunks = lambda: changed(scheduler.budget, "most", chunk)  # noqa: E731
     without_graphs = lambda: changed(planner, "enabled", False)  # noqa: E731
     return {
