@@ -69,6 +69,9 @@ def shared_times(
     context: Annotated[int, typer.Option(min=1, help="Prompt tokens of a request.")] = 512,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of a run, at least.")] = 32,
     cycles: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 2,
+    answered: Annotated[
+        bool, typer.Option(help="Answer all requests once before, so that look-ups find the text that follows.")
+    ] = False,
 ) -> None:
     """Measure tokens per second with each fixed k, with adaptive k, and with drafts that requests share."""
     sizes = whole_numbers("--concurrency", concurrency, some=True)
@@ -94,10 +97,20 @@ def shared_times(
     print("|---" * (len(names) + 6) + "|")
     with frozen_heap():
         for size in sizes:
+            for llm in (each, sharing) if answered else ():
+                answer(llm, workload, size)
             print(_row(measure(each, sharing, workload, size, cycles), size), flush=True)
     _print_costs(each, sharing)
     sharing.shutdown()
     each.shutdown()
+
+
+def answer(llm: Any, workload: Rounds, size: int) -> None:
+    """Run the requests of the workload to their ends: only then do look-ups of other requests find their tokens."""
+    for request in workload.requests(llm, size):
+        llm.engine.add(request)
+    while llm.engine.has_work():
+        llm.engine.step()
 
 
 def measure(each: Any, sharing: Any, workload: Rounds, size: int, cycles: int) -> dict[str, Variant]:
