@@ -80,17 +80,18 @@ def test_beside_structured_outputs_and_logprobs(checkpoints_of: Any, monkeypatch
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_pictures(seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "seed"), [("ngram", None), ("ngram", 3), ("dflash", 3)])
+def test_pictures(method: str, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of compact rows keep the rotary positions of their requests."""
-    path = make_seeing(tmp_path)
+    path = make_seeing(tmp_path / "target")
+    head = make_dflash(tmp_path / "head", config_of(path)).path if method == "dflash" else None
     how = SamplingParams(temperature=0 if seed is None else 1, seed=seed, max_tokens=16, ignore_eos=True)
     draw_drafts(monkeypatch, between)
     answers = []
-    for method in ("none", "ngram"):
-        with sharing(method, (path, None)) as llm:
+    for drafting in (False, True):
+        with sharing(method if drafting else "none", (path, head if drafting else None)) as llm:
             answers.append(run(llm, several(vision_of(path), llm.engine.config.dtype), how))
-            assert bool(llm.engine.runner.shared) is (method == "ngram")
+            assert bool(llm.engine.runner.shared) is drafting
     assert answers[0] == answers[1]
 
 
