@@ -238,9 +238,14 @@ class Rounds:
     length: int
 
     def __call__(self, llm: Any, size: int) -> tuple[int, float]:
-        engine, requests = llm.engine, self.requests(llm, size)
-        for request in requests:
-            engine.add(request)
+        from unisono.types import EngineRequest, SamplingParams
+
+        engine, vocab = llm.engine, llm.engine.checkpoint.config.vocab_size
+        names = [f"bench-{i}" for i in range(size)]
+        for i, name in enumerate(names):
+            rng = random.Random(i)  # the same prompts in every run, so that all but the last few tokens are cached
+            params = SamplingParams(temperature=0, max_tokens=self.length - self.context, ignore_eos=True, seed=i)
+            engine.add(EngineRequest(name, [rng.randrange(vocab) for _ in range(self.context)], params))
         scheduler = engine.scheduler
         while scheduler.waiting or scheduler.extending or len(scheduler.running) < size:
             engine.step()
@@ -250,22 +255,11 @@ class Rounds:
         rounds = timed_rounds(self.rounds, size)
         tokens = sum(len(delta.token_ids) for _ in range(rounds) for delta in engine.step())
         seconds = time.perf_counter() - started
-        for request in requests:
-            engine.abort(request.request_id)
+        for name in names:
+            engine.abort(name)
         while engine.has_work():
             engine.step()
         return tokens, seconds
-
-    def requests(self, llm: Any, size: int) -> list[Any]:
-        """Requests with the same prompts in every run, so that all but the last few tokens are cached."""
-        from unisono.types import EngineRequest, SamplingParams
-
-        vocab, requests = llm.engine.checkpoint.config.vocab_size, []
-        for i in range(size):
-            rng = random.Random(i)
-            params = SamplingParams(temperature=0, max_tokens=self.length - self.context, ignore_eos=True, seed=i)
-            requests.append(EngineRequest(f"bench-{i}", [rng.randrange(vocab) for _ in range(self.context)], params))
-        return requests
 
 
 class Problems:
