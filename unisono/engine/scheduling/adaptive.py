@@ -168,12 +168,12 @@ class _Level:
             bounds.append(measured * (1 + drafts) / (1 + min(more)) if measured > 0 else measured)
         return max(bounds, default=0.0)
 
-    def set(self, drafts: int, ms: float, padding: float) -> None:
-        """Set the time beyond ``padding``, within a bound around what was expected."""
-        if self.beyond:
-            expected, bound = self.expected(drafts), MOST_CORRECTION * padding
-            ms = min(max(ms, expected - bound), expected + bound)
-        self.beyond[drafts] = ms
+    def bounded(self, drafts: int, ms: float, padding: float) -> float:
+        """Limit a time beyond ``padding`` to a range around what is expected."""
+        if not self.beyond:
+            return ms
+        expected, bound = self.expected(drafts), MOST_CORRECTION * padding
+        return min(max(ms, expected - bound), expected + bound)
 
 
 class RoundCosts:
@@ -221,7 +221,7 @@ class RoundCosts:
         beyond, before = statistics.median(level.recent), level.beyond.get(drafts)
         if before is not None and not level.follows:
             level.beyond = {k: known + beyond - before for k, known in level.beyond.items()}
-        level.set(drafts, beyond, padding)
+        level.beyond[drafts] = level.bounded(drafts, beyond, padding)
         level.follows = False
 
     def probed(self, rows: int, drafts: int, ms: float) -> None:
@@ -231,8 +231,7 @@ class RoundCosts:
             return
         known = level.expected(drafts)
         belief = BELIEF if drafts in level.beyond or drafts else 1.0  # only probes measure zero drafts
-        bound = MOST_CORRECTION * padding
-        level.set(drafts, known + belief * (min(max(ms - padding, known - bound), known + bound) - known), padding)
+        level.beyond[drafts] = known + belief * (level.bounded(drafts, ms - padding, padding) - known)
 
 
 class AdaptiveK:

@@ -46,24 +46,23 @@ class TrainingAttention:
         )
         values = values[..., : options.values] if options.values else values
         plain = len(caches) == 1 and not options.window
-        own = bool(options.soft_cap) or options.sinks is not None
-        mask = None if plain and not own else _visible(length, len(caches) - 1, options.window, q.device)
-        if own:
-            out = _attend(queries, keys, mask, options) @ values
+        if options.soft_cap or options.sinks is not None:
+            visible = _visible(length, len(caches) - 1, options.window, q.device)
+            out = _weights(queries, keys, visible, options) @ values
         else:
+            mask = None if plain else _visible(length, len(caches) - 1, options.window, q.device)
             out = scaled_dot_product_attention(queries, keys, values, mask, is_causal=plain, scale=options.scale)
         return out.transpose(1, 2).reshape(rows * length, -1)
 
 
-def _attend(
-    queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor | None, options: AttentionOptions
+def _weights(
+    queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
     """Weights [B, Hq, L, K] of keys [B, Hq, K, D], with a soft cap or sinks, in the queries' dtype. visible [L, K]."""
     scores = (queries @ keys.mT).float() * options.scale
     if options.soft_cap:
         scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
     if options.sinks is not None:
         sinks = options.sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), -1)
