@@ -2,7 +2,8 @@
 
 Requests of several kinds run at once; each kind has its own synthetic acceptance, and the target's weights may be
 random: only rounds are timed. Two engines are started, one whose requests share drafts and one whose do not. They run
-by turns, the order alternating, so that a drift of the machine's speed affects all variants alike.
+by turns, the order alternating, so that a drift of the machine's speed affects all variants alike. Look-ups cannot be
+timed so: they find nothing in random text, and a round that shares drafts verifies what was found.
 
     python -m benchmarks.shared_times --model benchmarks/shapes/qwen3-8b --load-format dummy --speculative-config \
         '{"method": "dflash", "model": "benchmarks/shapes/qwen3-8b-dflash", "num_speculative_tokens": 7,
@@ -28,6 +29,7 @@ from unisono.types import ConfigError
 KINDS = "0.9,0.81,0.73,0.66,0.59,0.53,0.48;0.4,0.16,0.06,0.03"
 """Requests that copy or calculate, and requests that write freely."""
 
+LOOKUPS = "ngram", "suffix"
 ADAPTIVE, SHARED = "adaptive", "shared"
 
 
@@ -76,6 +78,8 @@ def shared_times(
     spec = speculative(speculative_config)
     if not spec.adaptive or not all(rates):
         raise ConfigError("benchmarks.shared_times needs an adaptive number of drafts, and rates for each kind.")
+    if spec.method in LOOKUPS:
+        raise ConfigError(f"benchmarks.shared_times: {spec.method} finds no drafts in random text.")
     check_model(model, load_format=load_format)
     from unisono.entrypoints.llm import LLM
 

@@ -242,10 +242,11 @@ def test_joined_context_gemm_equals_per_layer_gemms(target: Target, tmp_path: Pa
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "another vocabulary": ({"vocab_size": 100}, "vocab_size is 100"),
     "a mask that is no token": ({"mask_token_id": 5000}, "mask_token_id=5000 is not in the target's vocabulary"),
-    "no mask": ({"mask_token_id": None}, "mask_token_id=None"),
+    "no mask": ({"mask_token_id": None}, "has no mask_token_id"),
+    "a mask that is no number": ({"mask_token_id": "x"}, "mask_token_id='x'"),
     "layers of a larger target": ({"target_layer_ids": [1, 9]}, "inputs of layers .2, 10. .* the target has 4 layers"),
     "another depth": ({"num_target_layers": 36}, "a target of 36 layers; the target has 4"),
-    "no layers": ({"target_layer_ids": None}, "must list the target layers"),
+    "no layers": ({"target_layer_ids": []}, "must list the target layers"),
     "another kind": ({"architectures": ["DominoDraftModel"]}, "DominoDraftModel'. is not a block drafter"),
     "sinks": ({"attention_sink_bias": True}, "attention_sink_bias=True is not supported"),
     "a gated Markov head": ({"markov_head_type": "gated"}, "markov_head_type='gated' is not supported"),

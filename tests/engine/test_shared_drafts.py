@@ -80,17 +80,18 @@ def test_beside_structured_outputs_and_logprobs(checkpoints_of: Any, monkeypatch
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_pictures(seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "seed"), [("ngram", None), ("ngram", 3), ("dflash", 3)])
+def test_pictures(method: str, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of compact rows keep the rotary positions of their requests."""
-    path = make_seeing(tmp_path)
+    path = make_seeing(tmp_path / "target")
+    head = make_dflash(tmp_path / "head", config_of(path)).path if method == "dflash" else None
     how = SamplingParams(temperature=0 if seed is None else 1, seed=seed, max_tokens=16, ignore_eos=True)
     draw_drafts(monkeypatch, between)
     answers = []
-    for method in ("none", "ngram"):
-        with sharing(method, (path, None)) as llm:
+    for drafting in (False, True):
+        with sharing(method if drafting else "none", (path, head if drafting else None)) as llm:
             answers.append(run(llm, several(vision_of(path), llm.engine.config.dtype), how))
-            assert bool(llm.engine.runner.shared) is (method == "ngram")
+            assert bool(llm.engine.runner.shared) is drafting
     assert answers[0] == answers[1]
 
 
@@ -113,17 +114,32 @@ def test_shared_drafts_favour_requests_with_high_acceptance() -> None:
 
 
 def test_drafters_that_share(qwen3: Path, tmp_path: Path) -> None:
-    """By default on a CPU where drafting costs the same for any number; elsewhere if set."""
+    """By default on a CPU where drafting costs the same for any number; on a GPU where verified places alone are
+    drafted and nothing is recurrent; elsewhere if set.
+    """
     with sharing("ngram", (qwen3, None), None) as llm:
         on_cpu = llm.engine.config.device.type == "cpu"
         assert llm.engine.runner.shared == ((1, 2, 3) if on_cpu else ())
-        facts = SimpleNamespace(device=SimpleNamespace(type="cuda"), speculative=llm.engine.config.speculative)
-        drafter = llm.engine.worker.drafter
-    found, reason = shared_choices(facts, drafter, (0, 1, 2, 3, 5), False)
-    assert (found, reason.startswith("off by default on GPUs")) == ((), True)
-    facts.speculative = SpeculativeConfig("dflash", str(make_dflash(tmp_path, config_of(qwen3), (0, 1)).path), 5)
-    block = DFlashDrafter(facts.speculative, config_of(qwen3))
-    assert shared_choices(facts, block, (0, 1, 2, 3, 5), False)[0] == ()
+        ngram = llm.engine.worker.drafter
+    head = make_dflash(tmp_path, config_of(qwen3), (0, 1)).path
+    block = DFlashDrafter(SpeculativeConfig("dflash", str(head), 5), config_of(qwen3))
+    anchored = SpeculativeConfig("dflash", str(head), 5, {"first_draft": "anchor"})
+
+    def shared(
+        drafter: Any, recurrent: bool = False, share: bool | None = None, device: str = "cuda"
+    ) -> tuple[Any, str]:
+        facts: Any = SimpleNamespace(
+            device=SimpleNamespace(type=device), speculative=SpeculativeConfig("any", None, 5, share_drafts=share)
+        )
+        return shared_choices(facts, drafter, (0, 1, 2, 3, 5), recurrent)
+
+    assert shared(block)[0] == (1, 2, 3)
+    assert shared(block, share=False) == ((), "share_drafts is off")
+    for apart in ((block, True), (DFlashDrafter(anchored, config_of(qwen3)),), (ngram,)):
+        found, reason = shared(*apart)
+        assert (found, reason.endswith("share_drafts turns it on")) == ((), True)
+        assert shared(*apart, share=True)[0] == (1, 2, 3)
+        assert shared(*apart, device="cpu")[0] == (1, 2, 3)
     with sharing("ngram", (qwen3, None), False) as llm:
         assert llm.engine.runner.shared == ()
         shown = {each.name: each for each in llm.engine.config.decisions}

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from tests.drafters.make_heads import THETA, Head
 from tests.drafters.make_heads import reference as eagle_reference
+from tests.models.hybrids import reference
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import greedy_drafts
 from tests.tools.untrained_drafts import SHAPE, made, prompts_file, quiet, shown, texts, unrolled
@@ -34,7 +35,7 @@ from unisono.tools.draft_training.draft import loss_of
 from unisono.tools.draft_training.methods import METHODS
 from unisono.tools.draft_training.teacher import Teacher
 from unisono.tools.draft_training.trainer import Recipe, Trainer
-from unisono.types import BadRequest, ConfigError, SamplingParams, SpeculativeConfig
+from unisono.types import BadRequest, CheckpointError, ConfigError, SamplingParams, SpeculativeConfig
 
 FULL = pytest.mark.full
 HEADS = [pytest.param("eagle", marks=FULL), "eagle3", "mtp", pytest.param("standalone", marks=FULL)]
@@ -153,6 +154,33 @@ def test_teacher_hidden_states_and_logits_match_transformers(target: Path, tmp_p
     torch.testing.assert_close(seen.logits, out.logits[0, 1 : count - 1], rtol=1e-4, atol=1e-4)
     aux = torch.cat([out.hidden_states[i][0] for i in (2, 2, 1)], 1)
     torch.testing.assert_close(seen.aux[0, :count], aux[:count], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3"])
+def test_blocks_learn_from_soft_caps_sinks_and_latent_attention(family: str, tmp_path: Path) -> None:
+    """The target's logits are transformers', and a head for it is written, opened and drafts."""
+    target = make_checkpoint(tmp_path / "target", family)
+    teacher, found = made("dflash", target, tmp_path / "head")
+    theirs = reference(target)
+    tokens = texts(1, seed=4)[0].token_ids
+    seen = shown(teacher, found, tokens)
+    with torch.no_grad():
+        wanted = theirs(seen.token_ids.long()).logits[0, 1 : len(tokens) - 1]
+        steps = list(found.draft.unroll(seen, torch.float32))
+    torch.testing.assert_close(seen.logits, wanted, rtol=1e-4, atol=1e-4)
+    assert steps
+    assert all(logits.isfinite().all() for _, logits in steps)
+    found.save()
+    spec = SpeculativeConfig("dflash", str(tmp_path / "head"), 3, adaptive=False)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(str(target), speculative=spec, **FAST) as llm:
+        drafted = llm.generate([tokens], params)[0].outputs[0].token_ids
+        assert llm.engine.counters.draft_rounds > 0
+    with LLM(str(target), **FAST) as llm:
+        assert llm.generate([tokens], params)[0].outputs[0].token_ids == drafted
+    if family == "deepseek_v3":
+        with pytest.raises(CheckpointError, match="eagle3 is not trained for targets with latent attention"):
+            made("eagle3", target, tmp_path / "other")
 
 
 @pytest.mark.parametrize("sharded", [False, True])

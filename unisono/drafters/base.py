@@ -216,8 +216,8 @@ class Drafter(Protocol):
 class AtOnceDrafter(Drafter, Protocol):
     """A drafter that makes k drafts at about the cost of one, if ``drafts_at_once``.
 
-    Requests share its drafts by default on a CPU. In a round whose requests share drafts, ``propose`` is called for the
-    most that one request may have.
+    Requests share its drafts by default on a CPU, on a GPU if it is a :class:`RaggedDrafter`. In a round whose requests
+    share drafts, ``propose`` is called for the most that one request may have.
     """
 
     drafts_at_once: bool

@@ -24,8 +24,8 @@ class SpeculativeConfig(Concise):
     (``draft_tree.py``), whose depth is k; empty: a chain. adaptive: draft fewer than k tokens, or none, in rounds where
     that gives more tokens per second. draft_tensor_parallel_size: ranks that share the draft model: all of the
     target's, or 1 (each holds it whole); None: the method's own default (``DivisibleDrafter``). share_drafts: rounds
-    with fewer than k drafts give each request its own number within a common budget; None: on a CPU, where drafting
-    costs the same for any number of drafts.
+    with fewer than k drafts give each request its own number within a common budget; None: by drafter and device
+    (``startup.buckets.shared_choices``).
     """
 
     method: str = "none"

@@ -292,6 +292,11 @@ def _check_supported(fields: HeadFields) -> None:
 
 
 def _mask_token(fields: HeadFields, vocab: int) -> int:
+    if fields.get("mask_token_id") is None:
+        raise CheckpointError(
+            f"{fields.path}: config.json has no mask_token_id: a head whose mask is added to the tokenizer when it is "
+            "served is not supported."
+        )
     token = fields.number("mask_token_id", 0)
     if token >= vocab:
         raise CheckpointError(
@@ -344,6 +349,9 @@ def _aux_layers(fields: HeadFields, num_layers: int, convention: str) -> tuple[t
         if layer_ids is None:
             name, usual = other, "input"
             layer_ids = fields.get(other)
+    if layer_ids is None and not fields.speculators:
+        name, usual = "without target_layer_ids the head's code", "output"
+        layer_ids = _spread(num_layers, fields.layers)
     if not layer_ids or not _numbers(layer_ids):
         raise CheckpointError(
             f"{fields.path}: config.json has {layer_ids!r} for target_layer_ids (speculators: "
@@ -363,6 +371,18 @@ def _aux_layers(fields: HeadFields, num_layers: int, convention: str) -> tuple[t
     if num_layers in layers:
         logger.warning("%s reads the last layer's output, which is taken before the final norm.", fields.path)
     return layers, why
+
+
+def _spread(num_layers: int, head: Mapping[str, Any]) -> list[int] | None:
+    """The layers that a published head without a list reads: one for each layer of its own, evenly from the target's
+    second to its third from the end. None if the target is too small.
+    """
+    count, last = head.get("num_hidden_layers"), num_layers - 3
+    if not isinstance(count, int) or not 1 <= count <= last:
+        return None
+    if count == 1:
+        return [num_layers // 2]
+    return [round(1 + i * (last - 1) / (count - 1)) for i in range(count)]
 
 
 def _numbers(values: Any) -> bool:

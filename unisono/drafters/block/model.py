@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from unisono.attention.base import KV, AttentionBackend, AttentionInputs, AttentionOptions
+from unisono.attention.base import KV, AttentionBackend, AttentionInputs, AttentionOptions, QuantisingAttention
 from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.kernels import rope_and_cache
@@ -123,8 +123,21 @@ class WholeBlock:
         self.backend.plan(inputs, self._window(inputs, window))
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
-        options = replace(options, window=self._window(inputs, options.window))
-        return self.backend.forward(q, kv, inputs, options)
+        return self.backend.forward(q, kv, inputs, self._options(inputs, options))
+
+    def quantises(self, head_dim: int, group: int) -> bool:
+        """See :class:`QuantisingAttention`."""
+        return isinstance(self.backend, QuantisingAttention) and self.backend.quantises(head_dim, group)
+
+    def forward_fp8(
+        self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`QuantisingAttention`."""
+        return cast(QuantisingAttention, self.backend).forward_fp8(q, kv, inputs, self._options(inputs, options))
+
+    def _options(self, inputs: AttentionInputs, options: AttentionOptions) -> AttentionOptions:
+        """Options with the window of a whole block."""
+        return replace(options, window=self._window(inputs, options.window))
 
     @staticmethod
     def _window(inputs: AttentionInputs, window: int) -> int:

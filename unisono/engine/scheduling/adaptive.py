@@ -2,7 +2,7 @@
 
 Pure arithmetic on values that the host has read. :class:`AcceptanceEstimate` estimates, per request and draft position,
 the probability of acceptance given that the drafts before it were accepted. :class:`RoundCosts` estimates the time of a
-round: its graph's time on padding plus a measured offset for rounds with this number of requests. :class:`AdaptiveK`
+round: its graph's time on padding plus what real rounds with this number of requests took beyond. :class:`AdaptiveK`
 chooses. A wrong estimate costs time and does not change the text.
 
 Shapes: R rows of a round, K drafts at most, S slots.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
@@ -44,13 +44,14 @@ STEADY, WINDOW = 5, 9
 """Rounds with a constant number of drafts before their times count, and the length of the window of times."""
 
 BELIEF = 0.25
-"""Weight of a single measured round in the correction for its number of drafts."""
+"""Weight of a single measured round in the time of its number of drafts."""
 
 FREE_PROBES = 4
 """Probes of fewer drafts at the start that are free of the time budget: one round each."""
 
 MOST_CORRECTION = 4.0
-"""Largest relative correction of one number of drafts against the others, as a factor of its graph's time on padding.
+"""Largest difference between what rounds with a number of drafts take and what others let expect, as a factor of the
+graph's time on padding.
 """
 
 
@@ -143,27 +144,46 @@ def _log_odds(rates: np.ndarray) -> np.ndarray:
 class _Level:
     """Measurements of rounds with about this number of requests.
 
-    Holds the time beyond the time on padding of rounds with ``base`` drafts, the first number seen, and the difference
-    of each other number from what that lets expect. recent: times beyond padding for ``drafts``, while it did not
-    change.
+    beyond: by number of drafts, the milliseconds of real rounds beyond the time on padding. recent: those of rounds
+    with ``drafts``, while it did not change. follows: the rounds before had another number and were equal otherwise.
     """
 
-    offset: float | None = None
-    base: int = 0
-    correction: dict[int, float] = field(default_factory=dict)
+    beyond: dict[int, float] = field(default_factory=dict)
     drafts: int = -1
     follows: bool = False
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def expected(self, drafts: int) -> float:
+        """Time beyond padding of rounds with this number of drafts: measured, or the least that others allow for.
+
+        It is no less than that of fewer drafts, and for fewer drafts it shrinks as the tokens do at most.
+        """
+        if drafts in self.beyond:
+            return self.beyond[drafts]
+        fewer = [k for k in self.beyond if k < drafts]
+        more = [k for k in self.beyond if k > drafts]
+        bounds = [self.beyond[max(fewer)]] if fewer else []
+        if more:
+            measured = self.beyond[min(more)]
+            bounds.append(measured * (1 + drafts) / (1 + min(more)) if measured > 0 else measured)
+        return max(bounds, default=0.0)
+
+    def bounded(self, drafts: int, ms: float, padding: float) -> float:
+        """Limit a time beyond ``padding`` to a range around what is expected."""
+        if not self.beyond:
+            return ms
+        expected, bound = self.expected(drafts), MOST_CORRECTION * padding
+        return min(max(ms, expected - bound), expected + bound)
 
 
 class RoundCosts:
     """Milliseconds of rounds. table: (rows, drafts) -> time of the graph on padding, None without a graph.
 
     Real rounds take longer because they read the keys and values of real texts, which is the same for any number of
-    drafts, and because products of real numbers take more power than of zeros, which grows with the round. One measured
-    number therefore serves all (``offset``): half of it is the same, the other half grows with the time on padding.
-    Only if the number of drafts changes between two otherwise equal rounds is a difference to that attributed to it
-    (``correction``).
+    drafts, and because products of real numbers take more power than of zeros, which grows with the tokens. How much
+    either is shows only where rounds with two numbers of drafts were measured. A number that was not is expected to
+    take the least that is possible (:meth:`_Level.expected`): if it would then be best, it is tried, and measured. If
+    the time changes while the number of drafts does not, the texts are others, and all numbers change alike.
     """
 
     def __init__(self, table: Callable[[int, int], float | None]) -> None:
@@ -173,20 +193,10 @@ class RoundCosts:
 
     def ms(self, rows: int, drafts: int) -> float | None:
         """Milliseconds of a round with this number of requests; None: it has no graph and should not be chosen."""
-        padding = self._table(rows, drafts)
-        if padding is None:
-            return None
-        level = self._levels.get(rows.bit_length())
-        if level is None:
+        padding, level = self._table(rows, drafts), self._levels.get(rows.bit_length())
+        if padding is None or level is None:
             return padding
-        more = self._offset(level, rows, padding) + level.correction.get(drafts, 0.0)
-        return max(padding + more, 0.25 * padding)
-
-    def _offset(self, level: _Level, rows: int, padding: float) -> float:
-        """Time beyond ``padding`` that the offset lets expect of a round with this time on padding."""
-        base = self._table(rows, level.base)
-        growth = padding / base if base and level.offset is not None else 1.0
-        return (level.offset or 0.0) * (0.5 + 0.5 * growth)
+        return max(padding + level.expected(drafts), 0.25 * padding)
 
     def interrupted(self) -> None:
         """Discard the last time: the next rounds have other requests, so a difference is not due to the number of
@@ -201,33 +211,27 @@ class RoundCosts:
             return
         level = self._levels.setdefault(rows.bit_length(), _Level())
         if drafts != level.drafts or level is not self._last:
-            level.follows = level is self._last and level.offset is not None
+            level.follows = level is self._last
             level.drafts = drafts
             level.recent.clear()
         self._last = level
         level.recent.append(ms - padding)
         if len(level.recent) < STEADY:
             return
-        known = level.correction.get(drafts, 0.0)
-        more = statistics.median(level.recent)
-        if level.follows and level.offset is not None:
-            bound = MOST_CORRECTION * padding
-            level.correction[drafts] = min(max(more - self._offset(level, rows, padding), -bound), bound)
-            level.follows = False
-        elif level.offset is None or drafts == level.base:
-            level.offset, level.base = more - known, drafts
-        else:
-            level.offset = (more - known) / self._offset(replace(level, offset=1.0), rows, padding)
+        beyond, before = statistics.median(level.recent), level.beyond.get(drafts)
+        if before is not None and not level.follows:
+            level.beyond = {k: known + beyond - before for k, known in level.beyond.items()}
+        level.beyond[drafts] = level.bounded(drafts, beyond, padding)
+        level.follows = False
 
     def probed(self, rows: int, drafts: int, ms: float) -> None:
         """Record the time of a single round with another number of drafts than those around it."""
         padding, level = self._table(rows, drafts), self._levels.get(rows.bit_length())
-        if padding is None or level is None or level.offset is None:
+        if padding is None or level is None or not level.beyond:
             return
-        bound, known = MOST_CORRECTION * padding, level.correction.get(drafts, 0.0)
-        found = min(max(ms - padding - self._offset(level, rows, padding), -bound), bound)
-        belief = BELIEF if drafts in level.correction or drafts else 1.0  # only probes measure zero drafts
-        level.correction[drafts] = known + belief * (found - known)
+        known = level.expected(drafts)
+        belief = BELIEF if drafts in level.beyond or drafts else 1.0  # only probes measure zero drafts
+        level.beyond[drafts] = known + belief * (level.bounded(drafts, ms - padding, padding) - known)
 
 
 class AdaptiveK:

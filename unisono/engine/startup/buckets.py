@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from unisono.attention.base import AttentionBackend
 from unisono.config import GRAPH_PROGRAMS, ResolvedConfig, parse_graphs
-from unisono.drafters.base import AtOnceDrafter, Drafter
+from unisono.drafters.base import AtOnceDrafter, Drafter, RaggedDrafter
 from unisono.engine.scheduling.forced_drafts import forced_rows
 from unisono.graphs import NO_FEATURES, Features, Graph, Logits, PassShape, Program
 from unisono.graphs.buckets import Buckets
@@ -51,8 +51,10 @@ measured costs would choose other sizes in every run.
 SHARES = {"round": 1.0, "extend": 0.8, "mixed": 0.5, "score": 0.5, "catch_up": 0.2, "draft": 0.2, "verify": 0.3}
 """Fraction of graph memory that one program may take. Prompt passes leave some for rounds."""
 
-CHAIN_DRAFTS = (0, 1, 2, 3, 5, 8, 11)
-"""Numbers of drafts below k for which rounds of a chain are captured."""
+CHAIN_DRAFTS = (0, 1, 2, 3, 5, 7, 11)
+"""Numbers of drafts below k for which rounds of a chain are captured. With 1, 3 and 7 the tokens of 2^n requests fill
+the tiles of products.
+"""
 
 MAX_UNOBSERVED = 32
 """Tokens per request that a paused drafter may lag, if each of them costs memory."""
@@ -107,9 +109,17 @@ def shared_choices(
         return (), f"each draft costs {drafter.name} a pass, so all requests have the same number"
     if spec.share_drafts is False:
         return (), "share_drafts is off"
+    ragged = isinstance(drafter, RaggedDrafter) and drafter.drafts_ragged
     if spec.share_drafts is None and config.device.type != "cpu":
-        return (), "off by default on GPUs, where it was not always faster; share_drafts turns it on"
-    return between, "drafting costs the same for any number" if constant else "share_drafts is on"
+        way_out = "share_drafts turns it on"
+        if not ragged:
+            return (), f"on GPUs by default only where verified places alone are drafted; {way_out}"
+        if recurrent:
+            return (), f"on GPUs not by default with recurrent layers, whose rounds have not been timed; {way_out}"
+        return between, "only what is verified is drafted, which was faster where requests differ"
+    if spec.share_drafts:
+        return between, "share_drafts is on"
+    return between, "drafting costs the same for any number"
 
 
 def max_unobserved_tokens(config: ResolvedConfig) -> int:

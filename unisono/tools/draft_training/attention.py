@@ -32,9 +32,8 @@ class TrainingAttention:
 
     def forward(self, q: torch.Tensor, kv: KV, inputs: AttentionInputs, options: AttentionOptions) -> torch.Tensor:
         """q [B · L, Hq, D] -> [B · L, Hq · D]; see :class:`unisono.attention.base.AttentionBackend`."""
-        if options.soft_cap or options.sinks is not None or options.window < 0:
-            unable = "has a soft cap, sinks or chunks"
-            raise ConfigError(f"draft heads cannot be trained for a model whose attention {unable} yet.")
+        if options.window < 0:
+            raise ConfigError("draft heads cannot be trained for a model whose attention has chunks yet.")
         rows = inputs.slots.shape[0]
         queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
         length, heads = queries.shape[2], q.shape[1]
@@ -45,10 +44,29 @@ class TrainingAttention:
             )
             for i in (0, 1)
         )
+        values = values[..., : options.values] if options.values else values
         plain = len(caches) == 1 and not options.window
-        mask = None if plain else _visible(length, len(caches) - 1, options.window, q.device)
-        out = scaled_dot_product_attention(queries, keys, values, mask, is_causal=plain, scale=options.scale)
+        if options.soft_cap or options.sinks is not None:
+            visible = _visible(length, len(caches) - 1, options.window, q.device)
+            out = _weights(queries, keys, visible, options) @ values
+        else:
+            mask = None if plain else _visible(length, len(caches) - 1, options.window, q.device)
+            out = scaled_dot_product_attention(queries, keys, values, mask, is_causal=plain, scale=options.scale)
         return out.transpose(1, 2).reshape(rows * length, -1)
+
+
+def _weights(
+    queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """Weights [B, Hq, L, K] of keys [B, Hq, K, D], with a soft cap or sinks, in the queries' dtype. visible [L, K]."""
+    scores = (queries @ keys.mT).float() * options.scale
+    if options.soft_cap:
+        scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+    return scores.softmax(-1)[..., : keys.shape[2]].to(queries.dtype)
 
 
 def _by_row(cache: torch.Tensor, rows: int, length: int) -> torch.Tensor:
@@ -87,7 +105,7 @@ def new_pass(
         width=length,
         plan=earlier,
     )
-    shape = (rows * length // page, config.attention.num_kv_heads, page, config.attention.head_dim)
+    shape = (rows * length // page, config.attention.num_kv_heads, page, config.attention.head_dim) if layers else ()
     return inputs, [
         KV(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
         for _ in range(layers)

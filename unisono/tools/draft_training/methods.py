@@ -22,8 +22,9 @@ from unisono.drafters.mtp.checkpoint import LAYOUTS
 from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
 from unisono.drafters.mtp.model import MTPModule
 from unisono.models.blocks.decoder import Decoder
-from unisono.models.blocks.layers import MLPSpec
-from unisono.models.config import attention_of
+from unisono.models.blocks.latent_attention import LatentSpec
+from unisono.models.blocks.layers import AttentionSpec, MLPSpec
+from unisono.models.config import DecoderConfig, attention_of
 from unisono.models.load.build import Builder
 from unisono.models.load.checkpoint import WEIGHTS, Checkpoint, read_json
 from unisono.models.load.loader import checkpoint_names
@@ -188,6 +189,7 @@ class DFlash:
         used = {token for text in texts for token in text.token_ids}
         mask = next((token for token in reversed(range(c.vocab_size)) if token not in used), c.vocab_size - 1)
         changes = {
+            **_own_heads(c),
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "num_hidden_layers": shape.layers,
@@ -354,6 +356,16 @@ METHODS: dict[str, Any] = {
 _LAYOUTS = {"deepseek": "DeepSeek-V3, GLM", "qwen": "Qwen3-Next, Qwen3.5"}
 
 
+def _own_heads(config: DecoderConfig) -> dict[str, Any]:
+    """Heads for a target whose attention has no keys by head; none for other targets."""
+    if isinstance(config.attention, AttentionSpec):
+        return {}
+    size = min(128, config.hidden_size)
+    heads = max(1, config.hidden_size // size)
+    kv_heads = heads // 4 if heads % 4 == 0 else heads
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size}
+
+
 def frequent_tokens(texts: Sequence[Text], count: int, vocab: int) -> torch.Tensor:
     """The ``count`` most frequent tokens of the answers, ascending, [count] int32. Ties go to the lowest ids."""
     counts: Counter[int] = Counter()
@@ -375,8 +387,15 @@ def trainable_parameters(draft: TrainableDraft, teacher: Teacher) -> dict[str, n
 
 
 def _check_attends(teacher: Teacher, method: str) -> None:
-    """Raise CheckpointError for a target with recurrent layers: the heads of ``method`` take their layer from it."""
+    """Raise CheckpointError for a target with recurrent layers or latent attention: the heads of ``method`` take their
+    layer from it.
+    """
     layers = teacher.decoder.config.layers
+    if any(isinstance(attention_of(layer), LatentSpec) for layer in layers):
+        raise CheckpointError(
+            f"{teacher.checkpoint.path}: {method} is not trained for targets with latent attention (MLA); dflash and "
+            "standalone are."
+        )
     recurrent = [n for n, layer in enumerate(layers) if attention_of(layer) is None]
     if recurrent:
         raise CheckpointError(

@@ -19,12 +19,10 @@ from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.kv.specs import Paged, Recurrent, Spec, has_recurrent_state, map_tree
 from unisono.kv.store import RecurrentView
 from unisono.models.blocks.decoder import Decoder
-from unisono.models.blocks.layers import AttentionSpec
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.loader import load_model
 from unisono.tools.draft_training.attention import TrainingAttention, new_pass
 from unisono.tools.draft_training.batches import PAGE, Batch, to_device
-from unisono.types import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -53,15 +51,10 @@ class TeacherOutputs:
 
 
 class Teacher:
-    """The target with the dtype and weights that serving would use on this device.
-
-    Raises CheckpointError for a target whose state is neither keys and values by head nor recurrent.
-    """
+    """The target with the dtype and weights that serving would use on this device."""
 
     def __init__(self, checkpoint: Checkpoint, device: str, longest: int, load_format: str = "auto") -> None:
         config = EngineConfig(model=str(checkpoint.path), device=device)
-        if not isinstance(checkpoint.config.attention, AttentionSpec):
-            raise CheckpointError(f"{checkpoint.path}: drafts are not trained for targets with latent attention (MLA).")
         self.checkpoint = checkpoint
         self.resolved: ResolvedConfig = resolve(config, Hardware.detect(device), checkpoint)
         self.device, self.dtype, self.longest = self.resolved.device, self.resolved.dtype, longest
