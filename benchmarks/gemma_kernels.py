@@ -1,9 +1,10 @@
 """Kernels of a Gemma 4 round at its real sizes: tiles of products, attention of few rows, and the layer's norms.
 
-    python -m benchmarks.gemma_kernels [--only norms experts tiles attention] [--rows 1 4]
+    python -m benchmarks.gemma_kernels [--only norms experts tiles attention] [--rows 1 4] [--plans 256x2 256x1]
 
 *experts*: µs of both products by tile. *tiles*: µs of the Triton product with each blocking beside the one that
-``linear_tile`` chooses, weights out of L2. *attention*: µs of a layer of a round, by what serves and by Triton.
+``linear_tile`` chooses, weights out of L2. *attention*: µs of a layer of a round by Triton's kernel and by Gluon's,
+whichever serves, with cut tiles merged by the last program or by a kernel of its own, and the sides whose bits differ.
 *norms*: the fused kernels of ``kernels/moe/beside.py`` beside the ops in turn, and whether the bits are equal. Times
 are medians over CUDA graphs.
 """
@@ -12,16 +13,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import torch
 import triton
 
-from benchmarks.attention import Heads, Paged
+from benchmarks.attention import Heads, Paged, by_hopper
 from benchmarks.experts import Layer, Shape, graph_us, inputs, short
 from benchmarks.kernels import cold, markdown, random
+from unisono.attention import triton as backend
 from unisono.kernels import rms_norm
+from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
+from unisono.kernels.attention import merge as attention_merge
 from unisono.kernels.attention import paged as ops
 from unisono.kernels.gemm.linear import launch_linear, linear_tile
 from unisono.kernels.gemm.tile import Tile
@@ -106,34 +113,85 @@ def compile_tiles(rows: tuple[int, ...]) -> None:
     torch.cuda.synchronize()
 
 
-def attention(rows: tuple[int, ...]) -> None:
-    options: list[dict[str, int]] = [{}, {"num_warps": 8}]  # what serves; Triton's kernel as it is
+LENGTHS = ((1, 1100), (1, 8200), (16, 1100), (64, 1100))
+"""(requests, keys) of rounds."""
+
+Plans = list[tuple[int, int]]
+SIDES = {"Triton": (False, False), "Triton, merge": (False, True), "Gluon": (True, False), "Gluon, merge": (True, True)}
+"""(the kernel is Gluon's, a kernel of its own merges cut tiles), whatever serves."""
+
+
+def attention(rows: tuple[int, ...], plans: Plans) -> None:
+    """Time each side on rounds, and count the outputs whose bits are not Triton's."""
+    sizes = itertools.product(HEADS.values(), LENGTHS, rows)
+    compile_attention(rows, plans)
     table = []
-    for name, heads in HEADS.items():
-        paged = Paged([64], heads=heads)
-        print(name, paged.backend.prove(heads.dim, heads.dtype)["attention of rounds"])
-        for count, length in ((1, 1100), (1, 8200), (16, 1100), (64, 1100)):
-            for width in rows:
-                layers = 12 if count == 1 else 4  # more than the L2 holds
-                paged, q = Paged([length] * count, layers, heads), heads.queries(width * count)
-                inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
-                paged.backend.plan(inputs, heads.window)
-                where, how = (paged.table, inputs.positions, *inputs.plan), (paged.scale, heads.window)
-                cells = []
-                for each in options:
-
-                    def run(layer: int, q=q, paged=paged, where=where, how=how, each=each) -> torch.Tensor:
-                        return ops.launch_attention(q, *paged.caches[layer][:2], *where, *how, **each)
-
-                    try:
-                        us = graph_us([lambda layer=layer, run=run: run(layer) for layer in range(layers)])
-                        cells.append(f"{us:.1f}")
-                    except triton.runtime.errors.OutOfResources:
-                        cells.append("–")
-                read = count * min(length, heads.window or length) * heads.token_bytes / 4.68e6
-                table.append([name, str(count), str(length), str(width), f"{read:.1f}", *cells])
-    head = ["layer", "requests", "keys", "tokens", "floor", *(str(each or "served") for each in options)]
+    for heads, (count, length), width in sizes:
+        layers = 12 if count == 1 else 4  # more than the L2 holds
+        paged, q = Paged([length] * count, layers, heads), heads.queries(width * count)
+        read = count * min(length, heads.window or length) * heads.token_bytes / 4.68e6
+        for plan in plans:
+            with planned(*plan):
+                cells = sides(paged, q, width)
+            size = f"{plan[0]}×{plan[1]}"
+            table.append([heads.name, str(count), str(length), str(width), size, f"{read:.1f}", *cells])
+    head = ["layer", "requests", "keys", "tokens", "plan", "floor", *SIDES, "other bits"]
     print(markdown(head, table), flush=True)
+
+
+@contextlib.contextmanager
+def planned(keys: int, programs: int) -> Iterator[None]:
+    """Plan with splits of this many keys (other bits, the same on every side) for programs on each multiprocessor, and
+    let Gluon's kernel take any number of tiles.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in (ops, attention_hopper_rounds, attention_merge):
+            stack.enter_context(mock.patch.object(module, "SPLIT", keys))
+        stack.enter_context(mock.patch.object(backend, "PROGRAMS_PER_PROCESSOR", programs))
+        stack.enter_context(mock.patch.object(attention_hopper_rounds, "WIDE_TILES", 10**6))
+        yield
+
+
+def sides(paged: Paged, q: torch.Tensor, width: int) -> list[str]:
+    """µs of a layer by each side, and the sides with other bits."""
+    heads, cells, seen = paged.heads, [], {}
+    inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
+    paged.backend.plan(inputs, heads.window)
+    where, how = (paged.table, inputs.positions, *inputs.plan), (paged.scale, heads.window)
+    for name, (gluon, apart) in SIDES.items():
+        by_hopper(heads, gluon)
+
+        def run(layer: int, apart: bool = apart) -> torch.Tensor:
+            return ops.launch_attention(q, *paged.caches[layer][:2], *where, *how, apart=apart)
+
+        try:
+            seen[name] = run(0)
+            cells.append(f"{graph_us([functools.partial(run, layer) for layer in range(paged.layers)]):.1f}")
+        except triton.runtime.errors.OutOfResources:
+            cells.append("–")
+    others = [name for name, out in seen.items() if not torch.equal(out, seen["Triton"])]
+    return [*cells, ", ".join(others) or "none"]
+
+
+def compile_attention(rows: tuple[int, ...], plans: Plans) -> None:
+    """Compile what ``attention`` launches, several at a time."""
+
+    def compiled(case: tuple[Heads, int, int, bool]) -> None:
+        heads, width, count, apart = case
+        paged, q = Paged([300] * count, 1, heads), heads.queries(width * count)
+        inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
+        paged.backend.plan(inputs, heads.window)
+        where, how = (paged.table, inputs.positions, *inputs.plan), (paged.scale, heads.window)
+        with contextlib.suppress(triton.runtime.errors.OutOfResources):
+            ops.launch_attention(q, *paged.caches[0][:2], *where, *how, apart=apart)
+
+    cases = list(itertools.product(HEADS.values(), rows, (1,), (False, True)))
+    for plan, gluon in itertools.product({keys: (keys, programs) for keys, programs in plans}.values(), (True, False)):
+        for heads in HEADS.values():
+            by_hopper(heads, gluon)
+        with planned(*plan), ThreadPoolExecutor(16) as pool:
+            list(pool.map(compiled, cases))
+    torch.cuda.synchronize()
 
 
 UPS = ((32, 128, 4, 4), (32, 128, 4, 3), (64, 128, 4, 3), (64, 128, 4, 4), (32, 256, 4, 3), (16, 256, 4, 4))
@@ -208,6 +266,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["norms", "experts", "attention", "tiles"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
+    parser.add_argument(
+        "--plans", nargs="+", default=["256x2"], help="of attention: keys of a split x programs for each processor"
+    )
     args = parser.parse_args()
     rows = tuple(args.rows)
     torch.manual_seed(0)
@@ -220,7 +281,7 @@ def main() -> None:
         compile_tiles(rows)
         tiles(rows)
     if "attention" in args.only:
-        attention(rows)
+        attention(rows, [(int(keys), int(programs)) for keys, programs in (plan.split("x") for plan in args.plans)])
 
 
 if __name__ == "__main__":

@@ -108,12 +108,14 @@ def launch_round_attention(
     keys: int,
     per_processor: int = PROGRAMS_PER_PROCESSOR,
     registers: int = REGISTERS,
+    merge: bool = True,
     **tuning: int,
 ) -> None:
     """Attend into out [T', Hq · D]; see ``paged.launch_attention``.
 
     scales: scales of e4m3 outputs, whose T' rows are padded. workspace: states and values of splits. scale: for powers
-    of two. tuning: compile-time sizes that override the defaults.
+    of two. merge: cut tiles are merged here; the kernel for wide heads can leave them to ``merge.launch_merge``.
+    tuning: compile-time sizes that override the defaults.
     """
     heads, dim = q.shape[1:]
     capacity, tile_tokens, kv_heads = arrivals.shape
@@ -124,7 +126,7 @@ def launch_round_attention(
         wide_round_attention_kernel[(min(processors, capacity * kv_heads * sizes["PARTS"]),)](
             q, *cached, page_table, positions, work, count, arrivals, *workspace, out,
             workspace[0] if scales is None else scales, len(q), len(out), page_table.stride(0), window or None, scale,
-            **sizes, num_warps=4, maxnreg=registers, **overlapped(q.device),
+            MERGE=merge, **sizes, num_warps=4, maxnreg=registers, **overlapped(q.device),
         )  # fmt: skip
         return
     programs = per_processor * processors
@@ -169,7 +171,7 @@ attend(q, k_cache, v_cache, page_table, kv_len, width, window) runs one round.
 
 def _case(
     heads: int, kv_heads: int, dtype: str, tile_tokens: int, first: int = 0, quantised: bool = False,
-    head_dim: int = HEAD_DIM, window: bool = False,
+    head_dim: int = HEAD_DIM, window: bool = False, merge: bool = True,
 ) -> AotCase:  # fmt: skip
     signature = {"q_ptr": f"*{dtype}", "out_ptr": "*fp8e4nv" if quantised else f"*{dtype}", "scales_ptr": "*fp32"}
     signature |= dict.fromkeys(("k_desc", "v_desc"), box_type(dtype, PAGE))
@@ -177,7 +179,11 @@ def _case(
     signature |= dict.fromkeys(pointers, "*i32") | {"state_ptr": "*fp32", "acc_ptr": "*fp32"}
     signature |= dict.fromkeys(("tokens", "padded", "max_pages"), "i32") | {"scale": "fp32"}
     if head_dim in WIDE_ROWS:
-        sizes: dict[str, object] = {**wide_sizes(heads, kv_heads, head_dim, tile_tokens, 64), "OVERLAP": True}
+        sizes: dict[str, object] = {
+            **wide_sizes(heads, kv_heads, head_dim, tile_tokens, 64),
+            "OVERLAP": True,
+            "MERGE": merge,
+        }
         signature, sizes = (signature | {"window": "i32"}, sizes) if window else (signature, sizes | {"window": None})
         return AotCase(wide_round_attention_kernel, signature, sizes, num_warps=4, maxnreg=REGISTERS)
     sizes = {**_sizes(heads, kv_heads, tile_tokens, 64, first), "OVERLAP": True}
@@ -191,7 +197,7 @@ AOT = [
     _case(32, 8, "bf16", 1, quantised=True),
     _case(8, 8, "fp16", 1),
     _case(64, 8, "fp16", 4),
-    _case(16, 8, "bf16", 1, head_dim=256, window=True),  # Gemma 4 26B-A4B
+    _case(16, 8, "bf16", 1, head_dim=256, window=True, merge=False),  # Gemma 4 26B-A4B
     _case(16, 8, "bf16", 4, head_dim=256, window=True, quantised=True),
     _case(16, 2, "bf16", 1, head_dim=512),
     _case(16, 2, "fp16", 4, head_dim=512, quantised=True),
