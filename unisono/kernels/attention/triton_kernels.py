@@ -314,10 +314,8 @@ def attention_kernel(
             if MERGE:
                 arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
                 if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT), skipped):
-                    _merge_kept(
-                        positions_ptr, state_ptr, acc_ptr, outs, first, last, head, place, TOKENS * HEADS,
-                        low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST,
-                    )  # fmt: skip
+                    _merge_kept(positions_ptr, state_ptr, acc_ptr, outs, first, last, head, place, TOKENS * HEADS,
+                                low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "num_tokens", "partials", "programs", "window"])
