@@ -269,9 +269,8 @@ def attention_kernel(
 
     until_ptr: last position that each token sees, or None: its own. CHUNKED: it sees its chunk of ``window`` positions.
 
-    Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace, and the program that
-    completes the tile's count merges them in order, or with MERGE False the next kernel does. Without CUT a tile needs
-    no masks for keys that all its rows see.
+    Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace: its last program merges
+    them in order, or without MERGE the next kernel. Without CUT a tile needs no masks for keys that all its rows see.
     The plan's outputs are read before the kernel ahead has ended (:data:`unisono.kernels.overlap.READ_EARLY`).
     """
     outs = out_ptr, sinks_ptr, scales_ptr, q_ptr, tokens, padded
@@ -315,7 +314,8 @@ def attention_kernel(
                 arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
                 if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT), skipped):
                     _merge_kept(positions_ptr, state_ptr, acc_ptr, outs, first, last, head, place, TOKENS * HEADS,
-                                low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST)  # fmt: skip
+                                low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM,
+                                FIRST)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "num_tokens", "partials", "programs", "window"])
