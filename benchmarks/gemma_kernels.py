@@ -60,8 +60,8 @@ BLOCKS = (
 
 HEADS = {
     "sliding": Heads("sliding", 16, 8, 256, 1024),
-    "full": Heads("full", 16, 2, 512),
     "Qwen3.5-9B": Heads("Qwen3.5-9B", 16, 4, 256),
+    "full": Heads("full", 16, 2, 512),
 }
 
 
@@ -122,21 +122,21 @@ SIDES = {"Triton": (False, False), "Triton, merge": (False, True), "Gluon": (Tru
 
 
 def attention(rows: tuple[int, ...], plans: Plans) -> None:
-    """Time each side on rounds, and count the outputs whose bits are not Triton's."""
-    sizes = itertools.product(HEADS.values(), LENGTHS, rows)
-    compile_attention(rows, plans)
-    table = []
-    for heads, (count, length), width in sizes:
-        layers = 12 if count == 1 else 4  # more than the L2 holds
-        paged, q = Paged([length] * count, layers, heads), heads.queries(width * count)
-        read = count * min(length, heads.window or length) * heads.token_bytes / 4.68e6
-        for plan in plans:
-            with planned(*plan):
-                cells = sides(paged, q, width)
-            size = f"{plan[0]}×{plan[1]}"
-            table.append([heads.name, str(count), str(length), str(width), size, f"{read:.1f}", *cells])
+    """Time each side on rounds, and name the sides whose bits are not those of the first."""
     head = ["layer", "requests", "keys", "tokens", "plan", "floor", *SIDES, "other bits"]
-    print(markdown(head, table), flush=True)
+    for heads in HEADS.values():
+        compile_attention(heads, rows, plans)
+        table = []
+        for (count, length), width in itertools.product(LENGTHS, rows):
+            layers = 12 if count == 1 else 4  # more than the L2 holds
+            paged, q = Paged([length] * count, layers, heads), heads.queries(width * count)
+            read = count * min(length, heads.window or length) * heads.token_bytes / 4.68e6
+            for plan in plans:
+                with planned(*plan):
+                    cells = sides(paged, q, width)
+                size = f"{plan[0]}×{plan[1]}"
+                table.append([heads.name, str(count), str(length), str(width), size, f"{read:.1f}", *cells])
+        print(markdown(head, table), "\n", flush=True)
 
 
 @contextlib.contextmanager
@@ -173,24 +173,22 @@ def sides(paged: Paged, q: torch.Tensor, width: int) -> list[str]:
     return [*cells, ", ".join(others) or "none"]
 
 
-def compile_attention(rows: tuple[int, ...], plans: Plans) -> None:
+def compile_attention(heads: Heads, rows: tuple[int, ...], plans: Plans) -> None:
     """Compile what ``attention`` launches, several at a time."""
 
-    def compiled(case: tuple[Heads, int, int, bool]) -> None:
-        heads, width, count, apart = case
-        paged, q = Paged([300] * count, 1, heads), heads.queries(width * count)
+    def compiled(case: tuple[int, bool]) -> None:
+        width, apart = case
+        paged, q = Paged([300], 1, heads), heads.queries(width)
         inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
         paged.backend.plan(inputs, heads.window)
         where, how = (paged.table, inputs.positions, *inputs.plan), (paged.scale, heads.window)
         with contextlib.suppress(triton.runtime.errors.OutOfResources):
             ops.launch_attention(q, *paged.caches[0][:2], *where, *how, apart=apart)
 
-    cases = list(itertools.product(HEADS.values(), rows, (1,), (False, True)))
-    for plan, gluon in itertools.product({keys: (keys, programs) for keys, programs in plans}.values(), (True, False)):
-        for heads in HEADS.values():
-            by_hopper(heads, gluon)
-        with planned(*plan), ThreadPoolExecutor(16) as pool:
-            list(pool.map(compiled, cases))
+    for keys, gluon in itertools.product(dict.fromkeys(keys for keys, _ in plans), (True, False)):
+        by_hopper(heads, gluon)
+        with planned(keys, 1), ThreadPoolExecutor(8) as pool:
+            list(pool.map(compiled, itertools.product(rows, (False, True))))
     torch.cuda.synchronize()
 
 
