@@ -1,6 +1,7 @@
 """Kernels of a Gemma 4 round at its real sizes: tiles of products, attention of few rows, and the layer's norms.
 
-    python -m benchmarks.gemma_kernels [--only norms experts tiles attention] [--rows 1 4] [--plans 256x2 256x1]
+    python -m benchmarks.gemma_kernels [--only norms experts tiles attention] [--rows 1 4] [--plans 256x1 128x1]
+        [--products "26b o" "26b router"]
 
 *experts*: µs of both products by tile. *tiles*: µs of the Triton product with each blocking beside the one that
 ``linear_tile`` chooses, weights out of L2. *attention*: µs of a layer of a round by Triton's kernel and by Gluon's,
@@ -25,7 +26,6 @@ import triton
 from benchmarks.attention import Heads, Paged, by_hopper
 from benchmarks.experts import Layer, Shape, graph_us, inputs, short
 from benchmarks.kernels import cold, markdown, random
-from unisono.attention import triton as backend
 from unisono.kernels import rms_norm
 from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention import merge as attention_merge
@@ -76,9 +76,9 @@ def candidates(rows: int, n: int, k: int) -> list[Tile]:
     return found
 
 
-def tiles(rows: tuple[int, ...]) -> None:
+def tiles(rows: tuple[int, ...], products: dict[str, tuple[int, int]]) -> None:
     table = []
-    for name, (n, k) in PRODUCTS.items():
+    for name, (n, k) in products.items():
         for m in rows:
             weight, x = random(n, k, scale=k**-0.5), random(m, k)
             found: list[tuple[float, Tile]] = []
@@ -95,10 +95,10 @@ def tiles(rows: tuple[int, ...]) -> None:
     print(markdown(["product", "M", "floor", "now", "best", "second", "third"], table), flush=True)
 
 
-def compile_tiles(rows: tuple[int, ...]) -> None:
+def compile_tiles(rows: tuple[int, ...], products: dict[str, tuple[int, int]]) -> None:
     """Compile what ``tiles`` launches, several at a time."""
     wanted = {}
-    for n, k in PRODUCTS.values():
+    for n, k in products.values():
         for m in rows:
             for tile in candidates(m, n, k):
                 wanted.setdefault((tile, k % tile.k == 0, m == 1), (m, n, k, tile))
@@ -132,7 +132,8 @@ def attention(rows: tuple[int, ...], plans: Plans) -> None:
             paged, q = Paged([length] * count, layers, heads), heads.queries(width * count)
             read = count * min(length, heads.window or length) * heads.token_bytes / 4.68e6
             for plan in plans:
-                with planned(*plan):
+                paged.backend.programs_per_processor = plan[1]
+                with split_by(plan[0]):
                     cells = sides(paged, q, width)
                 size = f"{plan[0]}×{plan[1]}"
                 table.append([heads.name, str(count), str(length), str(width), size, f"{read:.1f}", *cells])
@@ -140,15 +141,12 @@ def attention(rows: tuple[int, ...], plans: Plans) -> None:
 
 
 @contextlib.contextmanager
-def planned(keys: int, programs: int) -> Iterator[None]:
-    """Plan with splits of this many keys (other bits, the same on every side) for programs on each multiprocessor, and
-    let Gluon's kernel take any number of tiles.
-    """
+def split_by(keys: int) -> Iterator[None]:
+    """Give splits this many keys (other bits, the same on every side); let Gluon's kernel take any number of tiles."""
     with contextlib.ExitStack() as stack:
         for module in (ops, attention_hopper_rounds, attention_merge):
             stack.enter_context(mock.patch.object(module, "SPLIT", keys))
-        stack.enter_context(mock.patch.object(backend, "PROGRAMS_PER_PROCESSOR", programs))
-        stack.enter_context(mock.patch.object(attention_hopper_rounds, "WIDE_TILES", 10**6))
+        stack.enter_context(mock.patch.object(attention_hopper_rounds, "SHARED_TILES", 10**6))
         yield
 
 
@@ -187,7 +185,7 @@ def compile_attention(heads: Heads, rows: tuple[int, ...], plans: Plans) -> None
 
     for keys, gluon in itertools.product(dict.fromkeys(keys for keys, _ in plans), (True, False)):
         by_hopper(heads, gluon)
-        with planned(keys, 1), ThreadPoolExecutor(8) as pool:
+        with split_by(keys), ThreadPoolExecutor(8) as pool:
             list(pool.map(compiled, itertools.product(rows, (False, True))))
     torch.cuda.synchronize()
 
@@ -265,8 +263,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["norms", "experts", "attention", "tiles"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     parser.add_argument(
-        "--plans", nargs="+", default=["256x2"], help="of attention: keys of a split x programs for each processor"
+        "--plans", nargs="+", default=["256x1"], help="of attention: keys of a split x programs for each processor"
     )
+    parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS), help="of tiles")
     args = parser.parse_args()
     rows = tuple(args.rows)
     torch.manual_seed(0)
@@ -276,8 +275,9 @@ def main() -> None:
     if "experts" in args.only:
         experts(rows)
     if "tiles" in args.only:
-        compile_tiles(rows)
-        tiles(rows)
+        products = {name: PRODUCTS[name] for name in args.products}
+        compile_tiles(rows, products)
+        tiles(rows, products)
     if "attention" in args.only:
         attention(rows, [(int(keys), int(programs)) for keys, programs in (plan.split("x") for plan in args.plans)])
 

@@ -39,8 +39,8 @@ def test_merge_apart_has_the_same_bits(width, window, planned, monkeypatch):
 def test_merges_apart_where_it_is_served():
     wide = (16, 2, 512)
     assert merge.merges_apart(wide, 16, 0, 0, True)
-    assert merge.merges_apart((16, 8, 256), 16, 1024, 0, True)
-    assert not merge.merges_apart((16, 8, 256), 17, 1024, 0, True), "tiles enough for all processors"
+    assert merge.merges_apart((16, 8, 256), 8, 1024, 0, True)
+    assert not merge.merges_apart((16, 8, 256), 9, 1024, 0, True), "tiles enough for all processors"
     assert not merge.merges_apart((32, 8, 128), 1, 0, 0, True)
     assert not merge.merges_apart(wide, 1, -64, 0, True)
     assert not merge.merges_apart(wide, 1, 0, 1, True)

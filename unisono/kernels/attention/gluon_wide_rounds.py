@@ -5,8 +5,6 @@ programs where its rows' outputs would not fit into registers. Keys and values o
 times, so they take turns in one ring of stages: while a step's values are multiplied, the next keys arrive. Keys before
 a tile's window are skipped by whole steps; a step without a visible key changes no bit of a state.
 
-It is off: see ``hopper_rounds.SERVED``.
-
 Shapes: N rows, padded to a power of two from 8 on; D = 64 PIECES.
 """
 

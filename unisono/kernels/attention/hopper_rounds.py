@@ -1,8 +1,8 @@
 """Dispatch of few rows' attention to the Gluon kernels for Hopper, and the proof of their bits.
 
 The kernel in ``gluon_rounds.py`` serves passes that may be cut along KV, on Hopper, for 16-bit heads of 128 without a
-window, a soft cap or sinks, in tiles of up to MOST_ROWS rows. The kernel in ``gluon_wide_rounds.py``, for heads of 256
-and 512 with a window or without, is off (:data:`SERVED`): its speed has not been measured.
+window, a soft cap or sinks, in tiles of up to MOST_ROWS rows. The kernel in ``gluon_wide_rounds.py`` serves heads of
+256 and 512, with a window or without.
 :data:`exact_round_attention` compares the bits with the Triton kernel's on the present GPU. Where they differ, or were
 not compared, the Triton kernel serves.
 """
@@ -30,13 +30,13 @@ MOST_ROWS = 32
 """Maximum rows of a tile: more would not fit into registers."""
 
 WIDE_ROWS = {256: 32, 512: 16}
-"""The same of a program for wide heads, by their size. Two programs share a tile of twice as many."""
+"""The same of a program for wide heads, by their size. Two programs share a tile of twice as many (SHARED_TILES)."""
 
-SERVED = (HEAD_DIM,)
-"""Sizes of heads that passes use the kernels for. The kernel for wide heads has not been timed on a GPU."""
-
-WIDE_TILES = 132
-"""Most tiles × KV heads of a pass for wide heads: one for each multiprocessor, which holds one program."""
+SHARED_TILES = 66
+"""Most tiles × KV heads of a pass whose tiles two programs share, each of which reads all keys: one program for each
+multiprocessor. With 128 tiles of 32 rows of heads of 512 the Triton kernel takes 98 µs, this one 121; with 32 tiles 59
+and 50 (H200, 1,100 keys).
+"""
 
 REGISTERS = 128
 """Registers per thread when a program begins, so that two fit on a multiprocessor. The group that computes then gets
@@ -54,7 +54,7 @@ def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: 
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
         and dtype in (torch.bfloat16, torch.float16)
-        and head_dim in SERVED
+        and head_dim in (HEAD_DIM, *WIDE_ROWS)
         and heads // kv_heads <= WIDE_ROWS.get(head_dim, MOST_ROWS)
     )
 
@@ -66,11 +66,20 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int, window: int
     return (
         exact_round_attention.serves((heads, kv_heads, head_dim, q.dtype, q.device))
         and (window >= 0 and first == 0 if wide else window == 0)
-        and (not wide or len(q) * kv_heads <= WIDE_TILES * tile_tokens)
         and tile_tokens * heads <= (2 * WIDE_ROWS[head_dim] if wide else MOST_ROWS) * kv_heads
+        and (
+            not wide
+            or len(q) * kv_heads <= SHARED_TILES * tile_tokens
+            or _whole(heads, kv_heads, head_dim, tile_tokens)
+        )
         and k_cache.shape[2] == PAGE
         and k_cache.is_contiguous()
     )
+
+
+def _whole(heads: int, kv_heads: int, head_dim: int, tile_tokens: int) -> bool:
+    """Return True if one program holds the rows of a tile of wide heads."""
+    return tile_tokens * heads <= WIDE_ROWS[head_dim] * kv_heads
 
 
 def wide_sizes(heads: int, kv_heads: int, head_dim: int, tile_tokens: int, keys: int) -> dict[str, int]:
@@ -146,7 +155,7 @@ def _same_bits(
     lengths: tuple[int, ...] = (1100, 37, 257, 2500, 64, 255, 256, 700)
     key = heads, kv_heads, head_dim, dtype, device
     if head_dim in WIDE_ROWS:
-        lengths = lengths[: max(1, WIDE_TILES // kv_heads)]  # as many as the kernel serves
+        lengths = lengths[: max(1, SHARED_TILES // kv_heads)]  # as many as the kernel serves
     generator = torch.Generator(device).manual_seed(0)
     pages = proof_pages(lengths, kv_heads, head_dim, dtype, generator)
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
