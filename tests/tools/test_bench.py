@@ -14,7 +14,6 @@ from benchmarks.command import run
 from benchmarks.drafters import drafters
 from benchmarks.plot_adaptive import plot
 from unisono.cli.main import app
-from unisono.tools.bench.latency import added_us
 
 SMALL = ["latency", "--enforce-eager", "--output-len", "32"]
 
@@ -130,11 +129,3 @@ def test_bench_exact_reports_counts_per_mode() -> None:
         (line,) = [line for line in result.output.splitlines() if line.startswith(mode)]
         assert "0 of 8 differ, " in line
         assert int(line.split("differ, ")[1].split()[0]) > 0
-
-
-def test_time_that_overlapping_kernels_add_is_the_wall_time() -> None:
-    spans = [(9_000, 12_000, "norm"), (0, 4_000, "product"), (3_000, 9_500, "product"), (1_000, 2_000, "early")]
-    added = added_us(spans)
-    assert added == {"product": 4.0 + 5.5, "early": 0.0, "norm": 2.5}
-    assert sum(added.values()) == 12.0, "no gap between them"
-    assert added_us([(0, 1_000, "a"), (5_000, 6_000, "a")]) == {"a": 2.0}, "a gap is nobody's"

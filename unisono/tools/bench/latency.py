@@ -10,7 +10,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,10 +124,9 @@ class LatencyReport:
             lines += ["Per round: " + ", ".join(f"{k} {v:g}" for k, v in self.launches.items()), ""]
         for per, kernels in (("round", self.kernels), ("prompt", self.prompt_kernels)):
             if kernels:
-                lines += [f"| kernel | launches/{per} | µs/{per} | share | µs added |", "|---|---|---|---|---|"]
+                lines += [f"| kernel | launches/{per} | µs/{per} | share |", "|---|---|---|---|"]
                 for k in kernels:
-                    figures = f"{k['us']:.1f} | {100 * k['share']:.1f} % | {k['added']:.1f}"
-                    lines += [f"| `{k['name']}` | {k['count']:g} | {figures} |"]
+                    lines += [f"| `{k['name']}` | {k['count']:g} | {k['us']:.1f} | {100 * k['share']:.1f} % |"]
                 lines += [""]
         if self.graph_memory:
             costs = ", ".join(f"{name} {value:g}" for name, value in self.graph_memory.items())
@@ -387,9 +386,11 @@ def _idle_share(trace: Any) -> float:
     counted: the host does not cause them.
     """
     spans: dict[int, list[int]] = {}
-    for start, end, e in _device_events(trace):
-        span = spans.setdefault(e.correlation_id(), [start, end])
-        span[:] = min(span[0], start), max(span[1], end)
+    for e in trace.profiler.kineto_results.events():
+        if e.device_type().name == "CUDA" and e.duration_ns():
+            start, end = e.start_ns(), e.start_ns() + e.duration_ns()
+            span = spans.setdefault(e.correlation_id(), [start, end])
+            span[:] = min(span[0], start), max(span[1], end)
     ordered = sorted(spans.values())
     if not ordered:
         return 0.0
@@ -400,34 +401,13 @@ def _idle_share(trace: Any) -> float:
     return idle / max(1, busy_until - ordered[0][0])
 
 
-def _device_events(trace: Any) -> Iterator[tuple[int, int, Any]]:
-    """(start, end, event) of what ran on the device, in nanoseconds."""
-    for e in trace.profiler.kineto_results.events():
-        if e.device_type().name == "CUDA" and e.duration_ns():
-            yield e.start_ns(), e.start_ns() + e.duration_ns(), e
-
-
-def added_us(spans: Iterable[tuple[int, int, str]]) -> dict[str, float]:
-    """Wall time that each kernel adds, in microseconds by name: from the end of all that started before it to its own.
-
-    spans: (start, end, name), in nanoseconds. Kernels overlap, so that their durations add up to more than the wall
-    time; these sums and the gaps between kernels are the wall time.
-    """
-    added: dict[str, float] = {}
-    until = 0
-    for start, end, name in sorted(spans):
-        added[name] = added.get(name, 0.0) + max(0, end - max(start, until)) / 1e3
-        until = max(until, end)
-    return added
-
-
 def _profile(llm: Any, size: int, context: int, report: LatencyReport, rounds: int = 20) -> None:
     """Profile ``rounds`` rounds: device time by kernel, and launches by the host, per round."""
     names = _add_requests(llm, size, context, rounds + 64)
     _run_until_warm(llm, size)
     trace = _traced(lambda: [llm.engine.step() for _ in range(rounds)])
     events = trace.key_averages()
-    report.kernels, total = _kernels(trace, rounds)
+    report.kernels, total = _kernels(events, rounds)
     report.launches = {"device busy µs": round(total / rounds, 1)}
     report.launches["device idle between rounds %"] = round(100 * _idle_share(trace), 2)
     for e in events:
@@ -442,7 +422,7 @@ def _profile(llm: Any, size: int, context: int, report: LatencyReport, rounds: i
 def _profile_prompt(llm: Any, length: int, report: LatencyReport, repeats: int = 3) -> None:
     """Profile prompts of ``length`` tokens: device time by kernel, per prompt."""
     trace = _traced(lambda: _ttft_ms(llm, length, repeats))
-    report.prompt_kernels, _ = _kernels(trace, repeats + 2)
+    report.prompt_kernels, _ = _kernels(trace.key_averages(), repeats + 2)
 
 
 def _traced(work: Callable[[], object]) -> Any:
@@ -454,17 +434,15 @@ def _traced(work: Callable[[], object]) -> Any:
     return trace
 
 
-def _kernels(trace: Any, times: int) -> tuple[list[dict[str, Any]], float]:
+def _kernels(events: Any, times: int) -> tuple[list[dict[str, Any]], float]:
     """(the slowest kernels with times per repetition, microseconds of all kernels over all repetitions).
 
     times: number of repetitions in the profile.
     """
-    events, added = trace.key_averages(), added_us((start, end, e.name()) for start, end, e in _device_events(trace))
     device = [e for e in events if e.self_device_time_total > 0 and "Memcpy" not in e.key and "Memset" not in e.key]
     total = sum(e.self_device_time_total for e in device) or 1.0
     rows = []
     for e in sorted(device, key=lambda e: -e.self_device_time_total)[:14]:
         us, share = e.self_device_time_total / times, e.self_device_time_total / total
-        own = {"us": us, "share": share, "added": added.get(e.key, 0.0) / times}
-        rows.append({"name": e.key[:60], "count": e.count / times, **own})
+        rows.append({"name": e.key[:60], "count": e.count / times, "us": us, "share": share})
     return rows, total
